@@ -1,0 +1,56 @@
+"""Every error that forerun raises on purpose.
+
+    ForerunError
+    ├── UserError            the caller can mend it: exit code 2, HTTP 400 or 404
+    │   ├── BadOption            an option, parameter or value that cannot be honoured
+    │   ├── PromptTooLong        prompt + max_tokens does not fit into max_seq_len
+    │   ├── VocabularyMismatch   draft and target model do not share one id-to-token map
+    │   ├── UnsupportedModel     a checkpoint that would be computed wrongly, so it is refused
+    │   └── NotFound             a file or folder that is not there
+    ├── CapacityError        it would fit at another moment or on a larger machine: exit code 3, HTTP 429 or 503
+    └── InternalError        a broken promise of ours, please report it: exit code 1, HTTP 500
+
+Each message says what is wrong, the value, and what would work, in one sentence.
+"""
+
+
+class ForerunError(Exception):
+    """Root of the tree; catch it to catch every deliberate error of this package."""
+
+    exit_code = 1
+
+
+class UserError(ForerunError):
+    """The caller can mend it."""
+
+    exit_code = 2
+
+
+class BadOption(UserError):
+    """An option, parameter or value that cannot be honoured."""
+
+
+class PromptTooLong(UserError):
+    """Prompt + max_tokens does not fit into max_seq_len."""
+
+
+class VocabularyMismatch(UserError):
+    """Draft and target model do not share one id-to-token map."""
+
+
+class UnsupportedModel(UserError):
+    """A checkpoint that would be computed wrongly, so it is refused."""
+
+
+class NotFound(UserError):
+    """A file or folder that is not there."""
+
+
+class CapacityError(ForerunError):
+    """It would fit at another moment or on a larger machine."""
+
+    exit_code = 3
+
+
+class InternalError(ForerunError):
+    """A broken promise of ours."""
