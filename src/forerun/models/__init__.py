@@ -1,0 +1,1 @@
+"""One architecture per file, named as the checkpoint's `model_type`."""

@@ -1,0 +1,217 @@
+"""What the architectures share when they read config.json: sizes, rotary positions, and the refusal of what is unknown.
+
+Policy: a key that would change the function and is not honoured is refused by name. Each architecture names the keys
+it honours; INERT_KEYS are known not to change inference; any other key must be absent, null, false or empty.
+Both generations of the file are read: `rope_theta` + `rope_scaling` + `torch_dtype` (transformers 4), and
+`rope_parameters` + `layer_types` + `dtype` (transformers 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from forerun.errors import UnsupportedModel
+from forerun.models.layers import DecoderConfig, RopeConfig
+
+Raw = Mapping[str, Any]
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+SHARED_KEYS = _words(
+    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim rms_norm_eps max_position_embeddings tie_word_embeddings hidden_act partial_rotary_factor "
+    "rope_theta rope_scaling rope_parameters layer_types torch_dtype dtype"
+)
+
+# Training, bookkeeping, the shape of Python return values, and defaults for sampling, which forerun reads from
+# generation_config.json only where it says so. pretraining_tp splits matrices and computes the same function.
+INERT_KEYS = _words(
+    "architectures transformers_version _name_or_path name_or_path auto_map use_cache initializer_range "
+    "pretraining_tp attention_dropout hidden_dropout embd_pdrop resid_pdrop bos_token_id eos_token_id pad_token_id "
+    "unk_token_id sep_token_id decoder_start_token_id return_dict return_dict_in_generate output_attentions "
+    "output_hidden_states output_scores torchscript use_bfloat16 id2label label2id problem_type finetuning_task "
+    "task_specific_params tokenizer_class prefix chunk_size_feed_forward attn_implementation _attn_implementation "
+    "_attn_implementation_autoset is_llama_config unsloth_fixed unsloth_version transformers.js_config "
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
+    "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
+    "num_return_sequences remove_invalid_values exponential_decay_length_penalty "
+    "suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id bad_words_ids"
+)
+
+ROPE_KINDS = {
+    "default": frozenset[str](),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+}
+LAYER_KINDS = ("full_attention", "sliding_attention")
+
+
+def decoder_config(
+    raw: Raw, *, honoured: Collection[str] = (), defaults: Raw | None = None, **more: Any
+) -> DecoderConfig:
+    """The sizes and rotary positions that all decoders share; `more` are the fields of one architecture.
+
+    honoured: keys of config.json that the architecture reads itself. defaults: values of keys that its published
+    files leave out. Raises UnsupportedModel, naming the key, for whatever is missing, broken or not honoured.
+    """
+    refuse_unknown(raw, SHARED_KEYS | frozenset(honoured))
+    filled = {"rms_norm_eps": 1e-6, **(defaults or {}), **{k: v for k, v in raw.items() if v is not None}}
+    _require(filled.get("hidden_act", "silu") == "silu", filled, "hidden_act", "'silu'")
+    _require(filled.get("partial_rotary_factor", 1) == 1, filled, "partial_rotary_factor", "1")
+    heads = size(filled, "num_attention_heads")
+    hidden = size(filled, "hidden_size")
+    kv_heads = size({"num_key_value_heads": heads, **filled}, "num_key_value_heads")
+    _require(heads % kv_heads == 0, {"num_key_value_heads": kv_heads}, "num_key_value_heads", f"a divisor of {heads}")
+    if "head_dim" not in filled:
+        _require(hidden % heads == 0, filled, "num_attention_heads", f"a divisor of {hidden} where head_dim is missing")
+    head_dim = size({"head_dim": hidden // heads, **filled}, "head_dim")
+    _require(head_dim % 2 == 0, {"head_dim": head_dim}, "head_dim", "even, because rotary positions turn pairs")
+    return DecoderConfig(
+        model_type=str(raw.get("model_type")),
+        vocab_size=size(filled, "vocab_size"),
+        hidden_size=hidden,
+        num_layers=size(filled, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=size(filled, "intermediate_size"),
+        norm_eps=number(filled, "rms_norm_eps"),
+        max_positions=size(filled, "max_position_embeddings"),
+        rope=rope_config(filled),
+        tie_embeddings=flag(filled, "tie_word_embeddings"),
+        **more,
+    )
+
+
+def refuse_unknown(raw: Raw, honoured: Collection[str]) -> None:
+    """Raise UnsupportedModel for the first key that is set, may change the function, and nobody reads."""
+    for key, value in raw.items():
+        if key in honoured or key in INERT_KEYS or _is_neutral(value):
+            continue
+        raise UnsupportedModel(
+            f"config.json sets {key}={_short(value)}, which forerun does not compute for "
+            f"model_type={raw.get('model_type')!r}: use a checkpoint without it"
+        )
+
+
+def rope_config(raw: Raw) -> RopeConfig:
+    """Rotary positions from `rope_parameters`, or from `rope_theta` and `rope_scaling`; both only where they agree."""
+    new = _one_for_all(raw.get("rope_parameters") or {})
+    old = raw.get("rope_scaling") or {}
+    readings = {_read_rope({"rope_theta": raw.get("rope_theta"), **_set(part)}, raw) for part in (new, old) if part}
+    if len(readings) > 1:
+        raise UnsupportedModel(
+            f"config.json has rope_parameters={_short(new)} and rope_scaling={_short(old)}, which disagree: keep one"
+        )
+    rope = readings.pop() if readings else _read_rope({"rope_theta": raw.get("rope_theta")}, raw)
+    _require(raw.get("rope_theta", rope.theta) == rope.theta, raw, "rope_theta", f"{rope.theta} as in rope_parameters")
+    return rope
+
+
+def _one_for_all(parameters: Raw) -> Raw:
+    """`rope_parameters` may be nested by kind of layer; all layers are turned alike here, so entries must be equal."""
+    nested = {k: v for k, v in parameters.items() if k in LAYER_KINDS}
+    if not nested:
+        return parameters
+    entries = list(nested.values())
+    if len(nested) < len(parameters) or any(e != entries[0] for e in entries) or not isinstance(entries[0], Mapping):
+        raise UnsupportedModel(
+            f"config.json sets rope_parameters={_short(parameters)}, which differ by layer: "
+            "forerun needs the same rotary positions in every layer"
+        )
+    return entries[0]
+
+
+def _read_rope(rope: Raw, raw: Raw) -> RopeConfig:
+    rope = _set(rope)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise UnsupportedModel(
+            f"config.json sets rope_type={kind!r}, which forerun does not compute: it must be one of {list(ROPE_KINDS)}"
+        )
+    _require(rope.get("partial_rotary_factor", 1) == 1, rope, "partial_rotary_factor", "1")
+    known = ROPE_KINDS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    for key in rope.keys() - known:
+        raise UnsupportedModel(
+            f"config.json sets {key}={_short(rope[key])} for rope_type={kind!r}, which forerun does not compute: "
+            "use a checkpoint without it"
+        )
+    config = RopeConfig(theta=number({"rope_theta": 10000.0, **rope}, "rope_theta"), kind=kind)
+    for key in ROPE_KINDS[kind] - {"original_max_position_embeddings"}:
+        config = replace(config, **{key: number(rope, key)})  # type: ignore[arg-type]
+    if kind != "llama3":
+        return config
+    trained = {"original_max_position_embeddings": raw.get("max_position_embeddings"), **rope}
+    return replace(config, original_max_positions=size(trained, "original_max_position_embeddings"))
+
+
+def windows(raw: Raw, num_layers: int, window: int | None, first: int = 0) -> tuple[int | None, ...]:
+    """Sliding window of each layer in tokens; () where every layer attends to everything.
+
+    `layer_types` decides where it is given; without it the layers from `first` on have the window.
+    """
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        kinds = [LAYER_KINDS[window is not None and i >= first] for i in range(num_layers)]
+    fits = isinstance(kinds, list) and len(kinds) == num_layers and all(kind in LAYER_KINDS for kind in kinds)
+    _require(fits, raw, "layer_types", f"a list of {num_layers} entries out of {list(LAYER_KINDS)}")
+    if "sliding_attention" not in kinds:
+        return ()
+    if window is None:
+        raise UnsupportedModel(
+            "config.json has sliding_attention in layer_types and no sliding_window in force: set sliding_window to "
+            "the number of tokens"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def full_attention_only(raw: Raw) -> None:
+    """Refuse `layer_types` other than full attention, for architectures without a sliding window."""
+    kinds = raw.get("layer_types") or []
+    _require(all(kind == "full_attention" for kind in kinds), raw, "layer_types", "'full_attention' in every layer")
+
+
+def size(raw: Raw, key: str) -> int:
+    """A positive integer of config.json."""
+    value = raw.get(key)
+    _require(isinstance(value, int) and not isinstance(value, bool) and value > 0, raw, key, "a positive integer")
+    return int(raw[key])
+
+
+def number(raw: Raw, key: str) -> float:
+    """A positive number of config.json."""
+    value = raw.get(key)
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    _require(fits, raw, key, "a positive number")
+    return float(raw[key])
+
+
+def flag(raw: Raw, key: str) -> bool:
+    """A true or false of config.json; absent is false."""
+    value = raw.get(key)
+    _require(value is None or isinstance(value, bool), raw, key, "true or false")
+    return bool(value)
+
+
+def _require(ok: bool, raw: Raw, key: str, what: str) -> None:
+    if not ok:
+        found = _short(raw.get(key))
+        raise UnsupportedModel(f"config.json has {key}={found}, which is not supported: it must be {what}")
+
+
+def _is_neutral(value: object) -> bool:
+    return value is None or value is False or value in ("", [], {})
+
+
+def _set(raw: Raw) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

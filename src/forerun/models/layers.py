@@ -1,0 +1,271 @@
+"""The pre-norm decoder that Llama, Mistral and Qwen share: one class, and what differs is data (`DecoderConfig`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.errors import UnsupportedModel
+from forerun.kv.cache import CacheShape, KVCache
+from forerun.ops.reference import ReferenceOps
+from forerun.types import CacheView, RaggedBatch
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021); `kind` default, linear or llama3."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0  # linear, llama3
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_positions: int = 8192  # llama3
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Everything that decides the function computed by a decoder; sizes in elements."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    norm_eps: float
+    max_positions: int
+    rope: RopeConfig = RopeConfig()
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norm over each head of q and k (Qwen3)
+    windows: tuple[int | None, ...] = ()  # per layer; None = full attention; () = full everywhere
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape(self.num_layers, self.num_kv_heads, self.head_dim)
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of one layer in tokens, None = full attention."""
+        return self.windows[layer] if self.windows else None
+
+
+def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every weight, under the names of published checkpoints."""
+    h, d, f = config.hidden_size, config.head_dim, config.ffn_size
+    q, kv = config.num_heads * d, config.num_kv_heads * d
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, h)}
+    for i in range(config.num_layers):
+        at, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        shapes |= {f"model.layers.{i}.input_layernorm.weight": (h,)}
+        shapes |= {f"model.layers.{i}.post_attention_layernorm.weight": (h,)}
+        shapes |= {f"{at}q_proj.weight": (q, h), f"{at}k_proj.weight": (kv, h), f"{at}v_proj.weight": (kv, h)}
+        shapes |= {f"{at}o_proj.weight": (h, q), f"{mlp}down_proj.weight": (h, f)}
+        shapes |= {f"{mlp}gate_proj.weight": (f, h), f"{mlp}up_proj.weight": (f, h)}
+        if config.qkv_bias:
+            shapes |= {f"{at}q_proj.bias": (q,), f"{at}k_proj.bias": (kv,), f"{at}v_proj.bias": (kv,)}
+        if config.o_bias:
+            shapes |= {f"{at}o_proj.bias": (h,)}
+        if config.mlp_bias:
+            shapes |= {f"{mlp}gate_proj.bias": (f,), f"{mlp}up_proj.bias": (f,), f"{mlp}down_proj.bias": (h,)}
+        if config.qk_norm:
+            shapes |= {f"{at}q_norm.weight": (d,), f"{at}k_norm.weight": (d,)}
+    shapes["model.norm.weight"] = (h,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, h)
+    return shapes
+
+
+class Rope:
+    """cos and sin by position, computed in blocks of fixed shape so that a table's size never changes its bits."""
+
+    BLOCK = 256
+
+    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.inv_freq = inverse_frequencies(config, head_dim).to(device)
+        self._table = torch.empty(0, 2, 1, head_dim, device=device, dtype=dtype)
+
+    def at(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """positions [T], all below `end` -> cos, sin, each [T, 1, head_dim]; sin as ops.rope wants it."""
+        while end > len(self._table):
+            first = len(self._table)
+            block = torch.arange(first, first + self.BLOCK, device=self.inv_freq.device)
+            angles = block[:, None].float() * self.inv_freq[None]
+            cos, sin = angles.cos(), angles.sin()
+            table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
+            self._table = torch.cat((self._table, table[:, :, None].to(self._table.dtype)))
+        cos, sin = self._table[positions].unbind(1)
+        return cos, sin
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """[head_dim / 2] float32; llama3 blends scaled and unscaled frequencies by wavelength (Llama 3.1 release)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inv_freq = 1.0 / (rope.theta**exponents)
+    if rope.kind == "default":
+        return inv_freq
+    if rope.kind == "linear":
+        return inv_freq / rope.factor
+    if rope.kind != "llama3":
+        raise UnsupportedModel(f"rope type {rope.kind!r} is not supported: it must be default, linear or llama3")
+    wavelength = 2 * math.pi / inv_freq
+    low = rope.original_max_positions / rope.low_freq_factor
+    high = rope.original_max_positions / rope.high_freq_factor
+    spread = rope.high_freq_factor - rope.low_freq_factor
+    smooth = (rope.original_max_positions / wavelength - rope.low_freq_factor) / spread
+    blended = (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
+    scaled = torch.where(wavelength > low, inv_freq / rope.factor, inv_freq)
+    return torch.where((wavelength <= low) & (wavelength >= high), blended, scaled)
+
+
+@dataclass(frozen=True)
+class _Projections:
+    """Several matrices of one input. parts: their weights and biases; joined: all in one, where memory allows it."""
+
+    parts: list[tuple[Tensor, Tensor | None]]
+    sizes: list[int]
+    joined: tuple[Tensor, Tensor | None] | None
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], names: list[str]) -> _Projections:
+        parts = [(weights[name + ".weight"], weights.get(name + ".bias")) for name in names]
+        whole = _back_to_back([weight for weight, _ in parts]) if len(parts) > 1 else None
+        biases = [bias for _, bias in parts if bias is not None]
+        joined = None if whole is None else (whole, torch.cat(biases) if biases else None)
+        return cls(parts, [len(weight) for weight, _ in parts], joined)
+
+    def apply(self, ops: ReferenceOps, x: Tensor) -> Seq[Tensor]:
+        """x [T, H] -> one [T, size] for each part; one product where the parts are joined."""
+        if self.joined is None:
+            return [ops.linear(x, weight, bias) for weight, bias in self.parts]
+        return torch.split_with_sizes(ops.linear(x, *self.joined), self.sizes, dim=-1)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's weights, looked up once."""
+
+    input_norm: Tensor
+    qkv: _Projections
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: _Projections
+    mlp_norm: Tensor
+    gate_up: _Projections
+    down: _Projections
+    window: int | None
+
+    @classmethod
+    def of(cls, config: DecoderConfig, weights: Mapping[str, Tensor], i: int) -> _Layer:
+        at = f"model.layers.{i}."
+        qkv, gate_up = JOINED
+        return cls(
+            input_norm=weights[at + "input_layernorm.weight"],
+            qkv=_Projections.of(weights, [at + name for name in qkv]),
+            q_norm=weights[at + "self_attn.q_norm.weight"] if config.qk_norm else None,
+            k_norm=weights[at + "self_attn.k_norm.weight"] if config.qk_norm else None,
+            o=_Projections.of(weights, [at + "self_attn.o_proj"]),
+            mlp_norm=weights[at + "post_attention_layernorm.weight"],
+            gate_up=_Projections.of(weights, [at + name for name in gate_up]),
+            down=_Projections.of(weights, [at + "mlp.down_proj"]),
+            window=config.window(i),
+        )
+
+
+JOINED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+
+
+def join_projections(config: DecoderConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Lay q, k, v and gate, up of each layer back to back, in place: a decoder then computes each group in one product.
+
+    The dict keeps its names; the tensors become views of one storage, so nothing is held twice.
+    """
+    for i in range(config.num_layers):
+        for group in JOINED:
+            names = [f"model.layers.{i}.{name}.weight" for name in group]
+            sizes = [len(weights[name]) for name in names]
+            joined = torch.cat([weights[name] for name in names])
+            weights.update(zip(names, torch.split_with_sizes(joined, sizes), strict=True))
+    return weights
+
+
+def _back_to_back(weights: list[Tensor]) -> Tensor | None:
+    """One matrix over all rows, where the weights follow each other in one storage and none is being trained."""
+    first, end = weights[0], weights[0].storage_offset()
+    for weight in weights:
+        same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or not weight.is_contiguous() or weight.storage_offset() != end or weight.requires_grad:
+            return None
+        end += weight.numel()
+    num_rows = sum(len(weight) for weight in weights)
+    return first.as_strided((num_rows, first.shape[1]), (first.shape[1], 1), first.storage_offset())
+
+
+class Decoder:
+    """Weights plus one forward over a ragged batch. It knows nothing of drafts, requests or text.
+
+    weights: every name of `parameter_shapes`, with that shape; tensors of one dtype on one device. They are looked up
+    once: later changes must be in place.
+    """
+
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], ops: ReferenceOps) -> None:
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self._embedding = weights["model.embed_tokens.weight"]
+        self._head = self._embedding if config.tie_embeddings else weights["lm_head.weight"]
+        self.device, self.dtype = self._embedding.device, self._embedding.dtype
+        self._layers = [_Layer.of(config, weights, i) for i in range(config.num_layers)]
+        self._rope = Rope(config.rope, config.head_dim, self.device, self.dtype)
+
+    def forward(self, batch: RaggedBatch, cache: KVCache | None) -> Tensor:
+        """Run every new token; its keys and values go into the cache. Returns final-norm hidden states [T, H]."""
+        ops, eps = self.ops, self.config.norm_eps
+        view = None if cache is None else ops.plan(cache.view(batch))
+        x = F.embedding(batch.tokens, self._embedding)
+        end = max((cached + len(batch.run(b)) for b, cached in enumerate(batch.cached)), default=0)
+        cos, sin = self._rope.at(batch.positions, end)
+        for i, layer in enumerate(self._layers):
+            pools = (None, None) if cache is None else (cache.keys[i], cache.values[i])
+            x = x + self._attention(ops.rms_norm(x, layer.input_norm, eps), layer, (cos, sin), pools, view)
+            gate, up = layer.gate_up.apply(ops, ops.rms_norm(x, layer.mlp_norm, eps))
+            x = x + layer.down.apply(ops, ops.silu_mul(gate, up))[0]
+        return ops.rms_norm(x, self.weights["model.norm.weight"], eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] -> float32 logits [R, V]."""
+        return self.ops.linear(hidden, self._head).float()
+
+    def _attention(
+        self,
+        x: Tensor,
+        layer: _Layer,
+        rotation: tuple[Tensor, Tensor],
+        pools: tuple[Tensor | None, Tensor | None],
+        view: CacheView | None,
+    ) -> Tensor:
+        c, ops, num = self.config, self.ops, len(x)
+        q, k, v = layer.qkv.apply(ops, x)
+        q, k, v = q.view(num, c.num_heads, c.head_dim), k.view(num, c.num_kv_heads, c.head_dim), v
+        v = v.view(num, c.num_kv_heads, c.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = ops.rms_norm(q, layer.q_norm, c.norm_eps), ops.rms_norm(k, layer.k_norm, c.norm_eps)
+        out = ops.attention(
+            ops.rope(q, *rotation),
+            ops.rope(k, *rotation),
+            v,
+            keys=pools[0],
+            values=pools[1],
+            view=view,
+            window=layer.window,
+        )
+        return layer.o.apply(ops, out.flatten(1))[0]

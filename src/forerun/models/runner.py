@@ -1,0 +1,146 @@
+"""A model at work: packs runs of new tokens into one ragged batch, runs it, and hands out logits by run.
+
+Target and draft model are run by the same class, so that a prompt chunk, a plain step, a verified draft and a
+drafter catching up are one thing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.kv.cache import CacheShape, KVCache
+from forerun.ops.reference import ReferenceOps
+from forerun.types import RaggedBatch
+
+
+class ModelConfig(Protocol):
+    """What the engine must know of an architecture."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+    @property
+    def cache_shape(self) -> CacheShape: ...
+
+
+class Model(Protocol):
+    """Weights plus one forward; see models/layers.py for the shapes."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def ops(self) -> ReferenceOps: ...
+    def forward(self, batch: RaggedBatch, cache: KVCache | None) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """New tokens of one sequence for one pass.
+
+    parents [n]: index within the run of each token's parent, -1 = the cached context; None = a chain.
+    logits: of every row, of the last row only, or of none.
+    """
+
+    slot: int
+    tokens: Seq[int]
+    logits: str = "all"  # "all" | "last" | "none"
+    parents: Seq[int] | None = None
+
+    def depths(self) -> list[int]:
+        """Depth of each token below the cached context, 0 = directly behind it."""
+        if self.parents is None:
+            return list(range(len(self.tokens)))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One pass: hidden [T, H] after the final norm; rows[b] = rows of run b; logits[b] [wanted rows, ids]."""
+
+    hidden: Tensor
+    rows: list[range]
+    logits: list[Tensor]
+    forward_s: float
+
+
+class Runner:
+    """A model with its KV cache and its vocabulary.
+
+    num_ids: ids that have a token; matrix rows beyond it are padding. holes: ids below num_ids without a token. Both
+    get probability 0: they are cut off, or set to -inf.
+    """
+
+    def __init__(self, model: Model, cache: KVCache, num_ids: int | None = None, holes: Seq[int] = ()) -> None:
+        self.model, self.cache = model, cache
+        self.num_ids = model.config.vocab_size if num_ids is None else num_ids
+        self.holes = [i for i in holes if i < min(self.num_ids, model.config.vocab_size)]
+
+    @torch.inference_mode()
+    def forward(self, runs: Seq[Run]) -> Scores:
+        """Reserve cache rows, run every token once. The rows are not kept until `cache.keep` says so.
+
+        Raises CapacityError where the pool is exhausted.
+        """
+        started = time.perf_counter()
+        for run in runs:
+            self.cache.reserve(run.slot, len(run.tokens))
+        batch = pack(runs, self.cache, self.model.device)
+        hidden = self.model.forward(batch, self.cache)
+        flat = self._logits(hidden, batch.logit_rows)
+        counts = [_num_wanted(run) for run in runs]
+        rows = [batch.run(b) for b in range(len(runs))]
+        return Scores(hidden, rows, list(flat.split(counts)), time.perf_counter() - started)
+
+    def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        if not rows:
+            return hidden.new_empty(0, self.num_ids, dtype=torch.float32)
+        wanted = hidden if len(rows) == len(hidden) else hidden[rows]
+        logits = self.model.logits(wanted)[:, : self.num_ids]
+        if self.holes:
+            logits[:, self.holes] = -torch.inf
+        return logits
+
+
+def _num_wanted(run: Run) -> int:
+    return {"all": len(run.tokens), "last": 1, "none": 0}[run.logits]
+
+
+def pack(runs: Seq[Run], cache: KVCache, device: torch.device) -> RaggedBatch:
+    """Runs -> one ragged batch; nothing is padded."""
+    starts, tokens, positions, parents, wanted = [0], [], [], [], []
+    cached = [cache.length(run.slot) for run in runs]
+    for run, past in zip(runs, cached, strict=True):
+        start = starts[-1]
+        tokens += run.tokens
+        positions += [past + depth for depth in run.depths()]
+        parents += [p if p < 0 else start + p for p in run.parents or range(-1, len(run.tokens) - 1)]
+        starts.append(start + len(run.tokens))
+        wanted += range(starts[-1] - _num_wanted(run), starts[-1])
+    return RaggedBatch(
+        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        run_starts=starts,
+        slots=[run.slot for run in runs],
+        cached=cached,
+        parents=parents if any(_is_tree(run) for run in runs) else None,
+        logit_rows=wanted,
+    )
+
+
+def _is_tree(run: Run) -> bool:
+    return run.parents is not None and any(p != i - 1 for i, p in enumerate(run.parents))

@@ -1,0 +1,156 @@
+"""Writing a standard checkpoint folder: config.json, safetensors, generation_config.json, the tokenizer's files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from forerun.errors import UnsupportedModel
+from forerun.models.configs import ROPE_KINDS
+from forerun.models.layers import DecoderConfig, RopeConfig, parameter_shapes
+from forerun.models.loading import check_shapes, read_config
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+SHARD_BYTES = 4 << 30
+
+
+def save_checkpoint(
+    folder: str | Path,
+    config: DecoderConfig,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    end_ids: Collection[int] = (),
+    bos_id: int | None = None,
+    tokenizer_folder: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a folder that `load_checkpoint`, transformers and other runtimes read.
+
+    weights: every name of `parameter_shapes(config)`; they are rounded to `dtype`. end_ids go into config.json and
+    generation_config.json. tokenizer_folder: where tokenizer.json and its companions are copied from. Weights beyond
+    shard_bytes are split into several files with an index. Raises UnsupportedModel for weights that do not fit.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    check_shapes({name: tuple(w.shape) for name, w in weights.items()}, parameter_shapes(config), str(folder))
+    eos = sorted(end_ids)
+    ids = {"bos_token_id": bos_id, "eos_token_id": eos[0] if len(eos) == 1 else eos or None}
+    raw = config_to_dict(config) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    _write_json(folder / "config.json", raw)
+    _write_json(folder / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+    _write_weights(folder, weights, dtype, shard_bytes)
+    for name in TOKENIZER_FILES if tokenizer_folder is not None else ():
+        source = Path(tokenizer_folder or folder) / name
+        if source.exists() and source.resolve() != (folder / name).resolve():
+            shutil.copyfile(source, folder / name)
+
+
+def config_to_dict(config: DecoderConfig) -> dict[str, Any]:
+    """config.json of a decoder, in the spelling that old and new versions of transformers and other runtimes read.
+
+    `read_config` gives the same DecoderConfig back; raises UnsupportedModel where the architecture has no key for
+    what the decoder does.
+    """
+    if config.model_type not in ARCHITECTURES:
+        raise UnsupportedModel(f"model_type={config.model_type!r} cannot be written: use one of {list(ARCHITECTURES)}")
+    raw: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[config.model_type]],
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.max_positions,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": _rope_scaling(config.rope),
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        **_bias_keys(config),
+        **_window_keys(config),
+    }
+    if read_config(raw) != config:
+        raise UnsupportedModel(f"a {config.model_type} checkpoint cannot say all of {config}: use another model_type")
+    return raw
+
+
+def _bias_keys(config: DecoderConfig) -> dict[str, Any]:
+    keys = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(config.model_type, ())
+    values = {"attention_bias": config.o_bias, "mlp_bias": config.mlp_bias}
+    return {key: values[key] for key in keys}
+
+
+def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    if rope.kind == "default":
+        return None
+    names = {"original_max_position_embeddings": "original_max_positions"}
+    values = {key: getattr(rope, names.get(key, key)) for key in sorted(ROPE_KINDS[rope.kind])}
+    return {"rope_type": rope.kind, **values}
+
+
+def _window_keys(config: DecoderConfig) -> dict[str, Any]:
+    window = next((w for w in config.windows if w is not None), None)
+    if config.model_type == "mistral":
+        return {"sliding_window": window}
+    if config.model_type not in ("qwen2", "qwen3"):
+        return {}
+    kinds = ["full_attention" if config.window(i) is None else "sliding_attention" for i in range(config.num_layers)]
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": kinds.index("sliding_attention") if window is not None else config.num_layers,
+        "layer_types": kinds,
+    }
+
+
+def _write_weights(folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int) -> None:
+    shards = list(_shards(weights, dtype, shard_bytes))
+    files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    files = files if len(shards) > 1 else ["model.safetensors"]
+    for old in (*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")):
+        old.unlink()  # a shard left over from an earlier write would be read, or shadow the new ones
+    for file, names in zip(files, shards, strict=True):
+        tensors = {name: weights[name].detach().to("cpu", dtype).contiguous().clone() for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if len(files) > 1:
+        total = sum(weight.numel() * dtype.itemsize for weight in weights.values())
+        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _shards(weights: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int) -> Iterator[list[str]]:
+    """Names in order, cut before a shard would exceed shard_bytes."""
+    names: list[str] = []
+    filled = 0
+    for name, weight in weights.items():
+        num_bytes = weight.numel() * dtype.itemsize
+        if names and filled + num_bytes > shard_bytes:
+            yield names
+            names, filled = [], 0
+        names.append(name)
+        filled += num_bytes
+    yield names
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

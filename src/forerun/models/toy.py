@@ -1,0 +1,131 @@
+"""A model whose exact probabilities are known, behind the same interface as the real ones.
+
+It keeps each token's id and position in the KV cache and reads its history back from the rows that the cache view
+names, so a wrong block table, a missed truncation, a wrong ancestor or a wrong position changes what it says. Its law
+is a random table over contexts, made on demand from a seed; `law` states it directly, for whoever checks the engine.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import InternalError
+from forerun.kv.cache import CacheShape, KVCache
+from forerun.ops.reference import ReferenceOps
+from forerun.types import RaggedBatch
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    """Sizes, as every architecture states them."""
+
+    vocab_size: int
+    max_positions: int
+    model_type: str = "toy"
+
+    @property
+    def hidden_size(self) -> int:
+        return self.vocab_size
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape(num_layers=1, num_kv_heads=1, head_dim=1)
+
+
+@dataclass(frozen=True)
+class ToyLaw:
+    """What the random table looks like.
+
+    order: how many last tokens decide; None = the whole history. scale: standard deviation of the logits, so 0 is
+    uniform and 8 is peaked. zero_share: share of ids that a context excludes (logit -inf; one always stays).
+    tie_step: logits are rounded to multiples of it, 0 = not at all. distance: logits = those of `near` plus noise of
+    this standard deviation (a draft model that resembles its target).
+    """
+
+    order: int | None = None
+    scale: float = 1.0
+    zero_share: float = 0.0
+    tie_step: float = 0.0
+    distance: float = 0.0
+
+
+class ToyModel:
+    """A random context-dependent table. Hidden states are the logits themselves (H = V)."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seed: int,
+        law: ToyLaw | None = None,
+        *,
+        near: ToyModel | None = None,
+        max_positions: int = 4096,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        if dtype not in (torch.float32, torch.float64):
+            raise InternalError(f"the toy keeps ids in its cache, which {dtype} cannot hold exactly")
+        self.config = ToyConfig(vocab_size, max_positions)
+        self.shape = law or ToyLaw()
+        self.near, self.seed, self.dtype = near, seed, dtype
+        self.device = torch.device("cpu")
+        self.ops = ReferenceOps()
+        self._table: dict[tuple[int, ...], Tensor] = {}
+
+    # ------------------------------------------------------------------------------------------------ as a model
+
+    def forward(self, batch: RaggedBatch, cache: KVCache | None) -> Tensor:
+        """Write ids and positions of the new tokens, read every row's history back; hidden [T, V]."""
+        if cache is None:
+            raise InternalError("the toy reads its history from a cache and was given none")
+        view = cache.view(batch)
+        cache.keys[0][view.write_rows, 0, 0] = batch.tokens.to(cache.keys[0].dtype)
+        cache.values[0][view.write_rows, 0, 0] = batch.positions.to(cache.values[0].dtype)
+        rows = []
+        for b, read in enumerate(view.read_rows):
+            tokens = [int(t) for t in cache.keys[0][read, 0, 0].tolist()]
+            positions = [int(t) for t in cache.values[0][read, 0, 0].tolist()]
+            for row in batch.run(b):
+                own = [batch.cached[b] + i - batch.run_starts[b] for i in batch.ancestors(row, b)]
+                seen = [*range(batch.cached[b]), *own]
+                rows.append(self._at([tokens[i] for i in seen], [positions[i] for i in seen]))
+        return torch.stack(rows) if rows else torch.empty(0, self.config.vocab_size, dtype=self.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, V] -> logits [R, V], a copy in the toy's own dtype."""
+        return hidden.clone()
+
+    # ----------------------------------------------------------------------------------------------- as an oracle
+
+    def law(self, history: Seq[int]) -> Tensor:
+        """Logits [V] after this history, by the definition: no cache, no positions."""
+        order = self.shape.order
+        context = tuple(history) if order is None else tuple(history[max(0, len(history) - order) :])
+        if context not in self._table:
+            self._table[context] = self._make(context)
+        return self._table[context]
+
+    def _at(self, tokens: list[int], positions: list[int]) -> Tensor:
+        """The law of a history as it was read back; a position that is not its index spoils it visibly."""
+        shifts = [p - i for i, p in enumerate(positions)]
+        return self.law(tokens).roll(1 + sum(map(abs, shifts))) if any(shifts) else self.law(tokens)
+
+    def _make(self, context: tuple[int, ...]) -> Tensor:
+        shape, size = self.shape, self.config.vocab_size
+        generator = np.random.default_rng([self.seed, zlib.crc32(repr(context).encode())])
+        logits = generator.standard_normal(size) * shape.scale
+        if self.near is not None:
+            logits = self.near.law(context).double().numpy() + generator.standard_normal(size) * shape.distance
+        if shape.tie_step > 0:
+            logits = np.round(logits / shape.tie_step) * shape.tie_step
+        excluded = generator.random(size) < shape.zero_share
+        excluded[generator.integers(size)] = False
+        logits[excluded] = -np.inf
+        if not np.isfinite(logits).any():
+            logits[generator.integers(size)] = 0.0
+        return torch.from_numpy(logits).to(self.dtype)

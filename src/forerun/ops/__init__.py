@@ -1,0 +1,1 @@
+"""What a model is computed with: one backend per file."""

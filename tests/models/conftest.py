@@ -1,0 +1,65 @@
+"""Random tiny checkpoints in either spelling of config.json, and transformers as the oracle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from forerun.models.layers import parameter_shapes
+from forerun.models.loading import read_config
+
+Raw = dict[str, Any]
+WriteCheckpoint = Callable[..., Path]
+
+
+def random_weights(raw: Mapping[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Every weight random, norms and biases too, so that one left out or swapped shows."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in parameter_shapes(read_config(raw)).items():
+        noise = torch.randn(shape, generator=generator)
+        weights[name] = 1 + 0.3 * noise if "norm" in name else noise * (0.3 if name.endswith(".bias") else 0.15)
+    return weights
+
+
+@pytest.fixture
+def write_checkpoint(tmp_path: Path) -> WriteCheckpoint:
+    """write(raw, weights=None, **extra files as dicts) -> folder."""
+
+    def write(raw: Mapping[str, Any], weights: dict[str, torch.Tensor] | None = None, **files: Raw) -> Path:
+        save_file(random_weights(raw) if weights is None else weights, tmp_path / "model.safetensors", {"format": "pt"})
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        for name, value in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(value))
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def weights_of() -> Callable[..., dict[str, torch.Tensor]]:
+    return random_weights
+
+
+@pytest.fixture
+def llama_raw() -> Raw:
+    """A tiny llama: 15 query heads in 3 groups of 5, heads of 8 although 60 / 15 = 4."""
+    return {
+        "model_type": "llama",
+        "vocab_size": 97,
+        "hidden_size": 60,
+        "intermediate_size": 52,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 15,
+        "num_key_value_heads": 3,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+    }

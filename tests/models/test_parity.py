@@ -1,0 +1,160 @@
+"""Every architecture against transformers in float32: prefill, ragged mixtures, chunks, trees, windows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from forerun.kv.cache import KVCache
+from forerun.models.layers import Decoder
+from forerun.models.loading import load_checkpoint
+from forerun.types import RaggedBatch
+
+Raw = dict[str, Any]
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+QWEN_KINDS = ["full_attention", "sliding_attention"]
+
+# model_type, keys of the architecture, rope type and its numbers
+CASES: dict[str, tuple[str, Raw, str, Raw]] = {
+    "llama": ("llama", {}, "default", {}),
+    "llama-tied-biases": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+        "default",
+        {},
+    ),
+    "llama-linear": ("llama", {"pretraining_tp": 2}, "linear", {"factor": 4.0}),
+    "llama-llama3": ("llama", {}, "llama3", LLAMA3),
+    "mistral-window": ("mistral", {"sliding_window": 6}, "default", {}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}, "default", {}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True, "sliding_window": 5}, "default", {}),
+    "qwen2-window": ("qwen2", QWEN_WINDOW, "default", {}),
+    "qwen3": ("qwen3", {}, "default", {}),
+    "qwen3-window-bias": ("qwen3", {**QWEN_WINDOW, "attention_bias": True}, "linear", {"factor": 2.0}),
+}
+
+
+def spell(case: str, generation: int, base: Raw) -> Raw:
+    """config.json as transformers of that generation wrote it."""
+    model_type, keys, kind, numbers = CASES[case]
+    raw = {**base, "model_type": model_type, **keys, "hidden_act": "silu", "attention_dropout": 0.0}
+    theta = raw.pop("rope_theta") * 3
+    if generation == 4:
+        name = "type" if kind == "linear" else "rope_type"
+        scaling = None if kind == "default" else {name: kind, **numbers}
+        return {**raw, "rope_theta": theta, "rope_scaling": scaling, "torch_dtype": "float32", "use_cache": True}
+    raw |= {"rope_parameters": {"rope_theta": theta, "rope_type": kind, **numbers}, "dtype": "float32"}
+    if model_type.startswith("qwen"):
+        raw["layer_types"] = QWEN_KINDS if raw.get("use_sliding_window") else ["full_attention"] * 2
+    return raw
+
+
+class Pair:
+    """One checkpoint, loaded twice."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model: Decoder = load_checkpoint(folder).model
+        oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.oracle = oracle.eval()
+
+    def expect(self, tokens: list[int]) -> Tensor:
+        with torch.inference_mode():
+            return self.oracle(torch.tensor([tokens])).logits[0]
+
+    def cache(self, backend: str) -> KVCache:
+        shape = self.model.config.cache_shape
+        return KVCache.create(shape, backend, max_batch_size=4, max_seq_len=64)  # type: ignore[arg-type]
+
+    def run(self, cache: KVCache, runs: dict[int, list[int]], parents: list[list[int]] | None = None) -> list[Tensor]:
+        """One pass; logits of every row, by run. parents: per run, -1 = the cached context."""
+        starts, tokens, positions, flat = [0], [], [], []
+        for b, (slot, run) in enumerate(runs.items()):
+            cache.reserve(slot, len(run))
+            tree = range(-1, len(run) - 1) if parents is None else parents[b]
+            depths: list[int] = []
+            for parent in tree:
+                depths.append(0 if parent < 0 else depths[parent] + 1)
+            positions += [cache.length(slot) + d for d in depths]
+            flat += [p if p < 0 else p + starts[-1] for p in tree]
+            tokens += run
+            starts.append(len(tokens))
+        slots = list(runs)
+        lengths = [cache.length(slot) for slot in slots]
+        rows = None if parents is None else flat
+        batch = RaggedBatch(torch.tensor(tokens), torch.tensor(positions), starts, slots, lengths, rows)
+        with torch.inference_mode():
+            logits = self.model.logits(self.model.forward(batch, cache))
+        return [logits[starts[b] : starts[b + 1]] for b in range(len(slots))]
+
+
+@pytest.fixture(params=[f"{case}/{generation}" for case in CASES for generation in (4, 5)])
+def pair(request: pytest.FixtureRequest, write_checkpoint: Any, llama_raw: Raw) -> Pair:
+    case, generation = request.param.split("/")
+    return Pair(write_checkpoint(spell(case, int(generation), llama_raw)))
+
+
+def tokens_of(num: int, seed: int) -> list[int]:
+    return torch.randint(97, (num,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-6
+
+
+def test_prefill_chunks_and_ragged_mixtures_agree(pair: Pair) -> None:
+    texts = {7: tokens_of(40, 1), 3: tokens_of(29, 2), 5: tokens_of(12, 3)}
+    expected = {slot: pair.expect(tokens) for slot, tokens in texts.items()}
+    # How many tokens each slot contributes to each pass: prefill, decode rows and verification rows side by side.
+    plans = {
+        "paged": [{7: 17, 3: 5}, {3: 1, 7: 20, 5: 1}, {5: 6, 7: 1, 3: 4}, {7: 1}, {3: 19, 5: 5, 7: 1}],
+        "contiguous": [{7: 40, 5: 12}, {3: 1}, {3: 1}, {3: 27}],
+    }
+    for backend, plan in plans.items():
+        cache = pair.cache(backend)
+        for slot in texts:
+            cache.open(slot)
+        for counts in plan:
+            runs = {slot: texts[slot][cache.length(slot) :][:n] for slot, n in counts.items()}
+            for (slot, run), logits in zip(runs.items(), pair.run(cache, runs), strict=True):
+                start = cache.length(slot)
+                assert_close(logits, expected[slot][start : start + len(run)])
+                cache.keep(slot, list(range(len(run))))
+        cache.check_integrity()
+        assert all(cache.length(slot) == len(tokens) for slot, tokens in texts.items())
+
+
+def test_tree_rows_are_the_chain_rows_over_each_path(pair: Pair) -> None:
+    context = tokens_of(15, 4)
+    tree, parents = tokens_of(9, 5), [-1, 0, 0, 1, 2, 1, 4, -1, 7]
+    cache = pair.cache("paged")
+    for slot in (1, 2):
+        cache.open(slot)
+        pair.run(cache, {slot: context})
+        cache.keep(slot, list(range(len(context))))
+    plain = tokens_of(3, 6)
+    found, chain = pair.run(cache, {1: tree, 2: plain}, [parents, [-1, 0, 1]])
+    assert_close(chain, pair.expect(context + plain)[-3:])
+    for node in range(len(tree)):
+        path = path_to(node, parents)
+        expected = pair.expect(context + [tree[i] for i in path])
+        assert_close(found[path], expected[len(context) :])
+    kept = path_to(6, parents)
+    cache.keep(1, kept)
+    text = context + [tree[i] for i in kept]
+    (after,) = pair.run(cache, {1: [42, 43]})
+    assert_close(after, pair.expect([*text, 42, 43])[-2:])
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
