@@ -1,0 +1,169 @@
+"""Ids to text, piece by piece, exactly: the deltas joined are the text, whatever the tokens and rounds were cut into.
+
+Three things make the naive way (decode each token, append) wrong, and each has its answer here:
+
+* *A token's text depends on what stands before it* (a leading space is dropped at the beginning of a text only). So
+  decoding always starts at a *solid* token of the past, whose text is whole characters, and its text is cut off.
+* *A character may be spread over several tokens.* Text that a later token can still change is held back: a trailing
+  U+FFFD, and with byte fallback (`<0xE2>`) the whole trailing run of byte tokens, because one bad byte turns
+  the complete run into U+FFFD.
+* *A stop string may be spread over several tokens and rounds.* The longest tail that may still become one is held back
+  (at most longest stop - 1 characters).
+
+Book 8.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence as Seq
+from dataclasses import dataclass
+
+from forerun.text.tokenizer import REPLACEMENT, Tokenizer
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """What one push released.
+
+    text: characters that are final now. stop: the stop string that was completed, if any. stopped_at: index within the
+    pushed ids of the token that completed it; the ids after it were not read and are no part of the output.
+    """
+
+    text: str
+    stop: str | None = None
+    stopped_at: int | None = None
+
+
+class Detokenizer:
+    """The text of one sequence's output, as it grows.
+
+    The text is what decode(prompt + output) has beyond decode(prompt): a leading space survives, and a character that
+    the prompt began and the output completed belongs to the output. Of several stop strings the one that is complete
+    first counts, and of two complete at once the one that begins first.
+
+    Args:
+        prompt_ids: the left context; none of it is emitted.
+        stop: texts that end the output and are cut from it; none empty.
+        skip_special_ids: ids that make no text; None = the tokenizer's special ids.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Seq[int],
+        stop: tuple[str, ...] = (),
+        skip_special_ids: Collection[int] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = tokenizer.special_ids if skip_special_ids is None else frozenset(skip_special_ids)
+        self._stops = stop
+        self._held = ""  # certain text that may still become part of a stop string
+        self._window = self._left_context(prompt_ids)  # ids being decoded, from a solid one on
+        text = tokenizer.decode(self._window)
+        self._done = self._certain(text)  # characters of the window's text that are behind us
+        self._prompt_rest = text[self._done :]  # the prompt's unfinished character, as it looks so far
+        self.stop: str | None = None  # the stop string found
+
+    def push(self, ids: Seq[int]) -> PushResult:
+        """Take the next tokens, in order. Returns the text that became final, and a stop string if complete."""
+        released = ""
+        for index, token in enumerate(ids):
+            if self.stop is not None:
+                break
+            released += self._release(self._append(token))
+            if self.stop is not None:
+                return PushResult(released, self.stop, index)
+        return PushResult(released)
+
+    def finish(self) -> str:
+        """No token follows: the text held back, with bytes that are no character as U+FFFD, cut at a stop string."""
+        if self.stop is not None:
+            return ""
+        text = self._tokenizer.decode(self._window)
+        released = self._release(self._advance(text, len(text)))
+        if self.stop is None:
+            released += self._held
+        self._held, self._window, self._done = "", [], 0
+        return released
+
+    # -------------------------------------------------------------------------------------------------- ids to text
+
+    def _left_context(self, prompt_ids: Seq[int]) -> list[int]:
+        """The prompt from its last solid token on; the whole prompt where there is none."""
+        tail: list[int] = []
+        for token in reversed(prompt_ids):
+            if self._has_text(token):
+                tail.append(token)
+                if self._tokenizer.is_solid(token):
+                    break
+        return tail[::-1]
+
+    def _has_text(self, token: int) -> bool:
+        return token not in self._skip and token in self._tokenizer.id_to_token
+
+    def _append(self, token: int) -> str:
+        """One more id; returns the text that is certain now and was not before."""
+        if not self._has_text(token):
+            return ""
+        self._window.append(token)
+        text = self._tokenizer.decode(self._window)
+        new = self._advance(text, self._certain(text))
+        if self._tokenizer.is_solid(token):  # nothing before it can change any more: start anew here
+            self._window, self._done = [token], len(self._tokenizer.own_text(token))
+        return new
+
+    def _certain(self, text: str) -> int:
+        """Number of characters of the window's text that no later id can change."""
+        if self._window and self._window[-1] in self._tokenizer.byte_ids:
+            run = len(self._window)
+            while run and self._window[run - 1] in self._tokenizer.byte_ids:
+                run -= 1
+            return len(self._tokenizer.decode(self._window[:run]))
+        # An unfinished character is exactly one U+FFFD (Unicode's "maximal subpart" practice).
+        return len(text) - text.endswith(REPLACEMENT)
+
+    def _advance(self, text: str, certain: int) -> str:
+        """Text between what was certain and what is; the prompt's share of it is cut off once."""
+        if certain <= self._done:
+            return ""
+        new = text[self._done : certain]
+        self._done = certain
+        if self._prompt_rest:
+            shared = _shared_prefix(self._prompt_rest, new)
+            self._prompt_rest = self._prompt_rest[shared:] if shared == len(new) else ""
+            new = new[shared:]
+        return new
+
+    # -------------------------------------------------------------------------------------------------- stop strings
+
+    def _release(self, new: str) -> str:
+        """Certain text in, text that cannot belong to a stop string out; notes the first stop string."""
+        text = self._held + new
+        found = _first_stop(text, self._stops) if new else None
+        if found is not None:
+            start, self.stop = found
+            self._held = ""
+            return text[:start]
+        keep = _open_tail(text, self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _shared_prefix(a: str, b: str) -> int:
+    """Number of characters that a and b begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
+    """(start, stop) of the occurrence that ends first, then starts first."""
+    hits = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
+    if not hits:
+        return None
+    _, start, stop = min(hits)
+    return start, stop
+
+
+def _open_tail(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` that some stop string begins with."""
+    longest = min(len(text), max((len(stop) - 1 for stop in stops), default=0))
+    return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops)), 0)

@@ -1,0 +1,117 @@
+"""The tokenizer of a checkpoint folder: tokenizer.json through the `tokenizers` library, and what a pair must share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence as Seq
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+
+from forerun.errors import NotFound, UnsupportedModel, VocabularyMismatch
+
+REPLACEMENT = "\ufffd"  # what bytes that are no character (yet) decode to
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Tokenizer:
+    """Text <-> ids. Everything it does is what tokenizer.json says, apart from truncation and padding, which are off.
+
+    Args:
+        backend: the loaded tokenizer; it is changed (truncation and padding off).
+        folder: where it came from, for messages.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, folder: Path) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.folder = folder
+        self._own_text: dict[int, str] = {}
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Read `folder`/tokenizer.json. Raises NotFound where there is none, UnsupportedModel where it is broken."""
+        file = Path(folder) / "tokenizer.json"
+        if not file.is_file():
+            raise NotFound(f"there is no tokenizer.json in {folder}: name a checkpoint folder that holds one")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for a file it cannot read
+            raise UnsupportedModel(
+                f"{file} cannot be read ({error}): it must be a file of the tokenizers library"
+            ) from error
+        return cls(backend, Path(folder))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, with the special tokens (such as a beginning-of-sequence id) that tokenizer.json adds."""
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Seq[int], skip_special_tokens: bool = False) -> str:
+        """Text of ids as one whole; bytes that are no character become U+FFFD, ids without a token make no text."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    @cached_property
+    def id_to_token(self) -> dict[int, str]:
+        """Every id that has a token, added tokens included, in ascending order."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return dict(sorted((token_id, token) for token, token_id in vocabulary.items()))
+
+    @cached_property
+    def num_ids(self) -> int:
+        """Highest id + 1; a model's matrices may be higher (padding)."""
+        return max(self.id_to_token, default=-1) + 1
+
+    @cached_property
+    def holes(self) -> frozenset[int]:
+        """Ids below num_ids without a token; they must have probability 0."""
+        return frozenset(range(self.num_ids)) - frozenset(self.id_to_token)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of control tokens, which make no text."""
+        return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Ids like <0x0A>, whose text is known only when the run of such ids is over (empty without byte fallback)."""
+        if "ByteFallback" not in _decoder_types(self._backend):
+            return frozenset()
+        return frozenset(i for i, token in self.id_to_token.items() if _BYTE_TOKEN.fullmatch(token))
+
+    def own_text(self, token_id: int) -> str:
+        """Text of one id alone, remembered."""
+        if token_id not in self._own_text:
+            self._own_text[token_id] = self.decode([token_id])
+        return self._own_text[token_id]
+
+    def is_solid(self, token_id: int) -> bool:
+        """True where the id's text is whole characters by itself, so that decoding may start anew at it."""
+        text = self.own_text(token_id)
+        return bool(text) and REPLACEMENT not in text and token_id not in self.byte_ids
+
+
+def compare(target: Tokenizer, draft: Tokenizer) -> None:
+    """Check that two tokenizers are one id-to-token map, added tokens included.
+
+    Equal sizes prove nothing (book 12). Raises VocabularyMismatch naming the first id that differs and both tokens.
+    """
+    a, b = target.id_to_token, draft.id_to_token
+    if a == b:
+        return
+    first = min(i for i in a.keys() | b.keys() if a.get(i) != b.get(i))
+    raise VocabularyMismatch(
+        f"the draft model's tokenizer differs from the target's at id {first}: the target ({target.folder}) has "
+        f"{_name(a, first)}, the draft ({draft.folder}) has {_name(b, first)}; "
+        "take a draft model of the same family, or --draft lookup, which needs no model"
+    )
+
+
+def _name(tokens: dict[int, str], token_id: int) -> str:
+    return repr(tokens[token_id]) if token_id in tokens else "no token"
+
+
+def _decoder_types(backend: tokenizers.Tokenizer) -> str:
+    """The decoder part of tokenizer.json as text; '' where there is none."""
+    return repr(backend.decoder) if backend.decoder is not None else ""

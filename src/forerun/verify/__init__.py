@@ -1,0 +1,71 @@
+"""Which drafted tokens are kept: one rule per file, found by scanning this folder.
+
+A file holds `NAME` (the value of SamplingParams.acceptance), `rule` (one sequence) and `verify` (a whole draft). A rule
+is pure: it sees laws, tokens and coins, and no model, cache or clock. Every law may be asked for late, and a law behind
+a rejection must not be asked for: callers compute them on demand.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Sequence as Seq
+from types import ModuleType
+
+from forerun.errors import BadOption
+from forerun.types import Coins, Draft, Probs, Trial, Verdict
+
+
+@functools.cache
+def _modules() -> dict[str, ModuleType]:
+    """NAME -> module of every rule file."""
+    files = [m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")]
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in sorted(files)]
+    return {module.NAME: module for module in modules}
+
+
+def rules() -> list[str]:
+    """The names of all rules, sorted."""
+    return sorted(_modules())
+
+
+def find(name: str) -> ModuleType:
+    """The module of a rule. Raises BadOption with the names that exist."""
+    if name not in _modules():
+        raise BadOption(f"there is no acceptance rule {name!r}: it must be one of {', '.join(rules())}")
+    return _modules()[name]
+
+
+def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], rules: Seq[str]) -> Verdict:
+    """Rule on every sequence by its own rule.
+
+    target_probs[b][0] is the law after the last committed token, target_probs[b][1 + i] the law after node i of
+    sequence b (i counted within the sequence). rules [B] are names. A sequence without nodes is decided by the match
+    noise whatever its rule, so that plain decoding with a seed is one text. Raises BadOption for an unknown rule.
+    """
+    verdict = Verdict([], [], [])
+    for b in range(draft.num_sequences):
+        module = find(rules[b])
+        if not draft.nodes(b):
+            ruling: tuple[list[int], int, list[Trial]] = ([], coins[b].pick(target_probs[b][0], 0), [])
+        else:
+            ruling = module.rule(draft, b, target_probs[b], coins[b])
+        add(verdict, ruling)
+    return verdict
+
+
+def add(verdict: Verdict, ruling: tuple[list[int], int, list[Trial]]) -> None:
+    """Append one sequence's ruling (path, next token, trials)."""
+    path, next_token, trials = ruling
+    verdict.paths.append(path)
+    verdict.next_tokens.append(next_token)
+    verdict.trials.append(trials)
+
+
+def chain_nodes(draft: Draft, b: int, rule: str) -> range:
+    """The nodes of sequence b, which must be a chain. Raises BadOption for a tree."""
+    nodes = draft.nodes(b)
+    if any(draft.parents[n] != (n - 1 if n > nodes.start else -1) for n in nodes):
+        raise BadOption(f"the acceptance rule {rule!r} judges chains and this draft is a tree: use a drafter of chains")
+    return nodes

@@ -1,0 +1,193 @@
+"""The incremental detokenizer against decoding everything at once, on tokenizers of both kinds."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers, trainers
+
+from forerun.errors import NotFound, UnsupportedModel, VocabularyMismatch
+from forerun.text import Detokenizer, Tokenizer, compare
+
+TEXTS = [
+    "def fib(n):\n    return n if n < 2 else fib(n - 1)",
+    "héllo wörld, naïve café €5",
+    "日本語 😀 text",
+    "the end.",
+] * 4
+
+
+def byte_level() -> Tokenizer:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TEXTS, trainer)
+    backend.add_tokens([AddedToken("<added>", special=False)])
+    return Tokenizer(backend, Path("byte_level"))
+
+
+def metaspace() -> Tokenizer:
+    """As Llama 2's: byte fallback, leading space dropped at the beginning of a text only."""
+    words = ["▁", "▁the", "▁▁end", "hello", "é", ".", "▁\ufffd", "e", "n", "d"]
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{b:02X}>": 3 + b for b in range(256)}
+    vocab |= {word: 259 + i for i, word in enumerate(words)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return Tokenizer(backend, Path("metaspace"))
+
+
+def metaspace_decoder() -> Tokenizer:
+    """The other spelling: a Metaspace decoder instead of Replace and Strip."""
+    backend = Backend(models.BPE(vocab={"▁a": 0, "▁": 1, "b": 2, "▁▁": 3, "é": 4, "<s>": 5}, merges=[]))
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(["<s>"])
+    return Tokenizer(backend, Path("metaspace_decoder"))
+
+
+TOKENIZERS = {"byte_level": byte_level(), "metaspace": metaspace(), "metaspace_decoder": metaspace_decoder()}
+
+
+def whole_text(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """The definition: what decoding everything at once has beyond decoding the prompt."""
+    prompt = [i for i in prompt if i not in tokenizer.special_ids]
+    ids = [i for i in ids if i not in tokenizer.special_ids]
+    before, full = tokenizer.decode(prompt), tokenizer.decode(prompt + ids)
+    return full[next((i for i, (a, b) in enumerate(zip(before, full, strict=False)) if a != b), len(before)) :]
+
+
+def rounds(ids: list[int], cuts: list[int]) -> list[list[int]]:
+    """The ids in rounds of the given sizes, repeated."""
+    out, at, i = [], 0, 0
+    while at < len(ids):
+        size = cuts[i % len(cuts)]
+        out.append(ids[at : at + size])
+        at, i = at + size, i + 1
+    return out
+
+
+def case(name: str) -> st.SearchStrategy[tuple[list[int], list[int], list[int]]]:
+    tokenizer = TOKENIZERS[name]
+    word = st.sampled_from(["é", "€", "😀", "the end", " ", "日"]).map(lambda t: tokenizer.encode(t, False))
+    some = st.integers(0, tokenizer.num_ids + 1).map(lambda i: [i])
+    ids = st.lists(st.one_of(word, some), max_size=12).map(lambda parts: [i for part in parts for i in part])
+    return st.tuples(ids, ids, st.lists(st.integers(1, 5), min_size=1, max_size=3))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_deltas_joined_are_the_whole_text(name: str, data: st.DataObject) -> None:
+    prompt, ids, cuts = data.draw(case(name))
+    tokenizer = TOKENIZERS[name]
+    detokenizer = Detokenizer(tokenizer, prompt)
+    deltas = [detokenizer.push(part).text for part in rounds(ids, cuts)]
+    assert "".join(deltas) + detokenizer.finish() == whole_text(tokenizer, prompt, ids)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_stop_strings_do_not_depend_on_rounds(name: str, data: st.DataObject) -> None:
+    prompt, ids, cuts = data.draw(case(name))
+    tokenizer = TOKENIZERS[name]
+    text = whole_text(tokenizer, prompt, ids)
+    ends = st.integers(0, max(len(text) - 1, 0))
+    spans = data.draw(st.lists(st.tuples(ends, st.integers(1, 4)), max_size=3))
+    stops = tuple(text[start : start + length] for start, length in spans if text[start : start + length])
+    detokenizer = Detokenizer(tokenizer, prompt, stops)
+    out, kept = "", 0
+    for part in rounds(ids, cuts):
+        result = detokenizer.push(part)
+        out += result.text
+        kept += len(part) if result.stopped_at is None else result.stopped_at + 1
+        if result.stop is not None:
+            break
+    out += detokenizer.finish()
+    occurrences = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    assert out == (text[: min(occurrences)[1]] if occurrences else text)
+    assert (detokenizer.stop is not None) == bool(occurrences)
+    if occurrences and kept < len(ids):  # no token too few
+        assert any(stop in whole_text(tokenizer, prompt, ids[:kept]) for stop in stops)
+
+
+def test_a_character_over_two_rounds_appears_whole() -> None:
+    tokenizer = TOKENIZERS["metaspace"]
+    euro = [3 + b for b in "€".encode()]
+    detokenizer = Detokenizer(tokenizer, [1, 260])
+    assert [detokenizer.push([i]).text for i in euro] == ["", "", ""]
+    assert detokenizer.push([264]).text == "€."
+    assert detokenizer.finish() == ""
+
+
+def test_leading_space_of_a_continuation_survives() -> None:
+    tokenizer = TOKENIZERS["metaspace"]
+    assert Detokenizer(tokenizer, [1, 262]).push([260]).text == " the"
+    assert Detokenizer(tokenizer, []).push([260]).text == "the"
+
+
+def test_the_completing_token_is_named_and_later_ones_are_not_read() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = [tokenizer.encode(c)[0] for c in "abcXYZdef"]
+    detokenizer = Detokenizer(tokenizer, [], ("XYZ",))
+    assert detokenizer.push(ids[:4]).text == "abc"  # X is held back
+    result = detokenizer.push(ids[4:])
+    assert (result.text, result.stop, result.stopped_at) == ("", "XYZ", 1)
+    assert detokenizer.push(ids).text == detokenizer.finish() == ""
+
+
+def test_held_back_text_comes_at_the_end() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    detokenizer = Detokenizer(tokenizer, [], ("END",))
+    assert detokenizer.push(tokenizer.encode("the EN")).text == "the "
+    assert detokenizer.finish() == "EN"
+
+
+def test_vocabulary_facts() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    assert tokenizer.id_to_token[tokenizer.num_ids - 1] == "<added>"
+    assert tokenizer.special_ids == {0}
+    assert tokenizer.holes == frozenset()
+    assert len(TOKENIZERS["metaspace"].byte_ids) == 256
+
+
+def test_holes_are_ids_without_a_token() -> None:
+    backend = Backend(models.WordLevel(vocab={"a": 0, "b": 3}, unk_token="a"))
+    tokenizer = Tokenizer(backend, Path("holes"))
+    assert (tokenizer.num_ids, tokenizer.holes) == (4, {1, 2})
+
+
+def test_truncation_and_padding_are_off(tmp_path: Path) -> None:
+    backend = Backend(models.WordLevel(vocab={"a": 0, "<s>": 1}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s"), "removed")
+    backend.enable_truncation(2)
+    backend.enable_padding(length=7)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).encode("a a a a") == [0, 0, 0, 0]
+
+
+def test_compare_names_the_first_differing_id() -> None:
+    compare(TOKENIZERS["metaspace"], metaspace())
+    with pytest.raises(VocabularyMismatch, match=r"at id 0: the target \(metaspace\) has '<unk>'.* has '<\|end\|>'"):
+        compare(TOKENIZERS["metaspace"], TOKENIZERS["byte_level"])
+    short = Tokenizer(Backend(models.WordLevel(vocab={"a": 0}, unk_token="a")), Path("short"))
+    long = Tokenizer(Backend(models.WordLevel(vocab={"a": 0, "b": 1}, unk_token="a")), Path("long"))
+    with pytest.raises(VocabularyMismatch, match=r"at id 1: .*has no token, the draft \(long\) has 'b'"):
+        compare(short, long)
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UnsupportedModel, match="cannot be read"):
+        Tokenizer.load(tmp_path)
