@@ -1,0 +1,81 @@
+"""How tokens are guessed: one method per file, found by scanning this folder.
+
+A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit and range in `metadata`) and
+`build(options, target) -> Drafter`. Nothing else has to change for a new method.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forerun.methods import load, make_options, names, parse_spec
+from forerun.types import Budget, Coins, Draft, Sequence, Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forerun.kv.cache import Backend
+    from forerun.models.runner import Model
+
+
+class Drafter:
+    """Makes drafts. Only `propose` is required; the rest has empty defaults."""
+
+    def begin(self, seq: Sequence) -> None:
+        """A sequence was admitted."""
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        """Guess for these decoding sequences, at most budget.num_tokens[b] nodes for seqs[b].
+
+        Every token must be drawn from the law that its `probs` row states, and budget.go_on must be asked before
+        each draw. A drafter that has not caught up with a sequence drafts nothing for it.
+        """
+        raise NotImplementedError
+
+    def observe(self, seqs: Seq[Sequence], runs: Seq[range], hidden: Tensor, verdict: Verdict | None = None) -> None:
+        """After every target pass, prompt chunks included.
+
+        seqs[b] ran the tokens at hidden rows runs[b] (final-norm hidden states [T, H]). Called after the commit;
+        `verdict` covers the decoding sequences only.
+        """
+
+    def end(self, seq: Sequence) -> None:
+        """A sequence is finished or aborted: forget it."""
+
+    def free_tokens(self) -> int | None:
+        """Tokens that still fit into the drafter's own cache; None = no limit of its own."""
+        return None
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a drafter may know of the engine that it is built for."""
+
+    model: Model  # the target model; its device, dtype and operators are the draft model's too
+    tokenizer: Any  # forerun.text.tokenizer.Tokenizer, or None where ids are all there is
+    end_ids: frozenset[int]
+    num_ids: int  # ids that have a token
+    holes: tuple[int, ...]  # ids below num_ids without one
+    max_batch_size: int
+    max_seq_len: int  # tokens
+    kv_cache_backend: Backend
+    shipped_draft: str | None = None  # folder of the draft model that belongs to this target, if one ships with it
+
+
+def make(spec: str, target: Target) -> Drafter:
+    """A drafter from `name[:option=value,...]`, a draft model's folder (has a separator or exists), or `auto`.
+
+    auto = the shipped draft model for the shipped target, else lookup. Raises BadOption for anything unknown.
+    """
+    if spec == "auto":
+        spec = "model" if target.shipped_draft else "lookup"
+    name, options = parse_spec(spec)
+    if name not in names(__name__) and ("/" in spec or os.sep in spec or Path(spec).exists()):
+        name, options = "model", {"path": spec}
+    module = load(__name__, name, "drafter")
+    drafter: Drafter = module.build(make_options(module.Options, options, name), target)
+    return drafter

@@ -1,0 +1,191 @@
+"""An autoregressive draft model with its own cache, batched over requests (Leviathan et al. 2023; Chen et al. 2023).
+
+Its probabilities go through the same pipeline as the target's, with two knobs of its own: draft_temperature and
+draft_top_k replace the request's values for the draws only. The output law does not depend on them, because the
+verifier is told the law that each token was drawn from.
+
+Cache (book 1.5): after a round the committed tokens run ahead of the draft's cache by one, or by two when everything
+was accepted, because the last drafted token was never fed. Whatever is missing (at first the whole prompt) is caught
+up within a budget; until then the sequence drafts nothing and decodes plainly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.models.loading import Checkpoint, load_checkpoint
+from forerun.sampling import History, probs
+from torch import Tensor
+
+from forerun.drafters import Drafter, Target
+from forerun.errors import BadOption, VocabularyMismatch
+from forerun.kv.cache import KVCache
+from forerun.models.runner import Run, Runner
+from forerun.text.tokenizer import Tokenizer, compare
+from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which model, and how it draws."""
+
+    path: str | None = field(default=None, metadata={"help": "folder of the draft model; none = the shipped one"})
+    draft_temperature: float | None = field(
+        default=None, metadata={"help": "temperature of the draws; none = the request's", "min": 0.0, "max": 100.0}
+    )
+    draft_top_k: int | None = field(
+        default=None, metadata={"help": "top-k of the draws, 0 = all; none = the request's", "min": 0}
+    )
+
+    def __post_init__(self) -> None:
+        if self.draft_temperature is not None and 0 < self.draft_temperature < 1e-5:
+            raise BadOption(f"model:draft_temperature={self.draft_temperature} must be 0 (greedy) or at least 1e-5")
+
+
+@dataclass
+class _Fed:
+    """What the draft's cache holds of one sequence: `tokens`, of which the first `num_sure` are committed."""
+
+    tokens: list[int] = field(default_factory=list)
+    num_sure: int = 0
+
+
+@dataclass
+class _Chain:
+    """The growing guess for one sequence."""
+
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Probs] = field(default_factory=list)
+
+
+class ModelDrafter(Drafter):
+    """Runs `runner`'s model ahead of the target."""
+
+    def __init__(self, runner: Runner, options: Options | None = None) -> None:
+        self.runner = runner
+        self.options = options or Options()
+        self._fed: dict[int, _Fed] = {}
+        self._params: dict[int, SamplingParams] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        self._fed[seq.id] = _Fed()
+        self._params[seq.id] = self._draft_params(seq.params)
+        self.runner.cache.open(seq.id)
+
+    def end(self, seq: Sequence) -> None:
+        self._fed.pop(seq.id, None)
+        self._params.pop(seq.id, None)
+        self.runner.cache.release(seq.id)
+
+    def free_tokens(self) -> int | None:
+        return self.runner.cache.free_tokens()
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        limits = [self._limit(seq, budget.num_tokens[b]) for b, seq in enumerate(seqs)]
+        chains = [_Chain() for _ in seqs]
+        logits = self._catch_up(seqs, limits, budget.catchup_tokens)
+        depth = 0
+        while logits:
+            grown = [b for b, row in logits.items() if self._grow(chains[b], row, seqs[b], b, depth, budget, coins[b])]
+            depth += 1
+            # The last token of a full chain is not fed: nobody asks what follows it.
+            logits = self._feed({b: (seqs[b], [chains[b].tokens[-1]]) for b in grown if depth < limits[b]})
+        return Draft.chains([c.tokens for c in chains], [c.probs for c in chains])
+
+    def _grow(
+        self, chain: _Chain, logits: Tensor, seq: Sequence, b: int, depth: int, budget: Budget, coins: Coins
+    ) -> bool:
+        """Draw one more token for a sequence, unless the pacing policy stops here."""
+        law = probs(logits, self._params[seq.id], History.of(seq, chain.tokens))
+        if not budget.go_on(b, depth, law):
+            return False
+        # Match verification accepts most when drafter and target share the noise (book 1.4).
+        draw = coins.pick if seq.acceptance == "match" else coins.draft
+        chain.tokens.append(draw(law, depth))
+        chain.probs.append(law)
+        return True
+
+    def _limit(self, seq: Sequence, granted: int) -> int:
+        """Tokens to draft, given the model's positions and the cache: token i is fed at index L + i - 1 (i from 1)."""
+        room = self.runner.model.config.max_positions - len(seq.tokens) + 1
+        limit = max(0, min(granted, room))
+        self._forget_rejected(seq)
+        missing = len(seq.tokens) - len(self._fed[seq.id].tokens)
+        return limit if self.runner.cache.can_reserve(seq.id, missing + max(0, limit - 1)) else 0
+
+    def _forget_rejected(self, seq: Sequence) -> None:
+        """Cut the cache to the committed tokens it holds, at most all but the last, which is fed next."""
+        fed = self._fed[seq.id]
+        end = min(len(fed.tokens), len(seq.tokens) - 1)
+        same = min(fed.num_sure, end)
+        while same < end and fed.tokens[same] == seq.tokens[same]:
+            same += 1
+        del fed.tokens[same:]
+        fed.num_sure = same
+        self.runner.cache.truncate_to(seq.id, same)
+
+    def _catch_up(self, seqs: Seq[Sequence], limits: list[int], catchup_tokens: int) -> dict[int, Tensor]:
+        """Feed committed tokens that the cache lacks, first come first served; logits of whoever has caught up."""
+        feeds: dict[int, tuple[Sequence, list[int]]] = {}
+        for b, seq in enumerate(seqs):
+            num_fed = len(self._fed[seq.id].tokens)
+            take = min(len(seq.tokens) - num_fed, catchup_tokens)
+            if limits[b] > 0 and take > 0:
+                feeds[b] = (seq, seq.tokens[num_fed : num_fed + take])
+                catchup_tokens -= take
+        logits = self._feed(feeds)
+        return {b: row for b, row in logits.items() if len(self._fed[seqs[b].id].tokens) == len(seqs[b].tokens)}
+
+    def _feed(self, feeds: dict[int, tuple[Sequence, list[int]]]) -> dict[int, Tensor]:
+        """Run these tokens and keep them; logits [V] of each sequence's last row."""
+        if not feeds:
+            return {}
+        runs = [Run(seq.id, tokens, logits="last") for seq, tokens in feeds.values()]
+        scores = self.runner.forward(runs)
+        for seq, tokens in feeds.values():
+            self.runner.cache.keep(seq.id, list(range(len(tokens))))
+            self._fed[seq.id].tokens += tokens
+        return {b: scores.logits[i][-1] for i, b in enumerate(feeds)}
+
+    def _draft_params(self, params: SamplingParams) -> SamplingParams:
+        o = self.options
+        changed: dict[str, Any] = {}
+        if o.draft_temperature is not None:
+            changed["temperature"] = o.draft_temperature
+        if o.draft_top_k is not None:
+            changed["top_k"] = o.draft_top_k
+        return dataclasses.replace(params, **changed) if changed else params
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """Load the draft model beside the target: same device, dtype and operators.
+
+    Raises VocabularyMismatch where the two do not share one id-to-token map and the same end-of-sequence ids.
+    """
+    folder = options.path or target.shipped_draft
+    if folder is None:
+        raise BadOption("the drafter 'model' needs a draft model: give its folder, as in draft='path/to/draft'")
+    checkpoint = load_checkpoint(folder, dtype=target.model.dtype, device=target.model.device, ops=target.model.ops)
+    _check_pair(checkpoint, folder, target)
+    cache = KVCache.create(
+        checkpoint.model.config.cache_shape,
+        target.kv_cache_backend,
+        max_batch_size=target.max_batch_size,
+        max_seq_len=target.max_seq_len,
+        dtype=target.model.dtype,
+        device=target.model.device,
+    )
+    return ModelDrafter(Runner(checkpoint.model, cache, target.num_ids, target.holes), options)
+
+
+def _check_pair(checkpoint: Checkpoint, folder: str, target: Target) -> None:
+    if target.tokenizer is not None:
+        compare(target.tokenizer, Tokenizer.load(folder))
+    if checkpoint.end_ids != target.end_ids:
+        raise VocabularyMismatch(
+            f"target and draft model end at different ids ({sorted(target.end_ids)} and {sorted(checkpoint.end_ids)}): "
+            "make their generation_config.json agree, or choose the draft model that belongs to the target"
+        )

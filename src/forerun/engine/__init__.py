@@ -1,0 +1,1 @@
+"""Requests in, verified tokens out: one step, one scheduler, one continuous batch."""

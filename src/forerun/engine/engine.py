@@ -1,0 +1,156 @@
+"""The engine: a continuous batch of requests over one target model, one drafter and one pacing policy.
+
+It takes model objects and ids; loading checkpoints and texts is the LLM's work (engine/llm.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Sequence as Seq
+
+from forerun.rng import PhiloxCoins
+
+from forerun import verify
+from forerun.drafters import Drafter
+from forerun.engine.request import Request
+from forerun.engine.scheduler import Scheduler
+from forerun.engine.step import Stepper
+from forerun.errors import BadOption, CapacityError, PromptTooLong
+from forerun.methods import unknown
+from forerun.models.runner import Runner
+from forerun.pacing import Pacing
+from forerun.text.detokenizer import Detokenizer
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import Coins, Listener, SamplingParams, Sequence, StepReport
+
+
+def philox_coins(seq: Sequence) -> Coins:
+    """The production source of randomness: a function of the request's seed, the position and the round."""
+    return PhiloxCoins(seq.seed, len(seq.tokens), seq.round)
+
+
+class Engine:
+    """Add requests, step until they are finished. Not thread-safe: one thread steps."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        drafter: Drafter,
+        pacing: Pacing,
+        *,
+        tokenizer: Tokenizer | None = None,
+        end_ids: frozenset[int] = frozenset(),
+        max_seq_len: int = 4096,
+        max_batch_size: int = 8,
+        prefill_chunk_tokens: int = 512,
+        catchup_tokens: int = 512,
+        coins: Callable[[Sequence], Coins] = philox_coins,
+    ) -> None:
+        self.tokenizer, self.end_ids, self.max_seq_len = tokenizer, end_ids, max_seq_len
+        self.runner, self.drafter = runner, drafter
+        self.stepper = Stepper(runner, drafter, pacing, coins, catchup_tokens)
+        self.scheduler = Scheduler(
+            runner.cache,
+            drafter,
+            max_batch_size=max_batch_size,
+            prefill_chunk_tokens=prefill_chunk_tokens,
+        )
+        self._listeners: list[tuple[Listener, bool]] = []
+        self._ids = itertools.count()
+
+    def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
+        """Call `listener` with every StepReport; `detail` fills its `rounds`. Returns a function that ends it."""
+        entry = (listener, detail)
+        self._listeners.append(entry)
+
+        def end() -> None:
+            self._listeners.remove(entry)
+
+        return end
+
+    def add(self, prompt_ids: Seq[int], params: SamplingParams) -> Request:
+        """Queue one prompt. Raises UserError, before anything runs, for what cannot be honoured."""
+        ids = list(prompt_ids)
+        seq = Sequence(
+            id=next(self._ids),
+            tokens=ids,
+            num_prompt_tokens=len(ids),
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            max_len=self._max_len(ids, params),
+            end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),
+            bad_word_ids=self._bad_word_ids(params),
+        )
+        self._check(seq)
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = Detokenizer(self.tokenizer, ids, params.stop)
+        request = Request(seq, detokenizer)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> list[Request]:
+        """One step of the continuous batch; returns the requests that it finished."""
+        plan = self.scheduler.plan()
+        self.stepper.wants_detail = any(detail for _, detail in self._listeners)
+        report = self.stepper.step(plan)
+        finished = [r for r in plan.decode if r.seq.finish_reason is not None]
+        for request in finished:
+            self.scheduler.finish(request)
+        self._tell(report)
+        return finished
+
+    def abort(self, request: Request) -> None:
+        """End a request at once; what it has committed stays readable."""
+        if request.seq.finish_reason is None:
+            request.abort()
+            self.scheduler.finish(request)
+
+    def _tell(self, report: StepReport) -> None:
+        for listener, _ in list(self._listeners):
+            listener(report)
+
+    def _max_len(self, ids: list[int], params: SamplingParams) -> int:
+        if not ids:
+            raise BadOption("the prompt has no tokens: give at least one")
+        max_len = self.max_seq_len if params.max_tokens is None else len(ids) + params.max_tokens
+        if len(ids) >= self.max_seq_len or max_len > self.max_seq_len:
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens and max_tokens={params.max_tokens}, but max_seq_len is "
+                f"{self.max_seq_len}: shorten the prompt, lower max_tokens or raise max_seq_len"
+            )
+        return max_len
+
+    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each bad word as it is encoded at the start of a text and after a space."""
+        if params.bad_words and self.tokenizer is None:
+            raise BadOption("bad_words needs a tokenizer: this engine has none")
+        variants: set[tuple[int, ...]] = set()
+        for word in params.bad_words:
+            assert self.tokenizer is not None
+            for text in (word, " " + word.lstrip()):
+                variants.add(tuple(self.tokenizer.encode(text, add_special_tokens=False)))
+        return tuple(sorted(v for v in variants if v))
+
+    def _check(self, seq: Sequence) -> None:
+        num_ids, params = self.runner.num_ids, seq.params
+        named = {
+            "the prompt": seq.tokens,
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias or (),
+        }
+        for name, ids in named.items():
+            wrong = next((i for i in ids if not 0 <= i < num_ids), None)
+            if wrong is not None:
+                raise BadOption(f"{name} holds the id {wrong}, but the model's ids are 0 .. {num_ids - 1}")
+        if seq.acceptance not in verify.rules():
+            raise BadOption(unknown("acceptance rule", seq.acceptance, verify.rules()))
+        if params.stop and self.tokenizer is None:
+            raise BadOption("stop texts need a tokenizer: this engine has none; use stop_token_ids")
+        if self.scheduler.blocks_for(seq) > self.runner.cache.num_blocks:
+            cache = self.runner.cache
+            raise CapacityError(
+                f"the request may grow to {seq.max_len} tokens and the whole KV cache holds "
+                f"{cache.num_blocks * cache.block_tokens}: raise kv_cache_tokens or lower max_tokens"
+            )

@@ -1,0 +1,140 @@
+"""One request in the engine: its sequence, its text, its numbers, and what the user gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from forerun.text.detokenizer import Detokenizer
+from forerun.types import FinishReason, Origin, Sequence, TokenLogprob, Trial
+
+
+@dataclass
+class RequestReport:
+    """How speculation went for one request. Counts are taken before stop conditions cut.
+
+    The definitions are those of docs/exactness.md; a rate is None where nothing was counted.
+    """
+
+    num_steps: int = 0  # target passes that emitted for this request
+    num_drafted: int = 0
+    num_tested: int = 0  # tokens at which the path stood
+    num_accepted: int = 0
+    num_emitted: int = 0  # accepted tokens plus one correction, bonus or plain token per step
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)  # one per output token
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / drafted tokens."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else None
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Emitted tokens per target step, correction or bonus included."""
+        return self.num_emitted / self.num_steps if self.num_steps else None
+
+    @property
+    def alpha_hat(self) -> float | None:
+        """Accepted / tested tokens: the estimate of alpha that the theory uses (book 1.6)."""
+        return self.num_accepted / self.num_tested if self.num_tested else None
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Of the tokens drafted at position i of a round, the share that was accepted."""
+        return [a / d for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
+
+    def count(self, num_drafted: int, num_accepted: int, trials: Seq[Trial]) -> None:
+        """Add one round of a chain."""
+        self.num_steps += 1
+        self.num_drafted += num_drafted
+        self.num_tested += len(trials)
+        self.num_accepted += num_accepted
+        self.num_emitted += num_accepted + 1
+        for counts, length in ((self.drafted_per_position, num_drafted), (self.accepted_per_position, num_accepted)):
+            counts.extend([0] * (num_drafted - len(counts)))
+            for i in range(length):
+                counts[i] += 1
+
+
+@dataclass
+class RequestOutput:
+    """What the user gets for one prompt."""
+
+    prompt_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    logprobs: list[TokenLogprob] | None
+    seed: int
+    report: RequestReport
+
+
+@dataclass
+class Chunk:
+    """A piece of a streamed output: text that can no longer change, and the tokens committed since the last piece."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    output: RequestOutput | None = None  # with the last piece
+
+
+class Request:
+    """A sequence plus what surrounds it. `commit` is where stop conditions cut, token by token, in order."""
+
+    def __init__(self, seq: Sequence, detokenizer: Detokenizer | None) -> None:
+        self.seq = seq
+        self.report = RequestReport(origins=seq.origins)
+        self.text = ""
+        self._detokenizer = detokenizer
+        self._streamed_chars = 0
+        self._streamed_tokens = 0
+
+    def commit(self, tokens: Seq[int], origins: Seq[Origin], logprobs: Seq[TokenLogprob]) -> int:
+        """Commit tokens until one ends the output; the rest is discarded. Returns how many were committed."""
+        seq = self.seq
+        for i, token in enumerate(tokens):
+            seq.commit([token])
+            seq.origins.append(origins[i])
+            seq.logprobs.extend(logprobs[i : i + 1])
+            seq.finish_reason = self._finish_reason(token)
+            if seq.finish_reason is not None:
+                self._flush()
+                return i + 1
+        return len(tokens)
+
+    def abort(self) -> None:
+        """Stop here; what was committed stays."""
+        self.seq.finish_reason = "abort"
+        self._flush()
+
+    def chunk(self) -> Chunk:
+        """What is new since the last chunk."""
+        text, ids = self.text[self._streamed_chars :], self.seq.output_ids[self._streamed_tokens :]
+        self._streamed_chars, self._streamed_tokens = len(self.text), self.seq.num_output_tokens
+        done = self.seq.finish_reason is not None
+        return Chunk(text, ids, self.seq.finish_reason, self.output() if done else None)
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        seq = self.seq
+        logprobs = seq.logprobs if seq.params.logprobs is not None else None
+        prompt = seq.tokens[: seq.num_prompt_tokens]
+        return RequestOutput(prompt, self.text, seq.output_ids, seq.finish_reason, logprobs, seq.seed, self.report)
+
+    def _finish_reason(self, token: int) -> FinishReason | None:
+        """The end id and stop ids are kept in token_ids and never appear in the text."""
+        if token in self.seq.end_ids:
+            return "stop"
+        if self._detokenizer is not None:
+            pushed = self._detokenizer.push([token])
+            self.text += pushed.text
+            if pushed.stop is not None:
+                return "stop"
+        return "length" if len(self.seq.tokens) >= self.seq.max_len else None
+
+    def _flush(self) -> None:
+        if self._detokenizer is not None:
+            self.text += self._detokenizer.finish()

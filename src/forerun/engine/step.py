@@ -1,0 +1,167 @@
+"""The one step. Plain decoding, prefill, chunked prefill and verification are one ragged pass each sequence of which
+
+contributes a run of new tokens: a prompt chunk wants no logits, plain decoding is a run of one, verification is the
+last committed token plus the draft.
+
+    propose   the drafter guesses within the budget that the pacing policy set per sequence
+    score     one target pass over every run
+    judge     verify the draft: pure, no model, no cache, no clock
+    commit    append what was verified, cut at stop conditions, keep the accepted rows of the cache
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from forerun import sampling, verify
+from forerun.drafters import Drafter
+from forerun.engine.request import Request
+from forerun.engine.scheduler import Plan
+from forerun.errors import InternalError
+from forerun.models.runner import Run, Runner, Scores
+from forerun.pacing import Pacing
+from forerun.types import Budget, Coins, Draft, Origin, Probs, RoundDetail, Sequence, StepReport, TokenLogprob, Verdict
+
+
+@dataclass
+class Stepper:
+    """What a step works with. coins(seq) makes the randomness of one sequence's next round."""
+
+    runner: Runner
+    drafter: Drafter
+    pacing: Pacing
+    coins: Callable[[Sequence], Coins]
+    catchup_tokens: int
+    wants_detail: bool = False
+
+    def step(self, plan: Plan) -> StepReport:
+        """Run one step; every decoding request gets at least one token."""
+        clock = [time.perf_counter()]
+        seqs = [request.seq for request in plan.decode]
+        coins = [self.coins(seq) for seq in seqs]
+
+        draft, granted = self._propose(seqs, coins)
+        clock.append(time.perf_counter())
+        scores = self._score(plan, draft)
+        clock.append(time.perf_counter())
+        laws = [_Laws(seq, draft, b, scores.logits[b]) for b, seq in enumerate(seqs)]
+        verdict = verify.judge(draft, laws, coins, [seq.acceptance for seq in seqs])
+        clock.append(time.perf_counter())
+        report = self._commit(plan, draft, scores, laws, verdict, granted)
+        clock.append(time.perf_counter())
+
+        report.draft_s, report.score_s, report.judge_s, report.commit_s = (
+            after - before for before, after in itertools.pairwise(clock)
+        )
+        report.target_forward_s = scores.forward_s
+        self.pacing.observe(report)
+        return report
+
+    def _propose(self, seqs: Seq[Sequence], coins: Seq[Coins]) -> tuple[Draft, list[int]]:
+        """A draft of at most (tokens still wanted - 1) nodes each: the step itself adds one more (book 1.5, clamp)."""
+        paced = self.pacing.budget(seqs)
+        granted = [max(0, min(p, seq.max_len - len(seq.tokens) - 1)) for p, seq in zip(paced, seqs, strict=True)]
+        if not any(granted):
+            return Draft.empty(len(seqs)), granted
+        budget = Budget(granted, self.catchup_tokens, lambda b, depth, law: self.pacing.go_on(seqs[b], depth, law))
+        draft = self.drafter.propose(seqs, budget, coins)
+        if any(len(draft.nodes(b)) > granted[b] for b in range(len(seqs))):
+            raise InternalError(f"{type(self.drafter).__name__} drafted more than it was granted")
+        return draft, granted
+
+    def _score(self, plan: Plan, draft: Draft) -> Scores:
+        """One pass over [last committed token, draft nodes] of every decoding sequence and over the prompt chunks."""
+        runs = []
+        for b, request in enumerate(plan.decode):
+            nodes = draft.nodes(b)
+            tokens = [request.seq.tokens[-1], *(draft.tokens[n] for n in nodes)]
+            parents = [-1, *(0 if draft.parents[n] < 0 else draft.parents[n] - nodes.start + 1 for n in nodes)]
+            runs.append(Run(request.seq.id, tokens, "all", parents))
+        for request, take in plan.prefill:
+            done = self.runner.cache.length(request.seq.id)
+            runs.append(Run(request.seq.id, request.seq.tokens[done : done + take], "none"))
+        return self.runner.forward(runs)
+
+    def _commit(
+        self, plan: Plan, draft: Draft, scores: Scores, laws: list[_Laws], verdict: Verdict, granted: list[int]
+    ) -> StepReport:
+        report = StepReport(num_decoding=len(plan.decode), num_drafted=len(draft.tokens))
+        report.num_prefill_tokens = sum(take for _, take in plan.prefill)
+        for b, request in enumerate(plan.decode):
+            if self.wants_detail:
+                report.rounds.append(_detail(request.seq, draft, laws[b], verdict, b, granted[b]))
+            self._commit_one(request, draft, scores.logits[b], verdict, b, report)
+        for request, take in plan.prefill:
+            self.runner.cache.keep(request.seq.id, list(range(take)))
+        seqs = [request.seq for request in plan.decode] + [request.seq for request, _ in plan.prefill]
+        self.drafter.observe(seqs, scores.rows, scores.hidden, verdict)
+        return report
+
+    def _commit_one(
+        self, request: Request, draft: Draft, logits: Tensor, verdict: Verdict, b: int, report: StepReport
+    ) -> None:
+        """Count, commit, and keep the cache rows of the tokens that are no longer last: root and accepted nodes."""
+        nodes, path = draft.nodes(b), verdict.paths[b]
+        emitted = verdict.emitted(draft, b)
+        request.report.count(len(nodes), len(path), verdict.trials[b])
+        rows = [0, *(n - nodes.start + 1 for n in path)]  # row i decided emitted token i
+        num_logprobs = request.seq.params.logprobs
+        wanted = [] if num_logprobs is None else zip(rows, emitted, strict=True)
+        logprobs: list[TokenLogprob] = [sampling.logprobs_of(logits[r], t, num_logprobs or 0) for r, t in wanted]
+        committed = request.commit(emitted, _origins(len(path), bool(nodes), len(nodes) == len(path)), logprobs)
+        request.seq.round += 1
+        self.runner.cache.keep(request.seq.id, rows[:committed])
+        report.num_tested += len(verdict.trials[b])
+        report.num_accepted += len(path)
+        report.num_emitted += len(emitted)
+        report.num_committed += committed
+
+
+class _Laws(Seq[Probs]):
+    """target_probs of one sequence, computed when asked for: rows behind a rejection cost nothing.
+
+    Row 0 is the law after the last committed token, row 1 + i the law after node i of the sequence.
+    """
+
+    def __init__(self, seq: Sequence, draft: Draft, b: int, logits: Tensor) -> None:
+        self._seq, self._draft, self._first, self._logits = seq, draft, draft.node_starts[b], logits
+        self._rows: list[Probs | None] = [None] * len(logits)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row):  # type: ignore[no-untyped-def]
+        law = self._rows[row]
+        if law is None:
+            path = self._draft.path(self._first + row - 1) if row > 0 else []
+            history = sampling.History.of(self._seq, [self._draft.tokens[n] for n in path])
+            law = self._rows[row] = sampling.probs(self._logits[row], self._seq.params, history)
+        return law
+
+
+def _origins(num_accepted: int, drafted: bool, all_accepted: bool) -> list[Origin]:
+    last: Origin = "plain" if not drafted else "bonus" if all_accepted else "correction"
+    return ["accepted"] * num_accepted + [last]
+
+
+def _detail(seq: Sequence, draft: Draft, laws: Seq[Probs], verdict: Verdict, b: int, granted: int) -> RoundDetail:
+    nodes = draft.nodes(b)
+    parents = [p - nodes.start if p >= 0 else -1 for p in (draft.parents[n] for n in nodes)]
+    return RoundDetail(
+        sequence_id=seq.id,
+        position=len(seq.tokens),
+        tokens=[draft.tokens[n] for n in nodes],
+        parents=parents,
+        draft_probs=[draft.probs[n].at(draft.tokens[n]) for n in nodes],
+        target_probs=[laws[parents[n - nodes.start] + 1].at(draft.tokens[n]) for n in nodes],
+        trials=[dataclasses.replace(trial, node=trial.node - nodes.start) for trial in verdict.trials[b]],
+        accepted=[n - nodes.start for n in verdict.paths[b]],
+        next_token=verdict.next_tokens[b],
+        granted=granted,
+    )

@@ -1,0 +1,38 @@
+"""How far to draft: one policy per file, found by scanning this folder.
+
+A file `<name>.py` holds `Options` (a frozen dataclass) and `build(options, spec_length) -> Pacing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from forerun.methods import load, make_options, parse_spec
+from forerun.types import Probs, Sequence, StepReport
+
+
+class Pacing:
+    """Decides how many tokens to draft, before drafting and before each draw.
+
+    Admissible control only (book 1.8): a decision may depend on everything known before the token in question is
+    drawn, never on that token.
+    """
+
+    def budget(self, seqs: Seq[Sequence]) -> list[int]:
+        """Most draft nodes for each sequence of this step, [B]."""
+        raise NotImplementedError
+
+    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs) -> bool:
+        """Asked before drawing the token at `depth` (0 = first) from `draft_probs`."""
+        return True
+
+    def observe(self, report: StepReport) -> None:
+        """The numbers of the step that was just done."""
+
+
+def make(spec: str, spec_length: int) -> Pacing:
+    """A policy from `name[:option=value,...]`. Raises BadOption for anything unknown."""
+    name, options = parse_spec(spec)
+    module = load(__name__, name, "pacing policy")
+    policy: Pacing = module.build(make_options(module.Options, options, name), spec_length)
+    return policy

@@ -1,0 +1,203 @@
+"""Requests in a continuous batch: admission, chunks, stop conditions, reports, aborts, and errors at the door."""
+
+from __future__ import annotations
+
+import pytest
+from support import VOCAB, engine_for, random_decoder
+
+from forerun.errors import BadOption, CapacityError, PromptTooLong
+from forerun.types import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
+
+
+def serve(engine, *requests):
+    while any(r.seq.finish_reason is None for r in requests):
+        engine.step()
+    return [r.seq.output_ids for r in requests]
+
+
+def test_waiting_requests_join_at_step_boundaries_first_come_first_served():
+    engine = engine_for(random_decoder(1), max_batch_size=2)
+    requests = [engine.add([i, i + 1], SamplingParams(max_tokens=n, temperature=0.0)) for i, n in enumerate((3, 9, 2, 2))]
+    order = []
+    while len(order) < 4:
+        assert len(engine.scheduler.running) <= 2
+        order += [requests.index(r) for r in engine.step()]
+    assert order == [0, 2, 1, 3] or order == [0, 2, 3, 1]
+
+
+def test_a_prompt_is_run_in_chunks_beside_decoding_requests():
+    engine = engine_for(random_decoder(1), prefill_chunk_tokens=8)
+    first = engine.add([1, 2], GREEDY)
+    engine.step()
+    reports = []
+    engine.listen(reports.append)
+    second = engine.add(list(range(30)), GREEDY)
+    engine.step()
+    engine.step()
+    assert [r.num_prefill_tokens for r in reports] == [8, 8]
+    assert first.seq.num_output_tokens >= 2
+    assert second.seq.num_output_tokens == 0
+    serve(engine, first, second)
+    assert sum(r.num_prefill_tokens for r in reports) == 29
+
+
+def test_prefill_stops_one_short_so_that_the_first_decode_step_speculates():
+    engine = engine_for(random_decoder(1), "model")
+    reports = []
+    engine.listen(reports.append)
+    engine.add([3, 4, 5], GREEDY)
+    engine.step()
+    engine.step()
+    assert (reports[0].num_prefill_tokens, reports[0].num_decoding) == (2, 0)
+    assert reports[1].num_drafted == 4
+
+
+@pytest.mark.parametrize("draft", ["none", "model", "lookup"])
+def test_max_tokens_is_exact_and_never_overdrafted(draft):
+    engine = engine_for(random_decoder(1), draft, spec_length=8)
+    for n in range(1, 12):
+        (ids,) = serve(engine, request := engine.add([1, 2, 1, 2], SamplingParams(max_tokens=n, temperature=0.0)))
+        assert len(ids) == n
+        assert request.seq.finish_reason == "length"
+
+
+@pytest.mark.parametrize("draft", ["none", "model", "lookup"])
+def test_an_end_id_inside_a_round_cuts_the_rest_and_is_kept_in_the_ids(draft):
+    (plain,) = serve(engine := engine_for(random_decoder(1)), engine.add([5, 6], GREEDY))
+    for end in sorted(set(plain)):
+        first = plain.index(end)
+        engine = engine_for(random_decoder(1), draft, end_ids=frozenset([end]))
+        (ids,) = serve(engine, request := engine.add([5, 6], GREEDY))
+        assert ids == plain[: first + 1]
+        assert request.seq.finish_reason == "stop"
+        ignored = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+        assert serve(engine, engine.add([5, 6], ignored)) == [plain]
+
+
+@pytest.mark.parametrize("draft", ["none", "model", "lookup"])
+def test_min_tokens_keeps_end_ids_out_of_the_first_tokens(draft):
+    (plain,) = serve(engine := engine_for(random_decoder(1)), engine.add([5, 6], GREEDY))
+    params = SamplingParams(max_tokens=20, min_tokens=7, temperature=0.0, stop_token_ids=(plain[0],))
+    engine = engine_for(random_decoder(1), draft)
+    (ids,) = serve(engine, engine.add([5, 6], params))
+    assert plain[0] not in ids[:7]
+
+
+def test_the_report_adds_up():
+    engine = engine_for(random_decoder(1), "model", spec_length=4)
+    steps = []
+    engine.listen(steps.append, detail=True)
+    params = SamplingParams(max_tokens=60, temperature=0.7, seed=3)
+    (ids,) = serve(engine, request := engine.add([1, 2, 3], params))
+    report = request.report
+    rounds = [r for s in steps for r in s.rounds]
+    assert report.num_steps == len(rounds)
+    assert report.num_drafted == sum(len(r.tokens) for r in rounds)
+    assert report.num_accepted == sum(len(r.accepted) for r in rounds)
+    assert report.num_tested == sum(len(r.trials) for r in rounds)
+    assert report.num_emitted == report.num_accepted + report.num_steps
+    assert report.mean_accepted_length == report.num_emitted / report.num_steps
+    assert report.acceptance_rate == report.num_accepted / report.num_drafted
+    assert report.alpha_hat == report.num_accepted / report.num_tested
+    assert len(report.origins) == len(ids) == 60
+    firsts = [r for r in rounds if r.tokens]
+    assert report.acceptance_per_position[0] == sum(0 in r.accepted for r in firsts) / len(firsts)
+    for r in rounds:
+        assert len(r.draft_probs) == len(r.target_probs) == len(r.tokens) <= r.granted
+        assert all(0 < p <= 1 for p in r.draft_probs)
+
+
+def test_plain_decoding_reports_no_acceptance():
+    serve(engine := engine_for(random_decoder(1)), request := engine.add([1], GREEDY))
+    assert request.report.alpha_hat is None
+    assert request.report.acceptance_rate is None
+    assert request.report.mean_accepted_length == 1.0
+    assert set(request.report.origins) == {"plain"}
+
+
+def test_without_listeners_no_detail_is_made():
+    engine = engine_for(random_decoder(1), "lookup")
+    reports = []
+    end = engine.listen(reports.append)
+    serve(engine, engine.add([1, 2], GREEDY))
+    assert reports
+    assert all(not r.rounds for r in reports)
+    end()
+    serve(engine, engine.add([1, 2], SamplingParams(max_tokens=2, temperature=0.0)))
+    assert sum(r.num_committed for r in reports) == 20
+
+
+@pytest.mark.parametrize("draft", ["none", "model", "lookup"])
+def test_aborting_at_any_time_leaks_no_block(draft):
+    engine = engine_for(random_decoder(1), draft, max_batch_size=2)
+    caches = [engine.runner.cache] + ([engine.drafter.runner.cache] if draft == "model" else [])
+    requests = [engine.add([i] * 20, GREEDY) for i in range(4)]
+    for victim in requests:
+        engine.step()
+        engine.abort(victim)
+        engine.abort(victim)
+        assert victim.seq.finish_reason == "abort"
+        for pool in caches:
+            pool.check_integrity()
+    for pool in caches:
+        assert pool.free_tokens() == pool.num_blocks * pool.block_tokens
+
+
+def test_a_pool_too_small_for_everybody_makes_requests_wait_and_loses_none():
+    alone = serve(engine := engine_for(random_decoder(1)), engine.add([1, 2], GREEDY))
+    engine = engine_for(random_decoder(1), "model")
+    spare = engine.runner.cache
+    spare.open(999)
+    spare.reserve(999, spare.free_tokens() - 48)
+    spare.num_blocks, blocks = 3, spare.num_blocks
+    requests = [engine.add([1, 2], GREEDY) for _ in range(5)]
+    assert serve(engine, *requests) == alone * 5
+    spare.num_blocks = blocks
+
+
+@pytest.mark.parametrize(
+    ("ids", "params", "error", "words"),
+    [
+        ([], {}, BadOption, "no tokens"),
+        ([VOCAB], {}, BadOption, f"the id {VOCAB}, but the model's ids are 0 .. {VOCAB - 1}"),
+        ([1], {"stop_token_ids": (99,)}, BadOption, "stop_token_ids holds the id 99"),
+        ([1], {"logit_bias": {77: 1.0}}, BadOption, "logit_bias holds the id 77"),
+        ([1], {"acceptance": "typical"}, BadOption, "there is no acceptance rule 'typical'"),
+        ([1], {"stop": ("x",)}, BadOption, "use stop_token_ids"),
+        ([1] * 200, {"max_tokens": 57}, PromptTooLong, "200 tokens and max_tokens=57, but max_seq_len is 256"),
+        ([1] * 256, {"max_tokens": None}, PromptTooLong, "256 tokens"),
+    ],
+)
+def test_requests_that_cannot_be_honoured_are_refused_at_the_door(ids, params, error, words):
+    engine = engine_for(random_decoder(1))
+    with pytest.raises(error) as caught:
+        engine.add(ids, SamplingParams(**params))
+    assert words in str(caught.value)
+    assert not engine.scheduler.waiting
+
+
+def test_a_request_larger_than_the_whole_cache_is_refused():
+    engine = engine_for(random_decoder(1))
+    engine.runner.cache.num_blocks = 2
+    with pytest.raises(CapacityError, match="kv_cache_tokens"):
+        engine.add([1] * 20, SamplingParams(max_tokens=50))
+
+
+def test_max_tokens_none_goes_as_far_as_the_context():
+    (ids,) = serve(engine := engine_for(random_decoder(1), "lookup"), engine.add([1, 2], SamplingParams(None, temperature=0.0)))
+    assert len(ids) == 254
+
+
+def test_the_draft_model_stops_at_its_own_last_position():
+    """Sequences beyond the draft model's positions go on, plainly."""
+    engine = engine_for(random_decoder(1), "model")
+    alone = serve(plain := engine_for(random_decoder(1)), plain.add([1, 2], SamplingParams(60, temperature=0.0)))
+    model = engine.drafter.runner.model
+    model.config = type(model.config)(**{**model.config.__dict__, "max_positions": 30})
+    steps = []
+    engine.listen(steps.append, detail=True)
+    assert serve(engine, engine.add([1, 2], SamplingParams(60, temperature=0.0))) == alone
+    for r in (r for s in steps for r in s.rounds):
+        assert r.position + len(r.tokens) - 1 <= 30 if r.tokens else r.position + 1 > 29

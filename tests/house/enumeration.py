@@ -1,0 +1,160 @@
+"""Exact enumeration of the real engine (book 9.1): every outcome of every coin, with its probability.
+
+`spoken` runs the engine through Branching coins and sums the probability of each output; `plain_law` is the product of
+the target's own probabilities, by a pipeline written a second time in plain Python. Lossless means that both agree to
+the last bits of float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun import methods, pacing
+from forerun.drafters import Drafter, Target
+from forerun.drafters.model import ModelDrafter, Options
+from forerun.engine.engine import Engine
+from forerun.kv.cache import KVCache
+from forerun.models.runner import Runner
+from forerun.models.toy import ToyLaw, ToyModel
+from forerun.rng import Branching, enumerate_outcomes
+from forerun.types import Coins, SamplingParams, StepReport
+
+V, HORIZON = 3, 3
+PROMPT = (0, 1, 2, 0, 1)  # its last two tokens occurred before, so lookup has a guess
+Law = Mapping[tuple[int, ...], float]
+SPACE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine and one request."""
+
+    drafter: str
+    params: SamplingParams
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the drafter
+    target: ToyModel = field(default_factory=lambda: ToyModel(V, 1))
+    near: ToyModel | None = None  # the draft model, where the drafter wants one
+    gamma: int = 2
+    pacing: str = "fixed"
+    end_ids: frozenset[int] = frozenset()
+    prompt: tuple[int, ...] = PROMPT
+
+
+def resembling(target: ToyModel, seed: int = 2, distance: float = 0.7, **law: Any) -> ToyModel:
+    """A draft model that is right most of the time."""
+    return ToyModel(target.config.vocab_size, seed, ToyLaw(distance=distance, **law), near=target)
+
+
+def runner_for(model: ToyModel) -> Runner:
+    cache = KVCache.create(
+        model.config.cache_shape, "paged", max_batch_size=2, max_seq_len=SPACE_TOKENS, dtype=model.dtype
+    )
+    return Runner(model, cache)
+
+
+def drafter_for(case: Case) -> Drafter:
+    """Any drafter by name; the one that loads a draft model from a folder gets a toy instead."""
+    if case.drafter == "model":
+        return ModelDrafter(runner_for(case.near or resembling(case.target)), Options(**case.options))
+    size = case.target.config.vocab_size
+    target = Target(case.target, None, case.end_ids, size, (), 2, SPACE_TOKENS, "paged")
+    module = methods.load("forerun.drafters", case.drafter, "drafter")
+    return module.build(methods.make_options(module.Options, case.options, case.drafter), target)
+
+
+def engine_for(case: Case, coins: Callable[..., Coins]) -> Engine:
+    return Engine(
+        runner_for(case.target),
+        drafter_for(case),
+        pacing.make(case.pacing, case.gamma),
+        end_ids=case.end_ids,
+        max_seq_len=SPACE_TOKENS,
+        max_batch_size=2,
+        coins=coins,
+    )
+
+
+def generate(case: Case, coins: Callable[..., Coins]) -> tuple[tuple[int, ...], list[StepReport]]:
+    """One request from prompt to end on a fresh engine."""
+    engine = engine_for(case, coins)
+    reports: list[StepReport] = []
+    engine.listen(reports.append)
+    request = engine.add(case.prompt, case.params)
+    while request.seq.finish_reason is None:
+        engine.step()
+    return tuple(request.seq.output_ids), [r for r in reports if r.num_decoding]
+
+
+Wrap = Callable[[Coins], Coins]
+
+
+def every_way(case: Case, wrap: Wrap = lambda coins: coins) -> list[tuple[float, tuple[tuple[int, ...], Any]]]:
+    """(probability, (output, reports)) of every way the engine can go."""
+
+    def run(way: Branching) -> tuple[tuple[int, ...], list[StepReport]]:
+        return generate(case, lambda seq: wrap(way.at(len(seq.tokens))))
+
+    return enumerate_outcomes(run)
+
+
+def spoken(case: Case, wrap: Wrap = lambda coins: coins) -> Law:
+    """Output -> probability, by the real engine."""
+    law: dict[tuple[int, ...], float] = defaultdict(float)
+    for weight, (output, _) in every_way(case, wrap):
+        law[output] += weight
+    return law
+
+
+def total_variation(a: Law, b: Law) -> float:
+    """Half the sum of absolute differences, over the outputs of both."""
+    return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b}) / 2
+
+
+# ------------------------------------------------------------------------------------------------ the second pipeline
+
+
+def plain_law(case: Case) -> Law:
+    """Output -> probability of plain decoding: the product of the target's probabilities up to an end."""
+    assert case.params.max_tokens is not None
+    law: dict[tuple[int, ...], float] = {}
+    open_outputs: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    while open_outputs:
+        output, weight = open_outputs.pop()
+        if len(output) == case.params.max_tokens or (output and output[-1] in case.end_ids):
+            law[output] = weight
+            continue
+        logits = case.target.law([*case.prompt, *output]).tolist()
+        probs = second_pipeline(logits, case.params, case.prompt, output, case.end_ids)
+        open_outputs += [((*output, x), weight * p) for x, p in enumerate(probs) if p > 0]
+    return law
+
+
+def second_pipeline(
+    logits: Seq[float], params: SamplingParams, prompt: Seq[int], output: Seq[int], end_ids: Seq[int] | frozenset[int]
+) -> list[float]:
+    """Design section 4 once more, with lists and full sorts."""
+    z = list(logits)
+    for x, bias in (params.logit_bias or {}).items():
+        z[x] += bias
+    for x in {*prompt, *output}:
+        z[x] = z[x] / params.repetition_penalty if z[x] > 0 else z[x] * params.repetition_penalty
+    for x in set(output):
+        z[x] -= params.presence_penalty + params.frequency_penalty * list(output).count(x)
+    for x in end_ids:
+        z[x] = -math.inf if len(output) < params.min_tokens else z[x]
+    order = sorted(range(len(z)), key=lambda x: (-z[x], x))
+    if params.temperature == 0:
+        return [float(x == order[0]) for x in range(len(z))]
+    weight = [math.exp((value - z[order[0]]) / params.temperature) for value in z]
+    kept = order[: params.top_k or None]
+    kept = [x for x in kept if weight[x] >= params.min_p * weight[order[0]]]
+    mass, prefix = 0.0, []
+    for x in kept:
+        if mass < params.top_p * sum(weight[y] for y in kept) or params.top_p == 1:
+            prefix.append(x)
+            mass += weight[x]
+    return [weight[x] / mass if x in prefix else 0.0 for x in range(len(z))]

@@ -1,0 +1,166 @@
+"""House test 1: every drafter x every verification rule x every sampling option says exactly what the target says.
+
+Nothing here lists drafters, rules or pacing policies: the rooms are scanned. A new file is tested by being there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from house.enumeration import HORIZON, V, Case, every_way, plain_law, resembling, spoken, total_variation
+
+from forerun import drafters, methods, pacing, theory, verify
+from forerun.models.toy import ToyLaw, ToyModel
+from forerun.theory import formulas
+from forerun.types import SamplingParams
+
+EXACT = 1e-12
+RULES = verify.rules()
+PACINGS = methods.names(pacing.__name__)
+# Options worth a run of their own, on top of the defaults of every drafter.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "model": [{"draft_temperature": 0.0}, {"draft_temperature": 0.4, "draft_top_k": 2}, {"draft_top_k": 1}],
+    "lookup": [{"max_n": 2, "min_n": 2}],
+}
+DRAFTERS = [(name, options) for name in methods.names(drafters.__name__) for options in [{}, *VARIANTS.get(name, [])]]
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 2},
+    "min_p": {"min_p": 0.4},
+    "top_p": {"top_p": 0.8},
+    "repetition": {"repetition_penalty": 1.7},
+    "presence": {"presence_penalty": 0.8},
+    "frequency": {"frequency_penalty": -1.1},
+    "bias": {"logit_bias": {0: 1.5, 2: -float("inf")}},
+    "greedy with penalties": {"temperature": 0.0, "repetition_penalty": 1.7, "frequency_penalty": 0.9},
+    "all": {
+        "temperature": 1.3,
+        "top_k": 2,
+        "min_p": 0.1,
+        "top_p": 0.9,
+        "repetition_penalty": 1.4,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.4,
+        "logit_bias": {1: 0.3},
+    },
+}
+
+
+def params(rule: str, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=HORIZON, acceptance=rule, **options)
+
+
+def label(value: Any) -> str | None:
+    if isinstance(value, tuple):
+        return value[0] + "".join(f",{k}={v}" for k, v in value[1].items())
+    return None
+
+
+def assert_lossless(case: Case) -> None:
+    law = spoken(case)
+    assert sum(law.values()) == pytest.approx(1, abs=EXACT)
+    assert total_variation(law, plain_law(case)) < EXACT
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=label)
+def test_every_sampling_option(drafter, rule, sampling):
+    name, options = drafter
+    assert_lossless(Case(name, params(rule, **SAMPLING[sampling]), options))
+
+
+SHAPES = {
+    "zeros": (ToyLaw(zero_share=0.5), ToyLaw(distance=0.7, zero_share=0.5)),
+    "ties": (ToyLaw(tie_step=2.0), ToyLaw(distance=2.0, tie_step=2.0)),
+    "peaked": (ToyLaw(scale=9.0), ToyLaw(distance=4.0)),
+    "equal": (ToyLaw(), ToyLaw(distance=0.0)),
+    "unlike": (ToyLaw(scale=3.0, zero_share=0.4), ToyLaw(distance=9.0)),
+    "short memory": (ToyLaw(order=1), ToyLaw(distance=0.7, order=1)),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=label)
+def test_every_shape_of_law(drafter, rule, shape, temperature):
+    of_target, of_draft = SHAPES[shape]
+    target = ToyModel(V, 11, of_target)
+    near = ToyModel(V, 12, of_draft, near=target)
+    assert_lossless(Case(drafter[0], params(rule, temperature=temperature), drafter[1], target, near))
+
+
+@pytest.mark.parametrize("min_tokens", [0, 2])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=label)
+def test_an_end_inside_a_draft(drafter, rule, min_tokens):
+    """The end id may stand anywhere in a draft; before min_tokens it has probability 0, position by position."""
+    case = Case(drafter[0], params(rule, min_tokens=min_tokens), drafter[1], end_ids=frozenset({2}))
+    assert_lossless(case)
+
+
+@pytest.mark.parametrize("gamma", [1, 3])
+@pytest.mark.parametrize("policy", PACINGS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=label)
+def test_every_pacing_and_length(drafter, rule, policy, gamma):
+    assert_lossless(Case(drafter[0], params(rule, temperature=0.8), drafter[1], gamma=gamma, pacing=policy))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_more_rounds(rule):
+    """Five tokens over two ids: state is carried through up to five rounds."""
+    target = ToyModel(2, 5)
+    five = dataclasses.replace(params(rule, repetition_penalty=1.3), max_tokens=5)
+    assert_lossless(Case("model", five, {}, target, resembling(target), prompt=(0, 1, 0)))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("drafter", [d for d in DRAFTERS if d[0] != "none"], ids=label)
+def test_the_cases_are_not_empty(drafter, rule):
+    """Every drafter drafts here, and is both right and wrong: otherwise the tests above would compare plain with plain.
+
+    A draft of one id (top-k 1, greedy, lookup) is a point mass, so both outcomes need a target that is not.
+    """
+    ways = every_way(Case(drafter[0], params(rule), drafter[1]))
+    reports = [report for _, (_, of_way) in ways for report in of_way]
+    assert any(r.num_accepted for r in reports)
+    assert any(r.num_accepted < r.num_tested for r in reports)
+
+
+# ---------------------------------------------------------------------------------------------------- mean lengths
+
+
+def first_round(case: Case) -> float:
+    """Mean emitted tokens of the first step, exactly."""
+    return sum(weight * reports[0].num_emitted for weight, (_, reports) in every_way(case))
+
+
+@pytest.mark.parametrize(("rule", "acceptance"), [("ratio", formulas.acceptance), ("match", formulas.match_acceptance)])
+def test_mean_length_is_the_closed_form(rule, acceptance):
+    """Laws without memory have one alpha, so the mean length of a round is equation (1) of Leviathan et al. 2023."""
+    target = ToyModel(V, 3, ToyLaw(order=0))
+    near = ToyModel(V, 4, ToyLaw(order=0, distance=1.0), near=target)
+    alpha = acceptance(target.law(()).softmax(0).numpy(), near.law(()).softmax(0).numpy())
+    assert 0.3 < alpha < 0.95
+    mean = first_round(Case("model", params(rule), {}, target, near))
+    assert mean == pytest.approx(theory.formulas.expected_tokens(alpha, 2), abs=EXACT)
+
+
+def test_mean_length_with_memory():
+    """With context-dependent laws: 1 + beta() + sum_x min(p, q)(x) beta(x) for two drafted tokens."""
+    case = Case("model", params("ratio"), near=resembling(ToyModel(V, 1)))
+
+    def laws(*drafted: int):
+        history = [*case.prompt, *drafted]
+        return [model.law(history).softmax(0).numpy() for model in (case.target, case.near)]
+
+    p, q = laws()
+    kept = [min(a, b) for a, b in zip(p, q, strict=True)]
+    expected = 1 + sum(kept) + sum(k * formulas.acceptance(*laws(x)) for x, k in enumerate(kept))
+    assert first_round(case) == pytest.approx(expected, abs=EXACT)

@@ -1,0 +1,126 @@
+"""House tests 2 and 3: with every drafter the tokens are plain decoding's, bit for bit, and the caches stay exact.
+
+Run on the row-by-row reference operators, whose rows do not depend on how they were batched.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+from support import VOCAB, engine_for, random_decoder
+
+from forerun import drafters, methods
+from forerun.types import SamplingParams
+
+DRAFTERS = methods.names(drafters.__name__)
+Outcome = list[tuple[list[int], list[tuple[int, float, list[tuple[int, float]]]]]]
+
+
+def sampling(i: int) -> SamplingParams:
+    """A different mixture of options for every request, greedy and match in turn."""
+    temperature = (0.0, 0.7, 1.0, 1.3)[i % 4]
+    return SamplingParams(
+        max_tokens=(24, 1, 9)[i % 3],
+        temperature=temperature,
+        seed=100 + i if temperature else None,
+        top_k=(0, 5, 20)[i % 3],
+        top_p=(1.0, 0.9)[i % 2],
+        min_p=(0.0, 0.05)[i % 2],
+        repetition_penalty=(1.0, 1.2)[i % 2],
+        presence_penalty=(0.0, 0.3)[i % 2],
+        frequency_penalty=(0.1, 0.0)[i % 2],
+        logprobs=2,
+    )
+
+
+def prompts() -> list[list[int]]:
+    """Repeated twice each, so that lookup has something to find."""
+    rng = random.Random(0)
+    return [[rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, 7, 19)))] * 2 for _ in range(12)]
+
+
+def serve(engine, order: list[int] | None = None) -> Outcome:
+    """Serve the prompts in one continuous batch, checking cache and invariant after every step."""
+    order = order or list(range(len(prompts())))
+    requests = {i: engine.add(prompts()[i], sampling(i)) for i in order}
+    pool = engine.runner.cache
+    while any(r.seq.finish_reason is None for r in requests.values()):
+        engine.step()
+        pool.check_integrity()
+        for request in engine.scheduler.running:
+            cached, committed = pool.length(request.seq.id), len(request.seq.tokens)
+            prefilling = request.seq.num_output_tokens == 0
+            assert cached == committed - 1 or (prefilling and cached < committed - 1)
+    assert pool.free_tokens() == pool.num_blocks * pool.block_tokens, "a finished request kept blocks"
+    seqs = [requests[i].seq for i in range(len(order))]
+    return [(s.output_ids, [(lp.token_id, lp.logprob, lp.top) for lp in s.logprobs]) for s in seqs]
+
+
+@cache
+def plain() -> Outcome:
+    """Each request alone, without a drafter, its prompt run in one piece."""
+    return serve(engine_for(random_decoder(1, row_by_row=True), max_batch_size=1))
+
+
+@pytest.mark.parametrize("backend", ["paged", "contiguous"])
+@pytest.mark.parametrize("spec_length", [1, 4, 7])
+@pytest.mark.parametrize("draft", DRAFTERS)
+def test_tokens_and_logprobs_equal_plain_bitwise(draft, spec_length, backend):
+    model = random_decoder(1, row_by_row=True)
+    chunk = {1: 512, 4: 5, 7: 1}[spec_length]
+    engine = engine_for(model, draft, backend=backend, spec_length=spec_length, prefill_chunk_tokens=chunk)
+    order = random.Random(spec_length).sample(range(len(prompts())), len(prompts()))
+    assert serve(engine, order) == plain()
+
+
+def test_the_comparison_can_fail():
+    """Negative control: another seed of the weights gives other tokens."""
+    assert serve(engine_for(random_decoder(2, row_by_row=True))) != plain()
+
+
+def test_the_draft_model_drafts_and_is_mostly_right():
+    """Otherwise the comparison above would compare plain decoding with itself."""
+    engine = engine_for(random_decoder(1), "model", spec_length=4)
+    reports = []
+    engine.listen(reports.append)
+    serve(engine)
+    drafted, tested, accepted = (
+        sum(getattr(r, f"num_{n}") for r in reports) for n in ("drafted", "tested", "accepted")
+    )
+    assert drafted > 100
+    assert 0.3 < accepted / tested < 1.0
+
+
+@pytest.mark.parametrize("catchup_tokens", [1, 3, 512])
+def test_the_draft_cache_equals_one_rebuilt_from_the_committed_tokens(catchup_tokens):
+    """Book 1.5 and mutant m17: stale rows after a rejection or a full acceptance would only lower acceptance."""
+    engine = engine_for(random_decoder(1, row_by_row=True), "model", catchup_tokens=catchup_tokens)
+    request = engine.add(prompts()[4], SamplingParams(max_tokens=40, temperature=0.8, seed=5))
+    drafter = engine.drafter
+    lengths = set()
+    while request.seq.finish_reason is None:
+        engine.step()
+        if request.seq.finish_reason is None:
+            lengths.add(len(request.seq.tokens) - check_draft_cache(drafter, request.seq))
+    if catchup_tokens == 512:
+        assert {1, 2} <= lengths, "both a rejection and a full acceptance must have happened"
+
+
+def check_draft_cache(drafter, seq) -> int:
+    """Committed rows of the draft's cache equal a rebuild; returns how many there are."""
+    drafter._forget_rejected(seq)
+    held = drafter.runner.cache.length(seq.id)
+    assert held <= len(seq.tokens) - 1
+    rebuilt = type(drafter)(drafter.runner, drafter.options)
+    shadow = type(seq)(-1, list(seq.tokens), seq.num_prompt_tokens, seq.params, seq.seed, seq.max_len)
+    rebuilt.begin(shadow)
+    if held:
+        rebuilt._feed({0: (shadow, shadow.tokens[:held])})
+    pool = drafter.runner.cache
+    for layer in range(pool.shape.num_layers):
+        for data in (pool.keys[layer], pool.values[layer]):
+            assert data[pool.rows(seq.id, 0, held)].equal(data[pool.rows(-1, 0, held)])
+    rebuilt.end(shadow)
+    return held

@@ -1,0 +1,63 @@
+"""Small real things that many rooms test with: random llama decoders, and engines around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from forerun import pacing
+from forerun.drafters import Drafter, Target
+from forerun.drafters.model import ModelDrafter, Options
+from forerun.engine.engine import Engine
+from forerun.kv.cache import KVCache
+from forerun.methods import load, make_options
+from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
+from forerun.models.runner import Runner
+from forerun.ops.reference import ReferenceOps
+
+VOCAB = 61
+
+
+def random_decoder(seed: int, *, row_by_row: bool = False, layers: int = 2, hidden: int = 32, scale: float = 0.3) -> Decoder:
+    """A llama of a few thousand random weights; `scale` sets how peaked its distributions are."""
+    config = DecoderConfig("llama", VOCAB, hidden, layers, 4, 2, 8, 48, 1e-5, 512)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in parameter_shapes(config).items():
+        weights[name] = torch.randn(shape, generator=generator) * scale + ("norm" in name)
+    return Decoder(config, weights, ReferenceOps(row_by_row=row_by_row))
+
+
+def noisy_copy(model: Decoder, seed: int, noise: float = 0.02) -> Decoder:
+    """A draft model that agrees with `model` most of the time."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {n: w + noise * torch.randn(w.shape, generator=generator) for n, w in model.weights.items()}
+    return Decoder(model.config, weights, model.ops)
+
+
+def runner_for(model: Any, backend: str = "paged", max_seq_len: int = 256) -> Runner:
+    cache = KVCache.create(
+        model.config.cache_shape, backend, max_batch_size=8, max_seq_len=max_seq_len, dtype=model.dtype
+    )
+    return Runner(model, cache)
+
+
+def drafter_for(name: str, model: Decoder, backend: str = "paged", **options: Any) -> Drafter:
+    """Any scanned drafter; those that need a draft model get a noisy copy of the target."""
+    if name == "model":
+        return ModelDrafter(runner_for(noisy_copy(model, 7), backend), Options(**options))
+    target = Target(model, None, frozenset(), VOCAB, (), 8, 256, backend)
+    module = load("forerun.drafters", name, "drafter")
+    return module.build(make_options(module.Options, options, name), target)
+
+
+def engine_for(
+    model: Decoder, draft: str = "none", *, backend: str = "paged", spec_length: int = 4, **options: Any
+) -> Engine:
+    return Engine(
+        runner_for(model, backend),
+        drafter_for(draft, model, backend),
+        pacing.make("fixed", spec_length),
+        **{"max_seq_len": 256, **options},
+    )
