@@ -1,0 +1,107 @@
+"""Token streams and the batches cut from them: a batch is a function of (seed, step) alone.
+
+That is what makes a resumed run equal an uninterrupted one: the position in the data is the step number.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from forerun.errors import BadOption, NotFound
+from forerun.train.corpus import Document
+from forerun.train.tokenizer import END_OF_TEXT
+
+Tokens = NDArray[np.uint16]
+
+
+def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, seed: int | None = None) -> Tokens:
+    """One stream of token ids: every document followed by the end-of-text token.
+
+    Documents come in the given order, or shuffled by `seed`. Ids must fit 16 bits.
+    """
+    order = list(documents)
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    ids = [i for e in tokenizer.encode_batch([d.text for d in order]) for i in (*e.ids, end)]
+    return np.asarray(ids, dtype=np.uint16)
+
+
+@dataclass(frozen=True)
+class WindowStream:
+    """Windows of seq_len_tokens + 1 ids from one long stream, without end, every epoch shuffled anew.
+
+    Each epoch begins at another offset, so that no window returns with the same borders.
+    """
+
+    tokens: Tokens
+    seq_len_tokens: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.num_windows < 1:
+            raise BadOption(f"{len(self.tokens)} tokens of text are too few for windows of {self.seq_len_tokens} + 1")
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of one epoch."""
+        return (len(self.tokens) - 1) // self.seq_len_tokens - 1
+
+    def _epoch(self, epoch: int) -> NDArray[np.int64]:
+        rng = np.random.default_rng([self.seed, epoch])
+        offset = int(rng.integers(self.seq_len_tokens))
+        return rng.permutation(self.num_windows) * self.seq_len_tokens + offset
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """Windows number first .. first+count-1 of the endless sequence, int64 [count, seq_len_tokens + 1]."""
+        starts: list[int] = []
+        while len(starts) < count:
+            epoch, index = divmod(first + len(starts), self.num_windows)
+            starts += self._epoch(epoch)[index : index + count - len(starts)].tolist()
+        return torch.from_numpy(
+            np.stack([self.tokens[s : s + self.seq_len_tokens + 1] for s in starts]).astype(np.int64)
+        )
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Batches of `num_rows` windows, of which `num_sample_rows` come from a second stream (a target's own text)."""
+
+    text: WindowStream
+    num_rows: int
+    samples: WindowStream | None = None
+    num_sample_rows: int = 0
+
+    def batch(self, step: int) -> Tensor:
+        """The batch of one step, int64 [num_rows, seq_len_tokens + 1]."""
+        if self.samples is None or self.num_sample_rows == 0:
+            return self.text.rows(step * self.num_rows, self.num_rows)
+        num_text = self.num_rows - self.num_sample_rows
+        drawn = self.samples.rows(step * self.num_sample_rows, self.num_sample_rows)
+        return torch.cat((self.text.rows(step * num_text, num_text), drawn)) if num_text else drawn
+
+
+def validation_windows(tokens: Tokens, seq_len_tokens: int, most: int) -> Tensor:
+    """The first `most` consecutive windows of a stream, int64 [n, seq_len_tokens + 1]."""
+    count = min(most, (len(tokens) - 1) // seq_len_tokens)
+    rows = [tokens[i * seq_len_tokens : (i + 1) * seq_len_tokens + 1] for i in range(count)]
+    return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+def load_samples(path: Path) -> Tokens:
+    """A stream of token ids saved with numpy as uint16 [N]. Raises BadOption for any other array."""
+    if not path.exists():
+        raise NotFound(f"there is no {path}: `forerun train sample` makes it")
+    tokens = np.load(path)
+    if tokens.dtype != np.uint16 or tokens.ndim != 1:
+        raise BadOption(f"{path} holds {tokens.dtype} {list(tokens.shape)}: a uint16 array of one dimension is needed")
+    return tokens  # type: ignore[no-any-return]

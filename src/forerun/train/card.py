@@ -1,0 +1,183 @@
+"""The model card of a pair, written from the logs of the runs that made it, so that every number in it was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from forerun.engine.llm import LLM
+from forerun.errors import NotFound
+from forerun.train.corpus import load_corpus
+from forerun.train.evaluate import read_prompts
+from forerun.types import SamplingParams
+
+SAMPLE_TOKENS = 96
+
+INTRODUCTION = """# The shipped pair
+
+Two small language models of Python code that share one tokenizer: a *target* and a *draft* that guesses for it. They
+are small enough to travel with the package, and real enough that every promise of forerun can be tried without a
+download. They imitate the look of the standard library; what they write is not correct code and is of no use as such.
+
+| | target | draft |
+|---|---|---|
+"""
+
+LICENCE = """## Licence
+
+The training text is the source of the Python standard library, under the PSF licence agreement, version 2. The weights,
+the tokenizer and the code that made them are under Apache-2.0, like the rest of this package.
+"""
+
+
+def write_card(
+    target: Path,
+    draft: Path,
+    numbers: Path,
+    prompts: Path,
+    out: Path,
+    commands: Path | None = None,
+    history: list[Path] | tuple[Path, ...] = (),
+) -> None:
+    """Writes the card to `out`, and the list of source files beside it as sources.txt.
+
+    target, draft: out folders of `train lm`; numbers: what `train pair --out` wrote; history: out folders of earlier
+    stages of the draft. Raises NotFound where one of their files is missing.
+    """
+    target_run, draft_run = read_run(target), read_run(draft)
+    corpus = load_corpus()
+    if corpus.fingerprint() != target_run["corpus_sha256"]:
+        raise NotFound("the corpus of this Python is not the one that the target was trained on: use that version")
+    parts = [
+        INTRODUCTION + model_table(target_run, draft_run, target, draft, history),
+        pair_section(numbers),
+        data_section(target_run, corpus_counts(corpus), out),
+        stage_section([("target", target), *((f"draft, stage {i + 1}", run) for i, run in enumerate(history))], draft),
+        samples_section(target / "model", prompts),
+    ]
+    if commands is not None:
+        parts.append(f"## Commands\n\n```sh\n{commands.read_text(encoding='utf-8').strip()}\n```\n")
+    out.write_text("\n".join([*parts, LICENCE]), encoding="utf-8")
+    lines = [f"{name} {d.path}" for name in ("train", "validation", "bench") for d in getattr(corpus, name)]
+    (out.parent / "sources.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """run.json of an out folder, with the lines of its log under "log"."""
+    if not (folder / "run.json").exists():
+        raise NotFound(f"there is no run.json in {folder}: name an out folder of `forerun train lm`")
+    run: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    run["log"] = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return run
+
+
+def corpus_counts(corpus: Any) -> dict[str, tuple[int, int]]:
+    """Split name -> modules, characters."""
+    splits = {name: getattr(corpus, name) for name in ("train", "validation", "bench")}
+    return {name: (len(split), sum(len(d.text) for d in split)) for name, split in splits.items()}
+
+
+def model_table(
+    target: dict[str, Any], draft: dict[str, Any], target_folder: Path, draft_folder: Path, history: Any
+) -> str:
+    """Rows of the table under the introduction: shapes, parameters, bytes, tokens, losses, date."""
+    runs = (target, draft)
+    shapes = [run["options"]["shape"] for run in runs]
+    earlier = [read_run(folder) for folder in history]
+    tokens = [target["log"][-1]["tokens"], sum(run["log"][-1]["tokens"] for run in (*earlier, draft))]
+    sizes = [(folder / "model" / "model.safetensors").stat().st_size for folder in (target_folder, draft_folder)]
+    rows = [
+        ("parameters", [f"{run['num_parameters']:,}" for run in runs]),
+        ("hidden size", [s["hidden_size"] for s in shapes]),
+        ("layers", [s["num_layers"] for s in shapes]),
+        (
+            "query / key-value heads",
+            [f"{s['num_heads']} / {s['num_kv_heads']} of {s['hidden_size'] // s['num_heads']}" for s in shapes],
+        ),
+        ("feed-forward width", [s["ffn_size"] for s in shapes]),
+        ("vocabulary", [s["vocab_size"] for s in shapes]),
+        ("longest context, tokens (trained on 512)", [s["max_positions"] for s in shapes]),
+        ("weights, bfloat16, bytes", [f"{size:,}" for size in sizes]),
+        ("tokens trained on", [f"{n:,}" for n in tokens]),
+        ("validation loss, nats per token", [f"{final(run)['validation_loss']:.4f}" for run in runs]),
+        ("finished", [run["date"] for run in runs]),
+    ]
+    return "".join(f"| {name} | {a} | {b} |\n" for name, (a, b) in rows)
+
+
+def final(run: dict[str, Any]) -> dict[str, Any]:
+    """The last line of a finished run's log. Raises NotFound where the run did not finish."""
+    last: dict[str, Any] = run["log"][-1]
+    if not last.get("final"):
+        raise NotFound("the run has not finished: its log has no final line")
+    return last
+
+
+def pair_section(numbers: Path) -> str:
+    """alpha-hat as measured."""
+    rows = [json.loads(line) for line in numbers.read_text(encoding="utf-8").splitlines()]
+    text = (
+        "## How often the draft is right\n\nMeasured by decoding held-out prompts (`prompts.jsonl`) with the package's "
+        "own engine in float32; alpha-hat is\naccepted / tested tokens.\n\n"
+        "| temperature | prompts | spec length | tested | accepted | alpha-hat | tokens per target pass |\n"
+        "|---|---|---|---|---|---|---|\n"
+    )
+    for row in rows:
+        text += (
+            f"| {row['temperature']:g} | {row['num_prompts']} | {row['spec_length']} | {row['num_tested']:,} | "
+            f"{row['num_accepted']:,} | {row['alpha_hat']:.3f} | {row['mean_accepted_length']:.2f} |\n"
+        )
+    return text
+
+
+def data_section(run: dict[str, Any], counts: dict[str, tuple[int, int]], out: Path) -> str:
+    """What was read, and how to check that it is the same."""
+    listed = "; ".join(f"{name} {n} modules, {chars:,} characters" for name, (n, chars) in counts.items())
+    return (
+        f"## Data\n\nThe standard library of CPython {run['python']}, without tests, tables and machine-dependent "
+        f"files: {listed}.\nWhole modules are held out. `sources.txt` lists every file with its split. The train split "
+        f"is {run['num_text_tokens']:,} tokens.\n\n"
+        f"- SHA-256 of splits, paths and normalised texts: `{run['corpus_sha256']}`\n"
+        f"- SHA-256 of tokenizer.json: `{run['tokenizer_sha256']}`\n"
+    )
+
+
+def stage_section(stages: list[tuple[str, Path]], draft: Path) -> str:
+    """Options and losses of each run."""
+    text = (
+        "## Training\n\nAdamW (0.9, 0.95), weight decay on matrices, gradient norm clipped, linear warm-up, constant "
+        "rate, linear decay to 0.\nLosses are nats per token; alpha is the mean of sum min(p, q), agreement the share "
+        "of equal argmaxes, both along held-out text.\n\n"
+        "| run | loss | steps | tokens per step | peak rate | hours | validation | kl | alpha | agreement |\n"
+        "|---|---|---|---|---|---|---|---|---|---|\n"
+    )
+    for name, folder in (*stages, ("draft, last stage", draft)):
+        run = read_run(folder)
+        options, last = run["options"], final(run)
+        measured = [
+            f"{last[key]:.4f}" if key in last else "" for key in ("validation_loss", "kl", "alpha", "agreement")
+        ]
+        text += (
+            f"| {name} | {options['loss']} | {options['steps']:,} | {options['tokens_per_step']:,} | "
+            f"{options['lr']:g} | {last['elapsed_s'] / 3600:.2f} | {' | '.join(measured)} |\n"
+        )
+    curve = ", ".join(
+        f"{line['tokens'] / 1e6:.2f} M: {line['validation_loss']:.3f}"
+        for line in read_run(stages[0][1])["log"]
+        if "validation_loss" in line
+    )
+    return f"{text}\nValidation loss of the target by tokens seen: {curve}.\n\nSeed 0, torch {run['torch']}, CPU.\n"
+
+
+def samples_section(target: Path, prompts: Path) -> str:
+    """Five continuations of held-out prompts by the target: two greedy, three at temperature 0.8."""
+    texts = read_prompts(prompts, 5)
+    llm = LLM(str(target), draft="none")
+    text = "## Five continuations\n\nOf held-out prompts, by the target alone; the prompt ends at the mark `▶`.\n"
+    for i, prompt in enumerate(texts):
+        temperature = 0.0 if i < 2 else 0.8
+        params = SamplingParams(max_tokens=SAMPLE_TOKENS, temperature=temperature, seed=i)
+        (output,) = llm.generate([prompt], params)
+        text += f"\nTemperature {temperature:g}, seed {i}:\n\n```python\n{prompt}▶{output.text}\n```\n"
+    return text

@@ -1,0 +1,195 @@
+"""The command `forerun train`: parse and call. torch is imported when a command runs, not to print help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Train small language models and drafters.", no_args_is_help=True)
+
+
+@app.callback()
+def main() -> None:
+    """Train small language models and drafters."""
+
+
+@app.command()
+def lm(
+    out: Annotated[Path, typer.Option(help="Folder for log, state and the checkpoint (out/model).")],
+    hidden_size: Annotated[int, typer.Option(help="Width of the residual stream, elements.")] = 512,
+    layers: Annotated[int, typer.Option(help="Decoder layers.")] = 6,
+    heads: Annotated[int, typer.Option(help="Query heads, each of hidden-size / heads elements.")] = 8,
+    kv_heads: Annotated[int, typer.Option(help="Key-value heads.")] = 2,
+    ffn_size: Annotated[int, typer.Option(help="Width of the feed-forward block, elements.")] = 1536,
+    vocab_size: Annotated[int, typer.Option(help="Token ids, if a tokenizer is trained: at least 257.")] = 4096,
+    max_steps: Annotated[int, typer.Option(help="Steps in all; the learning rate reaches 0 at the last.")] = 600,
+    tokens_per_step: Annotated[int, typer.Option(help="Tokens of one batch.")] = 4096,
+    seq_len_tokens: Annotated[int, typer.Option(help="Length of the training sequences, tokens.")] = 512,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of AdamW.")] = 2e-3,
+    warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 50,
+    decay_share: Annotated[
+        float, typer.Option(help="Share of the steps, at the end, with falling rate, 0 to 1.")
+    ] = 0.4,
+    seed: Annotated[int, typer.Option(help="Of first weights and data order.")] = 0,
+    loss: Annotated[str, typer.Option(help="ce (text), kl (target's distribution) or alpha (acceptance).")] = "ce",
+    teacher: Annotated[Path | None, typer.Option(help="Checkpoint folder of the target, for kl and alpha.")] = None,
+    init_from: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder to start from; may have fewer layers.")
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json to use instead of training one.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Folder of Python sources; default: the standard library.")] = None,
+    samples: Annotated[Path | None, typer.Option(help="Target's own text: .npy of ids (`train sample`).")] = None,
+    samples_share: Annotated[float, typer.Option(help="Share of each batch taken from samples, 0 to 1.")] = 0.5,
+    validate_every_steps: Annotated[int, typer.Option(help="Validation interval, steps.")] = 100,
+    validation_windows: Annotated[int, typer.Option(help="Sequences of one validation.")] = 16,
+    checkpoint_every_s: Annotated[float, typer.Option(help="Checkpoint interval, seconds.")] = 300.0,
+    autocast: Annotated[str, typer.Option(help="auto, bf16 or off (float32).")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    resume: Annotated[bool, typer.Option(help="Go on from the state in the out folder.")] = False,
+    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+) -> None:
+    """Train a llama on Python source: from the text, or from a target's soft labels (--teacher)."""
+    from forerun.train import lm as loop
+    from forerun.train.config import TrainConfig
+    from forerun.train.model import ModelShape
+
+    with refusals():
+        config = TrainConfig(
+            shape=ModelShape(hidden_size, layers, heads, kv_heads, ffn_size, vocab_size),
+            out=out,
+            steps=max_steps,
+            tokens_per_step=tokens_per_step,
+            seq_len_tokens=seq_len_tokens,
+            lr=lr,
+            warmup_steps=warmup_steps,
+            decay_share=decay_share,
+            seed=seed,
+            loss=loss,  # type: ignore[arg-type]
+            teacher=teacher,
+            init_from=init_from,
+            tokenizer=tokenizer,
+            text=text,
+            samples=samples,
+            samples_share=samples_share,
+            validate_every_steps=validate_every_steps,
+            validation_windows=validation_windows,
+            checkpoint_every_s=checkpoint_every_s,
+            autocast=autocast,  # type: ignore[arg-type]
+            device=device,
+        )
+        numbers = loop.train(config, resume=resume, quiet=quiet)
+    typer.echo(" ".join(f"{key}={value:.4f}" for key, value in numbers.items()))
+
+
+@app.command()
+def sample(
+    target: Annotated[Path, typer.Option(help="Checkpoint folder whose own text is wanted.")],
+    out: Annotated[Path, typer.Option(help="File to write: .npy of uint16 ids, for `train lm --samples`.")],
+    num_tokens: Annotated[int, typer.Option(help="Tokens to make, prompts included.")] = 300_000,
+    batch_size: Annotated[int, typer.Option(help="Prompts continued at once.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 224,
+    text: Annotated[Path | None, typer.Option(help="Folder of Python sources; default: the standard library.")] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and draws.")] = 0,
+) -> None:
+    """Write continuations of training prompts by the target, half greedy and half at temperature 1."""
+    import numpy as np
+
+    from forerun.ops.reference import ReferenceOps
+    from forerun.train.model import load_decoder
+    from forerun.train.samples import own_text
+    from forerun.train.tokenizer import load_tokenizer
+
+    with refusals():
+        model, tokenizer = load_decoder(target, ReferenceOps()), load_tokenizer(target)
+        stream = own_text(
+            model, tokenizer, num_tokens, text=text, batch_size=batch_size, new_tokens=new_tokens, seed=seed
+        )
+        np.save(out, stream)
+    typer.echo(f"{len(stream)} tokens in {out}")
+
+
+@app.command()
+def prompts(
+    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json, or a folder with one, that counts the tokens.")],
+    out: Annotated[Path, typer.Option(help="File to write: one JSON object per line with id, module, text.")],
+    limit: Annotated[int, typer.Option(help="Prompts at most.")] = 240,
+    min_tokens: Annotated[int, typer.Option(help="Tokens of a prompt at least.")] = 40,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of a prompt at most.")] = 120,
+    text: Annotated[Path | None, typer.Option(help="Folder of Python sources; default: the standard library.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the choice.")] = 0,
+) -> None:
+    """Write the benchmark prompts: beginnings of functions and classes from held-out modules."""
+    from forerun.train.corpus import bench_prompts, load_corpus, write_prompts
+    from forerun.train.tokenizer import load_tokenizer
+
+    with refusals():
+        count = load_tokenizer(tokenizer).encode
+        chosen = bench_prompts(
+            load_corpus(text).bench, lambda text: len(count(text).ids), limit, min_tokens, max_tokens, seed
+        )
+        write_prompts(chosen, out)
+    typer.echo(f"{len(chosen)} prompts in {out}")
+
+
+@app.command()
+def pair(
+    target: Annotated[Path, typer.Option(help="Checkpoint folder of the target.")],
+    draft: Annotated[Path, typer.Option(help="Checkpoint folder of the draft model.")],
+    prompts: Annotated[Path, typer.Option(help="prompts.jsonl, as `train prompts` writes it.")],
+    out: Annotated[Path | None, typer.Option(help="File for the numbers, one JSON object per temperature.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Prompts, spread evenly over the file.")] = 240,
+    max_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 128,
+    spec_length: Annotated[int, typer.Option(help="Tokens drafted per round.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+) -> None:
+    """Measure alpha-hat of a pair at temperatures 0 and 1, in real speculative decoding."""
+    from forerun.train.evaluate import measure_pair, read_prompts, write_numbers
+
+    with refusals():
+        texts = read_prompts(prompts, num_prompts)
+        numbers = [
+            measure_pair(target, draft, texts, t, max_tokens=max_tokens, spec_length=spec_length, seed=seed)
+            for t in (0.0, 1.0)
+        ]
+    for n in numbers:
+        typer.echo(f"T={n.temperature:g}: alpha-hat {n.alpha_hat}, {n.mean_accepted_length} tokens per target pass")
+    if out is not None:
+        write_numbers(numbers, out)
+
+
+@app.command()
+def card(
+    target: Annotated[Path, typer.Option(help="Out folder of the target's run.")],
+    draft: Annotated[Path, typer.Option(help="Out folder of the draft's run.")],
+    numbers: Annotated[Path, typer.Option(help="File that `train pair --out` wrote.")],
+    prompts: Annotated[Path, typer.Option(help="prompts.jsonl; five of them are continued in the card.")],
+    out: Annotated[Path, typer.Option(help="File to write, Markdown; the list of sources goes beside it.")],
+    commands: Annotated[Path | None, typer.Option(help="Text file with the commands that were run.")] = None,
+    history: Annotated[list[Path] | None, typer.Option(help="Out folders of runs that the draft started from.")] = None,
+) -> None:
+    """Write the model card of a pair from the logs of its runs."""
+    from forerun.train.card import write_card
+
+    with refusals():
+        write_card(target, draft, numbers, prompts, out, commands, history or [])
+    typer.echo(str(out))
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What the caller can mend becomes one sentence and exit code 2."""
+    from forerun.errors import UserError
+
+    try:
+        yield
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from error
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,212 @@
+"""The text that the shipped pair is trained on: the source of the Python standard library, cut into three splits.
+
+Whole modules are held out. *train* is learned from, *validation* chooses recipes and is reported, *bench* is touched
+by nothing but the benchmark prompts. The file list depends on the Python version alone (paths relative to the standard
+library's folder, sorted), so that a run can be repeated elsewhere: `Corpus.fingerprint` says whether it was.
+
+Left out: tests, tables (encodings, entity lists, Unicode tables), documentation dumps, generated or machine-dependent
+files, and installed packages. They are data or repetition rather than code worth imitating.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import random
+import sysconfig
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from forerun.errors import NotFound
+
+SKIPPED_FOLDERS = frozenset(
+    {"__pycache__", "site-packages", "test", "tests", "idle_test", "pydoc_data", "encodings", "__phello__", "_bundled"}
+)
+SKIPPED_FILES = frozenset({"html/entities.py", "re/_casefix.py", "stringprep.py", "this.py", "antigravity.py"})
+SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
+
+# Ordinary, readable modules. A package counts as a whole ("json" holds out json/*.py).
+VALIDATION_MODULES = frozenset(
+    ["bisect", "calendar", "colorsys", "configparser", "copy", "fractions", "glob", "linecache", "queue", "textwrap"]
+)
+BENCH_MODULES = frozenset({"cmd", "contextlib", "csv", "fnmatch", "graphlib", "heapq", "json", "netrc", "pprint"}) | {
+    *("sched", "shelve", "shlex", "statistics", "string", "timeit", "zipapp")
+}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One module: `path` relative to the standard library's folder, with forward slashes, and its normalised text."""
+
+    path: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The three splits, each sorted by path."""
+
+    train: tuple[Document, ...]
+    validation: tuple[Document, ...]
+    bench: tuple[Document, ...]
+
+    def fingerprint(self) -> str:
+        """SHA-256 over split names, paths and texts: equal exactly where the training data are equal."""
+        digest = hashlib.sha256()
+        for name in ("train", "validation", "bench"):
+            for document in getattr(self, name):
+                digest.update(f"{name}\0{document.path}\0{document.text}\0".encode())
+        return digest.hexdigest()
+
+
+def stdlib_folder() -> Path:
+    """The folder of the running Python's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def list_sources(folder: Path) -> list[str]:
+    """Sorted relative paths (forward slashes) of the Python sources below `folder` that belong to the corpus."""
+    relative = (path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
+    return sorted(path for path in relative if is_wanted(path))
+
+
+def is_wanted(path: str) -> bool:
+    """Whether a relative path is code worth learning from (see the module's docstring for what is left out)."""
+    *folders, name = path.split("/")
+    if SKIPPED_FOLDERS.intersection(folders) or path in SKIPPED_FILES or name.startswith("test_"):
+        return False
+    return not any(part.startswith(SKIPPED_PREFIXES) for part in path.split("/"))
+
+
+def split_of(path: str) -> str:
+    """The split of a relative path: "train", "validation" or "bench". A package lies in one split as a whole."""
+    module = path.split("/")[0].removesuffix(".py")
+    if module in VALIDATION_MODULES:
+        return "validation"
+    return "bench" if module in BENCH_MODULES else "train"
+
+
+def normalise(text: str) -> str:
+    """Newlines as \\n, tabs as 8 columns, no white space at line ends, at most two blank lines, one final newline.
+
+    Invisible variation teaches nothing and costs tokens.
+    """
+    lines = [line.expandtabs(8).rstrip() for line in text.replace("\r\n", "\n").replace("\f", "").split("\n")]
+    kept: list[str] = []
+    blanks = 0
+    for line in lines:
+        blanks = 0 if line else blanks + 1
+        if blanks <= 2:
+            kept.append(line)
+    return "\n".join(kept).strip("\n") + "\n"
+
+
+def read_source(path: Path) -> str | None:
+    """The normalised text of one source file, or None where it cannot be decoded or holds nothing."""
+    try:
+        with tokenize.open(path) as file:
+            text = normalise(file.read())
+    except (SyntaxError, UnicodeDecodeError):
+        return None
+    return text if text.strip() else None
+
+
+def load_corpus(folder: Path | None = None) -> Corpus:
+    """Reads, normalises and splits every source below `folder` (default: the running Python's standard library).
+
+    Raises NotFound where the folder holds no Python source.
+    """
+    root = folder or stdlib_folder()
+    splits: dict[str, list[Document]] = {"train": [], "validation": [], "bench": []}
+    for path in list_sources(root):
+        text = read_source(root / path)
+        if text is not None:
+            splits[split_of(path)].append(Document(path, text))
+    if not splits["train"]:
+        raise NotFound(f"no Python sources to train on below {root}")
+    return Corpus(*(tuple(splits[name]) for name in ("train", "validation", "bench")))
+
+
+# ---------------------------------------------------------------------------------------------- benchmark prompts
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One held-out prompt: `text` ends at the end of a line inside or before a function; `module` is its source."""
+
+    id: str
+    module: str
+    text: str
+
+
+def bench_prompts(
+    documents: tuple[Document, ...],
+    count_tokens: Callable[[str], int],
+    limit: int = 240,
+    min_tokens: int = 40,
+    max_tokens: int = 120,
+    seed: int = 0,
+) -> list[Prompt]:
+    """At most `limit` prompts from held-out modules, deterministic in `seed`.
+
+    Each ends after a signature, after a docstring or after a statement of a body, at the end of a line, and reaches
+    back over whole lines for `min_tokens`..`max_tokens` tokens as counted by `count_tokens`.
+    """
+    rng = random.Random(seed)
+    prompts: list[Prompt] = []
+    for document in documents:
+        lines = document.text.split("\n")
+        for name, last_line in natural_ends(document.text, rng):
+            text = context_before(lines, last_line, count_tokens, rng.randint(min_tokens, max_tokens), max_tokens)
+            if text is not None and count_tokens(text) >= min_tokens:
+                prompts.append(Prompt(f"{document.path}:{last_line}:{name}", document.path, text))
+    rng.shuffle(prompts)
+    return sorted(prompts[:limit], key=lambda prompt: prompt.id)
+
+
+def natural_ends(source: str, rng: random.Random) -> Iterator[tuple[str, int]]:
+    """Per function or class its name and a line number (1-based) at which a writer would go on.
+
+    One of: the signature's last line, the docstring's last line, the last line of a statement in the first half of
+    the body. Bodies of fewer than three lines leave nothing to write and are passed over.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        first, last = node.body[0], node.end_lineno or node.lineno
+        if last - first.lineno < 2:
+            continue
+        ends = [first.lineno - 1]
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(node.body) > 1:
+            ends.append(first.end_lineno or first.lineno)
+        ends += [s.end_lineno or s.lineno for s in node.body[: len(node.body) // 2]]
+        yield node.name, rng.choice([end for end in ends if end >= node.lineno] or [node.lineno])
+
+
+def context_before(
+    lines: list[str], last_line: int, count_tokens: Callable[[str], int], wanted: int, most: int
+) -> str | None:
+    """Whole lines up to `last_line` (1-based, included) that reach `wanted` tokens and stay within `most`, or None.
+
+    No newline at the end: the tokenizer joins it with the indentation that the model is to choose.
+    """
+    first = last_line
+    text = ""
+    while first > 0:
+        longer = "\n".join(lines[first - 1 : last_line]).strip("\n")
+        num_tokens = count_tokens(longer)
+        if num_tokens > most:
+            break
+        text, first = longer, first - 1
+        if num_tokens >= wanted:
+            break
+    return text if text.strip() else None
+
+
+def write_prompts(prompts: list[Prompt], path: Path) -> None:
+    """One JSON object per line with the fields id, module, text."""
+    rows = (json.dumps({"id": p.id, "module": p.module, "text": p.text}, ensure_ascii=False) for p in prompts)
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")

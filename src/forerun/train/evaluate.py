@@ -1,0 +1,83 @@
+"""What a pair is worth: alpha-hat in real speculative decoding of the held-out prompts, by the package's own engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from forerun.engine.llm import LLM
+from forerun.errors import NotFound
+from forerun.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class PairNumbers:
+    """Counts over all prompts; alpha_hat is accepted / tested tokens (book 1.6), None where nothing was tested."""
+
+    temperature: float
+    num_prompts: int
+    spec_length: int
+    num_drafted: int
+    num_tested: int
+    num_accepted: int
+    num_steps: int
+    num_emitted: int
+    alpha_hat: float | None
+    mean_accepted_length: float | None  # emitted tokens per target pass
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[str]:
+    """The texts of a prompts.jsonl; with a limit, that many spread evenly over the file."""
+    if not path.exists():
+        raise NotFound(f"there is no {path}: `forerun train prompts` makes it")
+    texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+    return texts if limit is None or limit >= len(texts) else [texts[i * len(texts) // limit] for i in range(limit)]
+
+
+def measure_pair(
+    target: Path,
+    draft: Path,
+    prompts: Sequence[str],
+    temperature: float,
+    *,
+    max_tokens: int = 128,
+    spec_length: int = 5,
+    seed: int = 0,
+) -> PairNumbers:
+    """Decodes every prompt with the draft model, by ratio verification at temperature > 0, and adds up the reports.
+
+    Seeds are seed, seed + 1, ... by prompt, so the numbers repeat on one machine.
+    """
+    llm = LLM(str(target), draft=str(draft), spec_length=spec_length)
+    params = [
+        SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed + i,
+            acceptance=None if temperature == 0 else "ratio",
+            ignore_eos=True,
+        )
+        for i in range(len(prompts))
+    ]
+    reports = [output.report for output in llm.generate(list(prompts), params)]
+    tested, accepted = sum(r.num_tested for r in reports), sum(r.num_accepted for r in reports)
+    steps, emitted = sum(r.num_steps for r in reports), sum(r.num_emitted for r in reports)
+    return PairNumbers(
+        temperature=temperature,
+        num_prompts=len(prompts),
+        spec_length=spec_length,
+        num_drafted=sum(r.num_drafted for r in reports),
+        num_tested=tested,
+        num_accepted=accepted,
+        num_steps=steps,
+        num_emitted=emitted,
+        alpha_hat=accepted / tested if tested else None,
+        mean_accepted_length=emitted / steps if steps else None,
+    )
+
+
+def write_numbers(numbers: Sequence[PairNumbers], path: Path) -> None:
+    """One JSON object per measurement."""
+    path.write_text("".join(json.dumps(asdict(n)) + "\n" for n in numbers), encoding="utf-8")

@@ -1,0 +1,71 @@
+"""A byte-level BPE tokenizer for code, made with `tokenizers` and saved as the standard tokenizer.json.
+
+The pre-tokenizer is what makes it good at code: a line break together with the indentation after it is one piece, so
+the commonest indents become single tokens; a word takes one leading character along (" self", ".append", "_name"), as
+in the tokenizers of current code models; numbers break into groups of at most three digits. All 256 bytes are in the
+alphabet, so every text survives encode and decode unchanged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from forerun.errors import NotFound
+
+END_OF_TEXT = "<|endoftext|>"
+PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+[ \t]*|\s+"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learns `vocab_size` entries (256 bytes, one special token as id 0, merges) from the texts; deterministic."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> None:
+    """Writes tokenizer.json and tokenizer_config.json into `folder`, as transformers and other runtimes read them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "unk_token": None,
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_seq_len,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Reads a tokenizer.json, or the one in a folder. Raises NotFound where there is none."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.exists():
+        raise NotFound(f"no tokenizer.json at {path}")
+    return Tokenizer.from_file(str(file))
+
+
+def tokenizer_hash(path: Path) -> str:
+    """SHA-256 of the tokenizer.json in a folder."""
+    return hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()

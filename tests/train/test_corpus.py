@@ -1,0 +1,86 @@
+"""The splits are disjoint, whole modules are held out, prompts come from the bench split alone."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from forerun.errors import NotFound
+from forerun.train import corpus
+from forerun.train.corpus import Document, bench_prompts, load_corpus, normalise, write_prompts
+
+
+@pytest.fixture(scope="module")
+def stdlib() -> corpus.Corpus:
+    return load_corpus()
+
+
+def test_splits_are_disjoint_by_module_and_by_text(stdlib: corpus.Corpus) -> None:
+    splits = (stdlib.train, stdlib.validation, stdlib.bench)
+    modules = [{d.path.split("/")[0] for d in split} for split in splits]
+    texts = [{d.text for d in split} for split in splits]
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert not modules[i] & modules[j]
+        assert not texts[i] & texts[j]
+
+
+def test_every_held_out_module_is_there(stdlib: corpus.Corpus) -> None:
+    def names(split: tuple[Document, ...]) -> set[str]:
+        return {d.path.split("/")[0].removesuffix(".py") for d in split}
+
+    assert names(stdlib.validation) == corpus.VALIDATION_MODULES
+    assert names(stdlib.bench) == corpus.BENCH_MODULES
+
+
+def test_tests_tables_and_machine_files_stay_out(stdlib: corpus.Corpus) -> None:
+    for document in (*stdlib.train, *stdlib.validation, *stdlib.bench):
+        assert not {"test", "tests", "site-packages", "encodings", "pydoc_data"} & set(document.path.split("/"))
+        assert not document.path.startswith("_sysconfigdata")
+
+
+def test_normalise_removes_invisible_variation_only() -> None:
+    assert normalise("\n\nif x:\r\n\ty = 1  \r\n\n\n\n\nz = 2\f\n\n") == "if x:\n        y = 1\n\n\nz = 2\n"
+
+
+def test_reading_twice_gives_the_same_fingerprint(sources: Path) -> None:
+    first, second = load_corpus(sources), load_corpus(sources)
+    assert first == second
+    assert first.fingerprint() == second.fingerprint()
+    assert [d.path for d in first.bench] == ["heapq.py"]
+
+
+def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no Python sources"):
+        load_corpus(tmp_path)
+
+
+def test_prompts_lie_in_held_out_modules_and_within_the_token_bounds(stdlib: corpus.Corpus, tmp_path: Path) -> None:
+    def words(text: str) -> int:
+        return len(text.split())
+
+    prompts = bench_prompts(stdlib.bench, words, limit=50, min_tokens=10, max_tokens=40)
+    assert prompts == bench_prompts(stdlib.bench, words, limit=50, min_tokens=10, max_tokens=40)
+    assert len(prompts) == len({p.id for p in prompts}) == 50
+    source = {d.path: d.text for d in stdlib.bench}
+    for prompt in prompts:
+        assert 10 <= words(prompt.text) <= 40
+        assert prompt.text + "\n" in source[prompt.module]
+    write_prompts(prompts, tmp_path / "prompts.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["id"] for row in rows] == [p.id for p in prompts]
+    assert all(set(row) == {"id", "module", "text"} for row in rows)
+
+
+def test_shipped_prompts_are_held_out() -> None:
+    path = Path(corpus.__file__).parent.parent / "data" / "prompts.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) >= 220
+    assert {corpus.split_of(row["module"]) for row in rows} == {"bench"}
+
+
+def test_sources_parse(sources: Path) -> None:
+    for document in load_corpus(sources).train:
+        ast.parse(document.text)

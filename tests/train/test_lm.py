@@ -1,0 +1,154 @@
+"""The loop: it learns, it resumes exactly, and what it writes is a llama for everybody."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.errors import BadOption
+from forerun.models.layers import Decoder
+from forerun.ops.reference import ReferenceOps
+from forerun.train import lm
+from forerun.train.config import TrainConfig
+from forerun.train.model import ModelShape, deepen, initial_weights, load_decoder, read_shape, run_windows
+from forerun.train.ops import TrainingOps
+from forerun.train.samples import continuations, own_text
+from forerun.train.tokenizer import load_tokenizer
+
+Make = Callable[..., TrainConfig]
+
+
+def read_log(config: TrainConfig) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (config.out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("elapsed_s", "tokens_per_s")} for line in lines]
+
+
+def test_tiny_run_lowers_the_loss(tiny: Make) -> None:
+    config = tiny()
+    numbers = lm.train(config, quiet=True)
+    first = read_log(config)[0]["train_loss"]
+    assert numbers["validation_loss"] < first - 2
+    assert read_log(config)[-1]["final"] is True
+    assert json.loads((config.out / "run.json").read_text())["num_parameters"] == config.shape.num_parameters
+
+
+def test_resumed_run_equals_an_uninterrupted_one(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, parts = tiny("whole"), tiny("parts")
+    lm.train(whole, quiet=True)
+
+    real_step = lm.train_step
+
+    def stop_at_17(run: lm.Run) -> tuple[float, float]:
+        if run.step == 17:
+            lm.save_state(run)
+            raise KeyboardInterrupt
+        return real_step(run)
+
+    monkeypatch.setattr(lm, "train_step", stop_at_17)
+    with pytest.raises(KeyboardInterrupt):
+        lm.train(parts, quiet=True)
+    monkeypatch.setattr(lm, "train_step", real_step)
+    torch.manual_seed(123)  # whatever happened in between
+    lm.train(parts, resume=True, quiet=True)
+
+    assert read_log(parts) == read_log(whole)
+    ours, theirs = (torch.load(c.out / "state.pt", weights_only=False)["weights"] for c in (parts, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_state_of_another_shape_is_refused(tiny: Make) -> None:
+    lm.train(tiny(steps=2), quiet=True)
+    with pytest.raises(BadOption, match="shape"):
+        lm.train(tiny(steps=2, shape=ModelShape(16, 1, 2, 1, 32, 300)), resume=True, quiet=True)
+
+
+@pytest.mark.parametrize("loss", ["kl", "alpha"])
+def test_draft_learns_its_teacher(tiny: Make, loss: str) -> None:
+    teacher = tiny("teacher", steps=60)
+    lm.train(teacher, quiet=True)
+    config = tiny(
+        "draft", shape=ModelShape(16, 1, 2, 1, 32, 300), teacher=teacher.out / "model", loss=loss, steps=100, lr=2e-2
+    )
+    numbers = lm.train(config, quiet=True)
+    first = next(line for line in read_log(config) if "alpha" in line)
+    assert numbers["alpha"] > first["alpha"]
+    assert numbers["alpha"] > 0.5
+    assert 0 <= numbers["agreement"] <= 1
+
+
+def test_exported_folder_is_a_llama_for_transformers(tiny: Make) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = tiny(steps=5)
+    lm.train(config, quiet=True)
+    folder = config.out / "model"
+    theirs = transformers.LlamaForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    tokens = torch.randint(0, 300, (2, 32))
+    ours = load_decoder(folder, TrainingOps(32))
+    with torch.no_grad():
+        expected = theirs(tokens).logits.reshape(64, -1)
+        assert torch.allclose(ours.logits(run_windows(ours, tokens)), expected, atol=1e-5)
+    assert read_shape(folder) == config.shape
+    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_samples_continue_prompts_as_the_model_would(tiny: Make, sources: Path, tmp_path: Path) -> None:
+    config = tiny()
+    lm.train(config, quiet=True)
+    folder = config.out / "model"
+    model = load_decoder(folder, TrainingOps(12))
+    serving = load_decoder(folder, ReferenceOps())
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    greedy = continuations(serving, prompts, 8, 0.0)
+    tokens = torch.tensor([prompts[0] + greedy[0]])
+    predicted = model.logits(run_windows(model, tokens)).argmax(-1)[3:-1]
+    assert predicted.tolist() == greedy[0]
+    tokenizer = load_tokenizer(folder)
+    stream = own_text(serving, tokenizer, 300, text=sources, batch_size=4, prompt_tokens=(4, 8), new_tokens=20)
+    assert stream.dtype == np.uint16
+    assert len(stream) >= 300
+    path = tmp_path / "samples.npy"
+    np.save(path, stream)
+    draft = tiny("draft", teacher=folder, loss="kl", samples=path, samples_share=0.5, steps=3)
+    assert lm.prepare(draft).data.num_sample_rows == 2
+    lm.train(draft, quiet=True)
+
+
+def test_first_weights_depend_on_the_seed_alone() -> None:
+    shape = ModelShape(16, 1, 2, 1, 32, 300)
+    first, again, other = (initial_weights(shape, seed) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+    assert sum(w.numel() for w in first.values()) == shape.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("loss", "mse"), ("loss", "kl"), ("steps", 0), ("lr", 0.0), ("seq_len_tokens", 1)]
+)
+def test_impossible_options_are_refused_by_name(tiny: Make, option: str, value: object) -> None:
+    with pytest.raises(BadOption, match=option.split("_")[0]):
+        tiny(**{option: value})
+
+
+def test_learning_rate_warms_up_and_ends_near_zero(tiny: Make) -> None:
+    config = tiny(steps=100, warmup_steps=10, decay_share=0.5, lr=1.0)
+    assert config.lr_at(0) == pytest.approx(0.1)
+    assert config.lr_at(9) == config.lr_at(50) == 1.0
+    assert config.lr_at(75) == pytest.approx(0.5)
+    assert 0 < config.lr_at(99) < 0.05
+
+
+def test_deepened_model_computes_the_same_and_only_depth_may_differ() -> None:
+    shallow, deep = ModelShape(16, 1, 2, 1, 32, 300), ModelShape(16, 3, 2, 1, 32, 300)
+    weights = initial_weights(shallow, 0)
+    grown = deepen(weights, shallow, deep, seed=1)
+    tokens = torch.randint(0, 300, (2, 8))
+    models = [Decoder(s.decoder_config(), w, TrainingOps(8)) for s, w in ((shallow, weights), (deep, grown))]
+    assert torch.equal(*(run_windows(model, tokens) for model in models))
+    with pytest.raises(BadOption, match="only layers can be added"):
+        deepen(weights, shallow, ModelShape(32, 3, 2, 1, 32, 300), seed=1)
