@@ -153,12 +153,15 @@ class PhiloxCoins:
 
 
 def weights_of(probs: Probs) -> npt.NDArray[Any]:
-    """The dense vector on the host. Raises InternalError where it is missing or holds no mass."""
+    """The dense vector on the host. Raises InternalError where it is missing, negative, without mass, or no number."""
     if probs.dense is None:
         raise InternalError("a law needs a point or a dense vector")
     weights: npt.NDArray[Any] = probs.dense.detach().cpu().numpy()
-    if not 0 < weights.max(initial=0.0) < math.inf:
-        raise InternalError("a law without mass cannot be drawn from")
+    low, high = weights.min(initial=0.0), weights.max(initial=0.0)
+    if not (low >= 0 and 0 < high < math.inf):  # NaN fails every comparison
+        raise InternalError(
+            f"a law with weights from {low} to {high} cannot be drawn from: negative, empty or no number"
+        )
     return weights
 
 

@@ -104,7 +104,7 @@ class Runner:
         flat = self._logits(hidden, batch.logit_rows)
         counts = [_num_wanted(run) for run in runs]
         rows = [batch.run(b) for b in range(len(runs))]
-        return Scores(hidden, rows, list(flat.split(counts)), time.perf_counter() - started)
+        return Scores(hidden, rows, list(torch.split(flat, counts)), time.perf_counter() - started)
 
     def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         if not rows:
@@ -122,7 +122,10 @@ def _num_wanted(run: Run) -> int:
 
 def pack(runs: Seq[Run], cache: KVCache, device: torch.device) -> RaggedBatch:
     """Runs -> one ragged batch; nothing is padded."""
-    starts, tokens, positions, parents, wanted = [0], [], [], [], []
+    starts, parents = [0], []
+    tokens: list[int] = []
+    positions: list[int] = []
+    wanted: list[int] = []
     cached = [cache.length(run.slot) for run in runs]
     for run, past in zip(runs, cached, strict=True):
         start = starts[-1]

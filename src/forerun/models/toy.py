@@ -84,12 +84,11 @@ class ToyModel:
         if cache is None:
             raise InternalError("the toy reads its history from a cache and was given none")
         view = cache.view(batch)
-        cache.keys[0][view.write_rows, 0, 0] = batch.tokens.to(cache.keys[0].dtype)
-        cache.values[0][view.write_rows, 0, 0] = batch.positions.to(cache.values[0].dtype)
+        ids, places = cache.keys[0].view(-1), cache.values[0].view(-1)
+        ids[view.write_rows], places[view.write_rows] = batch.tokens.to(ids.dtype), batch.positions.to(places.dtype)
         rows = []
         for b, read in enumerate(view.read_rows):
-            tokens = [int(t) for t in cache.keys[0][read, 0, 0].tolist()]
-            positions = [int(t) for t in cache.values[0][read, 0, 0].tolist()]
+            tokens, positions = ([int(x) for x in kept[read].tolist()] for kept in (ids, places))
             for row in batch.run(b):
                 own = [batch.cached[b] + i - batch.run_starts[b] for i in batch.ancestors(row, b)]
                 seen = [*range(batch.cached[b]), *own]

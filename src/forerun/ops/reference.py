@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -79,7 +80,9 @@ class ReferenceOps:
     def plan(self, view: CacheView) -> Plan:
         """What attention needs of a view, worked out once per forward pass."""
         reads = [_consecutive(rows) for rows in view.read_rows]
-        writes = _consecutive(view.write_rows)
+        writes: Rows = view.write_rows
+        if len(reads) == 1 and isinstance(reads[0], slice):
+            writes = slice(reads[0].start + view.batch.cached[0], reads[0].stop)
         return Plan(view.batch, view.write_rows, view.read_rows, writes, reads)
 
     def attention(
@@ -198,10 +201,20 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tenso
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype == weight.dtype == torch.float32:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
+        # Five calls instead of the fifteen inside F.rms_norm (8 us instead of 13): a small draft model is all calls.
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = torch.addcmul(_constant(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt()
+        return x * inverse * weight
     # In narrow types the published code rounds before it multiplies by the weight.
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+@cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    """A number as a tensor, made once: torch wraps a Python number anew at every call."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, device=device)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

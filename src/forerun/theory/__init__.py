@@ -1,0 +1,1 @@
+"""What speculative decoding can give, in closed form and by simulation. Needs numpy alone."""

@@ -1,0 +1,105 @@
+"""Closed forms of speculative decoding (Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via
+
+Speculative Decoding", arXiv 2211.17192; numbered as there). Notation: alpha = probability that a tested token is
+accepted, gamma = drafted tokens per round, c = seconds of one draft token / seconds of one target token. Acceptances
+are taken as independent with one alpha; where they are not, see `expected_tokens_varying`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+
+
+def acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
+    """beta = sum_x min(p, q) = 1 - TV(p, q): acceptance of a token drawn from q under the ratio rule (Theorem 3.5)."""
+    return float(np.minimum(np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)).sum())
+
+
+def match_acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
+    """P(both Gumbel-max draws agree) under shared noise = sum_x 1 / sum_z max(p(z)/p(x), q(z)/q(x)).
+
+    x runs over ids with p(x) q(x) > 0. It lies in [(1 - TV) / (1 + TV), 1 - TV] (Daliri, Musco, Suresh 2024, arXiv
+    2408.07978; book 1.4).
+    """
+    p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
+    both = np.flatnonzero((p > 0) & (q > 0))
+    return float(sum(1.0 / np.maximum(p / p[x], q / q[x]).sum() for x in both))
+
+
+def expected_accepted(alpha: float, gamma: int) -> float:
+    """Mean accepted tokens of a round: sum_{i=1..gamma} alpha^i = alpha (1 - alpha^gamma) / (1 - alpha)."""
+    _check(alpha, gamma)
+    return float(gamma) if alpha == 1 else alpha * (1 - alpha**gamma) / (1 - alpha)
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Mean emitted tokens of a round, correction or bonus included: (1 - alpha^(gamma+1)) / (1 - alpha), equation (1).
+
+    A text that circulates says (1 - alpha^gamma) / (1 - alpha) + 1; it counts one token twice, as alpha = 0 shows:
+    a rejected first token leaves exactly one.
+    """
+    return 1 + expected_accepted(alpha, gamma)
+
+
+def expected_tokens_varying(alphas: Seq[float]) -> float:
+    """Mean emitted tokens where position i is accepted with alphas[i] given that the path got there."""
+    return 1 + float(np.cumprod(alphas).sum()) if len(alphas) else 1.0
+
+
+def speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0, overhead: float = 0.0) -> float:
+    """Factor on tokens per second over plain decoding (Theorem 3.8): expected_tokens / (c gamma + v + o).
+
+    verify_ratio v: seconds of a target pass over gamma + 1 tokens / over one (the paper has 1). overhead o: seconds
+    outside the models per round / seconds of a target token.
+    """
+    cost = c * gamma + verify_ratio + overhead
+    if not (c >= 0 and verify_ratio > 0 and overhead >= 0):
+        raise ValueError(f"c={c}, verify_ratio={verify_ratio}, overhead={overhead} cannot be a cost")
+    return expected_tokens(alpha, gamma) / cost
+
+
+def optimal_gamma(alpha: float, c: float, max_gamma: int = 1024) -> int:
+    """The gamma in 0 .. max_gamma of largest speed-up by Theorem 3.8; 0 where drafting does not pay.
+
+    gamma + 1 beats gamma iff alpha^(gamma+1) (1 + c gamma) > c expected_tokens(alpha, gamma). Left minus right falls
+    strictly with gamma, so the first gamma that is not beaten is the best (book 1.6). It is 0 iff alpha <= c
+    (Corollary 3.9).
+    """
+    _check(alpha, max_gamma)
+    for gamma in range(max_gamma):
+        if alpha ** (gamma + 1) * (1 + c * gamma) <= c * expected_tokens(alpha, gamma):
+            return gamma
+    return max_gamma
+
+
+def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
+    """Factor on arithmetic operations per token (Theorem 3.11): (c_hat gamma + gamma + 1) / expected_tokens.
+
+    c_hat: operations of one draft token / of one target token.
+    """
+    return (c_hat * gamma + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+def oracle_speedup(alpha: float, c: float) -> float:
+    """Speed-up of a drafter that knew how many of its tokens survive: 1 / (1 - alpha + c alpha). Infinite at (1, 0)."""
+    _check(alpha, 0)
+    cost = 1 - alpha + c * alpha
+    return float("inf") if cost == 0 else 1 / cost
+
+
+def alpha_hat(num_accepted: int, num_tested: int) -> float | None:
+    """Estimate of alpha: accepted / tested, the maximum likelihood of a truncated geometric; None without a test.
+
+    accepted / drafted is another number: tokens behind a rejection were drafted and never tested (book 1.6).
+    """
+    if not 0 <= num_accepted <= num_tested:
+        raise ValueError(f"{num_accepted} accepted of {num_tested} tested tokens is impossible")
+    return num_accepted / num_tested if num_tested else None
+
+
+def _check(alpha: float, gamma: int) -> None:
+    if not (0 <= alpha <= 1 and gamma >= 0):
+        raise ValueError(f"alpha={alpha}, gamma={gamma}: alpha must be in [0, 1] and gamma at least 0")

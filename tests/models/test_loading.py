@@ -1,0 +1,140 @@
+"""Checkpoint folders: shards, ties, types, end ids, and everything refused at the door."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from forerun.errors import BadOption, NotFound, UnsupportedModel
+from forerun.models.layers import parameter_shapes
+from forerun.models.loading import load_checkpoint, read_config
+from forerun.models.saving import save_checkpoint
+
+Raw = dict[str, Any]
+
+
+def test_round_trip_in_shards_and_through_transformers(
+    tmp_path: Path, llama_raw: Raw, weights_of: Any, write_checkpoint: Any
+) -> None:
+    config, weights = read_config(llama_raw), weights_of(llama_raw)
+    folder = tmp_path / "written"
+    save_checkpoint(folder, config, weights, torch.float32, end_ids={3, 5}, shard_bytes=20_000)
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    loaded = load_checkpoint(folder)
+    assert loaded.model.config == config
+    assert loaded.end_ids == {3, 5}
+    assert loaded.name == "written"
+    assert all(torch.equal(loaded.model.weights[name], weight) for name, weight in weights.items())
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    assert all(torch.equal(oracle[name], weight) for name, weight in weights.items())
+    # A smaller write leaves no stale shard, and a loaded model (whose weights share storage) can be written again.
+    save_checkpoint(folder, config, loaded.model.weights)
+    assert [f.name for f in folder.glob("*.safetensors*")] == ["model.safetensors"]
+    assert load_file(folder / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_dtype(write_checkpoint: Any, llama_raw: Raw, weights_of: Any) -> None:
+    folder = write_checkpoint(llama_raw, {k: w.bfloat16() for k, w in weights_of(llama_raw).items()})
+    assert load_checkpoint(folder).model.dtype == torch.float32
+    assert load_checkpoint(folder, dtype="bfloat16").model.dtype == torch.bfloat16
+    assert load_checkpoint(folder, dtype=torch.float64).model.dtype == torch.float64
+    with pytest.raises(BadOption, match=r"dtype='int8'.*'bfloat16'"):
+        load_checkpoint(folder, dtype="int8")
+
+
+def test_ties(write_checkpoint: Any, llama_raw: Raw, weights_of: Any) -> None:
+    tied = llama_raw | {"tie_word_embeddings": True}
+    weights = weights_of(tied)
+    embedding = weights["model.embed_tokens.weight"]
+    model = load_checkpoint(write_checkpoint(tied, weights)).model
+    assert "lm_head.weight" not in model.weights
+    both = weights | {"lm_head.weight": embedding.clone()}
+    assert "lm_head.weight" not in load_checkpoint(write_checkpoint(tied, both)).model.weights
+    with pytest.raises(UnsupportedModel, match=r"tie_word_embeddings=True and holds a different lm_head\.weight"):
+        load_checkpoint(write_checkpoint(tied, weights | {"lm_head.weight": embedding + 1}))
+    with pytest.raises(UnsupportedModel, match=r"no tensor lm_head\.weight.*tie_word_embeddings to true"):
+        load_checkpoint(write_checkpoint(llama_raw, weights))
+
+
+def test_tensors_that_do_not_fit(write_checkpoint: Any, llama_raw: Raw, weights_of: Any) -> None:
+    weights = weights_of(llama_raw)
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    load_checkpoint(write_checkpoint(llama_raw, weights | buffers))
+    name = "model.layers.1.self_attn.k_proj.weight"
+    with pytest.raises(UnsupportedModel, match=rf"holds the tensor {name}_scale"):
+        load_checkpoint(write_checkpoint(llama_raw, weights | {name + "_scale": torch.ones(1)}))
+    with pytest.raises(UnsupportedModel, match=rf"{name} of shape \[24, 59\].*asks for \[24, 60\]"):
+        load_checkpoint(write_checkpoint(llama_raw, weights | {name: torch.ones(24, 59)}))
+    with pytest.raises(UnsupportedModel, match=rf"{name} in .* torch.int8, which looks quantised"):
+        load_checkpoint(write_checkpoint(llama_raw, weights | {name: torch.ones(24, 60, dtype=torch.int8)}))
+    missing = {k: w for k, w in weights.items() if k != name}
+    with pytest.raises(UnsupportedModel, match=f"no tensor {name}"):
+        load_checkpoint(write_checkpoint(llama_raw, missing))
+
+
+def test_end_ids_are_the_union(write_checkpoint: Any, llama_raw: Raw) -> None:
+    tokenizer: Raw = {"model": {"type": "BPE", "vocab": {"a": 0, "<end>": 9}}, "added_tokens": []}
+    folder = write_checkpoint(
+        llama_raw | {"eos_token_id": 2},
+        generation_config={"eos_token_id": [5, 6]},
+        tokenizer_config={"eos_token": {"content": "<end>"}},
+        tokenizer=tokenizer,
+    )
+    assert load_checkpoint(folder).end_ids == {2, 5, 6, 9}
+    tokenizer["added_tokens"] = [{"id": 11, "content": "<end>"}]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert load_checkpoint(folder).end_ids == {2, 5, 6, 11}
+    decoder = {"eos_token": "<end>", "added_tokens_decoder": {"12": {"content": "<end>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(decoder))
+    assert load_checkpoint(folder).end_ids == {2, 5, 6, 12}
+
+
+def test_folders_that_are_not_checkpoints(tmp_path: Path, llama_raw: Raw, write_checkpoint: Any) -> None:
+    with pytest.raises(NotFound, match=r"there is no folder .*nowhere: name a folder"):
+        load_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(NotFound, match=r"no config\.json"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UnsupportedModel, match="single file"):
+        load_checkpoint(tmp_path / "model.gguf")
+    write_checkpoint(llama_raw)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModel, match=r"weights in model\.gguf only.*save_pretrained"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "model.gguf").unlink()
+    with pytest.raises(NotFound, match=r"neither model\.safetensors nor"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(UnsupportedModel, match="not a readable safetensors file"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UnsupportedModel, match="not valid JSON"):
+        load_checkpoint(tmp_path)
+
+
+def test_shards_that_are_missing(tmp_path: Path, llama_raw: Raw, weights_of: Any) -> None:
+    save_checkpoint(tmp_path, read_config(llama_raw), weights_of(llama_raw), shard_bytes=20_000)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink(missing_ok=True)
+    next(iter(sorted(tmp_path.glob("model-*-of-*.safetensors")))).unlink()
+    with pytest.raises(NotFound, match="fetch the whole checkpoint"):
+        load_checkpoint(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "../outside.safetensors"}}))
+    save_file({"x": torch.ones(1)}, tmp_path.parent / "outside.safetensors")
+    with pytest.raises(NotFound, match="fetch the whole checkpoint"):
+        load_checkpoint(tmp_path)
+
+
+def test_saving_refuses_what_does_not_fit(tmp_path: Path, llama_raw: Raw, weights_of: Any) -> None:
+    config = read_config(llama_raw)
+    weights = weights_of(llama_raw)
+    del weights["model.norm.weight"]
+    with pytest.raises(UnsupportedModel, match=r"no tensor model\.norm\.weight"):
+        save_checkpoint(tmp_path, config, weights)
+    assert set(parameter_shapes(config)) - set(weights) == {"model.norm.weight"}

@@ -1,0 +1,202 @@
+"""The reference operators: one row's bits in row_by_row mode, one row's numbers in fast mode (book 10.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.kv.cache import KVCache
+from forerun.models.layers import Decoder, DecoderConfig, RopeConfig, join_projections, parameter_shapes
+from forerun.ops import reference
+from forerun.ops.reference import ReferenceOps, run_mask
+from forerun.types import CacheView, RaggedBatch
+
+CONFIG = DecoderConfig(
+    model_type="llama",
+    vocab_size=61,
+    hidden_size=44,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=10,
+    ffn_size=51,
+    norm_eps=1e-5,
+    max_positions=256,
+    rope=RopeConfig(),
+    tie_embeddings=True,
+    windows=(None, 9),
+)
+
+
+def make_model(row_by_row: bool, dtype: torch.dtype = torch.float32, *, joined: bool = True) -> Decoder:
+    generator = torch.Generator().manual_seed(5)
+    weights = {n: torch.randn(s, generator=generator) * 0.3 for n, s in parameter_shapes(CONFIG).items()}
+    weights = {n: w.to(dtype) for n, w in weights.items()}
+    return Decoder(
+        CONFIG, join_projections(CONFIG, weights) if joined else weights, ReferenceOps(row_by_row=row_by_row)
+    )
+
+
+def tokens_of(num: int, seed: int) -> list[int]:
+    return torch.randint(61, (num,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Bench:
+    """A model with a cache of one backend."""
+
+    def __init__(self, model: Decoder, backend: Any = "paged") -> None:
+        self.model = model
+        self.cache = KVCache.create(CONFIG.cache_shape, backend, max_batch_size=4, max_seq_len=64, dtype=model.dtype)
+
+    def run(self, runs: dict[int, list[int]], parents: dict[int, list[int]] | None = None, keep: bool = True) -> Tensor:
+        """Logits of every row of one pass [T, V]."""
+        starts, tokens, positions, flat = [0], [], [], []
+        for slot, run in runs.items():
+            if slot not in self.cache._tables:
+                self.cache.open(slot)
+            self.cache.reserve(slot, len(run))
+            tree = (parents or {}).get(slot, range(-1, len(run) - 1))
+            depths: list[int] = []
+            for parent in tree:
+                depths.append(0 if parent < 0 else depths[parent] + 1)
+            positions += [self.cache.length(slot) + d for d in depths]
+            flat += [p if p < 0 else p + starts[-1] for p in tree]
+            tokens += run
+            starts.append(len(tokens))
+        lengths = [self.cache.length(slot) for slot in runs]
+        batch = RaggedBatch(
+            torch.tensor(tokens), torch.tensor(positions), starts, list(runs), lengths, flat if parents else None
+        )
+        with torch.inference_mode():
+            logits = self.model.logits(self.model.forward(batch, self.cache))
+        for slot, run in runs.items():
+            if keep:
+                self.cache.keep(slot, list(range(len(run))))
+        return logits
+
+
+def plain(model: Decoder, tokens: list[int]) -> Tensor:
+    """One token at a time, alone, contiguous: what plain decoding computes."""
+    bench = Bench(model, "contiguous")
+    return torch.cat([bench.run({0: [token]}) for token in tokens])
+
+
+def by_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b)
+
+
+def by_value(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= 2e-5 * b.abs().max())
+
+
+MODES = [pytest.param(True, by_bits, id="row_by_row"), pytest.param(False, by_value, id="fast")]
+Same = Callable[[Tensor, Tensor], bool]
+
+
+@pytest.mark.parametrize(("row_by_row", "same"), MODES)
+@pytest.mark.parametrize("backend", ["paged", "contiguous"])
+def test_chunks_and_neighbours_do_not_matter(row_by_row: bool, same: Same, backend: str) -> None:
+    model, text = make_model(row_by_row), tokens_of(33, 1)
+    expected = plain(model, text)
+    bench = Bench(model, backend)
+    found = [
+        bench.run({1: tokens_of(19, 2), 2: text[:7]})[19:],
+        bench.run({2: text[7:8]}),
+        bench.run({2: text[8:25], 1: tokens_of(1, 3), 3: tokens_of(5, 4)})[:17],
+        bench.run({3: tokens_of(2, 5), 2: text[25:]})[2:],
+    ]
+    assert same(torch.cat(found), expected)
+
+
+@pytest.mark.parametrize(("row_by_row", "same"), MODES)
+def test_tree_rows_are_chain_rows(row_by_row: bool, same: Same) -> None:
+    model, context = make_model(row_by_row), tokens_of(18, 6)
+    tree, parents = tokens_of(8, 7), [-1, 0, 0, 1, 2, 1, 4, -1]
+    bench = Bench(model)
+    bench.run({0: context, 1: tokens_of(5, 8)})
+    logits = bench.run({1: tokens_of(3, 9), 0: tree}, {0: parents}, keep=False)[3:]
+    for node in range(len(tree)):
+        path, at = [], node
+        while at >= 0:
+            path, at = [at, *path], parents[at]
+        expected = plain(model, context + [tree[i] for i in path])[len(context) :]
+        assert same(logits[path], expected)
+    # The kept path is the chain in the cache too: what follows is computed from it.
+    bench.cache.truncate_to(1, 5)
+    bench.cache.keep(0, [0, 2, 4])
+    after = bench.run({0: [11]})
+    assert same(after, plain(model, context + [tree[i] for i in (0, 2, 4)] + [11])[-1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_row_by_row_is_invariant_in_every_type(dtype: torch.dtype) -> None:
+    model, text = make_model(True, dtype), tokens_of(21, 10)
+    bench = Bench(model)
+    assert torch.equal(bench.run({0: text}), plain(model, text))
+
+
+def test_only_row_by_row_promises_invariance() -> None:
+    assert ReferenceOps(row_by_row=True).row_invariant
+    assert not ReferenceOps().row_invariant
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 17, 64])
+def test_each_operator_on_one_row_among_many(num_rows: int) -> None:
+    ops = ReferenceOps(row_by_row=True)
+    x, y, weight, bias = torch.randn(num_rows, 77), torch.randn(num_rows, 77), torch.randn(53, 77), torch.randn(53)
+    q, cos, sin = torch.randn(num_rows, 3, 10), torch.randn(num_rows, 1, 10), torch.randn(num_rows, 1, 10)
+    norm = torch.randn(77)
+    cases: list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = [
+        (lambda a: ops.linear(a, weight, bias), (x,)),
+        (lambda a: ops.rms_norm(a, norm, 1e-5), (x,)),
+        (ops.silu_mul, (x, y)),
+        (ops.rope, (q, cos, sin)),
+    ]
+    for op, rows in cases:
+        together = op(*rows)
+        for i in range(num_rows):
+            assert torch.equal(together[i : i + 1], op(*(r[i : i + 1].clone() for r in rows)))
+
+
+def test_joined_and_separate_projections_agree() -> None:
+    text = tokens_of(12, 11)
+    joined, separate = (Bench(make_model(False, joined=j)).run({0: text}) for j in (True, False))
+    assert by_value(joined, separate)
+
+
+def test_large_matrices_with_and_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias, ops = torch.randn(1024, 1100), torch.randn(1024), ReferenceOps()
+    for num_rows in (0, 1, 6, 40):
+        x = torch.randn(num_rows, 1100)
+        expected = x.double() @ weight.double().T + bias.double()
+        fast = ops.linear(x, weight, bias)
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "_ONEDNN_LINEAR", None)
+            slow = ops.linear(x, weight, bias)
+        for found in (fast, slow):
+            assert found.shape == expected.shape
+            assert torch.allclose(found.double(), expected, atol=1e-3, rtol=0)
+
+
+def test_gradients_flow_where_they_are_wanted() -> None:
+    weight = torch.randn(1100, 1000, requires_grad=True)
+    ReferenceOps().linear(torch.randn(3, 1000), weight).sum().backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+def test_masks_by_logical_position(window: int | None) -> None:
+    """A chain written as a tree has the chain's mask; a row sees window positions at most, its own included."""
+    cached, n = 5, 4
+    batch = RaggedBatch(torch.zeros(n), torch.zeros(n), [0, n], [0], [cached])
+    tree = RaggedBatch(torch.zeros(n), torch.zeros(n), [0, n], [0], [cached], [-1, 0, 1, 2])
+    masks = [run_mask(CacheView(b, torch.zeros(n), [torch.zeros(cached + n)]), 0, window) for b in (batch, tree)]
+    assert torch.equal(masks[0], masks[1])
+    for i in range(n):
+        position = cached + i
+        first = 0 if window is None else max(0, position - window + 1)
+        assert torch.nonzero(masks[0][i] == 0).flatten().tolist() == list(range(first, position + 1))

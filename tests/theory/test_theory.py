@@ -1,0 +1,135 @@
+"""Formulas against the tables of the book (1.6) and against simulation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from forerun.theory import formulas, simulate
+
+# Best (gamma, speed-up) by alpha, for c = .02, .1, .333 (book 1.6).
+BEST = {
+    0.6: [(6, 2.17), (3, 1.67), (1, 1.20)],
+    0.7: [(8, 2.76), (4, 1.98), (2, 1.32)],
+    0.8: [(11, 3.82), (6, 2.47), (3, 1.48)],
+    0.9: [(19, 6.37), (10, 3.43), (5, 1.76)],
+}
+
+
+def test_k9():
+    assert formulas.expected_tokens(0.7, 5) == pytest.approx(2.94117, abs=5e-6)
+    assert formulas.expected_accepted(0.7, 5) == pytest.approx(1.94117, abs=5e-6)
+    assert formulas.expected_accepted(0.7, 5) / 5 == pytest.approx(0.388, abs=5e-4)
+    assert formulas.speedup(0.7, 5, 0.2) == pytest.approx(1.4706, abs=5e-5)
+    assert formulas.optimal_gamma(0.7, 0.2) == 3
+    assert formulas.speedup(0.7, 3, 0.2) == pytest.approx(1.5831, abs=5e-5)
+
+
+@pytest.mark.parametrize("alpha", BEST)
+def test_table_of_the_best_gamma(alpha):
+    for c, (gamma, factor) in zip((0.02, 0.1, 0.333), BEST[alpha], strict=True):
+        assert formulas.optimal_gamma(alpha, c) == gamma
+        assert formulas.speedup(alpha, gamma, c) == pytest.approx(factor, abs=5e-3)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.05, 0.3, 0.61, 0.85, 0.97, 1.0])
+@pytest.mark.parametrize("c", [0.01, 0.1, 0.3, 0.9])
+def test_optimal_gamma_is_the_argmax(alpha, c):
+    factors = [formulas.speedup(alpha, gamma, c) for gamma in range(401)]
+    assert formulas.optimal_gamma(alpha, c, 400) == int(np.argmax(factors))
+    assert (formulas.optimal_gamma(alpha, c) == 0) == (alpha <= c), "Corollary 3.9"
+
+
+def test_ends():
+    """The formula that counts one token twice gives 2 at alpha = 0, where a rejected first token leaves one."""
+    assert formulas.expected_tokens(0.0, 5) == 1
+    assert formulas.expected_tokens(1.0, 5) == 6
+    assert formulas.expected_tokens(0.999999, 5) == pytest.approx(6, abs=1e-4)
+    assert formulas.expected_tokens(0.5, 0) == 1
+    assert formulas.expected_tokens_varying([]) == 1
+    assert formulas.expected_tokens_varying([0.7] * 5) == pytest.approx(formulas.expected_tokens(0.7, 5))
+    assert formulas.expected_tokens_varying([0.5, 0.2]) == pytest.approx(1.6)
+
+
+def test_costs():
+    """Verification that costs more, and overhead, divide the same tokens by more seconds."""
+    assert formulas.speedup(0.8, 4, 0.1, verify_ratio=1.3, overhead=0.1) == pytest.approx(
+        formulas.expected_tokens(0.8, 4) / 1.8
+    )
+    assert formulas.operations_factor(0.8, 4, 0.1) == pytest.approx(5.4 / formulas.expected_tokens(0.8, 4))
+    assert formulas.operations_factor(0.5, 0, 0.1) == 1
+    assert formulas.oracle_speedup(0.8, 0.0) == pytest.approx(5)
+    assert formulas.oracle_speedup(1.0, 0.0) == float("inf")
+
+
+def test_the_oracle_gains_about_sixty_percent():
+    """Largest ratio of the oracle length to the best fixed one, over alpha (book 1.6)."""
+    for c, expected in ((0.01, 1.58), (0.1, 1.55), (0.3, 1.47)):
+        alphas = np.linspace(c, 0.995, 300)
+        ratios = [formulas.oracle_speedup(a, c) / formulas.speedup(a, formulas.optimal_gamma(a, c), c) for a in alphas]
+        assert max(ratios) == pytest.approx(expected, abs=0.012)
+
+
+def test_acceptance_of_two_laws():
+    p, q = (0.5, 0.3, 0.2), (0.2, 0.6, 0.2)
+    assert formulas.acceptance(p, q) == pytest.approx(0.7)  # K1
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        p, q = generator.dirichlet(np.full(5, 0.5), size=2)
+        tv = 1 - formulas.acceptance(p, q)
+        assert (1 - tv) / (1 + tv) - 1e-12 <= formulas.match_acceptance(p, q) <= 1 - tv + 1e-12
+    assert formulas.match_acceptance([1, 0], [0, 1]) == 0
+    assert formulas.match_acceptance([0.25, 0.75], [0.25, 0.75]) == pytest.approx(1)
+
+
+def test_a_point_mass_is_accepted_alike_by_both_rules():
+    """A deterministic guess d passes with probability p(d) whether it is judged by ratio or by match (book 4.1)."""
+    p, d = (0.5, 0.3, 0.2), (0, 1, 0)
+    assert formulas.match_acceptance(p, d) == pytest.approx(0.3)
+    assert formulas.acceptance(p, d) == pytest.approx(0.3)
+
+
+def test_k11_mean_over_a_beta_law():
+    """alpha ~ Beta(8, 2): mean of eq. (1) over it by its moments .8 and .654545."""
+    alphas = np.random.default_rng(2).beta(8, 2, 400_000)
+    assert alphas.mean() == pytest.approx(0.8, abs=1e-3)
+    assert (alphas**2).mean() == pytest.approx(0.654545, abs=1e-3)
+    mean = np.mean([formulas.expected_tokens(a, 2) for a in alphas[:20_000]])
+    assert mean == pytest.approx(1 + 0.8 + 0.654545, abs=0.01)
+
+
+def test_alpha_hat():
+    assert formulas.alpha_hat(0, 0) is None
+    assert formulas.alpha_hat(3, 4) == 0.75
+    with pytest.raises(ValueError, match="impossible"):
+        formulas.alpha_hat(5, 4)
+
+
+@pytest.mark.parametrize(("alpha", "gamma"), [(0.0, 3), (0.3, 1), (0.7, 5), (0.9, 8), (1.0, 4), (0.5, 0)])
+def test_theory_is_simulation(alpha, gamma):
+    done = simulate.rounds(alpha, gamma, 200_000, seed=gamma)
+    error = 4.5 * done.tokens_per_round_error + 1e-12
+    assert done.tokens_per_round == pytest.approx(formulas.expected_tokens(alpha, gamma), abs=error)
+    if done.num_tested:
+        estimate = formulas.alpha_hat(done.num_accepted, done.num_tested)
+        assert estimate == pytest.approx(alpha, abs=4.5 * (alpha * (1 - alpha) / done.num_tested) ** 0.5 + 1e-12)
+    if (alpha, gamma) == (0.7, 5):
+        assert done.num_accepted / done.num_drafted == pytest.approx(0.388, abs=4e-3), "accepted / drafted is not alpha"
+
+
+@pytest.mark.parametrize("call", [lambda: formulas.expected_tokens(1.1, 2), lambda: formulas.expected_tokens(0.5, -1)])
+def test_impossible_arguments(call):
+    with pytest.raises(ValueError, match="alpha must be in"):
+        call()
+    with pytest.raises(ValueError, match="cannot be"):
+        formulas.speedup(0.5, 2, -0.1)
+    with pytest.raises(ValueError, match="cannot be"):
+        simulate.rounds(0.5, 2, 1, seed=0)
+
+
+def test_theory_needs_numpy_alone():
+    code = "import sys, forerun.theory.formulas, forerun.theory.simulate; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

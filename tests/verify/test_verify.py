@@ -1,0 +1,285 @@
+"""The rules, on laws written by hand: known answers, edge cases of book 1.7, and the seed-exactness of match."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from forerun import rng, verify
+from forerun.errors import BadOption
+from forerun.models.toy import ToyLaw, ToyModel
+from forerun.rng import Branching, PhiloxCoins, enumerate_outcomes
+from forerun.theory import formulas
+from forerun.types import Draft, Probs
+from forerun.verify import chain, match
+
+
+def law(*weights: float, dtype: torch.dtype = torch.float64) -> Probs:
+    return Probs(dense=torch.tensor(weights, dtype=dtype))
+
+
+def point(token: int) -> Probs:
+    return Probs(point=token)
+
+
+def as_list(probs: Probs, size: int) -> list[float]:
+    return [probs.at(x) for x in range(size)]
+
+
+def one_round(p: Probs, q: Probs, module, bonus: Probs | None = None, draw=None):
+    """Every way of one round with one drafted token: (probability, (drafted, verdict, emitted tokens))."""
+
+    def run(coins: Branching):
+        token = (draw or coins.draft)(q, 0)
+        draft = Draft.chains([[token]], [[q]])
+        verdict = module.verify(draft, [[p, bonus or point(0)]], [coins])
+        return token, verdict, verdict.emitted(draft, 0)
+
+    return enumerate_outcomes(run)
+
+
+def first_token(ways, size: int) -> list[float]:
+    return [sum(w for w, (_, _, emitted) in ways if emitted[0] == x) for x in range(size)]
+
+
+PAIRS = {
+    "K1": ((0.5, 0.3, 0.2), (0.2, 0.6, 0.2)),
+    "equal": ((0.5, 0.3, 0.2), (0.5, 0.3, 0.2)),
+    "disjoint": ((0.0, 0.3, 0.7), (1.0, 0.0, 0.0)),
+    "q narrower": ((0.5, 0.3, 0.2), (0.0, 0.9, 0.1)),
+    "p narrower": ((0.0, 0.8, 0.2), (0.4, 0.5, 0.1)),
+    "one-hot target": ((0.0, 1.0, 0.0), (0.3, 0.6, 0.1)),
+    "one-hot draft": ((0.5, 0.3, 0.2), (0.0, 1.0, 0.0)),
+    "far below rounding": ((1 - 1e-18, 1e-18, 0.0), (1e-18, 1 - 1e-18, 0.0)),
+}
+
+
+@pytest.mark.parametrize("module", [chain, match])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_law_of_one_position(pair, module):
+    p, q = PAIRS[pair]
+    ways = one_round(law(*p), law(*q), module, draw=None)
+    assert first_token(ways, 3) == pytest.approx(p, abs=1e-15)
+
+
+@pytest.mark.parametrize("module", [chain, match])
+def test_points_on_either_side(module):
+    """A point is the same as its one-hot vector; both sides may be points."""
+    for p, q in itertools.product([law(0.5, 0.3, 0.2), point(1)], [law(0.2, 0.6, 0.2), point(1), point(2)]):
+        ways = one_round(p, q, module)
+        assert first_token(ways, 3) == pytest.approx(as_list(p, 3), abs=1e-15)
+        accepted = sum(w for w, (_, verdict, _) in ways if verdict.paths[0])
+        if q.point is not None:
+            assert accepted == pytest.approx(p.at(q.point), abs=1e-15), "a point is accepted with p of it"
+
+
+def test_k1_by_its_parts():
+    p, q = law(0.5, 0.3, 0.2), law(0.2, 0.6, 0.2)
+    assert [chain.acceptance(p.at(x), q.at(x)) for x in range(3)] == [1.0, 0.5, 1.0]
+    residual = chain.residual(p, q).dense
+    assert (residual / residual.sum()).tolist() == pytest.approx([1, 0, 0], abs=1e-15)
+    accepted = sum(w for w, (_, verdict, _) in one_round(p, q, chain) if verdict.paths[0])
+    assert accepted == pytest.approx(0.7, abs=1e-15)
+
+
+def test_laws_given_the_role():
+    """Accepted tokens have law min(p, q) / beta, corrections (p - q)+ / (1 - beta): neither is p (book 1.2)."""
+    p, q = (0.5, 0.3, 0.2), (0.2, 0.5, 0.3)
+    ways = one_round(law(*p), law(*q), chain, bonus=law(0.1, 0.1, 0.8))
+    for x in range(3):
+        kept = sum(w for w, (_, v, e) in ways if v.paths[0] and e[0] == x)
+        fixed = sum(w for w, (_, v, e) in ways if not v.paths[0] and e[0] == x)
+        assert kept == pytest.approx(min(p[x], q[x]), abs=1e-15)
+        assert fixed == pytest.approx(max(0, p[x] - q[x]), abs=1e-15)
+    bonus = [sum(w for w, (_, v, e) in ways if v.paths[0] and e[1] == x) for x in range(3)]
+    assert bonus == pytest.approx([0.8 * b for b in (0.1, 0.1, 0.8)], abs=1e-15)
+
+
+def test_equal_laws_always_accept_and_zero_never_does():
+    p = law(0.5, 0.3, 0.2)
+    assert all(verdict.paths[0] for _, (_, verdict, _) in one_round(p, p, chain))
+    assert chain.acceptance(0.0, 0.3) == 0.0
+    assert chain.acceptance(0.3, 0.3) == 1.0
+    assert chain.acceptance(1e-300, 1e-320) == 1.0
+
+
+def test_residual_edges():
+    """Mass 0, points, different lengths, and the laws given stay as they were."""
+    p, q = law(0.5, 0.3, 0.2), law(0.2, 0.6, 0.2)
+    chain.residual(p, q), chain.residual(p, point(0))
+    assert p.dense.tolist() == [0.5, 0.3, 0.2]
+    assert chain.residual(p, p) is p
+    assert chain.residual(point(2), q) == point(2)
+    assert chain.residual(p, point(0)).dense.tolist() == [0.0, 0.3, 0.2]
+    assert chain.residual(law(0.0, 1.0), point(1)).dense.tolist() == [0.0, 1.0], "nothing is left: p itself"
+    assert chain.residual(p, point(7)).dense.tolist() == p.dense.tolist()
+    longer = chain.residual(p, law(0.5, 0.1, 0.1, 0.3))
+    assert longer.dense.tolist() == pytest.approx([0.0, 0.2, 0.1])
+    shorter = chain.residual(p, law(0.6, 0.4))
+    assert shorter.dense.tolist() == pytest.approx([0.0, 0.0, 0.2])
+    wide = chain.residual(law(0.5, 0.5, dtype=torch.float32), law(0.25, 0.75))
+    assert wide.dense.dtype == torch.float64
+
+
+@pytest.mark.parametrize("sizes", [(3, 5), (5, 3)])
+def test_vocabularies_of_different_length_stay_exact(sizes):
+    generator = np.random.default_rng(0)
+    p, q = (law(*generator.dirichlet(np.ones(n))) for n in sizes)
+    assert first_token(one_round(p, q, chain), 5) == pytest.approx(as_list(p, 5), abs=1e-15)
+
+
+def test_a_token_that_its_own_law_excludes_is_rejected():
+    """Only underflow can do it: rejected, and the correction is drawn from p (book 1.7)."""
+    ways = one_round(law(0.5, 0.5), law(0.0, 1.0), chain, draw=lambda q, depth: 0)
+    assert not any(verdict.paths[0] for _, (_, verdict, _) in ways)
+    assert first_token(ways, 2) == [0.5, 0.5]
+
+
+def test_k6_the_draw_that_disagreed_is_emitted():
+    """Drawing again after a mismatch would give (.75, .15, .1)."""
+    assert first_token(one_round(law(0.5, 0.3, 0.2), point(0), match), 3) == pytest.approx([0.5, 0.3, 0.2], abs=1e-15)
+
+
+def test_k7_cutting_before_the_draw_is_exact_and_after_it_is_not():
+    """p = q = (.5, .3, .2). Dropping draws with q(x) < .4 gives (.75, .15, .1); verifying them gives p (book 1.8)."""
+    p = law(0.5, 0.3, 0.2)
+
+    def drop(coins: Branching) -> int:
+        token = coins.draft(p, 0)
+        return token if p.at(token) >= 0.4 else coins.draw(p, 0)
+
+    ways = enumerate_outcomes(drop)
+    assert [sum(w for w, t in ways if t == x) for x in range(3)] == pytest.approx([0.75, 0.15, 0.1])
+    assert first_token(one_round(p, p, chain), 3) == pytest.approx([0.5, 0.3, 0.2], abs=1e-15)
+
+
+def test_greedy_falls_out_of_points():
+    """Accepted while it is the argmax, corrected by the argmax, then the bonus; no coin is looked at."""
+    draft = Draft.chains([[4, 5, 6]], [[point(4), point(5), point(6)]])
+    for module in (chain, match):
+        for targets, path, token in [((4, 5, 6, 7), [0, 1, 2], 7), ((4, 9, 6, 7), [0], 9), ((1, 5, 6, 7), [], 1)]:
+            (weight, verdict), *others = enumerate_outcomes(
+                lambda c, m=module, t=targets: m.verify(draft, [[point(x) for x in t]], [c])
+            )
+            assert (weight, others) == (1.0, [])
+            assert verdict.paths == [path]
+            assert verdict.next_tokens == [token]
+
+
+def test_trials_say_what_was_tested():
+    draft = Draft.chains([[0, 1, 2]], [[law(0.6, 0.4, 0.0), point(1), point(2)]])
+    target = [law(0.3, 0.3, 0.4), law(0.0, 0.0, 1.0), point(0), point(0)]
+    for module in (chain, match):
+        for _, verdict in enumerate_outcomes(lambda c, m=module: m.verify(draft, [target], [c])):
+            trials = verdict.trials[0]
+            assert [t.node for t in trials] == list(range(len(trials)))
+            assert [t.accepted for t in trials] == [i < len(verdict.paths[0]) for i in range(len(trials))]
+            assert (trials[0].target_prob, trials[0].draft_prob) == (0.3, 0.6)
+            assert len(trials) <= 2, "the second token has target probability 0"
+
+
+def test_laws_behind_a_rejection_are_not_asked_for():
+    """Callers compute them on demand."""
+
+    class UpTo(list):
+        def __getitem__(self, i):
+            assert i <= 1
+            return [point(4), point(9)][i]
+
+    draft = Draft.chains([[4, 5, 6]], [[point(4), point(5), point(6)]])
+    for module in (chain, match):
+        assert module.verify(draft, [UpTo()], [PhiloxCoins(0, 0, 0)]).next_tokens == [9]
+
+
+# ------------------------------------------------------------------------------------------------------------- judge
+
+
+def test_judge_rules_each_sequence_by_its_own_rule():
+    p, q = law(0.5, 0.3, 0.2), law(0.2, 0.6, 0.2)
+    draft = Draft.chains([[1], [], [1]], [[q], [], [q]])
+    laws = [[p, p], [p], [p, p]]
+    for seed in range(40):
+        coins = [PhiloxCoins(seed, 3 + b, 0) for b in range(3)]
+        verdict = verify.judge(draft, laws, coins, ["match", "ratio", "ratio"])
+        for b, rule in ((0, match.rule), (2, chain.rule)):
+            path, token, trials = rule(draft, b, laws[b], coins[b])
+            assert (verdict.paths[b], verdict.next_tokens[b], verdict.trials[b]) == (path, token, trials)
+        # An empty draft is decided by the match noise in every mode, so that plain decoding is one text.
+        assert (verdict.paths[1], verdict.next_tokens[1]) == ([], coins[1].pick(p, 0))
+        assert verdict.trials[1] == []
+
+
+def test_unknown_rules_are_refused_with_those_that_exist():
+    assert {"match", "ratio"} <= set(verify.rules())
+    with pytest.raises(BadOption, match=r"no acceptance rule 'typical'.*match.*ratio"):
+        verify.judge(Draft.chains([[0]], [[point(0)]]), [[point(0)] * 2], [PhiloxCoins(0, 0, 0)], ["typical"])
+
+
+@pytest.mark.parametrize("rule", ["ratio", "match"])
+def test_trees_are_refused_by_rules_for_chains(rule):
+    tree = Draft([1, 2], [-1, -1], [0, 2], [point(1), point(2)])
+    with pytest.raises(BadOption, match="judges chains"):
+        verify.judge(tree, [[point(0)] * 3], [PhiloxCoins(0, 0, 0)], [rule])
+
+
+# ------------------------------------------------------------------------------------------------------- match = plain
+
+SIZE, LENGTH, GAMMA, SEEDS = 5, 3, 2, 10_000
+TARGET = ToyModel(SIZE, 21, ToyLaw(scale=1.5))
+NEAR = ToyModel(SIZE, 22, ToyLaw(distance=1.0), near=TARGET)
+
+
+def probs_of(model: ToyModel, tokens: tuple[int, ...], table: dict) -> Probs:
+    key = (id(model), tokens)
+    if key not in table:
+        table[key] = Probs(dense=model.law(tokens).softmax(0))
+    return table[key]
+
+
+def plain_text(seed: int, table: dict) -> tuple[int, ...]:
+    """Gumbel-max by its definition, token by token."""
+    tokens: tuple[int, ...] = ()
+    while len(tokens) < LENGTH:
+        weights = probs_of(TARGET, tokens, table).dense.numpy()
+        noise = rng.gumbel(seed, len(tokens), np.arange(SIZE))
+        tokens += (int((np.log(weights) + noise).argmax()),)
+    return tokens
+
+
+def matched_text(seed: int, table: dict, shared: bool) -> tuple[tuple[int, ...], int, int]:
+    """Rounds of match verification; the drafter shares the noise or does not. Also accepted and tested tokens."""
+    tokens: tuple[int, ...] = ()
+    accepted = tested = rounds = 0
+    while len(tokens) < LENGTH:
+        coins, chain_tokens = PhiloxCoins(seed, len(tokens), rounds), ()
+        laws = [probs_of(TARGET, tokens, table)]
+        for depth in range(GAMMA):
+            draft_law = probs_of(NEAR, tokens + chain_tokens, table)
+            chain_tokens += ((coins.pick if shared else coins.draft)(draft_law, depth),)
+            laws.append(probs_of(TARGET, tokens + chain_tokens, table))
+        draft = Draft.chains([list(chain_tokens)], [[point(t) for t in chain_tokens]])
+        verdict = match.verify(draft, [laws], [coins])
+        tokens += tuple(verdict.emitted(draft, 0))
+        accepted, tested, rounds = accepted + len(verdict.paths[0]), tested + len(verdict.trials[0]), rounds + 1
+    return tokens[:LENGTH], accepted, tested
+
+
+def test_match_is_plain_for_ten_thousand_seeds():
+    table: dict = {}
+    plain = [plain_text(seed, table) for seed in range(SEEDS)]
+    done = [matched_text(seed, table, shared=seed % 2 == 0) for seed in range(SEEDS)]
+    assert [text for text, _, _ in done] == plain
+    rates = [sum(d[1] for d in done[i::2]) / sum(d[2] for d in done[i::2]) for i in (0, 1)]
+    assert 0.3 < rates[1] < rates[0] < 1, "shared noise is accepted more often"
+
+    weights = TARGET.law(()).softmax(0).numpy()
+    observed = np.bincount([text[0] for text in plain], minlength=SIZE)
+    assert stats.chisquare(observed, weights * SEEDS).pvalue > 1e-4
+    q = NEAR.law(()).softmax(0).numpy()
+    coins = (PhiloxCoins(seed, 0, 0) for seed in range(SEEDS))
+    agree = sum(c.pick(Probs(dense=torch.from_numpy(q)), 0) == text[0] for c, text in zip(coins, plain, strict=True))
+    assert stats.binomtest(agree, SEEDS, formulas.match_acceptance(weights, q)).pvalue > 1e-4
