@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.errors import BadOption, NotFound
+from forerun.errors import BadOption
 from forerun.models.layers import Decoder, DecoderConfig, RopeConfig, parameter_shapes
+from forerun.models.loading import load_checkpoint, read_config, read_raw_config
+from forerun.models.saving import save_checkpoint
 from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch
 
@@ -111,73 +109,36 @@ def run_windows(model: Decoder, tokens: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ checkpoint folders
 
 
-def hf_config(shape: ModelShape, end_id: int) -> dict[str, Any]:
-    """config.json in the spelling that old and new versions of transformers read."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.hidden_size // shape.num_heads,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_positions,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
-        "rms_norm_eps": NORM_EPS,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "pretraining_tp": 1,
-        "bos_token_id": end_id,
-        "eos_token_id": end_id,
-        "torch_dtype": "bfloat16",
-    }
-
-
 def export(folder: Path, shape: ModelShape, weights: Mapping[str, Tensor], tokenizer_folder: Path, end_id: int) -> None:
     """Writes a standard llama checkpoint folder, weights in bfloat16, with the tokenizer's files beside them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rounded = {name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in weights.items()}
-    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner alone
-    (folder / "config.json").write_text(json.dumps(hf_config(shape, end_id), indent=2) + "\n", encoding="utf-8")
-    generation = {"bos_token_id": end_id, "eos_token_id": end_id, "do_sample": False}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (tokenizer_folder / name).resolve() != (folder / name).resolve():
-            shutil.copyfile(tokenizer_folder / name, folder / name)
-
-
-def read_shape(folder: Path) -> ModelShape:
-    """The shape of a checkpoint folder written by `export`. Raises NotFound where there is none."""
-    if not (folder / "config.json").exists():
-        raise NotFound(f"there is no config.json in {folder}: name a checkpoint folder made by `forerun train lm`")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return ModelShape(
-        hidden_size=config["hidden_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        ffn_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        rope_theta=config["rope_theta"],
-        max_positions=config["max_position_embeddings"],
+    save_checkpoint(
+        folder, shape.decoder_config(), weights, end_ids={end_id}, bos_id=end_id, tokenizer_folder=tokenizer_folder
     )
 
 
-def read_weights(folder: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Weights of a checkpoint folder written by `export`, widened to float32."""
-    weights = load_file(folder / "model.safetensors", device=str(device))
-    return {name: weight.float() for name, weight in weights.items()}
+def read_shape(folder: Path) -> ModelShape:
+    """The shape of a llama checkpoint folder. Raises NotFound where there is none, BadOption where it cannot be one."""
+    config = read_config(read_raw_config(folder))
+    shape = ModelShape(
+        config.hidden_size,
+        config.num_layers,
+        config.num_heads,
+        config.num_kv_heads,
+        config.ffn_size,
+        config.vocab_size,
+        config.rope.theta,
+        config.max_positions,
+    )
+    if shape.decoder_config() != config:
+        raise BadOption(f"{folder} is no plain llama with tied embeddings: name a folder made by `forerun train lm`")
+    return shape
 
 
 def load_decoder(folder: Path, ops: ReferenceOps, device: torch.device | str = "cpu") -> Decoder:
     """A decoder in float32 from a checkpoint folder written by `export`."""
-    return Decoder(read_shape(folder).decoder_config(), read_weights(folder, device), ops)
+    return load_checkpoint(folder, dtype="float32", device=device, ops=ops).model
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Weights of a checkpoint folder written by `export`, in float32 on the host, each in memory of its own."""
+    return {name: weight.clone() for name, weight in load_decoder(folder, ReferenceOps()).weights.items()}
