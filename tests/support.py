@@ -19,7 +19,9 @@ from forerun.ops.reference import ReferenceOps
 VOCAB = 61
 
 
-def random_decoder(seed: int, *, row_by_row: bool = False, layers: int = 2, hidden: int = 32, scale: float = 0.3) -> Decoder:
+def random_decoder(
+    seed: int, *, row_by_row: bool = False, layers: int = 2, hidden: int = 32, scale: float = 0.3
+) -> Decoder:
     """A llama of a few thousand random weights; `scale` sets how peaked its distributions are."""
     config = DecoderConfig("llama", VOCAB, hidden, layers, 4, 2, 8, 48, 1e-5, 512)
     generator = torch.Generator().manual_seed(seed)

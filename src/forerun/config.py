@@ -57,7 +57,8 @@ class EngineConfig:
         for name in values:
             if name not in known:
                 raise BadOption(unknown("option", name, known))
-        return make_options(cls, {k: _as_text(v) for k, v in values.items()})
+        config: EngineConfig = make_options(cls, {k: _as_text(v) for k, v in values.items()})
+        return config
 
     @classmethod
     def from_sources(cls, flags: Mapping[str, Any], config_file: str | None = None) -> EngineConfig:

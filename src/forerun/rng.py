@@ -2,7 +2,7 @@
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). numpy's Philox is the 4x64
 variant. Every number is a function of (seed, position, purpose, round, lane) and of nothing else, so no draw can
-depend on the batch, on neighbours, or on how many numbers somebody else used (book 8.7):
+depend on the batch, on neighbours, or on how many numbers somebody else used:
 
     key      the two halves of the request's 64-bit seed, low word first
     counter  (absolute index of the token decided, purpose, round, lane or lane block)
@@ -96,7 +96,7 @@ def uniform53(word0: int, word1: int) -> float:
 
 
 def gumbel(seed: int, position: int, ids: npt.ArrayLike) -> Floats:
-    """Standard Gumbel noise of these ids at this absolute index, float64 [n]; lane = id (book 8.7)."""
+    """Standard Gumbel noise of these ids at this absolute index, float64 [n]; lane = id."""
     lanes = np.asarray(ids, dtype=np.int64)
     blocks, index = np.unique(lanes >> 2, return_inverse=True)
     uniforms = _match_uniforms(seed, position, blocks)[index, lanes & 3]
@@ -146,7 +146,7 @@ class PhiloxCoins:
         return _draw(probs, self._uniform(PURPOSE_DRAFT, depth)) if probs.point is None else probs.point
 
     def pick(self, probs: Probs, depth: int) -> int:
-        """argmax over the ids with probs > 0 of log probs + Gumbel noise (Gumbel-max; book 1.4); lowest id on ties."""
+        """argmax over the ids with probs > 0 of log probs + Gumbel noise (Gumbel-max); lowest id on ties."""
         if probs.point is not None:
             return probs.point
         return _pick(weights_of(probs), self._seed, self._position + depth)
@@ -223,7 +223,7 @@ class _Way:
 
 
 class Branching:
-    """Coins that take one outcome after another, depth first, and know the probability of the way (book 9.1).
+    """Coins that take one outcome after another, depth first, and know the probability of the way (docs/exactness.md).
 
     Made by `enumerate_outcomes`; `at(position)` gives the Coins of a round whose first token has that absolute index.
     The match noise of one index is one random object however often it is looked at (a drafter and the verifier, or

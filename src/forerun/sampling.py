@@ -246,7 +246,7 @@ def _softmax(scaled: Row, ids: Ids | None) -> Row:
 def logprobs_of(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
     """Log-probability of `token` and of the `num_top` likeliest ids under the raw model distribution, natural log.
 
-    logits [V] before bias, penalties and temperature (book 8.5). Ties are listed by lowest id.
+    logits [V] before bias, penalties and temperature. Ties are listed by lowest id.
     """
     row = _host(logits)
     top = row.max()

@@ -166,7 +166,7 @@ class Probs:
 
 
 class Coins(Protocol):
-    """Injected randomness of one sequence in one round (book 8.7 and 9.1).
+    """Injected randomness of one sequence in one round (docs/exactness.md).
 
     `depth` counts from the first token of the round: the token decided has absolute index (committed tokens + depth).
     `lane` separates several coins at one depth.
@@ -238,8 +238,8 @@ class Budget:
     """How far this step may draft. Made by the pacing policy, read by the drafter.
 
     num_tokens [B]: most draft nodes of each sequence. catchup_tokens: most committed tokens the drafter may run
-    through its own model before drafting. go_on(b, depth, draft_probs): asked before each draw (book 1.8: it may
-    look at the law, never at the drawn token).
+    through its own model before drafting. go_on(b, depth, draft_probs): asked before each draw; it may look at
+    the law, never at the drawn token (docs/exactness.md).
     """
 
     num_tokens: list[int]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support import VOCAB, engine_for, random_decoder
 
 from forerun.errors import BadOption, CapacityError, PromptTooLong
 from forerun.types import SamplingParams
+from support import VOCAB, engine_for, random_decoder
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 
@@ -19,7 +19,9 @@ def serve(engine, *requests):
 
 def test_waiting_requests_join_at_step_boundaries_first_come_first_served():
     engine = engine_for(random_decoder(1), max_batch_size=2)
-    requests = [engine.add([i, i + 1], SamplingParams(max_tokens=n, temperature=0.0)) for i, n in enumerate((3, 9, 2, 2))]
+    requests = [
+        engine.add([i, i + 1], SamplingParams(max_tokens=n, temperature=0.0)) for i, n in enumerate((3, 9, 2, 2))
+    ]
     order = []
     while len(order) < 4:
         assert len(engine.scheduler.running) <= 2
@@ -186,7 +188,9 @@ def test_a_request_larger_than_the_whole_cache_is_refused():
 
 
 def test_max_tokens_none_goes_as_far_as_the_context():
-    (ids,) = serve(engine := engine_for(random_decoder(1), "lookup"), engine.add([1, 2], SamplingParams(None, temperature=0.0)))
+    (ids,) = serve(
+        engine := engine_for(random_decoder(1), "lookup"), engine.add([1, 2], SamplingParams(None, temperature=0.0))
+    )
     assert len(ids) == 254
 
 
@@ -201,3 +205,16 @@ def test_the_draft_model_stops_at_its_own_last_position():
     assert serve(engine, engine.add([1, 2], SamplingParams(60, temperature=0.0))) == alone
     for r in (r for s in steps for r in s.rounds):
         assert r.position + len(r.tokens) - 1 <= 30 if r.tokens else r.position + 1 > 29
+
+
+@pytest.mark.parametrize("draft", ["none", "model", "lookup"])
+def test_a_request_that_may_emit_nothing_fails_alone(draft):
+    (alone,) = serve(engine := engine_for(random_decoder(1)), engine.add([1, 2], GREEDY))
+    engine = engine_for(random_decoder(1), draft)
+    nothing = {i: -float("inf") for i in range(VOCAB)}
+    good = engine.add([1, 2], GREEDY)
+    bad = engine.add([1, 2], SamplingParams(max_tokens=5, logit_bias=nothing))
+    assert serve(engine, good, bad)[0] == alone
+    assert bad.seq.finish_reason == "abort"
+    assert "no token is left" in str(bad.error)
+    assert not engine.scheduler.running

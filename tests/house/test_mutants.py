@@ -1,6 +1,6 @@
-"""Wrong decoders that the enumeration must catch (book 9.2), each a small change of the real code.
+"""Wrong decoders that the enumeration must catch (docs/exactness.md), each a small change of the real code.
 
-A certificate is worth what it can refuse. Numbers m1 ... m17 are the book's; a test that stops failing on its mutant
+A certificate is worth what it can refuse. Numbers m1 ... m17 are fixed names; a test that stops failing on its mutant
 has gone blind.
 """
 
@@ -11,15 +11,14 @@ from collections.abc import Callable, Sequence as Seq
 
 import pytest
 import torch
-from house.enumeration import HORIZON, V, Case, engine_for, plain_law, resembling, spoken, total_variation
 
 from forerun import sampling
 from forerun.drafters import model as model_drafter
 from forerun.errors import InternalError
-from forerun.models.toy import ToyLaw, ToyModel
 from forerun.rng import Branching, PhiloxCoins
 from forerun.types import Coins, Draft, Probs, SamplingParams, Trial
 from forerun.verify import chain, match
+from house.enumeration import HORIZON, TARGET, Case, engine_for, plain_law, resembling, spoken, total_variation
 
 CAUGHT = 1e-6
 EXACT = 1e-12
@@ -133,10 +132,10 @@ class ArgmaxCoins:
 
 
 def test_m10_greedy_by_the_ratio_of_softmaxes(monkeypatch):
-    """Found in the wild (book 1.3): T = 0 as argmax draws, judged by soft vectors."""
+    """Found in the wild (docs/exactness.md): T = 0 as argmax draws, judged by soft vectors."""
     right = sampling.probs
 
-    def soft(logits, params, history=sampling.History()):
+    def soft(logits, params, history):
         return right(logits, dataclasses.replace(params, temperature=1.0), history)
 
     greedy = case(temperature=0.0)
@@ -161,14 +160,11 @@ def test_m16_penalties_frozen_at_the_round(monkeypatch, penalty, rule):
 
 def perfect_draft() -> Case:
     """A draft model equal to its target, so that full acceptance happens."""
-    target = ToyModel(V, 1)
-    return dataclasses.replace(
-        case(), target=target, near=resembling(target, distance=0.0), params=SamplingParams(max_tokens=12)
-    )
+    return dataclasses.replace(case(), near=resembling(TARGET, distance=0.0), params=SamplingParams(max_tokens=12))
 
 
 def cache_errors(of: Case) -> int:
-    """Rows of both caches that differ from those of the committed tokens, over one generation (book 1.5).
+    """Rows of both caches that differ from those of the committed tokens, over one generation (docs/journey.md).
 
     The toy keeps ids and positions in its cache, so a rebuilt cache is the token list itself.
     """
@@ -212,6 +208,5 @@ def test_m17_stale_draft_cache_after_full_acceptance(monkeypatch):
         right(self, seq)
 
     monkeypatch.setattr(model_drafter.ModelDrafter, "_forget_rejected", extend_upward)
-    target = ToyModel(V, 1, ToyLaw())
-    assert cache_errors(dataclasses.replace(perfect_draft(), target=target, near=resembling(target, 2, 0.0))) > 0
+    assert cache_errors(perfect_draft()) > 0
     assert error(dataclasses.replace(perfect_draft(), params=case().params)) < EXACT

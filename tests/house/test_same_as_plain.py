@@ -9,10 +9,10 @@ import random
 from functools import cache
 
 import pytest
-from support import VOCAB, engine_for, random_decoder
 
 from forerun import drafters, methods
 from forerun.types import SamplingParams
+from support import VOCAB, engine_for, random_decoder
 
 DRAFTERS = methods.names(drafters.__name__)
 Outcome = list[tuple[list[int], list[tuple[int, float, list[tuple[int, float]]]]]]

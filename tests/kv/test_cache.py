@@ -1,4 +1,4 @@
-"""The cache against a plain Python model of its contents, and the lengths of book 1.5."""
+"""The cache against a plain Python model of its contents, and the lengths of docs/journey.md."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def make(backend: Any = "paged", **more: Any) -> KVCache:
 @pytest.mark.parametrize("backend", ["paged", "contiguous"])
 @pytest.mark.parametrize(("num_accepted", "target", "draft"), [(2, 12, 12), (4, 14, 13), (0, 10, 10)])
 def test_lengths_of_one_round(backend: Any, num_accepted: int, target: int, draft: int) -> None:
-    """Book K13: L = 10 committed, gamma = 4; the draft feeds 4 tokens, the target 5."""
+    """L = 10 committed, gamma = 4; the draft feeds 4 tokens, the target 5."""
     cache = make(backend)
     for slot, context in ((0, 9), (1, 9)):
         cache.open(slot)

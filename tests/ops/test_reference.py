@@ -1,4 +1,4 @@
-"""The reference operators: one row's bits in row_by_row mode, one row's numbers in fast mode (book 10.5)."""
+"""The reference operators: one row's bits in row_by_row mode, one row's numbers in fast mode (docs/exactness.md)."""
 
 from __future__ import annotations
 

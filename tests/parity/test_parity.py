@@ -101,5 +101,7 @@ def test_every_difference_from_plain_carries_a_tie_certificate(draft, mode, caps
         differences.append(gap)
     with capsys.disabled():
         total = sum(len(plain) for _, plain in run("none", mode))
-        print(f"\n{draft}, {mode}: {NUM_PROMPTS - len(differences)} of {NUM_PROMPTS} outputs identical to plain ", end="")
+        print(
+            f"\n{draft}, {mode}: {NUM_PROMPTS - len(differences)} of {NUM_PROMPTS} outputs identical to plain ", end=""
+        )
         print(f"({total} tokens); {len(differences)} near-ties, gaps {sorted(differences)} <= tau {limit:.2e}")

@@ -16,7 +16,7 @@ from forerun.rng import PhiloxCoins, enumerate_outcomes
 from forerun.theory.formulas import match_acceptance
 from forerun.types import Probs
 
-# K12 of the book: Philox4x32-10, from the known-answer file of Random123 (Salmon et al. 2011).
+# Philox4x32-10, from the known-answer file of Random123 (Salmon et al. 2011).
 KNOWN = [
     ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
@@ -66,7 +66,7 @@ def test_gumbel_is_a_function_of_the_lane():
 
 
 def test_lane_block_layout():
-    """Block j supplies the lanes 4j .. 4j + 3, purpose 3, round word 0 (book 8.7)."""
+    """Block j supplies the lanes 4j .. 4j + 3, purpose 3, round word 0 (Salmon et al. 2011)."""
     words = rng.philox_words([9, rng.PURPOSE_MATCH, 0, 2], rng.key_of((5 << 32) + 6))
     assert rng.key_of((5 << 32) + 6) == (6, 5)
     expected = [-math.log(-math.log((w + 0.5) * 2**-32)) for w in words]

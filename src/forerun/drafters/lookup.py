@@ -1,4 +1,4 @@
-"""Prompt lookup: continue as the text itself went on, the last time its final words occurred (Saxena 2023; book 4.3).
+"""Prompt lookup: continue as the text itself went on, the last time its final words occurred (Saxena 2023).
 
 The guess is a point mass, so it is accepted with the target's own probability for it. Among several occurrences the
 most recent one wins. A continuation that reaches the end of the text is read on from the draft itself, so a run such

@@ -4,7 +4,7 @@ Its probabilities go through the same pipeline as the target's, with two knobs o
 draft_top_k replace the request's values for the draws only. The output law does not depend on them, because the
 verifier is told the law that each token was drawn from.
 
-Cache (book 1.5): after a round the committed tokens run ahead of the draft's cache by one, or by two when everything
+Cache: after a round the committed tokens run ahead of the draft's cache by one, or by two when everything
 was accepted, because the last drafted token was never fed. Whatever is missing (at first the whole prompt) is caught
 up within a budget; until then the sequence drafts nothing and decodes plainly.
 """
@@ -16,14 +16,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.models.loading import Checkpoint, load_checkpoint
-from forerun.sampling import History, probs
 from torch import Tensor
 
 from forerun.drafters import Drafter, Target
 from forerun.errors import BadOption, VocabularyMismatch
 from forerun.kv.cache import KVCache
+from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.models.runner import Run, Runner
+from forerun.sampling import History, probs
 from forerun.text.tokenizer import Tokenizer, compare
 from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence
 
@@ -98,11 +98,14 @@ class ModelDrafter(Drafter):
     def _grow(
         self, chain: _Chain, logits: Tensor, seq: Sequence, b: int, depth: int, budget: Budget, coins: Coins
     ) -> bool:
-        """Draw one more token for a sequence, unless the pacing policy stops here."""
-        law = probs(logits, self._params[seq.id], History.of(seq, chain.tokens))
+        """Draw one more token for a sequence, unless the pacing policy stops here or its masks leave no token."""
+        try:
+            law = probs(logits, self._params[seq.id], History.of(seq, chain.tokens))
+        except BadOption:
+            return False  # whether the target has a token left is the target's to say
         if not budget.go_on(b, depth, law):
             return False
-        # Match verification accepts most when drafter and target share the noise (book 1.4).
+        # Match verification accepts most when drafter and target share the noise (docs/exactness.md).
         draw = coins.pick if seq.acceptance == "match" else coins.draft
         chain.tokens.append(draw(law, depth))
         chain.probs.append(law)

@@ -9,17 +9,16 @@ import itertools
 import secrets
 from collections.abc import Callable, Sequence as Seq
 
-from forerun.rng import PhiloxCoins
-
 from forerun import verify
 from forerun.drafters import Drafter
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler
-from forerun.engine.step import Stepper
+from forerun.engine.step import RequestFailed, Stepper
 from forerun.errors import BadOption, CapacityError, PromptTooLong
 from forerun.methods import unknown
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing
+from forerun.rng import PhiloxCoins
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Coins, Listener, SamplingParams, Sequence, StepReport
@@ -91,10 +90,19 @@ class Engine:
         return request
 
     def step(self) -> list[Request]:
-        """One step of the continuous batch; returns the requests that it finished."""
+        """One step of the continuous batch; returns the requests that it finished.
+
+        A request that cannot go on is aborted, with its `error` set, and does not disturb the others.
+        """
         plan = self.scheduler.plan()
         self.stepper.wants_detail = any(detail for _, detail in self._listeners)
-        report = self.stepper.step(plan)
+        try:
+            report = self.stepper.step(plan)
+        except RequestFailed as failure:
+            request = next(r for r in plan.decode if r.seq is failure.seq)
+            request.error = failure.error
+            self.abort(request)
+            return [request]
         finished = [r for r in plan.decode if r.seq.finish_reason is not None]
         for request in finished:
             self.scheduler.finish(request)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence as Seq
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
-from forerun.models.loading import Checkpoint, load_checkpoint
 
 from forerun import drafters, pacing
 from forerun.config import EngineConfig
@@ -16,6 +14,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.request import Chunk, Request, RequestOutput
 from forerun.errors import BadOption, NotFound
 from forerun.kv.cache import KVCache
+from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.models.runner import Runner
 from forerun.ops.reference import ReferenceOps
 from forerun.text.tokenizer import Tokenizer
@@ -40,7 +39,7 @@ class LLM:
         loaded = target if isinstance(target, Checkpoint) else None
         named = {} if target is None or loaded is not None else {"target": str(target)}
         self.config = EngineConfig.make(**named, **options)
-        self.checkpoint = loaded or self._load(self.config)
+        self.checkpoint = loaded or load_target(self.config)
         self.tokenizer = Tokenizer.load(self.checkpoint.folder)
         self.engine = self._build()
 
@@ -61,6 +60,9 @@ class LLM:
         finally:
             for request in requests:
                 self.engine.abort(request)
+        for request in requests:
+            if request.error is not None:
+                raise request.error
         return [request.output() for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
@@ -70,6 +72,8 @@ class LLM:
             while request.seq.finish_reason is None:
                 self.engine.step()
                 chunk = request.chunk()
+                if request.error is not None:
+                    raise request.error
                 if chunk.token_ids or chunk.finish_reason:
                     yield chunk
         finally:
@@ -78,14 +82,6 @@ class LLM:
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
         """Hear every StepReport; `detail` fills its rounds. Returns a function that ends it."""
         return self.engine.listen(listener, detail=detail)
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing outlives the object; the form is for symmetry with servers."""
 
     def _add_all(self, prompts: list[Prompt], params: SamplingParams | Seq[SamplingParams] | None) -> list[Request]:
         each = list(params) if isinstance(params, Seq) else [params or SamplingParams()] * len(prompts)
@@ -101,14 +97,6 @@ class LLM:
                 self.engine.abort(request)
             raise
         return added
-
-    @staticmethod
-    def _load(config: EngineConfig) -> Checkpoint:
-        folder = config.target or str(SHIPPED_TARGET)
-        if config.target is None and not SHIPPED_TARGET.exists():
-            raise NotFound("the shipped model is missing from this installation: name a checkpoint folder as target")
-        ops = ReferenceOps(row_by_row=config.ops == "reference_row_by_row")
-        return load_checkpoint(folder, dtype=config.dtype, device=_device(config.device), ops=ops)
 
     def _build(self) -> Engine:
         config, checkpoint = self.config, self.checkpoint
@@ -154,6 +142,15 @@ class LLM:
         if self.config.max_seq_len > limit:
             raise BadOption(f"max_seq_len={self.config.max_seq_len} is not possible: the model has {limit} positions")
         return self.config.max_seq_len
+
+
+def load_target(config: EngineConfig) -> Checkpoint:
+    """The target that a configuration names, on its device and in its type; the shipped one where it names none."""
+    if config.target is None and not SHIPPED_TARGET.exists():
+        raise NotFound("the shipped model is missing from this installation: name a checkpoint folder as target")
+    ops = ReferenceOps(row_by_row=config.ops == "reference_row_by_row")
+    folder = config.target or SHIPPED_TARGET
+    return load_checkpoint(folder, dtype=config.dtype, device=_device(config.device), ops=ops)
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from forerun.errors import UserError
 from forerun.text.detokenizer import Detokenizer
 from forerun.types import FinishReason, Origin, Sequence, TokenLogprob, Trial
 
@@ -37,7 +38,7 @@ class RequestReport:
 
     @property
     def alpha_hat(self) -> float | None:
-        """Accepted / tested tokens: the estimate of alpha that the theory uses (book 1.6)."""
+        """Accepted / tested tokens: the estimate of alpha that the theory uses."""
         return self.num_accepted / self.num_tested if self.num_tested else None
 
     @property
@@ -88,6 +89,7 @@ class Request:
         self.seq = seq
         self.report = RequestReport(origins=seq.origins)
         self.text = ""
+        self.error: UserError | None = None  # why it was aborted, where that was not the user's wish
         self._detokenizer = detokenizer
         self._streamed_chars = 0
         self._streamed_tokens = 0

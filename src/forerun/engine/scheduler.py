@@ -61,7 +61,7 @@ class Scheduler:
         self.drafter.end(request.seq)
 
     def blocks_for(self, seq: Sequence) -> int:
-        """Blocks that a sequence may come to need: a draft never reaches beyond its longest output (book 1.5)."""
+        """Blocks that a sequence may come to need: a draft never reaches beyond its longest output."""
         return -(-seq.max_len // self.cache.block_tokens)
 
     def _admit(self) -> None:

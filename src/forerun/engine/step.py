@@ -23,10 +23,18 @@ from forerun import sampling, verify
 from forerun.drafters import Drafter
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Plan
-from forerun.errors import InternalError
+from forerun.errors import InternalError, UserError
 from forerun.models.runner import Run, Runner, Scores
 from forerun.pacing import Pacing
 from forerun.types import Budget, Coins, Draft, Origin, Probs, RoundDetail, Sequence, StepReport, TokenLogprob, Verdict
+
+
+class RequestFailed(Exception):
+    """One sequence cannot go on; the step was not committed and can be repeated without it."""
+
+    def __init__(self, seq: Sequence, error: UserError) -> None:
+        super().__init__(str(error))
+        self.seq, self.error = seq, error
 
 
 @dataclass
@@ -41,7 +49,10 @@ class Stepper:
     wants_detail: bool = False
 
     def step(self, plan: Plan) -> StepReport:
-        """Run one step; every decoding request gets at least one token."""
+        """Run one step; every decoding request gets at least one token.
+
+        Raises RequestFailed, with nothing committed, where a sequence has no token left that it may emit.
+        """
         clock = [time.perf_counter()]
         seqs = [request.seq for request in plan.decode]
         coins = [self.coins(seq) for seq in seqs]
@@ -64,7 +75,7 @@ class Stepper:
         return report
 
     def _propose(self, seqs: Seq[Sequence], coins: Seq[Coins]) -> tuple[Draft, list[int]]:
-        """A draft of at most (tokens still wanted - 1) nodes each: the step itself adds one more (book 1.5, clamp)."""
+        """A draft of at most (tokens still wanted - 1) nodes each: the step itself adds one more (docs/journey.md)."""
         paced = self.pacing.budget(seqs)
         granted = [max(0, min(p, seq.max_len - len(seq.tokens) - 1)) for p, seq in zip(paced, seqs, strict=True)]
         if not any(granted):
@@ -141,13 +152,17 @@ class _Laws(Seq[Probs]):
         if law is None:
             path = self._draft.path(self._first + row - 1) if row > 0 else []
             history = sampling.History.of(self._seq, [self._draft.tokens[n] for n in path])
-            law = self._rows[row] = sampling.probs(self._logits[row], self._seq.params, history)
+            try:
+                law = self._rows[row] = sampling.probs(self._logits[row], self._seq.params, history)
+            except UserError as error:
+                raise RequestFailed(self._seq, error) from error
         return law
 
 
 def _origins(num_accepted: int, drafted: bool, all_accepted: bool) -> list[Origin]:
     last: Origin = "plain" if not drafted else "bonus" if all_accepted else "correction"
-    return ["accepted"] * num_accepted + [last]
+    accepted: list[Origin] = ["accepted"] * num_accepted
+    return [*accepted, last]
 
 
 def _detail(seq: Sequence, draft: Draft, laws: Seq[Probs], verdict: Verdict, b: int, granted: int) -> RoundDetail:

@@ -6,7 +6,7 @@ A sequence (its *slot*) owns a table of blocks. Logical position j of a slot liv
 
 The length of a slot counts rows that are *kept*. A forward pass writes its run behind them (`view`), and afterwards
 `keep` says which rows of the run stay: all of a prompt chunk, the accepted path of a draft. The rest is overwritten
-by the next run (book 1.5). Half-open ranges everywhere:
+by the next run (docs/journey.md). Half-open ranges everywhere:
 
     [0, length)                 kept rows, read by every run of the slot
     [length, length + n)        the run being verified, owned by the step
@@ -154,7 +154,7 @@ class KVCache:
         """Keep these rows of the run just written (indices within the run, ascending), in order; drop the others.
 
         A path through a tree is copied down to consecutive rows; a source is never before its destination, so
-        ascending copies are safe (book 5.1). A chain moves nothing.
+        ascending copies are safe (Miao et al. 2023). A chain moves nothing.
         """
         start = self._lengths[slot]
         moved = [(i, j) for i, j in enumerate(kept) if i != j]
@@ -168,7 +168,7 @@ class KVCache:
     def truncate_to(self, slot: int, length: int, *, written: bool = False) -> None:
         """Set the absolute length and free every block at index >= ceil(length / block_tokens).
 
-        Raises InternalError for a length beyond what was written: rows up there are somebody's old numbers (book 1.5).
+        Raises InternalError for a length beyond what was written: rows up there are somebody's old numbers.
         """
         if not written and length > self._lengths[slot]:
             raise InternalError(f"slot {slot} holds {self._lengths[slot]} tokens and cannot be extended to {length}")

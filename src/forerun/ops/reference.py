@@ -2,7 +2,7 @@
 
 Two modes. *Fast* hands whole batches to torch's libraries, whose kernels round differently for different batch shapes.
 *row_by_row* copies each row to a fresh buffer and computes it alone, attention over exactly its keys: the bits of a
-row are then a function of that row, whatever else was in the batch (book 10.2). It is slow and serves as the bitwise
+row are then a function of that row, whatever else was in the batch. It is slow and serves as the bitwise
 oracle.
 """
 
@@ -144,7 +144,7 @@ class ReferenceOps:
 def run_mask(view: CacheView, b: int, window: int | None) -> Tensor:
     """Which keys each row of run b sees: float32 [n, cached + n], 0 where it does and -inf where not.
 
-    By logical position: a tree row counts its depth (book 5.1). A row sees the last `window` positions, its own too.
+    By logical position: a tree row counts its depth. A row sees the last `window` positions, its own too.
     """
     batch, cached, n = view.batch, view.batch.cached[b], len(view.batch.run(b))
     if batch.parents is None:

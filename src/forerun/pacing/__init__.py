@@ -14,7 +14,7 @@ from forerun.types import Probs, Sequence, StepReport
 class Pacing:
     """Decides how many tokens to draft, before drafting and before each draw.
 
-    Admissible control only (book 1.8): a decision may depend on everything known before the token in question is
+    Admissible control only: a decision may depend on everything known before the token in question is
     drawn, never on that token.
     """
 

@@ -95,7 +95,7 @@ class Tokenizer:
 def compare(target: Tokenizer, draft: Tokenizer) -> None:
     """Check that two tokenizers are one id-to-token map, added tokens included.
 
-    Equal sizes prove nothing (book 12). Raises VocabularyMismatch naming the first id that differs and both tokens.
+    Equal sizes prove nothing. Raises VocabularyMismatch naming the first id that differs and both tokens.
     """
     a, b = target.id_to_token, draft.id_to_token
     if a == b:

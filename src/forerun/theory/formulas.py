@@ -22,7 +22,7 @@ def match_acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
     """P(both Gumbel-max draws agree) under shared noise = sum_x 1 / sum_z max(p(z)/p(x), q(z)/q(x)).
 
     x runs over ids with p(x) q(x) > 0. It lies in [(1 - TV) / (1 + TV), 1 - TV] (Daliri, Musco, Suresh 2024, arXiv
-    2408.07978; book 1.4).
+    2408.07978).
     """
     p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
     both = np.flatnonzero((p > 0) & (q > 0))
@@ -65,7 +65,7 @@ def optimal_gamma(alpha: float, c: float, max_gamma: int = 1024) -> int:
     """The gamma in 0 .. max_gamma of largest speed-up by Theorem 3.8; 0 where drafting does not pay.
 
     gamma + 1 beats gamma iff alpha^(gamma+1) (1 + c gamma) > c expected_tokens(alpha, gamma). Left minus right falls
-    strictly with gamma, so the first gamma that is not beaten is the best (book 1.6). It is 0 iff alpha <= c
+    strictly with gamma, so the first gamma that is not beaten is the best. It is 0 iff alpha <= c
     (Corollary 3.9).
     """
     _check(alpha, max_gamma)
@@ -93,7 +93,7 @@ def oracle_speedup(alpha: float, c: float) -> float:
 def alpha_hat(num_accepted: int, num_tested: int) -> float | None:
     """Estimate of alpha: accepted / tested, the maximum likelihood of a truncated geometric; None without a test.
 
-    accepted / drafted is another number: tokens behind a rejection were drafted and never tested (book 1.6).
+    accepted / drafted is another number: tokens behind a rejection were drafted and never tested.
     """
     if not 0 <= num_accepted <= num_tested:
         raise ValueError(f"{num_accepted} accepted of {num_tested} tested tokens is impossible")

@@ -14,7 +14,7 @@ from forerun.types import SamplingParams
 
 @dataclass(frozen=True)
 class PairNumbers:
-    """Counts over all prompts; alpha_hat is accepted / tested tokens (book 1.6), None where nothing was tested."""
+    """Counts over all prompts; alpha_hat is accepted / tested tokens, None where nothing was tested."""
 
     temperature: float
     num_prompts: int

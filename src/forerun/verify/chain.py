@@ -5,7 +5,7 @@
     accept x with probability min(1, p(x) / q(x));  else emit a token of the law norm(max(0, p - q)) and stop.
 
 Then P(emit x) = min(p, q)(x) + (1 - beta) (p - min(p, q))(x) / (1 - beta) = p(x). Greedy needs no case of its own: p is
-a point mass then, and a token is accepted with probability 1 or 0. Edge cases: book 1.7.
+a point mass then, and a token is accepted with probability 1 or 0. Edge cases: docs/exactness.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins) -> tuple[
         accepted = coins.accept(acceptance(target_prob, draft_prob), depth)
         trials.append(Trial(node, target_prob, draft_prob, accepted))
         if not accepted:
-            # A token that its own law excludes came from underflow: rejected, and the correction is plain (book 1.7).
+            # A token that its own law excludes came from underflow: rejected, and the correction is plain.
             return path, coins.draw(residual(p, q) if draft_prob > 0 else p, depth), trials
         path.append(node)
     return path, coins.draw(target_probs[len(path)], len(path)), trials
@@ -55,7 +55,7 @@ def residual(p: Probs, q: Probs) -> Probs:
     """norm(max(0, p - q)), left unnormalised: whoever draws divides by the mass. Where nothing is left, p.
 
     p and q may be points or vectors of different lengths; ids beyond a vector have probability 0 there. Nothing is
-    left only by rounding (p = q would have been accepted), so p is the right law then (book 1.7).
+    left only by rounding (p = q would have been accepted), so p is the right law then (docs/exactness.md).
     """
     if p.point is not None:
         return p

@@ -1,7 +1,7 @@
 """Match verification: the target draws with noise of its own position, and a drafted token is kept where it agrees.
 
 The draw at absolute index t is a function of the history and of noise(t) alone (Gumbel-max), so the output is, token
-for token, that of plain decoding with the same seed, whatever the drafter, its length or the batch (book 1.4; Daliri,
+for token, that of plain decoding with the same seed, whatever the drafter, its length or the batch (Daliri,
 Musco, Suresh 2024, arXiv 2408.07978). A drafter that uses the same noise is accepted with probability at least
 (1 - TV) / (1 + TV). The draw that disagreed is emitted; drawing again would favour the drafted token (mutant m5).
 """

@@ -1,0 +1,82 @@
+"""The commands `forerun bench ...`: parse and call. torch is imported when a command runs, not to print help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forerun import flags
+
+app = typer.Typer(
+    help="Measure: each benchmark prints the ceiling first, then a table, then one line of JSON.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+Size = Annotated[int | None, typer.Option(help="elements; overrides the preset's", show_default=False)]
+
+
+@app.command()
+def latency(
+    target: flags.Target = None,
+    draft: Annotated[
+        list[str] | None, typer.Option(help="drafter to measure; may be repeated [default: all]", show_default=False)
+    ] = None,
+    shape: Annotated[str, typer.Option(help="demo or 1b (the target is widened to it in memory), or none")] = "none",
+    spec_length: flags.SpecLength = None,
+    temperature: Annotated[list[float] | None, typer.Option(help="may be repeated [default: 0 and 1]")] = None,
+    acceptance: Annotated[str, typer.Option(help="verification rule at temperature > 0")] = "ratio",
+    num_prompts: Annotated[int, typer.Option("--prompts", help="held-out prompts", min=1)] = 5,
+    max_tokens: Annotated[int, typer.Option(help="tokens per prompt", min=2)] = 64,
+    repeats: Annotated[int, typer.Option(help="times every prompt is run", min=1)] = 1,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help='JSON lines with "id" and "text" [default: the shipped ones]')
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of the sampled runs; each prompt adds its index")] = 1,
+    device: flags.Device = None,
+    dtype: flags.Dtype = None,
+    ops: flags.Ops = None,
+    kv_cache_backend: flags.CacheBackend = None,
+    config: flags.ConfigFile = None,
+) -> None:
+    """Plain decoding against every drafter on held-out prompts, with the theory's prediction beside the speed-up."""
+    given = {k: v for k, v in locals().items() if k not in ("draft", "shape")}
+    engine = flags.engine_config(given, config)
+    from forerun.bench import latency as bench
+
+    plan = bench.Plan(
+        drafts=tuple(draft or ()),
+        shape=shape,
+        temperatures=tuple(temperature or (0.0, 1.0)),
+        acceptance=acceptance,
+        num_prompts=num_prompts,
+        max_tokens=max_tokens,
+        num_repeats=repeats,
+        prompt_file=prompt_file,
+        seed=seed,
+    )
+    bench.run(engine, plan)
+
+
+@app.command()
+def widen(
+    source: Annotated[Path, typer.Argument(help="checkpoint folder of a trained model", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="folder to write, new or empty", show_default=False)],
+    shape: Annotated[str, typer.Option(help="demo (about 0.3 B) or 1b (the shape of Llama-3.2-1B)")] = "1b",
+    hidden_size: Size = None,
+    num_layers: Size = None,
+    num_heads: Size = None,
+    num_kv_heads: Size = None,
+    ffn_size: Size = None,
+) -> None:
+    """Write a larger checkpoint that computes the same function: a widened small model, for speed measurements."""
+    sizes = {k: v for k, v in locals().items() if k not in ("source", "out", "shape") and v is not None}
+    import dataclasses
+
+    from forerun.bench import widen as bench
+    from forerun.models.loading import read_config, read_raw_config
+
+    wide = bench.shape_named(shape, read_config(read_raw_config(source)))
+    config = bench.write_widened(source, out, dataclasses.replace(wide, **sizes))
+    typer.echo(f"{out}: {bench.num_parameters(config):,} parameters, a widened small model ({bench.describe(config)})")

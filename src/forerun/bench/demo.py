@@ -1,0 +1,154 @@
+"""`forerun demo`: the shipped model, widened to a size where reading its weights is what takes the time, writes code
+
+once plainly and once with speculation: the same text, and a table of how long each took.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from forerun.bench.widen import describe, num_parameters, shape_named, widen_checkpoint
+from forerun.config import EngineConfig
+from forerun.engine.llm import DATA, LLM, load_target
+from forerun.engine.request import RequestOutput
+from forerun.flags import engine_options
+from forerun.models.loading import Checkpoint
+from forerun.show import LiveText, has_colour, make_console
+from forerun.types import SamplingParams
+
+PROMPTS = DATA / "prompts.jsonl"
+WARM_UP_TOKENS = 4
+FALLBACK_PROMPT = 'class Stack:\n    """A last-in first-out container."""\n\n    def __init__(self):\n'
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One live run: seconds from the prompt to the last token, and what came out."""
+
+    seconds: float
+    output: RequestOutput
+
+    @property
+    def tokens_per_s(self) -> float:
+        return len(self.output.token_ids) / self.seconds
+
+
+def run(config: EngineConfig, params: SamplingParams, shape: str, prompt: str | None) -> None:
+    """Show both runs and the table on standard output. Raises UserError."""
+    console = make_console()
+    checkpoint = load_widened(config, shape, console)
+    prompt = prompt if prompt is not None else default_prompt()
+    llms = {draft: LLM(checkpoint, **{**engine_options(config), "draft": draft}) for draft in ("none", _draft(config))}
+    outcomes = []
+    for llm, title in zip(llms.values(), ("plain decoding", "with speculation"), strict=True):
+        _warm_up(llm, prompt, params)
+        console.print(f"\n--- {title} ---", style="bold")
+        outcomes.append(_live(llm, prompt, params, console))
+    plain, fast = outcomes
+    if has_colour(console):
+        legend = "green: drafted and accepted; blue: the target's own correction or bonus"
+        console.print(legend, style="dim")
+    console.print()
+    console.print(_table(plain, fast))
+    console.print(verdict(plain.output, fast.output, params, llms["none"]))
+    _your_own_model(console)
+
+
+def load_widened(config: EngineConfig, shape: str, console: Console) -> Checkpoint:
+    """The target in the wanted shape, with a line that says what it is and how long that took."""
+    start, note = time.perf_counter(), ""
+    with make_console(stderr=True).status("loading the target ...") as status:
+        checkpoint = load_target(config)
+        if shape != "none":
+            status.update("widening the target ...")
+            checkpoint = widen_checkpoint(checkpoint, shape_named(shape, checkpoint.model.config))
+            note = ", a widened small model"
+    model = checkpoint.model
+    kind = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
+    console.print(
+        f"target: {num_parameters(model.config):,} parameters{note} ({describe(model.config)}), {kind}; "
+        f"ready in {time.perf_counter() - start:.1f} s"
+    )
+    return checkpoint
+
+
+def default_prompt() -> str:
+    """The first held-out prompt, which the shipped models have never seen."""
+    if not PROMPTS.is_file():
+        return FALLBACK_PROMPT
+    return str(json.loads(PROMPTS.read_text(encoding="utf-8").splitlines()[0])["text"])
+
+
+def verdict(plain: RequestOutput, fast: RequestOutput, params: SamplingParams, llm: LLM) -> str:
+    """Whether both texts are identical, and in which mode, type, device and build: nothing is promised beyond."""
+    model = llm.checkpoint.model
+    rule = "greedy" if params.greedy else f"{params.acceptance or 'match'}, temperature {params.temperature}"
+    dtype = str(model.dtype).removeprefix("torch.")
+    mode = f"{rule}; {dtype} on {model.device}; torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    if plain.token_ids == fast.token_ids:
+        return f"identical: yes, all {len(plain.token_ids)} tokens ({mode})"
+    pairs = zip(plain.token_ids, fast.token_ids, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain.token_ids), len(fast.token_ids)))
+    why = "ratio draws other coins" if not params.greedy and params.acceptance == "ratio" else "rounding at a near tie"
+    return (
+        f"identical: no, token {at + 1} of {len(plain.token_ids)} differs first: {why}, see docs/exactness.md ({mode})"
+    )
+
+
+def _draft(config: EngineConfig) -> str:
+    return "auto" if config.draft == "none" else config.draft
+
+
+def _warm_up(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    """First runs pay for page faults and for kernels being chosen; that is no part of either mode."""
+    llm.generate(prompt, SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=params.temperature, seed=0))
+
+
+def _live(llm: LLM, prompt: str, params: SamplingParams, console: Console) -> Outcome:
+    ids = llm.tokenizer.encode(prompt)
+    console.print(prompt, style="dim", end="", soft_wrap=True)
+    live = LiveText(llm.tokenizer, console, ids)
+    end = llm.listen(live, detail=True)
+    start, output = time.perf_counter(), None
+    try:
+        for chunk in llm.stream(ids, params):
+            output = chunk.output or output
+        seconds = time.perf_counter() - start
+    finally:
+        end()
+        live.finish()
+    assert output is not None
+    return Outcome(seconds, output)
+
+
+def _table(plain: Outcome, fast: Outcome) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "tokens", "seconds", "tokens/s", "speed-up", "acceptance", "tokens/run"):
+        table.add_column(name, justify="left" if name == "" else "right")
+    for name, outcome in (("plain", plain), ("speculative", fast)):
+        report = outcome.output.report
+        table.add_row(
+            name,
+            str(len(outcome.output.token_ids)),
+            f"{outcome.seconds:.2f}",
+            f"{outcome.tokens_per_s:.1f}",
+            f"{outcome.tokens_per_s / plain.tokens_per_s:.2f}x",
+            "-" if report.acceptance_rate is None else f"{report.acceptance_rate:.0%}",
+            "-" if report.mean_accepted_length is None else f"{report.mean_accepted_length:.2f}",
+        )
+    return table
+
+
+def _your_own_model(console: Console) -> None:
+    console.print(
+        "\nWith a model of your own (a folder with config.json, *.safetensors, tokenizer.json):", style="bold"
+    )
+    console.print('  forerun generate --target ./model --draft lookup "def fib(n):"')
+    console.print('  forerun generate --target ./model --draft ./small-model --rounds "def fib(n):"')
+    console.print("  forerun bench latency --target ./model --draft ./small-model")

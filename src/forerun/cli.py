@@ -1,0 +1,270 @@
+"""The command line: parse and call. torch is imported when a command runs, never to print help."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun import flags
+from forerun.bench.command import app as bench_app
+from forerun.errors import BadOption, ForerunError, NotFound
+from forerun.train.command import app as train_app
+
+if TYPE_CHECKING:
+    from forerun.engine.llm import LLM
+    from forerun.engine.request import RequestOutput
+    from forerun.types import SamplingParams
+
+ABORTED, BROKEN_PIPE = 130, 141  # what a shell reports for a process that SIGINT or SIGPIPE ended
+# The base of click's usage errors. typer ships its own copy of click now and imported the package before.
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
+REPORT_FIELDS = (
+    "num_steps",
+    "num_drafted",
+    "num_tested",
+    "num_accepted",
+    "num_emitted",
+    "acceptance_rate",
+    "mean_accepted_length",
+    "alpha_hat",
+    "acceptance_per_position",
+    "origins",
+)
+
+app = typer.Typer(
+    help="Speculative decoding that never changes what the model says.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench_app, name="bench")
+app.add_typer(train_app, name="train")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from forerun import __version__
+
+        typer.echo(f"forerun {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Speculative decoding that never changes what the model says."""
+
+
+# -------------------------------------------------------------------------------------------------------- generate
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="texts to continue; - = standard input")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="file with one prompt", show_default=False)] = None,
+    target: flags.Target = None,
+    draft: flags.Draft = None,
+    spec_length: flags.SpecLength = None,
+    pacing: flags.Pacing = None,
+    temperature: flags.Temperature = None,
+    top_k: flags.TopK = None,
+    top_p: flags.TopP = None,
+    min_p: flags.MinP = None,
+    max_tokens: flags.MaxTokens = None,
+    seed: flags.Seed = None,
+    stop: flags.Stop = None,
+    ignore_eos: flags.IgnoreEos = None,
+    acceptance: flags.Acceptance = None,
+    device: flags.Device = None,
+    dtype: flags.Dtype = None,
+    ops: flags.Ops = None,
+    kv_cache_backend: flags.CacheBackend = None,
+    max_seq_len: flags.MaxSeqLen = None,
+    config: flags.ConfigFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per prompt")] = False,
+    rounds: Annotated[bool, typer.Option("--rounds", help="print one line per target run instead of the text")] = False,
+) -> None:
+    """Continue a text. The continuation goes to standard output as it grows, the numbers to standard error."""
+    given = dict(locals())
+    if as_json and rounds:
+        raise BadOption("--json and --rounds exclude each other: choose one")
+    texts = _read_prompts(prompts or [], prompt_file)
+    params = flags.sampling_params(given)
+    _respond(_open(flags.engine_config(given, config)), texts, params, as_json, rounds)
+
+
+def _respond(llm: LLM, texts: Seq[str], params: SamplingParams, as_json: bool, rounds: bool) -> None:
+    if as_json:
+        for output in llm.generate(list(texts), params):
+            typer.echo(json.dumps(_as_json(output), ensure_ascii=False))
+    elif rounds:
+        for text in texts:
+            _print_rounds(llm, text, params)
+    elif len(texts) == 1:
+        _stream(llm, texts[0], params)
+    else:
+        _print_batch(llm, texts, params)
+
+
+def _open(config: Any) -> LLM:
+    from forerun.engine.llm import LLM
+
+    return LLM.from_config(config)
+
+
+def _read_prompts(prompts: Seq[str], file: Path | None) -> list[str]:
+    """Arguments, then the file; standard input where `-` stands or where nothing else was given. Texts are exact."""
+    texts = [sys.stdin.read() if text == "-" else text for text in prompts]
+    if file is not None:
+        texts.append(_read_file(file))
+    if not texts and not sys.stdin.isatty():
+        texts = [sys.stdin.read()]
+    if not any(texts):
+        raise BadOption(
+            'there is no prompt: write it as an argument ("def fib(n):"), name --prompt-file, or pipe it in'
+        )
+    return texts
+
+
+def _read_file(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadOption(f"the prompt file {str(file)!r} is not UTF-8 text: convert it first") from error
+    except OSError as error:
+        raise NotFound(f"the prompt file {str(file)!r} cannot be read ({error.strerror}): check its name") from error
+
+
+def _stream(llm: LLM, text: str, params: SamplingParams) -> None:
+    start = time.perf_counter()
+    for chunk in llm.stream(text, params):
+        sys.stdout.write(chunk.text)
+        if chunk.output is not None:
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+        if chunk.output is not None:
+            typer.echo(_summary(chunk.output, time.perf_counter() - start), err=True)
+
+
+def _summary(output: RequestOutput, seconds: float) -> str:
+    report, num_tokens = output.report, len(output.token_ids)
+    parts = [f"{num_tokens} tokens in {report.num_steps} target runs", f"{num_tokens / seconds:.1f} tokens/s"]
+    if report.acceptance_rate is not None:
+        parts.append(f"acceptance rate {report.acceptance_rate:.0%}")
+    parts += [f"seed {output.seed}", f"finished: {output.finish_reason}"]
+    return f"[{', '.join(parts)}]"
+
+
+def _print_batch(llm: LLM, texts: Seq[str], params: SamplingParams) -> None:
+    for i, output in enumerate(llm.generate(list(texts), params)):
+        typer.echo(f"==> {i + 1}: {texts[i].strip().splitlines()[-1][-60:] if texts[i].strip() else ''} <==")
+        typer.echo(output.text)
+
+
+def _print_rounds(llm: LLM, text: str, params: SamplingParams) -> None:
+    from forerun.show import RoundPrinter, make_console
+
+    ids = llm.tokenizer.encode(text)
+    printer = RoundPrinter(llm.tokenizer, make_console(), ids[-1] if ids else None)
+    end = llm.listen(printer, detail=True)
+    try:
+        for _ in llm.stream(ids, params):
+            pass
+    finally:
+        end()
+    printer.finish()
+
+
+def _as_json(output: RequestOutput) -> dict[str, Any]:
+    report = output.report
+    numbers = {name: getattr(report, name) for name in REPORT_FIELDS}
+    fields = {name: getattr(output, name) for name in ("text", "token_ids", "finish_reason", "seed")}
+    return {**fields, "report": numbers}
+
+
+# ----------------------------------------------------------------------------------------------------- demo, drafters
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str | None, typer.Argument(help="Python code to continue", show_default=False)] = None,
+    target: flags.Target = None,
+    draft: flags.Draft = None,
+    spec_length: flags.SpecLength = None,
+    shape: Annotated[str, typer.Option(help="demo or 1b (the target is widened to it in memory), or none")] = "demo",
+    temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="tokens to generate at most")] = 96,
+    seed: Annotated[int, typer.Option(help="the same seed, the same text")] = 1,
+    device: flags.Device = None,
+    dtype: flags.Dtype = None,
+) -> None:
+    """The same prompt with and without speculation: the same text, faster."""
+    given = {k: v for k, v in locals().items() if k not in ("prompt", "shape")}
+    config, params = flags.engine_config(given), flags.sampling_params(given)
+    from forerun.bench import demo as show_demo
+
+    show_demo.run(config, params, shape, prompt)
+
+
+@app.command()
+def drafters() -> None:
+    """The methods that guess, with their options."""
+    from forerun.show import method_lines
+
+    for line in method_lines("forerun.drafters"):
+        typer.echo(line)
+    typer.echo(
+        "\nChoose one with --draft NAME or --draft NAME:option=value,option=value; a path means model:path=PATH."
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- main
+
+
+def main(arguments: Seq[str] | None = None) -> None:
+    """Run the command line and exit: 0, 1 (our fault), 2 (yours), 3 (capacity), 130 (Ctrl-C), 141 (reader gone)."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
+    try:
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read us has gone. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = BROKEN_PIPE
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        code = app(arguments, prog_name="forerun", standalone_mode=False)
+    except ForerunError as error:
+        return _fail(str(error), error.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        return ABORTED
+    except _USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help text
+            typer.echo(error.format_message(), err=True)
+            return 2
+        command = error.ctx.command_path if getattr(error, "ctx", None) else "forerun"
+        return _fail(f"{error.format_message().rstrip('.')}: see {command} --help", 2)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

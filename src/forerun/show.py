@@ -1,0 +1,205 @@
+"""What a terminal shows of speculation: one line per target run, and text coloured by where it came from.
+
+With colour, accepted tokens are green, rejected ones red, corrections and bonus tokens blue (Figure 1 of Leviathan et
+al. 2023). Without (NO_COLOR, a pipe, a dumb terminal) accepted tokens are plain, rejected ones [-so-], corrections and
+bonus tokens [+so+].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+import typing
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from forerun.methods import load, names
+from forerun.text.detokenizer import Detokenizer
+from forerun.text.tokenizer import REPLACEMENT, Tokenizer
+from forerun.types import RoundDetail, StepReport
+
+Kind = Literal["accepted", "rejected", "correction", "bonus", "plain"]
+STYLES: dict[Kind, str] = {
+    "accepted": "green",
+    "rejected": "red strike",
+    "correction": "bold blue",
+    "bonus": "bold blue",
+    "plain": "",
+}
+MARKS: dict[Kind, tuple[str, str]] = {"rejected": ("[-", "-]"), "correction": ("[+", "+]"), "bonus": ("[+", "+]")}
+PIPE_WIDTH = 80  # columns, where there is no terminal to ask
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token of a round and what became of it."""
+
+    token: int
+    kind: Kind
+
+
+class _Console(Console):
+    """rich ends the process with code 1 when the reader of a pipe has gone; the command line decides here."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def make_console(stderr: bool = False) -> Console:
+    """A console that prints text as it is: no markup, no highlighting; 80 columns in a pipe."""
+    console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console
+
+
+def has_colour(console: Console) -> bool:
+    """False for NO_COLOR, a pipe, or a terminal without colours."""
+    return console.color_system is not None and not console.no_color
+
+
+def committed_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
+    """The tokens of a round that entered the output: stop conditions may have cut it short."""
+    pieces = [Piece(detail.tokens[node], "accepted") for node in detail.accepted]
+    drafted, rejected = bool(detail.tokens), any(not trial.accepted for trial in detail.trials)
+    last: Kind = "plain" if not drafted else "correction" if rejected else "bonus"
+    return [*pieces, Piece(detail.next_token, last)][:num_committed]
+
+
+def round_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
+    """The same with the rejected token where it was tried. Tokens behind it were never tested and are not shown."""
+    kept = committed_pieces(detail, num_committed)
+    rejected = [Piece(detail.tokens[trial.node], "rejected") for trial in detail.trials if not trial.accepted]
+    at = len(detail.accepted)
+    return kept[:at] + rejected + kept[at:] if len(kept) > at else kept
+
+
+def token_text(tokenizer: Tokenizer, token: int, left: int | None) -> str:
+    """How one token reads behind `left`, control characters escaped; bytes that are part of a character as <E2>."""
+    before = "" if left is None else tokenizer.decode([left])
+    text = tokenizer.decode([token] if left is None else [left, token])
+    own = text[len(before) :] if text.startswith(before) else tokenizer.decode([token])
+    if REPLACEMENT in own or not own:
+        name = tokenizer.id_to_token.get(token)
+        if name is None:
+            return f"<{token}>"
+        own = "".join(f"<{BYTES[c]:02X}>" for c in name) if all(c in BYTES for c in name) else name
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in own)
+
+
+def _byte_names() -> dict[str, int]:
+    """Character -> byte in the names of byte-level tokens (Radford et al. 2019): printable ones are themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTES = _byte_names()
+
+
+class RoundPrinter:
+    """A listener that prints one line per target run: its number, accepted/drafted, its tokens.
+
+    left: the last token of the prompt, which the first token is read behind.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, console: Console, left: int | None) -> None:
+        self._tokenizer, self._console, self._left = tokenizer, console, left
+        self._colour = has_colour(console)
+        self.num_runs = 0
+        self.num_tokens = 0
+
+    def __call__(self, report: StepReport) -> None:
+        for detail in report.rounds:
+            self.num_runs += 1
+            self.num_tokens += report.num_committed
+            pieces = round_pieces(detail, report.num_committed)
+            label = f"{self.num_runs:4} {len(detail.accepted):2}/{len(detail.tokens):<2} "
+            cells = list(self._cells(pieces))
+            for i, line in enumerate(wrap(cells, self._console.width - len(label))):
+                head = Text.assemble((label if i == 0 else " " * len(label), "dim"))
+                self._console.print(head + line, soft_wrap=True)
+
+    def finish(self) -> None:
+        """The closing line, and without colour the meaning of the marks."""
+        runs = "target run" if self.num_runs == 1 else "target runs"
+        self._console.print(f"{self.num_tokens} tokens in {self.num_runs} {runs}", style="bold")
+        if not self._colour:
+            self._console.print("per line: run, accepted/drafted, accepted [-rejected-] [+correction or bonus+]")
+
+    def _cells(self, pieces: Seq[Piece]) -> Iterator[tuple[str, str]]:
+        for piece in pieces:
+            text = token_text(self._tokenizer, piece.token, self._left)
+            if piece.kind != "rejected":
+                self._left = piece.token
+            before, after = ("", "") if self._colour else MARKS.get(piece.kind, ("", ""))
+            yield before + text + after, STYLES[piece.kind]
+
+
+def wrap(cells: Seq[tuple[str, str]], width: int) -> list[Text]:
+    """Styled texts in lines of at most `width` columns, broken between texts where possible."""
+    lines = [Text()]
+    used = 0
+    for text, style in cells:
+        if used and used + cell_len(text) > width:
+            lines.append(Text())
+            used = 0
+        while text:
+            fitting = _fitting(text, width - used)
+            lines[-1].append(text[:fitting], style)
+            used, text = used + cell_len(text[:fitting]), text[fitting:]
+            if text:
+                lines.append(Text())
+                used = 0
+    return lines
+
+
+def _fitting(text: str, width: int) -> int:
+    """Number of characters that fit into `width` columns, at least one."""
+    used = 0
+    for i, char in enumerate(text):
+        used += cell_len(char)
+        if used > width:
+            return max(i, 1)
+    return len(text)
+
+
+class LiveText:
+    """A listener that writes the output as it grows, coloured by origin where there is colour."""
+
+    def __init__(self, tokenizer: Tokenizer, console: Console, prompt_ids: Seq[int]) -> None:
+        self._detokenizer, self._console = Detokenizer(tokenizer, prompt_ids), console
+
+    def __call__(self, report: StepReport) -> None:
+        for detail in report.rounds:
+            for piece in committed_pieces(detail, report.num_committed):
+                self._write(self._detokenizer.push([piece.token]).text, STYLES[piece.kind])
+
+    def finish(self) -> None:
+        """Write what was held back, and end the line."""
+        self._write(self._detokenizer.finish() + "\n", "")
+
+    def _write(self, text: str, style: str) -> None:
+        self._console.print(Text(text, style), end="", soft_wrap=True)
+        self._console.file.flush()
+
+
+def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
+    """Every method of a room with the first sentence of its file and its options, found by scanning the folder."""
+    for name in names(package):
+        module = load(package, name, "method")
+        sentence = " ".join((module.__doc__ or "").split("\n\n")[0].split())
+        yield textwrap.fill(f"{name:8}{sentence}", width, subsequent_indent=" " * 8)
+        hints = typing.get_type_hints(module.Options)
+        for field in dataclasses.fields(module.Options):
+            kind = str(getattr(hints[field.name], "__name__", hints[field.name])).replace(" | None", "")
+            low, high = field.metadata.get("min"), field.metadata.get("max")
+            bounds = "" if low is None else f", at least {low}" if high is None else f", {low} to {high}"
+            default = "" if field.default is None else f" [default: {field.default}]"
+            text = f"{field.name} ({kind}{bounds}): {field.metadata.get('help', '')}{default}"
+            yield textwrap.fill(text, width, initial_indent=" " * 10, subsequent_indent=" " * 12)

@@ -1,0 +1,81 @@
+"""`forerun drafters`, `demo`, `bench widen` and `bench latency` on tiny checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import forerun
+from forerun import methods
+
+
+def test_drafters_lists_every_file_of_the_folder(cli: Any) -> None:
+    done = cli("drafters")
+    assert done.returncode == 0, done.stderr
+    for name in methods.names("forerun.drafters"):
+        assert any(line.startswith(name) for line in done.stdout.splitlines())
+    assert "max_n (int, 1 to 64)" in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines()[:-1])
+
+
+def test_demo_shows_both_runs_and_says_in_which_mode_they_are_identical(cli: Any) -> None:
+    arguments = ("--target", "llama", "--draft", "./draft", "--shape", "none", "--max-tokens", "16", "x = ")
+    done = cli("demo", *arguments)
+    assert done.returncode == 0, done.stderr
+    for words in ("--- plain decoding ---", "--- with speculation ---", "speed-up", "forerun bench latency --target"):
+        assert words in done.stdout
+    identical = next(line for line in done.stdout.splitlines() if line.startswith("identical: "))
+    assert identical.startswith("identical: yes, all 16 tokens (greedy; float32 on cpu; torch ")
+    assert all(len(line) <= 80 for line in done.stdout.splitlines() if line.startswith(("plain", "speculative")))
+
+
+def test_bench_widen_writes_a_checkpoint_that_says_the_same(cli: Any, tmp_path: Path) -> None:
+    sizes = (
+        "--hidden-size",
+        "128",
+        "--num-layers",
+        "3",
+        "--num-heads",
+        "16",
+        "--num-kv-heads",
+        "4",
+        "--ffn-size",
+        "64",
+    )
+    out = str(tmp_path / "wide")
+    done = cli("bench", "widen", "llama", out, *sizes)
+    assert done.returncode == 0, done.stderr
+    assert "a widened small model (hidden 128, 3 layers, ffn 64, 16/4 heads of 8, 257 ids)" in done.stdout
+    base = ("--draft", "none", "--temperature", "0", "--max-tokens", "24", "--json", "def f(n):")
+    small, wide = (json.loads(cli("generate", "--target", folder, *base).stdout) for folder in ("llama", out))
+    assert small["token_ids"] == wide["token_ids"]
+
+
+def test_bench_latency_prints_ceiling_table_and_one_json_line(cli: Any, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "text": "def f(n):"}\n{"id": "b", "text": "class A:"}\n', encoding="utf-8")
+    base = ("--target", "llama", "--draft", "./draft", "--draft", "lookup", "--prompt-file", str(prompts))
+    done = cli("bench", "latency", *base, "--max-tokens", "24", "--spec-length", "3")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("ceiling: ") for line in lines[:4])
+    assert done.stderr == ""  # no progress bar in a pipe
+    record = json.loads(lines[-1])
+    assert [(line["temperature"], line["draft"]) for line in record["lines"]] == [
+        (t, draft) for t in (0.0, 1.0) for draft in ("none", "./draft", "lookup")
+    ]
+    plain = record["lines"][0]
+    assert plain["speedup"] == 1.0
+    assert plain["tokens_per_step"] == 1.0
+    model = record["lines"][1]
+    assert 0 <= model["alpha_hat"] <= 1
+    assert model["c"] > 0
+    assert model["theorem_3_8"] > 0
+    assert record["num_parameters"] > 0
+    assert record["bytes_per_pass"] == 4 * record["num_parameters"]
+    assert record["widened"] is False
+
+
+def test_public_names_load_when_used() -> None:
+    for name in forerun.__all__:
+        assert getattr(forerun, name).__name__ == name
+    assert set(forerun.__all__) <= set(dir(forerun))

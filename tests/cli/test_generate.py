@@ -1,0 +1,120 @@
+"""`forerun generate` as a user runs it: every architecture, every way in and out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GREEDY = ("--temperature", "0", "--max-tokens", "12")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+def test_every_architecture_with_every_drafter(cli: Any, architecture: str) -> None:
+    texts = set()
+    for draft in ("none", "lookup:max_n=2", "./draft"):
+        done = cli("generate", "--target", f"./{architecture}", "--draft", draft, *GREEDY, "def f(n):")
+        assert done.returncode == 0, done.stderr
+        assert "12 tokens in" in done.stderr
+        texts.add(done.stdout)
+    assert len(texts) == 1
+
+
+def test_json_has_text_tokens_and_report(cli: Any) -> None:
+    done = cli("generate", "--target", "llama", "--draft", "./draft", *GREEDY, "--json", "a", "bb")
+    outputs = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(outputs) == 2
+    for output in outputs:
+        assert len(output["token_ids"]) == 12
+        assert output["finish_reason"] == "length"
+        report = output["report"]
+        assert len(report["origins"]) == 12
+        assert report["num_emitted"] >= 12
+        assert set(report) >= {"acceptance_rate", "mean_accepted_length", "alpha_hat", "acceptance_per_position"}
+
+
+def test_the_ways_in_are_one_prompt(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("def f(n):\n", encoding="utf-8")
+    base = ("generate", "--target", "llama", "--draft", "none", *GREEDY)
+    outputs = [
+        cli(*base, "def f(n):\n").stdout,
+        cli(*base, "--prompt-file", str(file)).stdout,
+        cli(*base, stdin="def f(n):\n").stdout,
+        cli(*base, "-", stdin="def f(n):\n").stdout,
+    ]
+    assert len(set(outputs)) == 1
+    assert outputs[0].strip()
+
+
+def test_stop_string_is_cut_and_names_the_reason(cli: Any) -> None:
+    base = ("generate", "--target", "llama", "--draft", "none", "--temperature", "0", "--json", "--max-tokens", "40")
+    text = json.loads(cli(*base, "def f(n):").stdout)["text"]
+    stop = next(char for char in text[5:] if char.isascii() and char.isprintable())
+    cut = json.loads(cli(*base, "--stop", stop, "def f(n):").stdout)
+    assert cut["text"] == text[: text.index(stop)]
+    assert cut["finish_reason"] == "stop"
+
+
+def test_seed_repeats_and_is_reported(cli: Any) -> None:
+    base = ("generate", "--target", "llama", "--json", "--max-tokens", "12", "x")
+    first = json.loads(cli(*base, "--seed", "7", "--draft", "none").stdout)
+    second = json.loads(cli(*base, "--seed", "7", "--draft", "./draft").stdout)
+    assert first["seed"] == 7
+    assert first["token_ids"] == second["token_ids"]  # match verification: the drafter does not matter
+
+
+def test_variables_and_config_file_are_below_flags(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "forerun.toml"
+    file.write_text('target = "nowhere"\ndraft = "none"\n', encoding="utf-8")
+    base = ("generate", *GREEDY, "--json", "--config", str(file), "x")
+    assert "nowhere" in cli(*base).stderr
+    from_variable = cli(*base, FORERUN_TARGET="llama")
+    assert json.loads(from_variable.stdout)["report"]["num_drafted"] == 0
+    from_flag = cli(*base, "--draft", "./draft", FORERUN_TARGET="llama", FORERUN_DRAFT="lookup")
+    assert json.loads(from_flag.stdout)["report"]["num_drafted"] > 12
+
+
+def test_batch_prints_a_heading_for_each_prompt(cli: Any) -> None:
+    done = cli("generate", "--target", "llama", *GREEDY, "one", "two")
+    assert "==> 1: one <==" in done.stdout
+    assert "==> 2: two <==" in done.stdout
+
+
+# ----------------------------------------------------------------------------------------------------------- rounds
+
+
+def rounds(cli: Any, *more: str, **env: str) -> list[str]:
+    done = cli("generate", "--target", "llama", "--rounds", "--max-tokens", "40", "--temperature", "0", *more, **env)
+    assert done.returncode == 0, done.stderr
+    return list(done.stdout.splitlines())
+
+
+def test_rounds_count_tokens_and_runs(cli: Any) -> None:
+    lines = rounds(cli, "--draft", "./llama", "def f(n):")  # the target drafts for itself: everything is accepted
+    assert lines[0].startswith("   1  5/5")
+    assert "[-" not in "".join(lines[:-1])
+    assert lines[-2] == "40 tokens in 7 target runs"
+
+
+def test_rounds_mark_rejections_in_a_real_pipe(process: Any) -> None:
+    lines = rounds(process, "--draft", "./draft", "def f(n):")
+    assert any("[-" in line and "-][+" in line for line in lines[:-1])
+    assert all(len(line) <= 80 for line in lines)
+    assert "\x1b" not in "".join(lines)
+
+
+def test_rounds_in_colour_have_no_marks_and_no_color_wins(cli: Any) -> None:
+    coloured = "\n".join(rounds(cli, "--draft", "./draft", "x", FORCE_COLOR="1", TERM="xterm-256color"))
+    assert "\x1b[9;31m" in coloured  # red, struck through
+    assert "[-" not in coloured
+    plain = "\n".join(rounds(cli, "--draft", "./draft", "x", FORCE_COLOR="1", TERM="xterm-256color", NO_COLOR="1"))
+    assert "[-" in plain
+    assert "31m" not in plain
+
+
+def test_rounds_wrap_in_80_columns(cli: Any) -> None:
+    lines = rounds(cli, "--draft", "./llama", "--spec-length", "39", "def f(n):")
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[1].startswith(" " * 11)
+    assert lines[-2] == "40 tokens in 1 target run"

@@ -1,0 +1,93 @@
+"""What the terminal shows: pieces of a round, token texts, wrapping, live text."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from forerun.show import LiveText, Piece, RoundPrinter, committed_pieces, round_pieces, token_text, wrap
+from forerun.text import Tokenizer
+from forerun.types import RoundDetail, StepReport, Trial
+
+
+@pytest.fixture
+def tokenizer(checkpoints: Path) -> Tokenizer:
+    return Tokenizer.load(checkpoints / "llama")
+
+
+def round_of(drafted: list[int], num_accepted: int, next_token: int) -> RoundDetail:
+    """A chain of which the first tokens were accepted and the one behind them, if any, rejected."""
+    tried = drafted[: num_accepted + 1]
+    return RoundDetail(
+        sequence_id=0,
+        position=9,
+        tokens=drafted,
+        parents=[i - 1 for i in range(len(drafted))],
+        draft_probs=[1.0] * len(drafted),
+        target_probs=[1.0] * len(drafted),
+        trials=[Trial(i, 1.0, 1.0, i < num_accepted) for i in range(len(tried))],
+        accepted=list(range(num_accepted)),
+        next_token=next_token,
+        granted=len(drafted),
+    )
+
+
+def test_pieces_of_a_correction_a_bonus_and_a_plain_round() -> None:
+    assert round_pieces(round_of([1, 2, 3], 1, 9), 2) == [
+        Piece(1, "accepted"),
+        Piece(2, "rejected"),
+        Piece(9, "correction"),
+    ]
+    assert round_pieces(round_of([1, 2], 2, 9), 3)[-1] == Piece(9, "bonus")
+    assert round_pieces(round_of([], 0, 9), 1) == [Piece(9, "plain")]
+
+
+def test_what_a_stop_condition_cut_is_not_shown() -> None:
+    assert committed_pieces(round_of([1, 2, 3], 3, 9), 2) == [Piece(1, "accepted"), Piece(2, "accepted")]
+    assert round_pieces(round_of([1, 2, 3], 1, 9), 1) == [Piece(1, "accepted")]
+
+
+def test_token_text_escapes_controls_and_names_bytes(tokenizer: Tokenizer) -> None:
+    texts = [token_text(tokenizer, i, None) for i in tokenizer.encode("a\n\té")]
+    assert texts == ["a", "\\n", "\\t", "<C3>", "<A9>"]
+    assert token_text(tokenizer, 0, 5) == "<|end|>"
+    assert token_text(tokenizer, 9999, None) == "<9999>"
+
+
+def test_wrap_breaks_between_tokens_and_inside_only_where_it_must() -> None:
+    lines = wrap([("abcd", ""), ("efg", ""), ("hijklmnopq", "")], 6)
+    assert [line.plain for line in lines] == ["abcd", "efg", "hijklm", "nopq"]
+    assert [line.plain for line in wrap([("日本語", "")], 4)] == ["日本", "語"]
+
+
+def report_of(detail: RoundDetail, num_committed: int) -> StepReport:
+    return StepReport(num_committed=num_committed, rounds=[detail])
+
+
+def test_round_printer_closes_with_the_count(tokenizer: Tokenizer) -> None:
+    out = io.StringIO()
+    printer = RoundPrinter(tokenizer, Console(file=out, width=80, highlight=False, markup=False), None)
+    a, b, c = tokenizer.encode("abc")
+    printer(StepReport(num_prefill_tokens=4))
+    printer(report_of(round_of([a, b], 1, c), 2))
+    printer(report_of(round_of([], 0, a), 1))
+    printer.finish()
+    lines = out.getvalue().splitlines()
+    assert lines[:3] == ["   1  1/2  a[-b-][+c+]", "   2  0/0  a", "3 tokens in 2 target runs"]
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_live_text_is_the_exact_text(tokenizer: Tokenizer, colour: bool) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=20, highlight=False, markup=False, force_terminal=colour, color_system="standard")
+    live = LiveText(tokenizer, console, [])
+    text = "if x:\n    [bold] = 'é'  # a long line that is not wrapped\n\n\n  y  "
+    ids = tokenizer.encode(text)
+    for i in range(0, len(ids), 3):
+        live(report_of(round_of(ids[i : i + 2], len(ids[i : i + 2]), (ids[i + 2 : i + 3] or [0])[0]), 3))
+    live.finish()
+    plain = out.getvalue()
+    for code in ("\x1b[32m", "\x1b[1;34m", "\x1b[0m"):
+        plain = plain.replace(code, "")
+    assert plain == text + "\n"

@@ -1,0 +1,358 @@
+"""The pipeline: each rule by hand, the order, ties, edges, and agreement with transformers where definitions agree."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from transformers.generation import logits_process as hf
+
+from forerun.errors import BadOption, InternalError
+from forerun.sampling import History, logprobs_of, probs
+from forerun.types import SamplingParams, Sequence
+from house.enumeration import second_pipeline
+
+INF = math.inf
+
+
+def row(*logits: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.tensor(logits, dtype=dtype)
+
+
+def law(logits: torch.Tensor, history: History = History(), **params) -> list[float]:  # noqa: B008 - frozen
+    return probs(logits, SamplingParams(**params), history).dense.tolist()
+
+
+def support(logits: torch.Tensor, **params) -> list[int]:
+    return [i for i, p in enumerate(law(logits, **params)) if p > 0]
+
+
+# ------------------------------------------------------------------------------------------------------- the softmax
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_softmax_keeps_the_width_and_the_logits(dtype):
+    logits = torch.randn(97, dtype=dtype)
+    before = logits.clone()
+    everything = {"top_k": 9, "top_p": 0.9, "min_p": 0.01, "presence_penalty": 1.0, "logit_bias": {3: 1.0}}
+    for params in ({}, {"temperature": 0.7}, {"temperature": 0.0, "repetition_penalty": 2.0}, everything):
+        made = probs(logits, SamplingParams(**params), History([1, 2, 3], 1))
+        assert logits.equal(before), "the row belongs to the model"
+        assert made.dense is None or made.dense.dtype == dtype
+    assert law(logits) == pytest.approx(logits.double().softmax(0).tolist(), abs=1e-7)
+
+
+def test_half_precision_is_widened():
+    assert probs(torch.randn(9).bfloat16(), SamplingParams()).dense.dtype == torch.float32
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 0.01, 1.0, 1e6])
+def test_no_temperature_overflows(temperature):
+    made = law(row(1e30, -1e30, 3.0, -INF, dtype=torch.float32), temperature=temperature)
+    assert made[0] == 1
+    assert made[3] == 0
+    assert sum(law(row(80.0, 79.9, -INF, dtype=torch.float32), temperature=temperature)) == pytest.approx(1)
+
+
+def test_excluded_ids_are_exact_zeros():
+    assert law(row(0.0, -INF, 0.0)) == [0.5, 0.0, 0.5]
+
+
+# ------------------------------------------------------------------------------------------------------------ greedy
+
+
+def test_greedy_is_a_point_and_takes_the_lowest_id_on_ties():
+    assert probs(row(1.0, 5.0, 5.0, 2.0), SamplingParams(temperature=0)).point == 1
+    wide = torch.full((100_003,), 1.0)
+    wide[[40_000, 99_999]] = 2.0
+    made = probs(wide, SamplingParams(temperature=0, top_k=1, top_p=0.1))
+    assert (made.point, made.dense) == (40_000, None)
+
+
+def test_greedy_leaves_after_penalties_and_masks():
+    logits, history = row(3.0, 2.9, 2.8), History([0, 1], 0, end_ids=frozenset({2}))
+    assert probs(logits, SamplingParams(temperature=0, presence_penalty=1.0), history).point == 2
+    assert probs(logits, SamplingParams(temperature=0, presence_penalty=1.0, min_tokens=3), history).point == 0
+
+
+# --------------------------------------------------------------------------------------------------------- penalties
+
+
+def test_repetition_divides_positive_and_multiplies_other_logits_once_per_id():
+    history = History([0, 0, 1, 3], 3)  # prompt and output alike; id 0 twice
+    made = np.log(law(row(2.0, -1.0, 1.0, 0.0), history, repetition_penalty=2.0))
+    assert made - made[2] == pytest.approx([0.0, -3.0, 0.0, -1.0])
+
+
+def test_presence_and_frequency_count_the_output_only():
+    history = History([0, 0, 1, 1, 1, 2], 2)
+    made = np.log(law(row(0.0, 0.0, 0.0, 0.0), history, presence_penalty=0.5, frequency_penalty=0.25))
+    assert made - made[0] == pytest.approx([0.0, -1.25, -0.75, 0.0])
+
+
+def test_drafted_tokens_count_like_committed_ones():
+    seq = Sequence(0, [0, 1, 1], 1, SamplingParams(), 0, 99)
+    rest = {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.3}
+    logits = torch.randn(5, dtype=torch.float64)
+    drafted = law(logits, History.of(seq, [3, 3]), **rest)
+    seq.commit([3, 3])
+    assert drafted == law(logits, History.of(seq), **rest)
+    assert drafted != law(logits, History.of(seq, [3]), **rest)
+
+
+def test_ids_beyond_the_row_are_no_ones_penalty():
+    """A draft model may have a smaller head than the target whose tokens it continues."""
+    history = History([7, 1], 0, end_ids=frozenset({9}), bad_word_ids=((8,),))
+    params = {"repetition_penalty": 2.0, "presence_penalty": 1.0, "min_tokens": 3}
+    assert law(row(1.0, 1.0, 1.0), history, **params) == law(row(1.0, 1.0, 1.0), History([1], 0), **params)
+
+
+# ------------------------------------------------------------------------------------------------------------- masks
+
+
+def test_end_ids_are_masked_until_min_tokens():
+    logits, ends = row(0.0, 5.0, 0.0), frozenset({1})
+    for num_output in range(4):
+        history = History([0] * (2 + num_output), 2, end_ids=ends)
+        made = law(logits, history, min_tokens=2)
+        assert (made[1] == 0) == (num_output < 2)
+    assert law(logits, History((), 0, ends))[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "banned"),
+    [([], [4]), ([0], [1, 4]), ([0, 1], [2, 4]), ([2, 0, 1], [2, 4]), ([1], [4])],
+)
+def test_bad_words_are_not_completed(tokens, banned):
+    history = History(tokens, 0, bad_word_ids=((4,), (0, 1), (0, 1, 2)))
+    assert [i for i, p in enumerate(law(torch.zeros(6), history)) if p == 0] == banned
+
+
+def test_a_bad_word_may_begin_in_the_prompt_or_in_the_draft():
+    seq = Sequence(0, [5, 0], 2, SamplingParams(), 0, 99, bad_word_ids=((0, 1, 2),))
+    assert law(torch.zeros(4), History.of(seq, [1]))[2] == 0
+    assert law(torch.zeros(4), History.of(seq, [1, 1]))[2] > 0
+
+
+def test_bias():
+    made = np.log(law(row(0.0, 0.0, 0.0), logit_bias={2: 1.5}))
+    assert made - made[0] == pytest.approx([0, 0, 1.5])
+    assert law(row(1.0, 1.0), logit_bias={0: -INF}) == [0.0, 1.0]
+
+
+# ---------------------------------------------------------------------------------------------------------- the order
+
+
+def test_bias_comes_before_the_repetition_penalty():
+    made = np.log(law(row(-1.0, 0.0), History([0], 0), repetition_penalty=2.0, logit_bias={0: 3.0}))
+    assert made[0] - made[1] == pytest.approx(1.0)  # (-1 + 3) / 2; the other order gives 1
+
+
+def test_the_penalty_comes_before_the_presence_penalty():
+    made = np.log(law(row(4.0, 0.0), History([0], 0), repetition_penalty=2.0, presence_penalty=1.0))
+    assert made[0] - made[1] == pytest.approx(1.0)  # 4 / 2 - 1, not (4 - 1) / 2
+
+
+def test_temperature_comes_before_min_p_and_top_p():
+    logits = row(2.0, 1.0, 0.0)
+    assert support(logits, min_p=0.2) == [0, 1]
+    assert support(logits, min_p=0.2, temperature=10.0) == [0, 1, 2]
+    assert support(logits, top_p=0.7) == [0, 1]
+    assert support(logits, top_p=0.7, temperature=0.1) == [0]
+
+
+def test_top_p_is_of_what_top_k_and_min_p_left():
+    logits = row(*np.log([0.4, 0.3, 0.2, 0.1]))
+    assert support(logits, top_p=0.65) == [0, 1]
+    assert support(logits, top_p=0.5, top_k=2) == [0], "0.4 / 0.7 reaches 0.5"
+    assert support(logits, top_p=0.5, min_p=0.7) == [0]
+    assert support(logits, top_p=0.65, top_k=2) == [0, 1]
+
+
+# ------------------------------------------------------------------------------------------------------- the filters
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 6, 99])
+def test_top_k_is_exact_and_fills_ties_by_lowest_id(k):
+    assert support(row(1.0, 3.0, 2.0, 2.0, 2.0, 0.0), top_k=k) == sorted([1, 2, 3, 4, 0, 5][:k])
+
+
+def test_top_k_over_excluded_ids():
+    assert support(row(-INF, 1.0, -INF, -INF), top_k=3) == [1]
+
+
+def test_min_p_keeps_what_is_equal():
+    assert support(row(*np.log([0.5, 0.25, 0.125, 0.125])), min_p=1.0) == [0]
+    assert support(row(0.0, 0.0, -1.0), min_p=1.0) == [0, 1]
+    assert support(row(0.0, math.log(0.25), -9.0), min_p=0.25) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(1e-9, [1]), (0.39, [1]), (0.41, [1, 3]), (0.69, [1, 3]), (0.71, [0, 1, 3]), (1, [0, 1, 2, 3])],
+)
+def test_top_p_keeps_the_token_that_crosses(top_p, kept):
+    assert support(row(*np.log([0.2, 0.4, 0.1, 0.3])), top_p=top_p) == kept
+
+
+def test_top_p_breaks_ties_by_lowest_id():
+    assert support(torch.zeros(8), top_p=0.5) == [0, 1, 2, 3]
+    assert support(torch.zeros(8), top_p=0.51) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0, 20.0])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 1 - 1e-12])
+def test_top_p_without_a_full_sort_is_top_p_with_one(scale, top_p):
+    """Candidates by growing thresholds, against the definition over a stable sort of everything."""
+    logits = torch.randn(3001, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * scale
+    order = sorted(range(3001), key=lambda i: (-float(logits[i]), i))
+    weights = np.exp(logits.numpy() - float(logits.max()))
+    count = int(np.searchsorted(np.cumsum(weights[order]), top_p * weights.sum())) + 1
+    assert abs(len(support(logits, top_p=top_p)) - len(order[:count])) <= (1 if top_p > 0.9999 else 0)
+    assert set(support(logits, top_p=top_p)) <= set(order[: count + 1])
+
+
+PARAMS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+        "top_k": st.integers(0, 7),
+        "top_p": st.sampled_from([0.17, 0.53, 0.91, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.03, 0.37, 1.0]),
+        "repetition_penalty": st.sampled_from([1.0, 0.7, 1.9]),
+        "presence_penalty": st.sampled_from([0.0, -0.4, 1.3]),
+        "frequency_penalty": st.sampled_from([0.0, 0.35]),
+        "min_tokens": st.integers(0, 4),
+        "logit_bias": st.dictionaries(st.integers(0, 5), st.sampled_from([-2.0, 0.7]), max_size=3),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), PARAMS, st.lists(st.integers(0, 5), max_size=8), st.integers(0, 10**6))
+def test_the_pipeline_is_the_one_written_twice(data, params, tokens, seed):
+    """Against lists and full sorts (tests/house/enumeration.py), whole numbers included so that ties happen."""
+    num_prompt = data.draw(st.integers(0, len(tokens)))
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(6, generator=generator, dtype=torch.float64) * 2
+    if seed % 3 == 0:
+        logits = logits.round()
+    wanted = SamplingParams(**params)
+    made = probs(logits, wanted, History(tokens, num_prompt, frozenset({4})))
+    expected = second_pipeline(logits.tolist(), wanted, tokens[:num_prompt], tokens[num_prompt:], {4})
+    assert [made.at(i) for i in range(6)] == pytest.approx(expected, abs=1e-12)
+
+
+# ----------------------------------------------------------------------------------------------------- transformers
+
+
+def warped(logits: torch.Tensor, tokens: Seq[int], *steps) -> torch.Tensor:
+    scores = logits[None].clone()
+    for step in steps:
+        scores = step(torch.tensor([tokens]), scores)
+    return scores[0].softmax(0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_transformers_agrees_where_definitions_agree(seed):
+    """Same steps in the same order; rows without ties. Its top-p sums from the other end, in the row's width."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(500, generator=generator, dtype=torch.float64) * 3
+    tokens = torch.randint(500, (40,), generator=generator).tolist()
+    steps = {
+        "repetition_penalty": hf.RepetitionPenaltyLogitsProcessor(1.3),
+        "temperature": hf.TemperatureLogitsWarper(0.8),
+        "top_k": hf.TopKLogitsWarper(60),
+        "min_p": hf.MinPLogitsWarper(0.02),
+        "top_p": hf.TopPLogitsWarper(0.9),
+    }
+    values = {"repetition_penalty": 1.3, "temperature": 0.8, "top_k": 60, "min_p": 0.02, "top_p": 0.9}
+    for n in range(1, len(steps) + 1):
+        for names in itertools.combinations(steps, n):
+            made = probs(logits, SamplingParams(**{k: values[k] for k in names}), History(tokens, 10)).dense
+            assert made.numpy() == pytest.approx(warped(logits, tokens, *(steps[k] for k in names)).numpy(), abs=1e-13)
+
+
+def test_transformers_agrees_on_bad_words_and_min_tokens():
+    logits = torch.randn(20, dtype=torch.float64)
+    words = [[3], [5, 6], [1, 2, 4]]
+    for tokens in ([7, 1, 2], [7, 8, 5], [9, 9, 9]):
+        steps = (
+            hf.NoBadWordsLogitsProcessor(words, eos_token_id=19),
+            hf.MinNewTokensLengthLogitsProcessor(1, 3, 19),
+        )
+        history = History(tokens, 1, frozenset({19}), tuple(map(tuple, words)))
+        made = law(logits, history, min_tokens=3)
+        assert made == pytest.approx(warped(logits, tokens, *steps).tolist(), abs=1e-14)
+
+
+# ------------------------------------------------------------------------------------------------- dead ends, errors
+
+
+def test_nothing_left_is_the_users_affair():
+    for params in ({"logit_bias": {0: -INF, 1: -INF}}, {"temperature": 0, "logit_bias": {0: -INF, 1: -INF}}):
+        with pytest.raises(BadOption, match="no token is left"):
+            probs(row(1.0, 2.0), SamplingParams(**params))
+    with pytest.raises(BadOption, match="no token is left"):
+        probs(row(1.0, 2.0), SamplingParams(min_tokens=1), History((), 0, frozenset({0, 1})))
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF])
+def test_logits_that_are_no_numbers_are_ours(bad):
+    for temperature in (0.0, 1.0):
+        with pytest.raises(InternalError, match="no numbers"):
+            probs(row(1.0, bad, 0.0), SamplingParams(temperature=temperature))
+    with pytest.raises(InternalError, match="no numbers"):
+        probs(row(-INF, -INF), SamplingParams())
+    with pytest.raises(InternalError, match="no numbers"):
+        logprobs_of(row(bad, 1.0), 0, 1)
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused():
+    with pytest.raises(BadOption, match=r"logit_bias names id 7.*ids 0 to 2"):
+        probs(row(1.0, 2.0, 3.0), SamplingParams(logit_bias={7: 1.0}))
+
+
+# ----------------------------------------------------------------------------------------------- history, logprobs
+
+
+def test_history_reads_both_parts_without_a_copy():
+    seq = Sequence(0, [1, 2, 3], 2, SamplingParams(), 0, 99)
+    joined = History.of(seq, [4, 5]).tokens
+    assert list(joined) == [1, 2, 3, 4, 5]
+    assert (len(joined), joined[0], joined[3], joined[-1], joined[-3]) == (5, 1, 4, 5, 3)
+    assert (list(joined[2:4]), list(joined[-2:])) == ([3, 4], [4, 5])
+    assert History.of(seq).tokens is seq.tokens
+    assert (History.of(seq, [4, 5]).num_output_tokens, History().num_output_tokens) == (3, 0)
+    with pytest.raises(IndexError):
+        joined[5]
+
+
+def test_logprobs_are_of_the_raw_distribution():
+    logits = torch.randn(50, dtype=torch.float64)
+    expected = logits.log_softmax(0)
+    made = logprobs_of(logits, 7, 5)
+    assert (made.token_id, made.logprob) == (7, pytest.approx(float(expected[7])))
+    values, ids = expected.topk(5)
+    assert [i for i, _ in made.top] == ids.tolist()
+    assert [p for _, p in made.top] == pytest.approx(values.tolist())
+    assert logprobs_of(logits, 7, 0).top == []
+    assert len(logprobs_of(logits[:3], 1, 20).top) == 3
+
+
+def test_logprobs_list_ties_by_lowest_id():
+    assert [i for i, _ in logprobs_of(row(0.0, 1.0, 0.0, 1.0, 0.0), 0, 4).top] == [1, 3, 0, 2]
+    assert logprobs_of(row(0.0, -INF), 1, 2).logprob == -INF
+
+
+def test_a_row_does_not_depend_on_where_it_lies():
+    """Row invariance (docs/exactness.md): the bits are those of the row alone, whatever tensor it is a slice of."""
+    block = torch.randn(7, 1003)
+    params = SamplingParams(temperature=0.9, top_k=200, top_p=0.95, min_p=0.001)
+    for i in range(7):
+        for view in (block[i], block[i].clone(), block.T.contiguous().T[i]):
+            assert probs(view, params).dense.equal(probs(block[i : i + 1].clone()[0], params).dense)
