@@ -1,8 +1,8 @@
 # `make demo` and `make test` set everything up themselves, in .venv beside this file. All they need is make and
 # Python 3.11 or newer with its venv module.
 #
-#   TORCH_INDEX   one more package index for torch, such as https://download.pytorch.org/whl/cpu for the small CPU
-#                 build where the default would be the CUDA build of several gigabytes
+#   TORCH_INDEX   one more package index for torch, such as PyTorch's own for the small CPU builds, where the default
+#                 would be the CUDA build of several gigabytes
 #   PYTHON        the interpreter .venv is made with; the first one found that is new enough if not given
 #   ARGS          more arguments for demo, bench, test and parity: make bench ARGS="--help"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +39,23 @@ def write_card(
     prompts: Path,
     out: Path,
     commands: Path | None = None,
-    history: list[Path] | tuple[Path, ...] = (),
+    history: Seq[Path] = (),
+    target_history: Seq[Path] = (),
 ) -> None:
     """Writes the card to `out`, and the list of source files beside it as sources.txt.
 
-    target, draft: out folders of `train lm`; numbers: what `train pair --out` wrote; history: out folders of earlier
-    stages of the draft. Raises NotFound where one of their files is missing.
+    target, draft: out folders of `train lm`; numbers: what `train pair --out` wrote; history, target_history: out
+    folders of earlier stages of the draft and of the target. Raises NotFound where one of their files is missing.
     """
-    target_run, draft_run = read_run(target), read_run(draft)
+    target_run = read_run(target)
     corpus = load_corpus()
     if corpus.fingerprint() != target_run["corpus_sha256"]:
         raise NotFound("the corpus of this Python is not the one that the target was trained on: use that version")
     parts = [
-        INTRODUCTION + model_table(target_run, draft_run, target, draft, history),
+        INTRODUCTION + model_table((*target_history, target), (*history, draft)),
         pair_section(numbers),
         data_section(target_run, corpus_counts(corpus), out),
-        stage_section([("target", target), *((f"draft, stage {i + 1}", run) for i, run in enumerate(history))], draft),
+        stage_section((*target_history, target), (*history, draft)),
         samples_section(target / "model", prompts),
     ]
     if commands is not None:
@@ -78,15 +80,14 @@ def corpus_counts(corpus: Any) -> dict[str, tuple[int, int]]:
     return {name: (len(split), sum(len(d.text) for d in split)) for name, split in splits.items()}
 
 
-def model_table(
-    target: dict[str, Any], draft: dict[str, Any], target_folder: Path, draft_folder: Path, history: Any
-) -> str:
+def model_table(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
     """Rows of the table under the introduction: shapes, parameters, bytes, tokens, losses, date."""
-    runs = (target, draft)
+    stages = [[read_run(folder) for folder in folders] for folders in (target_stages, draft_stages)]
+    runs = [runs_of_model[-1] for runs_of_model in stages]
     shapes = [run["options"]["shape"] for run in runs]
-    earlier = [read_run(folder) for folder in history]
-    tokens = [target["log"][-1]["tokens"], sum(run["log"][-1]["tokens"] for run in (*earlier, draft))]
-    sizes = [(folder / "model" / "model.safetensors").stat().st_size for folder in (target_folder, draft_folder)]
+    tokens = [sum(run["log"][-1]["tokens"] for run in runs_of_model) for runs_of_model in stages]
+    folders = (target_stages[-1], draft_stages[-1])
+    sizes = [(folder / "model" / "model.safetensors").stat().st_size for folder in folders]
     rows = [
         ("parameters", [f"{run['num_parameters']:,}" for run in runs]),
         ("hidden size", [s["hidden_size"] for s in shapes]),
@@ -143,31 +144,36 @@ def data_section(run: dict[str, Any], counts: dict[str, tuple[int, int]], out: P
     )
 
 
-def stage_section(stages: list[tuple[str, Path]], draft: Path) -> str:
-    """Options and losses of each run."""
+def stage_section(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
+    """Options and losses of each run. Stages before the last may have been stopped early: their steps are those done."""
     text = (
         "## Training\n\nAdamW (0.9, 0.95), weight decay on matrices, gradient norm clipped, linear warm-up, constant "
         "rate, linear decay to 0.\nLosses are nats per token; alpha is the mean of sum min(p, q), agreement the share "
         "of equal argmaxes, both along held-out text.\n\n"
-        "| run | loss | steps | tokens per step | peak rate | hours | validation | kl | alpha | agreement |\n"
-        "|---|---|---|---|---|---|---|---|---|---|\n"
+        "| run | layers | loss | steps | tokens per step | peak rate | hours | validation | kl | alpha | agreement |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|\n"
     )
-    for name, folder in (*stages, ("draft, last stage", draft)):
+    named = [(name, f) for name, folders in (("target", target_stages), ("draft", draft_stages)) for f in folders]
+    for name, folder in named:
         run = read_run(folder)
-        options, last = run["options"], final(run)
+        options, last = run["options"], last_numbers(run)
         measured = [
             f"{last[key]:.4f}" if key in last else "" for key in ("validation_loss", "kl", "alpha", "agreement")
         ]
         text += (
-            f"| {name} | {options['loss']} | {options['steps']:,} | {options['tokens_per_step']:,} | "
-            f"{options['lr']:g} | {last['elapsed_s'] / 3600:.2f} | {' | '.join(measured)} |\n"
+            f"| {name} | {options['shape']['num_layers']} | {options['loss']} | {last['step']:,} | "
+            f"{options['tokens_per_step']:,} | {options['lr']:g} | {last['elapsed_s'] / 3600:.2f} | "
+            f"{' | '.join(measured)} |\n"
         )
-    curve = ", ".join(
-        f"{line['tokens'] / 1e6:.2f} M: {line['validation_loss']:.3f}"
-        for line in read_run(stages[0][1])["log"]
-        if "validation_loss" in line
-    )
-    return f"{text}\nValidation loss of the target by tokens seen: {curve}.\n\nSeed 0, torch {run['torch']}, CPU.\n"
+    return f"{text}\nSeeds 0 and 1, torch {run['torch']}, CPU, float32.\n"
+
+
+def last_numbers(run: dict[str, Any]) -> dict[str, Any]:
+    """The newest value of every number in a run's log."""
+    numbers: dict[str, Any] = {}
+    for line in run["log"]:
+        numbers |= line
+    return numbers
 
 
 def samples_section(target: Path, prompts: Path) -> str:

@@ -170,12 +170,13 @@ def card(
     out: Annotated[Path, typer.Option(help="File to write, Markdown; the list of sources goes beside it.")],
     commands: Annotated[Path | None, typer.Option(help="Text file with the commands that were run.")] = None,
     history: Annotated[list[Path] | None, typer.Option(help="Out folders of runs that the draft started from.")] = None,
+    target_history: Annotated[list[Path] | None, typer.Option(help="The same for the target.")] = None,
 ) -> None:
     """Write the model card of a pair from the logs of its runs."""
     from forerun.train.card import write_card
 
     with refusals():
-        write_card(target, draft, numbers, prompts, out, commands, history or [])
+        write_card(target, draft, numbers, prompts, out, commands, history or [], target_history or [])
     typer.echo(str(out))
 
 
