@@ -145,7 +145,7 @@ def data_section(run: dict[str, Any], counts: dict[str, tuple[int, int]], out: P
 
 
 def stage_section(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
-    """Options and losses of each run. Stages before the last may have been stopped early: their steps are those done."""
+    """Options and losses of each run; a stage before the last may have been stopped early."""
     text = (
         "## Training\n\nAdamW (0.9, 0.95), weight decay on matrices, gradient norm clipped, linear warm-up, constant "
         "rate, linear decay to 0.\nLosses are nats per token; alpha is the mean of sum min(p, q), agreement the share "
