@@ -188,15 +188,16 @@ def _pick(weights: npt.NDArray[Any], seed: int, position: int) -> int:
     log p + G = -log(E / p) with E = -log u exponential. Once some id has reached the score s, another can win only if
     E / p <= exp(-s); since E >= 1 - u, those with 1 - u > p * exp(-s) are out without a logarithm.
     """
-    padded = np.pad(weights, (0, -len(weights) % 4)).reshape(-1, 4)
+    padded = (np.pad(weights, (0, -len(weights) % 4)) if len(weights) % 4 else weights).reshape(-1, 4)
     best = np.maximum(np.maximum(padded[:, 0], padded[:, 1]), np.maximum(padded[:, 2], padded[:, 3]))
     likely = best >= best.max() / 16
     ids, scores = _contest(padded, np.flatnonzero(likely), seed, position, _EVERYONE)
     # The margin outweighs every rounding error here, so that pruning never changes the answer. 1 - u >= 2^-33.
     reach = math.exp(-float(scores.max())) * (1 + 1e-6)
     others = np.flatnonzero((best * reach >= 2.0**-33) & ~likely)
-    more_ids, more_scores = _contest(padded, others, seed, position, reach)
-    ids, scores = np.concatenate((ids, more_ids)), np.concatenate((scores, more_scores))
+    if len(others):
+        more_ids, more_scores = _contest(padded, others, seed, position, reach)
+        ids, scores = np.concatenate((ids, more_ids)), np.concatenate((scores, more_scores))
     return int(ids[scores == scores.max()].min())
 
 

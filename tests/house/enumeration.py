@@ -58,6 +58,8 @@ def runner_for(model: ToyModel) -> Runner:
     cache = KVCache.create(
         model.config.cache_shape, "paged", max_batch_size=2, max_seq_len=SPACE_TOKENS, dtype=model.dtype
     )
+    for pool in (*cache.keys, *cache.values):
+        pool.fill_(-1)  # fresh memory may hold the very rows of an earlier engine, and hide that nobody wrote them
     return Runner(model, cache)
 
 

@@ -228,7 +228,7 @@ def test_trees_are_refused_by_rules_for_chains(rule):
 
 # ------------------------------------------------------------------------------------------------------- match = plain
 
-SIZE, LENGTH, GAMMA, SEEDS = 5, 3, 2, 10_000
+SIZE, LENGTH, GAMMA, SEEDS = 4, 3, 2, 10_000
 TARGET = ToyModel(SIZE, 21, ToyLaw(scale=1.5))
 NEAR = ToyModel(SIZE, 22, ToyLaw(distance=1.0), near=TARGET)
 
