@@ -218,3 +218,41 @@ def test_a_request_that_may_emit_nothing_fails_alone(draft):
     assert bad.seq.finish_reason == "abort"
     assert "no token is left" in str(bad.error)
     assert not engine.scheduler.running
+
+
+def test_watching_changes_nothing_where_masks_leave_no_token():
+    """A listener with detail must not compute laws that the rules did not ask for."""
+    outcomes = []
+    for watch in (False, True):
+        engine = engine_for(random_decoder(1), "lookup")
+        if watch:
+            engine.listen(lambda report: None, detail=True)
+        # After 5 nothing may follow 5 5: every id is a bad word there.
+        request = engine.add([5, 5, 5, 5], SamplingParams(max_tokens=6, temperature=1.0, seed=1))
+        request.seq.bad_word_ids = tuple((5, 5, 5, i) for i in range(VOCAB))
+        other = engine.add([1, 2], GREEDY)
+        serve(engine, request, other)
+        outcomes.append((request.seq.output_ids, request.seq.finish_reason, other.seq.output_ids))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_an_exception_inside_a_step_leaves_a_usable_engine(monkeypatch):
+    (alone,) = serve(engine := engine_for(random_decoder(1)), engine.add([1, 2], GREEDY))
+    engine = engine_for(random_decoder(1), "model")
+    requests = [engine.add([i, 3], GREEDY) for i in range(3)]
+    original = type(requests[1]).commit
+
+    def interrupted(self, *arguments):
+        if self is requests[1]:
+            raise KeyboardInterrupt
+        return original(self, *arguments)
+
+    monkeypatch.setattr(type(requests[1]), "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        serve(engine, *requests)
+    monkeypatch.undo()
+    for request in requests:
+        engine.abort(request)
+    assert not engine.scheduler.running
+    engine.runner.cache.check_integrity()
+    assert serve(engine, engine.add([1, 2], GREEDY)) == [alone]

@@ -22,15 +22,18 @@ def sampling(i: int) -> SamplingParams:
     """A different mixture of options for every request, greedy and match in turn."""
     temperature = (0.0, 0.7, 1.0, 1.3)[i % 4]
     return SamplingParams(
-        max_tokens=(24, 1, 9)[i % 3],
+        max_tokens=(24, 1, 9, 17, 24)[i % 5],
         temperature=temperature,
         seed=100 + i if temperature else None,
         top_k=(0, 5, 20)[i % 3],
         top_p=(1.0, 0.9)[i % 2],
         min_p=(0.0, 0.05)[i % 2],
-        repetition_penalty=(1.0, 1.2)[i % 2],
-        presence_penalty=(0.0, 0.3)[i % 2],
+        repetition_penalty=(1.0, 1.2, 1.0, 1.2, 0.9)[i % 5],
+        presence_penalty=(0.0, 0.3, 0.2)[i % 3],
         frequency_penalty=(0.1, 0.0)[i % 2],
+        min_tokens=(0, 0, 5)[i % 3] if i % 5 != 1 else 0,
+        stop_token_ids=(3, 40) if i % 2 else (),
+        logit_bias={7: 1.5, 8: -float("inf")} if i % 4 == 2 else None,
         logprobs=2,
     )
 
@@ -38,7 +41,7 @@ def sampling(i: int) -> SamplingParams:
 def prompts() -> list[list[int]]:
     """Repeated twice each, so that lookup has something to find."""
     rng = random.Random(0)
-    return [[rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, 7, 19)))] * 2 for _ in range(12)]
+    return [[rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, 7, 19)))] * 2 for _ in range(20)]
 
 
 def serve(engine, order: list[int] | None = None) -> Outcome:

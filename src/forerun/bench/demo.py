@@ -95,7 +95,8 @@ def verdict(plain: RequestOutput, fast: RequestOutput, params: SamplingParams, l
         return f"identical: yes, all {len(plain.token_ids)} tokens ({mode})"
     pairs = zip(plain.token_ids, fast.token_ids, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain.token_ids), len(fast.token_ids)))
-    why = "ratio draws other coins" if not params.greedy and params.acceptance == "ratio" else "rounding at a near tie"
+    near_tie = "not certified here as a near tie, which is what `make parity` does"
+    why = "ratio draws other coins" if not params.greedy and params.acceptance == "ratio" else near_tie
     return (
         f"identical: no, token {at + 1} of {len(plain.token_ids)} differs first: {why}, see docs/exactness.md ({mode})"
     )

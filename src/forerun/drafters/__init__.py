@@ -63,6 +63,7 @@ class Target:
     max_batch_size: int
     max_seq_len: int  # tokens
     kv_cache_backend: Backend
+    kv_cache_tokens: int | None = None  # tokens in a cache of the drafter's own; None = room for everybody
     shipped_draft: str | None = None  # folder of the draft model that belongs to this target, if one ships with it
 
 

@@ -178,6 +178,7 @@ def build(options: Options, target: Target) -> Drafter:
         target.kv_cache_backend,
         max_batch_size=target.max_batch_size,
         max_seq_len=target.max_seq_len,
+        num_tokens=target.kv_cache_tokens,
         dtype=target.model.dtype,
         device=target.model.device,
     )
@@ -187,6 +188,12 @@ def build(options: Options, target: Target) -> Drafter:
 def _check_pair(checkpoint: Checkpoint, folder: str, target: Target) -> None:
     if target.tokenizer is not None:
         compare(target.tokenizer, Tokenizer.load(folder))
+    rows = checkpoint.model.config.vocab_size
+    if rows < target.num_ids:
+        raise VocabularyMismatch(
+            f"the draft model has {rows} rows of embeddings and the target {target.num_ids} ids with a token: "
+            "choose a draft model that knows every id of the target"
+        )
     if checkpoint.end_ids != target.end_ids:
         raise VocabularyMismatch(
             f"target and draft model end at different ids ({sorted(target.end_ids)} and {sorted(checkpoint.end_ids)}): "

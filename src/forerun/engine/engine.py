@@ -94,6 +94,8 @@ class Engine:
 
         A request that cannot go on is aborted, with its `error` set, and does not disturb the others.
         """
+        for request in [r for r in self.scheduler.running if r.seq.finish_reason is not None]:
+            self.scheduler.finish(request)  # left over from a step that was interrupted
         plan = self.scheduler.plan()
         self.stepper.wants_detail = any(detail for _, detail in self._listeners)
         try:
@@ -110,9 +112,11 @@ class Engine:
         return finished
 
     def abort(self, request: Request) -> None:
-        """End a request at once; what it has committed stays readable."""
-        if request.seq.finish_reason is None:
-            request.abort()
+        """End a request at once and free what it holds; what it has committed stays readable. Ended ones are left."""
+        try:
+            if request.seq.finish_reason is None:
+                request.abort()
+        finally:
             self.scheduler.finish(request)
 
     def _tell(self, report: StepReport) -> None:

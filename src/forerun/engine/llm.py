@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class LLM:
         named = {} if target is None or loaded is not None else {"target": str(target)}
         self.config = EngineConfig.make(**named, **options)
         self.checkpoint = loaded or load_target(self.config)
+        if loaded is not None:
+            _check_loaded(loaded, self.config)
         self.tokenizer = Tokenizer.load(self.checkpoint.folder)
         self.engine = self._build()
 
@@ -60,22 +63,26 @@ class LLM:
         finally:
             for request in requests:
                 self.engine.abort(request)
-        for request in requests:
+        for i, request in enumerate(requests):
             if request.error is not None:
-                raise request.error
+                raise type(request.error)(f"prompt {i + 1}: {request.error}") from request.error
         return [request.output() for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Chunks as they are verified: text that can no longer change, and the tokens behind it."""
-        (request,) = self._add_all([prompt], params)
+        (request,) = self._add_all(_as_list(prompt), params)
         try:
-            while request.seq.finish_reason is None:
-                self.engine.step()
+            while True:
+                # Other calls may step the engine, and finish this request, between two pieces.
+                if request.seq.finish_reason is None:
+                    self.engine.step()
                 chunk = request.chunk()
                 if request.error is not None:
                     raise request.error
                 if chunk.token_ids or chunk.finish_reason:
                     yield chunk
+                if chunk.finish_reason:
+                    return
         finally:
             self.engine.abort(request)
 
@@ -87,7 +94,7 @@ class LLM:
         each = list(params) if isinstance(params, Seq) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise BadOption(f"{len(each)} SamplingParams for {len(prompts)} prompts: give one, or one per prompt")
-        ids = [self.tokenizer.encode(p) if isinstance(p, str) else [int(t) for t in p] for p in prompts]
+        ids = [self.tokenizer.encode(p) if isinstance(p, str) else _ids(p) for p in prompts]
         added: list[Request] = []
         try:
             for prompt, param in zip(ids, each, strict=True):
@@ -121,6 +128,7 @@ class LLM:
             max_batch_size=config.max_batch_size,
             max_seq_len=max_seq_len,
             kv_cache_backend=config.kv_cache_backend,  # type: ignore[arg-type]
+            kv_cache_tokens=config.kv_cache_tokens,
             shipped_draft=str(SHIPPED_DRAFT) if Path(checkpoint.folder) == SHIPPED_TARGET else None,
         )
         return Engine(
@@ -153,11 +161,42 @@ def load_target(config: EngineConfig) -> Checkpoint:
     return load_checkpoint(folder, dtype=config.dtype, device=_device(config.device), ops=ops)
 
 
+def _check_loaded(checkpoint: Checkpoint, config: EngineConfig) -> None:
+    """A loaded model brings type, device and operators along: options that say otherwise are refused, not ignored."""
+    model = checkpoint.model
+    row_by_row = {"auto": model.ops.row_by_row, "reference": False, "reference_row_by_row": True}[config.ops]
+    facts = {
+        "dtype": (config.dtype, str(model.dtype).removeprefix("torch.")),
+        "device": (config.device, model.device.type),
+        "ops": (config.ops, config.ops if row_by_row == model.ops.row_by_row else "other operators"),
+    }
+    for name, (wanted, fact) in facts.items():
+        if wanted not in ("auto", fact):
+            raise BadOption(f"{name}={wanted!r} contradicts the loaded model ({fact}): load the model that way instead")
+
+
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """One prompt or several: a text, a list of ids, or a list of either."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    """One prompt or several: a text, a sequence of ids (numpy's and torch's included), or a list of either."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    return [_ids(items)] if items and _is_id(items[0]) else [p if isinstance(p, str) else _ids(p) for p in items]
+
+
+def _is_id(item: object) -> bool:
+    try:
+        operator.index(item)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _ids(prompt: object) -> list[int]:
+    """Token ids as Python integers. Raises BadOption for anything that is no sequence of integers."""
+    try:
+        return [operator.index(token) for token in prompt]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise BadOption(f"a prompt must be a text or a sequence of token ids, not {prompt!r:.60}") from None
 
 
 def _device(name: str) -> torch.device:

@@ -52,9 +52,10 @@ class Scheduler:
         return Plan(prefill, decode)
 
     def finish(self, request: Request) -> None:
-        """Forget a request, wherever it is, and free what it held."""
+        """Forget a request, wherever it is, and free what it held; unknown requests are ignored."""
         if request in self.waiting:
             self.waiting.remove(request)
+        if request not in self.running:
             return
         self.running.remove(request)
         self.cache.release(request.seq.id)

@@ -158,6 +158,11 @@ class _Laws(Seq[Probs]):
                 raise RequestFailed(self._seq, error) from error
         return law
 
+    def known(self, row: int, token: int) -> float | None:
+        """Probability of `token` at `row`, None where nobody asked for that row: watching must not compute more."""
+        law = self._rows[row]
+        return None if law is None else law.at(token)
+
 
 def _origins(num_accepted: int, drafted: bool, all_accepted: bool) -> list[Origin]:
     last: Origin = "plain" if not drafted else "bonus" if all_accepted else "correction"
@@ -165,7 +170,7 @@ def _origins(num_accepted: int, drafted: bool, all_accepted: bool) -> list[Origi
     return [*accepted, last]
 
 
-def _detail(seq: Sequence, draft: Draft, laws: Seq[Probs], verdict: Verdict, b: int, granted: int) -> RoundDetail:
+def _detail(seq: Sequence, draft: Draft, laws: _Laws, verdict: Verdict, b: int, granted: int) -> RoundDetail:
     nodes = draft.nodes(b)
     parents = [p - nodes.start if p >= 0 else -1 for p in (draft.parents[n] for n in nodes)]
     return RoundDetail(
@@ -174,7 +179,7 @@ def _detail(seq: Sequence, draft: Draft, laws: Seq[Probs], verdict: Verdict, b: 
         tokens=[draft.tokens[n] for n in nodes],
         parents=parents,
         draft_probs=[draft.probs[n].at(draft.tokens[n]) for n in nodes],
-        target_probs=[laws[parents[n - nodes.start] + 1].at(draft.tokens[n]) for n in nodes],
+        target_probs=[laws.known(parents[n - nodes.start] + 1, draft.tokens[n]) for n in nodes],
         trials=[dataclasses.replace(trial, node=trial.node - nodes.start) for trial in verdict.trials[b]],
         accepted=[n - nodes.start for n in verdict.paths[b]],
         next_token=verdict.next_tokens[b],

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from forerun.errors import CapacityError, InternalError
+from forerun.errors import BadOption, CapacityError, InternalError
 from forerun.types import CacheView, RaggedBatch
 
 Backend = Literal["paged", "contiguous"]
@@ -74,10 +74,17 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> KVCache:
-        """A pool for `max_batch_size` sequences of `max_seq_len` tokens, or for `num_tokens` in all."""
+        """A pool for `max_batch_size` sequences of `max_seq_len` tokens, or for `num_tokens` in all.
+
+        Raises BadOption where `num_tokens` is less than one block.
+        """
         block = PAGED_BLOCK_TOKENS if backend == "paged" else max_seq_len
         per_sequence = -(-max_seq_len // block)
-        num_blocks = max_batch_size * per_sequence if num_tokens is None else max(1, num_tokens // block)
+        num_blocks = max_batch_size * per_sequence if num_tokens is None else num_tokens // block
+        if num_blocks < 1:
+            raise BadOption(
+                f"kv_cache_tokens={num_tokens} is less than one block of {block} tokens: raise it, or lower max_seq_len"
+            )
         return cls(shape, block_tokens=block, num_blocks=num_blocks, dtype=dtype, device=torch.device(device))
 
     # ------------------------------------------------------------------------------------------------ life of a slot

@@ -192,11 +192,12 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tenso
         q = q.transpose(0, 1)[None]
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
     if n == 1:
-        return F.scaled_dot_product_attention(q.reshape(1, num_kv, group, dim), keys, values, mask).view(1, heads, dim)
+        q = q.reshape(1, num_kv, group, dim)
+        return F.scaled_dot_product_attention(q, keys, values, mask).reshape(1, heads, dim)
     q = q.reshape(n, num_kv, group, dim).transpose(0, 1).reshape(1, num_kv, n * group, dim)
     mask = mask if mask is None or group == 1 else mask.repeat_interleave(group, dim=0)
     out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-    return out.view(num_kv, n, group, dim).transpose(0, 1).reshape(n, heads, dim)
+    return out.reshape(num_kv, n, group, dim).transpose(0, 1).reshape(n, heads, dim)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,107 @@
+"""LLM on the shipped pair: texts in, texts out, streams beside each other, stop strings inside rounds."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from forerun import LLM, BadOption, SamplingParams, VocabularyMismatch
+from forerun.engine.llm import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.models.loading import load_checkpoint
+from forerun.models.saving import save_checkpoint
+
+PROMPT = "class Stack:\n    def __init__(self):\n"
+
+
+@cache
+def llm(draft: str = "auto") -> LLM:
+    return LLM(draft=draft)
+
+
+def greedy(max_tokens: int, **options) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **options)
+
+
+def test_the_shipped_draft_is_chosen_for_the_shipped_target():
+    (out,) = llm().generate(PROMPT, greedy(40))
+    assert out.report.num_drafted > 0
+    assert out.report.alpha_hat > 0.3
+    assert out.text == llm().tokenizer.decode(out.token_ids)
+
+
+def test_prompts_may_be_texts_ids_or_arrays_and_keep_their_order():
+    ids = llm().tokenizer.encode(PROMPT)
+    outs = llm().generate([PROMPT, ids, np.array(ids), "import"], greedy(8))
+    assert outs[0].token_ids == outs[1].token_ids == outs[2].token_ids
+    assert [out.prompt_ids for out in outs[:3]] == [ids] * 3
+    assert llm().generate(np.array(ids), greedy(8))[0].token_ids == outs[0].token_ids
+    with pytest.raises(BadOption, match="a prompt must be a text"):
+        llm().generate([3.5], greedy(8))
+
+
+def test_a_stream_is_the_text_in_pieces():
+    (whole,) = llm().generate(PROMPT, greedy(30))
+    chunks = list(llm().stream(PROMPT, greedy(30)))
+    assert "".join(c.text for c in chunks) == whole.text
+    assert [t for c in chunks for t in c.token_ids] == whole.token_ids
+    assert chunks[-1].output.token_ids == whole.token_ids
+    assert chunks[-1].finish_reason == "length"
+
+
+def test_streams_and_batches_beside_each_other_lose_nothing():
+    """A request may be finished by somebody else's steps."""
+    (whole,) = llm().generate(PROMPT, greedy(20))
+    pieces = []
+    for chunk in llm().stream(PROMPT, greedy(20)):
+        pieces.append(chunk)
+        if len(pieces) == 1:
+            llm().generate("import os", greedy(60))
+    assert [t for c in pieces for t in c.token_ids] == whole.token_ids
+    assert pieces[-1].output is not None
+    first, second = llm().stream(PROMPT, greedy(20)), llm().stream(PROMPT, greedy(9))
+    seen = ([], [])
+    for _ in range(40):
+        for stream, tokens in ((first, seen[0]), (second, seen[1])):
+            tokens += next(stream, type("End", (), {"token_ids": []})).token_ids
+    assert seen == (whole.token_ids, whole.token_ids[:9])
+
+
+@pytest.mark.parametrize("draft", ["none", "lookup", "auto"])
+def test_a_stop_string_ends_the_output_inside_a_round(draft):
+    (plain,) = llm("none").generate(PROMPT, greedy(40))
+    for stop in {plain.text[i : i + 3] for i in range(0, 60, 7)}:
+        (out,) = llm(draft).generate(PROMPT, greedy(40, stop=(stop,)))
+        assert out.finish_reason == "stop"
+        assert out.text == plain.text[: plain.text.index(stop)]
+        assert out.token_ids == plain.token_ids[: len(out.token_ids)]
+        assert stop in llm().tokenizer.decode(out.token_ids)
+        assert stop not in llm().tokenizer.decode(out.token_ids[:-1])
+
+
+def test_a_seed_is_drawn_and_gives_the_text_again():
+    params = SamplingParams(max_tokens=24, temperature=1.0)
+    (out,) = llm("none").generate(PROMPT, params)
+    again = SamplingParams(max_tokens=24, temperature=1.0, seed=out.seed)
+    assert llm("none").generate(PROMPT, again)[0].token_ids == out.token_ids
+    assert llm("none").generate(PROMPT, params)[0].seed != out.seed
+
+
+def test_a_loaded_model_is_not_silently_reinterpreted():
+    checkpoint = load_checkpoint(SHIPPED_TARGET)
+    assert LLM(checkpoint, dtype="float32").checkpoint is checkpoint
+    for options in ({"dtype": "bfloat16"}, {"ops": "reference_row_by_row"}):
+        with pytest.raises(BadOption, match="contradicts the loaded model"):
+            LLM(checkpoint, **options)
+
+
+def test_a_draft_model_with_fewer_rows_than_ids_is_refused(tmp_path):
+    small = load_checkpoint(SHIPPED_DRAFT).model
+    config = type(small.config)(**{**small.config.__dict__, "vocab_size": small.config.vocab_size - 8})
+    weights = dict(small.weights)
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:-8]
+    end = load_checkpoint(SHIPPED_TARGET).end_ids
+    save_checkpoint(tmp_path / "draft", config, weights, end_ids=end, tokenizer_folder=SHIPPED_DRAFT)
+    with pytest.raises(VocabularyMismatch, match="4088 rows"):
+        LLM(draft=str(tmp_path / "draft"))
