@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 ABORTED, BROKEN_PIPE = 130, 141  # what a shell reports for a process that SIGINT or SIGPIPE ended
 # The base of click's usage errors. typer ships its own copy of click now and imported the package before.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
+PROMPT_FILE_HELP = (
+    "file with one prompt; or, where its name ends in .jsonl, one JSON object per line: "
+    '{"prompt": a text or ids, "temperature": 0.5, ...}, where flags are the defaults'
+)
 REPORT_FIELDS = (
     "num_steps",
     "num_drafted",
@@ -70,7 +75,7 @@ def _root(
 @app.command()
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="texts to continue; - = standard input")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="file with one prompt", show_default=False)] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help=PROMPT_FILE_HELP, show_default=False)] = None,
     target: flags.Target = None,
     draft: flags.Draft = None,
     spec_length: flags.SpecLength = None,
@@ -80,15 +85,27 @@ def generate(
     top_p: flags.TopP = None,
     min_p: flags.MinP = None,
     max_tokens: flags.MaxTokens = None,
+    min_tokens: flags.MinTokens = None,
+    repetition_penalty: flags.RepetitionPenalty = None,
+    presence_penalty: flags.PresencePenalty = None,
+    frequency_penalty: flags.FrequencyPenalty = None,
+    logit_bias: flags.LogitBias = None,
+    bad_words: flags.BadWords = None,
     seed: flags.Seed = None,
     stop: flags.Stop = None,
+    stop_token_ids: flags.StopTokenIds = None,
     ignore_eos: flags.IgnoreEos = None,
+    logprobs: flags.Logprobs = None,
     acceptance: flags.Acceptance = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
     ops: flags.Ops = None,
     kv_cache_backend: flags.CacheBackend = None,
+    kv_cache_tokens: flags.CacheTokens = None,
+    max_batch_size: flags.MaxBatchSize = None,
     max_seq_len: flags.MaxSeqLen = None,
+    prefill_chunk_tokens: flags.PrefillChunkTokens = None,
+    draft_catchup_tokens: flags.DraftCatchupTokens = None,
     config: flags.ConfigFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per prompt")] = False,
     rounds: Annotated[bool, typer.Option("--rounds", help="print one line per target run instead of the text")] = False,
@@ -97,22 +114,27 @@ def generate(
     given = dict(locals())
     if as_json and rounds:
         raise BadOption("--json and --rounds exclude each other: choose one")
-    texts = _read_prompts(prompts or [], prompt_file)
-    params = flags.sampling_params(given)
-    _respond(_open(flags.engine_config(given, config)), texts, params, as_json, rounds)
+    requests = _read_requests(prompts or [], prompt_file, flags.sampling_params(given))
+    if not as_json and any(params.logprobs is not None for _, params in requests):
+        raise BadOption("logprobs are printed with --json only: add it")
+    _respond(_open(flags.engine_config(given, config)), requests, as_json, rounds)
 
 
-def _respond(llm: LLM, texts: Seq[str], params: SamplingParams, as_json: bool, rounds: bool) -> None:
+def _respond(llm: LLM, requests: Seq[flags.Request], as_json: bool, rounds: bool) -> None:
     if as_json:
-        for output in llm.generate(list(texts), params):
+        for output in _generate(llm, requests):
             typer.echo(json.dumps(_as_json(output), ensure_ascii=False))
     elif rounds:
-        for text in texts:
-            _print_rounds(llm, text, params)
-    elif len(texts) == 1:
-        _stream(llm, texts[0], params)
+        for prompt, params in requests:
+            _print_rounds(llm, prompt, params)
+    elif len(requests) == 1:
+        _stream(llm, *requests[0])
     else:
-        _print_batch(llm, texts, params)
+        _print_batch(llm, requests)
+
+
+def _generate(llm: LLM, requests: Seq[flags.Request]) -> list[RequestOutput]:
+    return llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
 
 
 def _open(config: Any) -> LLM:
@@ -121,18 +143,26 @@ def _open(config: Any) -> LLM:
     return LLM.from_config(config)
 
 
-def _read_prompts(prompts: Seq[str], file: Path | None) -> list[str]:
+def _read_requests(prompts: Seq[str], file: Path | None, params: SamplingParams) -> list[flags.Request]:
     """Arguments, then the file; standard input where `-` stands or where nothing else was given. Texts are exact."""
-    texts = [sys.stdin.read() if text == "-" else text for text in prompts]
+    made: list[flags.Request] = [(_read_stdin() if text == "-" else text, params) for text in prompts]
     if file is not None:
-        texts.append(_read_file(file))
-    if not texts and not sys.stdin.isatty():
-        texts = [sys.stdin.read()]
-    if not any(texts):
+        text = _read_file(file)
+        made += flags.requests(text, params) if file.suffix == ".jsonl" else [(text, params)]
+    if not made and file is None and not sys.stdin.isatty():
+        made = [(_read_stdin(), params)]
+    if not any(prompt for prompt, _ in made):
         raise BadOption(
             'there is no prompt: write it as an argument ("def fib(n):"), name --prompt-file, or pipe it in'
         )
-    return texts
+    return made
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise BadOption("standard input is not UTF-8 text: convert it first") from None
 
 
 def _read_file(file: Path) -> str:
@@ -144,9 +174,9 @@ def _read_file(file: Path) -> str:
         raise NotFound(f"the prompt file {str(file)!r} cannot be read ({error.strerror}): check its name") from error
 
 
-def _stream(llm: LLM, text: str, params: SamplingParams) -> None:
+def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:
     start = time.perf_counter()
-    for chunk in llm.stream(text, params):
+    for chunk in llm.stream(prompt, params):
         sys.stdout.write(chunk.text)
         if chunk.output is not None:
             sys.stdout.write("\n")
@@ -164,16 +194,18 @@ def _summary(output: RequestOutput, seconds: float) -> str:
     return f"[{', '.join(parts)}]"
 
 
-def _print_batch(llm: LLM, texts: Seq[str], params: SamplingParams) -> None:
-    for i, output in enumerate(llm.generate(list(texts), params)):
-        typer.echo(f"==> {i + 1}: {texts[i].strip().splitlines()[-1][-60:] if texts[i].strip() else ''} <==")
+def _print_batch(llm: LLM, requests: Seq[flags.Request]) -> None:
+    for i, output in enumerate(_generate(llm, requests)):
+        prompt = requests[i][0]
+        text = (prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)).strip()
+        typer.echo(f"==> {i + 1}: {text.splitlines()[-1][-60:] if text else ''} <==")
         typer.echo(output.text)
 
 
-def _print_rounds(llm: LLM, text: str, params: SamplingParams) -> None:
+def _print_rounds(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:
     from forerun.show import RoundPrinter, make_console
 
-    ids = llm.tokenizer.encode(text)
+    ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     printer = RoundPrinter(llm.tokenizer, make_console(), ids[-1] if ids else None)
     end = llm.listen(printer, detail=True)
     try:
@@ -188,6 +220,8 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
     report = output.report
     numbers = {name: getattr(report, name) for name in REPORT_FIELDS}
     fields = {name: getattr(output, name) for name in ("text", "token_ids", "finish_reason", "seed")}
+    if output.logprobs is not None:
+        fields["logprobs"] = [dataclasses.asdict(position) for position in output.logprobs]
     return {**fields, "report": numbers}
 
 
@@ -250,6 +284,11 @@ def _run(arguments: list[str]) -> int:
         code = app(arguments, prog_name="forerun", standalone_mode=False)
     except ForerunError as error:
         return _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        about = f"{str(error.filename)!r}: " if error.filename else ""
+        return _fail(f"{about}{error.strerror or error}: name a file or folder that can be used", 2)
     except (typer.Abort, KeyboardInterrupt):
         return ABORTED
     except _USAGE_ERROR as error:

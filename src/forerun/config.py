@@ -52,7 +52,8 @@ class EngineConfig:
     @classmethod
     def make(cls, **options: Any) -> EngineConfig:
         """From keyword options, aliases of other engines included. Unknown and contradictory options are refused."""
-        values = _resolve_aliases({k: v for k, v in options.items() if not (v is None and k == "draft")})
+        values = _resolve_aliases(options)
+        values.pop(_USE, None)
         known = {f.name for f in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
@@ -62,13 +63,20 @@ class EngineConfig:
 
     @classmethod
     def from_sources(cls, flags: Mapping[str, Any], config_file: str | None = None) -> EngineConfig:
-        """Merge flags (None = not given) over FORERUN_* variables over a TOML file over the defaults."""
-        merged: dict[str, Any] = _read_toml(config_file) if config_file else {}
-        for f in dataclasses.fields(cls):
-            variable = os.environ.get(f"FORERUN_{f.name.upper()}")
-            if variable is not None:
-                merged[f.name] = variable
-        merged |= {k: v for k, v in flags.items() if v is not None}
+        """Merge flags (None = not given) over FORERUN_* variables over a TOML file over the defaults.
+
+        Aliases are resolved within each source, so only one source can contradict itself. FORERUN_CONFIG names the
+        file where `config_file` does not.
+        """
+        variables = _read_environment()
+        file = variables.pop("config", None) if config_file is None else config_file
+        given = {k: v for k, v in flags.items() if v is not None}
+        merged: dict[str, Any] = {}
+        for source in (_read_toml(file) if file else {}, variables, given):
+            values = _resolve_aliases(source)
+            if values.pop(_USE, None) and merged.get("draft") == _OFF:
+                del merged["draft"]  # a source above switches on again what one below had switched off
+            merged |= values
         return cls.make(**merged)
 
 
@@ -84,27 +92,65 @@ def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _resolve_aliases(options: dict[str, Any]) -> dict[str, Any]:
-    """draft_model, num_speculative_tokens, speculative_config and use_speculative_decoding, as other engines say it."""
-    given = dict(options)
-    for key, value in (given.pop("speculative_config", None) or {}).items():
-        name = {"model": "draft", "method": "draft"}.get(key, key)
-        _set(given, name, value, f"speculative_config[{key!r}]")
-    for alias, name in (("draft_model", "draft"), ("num_speculative_tokens", "spec_length")):
+_USE, _OFF = "use_speculative_decoding", "none"
+_ALIASES = {"draft_model": "draft", "num_speculative_tokens": "spec_length"}
+_SWITCH = {"true": True, "1": True, "false": False, "0": False}
+_OTHER_NAMES = {"draft_model": "model"}  # methods of speculative_config that have another name here
+
+
+def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
+    """One source's options, with what other engines call draft_model, num_speculative_tokens, speculative_config.
+
+    use_speculative_decoding=False becomes the draft that is none; True is kept for whoever merges sources.
+    """
+    given = {k: v for k, v in options.items() if v is not None or k not in {"draft", "speculative_config", *_ALIASES}}
+    for key, value in _flatten(given.pop("speculative_config", {})).items():
+        _set(given, key, value, f"speculative_config[{key!r}]")
+    for alias, name in _ALIASES.items():
         if alias in given:
             _set(given, name, given.pop(alias), alias)
-    use = given.pop("use_speculative_decoding", None)
+    use = given.pop(_USE, None)
+    use = _SWITCH.get(use.lower(), use) if isinstance(use, str) else use
+    if use is not None and not isinstance(use, bool):
+        raise BadOption(f"{_USE}={use!r} is not possible: it must be True, False or None")
     if use is False:
-        _set(given, "draft", "none", "use_speculative_decoding=False")
-    if use is True and given.get("draft") == "none":
-        raise BadOption("use_speculative_decoding=True contradicts draft='none': drop one of them")
+        _set(given, "draft", _OFF, f"{_USE}=False")
+    if use is True:
+        if given.get("draft") == _OFF:
+            raise BadOption(f"{_USE}=True contradicts draft={_OFF!r}: drop one of them")
+        given[_USE] = True
     return given
 
 
+def _flatten(config: Any) -> dict[str, Any]:
+    """speculative_config as options: its model is the draft, and so is its method where it names no model."""
+    if not isinstance(config, Mapping):
+        raise BadOption(f"speculative_config={config!r} is not possible: it must be a dictionary")
+    options = {k: v for k, v in config.items() if v is not None}
+    method, model = options.pop("method", None), options.pop("model", None)
+    method = _OTHER_NAMES.get(str(method), method)
+    if model is not None and method not in (None, "model"):
+        raise BadOption(f"speculative_config has method={method!r} and model={model!r}: drop one of them")
+    draft = method if model is None else model
+    if draft is not None:
+        _set(options, "draft", draft, "speculative_config")
+    return options
+
+
 def _set(options: dict[str, Any], name: str, value: Any, alias: str) -> None:
-    if name in options and options[name] != value:
+    if name in options and str(options[name]) != str(value):
         raise BadOption(f"{alias} says {name}={value!r} but {name}={options[name]!r} was given too: drop one of them")
     options[name] = value
+
+
+def _read_environment() -> dict[str, Any]:
+    """The FORERUN_* variables by option name. Raises BadOption for one that names no option."""
+    known = [*EngineConfig.__dataclass_fields__, *_ALIASES, _USE, "config"]
+    names = {f"FORERUN_{name.upper()}": name for name in known}
+    for variable in os.environ:
+        if variable.startswith("FORERUN_") and variable not in names:
+            raise BadOption(unknown("variable", variable, names))
+    return {name: os.environ[variable] for variable, name in names.items() if variable in os.environ}
 
 
 def _read_toml(path: str) -> dict[str, Any]:
@@ -112,5 +158,7 @@ def _read_toml(path: str) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise NotFound(f"the config file {path!r} does not exist") from None
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise BadOption(f"the config file {path!r} cannot be read ({error.strerror}): name a TOML file") from None
+    except ValueError as error:  # not TOML, or not UTF-8
         raise BadOption(f"the config file {path!r} is not valid TOML: {error}") from None

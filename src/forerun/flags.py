@@ -7,14 +7,16 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from forerun.config import EngineConfig
-from forerun.methods import names
+from forerun.errors import BadOption
+from forerun.methods import names, unknown
 from forerun.types import SamplingParams
 
 
@@ -28,10 +30,11 @@ def _engine(name: str, methods: str | None = None) -> Any:
     )
 
 
-def _sampling(name: str, text: str) -> Any:
+def _sampling(name: str, text: str, flag: str | None = None) -> Any:
+    """The flag of one field of SamplingParams; `flag` is for repeated ones, whose name says one of several."""
     default = SamplingParams.__dataclass_fields__[name].default
     shown = "" if default in (None, ()) else f" [default: {default}]"
-    return typer.Option(f"--{name.replace('_', '-')}", help=text + shown, show_default=False)
+    return typer.Option(flag or f"--{name.replace('_', '-')}", help=text + shown, show_default=False)
 
 
 Target = Annotated[str | None, _engine("target")]
@@ -43,6 +46,10 @@ Dtype = Annotated[str | None, _engine("dtype")]
 Ops = Annotated[str | None, _engine("ops")]
 CacheBackend = Annotated[str | None, _engine("kv_cache_backend")]
 MaxSeqLen = Annotated[int | None, _engine("max_seq_len")]
+CacheTokens = Annotated[int | None, _engine("kv_cache_tokens")]
+MaxBatchSize = Annotated[int | None, _engine("max_batch_size")]
+PrefillChunkTokens = Annotated[int | None, _engine("prefill_chunk_tokens")]
+DraftCatchupTokens = Annotated[int | None, _engine("draft_catchup_tokens")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with engine options.", show_default=False)]
 
 Temperature = Annotated[float | None, _sampling("temperature", "0 = greedy")]
@@ -50,6 +57,22 @@ TopK = Annotated[int | None, _sampling("top_k", "keep the k most likely ids; 0 =
 TopP = Annotated[float | None, _sampling("top_p", "keep the likeliest ids that together reach this mass, in (0, 1]")]
 MinP = Annotated[float | None, _sampling("min_p", "drop ids below this share of the largest probability, in [0, 1]")]
 MaxTokens = Annotated[int | None, _sampling("max_tokens", "tokens to generate at most")]
+MinTokens = Annotated[int | None, _sampling("min_tokens", "no end of sequence and no stop id before this many tokens")]
+RepetitionPenalty = Annotated[float | None, _sampling("repetition_penalty", "above 0; over prompt and output")]
+PresencePenalty = Annotated[float | None, _sampling("presence_penalty", "in [-2, 2]; over the output")]
+FrequencyPenalty = Annotated[float | None, _sampling("frequency_penalty", "in [-2, 2]; over the output")]
+LogitBias = Annotated[
+    list[str] | None, _sampling("logit_bias", "ID=VALUE: added to the logit of an id; may be repeated")
+]
+BadWords = Annotated[
+    list[str] | None, _sampling("bad_words", "text that must not be completed; may be repeated", "--bad-word")
+]
+StopTokenIds = Annotated[
+    list[int] | None, _sampling("stop_token_ids", "id that ends the output; may be repeated", "--stop-token-id")
+]
+Logprobs = Annotated[
+    int | None, _sampling("logprobs", "with --json: log-probabilities, and those of this many likely ids, 0 to 20")
+]
 Seed = Annotated[int | None, _sampling("seed", "the same seed, the same text; without one a seed is drawn and shown")]
 Stop = Annotated[list[str] | None, _sampling("stop", "text that ends the output and is cut from it; may be repeated")]
 Acceptance = Annotated[
@@ -57,13 +80,70 @@ Acceptance = Annotated[
 ]
 IgnoreEos = Annotated[bool | None, typer.Option("--ignore-eos", help="go on past the end of sequence")]
 
+Request = tuple[str | list[int], SamplingParams]  # a prompt, and how it is continued
+
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 _ENGINE = frozenset(EngineConfig.__dataclass_fields__)
 
 
 def sampling_params(flags: Mapping[str, Any]) -> SamplingParams:
     """The sampling parameters among a command's arguments; those that were not given keep their default."""
-    return SamplingParams(**{k: v for k, v in flags.items() if k in _SAMPLING and v is not None})
+    given = {k: v for k, v in flags.items() if k in _SAMPLING and v is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = _biases(given["logit_bias"])
+    return SamplingParams(**given)
+
+
+def requests(text: str, defaults: SamplingParams) -> list[Request]:
+    """One request per line of a JSON Lines text: {"prompt": a text or ids, and any field of SamplingParams}.
+
+    A field that a line does not have is the default's. Raises BadOption naming the line.
+    """
+    made = []
+    for number, line in enumerate(text.split("\n"), 1):  # a text in JSON may hold other line separators
+        if line.strip():
+            try:
+                made.append(_request(json.loads(line), defaults))
+            except (ValueError, RecursionError) as error:
+                raise BadOption(f"line {number} is not valid JSON: {error}") from None
+            except BadOption as error:
+                raise BadOption(f"line {number}: {error}") from None
+    return made
+
+
+def _request(line: Any, defaults: SamplingParams) -> Request:
+    if not isinstance(line, dict) or "prompt" not in line:
+        raise BadOption('there is no prompt: write {"prompt": "a text or a list of ids"}')
+    fields = {k: v for k, v in line.items() if k != "prompt"}
+    for name in fields:
+        if name not in _SAMPLING:
+            raise BadOption(unknown("field", name, ["prompt", *_SAMPLING]))
+    prompt, bias = line["prompt"], fields.get("logit_bias")
+    ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not prompt or not (ids or isinstance(prompt, str)):
+        raise BadOption(f"prompt={prompt!r:.60} is not possible: it must be a text or a list of ids, not empty")
+    if isinstance(bias, dict):  # the keys of JSON are texts
+        fields["logit_bias"] = {_token_id(token, bias): value for token, value in bias.items()}
+    return prompt, dataclasses.replace(defaults, **fields)
+
+
+def _biases(pairs: Iterable[str]) -> dict[int, float]:
+    """ID=VALUE texts."""
+    made = {}
+    for pair in pairs:
+        token, _, value = pair.partition("=")
+        try:
+            made[_token_id(token, pair)] = float(value)
+        except ValueError:
+            raise BadOption(f"logit_bias={pair!r} is not possible: write ID=VALUE, for example 5=-1.5") from None
+    return made
+
+
+def _token_id(text: str, given: object) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise BadOption(f"logit_bias={given!r} is not possible: {text!r} is no token id") from None
 
 
 def engine_config(flags: Mapping[str, Any], config_file: Path | None = None) -> EngineConfig:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import numbers
+import operator
 import pkgutil
 import types
 import typing
@@ -71,18 +73,25 @@ def make_options(cls: type[Any], values: Mapping[str, Any], method: str = "") ->
 
 
 def _convert(value: Any, hint: Any, name: str) -> Any:
-    kinds = [k for k in typing.get_args(hint) or (hint,) if k is not type(None)]
-    kind = kinds[0]
+    """The value as its field's type: texts are parsed, None is kept where the hint has None."""
+    kinds = typing.get_args(hint) or (hint,)
+    kind = next(k for k in kinds if k is not type(None))
+    if value is None and type(None) in kinds:
+        return None
     try:
         if isinstance(value, str) and kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
         if isinstance(value, str):
             return kind(value)
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if kind in (int, float) and isinstance(value, bool):
+            raise TypeError
+        if kind is int:
+            return operator.index(value)
+        if kind is float and isinstance(value, numbers.Real):
             return float(value)
-        if value is None or isinstance(value, kind):
+        if isinstance(value, kind):
             return value
-    except (ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, OverflowError):
         pass
     raise BadOption(f"{name}={value!r} is not possible: it must be of type {kind.__name__}")
 

@@ -9,9 +9,11 @@ Shape legend, used in every docstring of the package:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence as Seq
+import numbers
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex
 
 from forerun.errors import BadOption, InternalError
 
@@ -51,32 +53,32 @@ class SamplingParams:
     acceptance: str | None = None  # a verification rule; None = match for a seed and temperature > 0, else ratio
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        if isinstance(self.bad_words, str):
-            object.__setattr__(self, "bad_words", (self.bad_words,))
-        for name in ("stop", "stop_token_ids", "bad_words"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, (convert, what) in _KINDS.items():
+            value, default = getattr(self, name), getattr(SamplingParams, name)
+            if value is None and default is None:
+                continue
+            try:
+                object.__setattr__(self, name, convert(value))
+            except (TypeError, ValueError, OverflowError):
+                _require(False, name, value, what if default is not None else f"{what}, or None")
         self._check()
 
     def _check(self) -> None:
-        finite = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-        for name in finite:
-            value = getattr(self, name)
-            _require(isinstance(value, int | float) and math.isfinite(value), name, value, "a finite number")
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1, or None")
         _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
         # Below 1e-5 a temperature only amplifies rounding: use 0, which is exactly greedy.
-        cold = 0 < self.temperature < 1e-5
-        _require(self.temperature >= 0 and not cold, "temperature", self.temperature, "0 (greedy) or at least 1e-5")
+        warm = self.temperature == 0 or 1e-5 <= self.temperature < math.inf
+        _require(warm, "temperature", self.temperature, "0 (greedy) or a finite number of at least 1e-5")
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (all ids) or at least 1")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
-        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
+        penalty = self.repetition_penalty
+        _require(0 < penalty < math.inf, "repetition_penalty", penalty, "above 0 and finite")
         for name in ("presence_penalty", "frequency_penalty"):
             _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "in [-2, 2]")
+        _require(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "ids of 0 or more")
         _require(all(self.stop), "stop", self.stop, "texts that are not empty")
         _require(all(self.bad_words), "bad_words", self.bad_words, "texts that are not empty")
         _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "in 0 .. 2**64 - 1")
@@ -89,6 +91,45 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True where the next token is the argmax."""
         return self.temperature == 0
+
+
+def _instance(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError
+    return value
+
+
+def _integer(value: Any) -> int:
+    return operator.index(_instance(value, SupportsIndex))
+
+
+def _number(value: Any) -> float:
+    return float(_instance(value, numbers.Real))
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """None, one text, or several. A text that UTF-8 cannot hold (half a surrogate pair) is a ValueError."""
+    texts = (value,) if isinstance(value, str) else tuple(_instance(() if value is None else value, Iterable))
+    for text in texts:
+        _instance(text, str).encode()
+    return texts
+
+
+def _biases(value: Any) -> dict[int, float]:
+    return {_integer(token): _number(bias) for token, bias in _instance(value, Mapping).items()}
+
+
+# What a field takes: how it becomes a plain Python value, and the words for whoever gave something else.
+_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs"), (_integer, "an integer")),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), (_number, "a number")),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), (_number, "a number")),
+    **dict.fromkeys(("stop", "bad_words"), (_texts, "a text or several, in valid UTF-8")),
+    "stop_token_ids": (lambda ids: tuple(map(_integer, () if ids is None else ids)), "several integers"),
+    "logit_bias": (_biases, "a mapping from integers to numbers"),
+    "ignore_eos": (lambda value: _instance(value, bool), "True or False"),
+    "acceptance": (lambda value: _instance(value, str), "a text"),
+}
 
 
 def _require(ok: bool, name: str, value: object, what: str) -> None:
@@ -330,7 +371,7 @@ class RoundDetail:
     tokens: list[int]  # drafted
     parents: list[int]  # within this round; -1 = the last committed token
     draft_probs: list[float]
-    target_probs: list[float]
+    target_probs: list[float | None]  # None behind a rejection, where nobody looked
     trials: list[Trial]  # nodes counted within this round
     accepted: list[int]  # node indices within this round
     next_token: int

@@ -22,7 +22,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def tiny_config(model_type: str, num_layers: int = 2) -> DecoderConfig:
+def tiny_config(model_type: str, num_layers: int = 2, max_positions: int = 256) -> DecoderConfig:
     """A model of a few thousand weights over 257 ids: one special token, 256 bytes."""
     return DecoderConfig(
         model_type=model_type,
@@ -34,16 +34,18 @@ def tiny_config(model_type: str, num_layers: int = 2) -> DecoderConfig:
         head_dim=8,
         ffn_size=48,
         norm_eps=1e-6,
-        max_positions=256,
+        max_positions=max_positions,
         tie_embeddings=True,
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
     )
 
 
-def write_tiny(folder: Path, model_type: str = "llama", *, seed: int = 0, end_token: str = "<|end|>") -> Path:
+def write_tiny(
+    folder: Path, model_type: str = "llama", *, seed: int = 0, end_token: str = "<|end|>", max_positions: int = 256
+) -> Path:
     """A complete random checkpoint folder; `end_token` is id 0."""
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, max_positions=max_positions)
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in parameter_shapes(config).items():
@@ -65,12 +67,16 @@ def _tokenizer(end_token: str) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one checkpoint per architecture, a draft model `draft`, and `stranger` with another tokenizer."""
+    """A folder with one checkpoint per architecture and some more.
+
+    `draft` is a draft model, `stranger` has another tokenizer, `long` has many positions.
+    """
     root = tmp_path_factory.mktemp("checkpoints")
     for model_type in ARCHITECTURES:
         write_tiny(root / model_type, model_type)
     write_tiny(root / "draft", seed=1)
     write_tiny(root / "stranger", end_token="</s>")
+    write_tiny(root / "long", max_positions=100_000)
     return root
 
 
@@ -92,17 +98,18 @@ def _given(environ: Mapping[str, str]) -> list[str]:
 def cli(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     """Runs `forerun ...` in the folder of the checkpoints, through `main` but in this process: torch loads once.
 
-    stdin: text, "" by default; env: variables to set.
+    stdin: text or bytes, "" by default; env: variables to set.
     """
 
-    def run(*arguments: str, stdin: str = "", **env: str) -> Done:
+    def run(*arguments: str, stdin: str | bytes = "", **env: str) -> Done:
         with monkeypatch.context() as patch:
             patch.chdir(checkpoints)
             for name in _given(os.environ):
                 patch.delenv(name)
             for name, value in env.items():
                 patch.setenv(name, value)
-            patch.setattr(sys, "stdin", io.StringIO(stdin))
+            raw = stdin if isinstance(stdin, bytes) else stdin.encode()
+            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
             capfd.readouterr()
             with pytest.raises(SystemExit) as exit_:
                 main(arguments)

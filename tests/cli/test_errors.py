@@ -31,6 +31,13 @@ CASES = {
     "too_long": (("generate", "--target", "llama", "x" * 300), "the prompt has 300 tokens and max_tokens=128"),
     "pair": ((*LLAMA, "--draft", "./stranger"), "at id 0: the target (llama) has '<|end|>'"),
     "json_and_rounds": ((*LLAMA, "--json", "--rounds"), "--json and --rounds exclude each other"),
+    "config_folder": ((*LLAMA, "--config", "."), "the config file '.' cannot be read (Is a directory)"),
+    "not_utf8": (("generate", "--target", "llama", "caf\udce9"), "is not valid UTF-8 at character 3"),
+    "stop_not_utf8": ((*LLAMA, "--stop", "\udce9"), "stop=['\\udce9'] is not possible"),
+    "bias": ((*LLAMA, "--logit-bias", "5"), "logit_bias='5' is not possible: write ID=VALUE"),
+    "bias_id": ((*LLAMA, "--logit-bias", "x=5"), "'x' is no token id"),
+    "logprobs": ((*LLAMA, "--logprobs", "2"), "logprobs are printed with --json only"),
+    "max_batch_size": ((*LLAMA, "--max-batch-size", "0"), "max_batch_size=0 is not possible"),
     "config": ((*LLAMA, "--config", "no.toml"), "the config file 'no.toml' does not exist"),
     "shape": (("bench", "widen", "llama", "out", "--shape", "2b"), "there is no shape '2b'"),
     "shrink": (("bench", "widen", "llama", "out", "--hidden-size", "16"), "widening cannot shrink it"),
@@ -54,22 +61,66 @@ def test_one_sentence_and_exit_code_2(cli: Any, checkpoints: Path, case: str) ->
     assert done.stdout == ""
 
 
+# Far longer than any test waits, and far more lines than a pipe holds: it cannot be done before it is stopped.
+ENDLESS = ("generate", "--target", "long", "--max-batch-size", "1", "--max-seq-len", "100000", "--rounds")
+ENDLESS = (*ENDLESS, "--max-tokens", "90000", "--ignore-eos", "x")
+
+
 def test_ctrl_c_ends_cleanly(start: Any) -> None:
-    run = start("generate", "--target", "llama", "--rounds", "--max-tokens", "250", "--ignore-eos", "x")
-    run.stdout.readline()  # it is generating
+    run = start(*ENDLESS)
+    assert run.stdout.readline()  # it is generating
     run.send_signal(signal.SIGINT)
     _, stderr = run.communicate(timeout=60)
-    assert run.returncode in (130, 0)  # 0 where it was done already
+    assert run.returncode == 130
     assert "Traceback" not in stderr
 
 
 def test_a_reader_that_leaves_is_no_error(start: Any) -> None:
-    run = start("generate", "--target", "llama", "--rounds", "--max-tokens", "250", "--ignore-eos", "x")
-    run.stdout.readline()
+    run = start(*ENDLESS)
+    assert run.stdout.readline()
     run.stdout.close()
     stderr = run.stderr.read()
-    assert run.wait(timeout=60) in (141, 0)
+    assert run.wait(timeout=60) == 141
     assert stderr == ""
+
+
+def test_standard_input_that_is_not_utf8(cli: Any) -> None:
+    done = cli("generate", "--target", "llama", stdin=b"caf\xe9")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: standard input is not UTF-8 text")
+
+
+JSONL_CASES = {
+    "unknown": ('{"prompt": "a"}\n{"prompt": "b", "temprature": 1}', "line 2: there is no field 'temprature' (did you"),
+    "not_json": ('\n{"prompt"', "line 2 is not valid JSON"),
+    "no_prompt": ('{"temperature": 1}', "line 1: there is no prompt"),
+    "no_object": ("3", "line 1: there is no prompt"),
+    "kind_of_prompt": ('{"prompt": [1, true]}', "line 1: prompt=[1, True] is not possible"),
+    "value": ('{"prompt": "a", "top_k": 1.5}', "line 1: top_k=1.5 is not possible"),
+    "bias": ('{"prompt": "a", "logit_bias": {"x": 1}}', "line 1: logit_bias={'x': 1} is not possible"),
+    "logprobs": ('{"prompt": "a", "logprobs": 1}', "logprobs are printed with --json only"),
+    "empty": ("", "there is no prompt"),
+}
+
+
+@pytest.mark.parametrize("case", JSONL_CASES)
+def test_a_line_that_cannot_be_honoured_is_named(cli: Any, tmp_path: Path, case: str) -> None:
+    text, sentence = JSONL_CASES[case]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text, encoding="utf-8")
+    done = cli("generate", "--target", "llama", "--prompt-file", str(file))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert sentence in done.stderr
+
+
+def test_any_file_that_cannot_be_used_is_one_sentence(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "weights")
+
+    monkeypatch.setattr("forerun.cli._open", refuse)
+    done = cli(*LLAMA)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: 'weights': Permission denied")
 
 
 @pytest.mark.parametrize("case", ["unknown_option", "pair"])

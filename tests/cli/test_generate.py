@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from forerun.config import EngineConfig
+from forerun.types import SamplingParams
+
 GREEDY = ("--temperature", "0", "--max-tokens", "12")
 
 
@@ -79,6 +82,52 @@ def test_batch_prints_a_heading_for_each_prompt(cli: Any) -> None:
     done = cli("generate", "--target", "llama", *GREEDY, "one", "two")
     assert "==> 1: one <==" in done.stdout
     assert "==> 2: two <==" in done.stdout
+
+
+def test_every_option_has_a_flag(cli: Any) -> None:
+    printed = cli("generate", "--help").stdout
+    renamed = {"bad_words": "bad-word", "stop_token_ids": "stop-token-id"}
+    fields = [f for kind in (SamplingParams, EngineConfig) for f in kind.__dataclass_fields__ if f != "quantization"]
+    assert [f for f in fields if f"--{renamed.get(f, f.replace('_', '-'))}" not in printed] == []
+
+
+def test_flags_of_sampling_reach_the_engine(cli: Any) -> None:
+    base = ("generate", "--target", "llama", "--json", *GREEDY, "x")
+    forced = json.loads(cli(*base, "--logit-bias", "7=99", "--logit-bias", "8=-1", "--logprobs", "2").stdout)
+    assert forced["token_ids"] == [7] * 12
+    assert len(forced["logprobs"]) == 12
+    assert forced["logprobs"][0]["token_id"] == 7
+    assert len(forced["logprobs"][0]["top"]) == 2
+    stopped = json.loads(cli(*base, "--logit-bias", "7=99", "--stop-token-id", "7", "--min-tokens", "3").stdout)
+    assert len(stopped["token_ids"]) == 4
+    assert "logprobs" not in stopped
+    plain = json.loads(cli(*base).stdout)
+    char = next(c for c in plain["text"] if c.isascii() and c.isprintable())
+    assert char not in json.loads(cli(*base, "--bad-word", char).stdout)["text"]
+    for penalty in (("--repetition-penalty", "9"), ("--presence-penalty", "2"), ("--frequency-penalty", "2")):
+        ids = json.loads(cli(*base, "--logit-bias", "7=6", *penalty).stdout)["token_ids"]
+        assert ids != json.loads(cli(*base, "--logit-bias", "7=6").stdout)["token_ids"], penalty
+
+
+def test_each_line_of_a_batch_has_its_own_parameters(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "def f(n):"},
+        {"prompt": "a\u2028b", "max_tokens": 3, "seed": 5, "temperature": 1, "logprobs": 0},
+        {"prompt": [5, 6, 7], "logit_bias": {"9": 99}, "max_tokens": 4, "stop": None},
+    ]
+    file.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n", encoding="utf-8")
+    base = ("generate", "--target", "llama", "--draft", "./draft", *GREEDY)
+    outputs = [json.loads(line) for line in cli(*base, "--json", "--prompt-file", str(file)).stdout.splitlines()]
+    assert [len(output["token_ids"]) for output in outputs] == [12, 3, 4]
+    assert outputs[0]["token_ids"] == json.loads(cli(*base, "--json", "def f(n):").stdout)["token_ids"]
+    assert outputs[1]["seed"] == 5
+    assert ["logprobs" in output for output in outputs] == [False, True, False]
+    assert outputs[2]["token_ids"] == [9] * 4
+    file.write_text(json.dumps(lines[0]) + "\n" + json.dumps(lines[2]), encoding="utf-8")
+    printed = cli(*base, "--prompt-file", str(file)).stdout
+    assert "==> 1: def f(n): <==" in printed
+    assert "==> 2: " in printed
 
 
 # ----------------------------------------------------------------------------------------------------------- rounds

@@ -74,9 +74,10 @@ def make(spec: str, target: Target) -> Drafter:
     """
     if spec == "auto":
         spec = "model" if target.shipped_draft else "lookup"
-    name, options = parse_spec(spec)
-    if name not in names(__name__) and ("/" in spec or os.sep in spec or Path(spec).exists()):
-        name, options = "model", {"path": spec}
+    is_method = spec.partition(":")[0] in names(__name__)
+    is_path = "/" in spec or os.sep in spec or (spec != "" and Path(spec).exists())
+    # A folder's name may have a colon in it, so it is looked for before the text is taken apart.
+    name, options = ("model", {"path": spec}) if is_path and not is_method else parse_spec(spec)
     module = load(__name__, name, "drafter")
     drafter: Drafter = module.build(make_options(module.Options, options, name), target)
     return drafter

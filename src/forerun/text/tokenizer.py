@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tokenizers
 
-from forerun.errors import NotFound, UnsupportedModel, VocabularyMismatch
+from forerun.errors import BadOption, NotFound, UnsupportedModel, VocabularyMismatch
 
 REPLACEMENT = "\ufffd"  # what bytes that are no character (yet) decode to
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -45,7 +45,14 @@ class Tokenizer:
         return cls(backend, Path(folder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, with the special tokens (such as a beginning-of-sequence id) that tokenizer.json adds."""
+        """Ids of a text, with the special tokens (such as a beginning-of-sequence id) that tokenizer.json adds.
+
+        Raises BadOption for a text that UTF-8 cannot hold, such as half a surrogate pair.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadOption(f"the text {text!r:.60} is not valid UTF-8 at character {error.start}: mend it") from None
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Seq[int], skip_special_tokens: bool = False) -> str:
