@@ -25,6 +25,12 @@ download. They imitate the look of the standard library; what they write is not 
 |---|---|---|
 """
 
+UNDERTRAINED = """
+The target has seen far too few tokens for its size: the small draft model predicts held-out text no worse than the
+target does. For measuring speculation that does not matter (the question is how often the draft says what the target
+says), but the text is only as good as these losses.
+"""
+
 LICENCE = """## Licence
 
 The training text is the source of the Python standard library, under the PSF licence agreement, version 2. The weights,
@@ -104,7 +110,9 @@ def model_table(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
         ("validation loss, nats per token", [f"{final(run)['validation_loss']:.4f}" for run in runs]),
         ("finished", [run["date"] for run in runs]),
     ]
-    return "".join(f"| {name} | {a} | {b} |\n" for name, (a, b) in rows)
+    table = "".join(f"| {name} | {a} | {b} |\n" for name, (a, b) in rows)
+    losses = [final(run)["validation_loss"] for run in runs]
+    return table if losses[0] < losses[1] else table + UNDERTRAINED
 
 
 def final(run: dict[str, Any]) -> dict[str, Any]:
