@@ -54,13 +54,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, (convert, what) in _KINDS.items():
-            value, default = getattr(self, name), getattr(SamplingParams, name)
-            if value is None and default is None:
+            value, optional = getattr(self, name), name == "max_tokens" or getattr(SamplingParams, name) is None
+            if value is None and optional:
                 continue
             try:
                 object.__setattr__(self, name, convert(value))
             except (TypeError, ValueError, OverflowError):
-                _require(False, name, value, what if default is not None else f"{what}, or None")
+                _require(False, name, value, f"{what}, or None" if optional else what)
         self._check()
 
     def _check(self) -> None:
