@@ -1,6 +1,7 @@
 """What the terminal shows: pieces of a round, token texts, wrapping, live text."""
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,5 @@ def test_live_text_is_the_exact_text(tokenizer: Tokenizer, colour: bool) -> None
     for i in range(0, len(ids), 3):
         live(report_of(round_of(ids[i : i + 2], len(ids[i : i + 2]), (ids[i + 2 : i + 3] or [0])[0]), 3))
     live.finish()
-    plain = out.getvalue()
-    for code in ("\x1b[32m", "\x1b[1;34m", "\x1b[0m"):
-        plain = plain.replace(code, "")
-    assert plain == text + "\n"
+    # Which codes there are depends on NO_COLOR; the text between them does not.
+    assert re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()) == text + "\n"
