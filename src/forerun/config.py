@@ -15,6 +15,7 @@ from typing import Any
 
 from forerun.errors import BadOption, NotFound
 from forerun.methods import make_options, unknown
+from forerun.peers import by_name
 
 
 def _option(default: Any, text: str, **range_: Any) -> Any:
@@ -32,6 +33,10 @@ class EngineConfig:
     dtype: str = _option("auto", "auto, float32 or bfloat16")
     quantization: str | None = _option(None, "not available yet; must be left out")
     device: str = _option("auto", "auto, cpu or cuda")
+    generation_config: str = _option(
+        "none", "none, or model: the sampling values in the checkpoint's generation_config.json become the defaults"
+    )
+    chat_template: str | None = _option(None, "file with the chat template (Jinja); none = the checkpoint's own")
     ops: str = _option("auto", "auto, reference, or reference_row_by_row (slow; bits independent of batching)")
     kv_cache_backend: str = _option("paged", "paged (blocks of 16 tokens) or contiguous (one block per sequence)")
     kv_cache_tokens: int | None = _option(None, "tokens in the KV cache; none = max_batch_size * max_seq_len", min=16)
@@ -57,7 +62,7 @@ class EngineConfig:
         known = {f.name for f in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
-                raise BadOption(unknown("option", name, known))
+                raise BadOption(by_name(name, known, "SamplingParams") or unknown("option", name, known))
         config: EngineConfig = make_options(cls, {k: _as_text(v) for k, v in values.items()})
         return config
 
@@ -83,13 +88,18 @@ class EngineConfig:
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "device": ("auto", "cpu", "cuda"),
+    "generation_config": ("none", "model"),
     "ops": ("auto", "reference", "reference_row_by_row"),
     "kv_cache_backend": ("paged", "contiguous"),
 }
 
 
 def _as_text(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+    """A Path as text that no hub id can be taken for."""
+    if not isinstance(value, Path):
+        return value
+    text = str(value)
+    return text if value.is_absolute() or text.startswith((".", "~")) else os.path.join(".", text)
 
 
 _USE, _OFF = "use_speculative_decoding", "none"
@@ -149,7 +159,9 @@ def _read_environment() -> dict[str, Any]:
     names = {f"FORERUN_{name.upper()}": name for name in known}
     for variable in os.environ:
         if variable.startswith("FORERUN_") and variable not in names:
-            raise BadOption(unknown("variable", variable, names))
+            option = variable.removeprefix("FORERUN_").lower()
+            there = by_name(option, EngineConfig.__dataclass_fields__, "SamplingParams", "FORERUN_")
+            raise BadOption(f"there is no {variable}: {there}" if there else unknown("variable", variable, names))
     return {name: os.environ[variable] for variable, name in names.items() if variable in os.environ}
 
 

@@ -17,6 +17,7 @@ import typer
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
 from forerun.methods import names, unknown
+from forerun.peers import by_name
 from forerun.types import SamplingParams
 
 
@@ -37,12 +38,15 @@ def _sampling(name: str, text: str, flag: str | None = None) -> Any:
     return typer.Option(flag or f"--{name.replace('_', '-')}", help=text + shown, show_default=False)
 
 
+TARGET_HELP = EngineConfig.__dataclass_fields__["target"].metadata["help"]
 Target = Annotated[str | None, _engine("target")]
 Draft = Annotated[str | None, _engine("draft", methods="forerun.drafters")]
 SpecLength = Annotated[int | None, _engine("spec_length")]
 Pacing = Annotated[str | None, _engine("pacing", methods="forerun.pacing")]
 Device = Annotated[str | None, _engine("device")]
 Dtype = Annotated[str | None, _engine("dtype")]
+GenerationConfig = Annotated[str | None, _engine("generation_config")]
+ChatTemplate = Annotated[str | None, _engine("chat_template")]
 Ops = Annotated[str | None, _engine("ops")]
 CacheBackend = Annotated[str | None, _engine("kv_cache_backend")]
 MaxSeqLen = Annotated[int | None, _engine("max_seq_len")]
@@ -80,18 +84,19 @@ Acceptance = Annotated[
 ]
 IgnoreEos = Annotated[bool | None, typer.Option("--ignore-eos", help="go on past the end of sequence")]
 
-Request = tuple[str | list[int], SamplingParams]  # a prompt, and how it is continued
+Prompt = str | list[int] | list[dict[str, Any]]  # a text, ids, or a conversation
+Request = tuple[Prompt, SamplingParams]  # a prompt, and how it is continued
 
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 _ENGINE = frozenset(EngineConfig.__dataclass_fields__)
 
 
-def sampling_params(flags: Mapping[str, Any]) -> SamplingParams:
-    """The sampling parameters among a command's arguments; those that were not given keep their default."""
+def sampling_params(flags: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
+    """The sampling parameters among a command's arguments, over `defaults`; without them, over our own."""
     given = {k: v for k, v in flags.items() if k in _SAMPLING and v is not None}
     if "logit_bias" in given:
         given["logit_bias"] = _biases(given["logit_bias"])
-    return SamplingParams(**given)
+    return dataclasses.replace(defaults or SamplingParams(), **given)
 
 
 def requests(text: str, defaults: SamplingParams) -> list[Request]:
@@ -112,19 +117,36 @@ def requests(text: str, defaults: SamplingParams) -> list[Request]:
 
 
 def _request(line: Any, defaults: SamplingParams) -> Request:
-    if not isinstance(line, dict) or "prompt" not in line:
-        raise BadOption('there is no prompt: write {"prompt": "a text or a list of ids"}')
-    fields = {k: v for k, v in line.items() if k != "prompt"}
+    if not isinstance(line, dict) or not line.keys() & {"prompt", "messages"}:
+        raise BadOption('there is no prompt: write {"prompt": "a text or a list of ids"}, or "messages" with a list')
+    if line.keys() >= {"prompt", "messages"}:
+        raise BadOption("there is a prompt and there are messages: drop one of them")
+    fields = {k: v for k, v in line.items() if k not in ("prompt", "messages")}
     for name in fields:
         if name not in _SAMPLING:
-            raise BadOption(unknown("field", name, ["prompt", *_SAMPLING]))
-    prompt, bias = line["prompt"], fields.get("logit_bias")
+            known = ["prompt", "messages", *_SAMPLING]
+            raise BadOption(by_name(name, known, "LLM") or unknown("field", name, known))
+    bias = fields.get("logit_bias")
+    if isinstance(bias, dict):  # the keys of JSON are texts
+        fields["logit_bias"] = {_token_id(token, bias): value for token, value in bias.items()}
+    return _conversation(line) if "messages" in line else _text_or_ids(line), dataclasses.replace(defaults, **fields)
+
+
+def _text_or_ids(line: dict[str, Any]) -> Prompt:
+    prompt: Prompt = line["prompt"]
     ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not prompt or not (ids or isinstance(prompt, str)):
         raise BadOption(f"prompt={prompt!r:.60} is not possible: it must be a text or a list of ids, not empty")
-    if isinstance(bias, dict):  # the keys of JSON are texts
-        fields["logit_bias"] = {_token_id(token, bias): value for token, value in bias.items()}
-    return prompt, dataclasses.replace(defaults, **fields)
+    return prompt
+
+
+def _conversation(line: dict[str, Any]) -> Prompt:
+    messages: Prompt = line["messages"]
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise BadOption(
+            f'messages={messages!r:.60} is not possible: it must be a list like [{{"role": "user", "content": "..."}}]'
+        )
+    return messages
 
 
 def _biases(pairs: Iterable[str]) -> dict[int, float]:

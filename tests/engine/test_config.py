@@ -1,6 +1,9 @@
 """Options: aliases, precedence, and refusals that name the option, its value and what would work."""
 
+import copy
+import dataclasses
 import os
+import pickle
 from types import SimpleNamespace
 
 import numpy
@@ -120,7 +123,8 @@ def test_a_config_file_that_cannot_be_read_is_refused(tmp_path):
 
 def test_a_folder_with_a_colon_in_its_name_is_a_draft_model(tmp_path):
     (tmp_path / "m:1b").mkdir()
-    target = SimpleNamespace(model=SimpleNamespace(dtype="auto", device="cpu", ops=None))
+    model = SimpleNamespace(dtype="auto", device="cpu", ops=None)
+    target = SimpleNamespace(model=model, tokenizer=None, loaded_draft=None)
     with pytest.raises(NotFound, match="m:1b"):  # it was looked into, and it is empty
         drafters.make(str(tmp_path / "m:1b"), target)
 
@@ -190,3 +194,15 @@ def test_sampling_parameters_become_plain_values():
     )
     assert (given.stop, given.stop_token_ids, given.logit_bias) == (("a",), (3, 4), {3: 1.0})
     assert (type(given.max_tokens), type(given.temperature), type(given.stop_token_ids[0])) == (int, float, int)
+
+
+def test_a_name_of_another_engine_is_answered_with_ours():
+    with pytest.raises(BadOption, match="max_new_tokens is max_tokens here"):
+        SamplingParams(max_new_tokens=5)
+    with pytest.raises(BadOption, match="num_beams has no counterpart here"):
+        SamplingParams(temperature=0.5, num_beams=4)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        SamplingParams(nonsense=1)
+    params = SamplingParams(temperature=0.5, stop="x")
+    for same in (copy.deepcopy(params), pickle.loads(pickle.dumps(params)), dataclasses.replace(params)):
+        assert same == params

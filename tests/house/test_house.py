@@ -198,7 +198,7 @@ def fresh_python(code: str) -> str:
     return done.stdout
 
 
-HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
+HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2")
 WHAT_IS_LOADED = f"; print([name for name in {HEAVY} if name in __import__('sys').modules])"
 
 

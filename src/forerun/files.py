@@ -1,0 +1,38 @@
+"""Reading the JSON files of a checkpoint folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import NotFound, UnsupportedModel
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises UnsupportedModel where the file holds anything else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedModel(f"{path} is not valid JSON ({error}): fetch it again") from error
+    if not isinstance(value, dict):
+        raise UnsupportedModel(f"{path} does not hold a JSON object: fetch it again")
+    return value
+
+
+def read_json_if_there(path: Path) -> dict[str, Any]:
+    """`read_json`, or {} where there is no such file."""
+    return read_json(path) if path.exists() else {}
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that an index names. Raises NotFound for a name that would lead out of its folder."""
+    places = read_json(index).get("weight_map")
+    names = list(places.values()) if isinstance(places, Mapping) else []
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise NotFound(f"{index} names {name!r}, which is no file beside it: fetch the whole checkpoint")
+    if not names:
+        raise UnsupportedModel(f"{index} names no file of weights: fetch it again")
+    return sorted(set(names))

@@ -1,0 +1,130 @@
+"""How one request is decoded: every sampling parameter, its default and its range."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+from forerun.errors import BadOption
+from forerun.peers import by_name
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded. Every field works with speculation, and none of them changes the output law.
+
+    Raises BadOption, naming the field and its value, for anything that cannot be honoured.
+    """
+
+    max_tokens: int | None = 128  # tokens to generate at most; None = as far as max_seq_len goes
+    min_tokens: int = 0  # end-of-sequence and stop ids cannot be drawn before this many tokens
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # keep the k most likely ids; 0 = all
+    top_p: float = 1.0  # keep the shortest prefix of the sorted ids whose mass reaches top_p, in (0, 1]
+    min_p: float = 0.0  # drop ids below min_p times the largest probability, in [0, 1]
+    repetition_penalty: float = 1.0  # > 0; over prompt and output
+    presence_penalty: float = 0.0  # in [-2, 2]; over the output
+    frequency_penalty: float = 0.0  # in [-2, 2]; over the output
+    logit_bias: Mapping[int, float] | None = None  # id -> added to its logit
+    bad_words: tuple[str, ...] = ()  # texts that must not be completed
+    stop: tuple[str, ...] = ()  # texts that end the output; they are cut from `text`
+    stop_token_ids: tuple[int, ...] = ()  # ids that end the output
+    ignore_eos: bool = False  # go on past the model's end-of-sequence ids
+    seed: int | None = None  # 64 bit; None = one is drawn and reported
+    logprobs: int | None = None  # per token: its log-probability and this many alternatives, 0 to 20
+    acceptance: str | None = None  # a verification rule; None = match for a seed and temperature > 0, else ratio
+
+    def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
+        """Raises BadOption for what other engines call one of the fields; Python refuses any other unknown name."""
+        for name in given.keys() - cls.__dataclass_fields__.keys():
+            if there := by_name(name, cls.__dataclass_fields__, "LLM"):
+                raise BadOption(there)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, (convert, what) in _KINDS.items():
+            value, optional = getattr(self, name), name == "max_tokens" or getattr(SamplingParams, name) is None
+            if value is None and optional:
+                continue
+            try:
+                object.__setattr__(self, name, convert(value))
+            except (TypeError, ValueError, OverflowError):
+                _require(False, name, value, f"{what}, or None" if optional else what)
+        self._check()
+
+    def _check(self) -> None:
+        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1, or None")
+        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        if self.max_tokens is not None:
+            _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
+        # Below 1e-5 a temperature only amplifies rounding: use 0, which is exactly greedy.
+        warm = self.temperature == 0 or 1e-5 <= self.temperature < math.inf
+        _require(warm, "temperature", self.temperature, "0 (greedy) or a finite number of at least 1e-5")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (all ids) or at least 1")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        penalty = self.repetition_penalty
+        _require(0 < penalty < math.inf, "repetition_penalty", penalty, "above 0 and finite")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "in [-2, 2]")
+        _require(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "ids of 0 or more")
+        _require(all(self.stop), "stop", self.stop, "texts that are not empty")
+        _require(all(self.bad_words), "bad_words", self.bad_words, "texts that are not empty")
+        _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "in 0 .. 2**64 - 1")
+        _require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "in 0 .. 20")
+        for token, bias in (self.logit_bias or {}).items():
+            ok = token >= 0 and not math.isnan(bias) and bias < math.inf
+            _require(ok, "logit_bias", {token: bias}, "from ids >= 0 to numbers below infinity")
+
+    @property
+    def greedy(self) -> bool:
+        """True where the next token is the argmax."""
+        return self.temperature == 0
+
+
+def _instance(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError
+    return value
+
+
+def _integer(value: Any) -> int:
+    return operator.index(_instance(value, SupportsIndex))
+
+
+def _number(value: Any) -> float:
+    return float(_instance(value, numbers.Real))
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """None, one text, or several. A text that UTF-8 cannot hold (half a surrogate pair) is a ValueError."""
+    texts = (value,) if isinstance(value, str) else tuple(_instance(() if value is None else value, Iterable))
+    for text in texts:
+        _instance(text, str).encode()
+    return texts
+
+
+def _biases(value: Any) -> dict[int, float]:
+    return {_integer(token): _number(bias) for token, bias in _instance(value, Mapping).items()}
+
+
+# What a field takes: how it becomes a plain Python value, and the words for whoever gave something else.
+_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs"), (_integer, "an integer")),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), (_number, "a number")),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), (_number, "a number")),
+    **dict.fromkeys(("stop", "bad_words"), (_texts, "a text or several, in valid UTF-8")),
+    "stop_token_ids": (lambda ids: tuple(map(_integer, () if ids is None else ids)), "several integers"),
+    "logit_bias": (_biases, "a mapping from integers to numbers"),
+    "ignore_eos": (lambda value: _instance(value, bool), "True or False"),
+    "acceptance": (lambda value: _instance(value, str), "a text"),
+}
+
+
+def _require(ok: bool, name: str, value: object, what: str) -> None:
+    if not ok:
+        raise BadOption(f"{name}={value!r} is not possible: it must be {what}")

@@ -1,0 +1,249 @@
+"""An option of vLLM, SGLang, llama.cpp, transformers or OpenVINO GenAI is answered with ours, in one sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import typer.main
+
+from forerun import flags
+from forerun.cli import app, main
+from forerun.config import EngineConfig
+from forerun.errors import BadOption
+from forerun.peers import DOCUMENT, TABLE, PeerOption, on_command_line
+from forerun.types import SamplingParams
+
+SEE = f"see {DOCUMENT}"
+NO_SHARE = "memory is asked for in tokens, not as a share of the device (forerun plan shows the bytes)"
+GGUF = "a folder with safetensors (GGUF files are not read)"
+HUB = "a folder, or a hub id with the revision behind an @"
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs `forerun ...` through `main`, which must end with 2 and one line on standard error: returns the line."""
+
+    def run(*words: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        printed = capsys.readouterr()
+        assert (end.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
+        assert printed.err.startswith("error: ")
+        return printed.err.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+SENTENCES = {
+    "generate x --max-model-len 512": f"vLLM's --max-model-len is --max-seq-len here: {SEE}",
+    "generate x --max-model-len=512": f"vLLM's --max-model-len is --max-seq-len here: {SEE}",
+    "generate x --max_model_len 512": f"vLLM's --max_model_len is --max-seq-len here: {SEE}",
+    "bench latency --max-model-len 512": f"vLLM's --max-model-len is --max-seq-len of forerun generate here: {SEE}",
+    "--max-model-len 512 generate x": f"vLLM's --max-model-len is --max-seq-len of forerun generate here: {SEE}",
+    "generate --gpu-memory-utilization 0.9": f"vLLM's --gpu-memory-utilization is --kv-cache-tokens here: {NO_SHARE}; "
+    + SEE,
+    "generate x --ngram-prompt-lookup-max 4": "vLLM's --ngram-prompt-lookup-max is --draft lookup:max_n=N here: " + SEE,
+    "generate x -tp 2": f"vLLM's -tp has no counterpart here: a model runs in one process on one device; {SEE}",
+    "generate --tensor-parallel-size 2": "vLLM's and SGLang's --tensor-parallel-size has no counterpart here: "
+    f"a model runs in one process on one device; {SEE}",
+    "generate --revision main": "vLLM's, SGLang's and transformers' --revision is --target ORG/NAME@REVISION here: "
+    f"{HUB}; {SEE}",
+    "chat org/name --revision main": "vLLM's, SGLang's and transformers' --revision is the argument ORG/NAME@REVISION "
+    f"here: {HUB}; {SEE}",
+    "generate --speculative-num-steps 3": f"SGLang's --speculative-num-steps is --spec-length here: {SEE}",
+    "generate --speculative-eagle-topk 4": "SGLang's --speculative-eagle-topk has no counterpart here: "
+    f"drafts are chains, not trees yet; {SEE}",
+    "generate --random-seed 1": "SGLang's --random-seed is --seed here: of a request; without one a seed is drawn and "
+    f"shown; {SEE}",
+    "generate -m model.gguf -md draft.gguf": f"llama.cpp's -m is --target here: {GGUF}; {SEE}",
+    "generate x -md draft.gguf": f"llama.cpp's -md is --draft here: {GGUF}; {SEE}",
+    "chat -m model.gguf": f"llama.cpp's -m is the argument TARGET here: {GGUF}; {SEE}",
+    "generate x -n 64": f"llama.cpp's -n is --max-tokens here: 128 unless given; -1 is not taken; {SEE}",
+    "generate x -ngl 99": "llama.cpp's -ngl is --device here: cuda takes the whole model and cpu none of it, "
+    f"layers are not split; {SEE}",
+    "generate -t 8 x": f"llama.cpp's -t has no counterpart here: set the variable OMP_NUM_THREADS; {SEE}",
+    "generate -p hello": f"llama.cpp's -p is the argument PROMPTS here: {SEE}",
+    "generate x -sys hello": f"llama.cpp's -sys is --system of forerun chat here: {SEE}",
+    "generate x -cnv": f"llama.cpp's -cnv is forerun chat here: {SEE}",
+    "generate x --draft-max 8": f"llama.cpp's --draft-max is --spec-length here: --draft names the drafter; {SEE}",
+    "generate --model m": "vLLM's and SGLang's --model is --target here: a folder or a hub id; llama.cpp's --model is "
+    f"--target here: {GGUF}; {SEE}",
+    "generate x --max-new-tokens 9": "SGLang's, transformers' and OpenVINO GenAI's --max-new-tokens is --max-tokens "
+    f"here: {SEE}",
+    "generate --prompt-lookup-num-tokens 3": "transformers' --prompt-lookup-num-tokens is --draft lookup and "
+    f"--spec-length here: {SEE}",
+    "generate x --num-beams 4": "transformers' and OpenVINO GenAI's --num-beams has no counterpart here: "
+    f"there is no beam search; {SEE}",
+    "generate x --rng-seed 1": "OpenVINO GenAI's --rng-seed is --seed here: without one a seed is drawn and shown; "
+    + SEE,
+}
+
+
+@pytest.mark.parametrize("line", SENTENCES)
+def test_the_sentence(refused: Any, line: str) -> None:
+    assert refused(*line.split()) == SENTENCES[line]
+
+
+@pytest.mark.parametrize("line", ["generate x --max-model-len 512", "generate x -ngl 99"])
+def test_the_same_from_a_shell(process: Any, line: str) -> None:
+    done = process(*line.split())
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {SENTENCES[line]}\n")
+
+
+OTHER_MISTAKES = {
+    "generate x --temprature 1": "No such option: --temprature (Possible options: ",
+    "generate x -n5": "No such option: -n: see forerun generate --help",  # no short flag takes its value like that
+    "generate x --chat-template": "Option '--chat-template' requires an argument",
+    "generate x --top-k many": "Invalid value for '--top-k'",
+    "drafters more": "Got unexpected extra argument",
+}
+
+
+@pytest.mark.parametrize("line", OTHER_MISTAKES)
+def test_other_mistakes_keep_their_words(refused: Any, line: str) -> None:
+    assert refused(*line.split()).startswith(OTHER_MISTAKES[line])
+
+
+# ----------------------------------------------------------------------------------------------------- the whole table
+
+ROOT: Any = typer.main.get_command(app)
+FLAGS = {command: {p.name: p.opts[0] for p in ROOT.commands[command].params} for command in ("generate", "chat")}
+SPELLINGS = [(row, spelling) for row in TABLE for spelling in row.theirs]
+
+
+def as_flag(spelling: str) -> str:
+    return spelling if spelling.startswith("-") else f"--{spelling.replace('_', '-')}"
+
+
+# On the command that has nearly every option, and, for a part of them, on one that has none.
+ON_COMMANDS = [
+    (row, as_flag(spelling), command)
+    for row, spelling in SPELLINGS
+    for command in ("generate", "drafters")
+    if (as_flag(spelling) not in FLAGS["generate"].values()) == (command == "generate")
+    or (command == "drafters" and row.ours and spelling == row.theirs[0])
+]
+
+
+def parsed(*words: str) -> str:
+    """What `main` says to words that cannot be parsed; the commands are built once, which takes most of its time."""
+    with pytest.raises(typer.BadParameter.__mro__[2]) as error:
+        ROOT(words, prog_name="forerun", standalone_mode=False)
+    usage: Any = error.value
+    return on_command_line(words, usage.option_name, usage.ctx) or "no answer"
+
+
+def ours_on(command: str, entry: str) -> str:
+    """How an entry of `ours` is written on a command that has it, or on one that has nothing."""
+    name, _, value = entry.partition("=")
+    if entry.startswith(("forerun ", "LLM.")):
+        return entry
+    home = "chat" if name == "system" else "generate"
+    text = "the argument PROMPTS" if name == "prompt" else f"{FLAGS[home][name]} {value}".strip()
+    return text if home == command else f"{text} of forerun {home}"
+
+
+@pytest.mark.parametrize(("row", "flag", "command"), ON_COMMANDS, ids=lambda value: getattr(value, "peer", value))
+def test_every_spelling_is_answered_with_its_row(row: PeerOption, flag: str, command: str) -> None:
+    said = parsed(command, flag, "1")
+    note = f": {row.note}" if row.note else ""
+    if row.ours:
+        texts = [ours_on(command, entry) for entry in row.ours]
+        *most, last = [text.removesuffix(" of forerun generate") for text in texts]
+        home = " of forerun generate" if texts[0].endswith(" of forerun generate") else ""
+        answer = f"{flag} is {', '.join(most)}{' and ' if most else ''}{last}{home} here{note}"
+    else:
+        answer = f"{flag} has no counterpart here{note}"
+    assert re.search(rf"{re.escape(row.peer)}'s?[^;:]* {re.escape(answer)}[;:] ", said), said
+    assert said.endswith(SEE)
+
+
+# -------------------------------------------------------------------------------------- Python, TOML, variables, .jsonl
+
+KEYWORDS = {
+    "max_model_len": f"vLLM's max_model_len is max_seq_len here: {SEE}",
+    "tensor_parallel_size": "vLLM's and SGLang's tensor_parallel_size has no counterpart here: a model runs in one "
+    f"process on one device; {SEE}",
+    "num_assistant_tokens": f"transformers' and OpenVINO GenAI's num_assistant_tokens is spec_length here: {SEE}",
+    "prompt_lookup": f'OpenVINO GenAI\'s prompt_lookup is draft="lookup" here: {SEE}',
+    "do_sample": "transformers' and OpenVINO GenAI's do_sample is temperature of SamplingParams here: 0 is greedy "
+    f"(do_sample=False), above 0 draws; {SEE}",
+    "scheduler_config": "OpenVINO GenAI's scheduler_config is kv_cache_tokens, max_batch_size and prefill_chunk_tokens "
+    f"here: options of the engine itself; {SEE}",
+    "streamer": f"transformers' streamer is LLM.stream here: {SEE}",
+}
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_a_keyword_of_the_engine(name: str) -> None:
+    with pytest.raises(BadOption) as error:
+        EngineConfig.make(**{name: 1})
+    assert str(error.value) == KEYWORDS[name]
+
+
+def test_every_spelling_is_answered_as_a_keyword() -> None:
+    names = {spelling.lstrip("-").replace("-", "_") for _, spelling in SPELLINGS if not re.match(r"-\w", spelling)}
+    aliases = {"draft_model", "num_speculative_tokens", "speculative_config"}  # they work
+    fields = EngineConfig.__dataclass_fields__.keys()
+    for name in names - aliases - fields:
+        with pytest.raises(BadOption, match=f" {name} (is .* here|has no counterpart here: ).*{SEE}$"):
+            EngineConfig.make(**{name: 1})
+    assert {name for name in names if name in fields} == {"quantization", "generation_config", "chat_template"}
+
+
+def test_a_key_of_speculative_config() -> None:
+    with pytest.raises(BadOption) as error:
+        EngineConfig.make(speculative_config={"model": "d", "rejection_sample_method": "block"})
+    assert str(error.value) == (
+        "vLLM's rejection_sample_method is acceptance of SamplingParams here: standard is ratio; block and synthetic "
+        f"are not there; {SEE}"
+    )
+
+
+def test_a_key_of_the_config_file(tmp_path: Path, refused: Any) -> None:
+    file = tmp_path / "forerun.toml"
+    file.write_text('max-model-len = 512\ndraft = "none"\n', encoding="utf-8")
+    assert refused("generate", "x", "--config", str(file)) == f"vLLM's max-model-len is max_seq_len here: {SEE}"
+
+
+@pytest.mark.parametrize(
+    ("variable", "sentence"),
+    [
+        ("FORERUN_MAX_MODEL_LEN", f"vLLM's max_model_len is FORERUN_MAX_SEQ_LEN here: {SEE}"),
+        ("FORERUN_PROMPT_LOOKUP", f"OpenVINO GenAI's prompt_lookup is FORERUN_DRAFT=lookup here: {SEE}"),
+        (
+            "FORERUN_STOP_STRINGS",
+            "transformers' and OpenVINO GenAI's stop_strings is stop of SamplingParams here: the text is cut from the "
+            f"output; {SEE}",
+        ),
+    ],
+)
+def test_a_variable(monkeypatch: pytest.MonkeyPatch, refused: Any, variable: str, sentence: str) -> None:
+    monkeypatch.setenv(variable, "512")
+    assert refused("generate", "x") == f"there is no {variable}: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("field", "sentence"),
+    [
+        ("max_completion_tokens", f"the OpenAI API's max_completion_tokens is max_tokens here: {SEE}"),
+        ("max_model_len", f"vLLM's max_model_len is max_seq_len of LLM here: {SEE}"),
+        ("text", f"SGLang's text is prompt here: a text or ids; {SEE}"),
+        ("prompt_lookup", f'OpenVINO GenAI\'s prompt_lookup is draft="lookup" of LLM here: {SEE}'),
+    ],
+)
+def test_a_field_of_a_request(field: str, sentence: str) -> None:
+    with pytest.raises(BadOption) as error:
+        flags.requests(f'{{"prompt": "a", "{field}": 3}}', SamplingParams())
+    assert str(error.value) == f"line 1: {sentence}"
+
+
+def test_the_aliases_still_work() -> None:
+    given = EngineConfig.make(speculative_config={"method": "lookup", "num_speculative_tokens": 3})
+    assert given == EngineConfig.make(draft_model="lookup", num_speculative_tokens=3)
+    assert given == EngineConfig.make(draft="lookup", spec_length=3)
