@@ -71,7 +71,7 @@ def test_tensors_that_do_not_fit(write_checkpoint: Any, llama_raw: Raw, weights_
         load_checkpoint(write_checkpoint(llama_raw, weights | {name + "_scale": torch.ones(1)}))
     with pytest.raises(UnsupportedModel, match=rf"{name} of shape \[24, 59\].*asks for \[24, 60\]"):
         load_checkpoint(write_checkpoint(llama_raw, weights | {name: torch.ones(24, 59)}))
-    with pytest.raises(UnsupportedModel, match=rf"{name} in .* torch.int8, which looks quantised"):
+    with pytest.raises(UnsupportedModel, match=rf"{name} in .* type I8, which means quantised weights"):
         load_checkpoint(write_checkpoint(llama_raw, weights | {name: torch.ones(24, 60, dtype=torch.int8)}))
     missing = {k: w for k, w in weights.items() if k != name}
     with pytest.raises(UnsupportedModel, match=f"no tensor {name}"):
@@ -100,16 +100,7 @@ def test_folders_that_are_not_checkpoints(tmp_path: Path, llama_raw: Raw, write_
         load_checkpoint(tmp_path / "nowhere")
     with pytest.raises(NotFound, match=r"no config\.json"):
         load_checkpoint(tmp_path)
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UnsupportedModel, match="single file"):
-        load_checkpoint(tmp_path / "model.gguf")
     write_checkpoint(llama_raw)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedModel, match=r"weights in model\.gguf only.*save_pretrained"):
-        load_checkpoint(tmp_path)
-    (tmp_path / "model.gguf").unlink()
-    with pytest.raises(NotFound, match=r"neither model\.safetensors nor"):
-        load_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"short")
     with pytest.raises(UnsupportedModel, match="not a readable safetensors file"):
         load_checkpoint(tmp_path)
@@ -129,6 +120,34 @@ def test_shards_that_are_missing(tmp_path: Path, llama_raw: Raw, weights_of: Any
     save_file({"x": torch.ones(1)}, tmp_path.parent / "outside.safetensors")
     with pytest.raises(NotFound, match="fetch the whole checkpoint"):
         load_checkpoint(tmp_path)
+
+
+def test_an_index_that_is_no_index(tmp_path: Path, llama_raw: Raw) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(llama_raw))
+    index = tmp_path / "model.safetensors.index.json"
+    for places in ({}, [], None, {"x": 3}):
+        index.write_text(json.dumps({"weight_map": places}))
+        with pytest.raises((NotFound, UnsupportedModel), match=r"index\.json names (no file of weights|3)"):
+            load_checkpoint(tmp_path)
+
+
+def test_tensors_larger_than_a_block(
+    write_checkpoint: Any, llama_raw: Raw, weights_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of two rows, of less than one row, and rows that no block divides."""
+    tied = llama_raw | {"tie_word_embeddings": True}
+    weights = weights_of(tied)
+    embedding = weights["model.embed_tokens.weight"]
+    folder = write_checkpoint(tied, weights | {"lm_head.weight": embedding.clone()})
+    for block_bytes in (480, 100, 1000):
+        monkeypatch.setattr("forerun.models.weights.BLOCK_BYTES", block_bytes)
+        loaded = load_checkpoint(folder).model.weights
+        assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
+    head = embedding.clone()
+    head[-1, -1] += 1  # in the last block
+    write_checkpoint(tied, weights | {"lm_head.weight": head})
+    with pytest.raises(UnsupportedModel, match=r"holds a different lm_head\.weight"):
+        load_checkpoint(folder)
 
 
 def test_saving_refuses_what_does_not_fit(tmp_path: Path, llama_raw: Raw, weights_of: Any) -> None:

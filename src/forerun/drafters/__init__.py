@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.kv.cache import Backend
+    from forerun.models.loading import Checkpoint
     from forerun.models.runner import Model
 
 
@@ -65,6 +66,7 @@ class Target:
     kv_cache_backend: Backend
     kv_cache_tokens: int | None = None  # tokens in a cache of the drafter's own; None = room for everybody
     shipped_draft: str | None = None  # folder of the draft model that belongs to this target, if one ships with it
+    loaded_draft: Checkpoint | None = None  # a draft model that the caller has loaded; it comes before the shipped one
 
 
 def make(spec: str, target: Target) -> Drafter:

@@ -168,26 +168,34 @@ def build(options: Options, target: Target) -> Drafter:
 
     Raises VocabularyMismatch where the two do not share one id-to-token map and the same end-of-sequence ids.
     """
-    folder = options.path or target.shipped_draft
-    if folder is None:
-        raise BadOption("the drafter 'model' needs a draft model: give its folder, as in draft='path/to/draft'")
-    checkpoint = load_checkpoint(folder, dtype=target.model.dtype, device=target.model.device, ops=target.model.ops)
-    _check_pair(checkpoint, folder, target)
+    checkpoint = _checkpoint(options, target)
+    _check_pair(checkpoint, target)
+    model = checkpoint.model
     cache = KVCache.create(
-        checkpoint.model.config.cache_shape,
+        model.config.cache_shape,
         target.kv_cache_backend,
         max_batch_size=target.max_batch_size,
         max_seq_len=target.max_seq_len,
         num_tokens=target.kv_cache_tokens,
-        dtype=target.model.dtype,
-        device=target.model.device,
+        dtype=model.dtype,
+        device=model.device,
     )
-    return ModelDrafter(Runner(checkpoint.model, cache, target.num_ids, target.holes), options)
+    return ModelDrafter(Runner(model, cache, target.num_ids, target.holes), options)
 
 
-def _check_pair(checkpoint: Checkpoint, folder: str, target: Target) -> None:
+def _checkpoint(options: Options, target: Target) -> Checkpoint:
+    if options.path is None and target.loaded_draft is not None:
+        return target.loaded_draft
+    name, model = options.path or target.shipped_draft, target.model
+    if name is None:
+        raise BadOption("the drafter 'model' needs a draft model: give its folder, as in draft='path/to/draft'")
+    with_tokenizer = target.tokenizer is not None
+    return load_checkpoint(name, dtype=model.dtype, device=model.device, ops=model.ops, with_tokenizer=with_tokenizer)
+
+
+def _check_pair(checkpoint: Checkpoint, target: Target) -> None:
     if target.tokenizer is not None:
-        compare(target.tokenizer, Tokenizer.load(folder))
+        compare(target.tokenizer, checkpoint.tokenizer or Tokenizer.load(checkpoint.folder))
     rows = checkpoint.model.config.vocab_size
     if rows < target.num_ids:
         raise VocabularyMismatch(

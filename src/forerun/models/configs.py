@@ -132,7 +132,8 @@ def _read_rope(rope: Raw, raw: Raw) -> RopeConfig:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise UnsupportedModel(
-            f"config.json sets rope_type={kind!r}, which forerun does not compute: it must be one of {list(ROPE_KINDS)}"
+            f"config.json sets rope_type={kind!r}, which forerun does not compute: it must be one of "
+            f"{list(ROPE_KINDS)}, or, where it was only added for texts longer than those in training, be taken out"
         )
     _require(rope.get("partial_rotary_factor", 1) == 1, rope, "partial_rotary_factor", "1")
     known = ROPE_KINDS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}

@@ -184,17 +184,27 @@ class _Layer:
 JOINED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 
 
-def join_projections(config: DecoderConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Lay q, k, v and gate, up of each layer back to back, in place: a decoder then computes each group in one product.
+def empty_weights(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+    """Every weight of `parameter_shapes`, unwritten: it takes no memory before something is written to it.
 
-    The dict keeps its names; the tensors become views of one storage, so nothing is held twice.
+    q, k, v and gate, up of each layer lie back to back in one storage: a decoder computes each group in one product.
     """
+    shapes = parameter_shapes(config)
+    made: dict[str, Tensor] = {}
     for i in range(config.num_layers):
         for group in JOINED:
             names = [f"model.layers.{i}.{name}.weight" for name in group]
-            sizes = [len(weights[name]) for name in names]
-            joined = torch.cat([weights[name] for name in names])
-            weights.update(zip(names, torch.split_with_sizes(joined, sizes), strict=True))
+            rows = [shapes[name][0] for name in names]
+            whole = torch.empty(sum(rows), config.hidden_size, dtype=dtype, device=device)
+            made.update(zip(names, torch.split_with_sizes(whole, rows), strict=True))
+    return {n: made[n] if n in made else torch.empty(s, dtype=dtype, device=device) for n, s in shapes.items()}
+
+
+def join_projections(config: DecoderConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights that are in memory already, laid out as `empty_weights` does it, in place and one at a time."""
+    first = next(iter(weights.values()))
+    for name, tensor in empty_weights(config, first.dtype, first.device).items():
+        weights[name] = tensor.copy_(weights[name])
     return weights
 
 

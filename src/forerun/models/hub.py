@@ -1,0 +1,189 @@
+"""A model's name -> its folder: one on this machine, or a snapshot of the hub in huggingface_hub's cache.
+
+From the hub come only the files that are read here: the small ones first, so that a checkpoint that would be refused
+is refused before its weights are fetched. huggingface_hub is imported when a hub id is met, never for a folder.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import CapacityError, ForerunError, NotFound
+from forerun.files import read_json, shard_names
+from forerun.models.hub_errors import cache_folder, explained, is_unreachable
+from forerun.models.refusals import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    TOKENIZER,
+    WANTED,
+    refuse_quantiser_files,
+    refuse_without_config,
+    refuse_without_tokenizer,
+    refuse_without_weights,
+)
+
+SMALL = (
+    CONFIG,
+    "generation_config.json",
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
+DEFAULT_REVISION = "main"
+REVISION = re.compile(r"\w(?!.*\.\.)[\w./+-]*")
+LISTING_TIMEOUT_S = 10.0
+GB = 10**9
+
+Check = Callable[[Path], object]
+
+
+def locate(name: str | Path, *, config_only: bool = False, check: Check | None = None) -> Path:
+    """The folder that `name` means; what the hub has under it is fetched into the cache first.
+
+    name: a path, or a hub id org/name[@revision] where no such path exists; a Path is never a hub id. config_only:
+    fetch config.json alone. check: called with the folder when the small files are there and the weights are not
+    yet fetched; what it raises is raised. Without a network, a complete snapshot in the cache is used as it is.
+
+    Raises NotFound for what is not there or cannot be had, UnsupportedModel for repositories without readable
+    weights, CapacityError for a full disk.
+    """
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError as error:  # ~somebody, and there is no such user
+        raise NotFound(f"there is no folder {name} ({error}): name {WANTED}") from error
+    if folder.exists():
+        return folder
+    model = None if isinstance(name, Path) else _as_hub_model(name)
+    if model is None:
+        raise NotFound(f"there is no folder {folder}: name {WANTED}")
+    try:
+        return model.fetch(config_only, check)
+    except ForerunError:
+        raise
+    except Exception as error:  # what a network, a server and a disk can do is an open list, and a traceback no help
+        raise explained(error, model.id, model.revision) from error
+
+
+def is_hub_id(name: str | Path) -> bool:
+    """Whether a name means a model of the hub: it has the form of one, and no such path exists."""
+    return isinstance(name, str) and not Path(name).exists() and _as_hub_model(name) is not None
+
+
+def _as_hub_model(name: str) -> _HubModel | None:
+    """None where the name can only be a path. Raises NotFound where it is almost a hub id."""
+    hub_id, at, revision = name.partition("@")
+    if hub_id.startswith((".", "/", "~")) or "\\" in name or hub_id.count("/") != 1:
+        return None
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(hub_id)
+    except HFValidationError:
+        hub_id = ""
+    if not hub_id or (at and not REVISION.fullmatch(revision)):
+        raise NotFound(f"there is no folder {name}, and a model of the hub is written org/name or org/name@revision")
+    return _HubModel(hub_id, revision or DEFAULT_REVISION)
+
+
+@dataclass(frozen=True)
+class _HubModel:
+    """One model of the hub at one revision: a branch, a tag or a commit."""
+
+    id: str
+    revision: str
+
+    def fetch(self, config_only: bool, check: Check | None) -> Path:
+        """See `locate`; raises whatever huggingface_hub raises, too."""
+        try:
+            commit, sizes = self._listing()
+        except Exception as error:
+            cached = self._cached()
+            if cached is None or not is_unreachable(error) or not (config_only or _is_complete(cached)):
+                raise
+            return cached
+        self._refuse(sizes, commit, config_only)
+        config = self._download(CONFIG, self._revision_to_ask(commit))
+        folder, commit = config.parent, config.parent.name
+        if config_only:
+            return folder
+        wanted = [*SMALL, INDEX] if SINGLE not in sizes else SMALL
+        for name in sizes:
+            if any(fnmatch(name, pattern) for pattern in wanted):
+                self._download(name, commit)
+        if check is not None:
+            check(folder)
+        weights = [SINGLE] if SINGLE in sizes else shard_names(folder / INDEX)
+        if lost := [name for name in weights if name not in sizes]:
+            raise NotFound(
+                f"{self.id} has no file {lost[0]}, which its {INDEX} names: name another revision, as org/name@revision"
+            )
+        self._check_disk(folder, {name: sizes[name] for name in weights})
+        for name in weights:
+            self._download(name, commit)
+        return folder
+
+    def _listing(self) -> tuple[str, dict[str, int | None]]:
+        """The commit that the revision means now, and its files with their sizes in bytes, as far as known."""
+        from huggingface_hub import HfApi
+
+        api = HfApi(library_name="forerun")
+        info = api.model_info(self.id, revision=self.revision, files_metadata=True, timeout=LISTING_TIMEOUT_S)
+        return str(info.sha), {file.rfilename: file.size for file in info.siblings or ()}
+
+    def _download(self, name: str, revision: str) -> Path:
+        """The place of one file in the cache; nothing is asked for what is there under this commit."""
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(self.id, name, revision=revision, library_name="forerun"))
+
+    def _revision_to_ask(self, commit: str) -> str:
+        """The commit where the cache knows already that the revision means it, else the revision, so that it learns."""
+        cached = self._cached()
+        return commit if cached is not None and cached.name == commit else self.revision
+
+    def _cached(self) -> Path | None:
+        """The snapshot that the revision meant when it was last asked for, if its config.json is in the cache."""
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(self.id, CONFIG, revision=self.revision)
+        return Path(found).parent if isinstance(found, str) else None
+
+    def _refuse(self, sizes: Mapping[str, Any], commit: str, config_only: bool) -> None:
+        """Refuse what the listing shows, before anything is fetched but the file that says why."""
+
+        def read(name: str) -> Mapping[str, Any]:
+            return read_json(self._download(name, commit))
+
+        refuse_without_config(sizes, self.id, read)
+        if not config_only:
+            refuse_without_weights(sizes, self.id, read)
+            refuse_quantiser_files(sizes, self.id, read)
+            refuse_without_tokenizer(sizes, self.id)
+
+    def _check_disk(self, folder: Path, sizes: Mapping[str, int | None]) -> None:
+        missing = sum(size or 0 for name, size in sizes.items() if not (folder / name).exists())
+        free = shutil.disk_usage(folder).free
+        if missing > free:
+            raise CapacityError(
+                f"{self.id} needs {missing / GB:.1f} GB on the disk, and {cache_folder()} has {free / GB:.1f} GB free: "
+                "make room there, or set HF_HOME to a folder on a larger disk"
+            )
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a snapshot has everything without which a model cannot run."""
+    if not all((folder / name).exists() for name in (CONFIG, TOKENIZER)):
+        return False
+    if (folder / SINGLE).exists():
+        return True
+    return (folder / INDEX).exists() and all((folder / name).exists() for name in shard_names(folder / INDEX))

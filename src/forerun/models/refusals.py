@@ -1,0 +1,170 @@
+"""Checkpoints that forerun does not read: each is refused in one sentence that says how to get one that it does.
+
+A checkpoint is known here by the names of its files, whether they lie in a folder or are listed by the hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import NotFound, UnsupportedModel
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+# Files that quantisers of earlier years leave instead of a key in config.json -> where they name their method.
+QUANTISERS = {
+    "quantize_config.json": "quant_method",
+    "quant_config.json": "version",
+    "hf_quant_config.json": "producer",
+}
+QUANTISED_KEYS = ("quantization_config", "compression_config")
+
+WANTED = "a folder that holds config.json, model.safetensors and tokenizer.json, or a model of the hub as org/name"
+GGUF, PICKLES = (".gguf",), (".bin", ".pt", ".pth", ".ckpt")
+OTHERS = (".safetensors", ".h5", ".msgpack", ".onnx")
+
+ReadJson = Callable[[str], Mapping[str, Any]]
+
+
+def refuse_file(path: Path) -> None:
+    """Raise for a single file where a folder is wanted, in the words of its kind."""
+    if path.suffix in GGUF:
+        raise UnsupportedModel(f"{path} is a GGUF file, {_gguf_way_out(str(path.parent), path.name)}")
+    if path.suffix in PICKLES:
+        raise UnsupportedModel(f"{path} is {_pickle_way_out(str(path.parent))}")
+    if path.suffix in OTHERS:
+        raise UnsupportedModel(
+            f"{path} is one file of a checkpoint: name its folder, {path.parent}, which must hold config.json and "
+            "tokenizer.json too"
+        )
+    raise NotFound(f"{path} is a file, and a checkpoint is a folder: name {WANTED}")
+
+
+def refuse_without_weights(names: Collection[str], where: str, read: ReadJson) -> None:
+    """Raise where there is no model.safetensors and no index of shards, in the words of what is there instead.
+
+    where: the folder or hub id, for messages. read: the object in one of the JSON files.
+    """
+    if SINGLE in names or INDEX in names:
+        return
+    if ADAPTER in names:
+        raise UnsupportedModel(_adapter(where, read(ADAPTER).get("base_model_name_or_path")))
+    if found := _with_suffix(names, GGUF):
+        raise UnsupportedModel(f"{where} has weights in {_few(found)} only, {_gguf_way_out(where, found[0])}")
+    if found := _with_suffix(names, PICKLES):
+        raise UnsupportedModel(f"{where} has weights in {_few(found)} only, {_pickle_way_out(where)}")
+    if found := _with_suffix(names, OTHERS):
+        raise UnsupportedModel(
+            f"{where} has weights in {_few(found)} only, and forerun reads {SINGLE}, or the shards that {INDEX} names: "
+            "name a checkpoint that has them, as save_pretrained of transformers writes it"
+        )
+    if CONFIG in names:
+        raise NotFound(f"there is neither {SINGLE} nor {INDEX} in {where}: fetch the whole checkpoint")
+
+
+def refuse_without_config(names: Collection[str], where: str, read: ReadJson) -> None:
+    """Raise where there is no config.json; if weights of a foreign format are there, in their words."""
+    if CONFIG not in names:
+        refuse_without_weights(names, where, read)
+        raise NotFound(f"there is no config.json in {where}: name {WANTED}")
+
+
+def refuse_without_tokenizer(names: Collection[str], where: str) -> None:
+    """Raise where there is no tokenizer.json; files of a slow tokenizer can be converted."""
+    if TOKENIZER in names:
+        return
+    slow = [name for name in ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt") if name in names]
+    if not slow:
+        raise NotFound(f"there is no tokenizer.json in {where}: copy it from the model that this one was made of")
+    raise UnsupportedModel(
+        f"{where} has its tokenizer in {_few(slow)} only, and forerun reads tokenizer.json: convert it with "
+        f"transformers, AutoTokenizer.from_pretrained({where!r}).save_pretrained(FOLDER), where FOLDER holds the rest "
+        "of the checkpoint"
+    )
+
+
+def refuse_code(raw: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise where config.json names code of the checkpoint's own for the model, or for a type that is not known."""
+    auto_map = raw.get("auto_map")
+    classes = auto_map if isinstance(auto_map, Mapping) else {}
+    own_model = next((name for name in classes if name.startswith("AutoModel")), None)
+    is_known = raw.get("model_type") in known
+    if not classes or (is_known and own_model is None):
+        return
+    entry = own_model or next(iter(classes))
+    way_out = "take auto_map out of config.json if that code computes what the plain architecture does"
+    raise UnsupportedModel(
+        f"config.json has auto_map={{{entry!r}: {classes[entry]!r}}} for model_type={raw.get('model_type')!r}, and "
+        f"forerun never runs a checkpoint's code: use a checkpoint of model_type {' or '.join(known)} without it"
+        + (f", or {way_out}" if is_known else "")
+    )
+
+
+def refuse_quantised_config(raw: Mapping[str, Any]) -> None:
+    """Raise where config.json says that the weights are quantised, naming the method."""
+    for key in QUANTISED_KEYS:
+        if value := raw.get(key):
+            method = value.get("quant_method") if isinstance(value, Mapping) else None
+            said = f"{key}={value!r:.60}" if method is None else f"quant_method={method!r} in {key}"
+            raise UnsupportedModel(f"config.json sets {said}, {_QUANTISED}")
+
+
+def refuse_quantiser_files(names: Collection[str], where: str, read: ReadJson) -> None:
+    """Raise where a quantiser left its own file, naming the method if it does."""
+    for name in sorted(QUANTISERS.keys() & set(names)):
+        method = read(name).get(QUANTISERS[name])
+        said = f" ({QUANTISERS[name]}={method!r:.60})" if method is not None else ""
+        raise UnsupportedModel(f"{where} holds {name}{said}, {_QUANTISED}")
+
+
+def quantised_tensor(name: str, file: Path, dtype: str) -> UnsupportedModel:
+    """The refusal of a tensor whose type no unquantised checkpoint has."""
+    return UnsupportedModel(f"{name} in {file} has type {dtype}, {_QUANTISED}")
+
+
+_QUANTISED = (
+    "which means quantised weights, and forerun does not read them yet: name the unquantised original, in float32, "
+    "bfloat16 or float16"
+)
+
+
+def _adapter(where: str, base: object) -> str:
+    named = f"{base!r}" if base else "a model that it does not name"
+    return (
+        f"{where} is an adapter to {named} and not a whole model: merge it with peft, AutoPeftModelForCausalLM."
+        f"from_pretrained({where!r}).merge_and_unload().save_pretrained(FOLDER), and copy the tokenizer's files of "
+        f"{base if base else 'that model'} into FOLDER"
+    )
+
+
+def _gguf_way_out(where: str, name: str) -> str:
+    return (
+        "and forerun reads safetensors: name the original repository, or convert it with transformers, "
+        f"AutoModelForCausalLM.from_pretrained({where!r}, gguf_file={name!r}).save_pretrained(FOLDER), and the same "
+        "with AutoTokenizer"
+    )
+
+
+def _pickle_way_out(where: str) -> str:
+    return (
+        "a pickle, which may run any code while it is read, so forerun reads safetensors only: if you trust it, "
+        f"{_convert(where)}"
+    )
+
+
+def _convert(where: str) -> str:
+    return (
+        f"convert it with transformers, AutoModelForCausalLM.from_pretrained({where!r}).save_pretrained(FOLDER), and "
+        "the same with AutoTokenizer"
+    )
+
+
+def _with_suffix(names: Collection[str], suffixes: tuple[str, ...]) -> list[str]:
+    return sorted(name for name in names if name.endswith(suffixes))
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,215 @@
+"""Checkpoints of other formats: each refused before its weights are read, in one sentence with a way out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from forerun.errors import NotFound, UnsupportedModel
+from forerun.models.loading import load_checkpoint, read_config
+from models.hubserver import Client, HubServer, serve
+from tiny import write_tiny
+
+Raw = dict[str, Any]
+TYPES = "llama or mistral or qwen2 or qwen3"
+KNOWN = "['llama', 'mistral', 'qwen2', 'qwen3']"
+WANTED = "a folder that holds config.json, model.safetensors and tokenizer.json, or a model of the hub as org/name"
+QUANTISED = (
+    "which means quantised weights, and forerun does not read them yet: name the unquantised original, in float32, "
+    "bfloat16 or float16"
+)
+GGUF = (
+    "and forerun reads safetensors: name the original repository, or convert it with transformers, "
+    "AutoModelForCausalLM.from_pretrained('{where}', gguf_file='model-Q4.gguf').save_pretrained(FOLDER), and the same "
+    "with AutoTokenizer"
+)
+CONVERT = (
+    "convert it with transformers, AutoModelForCausalLM.from_pretrained('{where}').save_pretrained(FOLDER), and the "
+    "same with AutoTokenizer"
+)
+PICKLE = (
+    f"a pickle, which may run any code while it is read, so forerun reads safetensors only: if you trust it, {CONVERT}"
+)
+ADAPTER = (
+    "{where} is an adapter to 'org/base' and not a whole model: merge it with peft, AutoPeftModelForCausalLM."
+    "from_pretrained('{where}').merge_and_unload().save_pretrained(FOLDER), and copy the tokenizer's files of org/base "
+    "into FOLDER"
+)
+SLOW = (
+    "and forerun reads tokenizer.json: convert it with transformers, AutoTokenizer.from_pretrained('{where}')."
+    "save_pretrained(FOLDER), where FOLDER holds the rest of the checkpoint"
+)
+
+# What a folder has instead of files of a good checkpoint (None = it lacks that file) -> the whole sentence.
+Change = dict[str, bytes | None]
+NO_WEIGHTS: Change = {"model.safetensors": None}
+BASE = json.dumps({"base_model_name_or_path": "org/base"}).encode()
+FOLDERS: list[tuple[Change, str]] = [
+    (NO_WEIGHTS | {"model-Q4.gguf": b"", "config.json": None}, "{where} has weights in model-Q4.gguf only, " + GGUF),
+    (NO_WEIGHTS | {"model-Q4.gguf": b"", "model-Q8.gguf": b"", "pytorch_model.bin": b""},
+     "{where} has weights in model-Q4.gguf, model-Q8.gguf only, " + GGUF),
+    (NO_WEIGHTS | {"pytorch_model.bin": b""}, "{where} has weights in pytorch_model.bin only, " + PICKLE),
+    (NO_WEIGHTS | {f"consolidated.0{i}.pth": b"" for i in range(5)} | {"config.json": None},
+     "{where} has weights in consolidated.00.pth, consolidated.01.pth, consolidated.02.pth and 2 more only, " + PICKLE),
+    (NO_WEIGHTS | {"adapter_config.json": BASE, "adapter_model.safetensors": b"", "config.json": None}, ADAPTER),
+    (NO_WEIGHTS | {"adapter_config.json": BASE, "adapter_model.bin": b""}, ADAPTER),
+    (NO_WEIGHTS | {"adapter_config.json": b"{}"},
+     ADAPTER.replace("'org/base'", "a model that it does not name").replace("org/base", "that model")),
+    (NO_WEIGHTS | {"consolidated.safetensors": b""},
+     "{where} has weights in consolidated.safetensors only, and forerun reads model.safetensors, or the shards that "
+     "model.safetensors.index.json names: name a checkpoint that has them, as save_pretrained of transformers writes "
+     "it"),
+    (NO_WEIGHTS,
+     "there is neither model.safetensors nor model.safetensors.index.json in {where}: fetch the whole checkpoint"),
+    (NO_WEIGHTS | {"model_index.json": b"{}", "config.json": None},
+     f"there is no config.json in {{where}}: name {WANTED}"),
+    ({"tokenizer.json": None},
+     "there is no tokenizer.json in {where}: copy it from the model that this one was made of"),
+    ({"tokenizer.json": None, "tokenizer.model": b""}, "{where} has its tokenizer in tokenizer.model only, " + SLOW),
+    ({"tokenizer.json": None, "vocab.json": b"", "merges.txt": b""},
+     "{where} has its tokenizer in vocab.json, merges.txt only, " + SLOW),
+    ({"quantize_config.json": b'{"bits": 4, "quant_method": "gptq"}'},
+     f"{{where}} holds quantize_config.json (quant_method='gptq'), {QUANTISED}"),
+    ({"hf_quant_config.json": b'{"quantization": {}}'}, f"{{where}} holds hf_quant_config.json, {QUANTISED}"),
+]  # fmt: skip
+
+
+def apply(change: Change, files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: data for name, data in (files | change).items() if data is not None}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = write_tiny(tmp_path_factory.mktemp("refused") / "tiny")
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def write(tmp_path: Path, files: dict[str, bytes]) -> Callable[[Change], Path]:
+    def write(change: Change) -> Path:
+        for name, data in apply(change, files).items():
+            (tmp_path / name).write_bytes(data)
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize(("change", "sentence"), FOLDERS)
+def test_folders(write: Callable[[Change], Path], change: Change, sentence: str) -> None:
+    folder = write(change)
+    with pytest.raises((UnsupportedModel, NotFound)) as refused:
+        load_checkpoint(folder, with_tokenizer=True)
+    assert str(refused.value) == sentence.format(where=folder)
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    yield from serve()
+
+
+def test_repositories_are_refused_before_their_weights_are_fetched(
+    hub: HubServer, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    """The same sentences with the hub id; and whatever config.json says."""
+    client = Client(hub, tmp_path)
+    configs = [(json.loads(files["config.json"]) | keys, sentence) for _, keys, sentence in CONFIGS]
+    changes = FOLDERS + [({"config.json": json.dumps(raw).encode()}, sentence) for raw, sentence in configs]
+    for i, (change, _) in enumerate(changes):
+        hub.publish(f"org/case{i}", apply(change, files))
+    found = client.find(*({"name": f"org/case{i}", "load": True} for i in range(len(changes))))
+    for i, (_, sentence) in enumerate(changes):
+        assert found[i].message == (sentence.format(where=f"org/case{i}") if i < len(FOLDERS) else sentence)
+    small = {"adapter_config.json", "quantize_config.json", "hf_quant_config.json", "config.json", "tokenizer.json"}
+    assert set(hub.fetched()) <= small | {"generation_config.json"}
+    assert len([name for name in hub.fetched() if name == "config.json"]) == len(CONFIGS)
+
+
+CONFIGS: list[tuple[str, Raw, str]] = [
+    *(
+        (
+            method,
+            {"quantization_config": {"quant_method": method, "bits": 4}},
+            f"config.json sets quant_method='{method}' in quantization_config, {QUANTISED}",
+        )
+        for method in ("gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors", "mxfp4")
+    ),
+    (
+        "nameless",
+        {"compression_config": {"format": "pack"}},
+        f"config.json sets compression_config={{'format': 'pack'}}, {QUANTISED}",
+    ),
+    (
+        "code of a known type",
+        {"auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}},
+        "config.json has auto_map={'AutoModelForCausalLM': 'm.M'} for model_type='llama', and forerun never runs a "
+        f"checkpoint's code: use a checkpoint of model_type {TYPES} without it, or take auto_map out of config.json if "
+        "that code computes what the plain architecture does",
+    ),
+    (
+        "code of an unknown type",
+        {"model_type": "own", "auto_map": {"AutoConfig": "c.C"}},
+        "config.json has auto_map={'AutoConfig': 'c.C'} for model_type='own', and forerun never runs a checkpoint's "
+        f"code: use a checkpoint of model_type {TYPES} without it",
+    ),
+    *(
+        (kind, {"model_type": kind}, f"model_type='{kind}' is not supported: it must be one of {KNOWN}")
+        for kind in ("t5", "llava", "mixtral", "bert", "gpt_oss")
+    ),
+    *(
+        (
+            kind,
+            {"rope_scaling": {"rope_type": kind, "factor": 4.0}},
+            f"config.json sets rope_type='{kind}', which forerun does not compute: it must be one of ['default', "
+            "'linear', 'llama3'], or, where it was only added for texts longer than those in training, be taken out",
+        )
+        for kind in ("yarn", "longrope", "dynamic", "mrope")
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "sentence"), [case[1:] for case in CONFIGS], ids=[case[0] for case in CONFIGS])
+def test_configs(llama_raw: Raw, keys: Raw, sentence: str) -> None:
+    with pytest.raises(UnsupportedModel) as refused:
+        read_config(llama_raw | keys)
+    assert str(refused.value) == sentence
+
+
+def test_code_for_anything_but_the_model_does_not_matter(llama_raw: Raw) -> None:
+    for auto_map in ({"AutoTokenizer": ["t.T", None]}, {"AutoConfig": "c.C"}, {}, None):
+        assert read_config(llama_raw | {"auto_map": auto_map}) == read_config(llama_raw)
+
+
+SINGLE_FILES = {
+    "model-Q4.gguf": "{file} is a GGUF file, " + GGUF,
+    "model.pt": "{file} is " + PICKLE,
+    "model.safetensors": "{file} is one file of a checkpoint: name its folder, {where}, which must hold "
+    "config.json and tokenizer.json too",
+    "config.json": f"{{file}} is a file, and a checkpoint is a folder: name {WANTED}",
+}
+
+
+@pytest.mark.parametrize("name", SINGLE_FILES)
+def test_single_files(write: Callable[[Change], Path], name: str) -> None:
+    folder = write({"model-Q4.gguf": b"", "model.pt": b""})
+    with pytest.raises((UnsupportedModel, NotFound)) as refused:
+        load_checkpoint(folder / name)
+    assert str(refused.value) == SINGLE_FILES[name].format(file=folder / name, where=folder)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "named"), [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.float8_e4m3fn, "F8_E4M3")]
+)
+def test_tensors_of_eight_bits(write: Callable[[Change], Path], dtype: torch.dtype, named: str) -> None:
+    """Whether they stand for a weight or beside the weights."""
+    folder = write({})
+    name = "model.layers.0.mlp.up_proj.qweight"
+    save_file({name: torch.ones(4, 4).to(dtype)}, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModel) as refused:
+        load_checkpoint(folder)
+    assert str(refused.value) == f"{name} in {folder / 'model.safetensors'} has type {named}, {QUANTISED}"
