@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,20 +15,24 @@ import typer
 
 from forerun import flags
 from forerun.bench.command import app as bench_app
+from forerun.bench.plan import plan
+from forerun.config import EngineConfig
 from forerun.errors import BadOption, ForerunError, NotFound
+from forerun.peers import on_command_line
 from forerun.train.command import app as train_app
+from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
     from forerun.engine.request import RequestOutput
-    from forerun.types import SamplingParams
 
 ABORTED, BROKEN_PIPE = 130, 141  # what a shell reports for a process that SIGINT or SIGPIPE ended
 # The base of click's usage errors. typer ships its own copy of click now and imported the package before.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 PROMPT_FILE_HELP = (
     "file with one prompt; or, where its name ends in .jsonl, one JSON object per line: "
-    '{"prompt": a text or ids, "temperature": 0.5, ...}, where flags are the defaults'
+    '{"prompt": a text or ids, "temperature": 0.5, ...}, where flags are the defaults; "messages", a conversation for '
+    "the chat template, may stand instead of prompt"
 )
 REPORT_FIELDS = (
     "num_steps",
@@ -42,6 +46,8 @@ REPORT_FIELDS = (
     "acceptance_per_position",
     "origins",
 )
+
+Encoded = tuple[str | list[int], SamplingParams]  # what LLM.generate takes: a prompt and its parameters
 
 app = typer.Typer(
     help="Speculative decoding that never changes what the model says.",
@@ -99,6 +105,8 @@ def generate(
     acceptance: flags.Acceptance = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
+    generation_config: flags.GenerationConfig = None,
+    chat_template: flags.ChatTemplate = None,
     ops: flags.Ops = None,
     kv_cache_backend: flags.CacheBackend = None,
     kv_cache_tokens: flags.CacheTokens = None,
@@ -114,13 +122,31 @@ def generate(
     given = dict(locals())
     if as_json and rounds:
         raise BadOption("--json and --rounds exclude each other: choose one")
-    requests = _read_requests(prompts or [], prompt_file, flags.sampling_params(given))
+    params, engine = flags.sampling_params(given), flags.engine_config(given, config)
+    params = _with_suggestions(given, params, engine)
+    requests = _read_requests(prompts or [], prompt_file, params)
     if not as_json and any(params.logprobs is not None for _, params in requests):
         raise BadOption("logprobs are printed with --json only: add it")
-    _respond(_open(flags.engine_config(given, config)), requests, as_json, rounds)
+    llm = _open(engine)
+    _respond(llm, [(_prompt(llm, prompt), params) for prompt, params in requests], as_json, rounds)
 
 
-def _respond(llm: LLM, requests: Seq[flags.Request], as_json: bool, rounds: bool) -> None:
+def _with_suggestions(given: Mapping[str, Any], params: SamplingParams, engine: EngineConfig) -> SamplingParams:
+    """The flags over what generation_config.json suggests, where that was asked for."""
+    if engine.generation_config == "none":
+        return params  # and nothing heavy is imported before the prompts were read
+    from forerun.engine.llm import suggested_params
+
+    return flags.sampling_params(given, suggested_params(engine))
+
+
+def _prompt(llm: LLM, prompt: flags.Prompt) -> str | list[int]:
+    """A conversation becomes ids by the checkpoint's chat template; texts and ids stay."""
+    is_conversation = isinstance(prompt, list) and isinstance(prompt[0], dict)
+    return llm.apply_chat_template(prompt) if is_conversation else prompt  # type: ignore[arg-type, return-value]
+
+
+def _respond(llm: LLM, requests: Seq[Encoded], as_json: bool, rounds: bool) -> None:
     if as_json:
         for output in _generate(llm, requests):
             typer.echo(json.dumps(_as_json(output), ensure_ascii=False))
@@ -133,7 +159,7 @@ def _respond(llm: LLM, requests: Seq[flags.Request], as_json: bool, rounds: bool
         _print_batch(llm, requests)
 
 
-def _generate(llm: LLM, requests: Seq[flags.Request]) -> list[RequestOutput]:
+def _generate(llm: LLM, requests: Seq[Encoded]) -> list[RequestOutput]:
     return llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
 
 
@@ -194,7 +220,7 @@ def _summary(output: RequestOutput, seconds: float) -> str:
     return f"[{', '.join(parts)}]"
 
 
-def _print_batch(llm: LLM, requests: Seq[flags.Request]) -> None:
+def _print_batch(llm: LLM, requests: Seq[Encoded]) -> None:
     for i, output in enumerate(_generate(llm, requests)):
         prompt = requests[i][0]
         text = (prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)).strip()
@@ -223,6 +249,45 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
     if output.logprobs is not None:
         fields["logprobs"] = [dataclasses.asdict(position) for position in output.logprobs]
     return {**fields, "report": numbers}
+
+
+# --------------------------------------------------------------------------------------------------------------- chat
+
+
+@app.command()
+def chat(
+    target: Annotated[str | None, typer.Argument(help=flags.TARGET_HELP, show_default=False)] = None,
+    draft: flags.Draft = None,
+    system: Annotated[str | None, typer.Option(help="the system message, first in the conversation")] = None,
+    spec_length: flags.SpecLength = None,
+    pacing: flags.Pacing = None,
+    temperature: flags.Temperature = None,
+    top_k: flags.TopK = None,
+    top_p: flags.TopP = None,
+    min_p: flags.MinP = None,
+    max_tokens: Annotated[int | None, typer.Option(help="tokens of an answer at most [default: no limit]")] = None,
+    repetition_penalty: flags.RepetitionPenalty = None,
+    presence_penalty: flags.PresencePenalty = None,
+    frequency_penalty: flags.FrequencyPenalty = None,
+    seed: flags.Seed = None,
+    stop: flags.Stop = None,
+    acceptance: flags.Acceptance = None,
+    generation_config: flags.GenerationConfig = None,
+    chat_template: flags.ChatTemplate = None,
+    device: flags.Device = None,
+    dtype: flags.Dtype = None,
+    max_seq_len: flags.MaxSeqLen = None,
+    config: flags.ConfigFile = None,
+) -> None:
+    """Talk to a model. Answers go to standard output; their speed and acceptance to standard error."""
+    given = dict(locals())
+    params, engine = flags.sampling_params(given), flags.engine_config(given, config)
+    from forerun import chat as session
+
+    params = _with_suggestions(given, params, engine)
+    with session.loading():
+        llm = _open(engine)
+    session.run(llm, session.unlimited(params, given["max_tokens"], llm), system)
 
 
 # ----------------------------------------------------------------------------------------------------- demo, drafters
@@ -261,6 +326,9 @@ def drafters() -> None:
     )
 
 
+app.command()(plan)
+
+
 # --------------------------------------------------------------------------------------------------------------- main
 
 
@@ -295,8 +363,10 @@ def _run(arguments: list[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help text
             typer.echo(error.format_message(), err=True)
             return 2
-        command = error.ctx.command_path if getattr(error, "ctx", None) else "forerun"
-        return _fail(f"{error.format_message().rstrip('.')}: see {command} --help", 2)
+        context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
+        there = on_command_line(arguments, option, context) if context and option else None
+        command = context.command_path if context else "forerun"
+        return _fail(there or f"{error.format_message().rstrip('.')}: see {command} --help", 2)
     return code if isinstance(code, int) else 0
 
 

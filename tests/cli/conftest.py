@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every architecture, and the real command line as a subprocess."""
+"""The real command line, in this process and in one of its own, in a folder of tiny checkpoints."""
 
 from __future__ import annotations
 
@@ -11,58 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from forerun.cli import main
-from forerun.models.layers import DecoderConfig, parameter_shapes
-from forerun.models.saving import save_checkpoint
+from tiny import write_tiny
 
 SOURCE = Path(__file__).parents[2] / "src"
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-def tiny_config(model_type: str, num_layers: int = 2, max_positions: int = 256) -> DecoderConfig:
-    """A model of a few thousand weights over 257 ids: one special token, 256 bytes."""
-    return DecoderConfig(
-        model_type=model_type,
-        vocab_size=257,
-        hidden_size=32,
-        num_layers=num_layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        ffn_size=48,
-        norm_eps=1e-6,
-        max_positions=max_positions,
-        tie_embeddings=True,
-        qkv_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3",
-    )
-
-
-def write_tiny(
-    folder: Path, model_type: str = "llama", *, seed: int = 0, end_token: str = "<|end|>", max_positions: int = 256
-) -> Path:
-    """A complete random checkpoint folder; `end_token` is id 0."""
-    config = tiny_config(model_type, max_positions=max_positions)
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, shape in parameter_shapes(config).items():
-        weights[name] = torch.randn(shape, generator=generator) * 0.3 + (1.0 if name.endswith("norm.weight") else 0.0)
-    folder.mkdir(parents=True)
-    _tokenizer(end_token).save(str(folder / "tokenizer.json"))
-    save_checkpoint(folder, config, weights, torch.float32, end_ids=[0], tokenizer_folder=folder)
-    return folder
-
-
-def _tokenizer(end_token: str) -> Tokenizer:
-    vocab = {end_token: 0} | {char: i + 1 for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([end_token])
-    return backend
 
 
 @pytest.fixture(scope="session")

@@ -112,6 +112,11 @@ class Request:
         self.seq.finish_reason = "abort"
         self._flush()
 
+    @property
+    def has_news(self) -> bool:
+        """True where `chunk` would have tokens."""
+        return self.seq.num_output_tokens > self._streamed_tokens
+
     def chunk(self) -> Chunk:
         """What is new since the last chunk."""
         text, ids = self.text[self._streamed_chars :], self.seq.output_ids[self._streamed_tokens :]

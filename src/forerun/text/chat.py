@@ -1,0 +1,157 @@
+"""Chat templates: a conversation becomes the one text that a chat model was trained on.
+
+Follows transformers' `apply_chat_template`: the same templates, variables and text. Where transformers drops or
+misprints something without a word (tools for a template that does not know them, a variable that it does not read,
+content in parts printed as a Python list), it is refused here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forerun.errors import BadOption
+from forerun.text.messages import copy_documents, copy_messages, copy_tools, plain
+from forerun.text.template_files import DEFAULT, find_sources, special_tokens
+from forerun.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from forerun.text.sandbox import CompiledTemplate
+
+TOOL_USE = "tool_use"  # the name of the template for conversations with tools, where there are several
+MARK = "FORERUN_END_OF_MESSAGE "  # appended to a message to find its end in the text; the space shows who trims
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The chat templates of one model, and the special tokens they may write, such as {"bos_token": "<s>"}."""
+
+    templates: Mapping[str, CompiledTemplate]
+    special_tokens: Mapping[str, str]
+
+    @classmethod
+    def load(cls, folder: str | Path, file: str | Path | None = None) -> ChatTemplate:
+        """Find and compile the templates of a checkpoint folder, or the one in `file`; see `template_files`.
+
+        Raises NotFound where there is none, UnsupportedModel for one that cannot be read or compiled.
+        """
+        from forerun.text.sandbox import compile_template  # Jinja is imported by those who chat, and no others
+
+        folder = Path(folder)
+        sources = find_sources(folder, None if file is None else Path(file))
+        templates = {name: compile_template(source.text, source.where) for name, source in sources.items()}
+        return cls(templates, special_tokens(folder))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the templates, sorted; a single one is "default"."""
+        return tuple(sorted(self.templates))
+
+    def render(
+        self,
+        messages: Seq[Mapping[str, Any]],
+        /,
+        *,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        documents: Seq[Mapping[str, Any]] | None = None,
+        name: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation; nothing that is passed in is changed.
+
+        Args:
+            messages: each with "role" and "content" or "tool_calls", whose arguments most templates want as a mapping.
+            tools: JSON schemas of functions that the model may call.
+            documents: mappings with "title" and "text", for templates that know documents.
+            name: of the template, where there are several; None = "tool_use" if there are tools, else "default".
+            add_generation_prompt: end with the header of the model's answer; None = unless continue_final_message.
+            continue_final_message: end right behind the last message's text, for the model to continue it.
+            variables: further ones that the template reads, such as enable_thinking; they go before special tokens.
+
+        Raises BadOption for what cannot be honoured or the template refuses, UnsupportedModel where the template fails.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise BadOption("add_generation_prompt and continue_final_message exclude one another: set one of them")
+        conversation = copy_messages(messages)
+        lists = {"tools": copy_tools(tools), "documents": copy_documents(documents)}
+        template = self.templates[self._choose(name, tools)]
+        _check_reads(template, [*variables, *(key for key, value in lists.items() if value)], self.special_tokens)
+        final = _mark_end(conversation[-1]) if continue_final_message else None
+        add = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        given = {**self.special_tokens, **plain(variables, "variables"), **lists}
+        text = template.render({**given, "messages": conversation, "add_generation_prompt": add})
+        _check_printed(text, conversation)
+        return text if final is None else _cut(text, final)
+
+    def encode(self, tokenizer: Tokenizer, messages: Seq[Mapping[str, Any]], /, **options: Any) -> list[int]:
+        """Ids of `render(messages, **options)`.
+
+        The tokenizer adds no special tokens: a template writes the beginning of the sequence itself, so there is one.
+        Special tokens that the messages spell out count as such, as in transformers.
+        """
+        return tokenizer.encode(self.render(messages, **options), add_special_tokens=False)
+
+    def _choose(self, name: str | None, tools: object) -> str:
+        if name is not None:
+            if name not in self.templates:
+                raise BadOption(f"there is no chat template {name!r}: it must be one of {list(self.names)}")
+            return name
+        if tools is not None and TOOL_USE in self.templates:
+            return TOOL_USE
+        if DEFAULT not in self.templates:
+            raise BadOption(f"no chat template of this model is the default: choose one of {list(self.names)} by name")
+        return DEFAULT
+
+
+def _check_reads(template: CompiledTemplate, names: Iterable[str], special_tokens: Iterable[str]) -> None:
+    """Raise BadOption for a name that the template does not look up."""
+    known = template.reads - {"messages", "add_generation_prompt"}
+    unread = sorted(set(names) - known)
+    if unread:
+        others = sorted(known - set(special_tokens))
+        raise BadOption(
+            f"this model's chat template does not read {unread[0]!r}, so it would have no effect: leave it out "
+            f"(it reads {', '.join(others) or 'the messages alone'})"
+        )
+
+
+def _mark_end(message: dict[str, Any]) -> str:
+    """Append MARK to a message's text, in place; returns the text as it was."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + MARK
+        return content
+    for part in reversed(content if isinstance(content, list) else []):
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            text: str = part["text"]
+            part["text"] = text + MARK
+            return text
+    raise BadOption("continue_final_message=True is not possible: the last message has no text to be continued")
+
+
+def _cut(text: str, final: str) -> str:
+    """What comes before MARK; where the template trims messages, without the space before it."""
+    end = text.rfind(MARK.strip())
+    if end < 0 or final.strip() not in text:
+        raise BadOption(
+            "continue_final_message=True is not possible: the chat template leaves out the last message or parts of it"
+        )
+    return text[:end] if text.startswith(MARK, end) else text[:end].rstrip()
+
+
+def _check_printed(text: str, messages: Seq[Mapping[str, Any]]) -> None:
+    """Raise BadOption where a template that knows texts alone has printed a list or mapping as Python does."""
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if not content or not isinstance(content, list | dict):
+            continue
+        if repr(content) in text and repr(content) != json.dumps(content, ensure_ascii=False):
+            raise BadOption(
+                f"this model's chat template takes content as a text, and messages[{i}]['content'] is "
+                f"{content!r:.60}: give it as one text"
+            )

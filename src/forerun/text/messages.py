@@ -1,0 +1,120 @@
+"""What may go into a chat template: messages, tools and documents as plain data, checked and copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence as Seq
+from typing import Any
+
+from forerun.errors import BadOption
+
+MAX_DEPTH = 100  # of lists and mappings within one another; no real message comes near
+# Whoever has one of these roles speaks text. Others, such as "tool", may hand over any data.
+SPEAKERS = ("system", "developer", "user", "assistant")
+# Names that a message's reasoning goes by; the first is the usual one.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+# Of a subclass, such as an enum, the value alone.
+_SCALARS: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
+
+
+def copy_messages(messages: object) -> list[dict[str, Any]]:
+    """Check messages and copy them as transformers does: keys that are None dropped, reasoning under its usual name.
+
+    Raises BadOption, naming the message by its place (from 0), for what is no message: it must have a role, and content
+    or tool_calls. Content is a text or a list of text parts; of a tool it may be any data.
+    """
+    if isinstance(messages, str) or not isinstance(messages, Seq) or not messages:
+        raise BadOption(
+            f"messages={messages!r:.60} is not possible: it must be a list of at least one mapping such as "
+            "{'role': 'user', 'content': 'Hello'}"
+        )
+    return [_copy_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _copy_message(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise BadOption(
+            f"{where} is {_kind(message)}: it must be a mapping such as {{'role': 'user', 'content': 'Hello'}}"
+        )
+    copy = {key: value for key, value in plain(message, where).items() if value is not None}
+    role = copy.get("role")
+    if not isinstance(role, str) or not role:
+        found = "no role" if role is None else f"the role {role!r}"
+        raise BadOption(f"{where} has {found}: give it one, such as 'user' or 'assistant'")
+    if "content" not in copy and not copy.get("tool_calls"):
+        raise BadOption(f"{where} (role {role!r}) has neither content nor tool_calls: give it one of them")
+    calls = copy.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadOption(
+            f"{where}['tool_calls'] must be a list of mappings such as "
+            "{'type': 'function', 'function': {'name': 'f', 'arguments': {}}}"
+        )
+    if role in SPEAKERS and "content" in copy:
+        _check_content(copy["content"], f"{where}['content']")
+    reasoning = next((copy[name] for name in REASONING if name in copy), None)
+    return copy if reasoning is None else {"thinking": reasoning, **copy, "reasoning_content": reasoning}
+
+
+def _check_content(content: object, where: str) -> None:
+    """Text, or parts like {"type": "text", "text": ...}."""
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise BadOption(f"{where} is {_kind(content)}: it must be a text, or a list of text parts")
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            found = f"a part of type {part.get('type')!r}" if isinstance(part, dict) else _kind(part)
+            raise BadOption(f"{where}[{i}] is {found}: each part must be {{'type': 'text', 'text': '...'}}")
+
+
+def copy_tools(tools: object) -> list[dict[str, Any]] | None:
+    """Check tools (JSON schemas) and copy them. Raises BadOption for anything else, Python functions included."""
+    wanted = "a mapping such as {'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': ...}}"
+    for tool in tools if isinstance(tools, Seq) else ():
+        if callable(tool):
+            name = getattr(tool, "__name__", repr(tool))
+            raise BadOption(
+                f"tools holds the Python function {name}, and JSON schemas are wanted: describe it by {wanted}"
+            )
+    return _copy_mappings(tools, "tools", wanted)
+
+
+def copy_documents(documents: object) -> list[dict[str, Any]] | None:
+    """Check documents and copy them. Raises BadOption for anything but mappings."""
+    return _copy_mappings(documents, "documents", "a mapping such as {'title': '...', 'text': '...'}")
+
+
+def _copy_mappings(values: object, where: str, wanted: str) -> list[dict[str, Any]] | None:
+    if values is None:
+        return None
+    if isinstance(values, str) or not isinstance(values, Seq):
+        raise BadOption(f"{where}={values!r:.60} is not possible: it must be a list, each item {wanted}")
+    for i, value in enumerate(values):
+        if not isinstance(value, Mapping):
+            raise BadOption(f"{where}[{i}] is {_kind(value)}: it must be {wanted}")
+    return [plain(value, f"{where}[{i}]") for i, value in enumerate(values)]
+
+
+def plain(value: object, where: str, depth: int = 0) -> Any:
+    """A copy made of dict, list, str, int, float, bool and None alone: a template gets hold of nothing else.
+
+    Raises BadOption, with the place `where` it is, for any other object and beyond MAX_DEPTH levels.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    for kind, cast in _SCALARS.items():
+        if isinstance(value, kind):
+            return cast(value)
+    if depth == MAX_DEPTH:
+        raise BadOption(f"{where[:60]}... has more than {MAX_DEPTH} levels of lists and mappings: make it flatter")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise BadOption(f"{where} has the key {key!r:.60}: keys must be texts, as in JSON")
+        return {str.__str__(key): plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    raise BadOption(f"{where} is {_kind(value)}: it must be made of texts, numbers, lists and mappings, as in JSON")
+
+
+def _kind(value: object) -> str:
+    return f"{value!r:.60} (of type {type(value).__name__})"

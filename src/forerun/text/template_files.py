@@ -1,0 +1,84 @@
+"""Where a checkpoint folder keeps its chat templates, and the special tokens that they write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from forerun.errors import NotFound, UnsupportedModel
+from forerun.files import read_json_if_there
+
+DEFAULT = "default"
+FILE = "chat_template.jinja"
+MORE = "additional_chat_templates"  # a folder; its files are templates with names
+CONFIG = "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The text of one template. where: where it came from, for messages."""
+
+    text: str
+    where: str
+
+
+def find_sources(folder: Path, file: Path | None) -> dict[str, Source]:
+    """The templates by name, "default" among them where there is one; the order of precedence is transformers'.
+
+    `file` if given; else chat_template.jinja together with additional_chat_templates/NAME.jinja; else `chat_template`
+    of tokenizer_config.json: one text, or a list of {"name", "template"}. Raises NotFound where there is none.
+    """
+    if file is not None:
+        if not file.is_file():
+            raise NotFound(f"there is no file {file}: name a chat template, a text in the Jinja language")
+        return {DEFAULT: _read(file)}
+    if not folder.is_dir():
+        raise NotFound(f"there is no folder {folder}: name a checkpoint folder")
+    found = {DEFAULT: _read(folder / FILE)} if (folder / FILE).is_file() else {}
+    found |= {path.stem: _read(path) for path in sorted((folder / MORE).glob("*.jinja"))}
+    found = found or _from_config(folder / CONFIG)
+    if not found:
+        raise NotFound(
+            f"there is no chat template in {folder}, as is usual for a base model: use generate, which needs none, or "
+            "name a template with --chat-template FILE (chat_template= in Python)"
+        )
+    return found
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Texts of bos_token, eos_token and so on: whatever tokenizer_config.json calls a token and is not null.
+
+    Where it has no added_tokens_decoder, as in old checkpoints, special_tokens_map.json goes first, as in transformers.
+    """
+    config = read_json_if_there(folder / CONFIG)
+    if "added_tokens_decoder" not in config:
+        config |= read_json_if_there(folder / "special_tokens_map.json")
+    named = {key: value for key, value in config.items() if key.endswith("_token")}
+    extra = config.get("extra_special_tokens")
+    named |= extra if isinstance(extra, dict) else {}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def _from_config(path: Path) -> dict[str, Source]:
+    value = read_json_if_there(path).get("chat_template")
+    where = f"chat_template in {path}"
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT: Source(value, where)}
+    if not isinstance(value, list) or not all(_is_named(item) for item in value):
+        raise UnsupportedModel(f"{where} must be a text, or a list of mappings with the texts name and template")
+    return {item["name"]: Source(item["template"], f"{item['name']!r} of {where}") for item in value}
+
+
+def _is_named(item: object) -> bool:
+    return isinstance(item, Mapping) and all(isinstance(item.get(key), str) for key in ("name", "template"))
+
+
+def _read(path: Path) -> Source:
+    try:
+        return Source(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnsupportedModel(f"{path} cannot be read as a UTF-8 text ({error}): fetch it again") from error

@@ -1,0 +1,182 @@
+"""`forerun chat`: in a terminal (a real one, with keys), and through pipes."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.chat import Chat
+from forerun.types import StepReport
+from tiny import write_tiny
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE = TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}"
+NUMBERS = r"\[\d+ tokens, first after \d+\.\d\d s(, \d+\.\d tokens/s)?(, alpha-hat \d\.\d\d)?(, [a-z ]+)?\]"
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a chat template and so many positions that only Ctrl-C ends a greedy answer in time."""
+    folder = write_tiny(tmp_path_factory.mktemp("chat") / "talker", seed=3, max_positions=1_000_000)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def terminal(talker: Path) -> Iterator[Any]:
+    """terminal(*arguments) -> the command in a pseudo-terminal of 100 columns, driven by keys."""
+    children = []
+
+    def start(*arguments: str) -> pexpect.spawn:
+        environment = {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        command = ["-m", "forerun.cli", "chat", *arguments]
+        child = pexpect.spawn(
+            sys.executable, command, env=environment, encoding="utf-8", timeout=90, dimensions=(40, 100)
+        )
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        child.close(force=True)
+
+
+def test_a_conversation_in_a_terminal(terminal: Any, talker: Path) -> None:
+    child = terminal(str(talker), "--draft", "lookup", "--temperature", "0", "--max-tokens", "12")
+    child.expect_exact("> ")
+    child.sendline("hello")
+    child.expect(NUMBERS)
+    child.expect_exact("> ")
+    child.sendline("/help")
+    child.expect_exact("/reset   forget the conversation")
+    child.sendline("/nonsense now")
+    child.expect_exact("there is no command /nonsense: /help lists them")
+    child.sendline("two \\")
+    child.expect_exact(". ")
+    child.sendline("lines")
+    child.expect(NUMBERS)
+    child.sendline("/reset")
+    child.expect_exact("the conversation is forgotten")
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    assert child.wait() == 0
+    assert "Traceback" not in child.before
+
+
+def test_ctrl_c_stops_the_answer_and_nothing_else(terminal: Any, talker: Path) -> None:
+    child = terminal(str(talker), "--draft", "none", "--temperature", "0", "--max-seq-len", "1000000")
+    for _ in range(2):
+        child.expect_exact("> ")
+        child.sendline("hello")
+        child.expect_exact("hello\r\n")
+        child.expect(r".{20,}")  # the answer has begun
+        child.sendintr()
+        child.expect(NUMBERS)
+        assert child.match.group(3) == ", stopped"
+    child.expect_exact("> ")
+    child.send("half a line")
+    child.sendintr()
+    child.expect_exact("(Ctrl-D or /exit ends)")
+    child.expect_exact("> ")
+    child.sendline("/exit")
+    child.expect(pexpect.EOF)
+    assert child.wait() == 0
+
+
+def test_through_pipes_standard_output_is_the_answers_alone(cli: Any, talker: Path) -> None:
+    arguments = ("chat", str(talker), "--draft", "none", "--temperature", "0", "--max-tokens", "9")
+    done = cli(*arguments, stdin="hello\nand more\n")
+    llm = LLM(talker, draft="none")
+    first = llm.chat([{"role": "user", "content": "hello"}], SamplingParams(temperature=0, max_tokens=9))[0].text
+    history = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": first}]
+    second = llm.chat([*history, {"role": "user", "content": "and more"}], SamplingParams(temperature=0, max_tokens=9))
+    assert done.returncode == 0
+    ended = [text if text.endswith("\n") else text + "\n" for text in (first, second[0].text)]
+    assert done.stdout == "".join(ended)
+    assert len(re.findall(NUMBERS, done.stderr)) == 2
+
+
+def test_the_whole_conversation_is_the_next_prompt(talker: Path) -> None:
+    llm = LLM(talker, draft="lookup")
+    prompts: list[list[int]] = []
+    add = llm.engine.add
+    llm.engine.add = lambda ids, params: (prompts.append(list(ids)), add(ids, params))[1]  # type: ignore[method-assign]
+    chat = Chat(llm, GREEDY, system="be brief")
+    chat.answer("one", io.StringIO())
+    out = io.StringIO()
+    line = chat.answer("two", out)
+    answers = [m["content"] for m in chat.messages if m["role"] == "assistant"]
+    assert llm.tokenizer.decode(prompts[1]) == (f"<system>be brief<user>one<assistant>{answers[0]}<user>two<assistant>")
+    assert out.getvalue().rstrip("\n") == answers[1].rstrip("\n")
+    assert re.fullmatch(NUMBERS, line)
+    assert line.endswith(", cut at the most tokens allowed]")
+    chat.reset()
+    assert chat.messages == [{"role": "system", "content": "be brief"}]
+
+
+def test_the_numbers_are_those_of_the_report(talker: Path) -> None:
+    llm, steps = LLM(talker, draft="lookup"), list[StepReport]()
+    end = llm.listen(steps.append)
+    line = Chat(llm, GREEDY).answer("a a a a a a", io.StringIO())
+    end()
+    tested, accepted = (sum(getattr(step, name) for step in steps) for name in ("num_tested", "num_accepted"))
+    assert line.startswith("[12 tokens, ")
+    assert tested > 0
+    assert f"alpha-hat {accepted / tested:.2f}" in line
+
+
+def test_a_message_that_cannot_be_honoured_is_forgotten(cli: Any, talker: Path) -> None:
+    """The conversation goes on behind a message that does not fit."""
+    arguments = ("chat", str(talker), "--draft", "none", "--temperature", "0", "--max-tokens", "9")
+    done = cli(*arguments, "--max-seq-len", "100", stdin="x" * 100 + "\nhello\n//help\n")
+    assert done.returncode == 0
+    assert "error: the prompt has 1" in done.stderr
+    assert len(re.findall(NUMBERS, done.stderr)) == 2  # //help is a message that begins with a slash
+    assert "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_without_a_template_is_refused_before_anybody_types(cli: Any) -> None:
+    done = cli("chat", "llama", stdin="hello\n")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "chat template" in done.stderr
+    assert "--chat-template" in done.stderr
+
+
+def test_a_template_may_be_named(cli: Any, talker: Path) -> None:
+    arguments = ("--draft", "none", "--temperature", "0", "--max-tokens", "9")
+    done = cli("chat", "llama", *arguments, "--chat-template", str(talker / "chat_template.jinja"), stdin="hello\n")
+    assert done.returncode == 0
+    assert len(re.findall(NUMBERS, done.stderr)) == 1
+
+
+def test_the_shipped_model_talks_without_any_argument(cli: Any) -> None:
+    done = cli("chat", "--temperature", "0", "--max-tokens", "16", stdin="def fib(n):\n")
+    assert done.returncode == 0
+    assert done.stdout.strip()
+    assert "alpha-hat" in done.stderr
+
+
+def test_conversations_in_a_file_of_requests(cli: Any, talker: Path, tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}\n', encoding="utf-8")
+    arguments = ("--target", str(talker), "--draft", "none", "--temperature", "0", "--seed", "1", "--json")
+    by_file = cli("generate", *arguments, "--prompt-file", str(file))
+    by_text = cli("generate", *arguments, "--max-tokens", "9", "<user>hello<assistant>")
+    assert by_file.returncode == 0
+    assert by_file.stdout == by_text.stdout
+    file.write_text('{"messages": "hello"}\n', encoding="utf-8")
+    refused = cli("generate", *arguments, "--prompt-file", str(file))
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "line 1: messages='hello' is not possible: it must be a list like" in refused.stderr

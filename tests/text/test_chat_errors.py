@@ -1,0 +1,363 @@
+"""What chat templates refuse, in which words; and that a template, which is a program of others, can do no harm."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError
+from forerun.text.chat import ChatTemplate
+from forerun.text.messages import MAX_DEPTH
+
+HELLO = [{"role": "user", "content": "Hello"}]
+PRINT_ALL = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., ChatTemplate]:
+    """A chat template from its text."""
+
+    def write_and_load(text: str) -> ChatTemplate:
+        (tmp_path / "chat_template.jinja").write_text(text, encoding="utf-8")
+        return ChatTemplate.load(tmp_path)
+
+    return write_and_load
+
+
+# ------------------------------------------------------------------------------------------------------------ loading
+
+
+def test_a_folder_without_a_template(tmp_path: Path) -> None:
+    with pytest.raises(NotFound) as caught:
+        ChatTemplate.load(tmp_path)
+    assert str(caught.value) == (
+        f"there is no chat template in {tmp_path}, as is usual for a base model: use generate, which needs none, or "
+        "name a template with --chat-template FILE (chat_template= in Python)"
+    )
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": null}', encoding="utf-8")
+    with pytest.raises(NotFound, match="base model"):
+        ChatTemplate.load(tmp_path)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"there is no file .*mine\.jinja: name a chat template"):
+        ChatTemplate.load(tmp_path, tmp_path / "mine.jinja")
+    with pytest.raises(NotFound, match=r"there is no file .*: name a chat template"):
+        ChatTemplate.load(tmp_path, tmp_path)
+    with pytest.raises(NotFound, match="there is no folder"):
+        ChatTemplate.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('{"chat_template": 3}', "chat_template in .* must be a text, or a list of mappings"),
+        ('{"chat_template": [{"name": "default"}]}', "must be a text, or a list of mappings"),
+        ('{"chat_template": ', "is not valid JSON"),
+        ("[]", "does not hold a JSON object"),
+        ('{"chat_template": [{"name": "rag", "template": "{% if %}"}]}', "'rag' of chat_template in .* syntax error"),
+    ],
+)
+def test_a_broken_tokenizer_config(config: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(config, encoding="utf-8")
+    with pytest.raises(UnsupportedModel, match=words):
+        ChatTemplate.load(tmp_path)
+
+
+def test_a_template_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(UnsupportedModel, match=r"chat_template\.jinja cannot be read as a UTF-8 text"):
+        ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a\n{% for m in messages %}\n{{ m", r"syntax error in line 3 \(unexpected end of template"),
+        ("\n{% if x %}", r"syntax error in line 2 \(Unexpected end of template"),
+        ("{{ x | colour }}", r"syntax error in line 1 \(No filter named 'colour'"),
+        ("{% nonsense %}", r"syntax error in line 1 \(Encountered unknown tag 'nonsense'"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"cannot be compiled \(RecursionError"),
+    ],
+)
+def test_a_template_that_is_not_valid(text: str, words: str, load: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=words) as caught:
+        load(text)
+    assert "--chat-template FILE" in str(caught.value)
+
+
+def test_several_templates(tmp_path: Path) -> None:
+    templates = [{"name": name, "template": name + "{{ tools }}"} for name in ("tool_use", "rag")]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}), encoding="utf-8")
+    chat = ChatTemplate.load(tmp_path)
+    with pytest.raises(BadOption) as caught:
+        chat.render(HELLO)
+    assert str(caught.value) == (
+        "no chat template of this model is the default: choose one of ['rag', 'tool_use'] by name"
+    )
+    assert chat.render(HELLO, name="rag") == "ragNone"
+    assert chat.render(HELLO, tools=[]) == "tool_use[]"
+    with pytest.raises(BadOption) as caught:
+        chat.render(HELLO, name="default")
+    assert str(caught.value) == "there is no chat template 'default': it must be one of ['rag', 'tool_use']"
+
+
+# ---------------------------------------------------------------------------------------------------- what is passed in
+
+
+class Colour:
+    """Nothing that JSON knows."""
+
+
+cyclic: list[Any] = []
+cyclic.append(cyclic)
+
+
+def deep(levels: int) -> Any:
+    value: Any = "x"
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+MESSAGES: list[tuple[Any, str]] = [
+    ("Hello", "messages='Hello' is not possible: it must be a list of at least one mapping such as {'role'"),
+    ([], "messages=[] is not possible"),
+    (HELLO[0], "messages={'role': 'user', 'content': 'Hello'} is not possible"),
+    (None, "messages=None is not possible"),
+    (iter(HELLO), "is not possible: it must be a list"),
+    (["Hello"], "messages[0] is 'Hello' (of type str): it must be a mapping such as {'role'"),
+    ([HELLO], "messages[0] is [{'role': 'user', 'content': 'Hello'}] (of type list)"),
+    ([*HELLO, {"content": "x"}], "messages[1] has no role: give it one, such as 'user' or 'assistant'"),
+    ([{"role": None, "content": "x"}], "messages[0] has no role"),
+    ([{"role": "", "content": "x"}], "messages[0] has the role '': give it one"),
+    ([{"role": 3, "content": "x"}], "messages[0] has the role 3: give it one"),
+    ([{"role": "user"}], "messages[0] (role 'user') has neither content nor tool_calls: give it one of them"),
+    ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0] (role 'assistant') has neither content"),
+    ([{"role": "user", "content": 3}], "messages[0]['content'] is 3 (of type int): it must be a text, or a list of"),
+    ([{"role": "user", "content": {"a": 1}}], "messages[0]['content'] is {'a': 1} (of type dict): it must be a text"),
+    ([{"role": "user", "content": ["x"]}], "messages[0]['content'][0] is 'x' (of type str): each part must be {'type'"),
+    (
+        [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]}],
+        "messages[0]['content'][1] is a part of type 'image_url': each part must be {'type': 'text', 'text': '...'}",
+    ),
+    ([{"role": "assistant", "tool_calls": {"name": "f"}}], "messages[0]['tool_calls'] must be a list of mappings"),
+    ([{"role": "assistant", "tool_calls": ["f"]}], "messages[0]['tool_calls'] must be a list of mappings"),
+    ([{"role": "user", "content": "x", 3: "y"}], "messages[0] has the key 3: keys must be texts, as in JSON"),
+    ([{"role": "user", "content": b"x"}], "messages[0]['content'] is b'x' (of type bytes): it must be made of texts"),
+    ([{"role": "tool", "content": [{"a": Colour()}]}], "(of type Colour): it must be made of texts, numbers, lists"),
+    ([{"role": "tool", "content": cyclic}], f"has more than {MAX_DEPTH} levels of lists and mappings"),
+    ([{"role": "tool", "content": deep(MAX_DEPTH)}], f"has more than {MAX_DEPTH} levels of lists and mappings"),
+    (
+        [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        "takes content as a text, and messages[0]['content'] is [{'type': 'text', 'text': 'x'}]: give it as one text",
+    ),
+]
+
+
+@pytest.mark.parametrize(("messages", "words"), MESSAGES, ids=[words[:50] for _, words in MESSAGES])
+def test_messages_that_are_none(messages: Any, words: str, load: Any) -> None:
+    with pytest.raises(BadOption) as caught:
+        load(PRINT_ALL).render(messages)
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+def get_weather(city: str) -> str:
+    """Weather of a city."""
+    return city
+
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [TOOL, get_weather]}, "tools holds the Python function get_weather, and JSON schemas are wanted: "),
+    ({"tools": ["f"]}, "tools[0] is 'f' (of type str): it must be a mapping such as {'type': 'function', "),
+    (
+        {"tools": TOOL},
+        "is not possible: it must be a list, each item a mapping such as {'type': 'function', ",
+    ),
+    ({"tools": [{"f": Colour()}]}, "tools[0]['f'] is <"),
+    (
+        {"documents": "text"},
+        "documents='text' is not possible: it must be a list, each item a mapping such as {'title'",
+    ),
+    ({"documents": ["text"]}, "documents[0] is 'text' (of type str): it must be a mapping such as {'title': "),
+    ({"tools": [TOOL]}, "does not read 'tools', so it would have no effect: leave it out (it reads date, documents)"),
+    ({"enable_thinking": False}, "does not read 'enable_thinking', so it would have no effect"),
+    ({"messages": HELLO}, "does not read 'messages'"),
+    ({"raise_exception": "x"}, "does not read 'raise_exception'"),
+    ({"date": Colour()}, "variables['date'] is <"),
+    (
+        {"add_generation_prompt": True, "continue_final_message": True},
+        "add_generation_prompt and continue_final_message exclude one another: set one of them",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), OPTIONS, ids=[words[:50] for _, words in OPTIONS])
+def test_options_that_cannot_be_honoured(options: dict[str, Any], words: str, load: Any) -> None:
+    with pytest.raises(BadOption) as caught:
+        load(PRINT_ALL + "{{ date }}{{ documents }}{{ raise_exception is defined }}").render(HELLO, **options)
+    assert words in str(caught.value)
+
+
+def test_empty_lists_are_no_tools_and_no_documents(load: Any) -> None:
+    assert load(PRINT_ALL).render(HELLO, tools=[], documents=[]) == "user: Hello\n"
+
+
+def test_a_template_that_reads_nothing_says_so(load: Any) -> None:
+    with pytest.raises(BadOption, match=r"leave it out \(it reads the messages alone\)"):
+        load(PRINT_ALL).render(HELLO, date="today")
+
+
+def test_any_mapping_or_text_of_json_is_welcome(load: Any) -> None:
+    class Role(StrEnum):
+        USER = "user"
+
+    messages = ({"role": Role.USER, "content": "Hello", "n": True, "x": 1.5, "y": (1, None)},)
+    printed = load("{{ messages | tojson }}").render(messages)
+    assert json.loads(printed) == [{"role": "user", "content": "Hello", "n": True, "x": 1.5, "y": [1, None]}]
+    assert load("{{ messages[0].role.name is defined }}").render(messages) == "False"
+    assert load("{{ messages | tojson }}").render([{"role": "tool", "content": deep(MAX_DEPTH - 1)}])
+
+
+@pytest.mark.parametrize(
+    ("text", "messages", "words"),
+    [
+        (PRINT_ALL, [{"role": "assistant", "tool_calls": [TOOL]}], "the last message has no text to be continued"),
+        ("{{ messages | length }}", HELLO, "the chat template leaves out the last message or parts of it"),
+        ("{{ messages[0].content[2:] }}", HELLO, "the chat template leaves out the last message or parts of it"),
+    ],
+)
+def test_a_message_that_cannot_be_continued(text: str, messages: Any, words: str, load: Any) -> None:
+    with pytest.raises(BadOption) as caught:
+        load(text).render(messages, continue_final_message=True)
+    assert str(caught.value) == f"continue_final_message=True is not possible: {words}"
+
+
+# ------------------------------------------------------------------------------------ what a template does when it runs
+
+
+def test_what_a_template_refuses(load: Any) -> None:
+    chat = load("{% if messages[0].role != 'system' %}{{ raise_exception('Begin with the system!') }}{% endif %}")
+    with pytest.raises(BadOption) as caught:
+        chat.render(HELLO)
+    assert str(caught.value) == (
+        "the chat template refuses these messages (Begin with the system!): change them accordingly"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("\n\n{{ messages[0].nothing.more }}", "in line 3 (UndefinedError: 'dict object' has no attribute 'nothing')"),
+        ("{% macro f(x) %}\n{{ x.content + 1 }}{% endmacro %}\n{{ f(messages[0]) }}", "in line 2 (TypeError: "),
+        ("{{ nothing() }}", "in line 1 (UndefinedError: 'nothing' is undefined)"),
+        ("\n{{ 1 // (messages | length - 1) }}", "in line 2 (ZeroDivisionError: "),
+        ("{{ nothing | tojson }}", "(TypeError: Object of type Undefined is not JSON serializable)"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "(RecursionError: "),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "in line 1 (OverflowError: Range too big"),
+        ("{% include '/etc/passwd' %}", "in line 1 (TypeError: no loader"),
+        ("{% import 'os' as os %}", "in line 1 (TypeError: no loader"),
+    ],
+)
+def test_a_template_that_fails(text: str, words: str, load: Any) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        load(text).render(HELLO)
+    assert words in str(caught.value)
+    assert "fails on these messages" in str(caught.value)
+    assert "it may expect them in another shape, or name another template with --chat-template" in str(caught.value)
+
+
+FORBIDDEN = [
+    "{{ ''.__class__ }}",
+    "{{ ''['__class__'] }}",
+    "{{ '' | attr('__class__') }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages | map(attribute='__class__') | list }}",
+    "{{ messages.__init__.__globals__ }}",
+    "{{ '{0.__class__}'.format(messages) }}",
+    "{{ '{m.__class__}'.format_map({'m': messages}) }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__code__ }}",
+    "{{ cycler.__init__.__globals__.os }}",
+    "{{ lipsum.__globals__['os'].popen('true') }}",
+    "{{ self.__init__ }}",
+    "{{ dict.__call__.__globals__ }}",
+    "{% macro f() %}{% endmacro %}{{ f._func }}",
+    "{{ namespace(__call__=1) }}",
+    "{{ namespace({'_x': 1}) }}",
+    "{% set ns = namespace() %}{% set ns.__call__ = 1 %}",
+    "{{ messages.append({'role': 'x'}) }}",
+    "{{ messages.pop() }}",
+    "{{ messages.clear() }}",
+    "{{ messages[0].update({'role': 'x'}) }}",
+    "{{ messages[0].setdefault('x', 1) }}",
+    "{{ messages[0].pop('role') }}",
+    "{{ messages | map('attr', 'clear') | list }}",
+    "{% set m = messages[0] %}\n\n{{ m['clear']() }}",
+]
+
+
+@pytest.mark.parametrize("text", FORBIDDEN)
+def test_what_the_sandbox_forbids(text: str, load: Any) -> None:
+    """Refused where transformers' sandbox refuses it, and also where that prints an empty text instead."""
+    messages = copy.deepcopy(HELLO)
+    with pytest.raises(UnsupportedModel) as caught:
+        load(text).render(messages)
+    line = text.count("\n") + 1
+    assert f"chat_template.jinja in line {line} does what a chat template must not do (" in str(caught.value)
+    assert messages == HELLO
+
+
+@pytest.mark.parametrize("text", ["{{ dict.update(messages[0], role='x') }}", "{{ dict.pop(messages[0], 'role') }}"])
+def test_dict_has_no_methods_to_get_past_the_sandbox(text: str, load: Any) -> None:
+    with pytest.raises(UnsupportedModel, match="has no attribute"):
+        load(text).render(HELLO)
+
+
+def test_nothing_a_template_does_reaches_the_messages(load: Any) -> None:
+    """Even where a way round the sandbox is found: a template gets copies of plain data."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}], "tool_calls": [{"function": {"n": 1}}]}]
+    tools, before = [copy.deepcopy(TOOL)], copy.deepcopy(messages)
+    chat = load("{{ messages[0].content[0].text }}{{ tools[0].function.name }}{{ seen }}")
+    assert chat.render(messages, tools=tools, seen=[1], continue_final_message=True) == "a"
+    assert (messages, tools) == (before, [TOOL])
+
+
+def test_rooms_for_assignments_are_those_of_transformers(load: Any) -> None:
+    """What is set between generation tags does not leave them."""
+    chat = load(
+        "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}{{ namespace(self=3).self }}"
+    )
+    assert chat.render(HELLO) == "213"
+
+
+def test_dict_and_its_keys(load: Any) -> None:
+    assert load("{{ dict(a=1) }}{{ dict.fromkeys('ab', 0) }}").render(HELLO) == "{'a': 1}{'a': 0, 'b': 0}"
+
+
+def test_every_error_is_one_that_the_user_can_mend() -> None:
+    assert issubclass(BadOption, UserError)
+    assert issubclass(UnsupportedModel, UserError)
+    assert issubclass(NotFound, UserError)
+
+
+def test_jinja_is_imported_by_those_who_chat_alone(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(PRINT_ALL, encoding="utf-8")
+    code = (
+        "import sys\nfrom forerun.text.chat import ChatTemplate\nprint('jinja2' in sys.modules)\n"
+        "ChatTemplate.load(sys.argv[1])\nprint('jinja2' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.split() == ["False", "True"], done.stderr
