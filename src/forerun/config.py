@@ -26,8 +26,10 @@ def _option(default: Any, text: str, **range_: Any) -> Any:
 class EngineConfig:
     """What an engine is started with. Raises BadOption, with the name and the value, for what cannot be honoured."""
 
-    target: str | None = _option(None, "checkpoint folder of the target model; none = the shipped one")
-    draft: str = _option("auto", "auto, none, a method with options such as lookup:max_n=3, or a draft model's folder")
+    target: str | None = _option(None, "checkpoint folder or hub id (org/name[@revision]); none = the shipped model")
+    draft: str = _option(
+        "auto", "auto, none, a method with options such as lookup:max_n=3, or a draft model's folder or hub id"
+    )
     spec_length: int = _option(5, "tokens drafted per step (K)", min=1, max=64)
     pacing: str = _option("fixed", "policy that decides how far to draft")
     dtype: str = _option("auto", "auto, float32 or bfloat16")

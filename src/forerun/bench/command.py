@@ -14,6 +14,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+SHAPE_NAMES = "demo (about 0.3 B), llama-3.2-1b or llama-3.2-3b"
 Size = Annotated[int | None, typer.Option(help="elements; overrides the preset's", show_default=False)]
 
 
@@ -23,8 +24,22 @@ def latency(
     draft: Annotated[
         list[str] | None, typer.Option(help="drafter to measure; may be repeated [default: all]", show_default=False)
     ] = None,
-    shape: Annotated[str, typer.Option(help="demo or 1b (the target is widened to it in memory), or none")] = "none",
-    spec_length: flags.SpecLength = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            help="w1: a draft model in the shape of Llama 3.2 1B, a target in that of 3B, bfloat16, K = 1, 2, 3, 5",
+            show_default=False,
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help=f"the target is widened to it in memory: {SHAPE_NAMES} [default: none]")
+    ] = None,
+    draft_shape: Annotated[
+        str | None, typer.Option(help="the same for the draft model, which is then the only drafter [default: none]")
+    ] = None,
+    spec_length: Annotated[
+        list[int] | None, typer.Option(help="tokens drafted per step (K); may be repeated [default: 5]", min=1)
+    ] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="may be repeated [default: 0 and 1]")] = None,
     acceptance: Annotated[str, typer.Option(help="verification rule at temperature > 0")] = "ratio",
     num_prompts: Annotated[int, typer.Option("--prompts", help="held-out prompts", min=1)] = 5,
@@ -41,13 +56,15 @@ def latency(
     config: flags.ConfigFile = None,
 ) -> None:
     """Plain decoding against every drafter on held-out prompts, with the theory's prediction beside the speed-up."""
-    given = {k: v for k, v in locals().items() if k not in ("draft", "shape")}
-    engine = flags.engine_config(given, config)
+    given = {k: v for k, v in locals().items() if k not in ("draft", "spec_length")}
     from forerun.bench import latency as bench
 
-    plan = bench.Plan(
+    plan, options = bench.planned(
+        workload,
         drafts=tuple(draft or ()),
         shape=shape,
+        draft_shape=draft_shape,
+        spec_lengths=tuple(spec_length or ()),
         temperatures=tuple(temperature or (0.0, 1.0)),
         acceptance=acceptance,
         num_prompts=num_prompts,
@@ -56,19 +73,21 @@ def latency(
         prompt_file=prompt_file,
         seed=seed,
     )
-    bench.run(engine, plan)
+    bench.run(flags.engine_config({**options, **{k: v for k, v in given.items() if v is not None}}, config), plan)
 
 
 @app.command()
 def widen(
     source: Annotated[Path, typer.Argument(help="checkpoint folder of a trained model", show_default=False)],
     out: Annotated[Path, typer.Argument(help="folder to write, new or empty", show_default=False)],
-    shape: Annotated[str, typer.Option(help="demo (about 0.3 B) or 1b (the shape of Llama-3.2-1B)")] = "1b",
+    shape: Annotated[str, typer.Option(help=f"{SHAPE_NAMES}, at the sizes of these models")] = "llama-3.2-1b",
     hidden_size: Size = None,
     num_layers: Size = None,
     num_heads: Size = None,
     num_kv_heads: Size = None,
     ffn_size: Size = None,
+    head_dim: Size = None,
+    vocab_size: Size = None,
 ) -> None:
     """Write a larger checkpoint that computes the same function: a widened small model, for speed measurements."""
     sizes = {k: v for k, v in locals().items() if k not in ("source", "out", "shape") and v is not None}

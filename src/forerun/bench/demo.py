@@ -15,10 +15,10 @@ from rich.table import Table
 
 from forerun.bench.widen import describe, num_parameters, shape_named, widen_checkpoint
 from forerun.config import EngineConfig
-from forerun.engine.llm import DATA, LLM, load_target
+from forerun.engine.llm import DATA, LLM, SHIPPED_DRAFT, load_target
 from forerun.engine.request import RequestOutput
 from forerun.flags import engine_options
-from forerun.models.loading import Checkpoint
+from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.show import LiveText, has_colour, make_console
 from forerun.types import SamplingParams
 
@@ -76,6 +76,16 @@ def load_widened(config: EngineConfig, shape: str, console: Console) -> Checkpoi
         f"ready in {time.perf_counter() - start:.1f} s"
     )
     return checkpoint
+
+
+def load_widened_draft(config: EngineConfig, target: Checkpoint, shape: str) -> Checkpoint:
+    """The draft model that the configuration names, or the shipped one, in the wanted shape.
+
+    It has the target's type, device and operators.
+    """
+    model, name = target.model, config.draft if config.draft not in ("auto", "model") else str(SHIPPED_DRAFT)
+    checkpoint = load_checkpoint(name, dtype=model.dtype, device=model.device, ops=model.ops, with_tokenizer=True)
+    return widen_checkpoint(checkpoint, shape_named(shape, checkpoint.model.config))
 
 
 def default_prompt() -> str:

@@ -69,17 +69,23 @@ class Target:
     loaded_draft: Checkpoint | None = None  # a draft model that the caller has loaded; it comes before the shipped one
 
 
-def make(spec: str, target: Target) -> Drafter:
-    """A drafter from `name[:option=value,...]`, a draft model's folder (has a separator or exists), or `auto`.
+def resolve(spec: str, has_shipped_draft: bool) -> tuple[str, Any]:
+    """(method, its Options) of `name[:option=value,...]`, of a draft model's folder or hub id, or of `auto`.
 
-    auto = the shipped draft model for the shipped target, else lookup. Raises BadOption for anything unknown.
+    auto = the shipped draft model for the shipped target, else lookup. What has a separator or exists is a model.
+    Raises BadOption for anything unknown.
     """
     if spec == "auto":
-        spec = "model" if target.shipped_draft else "lookup"
+        spec = "model" if has_shipped_draft else "lookup"
     is_method = spec.partition(":")[0] in names(__name__)
     is_path = "/" in spec or os.sep in spec or (spec != "" and Path(spec).exists())
     # A folder's name may have a colon in it, so it is looked for before the text is taken apart.
     name, options = ("model", {"path": spec}) if is_path and not is_method else parse_spec(spec)
-    module = load(__name__, name, "drafter")
-    drafter: Drafter = module.build(make_options(module.Options, options, name), target)
+    return name, make_options(load(__name__, name, "drafter").Options, options, name)
+
+
+def make(spec: str, target: Target) -> Drafter:
+    """The drafter that `resolve` names, built for a target. Raises BadOption for anything unknown."""
+    name, options = resolve(spec, target.shipped_draft is not None)
+    drafter: Drafter = load(__name__, name, "drafter").build(options, target)
     return drafter

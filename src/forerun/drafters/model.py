@@ -32,7 +32,9 @@ from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence
 class Options:
     """Which model, and how it draws."""
 
-    path: str | None = field(default=None, metadata={"help": "folder of the draft model; none = the shipped one"})
+    path: str | None = field(
+        default=None, metadata={"help": "folder or hub id of the draft model; none = the shipped one"}
+    )
     draft_temperature: float | None = field(
         default=None, metadata={"help": "temperature of the draws; none = the request's", "min": 0.0, "max": 100.0}
     )
@@ -188,7 +190,9 @@ def _checkpoint(options: Options, target: Target) -> Checkpoint:
         return target.loaded_draft
     name, model = options.path or target.shipped_draft, target.model
     if name is None:
-        raise BadOption("the drafter 'model' needs a draft model: give its folder, as in draft='path/to/draft'")
+        raise BadOption(
+            "the drafter 'model' needs a draft model: give its folder or hub id, as in draft='path/to/draft'"
+        )
     with_tokenizer = target.tokenizer is not None
     return load_checkpoint(name, dtype=model.dtype, device=model.device, ops=model.ops, with_tokenizer=with_tokenizer)
 

@@ -1,0 +1,217 @@
+"""`forerun plan`: what a configuration needs in memory and whether it fits, from config.json alone.
+
+torch is imported when the command runs, not to print help.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun import flags
+from forerun.bench.command import SHAPE_NAMES
+from forerun.config import EngineConfig
+from forerun.errors import BadOption
+
+if TYPE_CHECKING:
+    import torch
+
+    from forerun.engine.memory import MemoryPart, MemoryPlan
+    from forerun.models.layers import DecoderConfig
+
+WIDTH = 80  # columns
+DOES_NOT_FIT = 3  # exit code, as for CapacityError
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+SHAPE_HELP = f"as if widened to it: {SHAPE_NAMES} [default: none]"
+MEMORY_HELP = "what there is, as 16GB, 16GiB or 8e9 [default: what this machine has free]"
+
+
+def plan(
+    target: flags.Target = None,
+    draft: flags.Draft = None,
+    shape: Annotated[str | None, typer.Option(help=f"the target {SHAPE_HELP}", show_default=False)] = None,
+    draft_shape: Annotated[str | None, typer.Option(help=f"the draft model {SHAPE_HELP}", show_default=False)] = None,
+    spec_length: flags.SpecLength = None,
+    dtype: flags.Dtype = None,
+    device: flags.Device = None,
+    max_batch_size: flags.MaxBatchSize = None,
+    max_seq_len: flags.MaxSeqLen = None,
+    kv_cache_backend: flags.CacheBackend = None,
+    kv_cache_tokens: flags.CacheTokens = None,
+    prefill_chunk_tokens: flags.PrefillChunkTokens = None,
+    draft_catchup_tokens: flags.DraftCatchupTokens = None,
+    memory: Annotated[str | None, typer.Option(help=MEMORY_HELP, show_default=False)] = None,
+    config: flags.ConfigFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """What a configuration needs in memory, before anything is loaded. Exit code 3: it does not fit."""
+    engine = flags.engine_config(dict(locals()), config)
+    models = Models.of(engine, shape, draft_shape)
+    made = models.plan(engine, None if memory is None else parse_bytes(memory))
+    if as_json:
+        typer.echo(json.dumps({**models.settings(engine), **plan_dict(made)}))
+    else:
+        for line in plan_lines(models.settings(engine), made):
+            typer.echo(line)
+    if not made.fits:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """The models of a configuration, the type they are computed in and the device: "cpu" or "cuda"."""
+
+    target: DecoderConfig
+    draft: DecoderConfig | None
+    dtype: torch.dtype
+    device: str
+
+    @classmethod
+    def of(cls, config: EngineConfig, shape: str | None, draft_shape: str | None) -> Models:
+        """Read from the config.json that the configuration names. Raises UserError for what LLM would not load."""
+        from forerun.engine.llm import SHIPPED_TARGET
+
+        raw = _config_of(config.target or str(SHIPPED_TARGET))
+        name = _draft_name(config)
+        if draft_shape is not None and name is None:
+            raise BadOption(f"draft_shape={draft_shape!r} needs a draft model, and draft={config.draft!r} has none")
+        device = _device(config)
+        return cls(
+            target=_shaped(raw, shape),
+            draft=None if name is None else _shaped(_config_of(name), draft_shape),
+            dtype=_dtype(config.dtype, device, raw),
+            device=device,
+        )
+
+    def plan(self, config: EngineConfig, available: int | None) -> MemoryPlan:
+        """The plan, against what this machine has where nobody says what is available."""
+        from forerun.engine.machine import available_bytes
+        from forerun.engine.memory import memory_plan
+
+        if available is None:
+            if self.device == "cuda" and _device(EngineConfig()) != "cuda":
+                raise BadOption("device='cuda' needs memory=... here: torch sees no CUDA device that could be asked")
+            available = available_bytes(self.device)
+        return memory_plan(
+            self.target, self.draft, config, dtype=self.dtype, device=self.device, available_bytes=available
+        )
+
+    def settings(self, config: EngineConfig) -> dict[str, Any]:
+        """What the plan is for."""
+        from forerun.engine.memory import resolve_max_seq_len
+
+        return {
+            "max_batch_size": config.max_batch_size,
+            "max_seq_len": resolve_max_seq_len(config.max_seq_len, self.target.max_positions),
+            "spec_length": 0 if config.draft == "none" else config.spec_length,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": self.device,
+        }
+
+
+def parse_bytes(text: str) -> int:
+    """'16GB', '16 GiB', '8e9' -> bytes; GB are 10^9 and GiB 2^30. Raises BadOption for anything else."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    try:
+        if match is None:
+            raise ValueError
+        found = int(float(match[1]) * UNITS[match[2].upper()])
+    except (ValueError, KeyError, OverflowError):
+        found = 0
+    if found <= 0:
+        raise BadOption(f"memory={text!r} is not possible: write a number of bytes as 16GB, 16GiB or 8e9")
+    return found
+
+
+# -------------------------------------------------------------------------------------------------- what is asked for
+
+
+def _config_of(name: str) -> Mapping[str, Any]:
+    """config.json as it is, of a folder, a hub id, or the file itself. Raises as `read_raw_config`."""
+    from forerun.files import read_json
+    from forerun.models.loading import read_raw_config
+
+    path = Path(name)
+    return read_json(path) if path.suffix == ".json" and path.is_file() else read_raw_config(name)
+
+
+def _shaped(raw: Mapping[str, Any], shape: str | None) -> DecoderConfig:
+    from forerun.bench.widen import shape_named
+    from forerun.models.loading import read_config
+    from forerun.models.widening import wide_config
+
+    config = read_config(raw)
+    return config if shape is None else wide_config(config, shape_named(shape, config))
+
+
+def _draft_name(config: EngineConfig) -> str | None:
+    """The draft model that LLM would load; None for a drafter without a model."""
+    from forerun import drafters
+    from forerun.engine.llm import SHIPPED_DRAFT, SHIPPED_TARGET
+
+    is_shipped = config.target is None or Path(config.target) == SHIPPED_TARGET
+    method, options = drafters.resolve(config.draft, is_shipped)
+    if method != "model":
+        return None
+    name: str | None = options.path or (str(SHIPPED_DRAFT) if is_shipped else None)
+    if name is None:
+        raise BadOption("the drafter 'model' needs a draft model: give its folder, as in draft='path/to/draft'")
+    return name
+
+
+def _device(config: EngineConfig) -> str:
+    """As LLM chooses; "cuda" may be planned for where there is none."""
+    import torch
+
+    return config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype(name: str, device: str, raw: Mapping[str, Any]) -> torch.dtype:
+    """As `load_checkpoint` chooses, with what config.json says in place of the stored weights."""
+    import torch
+
+    from forerun.models.loading import DTYPES
+
+    if name != "auto":
+        return DTYPES[name]
+    stored = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), None)
+    return stored if device != "cpu" and isinstance(stored, torch.dtype) else torch.float32
+
+
+# ------------------------------------------------------------------------------------------------------- what is shown
+
+
+def plan_dict(plan: MemoryPlan) -> dict[str, Any]:
+    """The plan for `--json`; bytes everywhere."""
+    return {**dataclasses.asdict(plan), "total_bytes": plan.total_bytes, "fits": plan.fits, "verdict": plan.verdict()}
+
+
+def plan_lines(settings: Mapping[str, Any], plan: MemoryPlan) -> Iterator[str]:
+    """The table, then one sentence. GB are 10^9 bytes, GiB 2^30."""
+    from forerun.engine.memory import MemoryPart
+
+    yield (
+        f"{settings['max_batch_size']} sequences of {settings['max_seq_len']:,} tokens, {settings['spec_length']} "
+        f"drafted per step, {settings['dtype']} on {settings['device']}"
+    )
+    yield ""
+    yield f"{'':22}{'GB':>8}{'GiB':>8}"
+    yield from (_line(part) for part in plan.parts)
+    yield _line(MemoryPart("total", plan.total_bytes, ""))
+    yield ""
+    yield textwrap.fill(plan.verdict(), WIDTH)
+    for part in plan.later:
+        yield textwrap.fill(f"In time, on top: {part.bytes / 1e9:.2f} GB of {part.name}, {part.how}.", WIDTH)
+
+
+def _line(part: MemoryPart) -> str:
+    numbers = f"{part.name:22}{part.bytes / 1e9:8.3f}{part.bytes / 2**30:8.3f}  "
+    return textwrap.fill(numbers + part.how, WIDTH, subsequent_indent=" " * len(numbers))

@@ -1,0 +1,235 @@
+"""What `forerun bench latency` makes of its measurements: rates, costs, predictions, a table and one JSON line.
+
+Beside each speed-up stands what theory expects of the measured ingredients (docs/exactness.md):
+
+    c      seconds per drafted token / seconds of a plain target pass
+    v(K)   target pass over K+1 tokens / target pass over one
+    o      seconds of a step outside of all model forwards / target pass over one
+    alpha  accepted / tested tokens
+
+    Theorem 3.8 (Leviathan et al. 2023)   A / (c K + 1)          A = (1 - alpha^(K+1)) / (1 - alpha)
+    with measured costs                   A / (c K + v(K) + o)
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from forerun.bench import bandwidth
+from forerun.bench.widen import bytes_per_pass, describe, num_parameters
+from forerun.models.layers import Decoder
+from forerun.theory import formulas
+from forerun.types import StepReport
+
+FULL_DRAFTS = 0.8  # share of steps with a full draft from which on a formula for fixed K means something
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is compared: a drafter and how far it drafts (0 = plain decoding)."""
+
+    draft: str
+    spec_length: int
+
+
+@dataclass
+class Tally:
+    """All runs of one variant at one temperature; seconds_per_token has one entry per run, in the order of runs."""
+
+    variant: Variant
+    temperature: float
+    seconds_per_token: list[float] = field(default_factory=list)
+    steps: list[StepReport] = field(default_factory=list)
+    draft_forward_s: list[float] = field(default_factory=list)  # per step
+
+    def total(self, name: str) -> int:
+        """Sum of one count over all steps."""
+        return sum(getattr(step, name) for step in self.steps)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table, and of the JSON. Rates and predictions are None where nothing was counted."""
+
+    draft: str
+    spec_length: int
+    temperature: float
+    tokens_per_s: float
+    speedup: float
+    tokens_per_step: float
+    alpha_hat: float | None
+    acceptance_rate: float | None
+    c: float | None
+    v: float | None
+    overhead_share: float  # of a step's time, outside of model forwards
+    theorem_3_8: float | None
+    expected: float | None  # with the measured costs
+
+
+# ---------------------------------------------------------------------------------------------------------- numbers
+
+
+def line_of(tally: Tally, plain: Tally) -> Line:
+    """The rates and predictions of a tally, beside plain decoding of the same prompts in the same run."""
+    spec_length = tally.variant.spec_length
+    plain_pass_s = median(step.target_forward_s for step in plain.steps)
+    pairs = zip(plain.seconds_per_token, tally.seconds_per_token, strict=True)
+    drafted, tested, accepted = (tally.total(n) for n in ("num_drafted", "num_tested", "num_accepted"))
+    line = Line(
+        draft=tally.variant.draft,
+        spec_length=spec_length,
+        temperature=tally.temperature,
+        tokens_per_s=1 / median(tally.seconds_per_token),
+        speedup=median(a / b for a, b in pairs),
+        tokens_per_step=tally.total("num_emitted") / len(tally.steps),
+        alpha_hat=accepted / tested if tested else None,
+        acceptance_rate=accepted / drafted if drafted else None,
+        c=_draft_cost(tally, plain_pass_s),
+        v=_verify_cost(tally, plain_pass_s, spec_length),
+        overhead_share=sum(_overheads(tally)) / sum(map(_step_s, tally.steps)),
+        theorem_3_8=None,
+        expected=None,
+    )
+    full = sum(step.num_drafted >= spec_length for step in tally.steps)
+    if line.alpha_hat is None or line.c is None or line.v is None or full < FULL_DRAFTS * len(tally.steps):
+        return line
+    overhead = median(_overheads(tally)) / plain_pass_s
+    return replace(
+        line,
+        theorem_3_8=formulas.speedup(line.alpha_hat, spec_length, line.c),
+        expected=formulas.speedup(line.alpha_hat, spec_length, line.c, line.v, overhead),
+    )
+
+
+def _step_s(step: StepReport) -> float:
+    return step.draft_s + step.score_s + step.judge_s + step.commit_s
+
+
+def _overheads(tally: Tally) -> list[float]:
+    """Seconds of each step outside of model forwards."""
+    pairs = zip(tally.steps, tally.draft_forward_s, strict=True)
+    return [_step_s(step) - step.target_forward_s - draft_s for step, draft_s in pairs]
+
+
+def _draft_cost(tally: Tally, plain_pass_s: float) -> float | None:
+    """c: seconds per drafted token over a plain pass; the median, for the first draft also catches up the prompt."""
+    costs = [step.draft_s / step.num_drafted for step in tally.steps if step.num_drafted]
+    return median(costs) / plain_pass_s if costs else None
+
+
+def _verify_cost(tally: Tally, plain_pass_s: float, spec_length: int) -> float | None:
+    passes = [step.target_forward_s for step in tally.steps if step.num_drafted == spec_length]
+    return median(passes) / plain_pass_s if passes else None
+
+
+# ----------------------------------------------------------------------------------------------------------- output
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The fastest that plain decoding can be: every weight read once per token at the measured bandwidth."""
+
+    bytes_per_pass: int
+    bytes_per_s: float
+    probe: str
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second without speculation."""
+        return self.bytes_per_s / self.bytes_per_pass
+
+
+def print_ceiling(model: Decoder, console: Console) -> Ceiling:
+    """Measure the memory's bandwidth and say what it allows."""
+    found = bandwidth.measure(model.device)
+    ceiling = Ceiling(bytes_per_pass(model.config, model.weights), found.bytes_per_s, found.probe)
+    console.print(
+        f"ceiling: {ceiling.bytes_per_pass / 1e9:.3f} GB per pass at {found.bytes_per_s / 1e9:.1f} GB/s (best probe: "
+        f"{found.probe}) = {1e3 / ceiling.tokens_per_s:.1f} ms, {ceiling.tokens_per_s:.1f} tokens/s without speculation"
+    )
+    return ceiling
+
+
+def table_of(lines: Seq[Line]) -> Table:
+    """One row per variant and temperature."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("T", justify="right", no_wrap=True)
+    table.add_column("draft", overflow="fold", min_width=7)
+    names = ("K", "tok/s", "speed\nup", "Thm\n3.8", "with\ncosts", "tok/\nstep", "alpha", "acc.\nrate", "c", "v(K)")
+    for name in (*names, "over\nhead"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for line in lines:
+        table.add_row(
+            f"{line.temperature:g}",
+            line.draft,
+            str(line.spec_length),
+            f"{line.tokens_per_s:.1f}",
+            f"{line.speedup:.2f}x",
+            _number(line.theorem_3_8, "{:.2f}x"),
+            _number(line.expected, "{:.2f}x"),
+            f"{line.tokens_per_step:.2f}",
+            _number(line.alpha_hat, "{:.3f}"),
+            _number(line.acceptance_rate, "{:.0%}"),
+            _number(line.c, "{:.3f}"),
+            _number(line.v, "{:.2f}"),
+            f"{line.overhead_share:.1%}",
+        )
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def print_notes(lines: Seq[Line], ceiling: Ceiling, console: Console) -> None:
+    """How to read the table, and which length was best at each temperature and drafter."""
+    plain = next(line for line in lines if line.spec_length == 0)
+    console.print(
+        f"plain decoding reaches {plain.tokens_per_s / ceiling.tokens_per_s:.0%} of its ceiling; Thm 3.8 = A/(cK + 1); "
+        "with costs = A/(cK + v + overhead); overhead = share of a step outside of model forwards"
+    )
+    groups = {(line.temperature, line.draft): 0 for line in lines if line.spec_length}
+    for temperature, draft in groups:
+        rows = [line for line in lines if (line.temperature, line.draft) == (temperature, draft)]
+        best = max(rows, key=lambda line: line.speedup)
+        if len(rows) > 1:
+            theory = [formulas.optimal_gamma(line.alpha_hat, line.c) for line in rows if line.alpha_hat and line.c]
+            expected = f"; Theorem 3.8 would choose {round(median(theory))}" if theory else ""
+            console.print(
+                f"T={temperature:g} {draft}: best of the measured lengths is K={best.spec_length} "
+                f"({best.speedup:.2f}x){expected}"
+            )
+
+
+def record_of(lines: Seq[Line], model: Decoder, drafts: Seq[Decoder], ceiling: Ceiling) -> dict[str, Any]:
+    """The measurement as JSON: what ran, on what, and every line of the table."""
+    return {
+        "shape": describe(model.config),
+        "num_parameters": num_parameters(model.config),
+        "bytes_per_pass": ceiling.bytes_per_pass,
+        "drafts": [
+            {
+                "shape": describe(draft.config),
+                "num_parameters": num_parameters(draft.config),
+                "bytes_per_pass": bytes_per_pass(draft.config, draft.weights),
+            }
+            for draft in drafts
+        ],
+        "bandwidth_bytes_per_s": round(ceiling.bytes_per_s),
+        "ceiling_tokens_per_s": ceiling.tokens_per_s,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "machine": platform.processor() or platform.machine(),
+        "num_threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "lines": [asdict(line) for line in lines],
+    }

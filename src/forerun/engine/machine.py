@@ -1,0 +1,62 @@
+"""How much memory this machine has for us now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+
+def available_bytes(device: str, root: Path = Path("/")) -> int | None:
+    """Bytes that a new process may take: on "cuda" what is free there, else MemAvailable of the kernel and what the
+
+    control groups above us leave, whichever is least. None where the system does not tell. root: where /proc and /sys
+    are.
+    """
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    free = [_mem_available(root), *_cgroup_rooms(root)]
+    return min((n for n in free if n is not None), default=None)
+
+
+def _mem_available(root: Path) -> int | None:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_rooms(root: Path) -> Iterator[int]:
+    """What each control group of this process leaves: version 2 and version 1 of the kernel's interface."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # Inside a container the path may be the host's, which is not there: the limit is then at the top.
+        parts = Path(path).relative_to("/").parts
+        for depth in range(len(parts) + 1):
+            room = _room(top.joinpath(*parts[:depth]), *names)
+            if room is not None:
+                yield room
+
+
+def _room(group: Path, limit: str, used: str, cache: str) -> int | None:
+    """Limit minus use, where files that were read and can be dropped do not count as used; None without a limit."""
+    numbers = [_read(group / name).strip() for name in (limit, used)]
+    if not all(n.isdigit() for n in numbers):  # "max", or no such file
+        return None
+    stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+    return max(0, int(numbers[0]) - max(0, int(numbers[1]) - int(stat.get(cache, 0))))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""

@@ -1,0 +1,315 @@
+"""Widening: a trained llama becomes a larger llama that computes the same function.
+
+A speed measurement needs a large model, and a real acceptance rate needs a trained one. Widening gives both: the
+result has the shape, the bytes and the time of the larger model, and says what the small one says. Call it by its
+name wherever a number comes from it: *a widened small model*.
+
+How the function survives, with d -> D the residual widths:
+
+* The new residual dimensions hold exact zeros throughout: new embedding columns, new output rows of o_proj and
+  down_proj are zero. Columns that read them may be anything, and are noise.
+* An RMS norm now divides by D instead of d: weights times sqrt(d/D), eps times d/D undo it.
+* A head of s dimensions becomes one of S = f s. Rotary pair i turns by theta^(-2i/s), as pair f i of the wider head
+  does, so that is where its lanes go, under every rope scaling. Scores are divided by sqrt(S) instead of sqrt(s):
+  query weights times sqrt(f) undo it. New lanes are zero in the queries and noise in the keys, so their product is
+  zero; in the values they are noise that meets zero columns of o_proj.
+* The query heads that share a key-value head stay beside their keys and values. Where the wider groups are smaller,
+  they are spread over several groups, each with a copy of that key-value head. New heads and feed-forward units are
+  noise whose outputs meet zero columns of o_proj and down_proj.
+* New layers are noise with o_proj = down_proj = 0: they add exact zeros to the residual stream.
+* New ids get probability 0, in tied models too, by one of the new residual dimensions, the last, which is not zero. It
+  holds a small constant c at every token; that adds c^2 to every sum of squares, and eps' = (eps d - c^2) / D takes it
+  away again. Only the final norm reads it, with a weight that makes h of it, about the size of the other dimensions.
+  There the rows of new ids in the LM head hold -n, and zeros against all that is not zero: their logits are -n h,
+  at least 2^15 below 0 wherever a run of random ids led, so float32 softmax gives exact zeros even at temperature 100.
+  The rows of old ids hold 0, or c where the head is the embedding: then all their logits rise by one and the same c h,
+  some 1e-3, which softmax does not see. Feed no new id to a tied model: what follows it has no meaning.
+
+In float32 the results agree up to the order of summation. In bfloat16 the factors sqrt(d/D) and sqrt(f) are exact
+where they are powers of two (D = 4 d, S = 4 s). Elsewhere each norm and query weight is rounded once more, by up to
+0.2 %: the function is that of a slightly disturbed model, as after any rounding to bfloat16.
+
+Noise is no larger than the trained weights, and is there because memory full of zeros would not be an honest stand-in:
+a dense checkpoint of the same shape must take the same time. What has to be zero is written as zeros, page by page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.errors import BadOption, UnsupportedModel
+from forerun.kv.cache import KVCache
+from forerun.models.layers import Decoder, DecoderConfig, empty_weights
+from forerun.models.runner import Run, Runner
+from forerun.ops.reference import ReferenceOps
+
+NOISE_NUMBERS = (1 << 20) + 7  # of the block that is repeated; no row length divides it, so no two rows are equal
+EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+LARGEST_CARRIED = 2.0**-10  # c is a power of two, exact in every type
+PROBE_TOKENS = 256
+MARGIN = 2.0**15  # logits of new ids lie at least this far below 0: at temperature 100, 327 in the exponent
+
+
+@dataclass(frozen=True)
+class WideShape:
+    """The sizes to reach, in elements; each at least the trained model's. None leaves it as it is."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_size: int
+    head_dim: int | None = None
+    vocab_size: int | None = None
+
+
+def widen(
+    config: DecoderConfig, weights: Mapping[str, Tensor], shape: WideShape, *, seed: int = 0
+) -> tuple[DecoderConfig, dict[str, Tensor]]:
+    """The same function in a larger shape: (config, weights) with the dtype and device of the weights given.
+
+    Takes no memory beyond the result and some MB. Raises BadOption for a shape that the model does not fit into,
+    UnsupportedModel for QK norm (its eps is the one that has to change).
+    """
+    wide = wide_config(config, shape)
+    trained = weights["model.layers.0.mlp.gate_proj.weight"]
+    block = _noise(trained, seed)
+    heads = _HeadPlaces.of(config, wide, trained.device)
+    scale = math.sqrt(config.hidden_size / wide.hidden_size)
+    made = empty_weights(wide, trained.dtype, trained.device)
+    for name, out in made.items():
+        is_norm = name.endswith("norm.weight")
+        if _must_be_zero(name):
+            out.zero_()  # writes every page: memory that was never written is not read from memory at all
+        elif is_norm:
+            out.fill_(scale)
+        else:
+            _fill(out, block)
+        if name in weights:
+            _place(out, weights[name] * scale if is_norm else weights[name], name, heads)
+    if wide.vocab_size > config.vocab_size:
+        _separate(made, config, _spare_lane(config, weights, wide, seed))
+    return wide, made
+
+
+# ------------------------------------------------------------------------------------------------------- the config
+
+
+def wide_config(config: DecoderConfig, shape: WideShape) -> DecoderConfig:
+    """The config of the widened model. Raises as `widen`."""
+    if config.qk_norm:
+        raise UnsupportedModel(
+            f"a {config.model_type} model cannot be widened: its QK norm shares the eps that changes"
+        )
+    sizes = {name: size for name, size in dataclasses.asdict(shape).items() if size is not None}
+    for name, want in sizes.items():
+        if want < (have := getattr(config, name)):
+            raise BadOption(f"{name}={want} is not possible: the model has {have}, and widening cannot shrink it")
+    wide = dataclasses.replace(
+        config, **sizes, windows=config.windows + config.windows[-1:] * (shape.num_layers - config.num_layers)
+    )
+    _check_heads(config, wide)
+    if wide.vocab_size > config.vocab_size and wide.hidden_size == config.hidden_size:
+        raise BadOption(
+            f"vocab_size={wide.vocab_size} is not possible with hidden_size={wide.hidden_size}: new ids need a "
+            "residual dimension that the model does not have"
+        )
+    return dataclasses.replace(wide, norm_eps=_wide_eps(config, wide))
+
+
+def _check_heads(config: DecoderConfig, wide: DecoderConfig) -> None:
+    if wide.head_dim % config.head_dim:
+        raise BadOption(f"head_dim={wide.head_dim} is not possible: it must be a multiple of {config.head_dim}")
+    if wide.num_heads % wide.num_kv_heads:
+        raise BadOption(f"num_heads={wide.num_heads} is not possible: it must be a multiple of {wide.num_kv_heads}")
+    needed = config.num_kv_heads * _copies(config, wide)
+    if needed > wide.num_kv_heads:
+        raise BadOption(
+            f"num_kv_heads={wide.num_kv_heads} is not possible: {_group(config)} query heads share a key-value head "
+            f"and would have to in groups of {_group(wide)}, which takes {needed} key-value heads"
+        )
+
+
+def _group(config: DecoderConfig) -> int:
+    """Query heads per key-value head."""
+    return config.num_heads // config.num_kv_heads
+
+
+def _copies(config: DecoderConfig, wide: DecoderConfig) -> int:
+    """Wide key-value heads for each trained one: as many as its query heads need groups."""
+    return math.ceil(_group(config) / _group(wide))
+
+
+def _carried(config: DecoderConfig) -> float:
+    """c, the constant of the spare dimension: its square is at most a quarter of what eps adds to a sum of squares."""
+    limit = math.sqrt(config.norm_eps * config.hidden_size / 4)
+    return min(LARGEST_CARRIED, 2.0 ** math.floor(math.log2(limit)))
+
+
+def _wide_eps(config: DecoderConfig, wide: DecoderConfig) -> float:
+    added = _carried(config) ** 2 if wide.vocab_size > config.vocab_size else 0.0
+    return (config.norm_eps * config.hidden_size - added) / wide.hidden_size
+
+
+# --------------------------------------------------------------------------------------------------------- the noise
+
+
+def _noise(trained: Tensor, seed: int) -> Tensor:
+    """Uniform numbers with half the standard deviation of the trained feed-forward weights."""
+    generator = torch.Generator(trained.device).manual_seed(seed)
+    limit = float(trained.float().std()) * math.sqrt(3) / 2
+    block = torch.empty(NOISE_NUMBERS, dtype=trained.dtype, device=trained.device)
+    return block.uniform_(-limit, limit, generator=generator)
+
+
+def _fill(out: Tensor, block: Tensor) -> None:
+    """The block again and again: drawing a billion numbers would take longer than all the rest."""
+    flat = out.view(-1)
+    for start in range(0, len(flat), len(block)):
+        part = flat[start : start + len(block)]
+        part.copy_(block[: len(part)])
+
+
+def _must_be_zero(name: str) -> bool:
+    """What writes into the residual stream, and biases, whose noise would buy nothing."""
+    return name.endswith((EMBEDDING, "o_proj.weight", "down_proj.weight", ".bias"))
+
+
+# ------------------------------------------------------------------------------------------------ the trained weights
+
+
+@dataclass(frozen=True)
+class _HeadPlaces:
+    """Where trained heads go. Rows of the wide q_proj are columns of the wide o_proj, too.
+
+    q_rows: wide row of each trained row of q_proj. q_new_rows: the new lanes of the same heads. kv_rows: wide rows of
+    k_proj and v_proj, and kv_sources: the trained row that each of them gets.
+    """
+
+    q_rows: Tensor
+    q_new_rows: Tensor
+    q_scale: float
+    kv_rows: Tensor
+    kv_sources: Tensor
+
+    @classmethod
+    def of(cls, config: DecoderConfig, wide: DecoderConfig, device: torch.device) -> _HeadPlaces:
+        copies, group = _copies(config, wide), _group(config)
+        # A trained group is laid out in one piece from the first of its copies on, cut by the wide groups.
+        q_heads = [i // group * copies * _group(wide) + i % group for i in range(config.num_heads)]
+        lanes, size = _lanes(config.head_dim, wide.head_dim), wide.head_dim
+        new_lanes = [lane for lane in range(size) if lane not in set(lanes)]
+        kv_heads = range(config.num_kv_heads * copies)
+        sources = [i // copies for i in kv_heads]
+        return cls(
+            q_rows=_rows(q_heads, lanes, size).to(device),
+            q_new_rows=_rows(q_heads, new_lanes, size).to(device),
+            q_scale=_query_scale(config, wide),
+            kv_rows=_rows(kv_heads, lanes, size).to(device),
+            kv_sources=_rows(sources, range(config.head_dim), config.head_dim).to(device),
+        )
+
+
+def _lanes(head_dim: int, wide: int) -> list[int]:
+    """Wide lane of each trained lane: rotary pair i, lanes i and i + head_dim / 2, becomes pair i * wide / head_dim."""
+    step, half = wide // head_dim, head_dim // 2
+    return [step * i for i in range(half)] + [step * i + wide // 2 for i in range(half)]
+
+
+def _query_scale(config: DecoderConfig, wide: DecoderConfig) -> float:
+    return math.sqrt(wide.head_dim / config.head_dim)
+
+
+def _rows(heads: list[int] | range, lanes: list[int] | range, size: int) -> Tensor:
+    """Rows of these lanes of these heads of `size` lanes, head by head."""
+    return (torch.tensor(heads)[:, None] * size + torch.tensor(lanes, dtype=torch.int64)).flatten()
+
+
+def _place(out: Tensor, trained: Tensor, name: str, heads: _HeadPlaces) -> None:
+    """Write trained weights into the wide ones: heads into their places, everything else into the first corner."""
+    corner = out[:, : trained.shape[1]] if trained.dim() == 2 else out
+    if ".q_proj." in name:
+        out.index_fill_(0, heads.q_new_rows, 0)
+        corner.index_copy_(0, heads.q_rows, trained * heads.q_scale)
+    elif ".k_proj." in name or ".v_proj." in name:
+        corner.index_copy_(0, heads.kv_rows, trained[heads.kv_sources])
+    elif name.endswith("o_proj.weight"):
+        out[: trained.shape[0]].index_copy_(1, heads.q_rows, trained)
+    else:
+        corner[: trained.shape[0]] = trained
+
+
+# ----------------------------------------------------------------------------------------------------------- new ids
+
+
+@dataclass(frozen=True)
+class _SpareLane:
+    """Numbers of the last residual dimension: c at every token, the final norm's weight, -n in the rows of new ids."""
+
+    carried: float
+    norm_weight: float
+    new_id: float
+
+
+def _separate(made: Mapping[str, Tensor], config: DecoderConfig, spare: _SpareLane) -> None:
+    """Write the last dimension everywhere, and the rows of new ids."""
+    for name, out in made.items():
+        if name.endswith("norm.weight"):
+            out[-1] = spare.norm_weight if name == FINAL_NORM else 0
+    embedding, head, old = made[EMBEDDING], made.get(HEAD), config.vocab_size
+    embedding[:, -1] = spare.carried
+    if head is None:
+        embedding[old:, -1] = spare.new_id
+        return
+    head[:old, -1] = 0
+    head[old:, : config.hidden_size] = 0
+    head[old:, -1] = spare.new_id
+
+
+def _spare_lane(config: DecoderConfig, weights: Mapping[str, Tensor], wide: DecoderConfig, seed: int) -> _SpareLane:
+    """Measured on a run of the trained model over random ids: how large its residual stream gets differs by model.
+
+    Raises BadOption where the type of the weights cannot hold the numbers (float16).
+    """
+    stream, hidden = _last_stream(config, weights, seed)
+    rms = (stream.square().mean(-1) + config.norm_eps).sqrt()
+    carried, shrink = _carried(config), math.sqrt(config.hidden_size / wide.hidden_size)
+    typical = float(hidden.square().mean().sqrt())
+    norm_weight = typical * float(rms.median()) * shrink / carried
+    smallest = typical * float(rms.median() / rms.max())
+    new_id = -(2.0 ** math.ceil(math.log2(MARGIN / smallest)))
+    dtype = weights[FINAL_NORM].dtype
+    if max(norm_weight, -new_id) > torch.finfo(dtype).max:
+        name = str(dtype).removeprefix("torch.")
+        raise BadOption(
+            f"vocab_size={wide.vocab_size} is not possible in {name}, whose range is too small: use bfloat16"
+        )
+    return _SpareLane(carried, norm_weight, new_id)
+
+
+class _Tap(ReferenceOps):
+    """Keeps what the last norm was given: after a forward pass the final residual stream [T, H]."""
+
+    stream: Tensor
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self.stream = x
+        return super().rms_norm(x, weight, eps)
+
+
+def _last_stream(config: DecoderConfig, weights: Mapping[str, Tensor], seed: int) -> tuple[Tensor, Tensor]:
+    """The residual stream before and after the final norm, float32 [T, H] each, over one run of random ids."""
+    num, norm, tap = min(PROBE_TOKENS, config.max_positions), weights[FINAL_NORM], _Tap()
+    ids = torch.randint(config.vocab_size, (num,), generator=torch.Generator().manual_seed(seed)).tolist()
+    cache = KVCache.create(
+        config.cache_shape, "paged", max_batch_size=1, max_seq_len=num, dtype=norm.dtype, device=norm.device
+    )
+    cache.open(0)
+    scores = Runner(Decoder(config, weights, tap), cache).forward([Run(0, ids, logits="none")])
+    return tap.stream.float(), scores.hidden.float()

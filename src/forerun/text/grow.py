@@ -1,0 +1,57 @@
+"""More ids for a tokenizer, so that a model whose matrices have more rows can be run over all of them.
+
+The new tokens are entries of the BPE vocabulary that no merge leads to: no text is encoded to them, and every text is
+encoded as before. They are not *added tokens*, which the library looks for in every text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+
+from forerun.errors import UnsupportedModel
+
+
+def grow(content: str, num_ids: int, first_id: int = 0) -> str:
+    """The text of a tokenizer.json, with a token named like <|unused_4096|> for every id up to num_ids.
+
+    They begin behind the highest id there is, and not below first_id: ids between the two stay without a token. What
+    has num_ids already comes back as it is. Raises UnsupportedModel for a tokenizer that is not BPE, and for one that
+    would not keep its ids.
+    """
+    raw = json.loads(content)
+    vocabulary = _bpe_vocabulary(raw)
+    old = vocabulary | {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
+    begin = max(first_id, max(old.values(), default=-1) + 1)
+    if begin >= num_ids:
+        return content
+    new = {f"<|unused_{i}|>": i for i in range(begin, num_ids)}
+    # The library numbers added tokens from the size of the vocabulary on, unless the vocabulary has them.
+    vocabulary.update(old | new)
+    grown = json.dumps(raw, ensure_ascii=False, indent=2)
+    _check(tokenizers.Tokenizer.from_str(grown), old, new)
+    return grown
+
+
+def _bpe_vocabulary(raw: Mapping[str, Any]) -> dict[str, int]:
+    model = raw.get("model") or {}
+    kind = model.get("type") or ("BPE" if "merges" in model else "none")
+    if kind != "BPE":
+        raise UnsupportedModel(f"a tokenizer of type {kind} cannot be given more ids: it must be BPE")
+    vocabulary: dict[str, int] = model["vocab"]
+    return vocabulary
+
+
+def _check(grown: tokenizers.Tokenizer, old: Mapping[str, int], new: Mapping[str, int]) -> None:
+    """Raise UnsupportedModel where an old token changed its id, or a text is encoded to a new one.
+
+    With `ignore_merges` a word of the text that is in the vocabulary becomes that token.
+    """
+    if grown.get_vocab(with_added_tokens=True) != {**new, **old} or old.keys() & new.keys():
+        raise UnsupportedModel("this tokenizer cannot be given more ids: its tokens would not keep theirs")
+    for name in list(new)[:: max(1, len(new) - 1)]:
+        if not new.keys().isdisjoint(grown.encode(name).tokens):
+            raise UnsupportedModel(f"this tokenizer cannot be given more ids: it would encode the text {name!r} to one")

@@ -1,0 +1,215 @@
+"""The law survives every combination of what widening can do, and every way of doing it wrong is seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.widening import GROUPS, PROMPT, ROPES, TOLERANCE, case, difference, random_weights, run_greedy
+from forerun.models import widening
+from forerun.models.layers import DecoderConfig
+from forerun.models.saving import save_checkpoint
+from forerun.models.widening import widen
+from forerun.sampling import probs
+from forerun.types import SamplingParams
+
+STEPS = 32
+FACTORS = (1, 2, 4, 3)
+WAYS = list(itertools.product((True, False), (True, False)))  # tied, grown
+CASES = [
+    (factor, group, rope, *WAYS[(i + j + k) % len(WAYS)])
+    for (i, factor), (j, group), (k, rope) in itertools.product(*map(enumerate, (FACTORS, GROUPS, ROPES)))
+]
+
+
+def test_the_cases_cover_every_pair_of_choices() -> None:
+    choices = (FACTORS, GROUPS, ROPES, (True, False), (True, False))
+    for a, b in itertools.combinations(range(len(choices)), 2):
+        assert {(c[a], c[b]) for c in CASES} == set(itertools.product(choices[a], choices[b]))
+
+
+def share_of_new_ids(logits: Tensor, num_old: int, temperature: float) -> float:
+    """The largest probability that any new id has in any row, by the sampler's own pipeline."""
+    params = SamplingParams(temperature=temperature)
+    laws = [probs(row, params).dense for row in logits]
+    return max(float(law[num_old:].max()) for law in laws if law is not None)
+
+
+@pytest.mark.parametrize(("factor", "group", "rope", "tied", "grown"), CASES)
+def test_same_law(factor: int, group: str, rope: str, tied: bool, grown: bool) -> None:
+    config, shape = case(factor, group, rope, tied=tied, grown=grown)
+    weights = random_weights(config)
+    wide_config, wide = widen(config, weights, shape)
+    tokens, logits = run_greedy(config, weights, STEPS)
+    wide_tokens, wide_logits = run_greedy(wide_config, wide, STEPS)
+    assert wide_tokens == tokens
+    assert difference(logits, wide_logits) < TOLERANCE
+    shift = (wide_logits[:, : config.vocab_size] - logits).mean(-1)
+    if not (tied and grown):
+        assert shift.abs().max() < TOLERANCE
+    else:
+        # c times a lane as large as the others; a mean over 97 ids is rounded to some 1e-6.
+        assert shift.min() > 1e-4
+        assert shift.max() < 1e-2
+    if grown:
+        assert wide_logits.shape[1] == 301
+        assert share_of_new_ids(wide_logits, config.vocab_size, 1.0) == 0
+        assert share_of_new_ids(wide_logits, config.vocab_size, 100.0) == 0
+        assert (wide_logits / 100).softmax(-1)[:, config.vocab_size :].max() == 0  # as torch computes it, too
+
+
+def last_stream(config: DecoderConfig, wide_config: DecoderConfig, wide: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of a run over old ids, other ones than those that widening measures."""
+    return widening._last_stream(dataclasses.replace(wide_config, vocab_size=config.vocab_size), wide, seed=5)
+
+
+def test_the_spare_dimension_is_about_as_large_as_the_others() -> None:
+    """So that whoever stores hidden states in 8 bits loses nothing by it."""
+    config, shape = case(2, "4 to 3", grown=True)
+    stream, hidden = last_stream(config, *widen(config, random_weights(config), shape))
+    assert stream[:, -1].unique().tolist() == [2.0**-10]
+    typical = hidden[:, : config.hidden_size].square().mean().sqrt()
+    assert 0.5 < hidden[:, -1].median() / typical < 2
+    assert not hidden[:, config.hidden_size : -1].any()
+
+
+def test_new_ids_stay_below_in_a_model_whose_residual_stream_is_large_and_uneven() -> None:
+    """One id with an embedding a thousand times as large: there the spare lane is a thousand times as small."""
+    config, shape = case(grown=True)
+    weights = random_weights(config)
+    weights["model.embed_tokens.weight"][PROMPT[2]] *= 1000
+    _, logits = run_greedy(*widen(config, weights, shape), 2)
+    assert share_of_new_ids(logits, config.vocab_size, 100.0) == 0
+
+
+def test_bfloat16_holds_the_spare_dimension_exactly() -> None:
+    config, shape = case(2, "4 to 3", grown=True)
+    weights = {name: tensor.bfloat16() for name, tensor in random_weights(config).items()}
+    wide_config, wide = widen(config, weights, shape)
+    stream, _ = last_stream(config, wide_config, wide)
+    assert stream[:, -1].unique().tolist() == [2.0**-10]
+    _, logits = run_greedy(wide_config, wide, 4)
+    assert share_of_new_ids(logits, config.vocab_size, 100.0) == 0
+
+
+# ----------------------------------------------------------------------------------------------------------- mutants
+
+
+def first_copy_only(of: Callable[..., Any]) -> Callable[..., Any]:
+    def places(config: DecoderConfig, wide: DecoderConfig, device: torch.device) -> Any:
+        heads = of(config, wide, device)
+        _, first = torch.unique_consecutive(heads.kv_sources // config.head_dim, return_counts=True)
+        kept = torch.arange(config.head_dim).repeat(config.num_kv_heads)
+        kept += (first.cumsum(0) - first).repeat_interleave(config.head_dim)
+        return dataclasses.replace(heads, kv_rows=heads.kv_rows[kept], kv_sources=heads.kv_sources[kept])
+
+    return places
+
+
+def new_lanes_as_noise(of: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *sizes: dataclasses.replace(of(*sizes), q_new_rows=torch.empty(0, dtype=torch.int64))
+
+
+def lanes_in_place(head_dim: int, wide: int) -> list[int]:
+    """Pair i stays pair i, which turns faster in a larger head."""
+    return [*range(head_dim // 2), *range(wide // 2, wide // 2 + head_dim // 2)]
+
+
+def eps_of_the_width_alone(config: DecoderConfig, wide: DecoderConfig) -> float:
+    return config.norm_eps * config.hidden_size / wide.hidden_size
+
+
+def eps_as_it_was(config: DecoderConfig, wide: DecoderConfig) -> float:
+    return config.norm_eps - widening._carried(config) ** 2 / wide.hidden_size
+
+
+def read_by_all_norms(separate: Callable[..., None]) -> Callable[..., None]:
+    def wrong(made: dict[str, Tensor], config: DecoderConfig, spare: Any) -> None:
+        separate(made, config, spare)
+        for name, out in made.items():
+            if "layernorm" in name:
+                out[-1] = spare.norm_weight
+
+    return wrong
+
+
+PLACES, SEPARATE = widening._HeadPlaces.of, widening._separate
+MUTANTS: dict[str, tuple[str, Any]] = {
+    "pair i stays pair i": ("_lanes", lanes_in_place),
+    "queries keep their size": ("_query_scale", lambda config, wide: 1.0),
+    "new query lanes are noise": ("_HeadPlaces.of", new_lanes_as_noise(PLACES)),
+    "key-value heads are not copied": ("_HeadPlaces.of", first_copy_only(PLACES)),
+    "eps does not know of c": ("_wide_eps", eps_of_the_width_alone),
+    "eps does not know of the width": ("_wide_eps", eps_as_it_was),
+    "layers read the spare dimension": ("_separate", read_by_all_norms(SEPARATE)),
+}
+
+
+def quiet_case() -> tuple[DecoderConfig, Any, dict[str, Tensor]]:
+    """Everything at once, in a model so quiet that eps and c^2 are as large as its own squares."""
+    config, shape = case(2, "4 to 3", "llama3", tied=False, grown=True, norm_eps=1.2e-7)
+    weights = random_weights(config)
+    for name in weights:
+        if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
+            weights[name] *= 1e-3
+    return config, shape, weights
+
+
+def difference_now() -> float:
+    """Over the prompt: later rows would differ by their tokens, too."""
+    config, shape, weights = quiet_case()
+    _, logits = run_greedy(config, weights, 1)
+    _, wide_logits = run_greedy(*widen(config, weights, shape), 1)
+    return difference(logits, wide_logits)
+
+
+def test_a_quiet_model_keeps_its_law() -> None:
+    assert difference_now() < TOLERANCE
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_caught(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, wrong = MUTANTS[mutant]
+    monkeypatch.setattr(f"forerun.models.widening.{name}", wrong)
+    assert difference_now() > 100 * TOLERANCE
+
+
+def test_new_ids_without_their_mark_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "forerun.models.widening._separate",
+        lambda made, config, spare: SEPARATE(made, config, dataclasses.replace(spare, new_id=0.0)),
+    )
+    config, shape = case(grown=True)
+    _, logits = run_greedy(*widen(config, random_weights(config), shape), 2)
+    assert share_of_new_ids(logits, config.vocab_size, 1.0) > 0
+
+
+# ---------------------------------------------------------------------------------------------- another implementation
+
+
+@pytest.mark.parametrize(
+    ("factor", "group", "rope", "tied", "grown"),
+    [(2, "4 to 3", "llama3", True, True), (4, "3 to 4", "linear", False, True), (2, "equal", "default", True, False)],
+)
+def test_transformers_says_the_same(
+    tmp_path: Path, factor: int, group: str, rope: str, tied: bool, grown: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config, shape = case(factor, group, rope, tied=tied, grown=grown)
+    weights = random_weights(config)
+    tokens, logits = run_greedy(config, weights, STEPS)
+    save_checkpoint(tmp_path, *widen(config, weights, shape), torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.inference_mode():
+        theirs = model(torch.tensor([PROMPT + tokens[:-1]])).logits[0]
+    assert theirs.argmax(-1)[len(PROMPT) - 1 :].tolist() == tokens
+    assert difference(logits, theirs) < TOLERANCE
+    if grown:
+        assert (theirs / 100).softmax(-1)[:, config.vocab_size :].max() == 0

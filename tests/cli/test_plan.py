@@ -1,0 +1,174 @@
+"""`forerun plan`: config.json in, a table and an exit code out; no weights anywhere."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun import LLM
+from forerun.bench.plan import parse_bytes
+from forerun.errors import BadOption
+
+LLAMA_1B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_3B = LLAMA_1B | {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128}
+
+
+@pytest.fixture(scope="module")
+def llamas(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two folders that hold config.json and nothing else."""
+    root = tmp_path_factory.mktemp("llamas")
+    for name, raw in (("3b", LLAMA_3B), ("1b", LLAMA_1B)):
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    return str(root / "3b"), str(root / "1b")
+
+
+def planned(cli: Any, *arguments: str, code: int = 0) -> dict[str, Any]:
+    """The JSON object of a plan, with the bytes of its parts by name."""
+    done = cli("plan", *arguments, "--json")
+    assert done.returncode == code, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return {**found, "parts": {part["name"]: part["bytes"] for part in found["parts"]}}
+
+
+def test_a_published_pair_from_config_json_alone(cli: Any, llamas: tuple[str, str]) -> None:
+    target, draft = llamas
+    base = ("--target", target, "--draft", draft, "--dtype", "bfloat16", "--device", "cpu")
+    done = cli("plan", *base, "--memory", "16GB")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "8 sequences of 4,096 tokens, 5 drafted per step, bfloat16 on cpu"
+    for line in (
+        "target weights           6.425   5.984  3,212,749,824 weights x 2 bytes",
+        "draft weights            2.472   2.302  1,235,814,400 weights x 2 bytes",
+        "target KV cache          3.758   3.500  8 x 4,096 tokens x 114,688 bytes",
+        "draft KV cache           1.074   1.000  8 x 4,096 tokens x 32,768 bytes",
+    ):
+        assert line in lines
+    assert any(line.startswith("It fits: ") for line in lines)
+    assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
+    parts = planned(cli, *base, "--memory", "16GB")["parts"]
+    assert sum(parts[name] for name in ("target weights", "draft weights")) == 8_897_128_448
+    assert (parts["target KV cache"], parts["draft KV cache"]) == (7 * 2**29, 2**30)
+
+
+def test_exit_code_3_and_what_would_fit(cli: Any, llamas: tuple[str, str]) -> None:
+    base = ("--target", llamas[0], "--draft", llamas[1], "--dtype", "bfloat16", "--memory", "12GB")
+    done = cli("plan", *base)
+    assert done.returncode == 3
+    assert done.stderr == ""
+    sentence = " ".join(done.stdout.split())
+    assert "It does not fit: " in sentence
+    found = planned(cli, *base, code=3)
+    assert not found["fits"]
+    assert {name for suggestion in found["suggestions"] for name in suggestion} == {
+        "max_batch_size",
+        "max_seq_len",
+        "kv_cache_tokens",
+    }
+    for suggestion in found["suggestions"]:
+        (name, value), *_ = suggestion.items()
+        assert f"{name}={value}" in sentence
+        flag = f"--{name.replace('_', '-')}"
+        assert planned(cli, *base, flag, str(value))["fits"]
+    assert "Nothing fits: the weights alone need 8.90 GB" in cli("plan", *base[:-1], "8GB").stdout.replace("\n", " ")
+
+
+def test_a_plan_is_what_the_engine_allocates(cli: Any, checkpoints: Path) -> None:
+    options = {"max_batch_size": 3, "max_seq_len": 100, "kv_cache_tokens": 130}
+    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    found = planned(cli, "--target", "llama", "--draft", "./draft", *flags)
+    llm = LLM(checkpoints / "llama", draft=str(checkpoints / "draft"), **options)
+    runners = {"target": llm.engine.runner, "draft": llm.engine.drafter.runner}
+    for name, runner in runners.items():
+        assert found["parts"][f"{name} weights"] == sum(w.nbytes for w in runner.model.weights.values())
+        pools = (*runner.cache.keys, *runner.cache.values)
+        assert found["parts"][f"{name} KV cache"] == sum(pool.nbytes for pool in pools)
+    assert found["max_seq_len"] == llm.engine.max_seq_len
+    assert found["dtype"] == str(llm.checkpoint.model.dtype).removeprefix("torch.")
+
+
+def test_the_draft_is_the_one_that_the_engine_would_choose(cli: Any, checkpoints: Path) -> None:
+    shipped, given = planned(cli), planned(cli, "--target", "llama")
+    assert shipped["parts"]["draft weights"] > 0  # the shipped target has a draft model of its own
+    assert "draft weights" not in given["parts"]  # any other gets lookup
+    for spec in ("none", "lookup:max_n=2"):
+        assert "draft weights" not in planned(cli, "--draft", spec)["parts"]
+    file = str(checkpoints / "draft" / "config.json")
+    sizes = {planned(cli, "--target", "llama", "--draft", d)["parts"]["draft weights"] for d in ("./draft", "draft")}
+    sizes |= {
+        planned(cli, "--target", "llama", "--draft", f"model:path={d}")["parts"]["draft weights"] for d in (file,)
+    }
+    assert sizes == {given["parts"]["target weights"]}  # both are of one shape
+    assert planned(cli, "--draft", "none")["spec_length"] == 0
+
+
+def test_shapes_are_those_of_widened_models(cli: Any) -> None:
+    wide = ("--shape", "llama-3.2-3b", "--draft-shape", "llama-3.2-1b", "--dtype", "bfloat16")
+    found = planned(cli, *wide, "--memory", "16GB", "--max-seq-len", "2048")
+    assert found["parts"]["target weights"] == 2 * 3_212_749_824
+    assert found["parts"]["draft weights"] == 2 * 1_235_814_400
+    assert found["parts"]["target KV cache"] == 8 * 2048 * 114_688
+
+
+def test_type_and_device(cli: Any, llamas: tuple[str, str]) -> None:
+    base = ("--target", llamas[1], "--memory", "64GB")
+    assert planned(cli, *base, "--device", "cpu")["dtype"] == "float32"
+    cuda = planned(cli, *base, "--device", "cuda")  # planned for where there is none
+    assert (cuda["dtype"], cuda["device"]) == ("bfloat16", "cuda")
+    assert "target probabilities" not in cuda["parts"]
+    assert planned(cli, *base, "--device", "cuda", "--dtype", "float32")["dtype"] == "float32"
+
+
+def test_without_memory_the_machine_is_asked(cli: Any) -> None:
+    assert planned(cli, "--target", "llama")["available_bytes"] > 0
+
+
+REFUSED = {
+    "no number": (("--memory", "lots"), "memory='lots' is not possible: write a number of bytes as 16GB, 16GiB or 8e9"),
+    "an unknown unit": (("--memory", "16G"), "memory='16G' is not possible"),
+    "nothing": (("--memory", "0GB"), "memory='0GB' is not possible"),
+    "a shape without a draft": (("--draft", "none", "--draft-shape", "demo"), "draft_shape='demo' needs a draft model"),
+    "an unknown shape": (("--shape", "llama-3.2-2b"), "did you mean 'llama-3.2-"),
+    "an unknown drafter": (("--draft", "lokup"), "there is no drafter 'lokup' (did you mean 'lookup'?)"),
+    "a wrong option": (("--draft", "lookup:max_n=0"), "lookup:max_n=0 is not possible"),
+    "no draft model": (("--target", "llama", "--draft", "model"), "the drafter 'model' needs a draft model"),
+    "too long": (("--max-seq-len", "100000"), "max_seq_len=100000 is not possible: the model has 2048 positions"),
+    "less than a block": (
+        ("--kv-cache-backend", "contiguous", "--kv-cache-tokens", "100"),
+        "kv_cache_tokens=100 is less than one block of 2048 tokens",
+    ),
+    "no checkpoint": (("--target", "./nowhere"), "there is no folder nowhere"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(cli: Any, name: str) -> None:
+    arguments, sentence = REFUSED[name]
+    done = cli("plan", *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert sentence in done.stderr
+
+
+def test_amounts_of_memory() -> None:
+    amounts = {"16GB": 16 * 10**9, "16 GiB": 2**34, "1.5gib": 3 * 2**29, "8e9": 8 * 10**9, "512MiB": 2**29, "100": 100}
+    assert {text: parse_bytes(text) for text in amounts} == amounts
+    for text in ("", "GB", "-1GB", "1.2.3GB", "16 G B", "nan", "1e999"):
+        with pytest.raises(BadOption):
+            parse_bytes(text)
