@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
 import typer
-from rich.status import Status
 
-from forerun.engine.llm import LLM, SHIPPED_TARGET, Message
-from forerun.errors import UserError
+from forerun.config import EngineConfig
+from forerun.engine.llm import LLM
+from forerun.engine.opening import is_shipped, target_files
+from forerun.engine.prompts import Message
+from forerun.errors import BadOption, CapacityError, UserError
+from forerun.models.hub import is_hub_id
 from forerun.show import make_console
+from forerun.text.chat import ChatTemplate
 from forerun.types import SamplingParams, StepReport
 
 PROMPT, MORE = "> ", ". "
@@ -26,14 +30,11 @@ HELP = """\
 /help    this list
 /reset   forget the conversation
 /exit    leave; so does Ctrl-D
-Ctrl-C stops an answer, and what was written stays in the conversation.
+Ctrl-C stops an answer when its step is over; what was written stays in the conversation. Ctrl-\\ ends the program.
 A line that ends with a backslash goes on in the next one; a message that begins with / is written with //."""
 SHIPPED_NOTE = "The shipped model knows no questions and answers: it continues the Python code that you type."
 SHIPPED_MAX_TOKENS = 128  # it seldom ends by itself
-
-
-class Stopped(Exception):
-    """Ctrl-C during a step that shows nothing yet."""
+FORGOTTEN = "nothing was answered, so this message is forgotten"
 
 
 @dataclass
@@ -56,8 +57,6 @@ class Numbers:
         self.last_s = time.perf_counter()
         if self.first_s is None and report.num_committed:
             self.first_s, self.num_first = self.last_s, report.num_committed
-        if self.interrupted and not report.num_committed:
-            raise Stopped  # a step is over and nothing is shown of it: the only other place to stop is a chunk
 
     def summary(self, finish_reason: str | None) -> str:
         """[12 tokens, first after 0.1 s, 31.2 tokens/s, alpha-hat 0.82]; the rate is that behind the first step."""
@@ -85,31 +84,38 @@ class Chat:
         """Forget everything but the system message."""
         self.messages = list(self._opening)
 
-    def answer(self, text: str, out: TextIO) -> str:
+    def answer(self, text: str, out: TextIO, *, keys: bool = False) -> str:
         """Write the answer to `out` as it grows, remember both turns, return the line of numbers.
 
-        Raises UserError where the conversation cannot be continued; then this turn is forgotten.
+        keys: Ctrl-C ends the answer and nothing else. Raises UserError or CapacityError where the conversation cannot
+        be continued; then this turn is forgotten, as it is where nothing was answered.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
-        ids = self.llm.apply_chat_template(messages)
-        pieces, numbers, finish_reason = list[str](), Numbers(), None
+        messages, numbers = [*self.messages, {"role": "user", "content": text}], Numbers()
         end = self.llm.listen(numbers)
         try:
-            with _interrupts(numbers), suppress(Stopped):
-                for chunk in self.llm.stream(ids, self.params):
-                    pieces.append(chunk.text)
-                    out.write(chunk.text)
-                    out.flush()
-                    finish_reason = chunk.finish_reason
-                    if numbers.interrupted:
-                        break
+            with _interrupts(numbers) if keys else nullcontext():
+                answer, finish_reason = self._write(self.llm.apply_chat_template(messages), numbers, out)
         finally:
             end()
-        answer = "".join(pieces)
+        if not answer and finish_reason is None:
+            return FORGOTTEN
         out.write("\n" if not answer.endswith("\n") else "")
         out.flush()
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return numbers.summary(finish_reason)
+
+    def _write(self, ids: list[int], numbers: Numbers, out: TextIO) -> tuple[str, str | None]:
+        """The text that was written and why it ended, None where Ctrl-C did it."""
+        answer = ""
+        for chunk in self.llm.stream(ids, self.params, every_step=True):
+            answer += chunk.text
+            out.write(chunk.text)
+            out.flush()
+            if chunk.finish_reason is not None:
+                return answer, chunk.finish_reason
+            if numbers.interrupted:
+                break
+        return answer, None
 
 
 @contextmanager
@@ -118,7 +124,7 @@ def _interrupts(numbers: Numbers) -> Iterator[None]:
 
     def mark(number: int, frame: FrameType | None) -> None:
         if numbers.interrupted:
-            raise KeyboardInterrupt  # the second press: whoever is that impatient may have the torn step
+            os.write(sys.stderr.fileno(), b"\n(stopping after this step; Ctrl-\\ ends the program)\n")
         numbers.interrupted = True
 
     before = signal.signal(signal.SIGINT, mark)
@@ -128,34 +134,35 @@ def _interrupts(numbers: Numbers) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def loading() -> Status:
-    """A spinner on standard error, where that is a terminal, for as long as the models are loaded."""
-    return make_console(stderr=True).status("loading ...")
+def open_models(config: EngineConfig) -> LLM:
+    """The LLM of a chat: one sequence at a time. A spinner turns on a terminal's standard error while it is loaded.
 
-
-def unlimited(params: SamplingParams, max_tokens: int | None, llm: LLM) -> SamplingParams:
-    """Parameters of an answer: it ends where the model ends it, unless somebody set a limit.
-
-    max_tokens: the limit on the command line; one that generation_config.json suggests counts as set, too.
+    A checkpoint without a chat template is refused before its weights are fetched.
     """
-    if max_tokens is not None or llm.default_params.max_tokens != SamplingParams().max_tokens:
+    config = dataclasses.replace(config, max_batch_size=1)
+    ChatTemplate.load(target_files(config), config.chat_template)
+    fetches = any(name is not None and is_hub_id(name) for name in (config.target, config.draft))
+    # What is fetched has bars of its own, and those of two writers on one line would scroll.
+    with nullcontext() if fetches else make_console(stderr=True).status("loading ..."):
+        return LLM.from_config(config)
+
+
+def unlimited(params: SamplingParams, is_limited: bool, config: EngineConfig) -> SamplingParams:
+    """Parameters of an answer: it ends where the model ends it, unless somebody set a limit."""
+    if is_limited:
         return params
-    return dataclasses.replace(params, max_tokens=SHIPPED_MAX_TOKENS if _is_shipped(llm) else None)
-
-
-def _is_shipped(llm: LLM) -> bool:
-    return Path(llm.checkpoint.folder) == SHIPPED_TARGET
+    return dataclasses.replace(params, max_tokens=SHIPPED_MAX_TOKENS if is_shipped(config.target) else None)
 
 
 def run(llm: LLM, params: SamplingParams, system: str | None) -> None:
     """Read messages until the input ends: lines of a terminal with editing and history, or lines of a pipe."""
     chat = Chat(llm, params, system)
     chat.llm.apply_chat_template([*chat.messages, {"role": "user", "content": "?"}])  # refuse before anybody types
-    terminal = sys.stdin.isatty()
+    terminal = sys.stdin is not None and sys.stdin.isatty()
     if terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  (input() edits lines and remembers them once this is imported)
-        if _is_shipped(llm):
+        if is_shipped(llm.checkpoint.folder):
             _note(SHIPPED_NOTE)
         _note("Type a message. /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends.")
     for text in _messages(terminal):
@@ -166,8 +173,8 @@ def run(llm: LLM, params: SamplingParams, system: str | None) -> None:
             _note(_obey(chat, command))
             continue
         try:
-            _note(chat.answer(text.removeprefix("/"), sys.stdout))
-        except UserError as error:
+            _note(chat.answer(text.removeprefix("/"), sys.stdout, keys=terminal))
+        except (UserError, CapacityError) as error:
             _note(f"error: {error}" + (" (/reset forgets the conversation)" if len(chat.messages) > 1 else ""))
 
 
@@ -183,26 +190,37 @@ def _messages(terminal: bool) -> Iterator[str]:
     lines: list[str] = []
     while True:
         try:
-            line = input((MORE if lines else PROMPT) if terminal else "")
-        except EOFError:
-            _note("" if terminal else None)
-            line, ended = "", True
+            line = _line(MORE if lines else PROMPT, terminal)
         except KeyboardInterrupt:
             if not terminal:
                 raise
             _note("\n(Ctrl-D or /exit ends)")
             lines = []
             continue
-        else:
-            ended = False
-        if line.endswith("\\") and not ended:
+        if line is not None and line.endswith("\\"):
             lines.append(line[:-1])
             continue
-        text, lines = "\n".join([*lines, line] if not ended else lines), []
+        text, lines = "\n".join(lines if line is None else [*lines, line]), []
         if text.strip():
             yield text
-        if ended:
+        if line is None:
             return
+
+
+def _line(prompt: str, terminal: bool) -> str | None:
+    """The next line, None where the input ends. Where standard output is no terminal, the prompt is not for it."""
+    if sys.stdin is None:
+        return None
+    if terminal and not sys.stdout.isatty():
+        typer.echo(prompt, nl=False, err=True)
+        prompt = ""
+    try:
+        return input(prompt if terminal else "")
+    except EOFError:
+        _note("" if terminal else None)
+        return None
+    except UnicodeDecodeError:
+        raise BadOption("a message is not UTF-8 text: convert the input first") from None
 
 
 def _note(text: str | None) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ from forerun import flags
 from forerun.bench.command import app as bench_app
 from forerun.bench.plan import plan
 from forerun.config import EngineConfig
-from forerun.errors import BadOption, ForerunError, NotFound
+from forerun.errors import BadOption, ForerunError, NotFound, UserError
 from forerun.peers import on_command_line
 from forerun.train.command import app as train_app
 from forerun.types import SamplingParams
@@ -122,28 +122,34 @@ def generate(
     given = dict(locals())
     if as_json and rounds:
         raise BadOption("--json and --rounds exclude each other: choose one")
-    params, engine = flags.sampling_params(given), flags.engine_config(given, config)
-    params = _with_suggestions(given, params, engine)
+    flags.sampling_params(given, {"max_tokens": None})  # what is wrong by itself is refused before anything is read
+    engine = flags.engine_config(given, config)
+    params = flags.sampling_params(given, _suggested(engine))
     requests = _read_requests(prompts or [], prompt_file, params)
     if not as_json and any(params.logprobs is not None for _, params in requests):
         raise BadOption("logprobs are printed with --json only: add it")
     llm = _open(engine)
-    _respond(llm, [(_prompt(llm, prompt), params) for prompt, params in requests], as_json, rounds)
+    encoded = [(_encoded(llm, prompt, number), params) for number, (prompt, params) in enumerate(requests, 1)]
+    _respond(llm, encoded, as_json, rounds)
 
 
-def _with_suggestions(given: Mapping[str, Any], params: SamplingParams, engine: EngineConfig) -> SamplingParams:
-    """The flags over what generation_config.json suggests, where that was asked for."""
+def _suggested(engine: EngineConfig) -> dict[str, Any]:
+    """The sampling parameters of generation_config.json, where they were asked for."""
     if engine.generation_config == "none":
-        return params  # and nothing heavy is imported before the prompts were read
-    from forerun.engine.llm import suggested_params
+        return {}  # and nothing heavy is imported before the prompts were read
+    from forerun.engine.opening import suggested_fields
 
-    return flags.sampling_params(given, suggested_params(engine))
+    return suggested_fields(engine)
 
 
-def _prompt(llm: LLM, prompt: flags.Prompt) -> str | list[int]:
+def _encoded(llm: LLM, prompt: flags.Prompt, number: int) -> str | list[int]:
     """A conversation becomes ids by the checkpoint's chat template; texts and ids stay."""
-    is_conversation = isinstance(prompt, list) and isinstance(prompt[0], dict)
-    return llm.apply_chat_template(prompt) if is_conversation else prompt  # type: ignore[arg-type, return-value]
+    if not (isinstance(prompt, list) and isinstance(prompt[0], dict)):
+        return prompt
+    try:
+        return llm.apply_chat_template(prompt)
+    except UserError as error:
+        raise type(error)(f"request {number}: {error}") from error
 
 
 def _respond(llm: LLM, requests: Seq[Encoded], as_json: bool, rounds: bool) -> None:
@@ -277,17 +283,19 @@ def chat(
     device: flags.Device = None,
     dtype: flags.Dtype = None,
     max_seq_len: flags.MaxSeqLen = None,
+    kv_cache_tokens: flags.CacheTokens = None,
     config: flags.ConfigFile = None,
 ) -> None:
     """Talk to a model. Answers go to standard output; their speed and acceptance to standard error."""
     given = dict(locals())
-    params, engine = flags.sampling_params(given), flags.engine_config(given, config)
+    flags.sampling_params(given, {"max_tokens": None})
+    engine = flags.engine_config(given, config)
     from forerun import chat as session
 
-    params = _with_suggestions(given, params, engine)
-    with session.loading():
-        llm = _open(engine)
-    session.run(llm, session.unlimited(params, given["max_tokens"], llm), system)
+    fields = _suggested(engine)
+    is_limited = "max_tokens" in fields or given["max_tokens"] is not None
+    params = session.unlimited(flags.sampling_params(given, fields), is_limited, engine)
+    session.run(session.open_models(engine), params, system)
 
 
 # ----------------------------------------------------------------------------------------------------- demo, drafters
@@ -353,6 +361,10 @@ def _run(arguments: list[str]) -> int:
     except ForerunError as error:
         return _fail(str(error), error.exit_code)
     except BrokenPipeError:
+        raise
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # typer's own answer to a reader that has gone
+            raise error.__context__ from None
         raise
     except OSError as error:
         about = f"{str(error.filename)!r}: " if error.filename else ""

@@ -15,7 +15,7 @@ from typing import Any
 
 from forerun.errors import BadOption, NotFound
 from forerun.methods import make_options, unknown
-from forerun.peers import by_name
+from forerun.peers import by_name, by_value
 
 
 def _option(default: Any, text: str, **range_: Any) -> Any:
@@ -54,7 +54,8 @@ class EngineConfig:
             raise BadOption(f"quantization={self.quantization!r} is not available yet: leave it out")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise BadOption(unknown(f"{name} called", str(getattr(self, name)), allowed))
+                value = str(getattr(self, name))
+                raise BadOption(by_value(name, value) or unknown(f"{name} called", value, allowed))
 
     @classmethod
     def make(cls, **options: Any) -> EngineConfig:
@@ -107,7 +108,10 @@ def _as_text(value: Any) -> Any:
 _USE, _OFF = "use_speculative_decoding", "none"
 _ALIASES = {"draft_model": "draft", "num_speculative_tokens": "spec_length"}
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
-_OTHER_NAMES = {"draft_model": "model"}  # methods of speculative_config that have another name here
+# Methods of speculative_config that have another name here; vLLM takes the first two in the place of a model, too.
+_LOOKUP = {"ngram": "lookup", "[ngram]": "lookup"}
+_OTHER_NAMES = {**_LOOKUP, "draft_model": "model"}
+_LOOKUP_OPTIONS = {"prompt_lookup_max": "max_n", "prompt_lookup_min": "min_n"}
 
 
 def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,18 +139,34 @@ def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(config: Any) -> dict[str, Any]:
-    """speculative_config as options: its model is the draft, and so is its method where it names no model."""
+    """speculative_config as options: its model is the draft, and so is its method where it names no model.
+
+    What vLLM says of its n-grams becomes the options of lookup, where that is the method.
+    """
     if not isinstance(config, Mapping):
         raise BadOption(f"speculative_config={config!r} is not possible: it must be a dictionary")
     options = {k: v for k, v in config.items() if v is not None}
     method, model = options.pop("method", None), options.pop("model", None)
-    method = _OTHER_NAMES.get(str(method), method)
-    if model is not None and method not in (None, "model"):
-        raise BadOption(f"speculative_config has method={method!r} and model={model!r}: drop one of them")
+    method, model = _OTHER_NAMES.get(str(method), method), _LOOKUP.get(str(model), model)
+    if model is not None and method not in (None, "model", model):
+        raise BadOption(
+            by_value("draft", str(method))
+            or f"speculative_config has method={method!r} and model={model!r}: drop one of them"
+        )
     draft = method if model is None else model
+    if draft == "lookup":
+        draft = _with_lookup_options(options)
     if draft is not None:
         _set(options, "draft", draft, "speculative_config")
     return options
+
+
+def _with_lookup_options(options: dict[str, Any]) -> str:
+    """lookup with the options that are taken out of `options`; a least length alone is the greatest, too."""
+    given = {ours: options.pop(theirs) for theirs, ours in _LOOKUP_OPTIONS.items() if theirs in options}
+    if "min_n" in given:
+        given = {"max_n": given["min_n"], **given}
+    return ":".join(filter(None, ("lookup", ",".join(f"{name}={value}" for name, value in given.items()))))
 
 
 def _set(options: dict[str, Any], name: str, value: Any, alias: str) -> None:

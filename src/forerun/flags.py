@@ -17,7 +17,7 @@ import typer
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
 from forerun.methods import names, unknown
-from forerun.peers import by_name
+from forerun.peers import ENGINE_OPTION, by_name
 from forerun.types import SamplingParams
 
 
@@ -27,7 +27,10 @@ def _engine(name: str, methods: str | None = None) -> Any:
     known = "" if methods is None else f"; methods: {', '.join(names(methods))}"
     default = "" if field.default is None else f" [default: {field.default}]"
     return typer.Option(
-        f"--{name.replace('_', '-')}", help=field.metadata["help"] + known + default, show_default=False
+        f"--{name.replace('_', '-')}",
+        help=field.metadata["help"] + known + default,
+        show_default=False,
+        rich_help_panel=ENGINE_OPTION,  # read by peers.py; no help text shows it
     )
 
 
@@ -54,7 +57,10 @@ CacheTokens = Annotated[int | None, _engine("kv_cache_tokens")]
 MaxBatchSize = Annotated[int | None, _engine("max_batch_size")]
 PrefillChunkTokens = Annotated[int | None, _engine("prefill_chunk_tokens")]
 DraftCatchupTokens = Annotated[int | None, _engine("draft_catchup_tokens")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with engine options.", show_default=False)]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="TOML file with engine options.", show_default=False, rich_help_panel=ENGINE_OPTION),
+]
 
 Temperature = Annotated[float | None, _sampling("temperature", "0 = greedy")]
 TopK = Annotated[int | None, _sampling("top_k", "keep the k most likely ids; 0 = all")]
@@ -91,12 +97,12 @@ _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 _ENGINE = frozenset(EngineConfig.__dataclass_fields__)
 
 
-def sampling_params(flags: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
-    """The sampling parameters among a command's arguments, over `defaults`; without them, over our own."""
+def sampling_params(flags: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> SamplingParams:
+    """The sampling parameters among a command's arguments, over `fields` of a checkpoint's, over our own defaults."""
     given = {k: v for k, v in flags.items() if k in _SAMPLING and v is not None}
     if "logit_bias" in given:
         given["logit_bias"] = _biases(given["logit_bias"])
-    return dataclasses.replace(defaults or SamplingParams(), **given)
+    return SamplingParams(**{**(fields or {}), **given})
 
 
 def requests(text: str, defaults: SamplingParams) -> list[Request]:

@@ -74,7 +74,12 @@ class SamplingParams:
         _require(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "ids of 0 or more")
         _require(all(self.stop), "stop", self.stop, "texts that are not empty")
         _require(all(self.bad_words), "bad_words", self.bad_words, "texts that are not empty")
-        _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "in 0 .. 2**64 - 1")
+        _require(
+            self.seed is None or 0 <= self.seed < 2**64,
+            "seed",
+            self.seed,
+            "in 0 .. 2**64 - 1, or left out for one that is drawn",
+        )
         _require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "in 0 .. 20")
         for token, bias in (self.logit_bias or {}).items():
             ok = token >= 0 and not math.isnan(bias) and bias < math.inf

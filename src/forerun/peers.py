@@ -10,6 +10,7 @@ Longer than 400 lines: it is one table. Nothing here imports torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
 TRANSFORMERS, OPENVINO, OPENAI = "transformers", "OpenVINO GenAI", "the OpenAI API"
 DOCUMENT = "docs/coming-from.md"
+ENGINE_OPTION = "engine"  # the help panel of a flag that a variable FORERUN_<NAME> and the --config file know, too
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ _LLAMA_CPP = _rows(
         "lookup searches the text so far and keeps no files",
     ),
     ("-c --ctx-size", "max_seq_len", _CONTEXT),
-    ("-n --predict --n-predict", "max_tokens", "128 unless given; -1 is not taken"),
+    ("-n --predict --n-predict", "max_tokens", "tokens of the output, and -1 is not taken"),
     ("-p --prompt", "prompt", ""),
     ("-f --file", "prompt_file", "a text; or .jsonl with one prompt per line"),
     ("--temp", "temperature", "1 unless given, theirs is 0.8"),
@@ -367,6 +369,33 @@ _OPENAI = _rows(
 
 TABLE: tuple[PeerOption, ...] = (*_VLLM, *_SGLANG, *_LLAMA_CPP, *_TRANSFORMERS, *_OPENVINO, *_OPENAI)
 
+# Values of options that are called the same here: the option, a pattern of peers' values, what to do instead.
+_LISTED = "there is no such drafter yet, and forerun drafters lists those there are"
+VALUES = (
+    (
+        "draft",
+        r"\[?ngram\]?|ngram[-_].*|prompt[-_]lookup",
+        "what looks up n-grams is lookup here, with options as in lookup:max_n=3",
+    ),
+    ("draft", r"draft[-_](model|simple)|standalone", "name the draft model itself, by its folder or hub id"),
+    ("draft", r"(draft[-_])?(eagle3?|medusa|nextn|mlp_speculator|hydra|suffix|dflash|pard)|([\w-]+[-_])?mtp", _LISTED),
+    (
+        "draft",
+        r"\d+",
+        "it names the drafter, and llama.cpp's number of tokens is spec_length here (--spec-length {value})",
+    ),
+    ("generation_config", "auto", "vLLM's auto is model here"),
+    ("generation_config", "vllm", "vLLM's vllm is none here"),
+    ("generation_config", "openai", "SGLang's openai is none here"),
+    ("dtype", "bf16", "write bfloat16"),
+    ("dtype", "fp32|f32|float", "write float32"),
+    (
+        "dtype",
+        "float16|fp16|f16|half",
+        "weights stored in float16 are read and computed in another type, so choose auto, float32 or bfloat16",
+    ),
+)
+
 
 # ----------------------------------------------------------------------------------------------------------- answers
 
@@ -423,14 +452,26 @@ def by_name(name: str, known: Collection[str], home: str, variable_prefix: str =
     return answer(name, find)
 
 
+def by_value(name: str, value: str) -> str | None:
+    """The answer to a peer's value for an option that is called the same here; None where nobody has it."""
+    for option, pattern, text in VALUES:
+        if option == name and re.fullmatch(pattern, value, re.IGNORECASE):
+            return f"{name}={value!r} is not possible: {text.format(value=value)}"
+    return None
+
+
 def on_command_line(words: Seq[str], option: str, context: Any) -> str | None:
-    """The answer to an option that a command does not have.
+    """The answer to an option that a command does not have: one of another command of ours, or of a peer.
 
     words: the command line. option: what the parser refused. context: click's, of the command that was parsed; its
     root says what exists where.
     """
-    root, command = context.find_root(), context.command_path
-    commands = dict(_commands(root.command, root.command_path))
+    root, command, typed = context.find_root(), context.command_path, _whole_word(words, option)
+    parsers = dict(_commands(root.command, root.command_path))
+    elsewhere = _of_another_command(typed, command, parsers)
+    if elsewhere is not None and elsewhere.runs_engine:
+        return elsewhere.text
+    commands = {path: _names(parser) for path, parser in parsers.items()}
 
     def find(entry: str) -> Place:
         ours, _, value = entry.partition("=")
@@ -441,24 +482,71 @@ def on_command_line(words: Seq[str], option: str, context: Any) -> str | None:
                 return Place(text, "" if path == command else path)
         return Place(entry, "the --config file")
 
-    return answer(_whole_word(words, option), find)
+    return answer(typed, find) or (None if elsewhere is None else elsewhere.text)
 
 
 _WHOLE = ("forerun ", "LLM.")  # a command or a method is written the same everywhere
 _HOMES = {"prompt": "LLM.generate", "prompt_file": "forerun generate", "system": "forerun chat"}
 
 
-def _commands(command: Any, path: str) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Each command's path with its parameters: name -> flag, or the name of an argument in capitals."""
+def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Each command with its path, as it is typed."""
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _commands(inner, f"{path} {name}")
+
+
+def _names(command: Any) -> Mapping[str, str]:
+    """A command's parameters: name -> flag, or the name of an argument in capitals."""
     names = {}
     for param in command.params:
         if param.param_type_name == "option":
             names[param.name] = param.opts[0]
         else:
             names[param.name.removesuffix("s")] = param.name.upper()
-    yield path, names
-    for name, inner in getattr(command, "commands", {}).items():
-        yield from _commands(inner, f"{path} {name}")
+    return names
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """The answer to a flag of another command. runs_engine: that command is for running models, as peers' are."""
+
+    text: str
+    runs_engine: bool
+
+
+def _of_another_command(flag: str, command: str, parsers: Mapping[str, Any]) -> _Elsewhere | None:
+    """The answer to a flag that `command` has not and another one has; the nearest below it, else the first."""
+    homes = {
+        path: param
+        for path, parser in parsers.items()
+        for param in parser.params
+        if param.param_type_name == "option" and normal(flag) in map(normal, param.opts)
+    }
+    if not homes or command in homes:
+        return None
+    home = next((path for path in homes if path.startswith(f"{command} ")), next(iter(homes)))
+    text = f"{flag} is an option of {home}, "
+    arguments = [p.name for p in parsers[command].params if p.param_type_name == "argument"]
+    if homes[home].name in arguments:
+        text += f"and the argument {homes[home].name.upper()} of {command}: write it without {flag}"
+    elif home.startswith(f"{command} "):
+        text += f"not of {command}: write it behind {home.rpartition(' ')[2]}"
+    else:
+        text += f"not of {command}: {_way_out(homes[home], parsers[command], home)}"
+    return _Elsewhere(text, any(_is_of_engine(param) for param in parsers[home].params))
+
+
+def _way_out(param: Any, parser: Any, home: str) -> str:
+    """An option of the engine can be told without a flag to every command that starts one."""
+    if not _is_of_engine(param) or not any(map(_is_of_engine, parser.params)):
+        return f"leave it out or use {home}"
+    has_file = any(p.name == "config" for p in parser.params)
+    return f"set FORERUN_{param.name.upper()}" + (" or use --config" if has_file else "")
+
+
+def _is_of_engine(param: Any) -> bool:
+    return getattr(param, "rich_help_panel", None) == ENGINE_OPTION
 
 
 def _whole_word(words: Seq[str], option: str) -> str:

@@ -17,7 +17,7 @@ from forerun.bench.widen import (
     widen_checkpoint,
     write_widened,
 )
-from forerun.engine.llm import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.models.layers import parameter_shapes
 from forerun.models.loading import load_checkpoint, read_config, read_raw_config

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
+import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,3 +184,104 @@ def test_conversations_in_a_file_of_requests(cli: Any, talker: Path, tmp_path: P
     refused = cli("generate", *arguments, "--prompt-file", str(file))
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "line 1: messages='hello' is not possible: it must be a list like" in refused.stderr
+
+
+LONG = "word " * 3000  # its prefill takes many steps
+
+
+def test_ctrl_c_at_any_moment_stops_the_answer_and_no_more(terminal: Any, talker: Path) -> None:
+    """Twice within one step, during the prefill, and right behind Enter, before anything runs."""
+    child = terminal(str(talker), "--draft", "none", "--temperature", "0", "--max-seq-len", "1000000")
+    child.expect_exact("> ")
+    for i, pause_s in enumerate((0.0, 0.02, 0.3)):
+        child.sendline(LONG[:2000])
+        child.delaybeforesend = pause_s
+        child.sendintr()
+        child.sendintr()
+        child.delaybeforesend = 0.5
+        child.sendline(f"/nonsense-{i}")  # typed ahead or at the prompt, it is read when the answer has ended
+        child.expect_exact(f"there is no command /nonsense-{i}")
+        child.delaybeforesend = 0.05
+    child.sendline("hello")
+    child.expect(r".{20,}")
+    child.sendintr()
+    child.expect(NUMBERS)
+    child.sendline("/exit")
+    child.expect(pexpect.EOF)
+    assert child.wait() == 0
+    assert "Traceback" not in child.before
+
+
+def test_an_answer_stopped_before_its_first_token_is_forgotten(talker: Path) -> None:
+    """The next turn of a template that refuses empty messages would fail for ever."""
+    chat = Chat(LLM(talker, draft="none", prefill_chunk_tokens=16), GREEDY)
+    steps = list[StepReport]()
+
+    def press(report: StepReport) -> None:
+        steps.append(report)
+        if len(steps) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    end = chat.llm.listen(press)
+    out = io.StringIO()
+    assert chat.answer(LONG[:600], out, keys=True) == "nothing was answered, so this message is forgotten"
+    end()
+    assert (chat.messages, out.getvalue(), len(steps)) == ([], "", 3)
+    assert not chat.llm.engine.scheduler.running
+    assert re.fullmatch(NUMBERS, chat.answer("hello", io.StringIO(), keys=True))
+
+
+def test_with_standard_output_in_a_file_the_prompt_is_on_the_terminal(talker: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.txt"
+    command = f"{sys.executable} -m forerun.cli chat {talker} --draft none --temperature 0 --max-tokens 9 > {out}"
+    child = pexpect.spawn("bash", ["-c", command], encoding="utf-8", timeout=90, env={**os.environ, "TERM": "dumb"})
+    child.expect_exact("> ")
+    child.sendline("hello")
+    child.expect(NUMBERS)
+    child.expect_exact("> ")
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    text = LLM(talker, draft="none").chat(
+        [{"role": "user", "content": "hello"}], SamplingParams(temperature=0, max_tokens=9)
+    )
+    assert out.read_text(encoding="utf-8").rstrip("\n") == text[0].text.rstrip("\n")
+
+
+def test_a_pipe_that_is_no_text_or_no_input_at_all(cli: Any, talker: Path) -> None:
+    done = cli("chat", str(talker), stdin=b"caf\xe9\n")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: a message is not UTF-8 text: convert the input first\n"
+    command = f"{sys.executable} -m forerun.cli chat {talker} <&-"
+    closed = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=90, check=False)
+    assert (closed.returncode, closed.stdout, closed.stderr) == (0, "", "")
+
+
+def test_a_cache_that_is_full_does_not_end_the_conversation(cli: Any, talker: Path) -> None:
+    arguments = ("chat", str(talker), "--draft", "none", "--temperature", "0", "--max-tokens", "9")
+    done = cli(*arguments, "--kv-cache-tokens", "64", stdin="hi\n" + "x" * 80 + "\nyo\n")
+    assert done.returncode == 0
+    assert done.stderr.count("error: ") == 1
+    assert len(re.findall(NUMBERS, done.stderr)) == 2
+
+
+def test_ctrl_c_ends_a_chat_through_pipes(talker: Path) -> None:
+    command = [sys.executable, "-m", "forerun.cli", "chat", str(talker), "--temperature", "0", "--draft", "none"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8") as run:
+        assert run.stdin is not None
+        assert run.stdout is not None
+        run.stdin.write("hello\nhello\n")
+        run.stdin.flush()
+        assert run.stdout.read(1)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(timeout=60) == 130
+        run.stdin.close()
+
+
+def test_a_suggested_limit_is_a_limit_whatever_its_value(cli: Any, talker: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(talker, folder)
+    for limit in (127, 128):
+        (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, "max_new_tokens": limit}))
+        done = cli("chat", str(folder), "--draft", "none", "--generation-config", "model", stdin="hello\n")
+        assert f"[{limit} tokens, " in done.stderr

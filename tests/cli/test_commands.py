@@ -42,7 +42,7 @@ def test_bench_widen_writes_a_checkpoint_that_says_the_same(cli: Any, tmp_path: 
         "64",
     )
     out = str(tmp_path / "wide")
-    done = cli("bench", "widen", "llama", out, *sizes)
+    done = cli("bench", "widen", "llama", out, "--shape", "demo", *sizes)
     assert done.returncode == 0, done.stderr
     assert "a widened small model (hidden 128, 3 layers, ffn 64, 16/4 heads of 8, 257 ids)" in done.stdout
     base = ("--draft", "none", "--temperature", "0", "--max-tokens", "24", "--json", "def f(n):")

@@ -75,9 +75,10 @@ def test_ctrl_c_ends_cleanly(start: Any) -> None:
     assert "Traceback" not in stderr
 
 
-def test_a_reader_that_leaves_is_no_error(start: Any) -> None:
-    run = start(*ENDLESS)
-    assert run.stdout.readline()
+@pytest.mark.parametrize("rounds", [True, False])
+def test_a_reader_that_leaves_is_no_error(start: Any, rounds: bool) -> None:
+    run = start(*ENDLESS) if rounds else start(*(word for word in ENDLESS if word != "--rounds"))
+    assert run.stdout.read(1)
     run.stdout.close()
     stderr = run.stderr.read()
     assert run.wait(timeout=60) == 141

@@ -63,7 +63,8 @@ SENTENCES = {
     "generate -m model.gguf -md draft.gguf": f"llama.cpp's -m is --target here: {GGUF}; {SEE}",
     "generate x -md draft.gguf": f"llama.cpp's -md is --draft here: {GGUF}; {SEE}",
     "chat -m model.gguf": f"llama.cpp's -m is the argument TARGET here: {GGUF}; {SEE}",
-    "generate x -n 64": f"llama.cpp's -n is --max-tokens here: 128 unless given; -1 is not taken; {SEE}",
+    "generate x -n 64": f"llama.cpp's -n is --max-tokens here: tokens of the output, and -1 is not taken; {SEE}",
+    "chat x -n 64": f"llama.cpp's -n is --max-tokens here: tokens of the output, and -1 is not taken; {SEE}",
     "generate x -ngl 99": "llama.cpp's -ngl is --device here: cuda takes the whole model and cpu none of it, "
     f"layers are not split; {SEE}",
     "generate -t 8 x": f"llama.cpp's -t has no counterpart here: set the variable OMP_NUM_THREADS; {SEE}",
@@ -109,6 +110,55 @@ def test_other_mistakes_keep_their_words(refused: Any, line: str) -> None:
     assert refused(*line.split()).startswith(OTHER_MISTAKES[line])
 
 
+# ------------------------------------------------------------------------------------------- a flag of another command
+
+OF_ANOTHER = {
+    "chat --target t": "--target is an option of forerun generate, and the argument TARGET of forerun chat: write it "
+    "without --target",
+    "chat t --ops reference": "--ops is an option of forerun generate, not of forerun chat: set FORERUN_OPS or use "
+    "--config",
+    "chat t --kv_cache_backend=paged": "--kv_cache_backend is an option of forerun generate, not of forerun chat: set "
+    "FORERUN_KV_CACHE_BACKEND or use --config",
+    "demo --chat-template f": "--chat-template is an option of forerun generate, not of forerun demo: set "
+    "FORERUN_CHAT_TEMPLATE",
+    "demo --config f": "--config is an option of forerun generate, not of forerun demo: set FORERUN_CONFIG",
+    "chat --logprobs 3": "--logprobs is an option of forerun generate, not of forerun chat: leave it out or use "
+    "forerun generate",
+    "generate x --system s": "--system is an option of forerun chat, not of forerun generate: leave it out or use "
+    "forerun chat",
+    "drafters --ops reference": "--ops is an option of forerun generate, not of forerun drafters: leave it out or use "
+    "forerun generate",
+    "train lm --generation-config model": "--generation-config is an option of forerun generate, not of forerun train "
+    "lm: leave it out or use forerun generate",
+    "--ops reference generate x": "--ops is an option of forerun generate, not of forerun: write it behind generate",
+    "bench --ops reference latency": "--ops is an option of forerun bench latency, not of forerun bench: write it "
+    "behind latency",
+    "generate --version": "--version is an option of forerun, not of forerun generate: leave it out or use forerun",
+    "generate x --loss kl": "--loss is an option of forerun train lm, not of forerun generate: leave it out or use "
+    "forerun train lm",
+    # What is of training alone, and a peer's, is the peer's.
+    "generate x --tokenizer t": "vLLM's --tokenizer has no counterpart here: the tokenizer is tokenizer.json beside "
+    f"the weights; {SEE}",
+}
+
+
+@pytest.mark.parametrize("line", OF_ANOTHER)
+def test_a_flag_of_another_command(refused: Any, line: str) -> None:
+    assert refused(*line.split()) == OF_ANOTHER[line]
+
+
+def test_the_variable_that_is_named_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each flag of the engine that `forerun chat` and `forerun demo` have not."""
+    words = {"ops": "reference", "kv_cache_backend": "contiguous", "generation_config": "model"}
+    for command in ("chat", "demo"):
+        missing = FLAGS["generate"].keys() - {p.name for p in ROOT.commands[command].params}
+        for name in missing & EngineConfig.__dataclass_fields__.keys():
+            variable, value = f"FORERUN_{name.upper()}", words.get(name, "32")
+            assert f": set {variable}" in parsed(command, FLAGS["generate"][name], "1")
+            monkeypatch.setenv(variable, value)
+            assert str(getattr(flags.engine_config({}), name)) == value
+
+
 # ----------------------------------------------------------------------------------------------------- the whole table
 
 ROOT: Any = typer.main.get_command(app)
@@ -120,13 +170,14 @@ def as_flag(spelling: str) -> str:
     return spelling if spelling.startswith("-") else f"--{spelling.replace('_', '-')}"
 
 
-# On the command that has nearly every option, and, for a part of them, on one that has none.
+# On the command that has nearly every option, and, for a part of them, on one that has none. What is called the same
+# here is the matter of test_a_flag_of_another_command.
 ON_COMMANDS = [
     (row, as_flag(spelling), command)
     for row, spelling in SPELLINGS
     for command in ("generate", "drafters")
-    if (as_flag(spelling) not in FLAGS["generate"].values()) == (command == "generate")
-    or (command == "drafters" and row.ours and spelling == row.theirs[0])
+    if as_flag(spelling) not in FLAGS["generate"].values()
+    and (command == "generate" or (row.ours and spelling == row.theirs[0]))
 ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from forerun import LLM, PromptTooLong, SamplingParams, StepReport
+from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport
 from forerun.engine.request import Chunk
 
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "import os\n", "def fib(n):\n    if n < 2:\n", "for i in range("]
@@ -139,3 +141,94 @@ def test_threads_share_one_llm(llm: LLM) -> None:
         found = list(pool.map(lambda prompt: llm.generate(prompt, params())[0].token_ids, PROMPTS))
     assert found == expected
     assert_idle(llm)
+
+
+def test_a_stream_that_the_collector_closes_inside_a_step_hangs_nobody(llm: LLM) -> None:
+    """A generator in a cycle is closed wherever the collector happens to run, in the thread that steps, too."""
+    expected = llm.generate(PROMPTS[0], params())[0].token_ids
+    end = llm.listen(lambda report: gc.collect())
+    gc.disable()
+    try:
+        stream = llm.stream(PROMPTS[2], params(200))
+        next(stream)
+        cycle: list[Any] = [stream]
+        cycle.append(cycle)
+        del stream, cycle
+        found: list[list[int]] = []
+        work = lambda: found.append(llm.generate(PROMPTS[0], params())[0].token_ids)  # noqa: E731
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(TIMEOUT_S)
+    finally:
+        gc.enable()
+        end()
+    assert found == [expected]
+    assert_idle(llm)
+
+
+def test_an_asynchronous_stream_whose_loop_is_gone_ends_when_it_is_forgotten(llm: LLM) -> None:
+    loop = asyncio.new_event_loop()
+    stream = llm.astream(PROMPTS[2], params(200))
+    loop.run_until_complete(anext(stream))
+    loop.close()  # and nobody shut its asynchronous generators down
+    del stream
+    gc.collect()
+    assert_idle(llm)
+
+
+def test_a_listener_cannot_call_the_engine_that_runs_it(llm: LLM) -> None:
+    end = llm.listen(lambda report: llm.generate(PROMPTS[1], params()))
+    with pytest.raises(BadOption, match="a listener runs inside a step and cannot call the engine"):
+        llm.generate(PROMPTS[0], params())
+    end()
+    end()  # once more does no harm
+    assert_idle(llm)
+
+
+def test_a_failing_listener_ends_its_own_callers_work_alone(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    heard = list[StepReport]()
+
+    def fail(report: StepReport) -> None:
+        raise ZeroDivisionError("a bug of the listener")
+
+    ends = [llm.listen(fail), llm.listen(heard.append)]
+    with pytest.raises(ZeroDivisionError):
+        llm.generate(PROMPTS[0], params())
+    assert len(heard) == 1  # those behind it hear the step, too
+    assert_idle(llm)
+    with caplog.at_level(logging.ERROR):  # the worker steps for an asynchronous stream, and the listener is not its own
+        assert within_time(collect(llm, PROMPTS[0]))[-1].finish_reason == "length"
+    assert [record.message for record in caplog.records] == [
+        "a listener failed in a step of another thread and is not called again"
+    ]
+    for end in ends:
+        end()
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda llm: llm.chat({"role": "user", "content": "x"}), "it must be a list of messages such as"),
+        (lambda llm: llm.chat("hello"), "it must be a list of messages such as"),
+        (lambda llm: llm.chat([]), "it must be a list of messages such as"),
+        (lambda llm: llm.chat([[{"role": "user", "content": "x"}], [{}]]), "conversation 2: "),
+        (lambda llm: llm.generate([{"role": "user", "content": "x"}]), "LLM.chat takes conversations"),
+        (lambda llm: llm.generate("x", {"max_tokens": 3}), "it must be SamplingParams"),
+        (lambda llm: llm.generate(["x", "y"], [SamplingParams()]), "1 SamplingParams for 2 prompts"),
+        (lambda llm: next(llm.stream([])), "a stream takes one prompt and was given 0"),
+        (lambda llm: next(llm.stream(["a", "b"])), "a stream takes one prompt and was given 2"),
+        (lambda llm: within_time(anext(llm.astream(["a", "b"]))), "a stream takes one prompt and was given 2"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(llm: LLM, call: Any, sentence: str) -> None:
+    with pytest.raises(BadOption) as caught:
+        call(llm)
+    assert sentence in str(caught.value)
+    assert_idle(llm)
+
+
+def test_conversations_may_come_from_any_iterable(llm: LLM) -> None:
+    turn = {"role": "user", "content": "x = 1"}
+    one = llm.chat(iter([turn]), params(4))
+    several = llm.chat(([turn], [turn]), params(4))
+    assert [out.token_ids for out in several] == [one[0].token_ids] * 2

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
-from forerun import drafters
+from forerun import drafters, methods
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, NotFound
+from forerun.peers import VALUES, by_value
 from forerun.types import SamplingParams
 
 
@@ -24,9 +25,66 @@ def test_aliases_of_other_engines_mean_the_same():
     assert EngineConfig.make(draft_model=None, num_speculative_tokens=None, speculative_config=None) == EngineConfig()
     assert EngineConfig.make(use_speculative_decoding=None) == EngineConfig.make(use_speculative_decoding=True)
     assert EngineConfig.make(speculative_config={"method": "draft_model", "model": "./d"}).draft == "./d"
-    assert EngineConfig.make(speculative_config={"method": "ngram"}).draft == "ngram"
     assert EngineConfig.make(spec_length=numpy.int64(3)).spec_length == 3
     assert EngineConfig.make(max_seq_len=None).max_seq_len is None
+
+
+@pytest.mark.parametrize(
+    ("given", "draft", "lengths"),
+    [
+        ({"method": "ngram"}, "lookup", (3, 1)),
+        ({"model": "ngram"}, "lookup", (3, 1)),
+        ({"model": "[ngram]", "method": "ngram"}, "lookup", (3, 1)),
+        ({"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}, "lookup:max_n=4,min_n=2", (4, 2)),
+        ({"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": None}, "lookup:max_n=4", (4, 1)),
+        ({"method": "ngram", "prompt_lookup_min": 5}, "lookup:max_n=5,min_n=5", (5, 5)),
+        ({"method": "lookup", "prompt_lookup_max": 6}, "lookup:max_n=6", (6, 1)),
+    ],
+)
+def test_ngrams_of_speculative_config_are_lookup(given, draft, lengths):
+    config = EngineConfig.make(speculative_config={**given, "num_speculative_tokens": 3})
+    assert config == EngineConfig.make(draft=draft, spec_length=3)
+    name, options = drafters.resolve(config.draft, has_shipped_draft=True)
+    assert (name, options.max_n, options.min_n) == ("lookup", *lengths)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("ngram", "what looks up n-grams is lookup here, with options as in lookup:max_n=3"),
+        ("ngram:max_n=4", "what looks up n-grams is lookup here"),
+        ("NGRAM", "is lookup here"),
+        ("16", "llama.cpp's number of tokens is spec_length here (--spec-length 16)"),
+        ("draft_model", "name the draft model itself, by its folder or hub id"),
+        *[
+            (name, "there is no such drafter yet, and forerun drafters lists those there are")
+            for name in ("eagle3", "EAGLE", "medusa", "mtp", "qwen3_next_mtp", "draft-eagle3", "suffix")
+        ],
+    ],
+)
+def test_a_drafter_of_another_engine_is_answered(spec, words):
+    with pytest.raises(BadOption) as error:
+        drafters.resolve(spec, has_shipped_draft=False)
+    name = spec.partition(":")[0]
+    assert str(error.value).startswith(f"draft={name!r} is not possible: ")
+    assert words in str(error.value)
+
+
+def test_a_folder_may_have_the_name_of_such_a_drafter(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("ngram", "16"):
+        (tmp_path / name).mkdir()
+        assert drafters.resolve(name, has_shipped_draft=False)[1].path == name
+
+
+def test_no_value_that_works_here_is_answered_as_a_peers():
+    works = {
+        "draft": ["auto", "elsewhere", *methods.names("forerun.drafters")],
+        "dtype": ["auto", "float32", "bfloat16"],
+        "generation_config": ["none", "model"],
+    }
+    assert set(works) == {option for option, _, _ in VALUES}
+    assert [value for option, values in works.items() for value in values if by_value(option, value)] == []
 
 
 @pytest.mark.parametrize(
@@ -36,6 +94,21 @@ def test_aliases_of_other_engines_mean_the_same():
         ({"spec_length": 0}, "spec_length=0 is not possible: it must be in 1 .. 64"),
         ({"spec_length": "many"}, "spec_length='many' is not possible: it must be of type int"),
         ({"dtype": "int4"}, "auto, bfloat16, float32"),
+        ({"dtype": "bf16"}, "dtype='bf16' is not possible: write bfloat16"),
+        ({"dtype": "fp32"}, "dtype='fp32' is not possible: write float32"),
+        *[
+            ({"dtype": name}, f"dtype={name!r} is not possible: weights stored in float16 are read and computed in")
+            for name in ("float16", "half")
+        ],
+        ({"generation_config": "auto"}, "generation_config='auto' is not possible: vLLM's auto is model here"),
+        ({"generation_config": "vllm"}, "generation_config='vllm' is not possible: vLLM's vllm is none here"),
+        ({"generation_config": "./folder"}, "there is no generation_config called './folder'"),
+        (
+            {"speculative_config": {"method": "eagle3", "model": "x"}},
+            "draft='eagle3' is not possible: there is no such",
+        ),
+        ({"speculative_config": {"model": "x", "prompt_lookup_max": 4}}, 'prompt_lookup_max is draft="lookup:max_n=N"'),
+        ({"speculative_config": {"method": "ngram", "model": "x"}}, "drop one of them"),
         ({"quantization": "int8"}, "quantization='int8' is not available yet"),
         ({"draft": "lookup", "draft_model": "x/y"}, "drop one of them"),
         ({"draft": "lookup", "use_speculative_decoding": False}, "drop one of them"),

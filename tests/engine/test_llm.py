@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 
 import numpy as np
 import pytest
 
-from forerun import LLM, BadOption, SamplingParams, VocabularyMismatch
-from forerun.engine.llm import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun import LLM, BadOption, SamplingParams
+from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import load_checkpoint
 from forerun.models.saving import save_checkpoint
 
@@ -96,12 +97,32 @@ def test_a_loaded_model_is_not_silently_reinterpreted():
             LLM(checkpoint, **options)
 
 
-def test_a_draft_model_with_fewer_rows_than_ids_is_refused(tmp_path):
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "logit_bias": {4095: 9.0}}])
+def test_a_draft_model_need_not_know_every_id(tmp_path, sampling):
+    """Half of the ids have no row in its matrices: it never drafts them, and stops drafting where one was committed."""
     small = load_checkpoint(SHIPPED_DRAFT).model
-    config = type(small.config)(**{**small.config.__dict__, "vocab_size": small.config.vocab_size - 8})
+    config = dataclasses.replace(small.config, vocab_size=2048)
     weights = dict(small.weights)
-    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:-8]
-    end = load_checkpoint(SHIPPED_TARGET).end_ids
-    save_checkpoint(tmp_path / "draft", config, weights, end_ids=end, tokenizer_folder=SHIPPED_DRAFT)
-    with pytest.raises(VocabularyMismatch, match="4088 rows"):
-        LLM(draft=str(tmp_path / "draft"))
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:2048]
+    save_checkpoint(tmp_path / "draft", config, weights, tokenizer_folder=SHIPPED_DRAFT)
+    half, drafted = LLM(draft=str(tmp_path / "draft")), []
+    end = half.listen(lambda report: drafted.extend(t for d in report.rounds for t in d.tokens), detail=True)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)
+    prompts = [[id_ for id_ in half.tokenizer.encode(PROMPT) if id_ < 2048], [5, 4000, 6]]
+    known, unknown = half.generate(prompts, params)
+    end()
+    assert drafted
+    assert max(drafted) < 2048
+    assert known.report.num_drafted > 0
+    assert unknown.report.num_drafted == 0
+    expected = llm("none").generate(prompts, params)
+    assert [known.token_ids, unknown.token_ids] == [out.token_ids for out in expected]
+
+
+def test_a_draft_model_may_end_at_other_ids(tmp_path):
+    """A base model drafts for a chat model: its end ids are not the target's, and nobody asks for them."""
+    small = load_checkpoint(SHIPPED_DRAFT).model
+    save_checkpoint(tmp_path / "draft", small.config, small.weights, end_ids=[7], tokenizer_folder=SHIPPED_DRAFT)
+    (out,) = LLM(draft=str(tmp_path / "draft")).generate(PROMPT, greedy(24))
+    assert out.report.num_drafted > 0
+    assert out.token_ids == llm("none").generate(PROMPT, greedy(24))[0].token_ids

@@ -1,4 +1,4 @@
-"""generation_config.json: which of its values become sampling parameters, and which are refused."""
+"""generation_config.json: which ids end an output, which values become sampling parameters, which are refused."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from typing import Any
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.errors import UnsupportedModel
-from forerun.models.generation import sampling_defaults
+from forerun.errors import BadOption, UnsupportedModel
+from forerun.flags import sampling_params
+from forerun.models.generation import end_ids_of, sampling_defaults, sampling_fields
 from tiny import write_tiny
+
+CONFIG = {"vocab_size": 100, "max_position_embeddings": 64}
 
 
 def folder_with(tmp_path: Path, **values: Any) -> Path:
-    (tmp_path / "generation_config.json").write_text(json.dumps(values), encoding="utf-8")
-    return tmp_path
+    return written(tmp_path, "generation_config", values)
+
+
+def written(folder: Path, name: str, values: Any) -> Path:
+    (folder / f"{name}.json").write_text(json.dumps(values), encoding="utf-8")
+    return folder
 
 
 def test_published_values_become_sampling_parameters(tmp_path: Path) -> None:
@@ -35,12 +42,71 @@ def test_published_values_become_sampling_parameters(tmp_path: Path) -> None:
     qwen = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
     expected = SamplingParams(repetition_penalty=1.05, temperature=0.7, top_p=0.8, top_k=20)
     assert sampling_defaults(folder_with(tmp_path, **qwen, pad_token_id=151643)) == expected
+    assert sampling_fields(tmp_path) == {key: value for key, value in qwen.items() if key != "do_sample"}
+
+
+INERT = {
+    "Baichuan 2 and Qwen 1": {"user_token_id": 5, "assistant_token_id": 6, "chat_format": "chatml"}
+    | {"max_window_size": 6144, "trust_remote_code": True},
+    "saved from config.json": {"_from_model_config": True, "transformers_version": "5.0", "output_attentions": False},
+    "caches": {"use_cache": False, "cache_implementation": "hybrid", "cache_config": {"a": 1}, "low_memory": True},
+    "returned": {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 1},
+    "speculation": {"num_assistant_tokens": 20, "prompt_lookup_num_tokens": 3, "assistant_confidence_threshold": 0.4},
+    "one beam": {"num_beams": 1, "early_stopping": True, "length_penalty": 2.0, "diversity_penalty": 0.0},
+    "neutral": {"min_length": 0, "typical_p": 1.0, "guidance_scale": 1, "no_repeat_ngram_size": 0, "eta_cutoff": 0.0},
+    "empty": {"bad_words_ids": [], "token_healing": False, "max_time": None, "watermarking_config": {}, "later": ""},
+    "as long as can be": {"max_length": 64},
+    "more than can be": {"max_length": 4096},
+    "nothing suppressed": {"suppress_tokens": [], "stop_strings": [], "do_sample": True},
+}
+
+
+@pytest.mark.parametrize("name", INERT)
+def test_what_changes_nothing_is_taken(tmp_path: Path, name: str) -> None:
+    written(tmp_path, "config", CONFIG)
+    assert sampling_fields(folder_with(tmp_path, **INERT[name])) == {}
+
+
+def test_every_key_of_transformers_has_an_answer(tmp_path: Path) -> None:
+    """None of them is refused with the value it has there unless somebody sets it."""
+    transformers = pytest.importorskip("transformers")
+    known = transformers.GenerationConfig()
+    ours = {"max_length", "top_k"}  # 20 and 50 there, which no published file relies on
+    values = known._get_default_generation_params() | {k: v for k, v in known.to_dict().items() if v is not None}
+    found = sampling_defaults(folder_with(tmp_path, **{k: v for k, v in values.items() if k not in ours}))
+    assert found == SamplingParams(temperature=0)
 
 
 def test_greedy_lengths_and_suppressed_ids(tmp_path: Path) -> None:
     values = {"do_sample": False, "temperature": 0.6, "max_new_tokens": 40, "min_new_tokens": 3}
-    found = sampling_defaults(folder_with(tmp_path, **values, suppress_tokens=[5, 9]))
+    written(tmp_path, "config", CONFIG)
+    found = sampling_defaults(folder_with(tmp_path, **values, suppress_tokens=[5, -1, 9, 100]))
     assert found == SamplingParams(temperature=0, max_tokens=40, min_tokens=3, logit_bias={5: -math.inf, 9: -math.inf})
+
+
+@pytest.mark.parametrize("texts", ["END", ["END"], ["END", "\n\n"]])
+def test_stop_strings_are_stop(tmp_path: Path, texts: Any) -> None:
+    assert sampling_defaults(folder_with(tmp_path, stop_strings=texts)).stop == SamplingParams(stop=texts).stop
+
+
+def test_a_length_beside_one_without_the_prompt_has_no_say(tmp_path: Path) -> None:
+    values = {"max_length": 20, "max_new_tokens": 40, "min_length": 5, "min_new_tokens": 3}
+    assert sampling_fields(folder_with(tmp_path, **values)) == {"max_tokens": 40, "min_tokens": 3}
+
+
+def test_flags_come_over_the_fields_before_they_are_checked_together(tmp_path: Path) -> None:
+    """A least number above our default greatest lifts it; the greatest of the command line counts then."""
+    fields = sampling_fields(folder_with(tmp_path, min_new_tokens=200))
+    assert fields == {"min_tokens": 200, "max_tokens": None}
+    assert sampling_defaults(tmp_path) == SamplingParams(min_tokens=200, max_tokens=None)
+    assert sampling_params({"max_tokens": 500}, fields) == SamplingParams(min_tokens=200, max_tokens=500)
+    assert sampling_params({"top_k": 3, "stop": None}, {"top_k": 5, "top_p": 0.5}) == SamplingParams(top_k=3, top_p=0.5)
+    assert sampling_params({"top_k": 3}) == SamplingParams(top_k=3)
+    with pytest.raises(BadOption, match="min_tokens=200 is not possible: it must be at most max_tokens"):
+        sampling_params({"max_tokens": 100}, fields)
+    assert sampling_fields(folder_with(tmp_path, min_new_tokens=0)) == {"min_tokens": 0}
+    with pytest.raises(UnsupportedModel, match=r"generation_config\.json in .*: min_tokens=5 is not possible"):
+        sampling_defaults(folder_with(tmp_path, min_new_tokens=5, max_new_tokens=3))
 
 
 def test_no_file_and_null_values_are_our_own_defaults(tmp_path: Path) -> None:
@@ -48,17 +114,124 @@ def test_no_file_and_null_values_are_our_own_defaults(tmp_path: Path) -> None:
     assert sampling_defaults(folder_with(tmp_path, temperature=None, num_beams=1, typical_p=1.0)) == SamplingParams()
 
 
+OTHERS = "leave out generation_config='model' and give the sampling values that you want"
+LENGTH = "which counts the prompt, too: leave out generation_config='model' and give {}, which counts the output alone"
+REFUSED = [
+    *[({key: 4}, OTHERS) for key in ("num_beams", "num_return_sequences", "max_time", "no_repeat_ngram_size")],
+    *[({key: True}, OTHERS) for key in ("token_healing", "num_beams", "a_key_of_the_future")],
+    ({"diversity_penalty": 0.5, "num_beams": 4}, OTHERS),
+    ({"typical_p": 0.9}, OTHERS),
+    ({"bad_words_ids": [[7]]}, OTHERS),
+    ({"stop_words_ids": [[7]]}, OTHERS),
+    ({"forced_eos_token_id": 0}, OTHERS),
+    ({"assistant_ensemble_weight": 0.5}, OTHERS),
+    ({"max_length": 63}, LENGTH.format("max_tokens")),
+    ({"max_length": "64"}, LENGTH.format("max_tokens")),
+    ({"min_length": 5}, LENGTH.format("min_tokens")),
+    ({"min_p": 7}, "it must be in [0, 1]"),
+    ({"temperature": "1"}, "it must be a number"),
+    ({"temperature": "1", "do_sample": False}, "it must be a number"),
+    ({"top_k": 5.5}, "it must be an integer"),
+    ({"max_new_tokens": 0}, "max_new_tokens=0 is not possible: it must be at least 1, or None"),
+    ({"min_new_tokens": True}, "it must be an integer"),
+    ({"do_sample": "false"}, "it must be true or false"),
+    ({"do_sample": 0}, "it must be true or false"),
+    *[({"suppress_tokens": value}, "it must be a list of ids") for value in (5, [True], ["a"], [[1]], {})],
+    *[({"stop_strings": value}, "a text or a list of texts") for value in (5, {"a": 1})],
+    *[({"stop_strings": value}, "it must be ") for value in ("", ["a", ""], ["a", 5])],
+]
+
+
+@pytest.mark.parametrize(("values", "way_out"), REFUSED, ids=[str(values) for values, _ in REFUSED])
+def test_what_would_change_the_output_is_refused(tmp_path: Path, values: Any, way_out: str) -> None:
+    written(tmp_path, "config", CONFIG)
+    for read in (sampling_fields, sampling_defaults):
+        with pytest.raises(UnsupportedModel) as caught:
+            read(folder_with(tmp_path, **values))
+        text = str(caught.value)
+        assert text.startswith(f"generation_config.json in {tmp_path}")
+        assert any(f"{key}=" in text for key in values)
+        assert way_out in text
+
+
+# ------------------------------------------------------------------------------------------------------------- end ids
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("num_beams", 4), ("typical_p", 0.9), ("no_repeat_ngram_size", 3), ("bad_words_ids", [[7]]), ("min_p", 7)],
+    ("value", "ids"),
+    [(None, set()), (5, {5}), (0, {0}), ([], set()), ([5, 99], {5, 99}), (-1, set()), ([5, -1, 100, 2**70], {5})],
 )
-def test_what_would_change_the_output_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+def test_end_ids(tmp_path: Path, value: Any, ids: set[int]) -> None:
+    assert end_ids_of(folder_with(tmp_path, eos_token_id=value), CONFIG) == ids
+    assert end_ids_of(folder_with(tmp_path), CONFIG | {"eos_token_id": value}) == ids
+    assert end_ids_of(folder_with(tmp_path, eos_token_id=value), {"eos_token_id": [7]}) >= ids | {7}
+
+
+@pytest.mark.parametrize("value", ["</s>", "5", "", [None], [[1]], {}, True, False, 1.5, [5, True], [1.0]], ids=repr)
+def test_what_is_no_end_id_is_refused(tmp_path: Path, value: Any) -> None:
+    wanted = f"sets eos_token_id={value!r}, which is not possible: it must be null, an id or a list of ids"
+    for file in ("generation_config", "config"):
+        raw = CONFIG | ({"eos_token_id": value} if file == "config" else {})
+        with pytest.raises(UnsupportedModel) as caught:
+            end_ids_of(folder_with(tmp_path, **({} if file == "config" else {"eos_token_id": value})), raw)
+        assert str(caught.value) == f"{file}.json in {tmp_path} {wanted}"
+
+
+DECODER = {"7": {"content": "<end>"}, "100": {"content": "<beyond>"}}
+
+
+@pytest.mark.parametrize(
+    ("named", "tokenizer", "ids"),
+    [
+        ({"eos_token": "<end>", "added_tokens_decoder": DECODER}, {}, {7}),
+        ({"eos_token": {"content": "<end>"}, "added_tokens_decoder": DECODER}, {}, {7}),
+        ({"eos_token": "<beyond>", "added_tokens_decoder": DECODER}, {}, set()),
+        ({"eos_token": None, "added_tokens_decoder": []}, {}, set()),
+        ({"eos_token": "<end>", "added_tokens_decoder": None}, {"added_tokens": [{"content": "<end>", "id": 8}]}, {8}),
+        ({"eos_token": "<end>"}, {"added_tokens": None, "model": {"vocab": {"<end>": 9}}}, {9}),
+        ({"eos_token": "<end>"}, {"model": None}, set()),
+    ],
+)
+def test_the_id_of_the_end_token(tmp_path: Path, named: Any, tokenizer: Any, ids: set[int]) -> None:
+    written(tmp_path, "tokenizer_config", named)
+    assert end_ids_of(written(tmp_path, "tokenizer", tokenizer), CONFIG) == ids
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("tokenizer_config", "added_tokens_decoder", [{"content": "<end>"}]),
+        ("tokenizer_config", "added_tokens_decoder", {"seven": {"content": "<end>"}}),
+        ("tokenizer_config", "added_tokens_decoder", {"7": "<end>"}),
+        *[("tokenizer_config", "eos_token", value) for value in (["<end>"], 7, {}, {"content": 7})],
+        ("tokenizer", "added_tokens", {"<end>": 7}),
+        ("tokenizer", "added_tokens", ["<end>"]),
+    ],
+)
+def test_an_odd_file_of_the_tokenizer_is_refused(tmp_path: Path, file: str, key: str, value: Any) -> None:
+    written(tmp_path, "tokenizer_config", {"eos_token": "<end>"})
+    written(tmp_path, file, {"eos_token": "<end>"} | {key: value})
     with pytest.raises(UnsupportedModel) as caught:
-        sampling_defaults(folder_with(tmp_path, **{key: value}))
-    in_range = key != "min_p"
-    way_out = "leave out generation_config='model'" if in_range else "it must be in [0, 1]"
-    assert f"{key}={value!r}" in str(caught.value)
-    assert way_out in str(caught.value)
+        end_ids_of(tmp_path, CONFIG)
+    assert str(caught.value).startswith(f"{file}.json in {tmp_path} sets {key}={value!r}, which is not possible: it ")
+
+
+@pytest.mark.parametrize("entry", [{"content": "<end>"}, {"content": "<end>", "id": "7"}])
+def test_an_end_token_without_an_id_is_refused(tmp_path: Path, entry: Any) -> None:
+    written(tmp_path, "tokenizer_config", {"eos_token": "<end>"})
+    with pytest.raises(UnsupportedModel, match="it must be an id for every added token"):
+        end_ids_of(written(tmp_path, "tokenizer", {"added_tokens": [entry]}), CONFIG)
+
+
+def test_no_end_id_lies_outside_the_vocabulary(tmp_path: Path) -> None:
+    """-1 would be the last row where min_tokens forbids the end ids."""
+    folder = folder_with(write_tiny(tmp_path / "model"), eos_token_id=[0, -1])
+    params = SamplingParams(temperature=0, min_tokens=8, max_tokens=8, logit_bias={256: 1e4})
+    (output,) = LLM(folder, draft="none").generate([3, 4, 5], params)
+    assert output.token_ids == [256] * 8
+
+
+# ---------------------------------------------------------------------------------------------------------- the engine
 
 
 def test_they_are_applied_on_request_only(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_only_what_is_needed_and_only_once(hub: HubServer, client: Client, files
     assert (found.folder / "model.safetensors").read_bytes() == files["model.safetensors"]
     num_requests = len(hub.requests)
     assert client.find("org/tiny", {"name": "org/tiny", "config_only": True})[1].folder == found.folder
-    assert [asked.path for asked in hub.requests[num_requests:]] == ["/api/models/org/tiny/revision/main"] * 2
+    assert [asked.path for asked in hub.requests[num_requests:]] == ["/api/models/org/tiny/revision/main"]
 
 
 def test_shards_are_those_of_the_index(hub: HubServer, client: Client, shards: dict[str, bytes]) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams, drafters, methods
-from forerun.engine.llm import DATA
+from forerun.engine.opening import DATA
 from forerun.models.runner import Run, Runner
 from forerun.rng import gumbel
 from forerun.sampling import probs

@@ -181,8 +181,11 @@ def test_compare_names_the_first_differing_id() -> None:
         compare(TOKENIZERS["metaspace"], TOKENIZERS["byte_level"])
     short = Tokenizer(Backend(models.WordLevel(vocab={"a": 0}, unk_token="a")), Path("short"))
     long = Tokenizer(Backend(models.WordLevel(vocab={"a": 0, "b": 1}, unk_token="a")), Path("long"))
-    with pytest.raises(VocabularyMismatch, match=r"at id 1: .*has no token, the draft \(long\) has 'b'"):
-        compare(short, long)
+    other = Tokenizer(Backend(models.WordLevel(vocab={"b": 1}, unk_token="b")), Path("other"))
+    for pair in ((short, long), (long, short), (other, long)):  # what only one of them knows is no contradiction
+        compare(*pair)
+    with pytest.raises(VocabularyMismatch, match=r"at id 0: .*has 'a', the draft \(other\) has no token"):
+        compare(short, other)
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from forerun.bench.widen import describe, num_parameters, shape_named, widen_checkpoint
 from forerun.config import EngineConfig
-from forerun.engine.llm import DATA, LLM, SHIPPED_DRAFT, load_target
+from forerun.engine.llm import LLM
+from forerun.engine.opening import DATA, SHIPPED_DRAFT, load_target
 from forerun.engine.request import RequestOutput
 from forerun.flags import engine_options
 from forerun.models.loading import Checkpoint, load_checkpoint

@@ -77,7 +77,7 @@ class Models:
     @classmethod
     def of(cls, config: EngineConfig, shape: str | None, draft_shape: str | None) -> Models:
         """Read from the config.json that the configuration names. Raises UserError for what LLM would not load."""
-        from forerun.engine.llm import SHIPPED_TARGET
+        from forerun.engine.opening import SHIPPED_TARGET
 
         raw = _config_of(config.target or str(SHIPPED_TARGET))
         name = _draft_name(config)
@@ -155,9 +155,9 @@ def _shaped(raw: Mapping[str, Any], shape: str | None) -> DecoderConfig:
 def _draft_name(config: EngineConfig) -> str | None:
     """The draft model that LLM would load; None for a drafter without a model."""
     from forerun import drafters
-    from forerun.engine.llm import SHIPPED_DRAFT, SHIPPED_TARGET
+    from forerun.engine.opening import SHIPPED_DRAFT, is_shipped as shipped
 
-    is_shipped = config.target is None or Path(config.target) == SHIPPED_TARGET
+    is_shipped = shipped(config.target)
     method, options = drafters.resolve(config.draft, is_shipped)
     if method != "model":
         return None

@@ -1,7 +1,8 @@
 """How tokens are guessed: one method per file, found by scanning this folder.
 
 A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit and range in `metadata`) and
-`build(options, target) -> Drafter`. Nothing else has to change for a new method.
+`build(options, target) -> Drafter`. It may hold `check(options, tokenizer)`, which refuses what can be seen before any
+weight is read. Nothing else has to change for a new method.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forerun.errors import BadOption
 from forerun.methods import load, make_options, names, parse_spec
+from forerun.peers import by_value
 from forerun.types import Budget, Coins, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
@@ -73,15 +76,24 @@ def resolve(spec: str, has_shipped_draft: bool) -> tuple[str, Any]:
     """(method, its Options) of `name[:option=value,...]`, of a draft model's folder or hub id, or of `auto`.
 
     auto = the shipped draft model for the shipped target, else lookup. What has a separator or exists is a model.
-    Raises BadOption for anything unknown.
+    Raises BadOption for anything unknown; what other engines would take there is answered with ours.
     """
     if spec == "auto":
         spec = "model" if has_shipped_draft else "lookup"
     is_method = spec.partition(":")[0] in names(__name__)
     is_path = "/" in spec or os.sep in spec or (spec != "" and Path(spec).exists())
+    if not is_method and not is_path and (there := by_value("draft", spec.partition(":")[0])):
+        raise BadOption(there)
     # A folder's name may have a colon in it, so it is looked for before the text is taken apart.
     name, options = ("model", {"path": spec}) if is_path and not is_method else parse_spec(spec)
     return name, make_options(load(__name__, name, "drafter").Options, options, name)
+
+
+def check(name: str, options: Any, tokenizer: Any) -> None:
+    """Let a method refuse its options before any weight is read: its file may define `check(options, tokenizer)`."""
+    module = load(__name__, name, "drafter")
+    if hasattr(module, "check"):
+        module.check(options, tokenizer)
 
 
 def make(spec: str, target: Target) -> Drafter:

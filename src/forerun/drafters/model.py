@@ -19,9 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from forerun.drafters import Drafter, Target
-from forerun.errors import BadOption, VocabularyMismatch
+from forerun.errors import BadOption
 from forerun.kv.cache import KVCache
-from forerun.models.loading import Checkpoint, load_checkpoint
+from forerun.models.loading import Checkpoint, load_checkpoint, small_files
 from forerun.models.runner import Run, Runner
 from forerun.sampling import History, probs
 from forerun.text.tokenizer import Tokenizer, compare
@@ -118,8 +118,10 @@ class ModelDrafter(Drafter):
         room = self.runner.model.config.max_positions - len(seq.tokens) + 1
         limit = max(0, min(granted, room))
         self._forget_rejected(seq)
-        missing = len(seq.tokens) - len(self._fed[seq.id].tokens)
-        return limit if self.runner.cache.can_reserve(seq.id, missing + max(0, limit - 1)) else 0
+        missing = seq.tokens[len(self._fed[seq.id].tokens) :]
+        if max(missing) >= self.runner.model.config.vocab_size:
+            return 0  # an id that this model has no row for: the sequence goes on without drafts
+        return limit if self.runner.cache.can_reserve(seq.id, len(missing) + max(0, limit - 1)) else 0
 
     def _forget_rejected(self, seq: Sequence) -> None:
         """Cut the cache to the committed tokens it holds, at most all but the last, which is fed next."""
@@ -165,10 +167,18 @@ class ModelDrafter(Drafter):
         return dataclasses.replace(params, **changed) if changed else params
 
 
+def check(options: Options, tokenizer: Tokenizer) -> None:
+    """Refuse what the small files of the draft model show, before any weight of either model is fetched or read."""
+    if options.path is not None:
+        compare(tokenizer, Tokenizer.load(small_files(options.path)))
+
+
 def build(options: Options, target: Target) -> Drafter:
     """Load the draft model beside the target: same device, dtype and operators.
 
-    Raises VocabularyMismatch where the two do not share one id-to-token map and the same end-of-sequence ids.
+    Raises VocabularyMismatch where an id has one token in the target's map and another in the draft's. Ids that only
+    one of them knows are never drafted. End-of-sequence ids may differ, as those of a chat model and of a base model
+    do: the target's end the output, and no draft is bound to end.
     """
     checkpoint = _checkpoint(options, target)
     _check_pair(checkpoint, target)
@@ -200,14 +210,3 @@ def _checkpoint(options: Options, target: Target) -> Checkpoint:
 def _check_pair(checkpoint: Checkpoint, target: Target) -> None:
     if target.tokenizer is not None:
         compare(target.tokenizer, checkpoint.tokenizer or Tokenizer.load(checkpoint.folder))
-    rows = checkpoint.model.config.vocab_size
-    if rows < target.num_ids:
-        raise VocabularyMismatch(
-            f"the draft model has {rows} rows of embeddings and the target {target.num_ids} ids with a token: "
-            "choose a draft model that knows every id of the target"
-        )
-    if checkpoint.end_ids != target.end_ids:
-        raise VocabularyMismatch(
-            f"target and draft model end at different ids ({sorted(target.end_ids)} and {sorted(checkpoint.end_ids)}): "
-            "make their generation_config.json agree, or choose the draft model that belongs to the target"
-        )

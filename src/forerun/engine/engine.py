@@ -6,8 +6,11 @@ It takes model objects and ids; loading checkpoints and texts is the LLM's work 
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
+import threading
 from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
 
 from forerun import verify
 from forerun.drafters import Drafter
@@ -23,10 +26,21 @@ from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Coins, Listener, SamplingParams, Sequence, StepReport
 
+LOG = logging.getLogger(__name__)
+
 
 def philox_coins(seq: Sequence) -> Coins:
     """The production source of randomness: a function of the request's seed, the position and the round."""
     return PhiloxCoins(seq.seed, len(seq.tokens), seq.round)
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """A listener, whether it wants the rounds, and the thread that it belongs to."""
+
+    listener: Listener
+    detail: bool
+    thread: int
 
 
 class Engine:
@@ -55,16 +69,19 @@ class Engine:
             max_batch_size=max_batch_size,
             prefill_chunk_tokens=prefill_chunk_tokens,
         )
-        self._listeners: list[tuple[Listener, bool]] = []
+        self._listeners: list[_Entry] = []
         self._ids = itertools.count()
 
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
-        """Call `listener` with every StepReport; `detail` fills its `rounds`. Returns a function that ends it."""
-        entry = (listener, detail)
+        """Call `listener` with every StepReport; `detail` fills its `rounds`. Returns a function that ends it.
+
+        What a listener raises is raised to the call that stepped, or logged where another thread made that call.
+        """
+        entry = _Entry(listener, detail, threading.get_ident())
         self._listeners.append(entry)
 
         def end() -> None:
-            self._listeners.remove(entry)
+            self._listeners = [kept for kept in self._listeners if kept is not entry]
 
         return end
 
@@ -97,7 +114,7 @@ class Engine:
         for request in [r for r in self.scheduler.running if r.seq.finish_reason is not None]:
             self.scheduler.finish(request)  # left over from a step that was interrupted
         plan = self.scheduler.plan()
-        self.stepper.wants_detail = any(detail for _, detail in self._listeners)
+        self.stepper.wants_detail = any(entry.detail for entry in self._listeners)
         try:
             report = self.stepper.step(plan)
         except RequestFailed as failure:
@@ -120,8 +137,22 @@ class Engine:
             self.scheduler.finish(request)
 
     def _tell(self, report: StepReport) -> None:
-        for listener, _ in list(self._listeners):
-            listener(report)
+        """Every listener hears it. One that fails ends the call that stepped, if that was made by the same thread.
+
+        The step may be somebody else's: then the listener is dropped, and its error goes to the log.
+        """
+        errors = []
+        for entry in self._listeners:
+            try:
+                entry.listener(report)
+            except Exception as error:
+                if entry.thread == threading.get_ident():
+                    errors.append(error)
+                else:
+                    LOG.exception("a listener failed in a step of another thread and is not called again")
+                    self._listeners = [kept for kept in self._listeners if kept is not entry]
+        if errors:
+            raise errors[0]
 
     def _max_len(self, ids: list[int], params: SamplingParams) -> int:
         if not ids:

@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import operator
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from forerun import drafters, pacing
 from forerun.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.engine.memory import resolve_max_seq_len
+from forerun.engine.opening import SHIPPED_DRAFT, check_loaded, is_shipped, load_target, refuse_early
+from forerun.engine.prompts import Message, Prompt, as_list, conversations, only_one, params_for
 from forerun.engine.request import Chunk, Request, RequestOutput
-from forerun.errors import BadOption, NotFound
+from forerun.engine.shared import SharedEngine
+from forerun.errors import UserError
 from forerun.kv.cache import KVCache
 from forerun.models.generation import sampling_defaults
-from forerun.models.hub import locate
-from forerun.models.loading import Checkpoint, load_checkpoint
+from forerun.models.loading import Checkpoint
 from forerun.models.runner import Runner
-from forerun.ops.reference import ReferenceOps
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Listener, SamplingParams
 
-DATA = Path(__file__).resolve().parent.parent / "data"
-SHIPPED_TARGET, SHIPPED_DRAFT = DATA / "target", DATA / "draft"
 
-Prompt = str | Seq[int]
-Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, as chat templates want it
+class _Held:
+    """The request of an asynchronous stream. A stream whose loop is gone is never closed, only forgotten."""
+
+    def __init__(self, shared: SharedEngine) -> None:
+        self.shared = shared
+        self.requests: list[Request] = []
+
+    def end(self) -> None:
+        """End it, and free what it holds."""
+        self.shared.end(self.requests)
+
+    def __del__(self) -> None:
+        self.end()
 
 
 class LLM:
@@ -55,17 +61,20 @@ class LLM:
             options["draft"] = "model"
         named = {} if target is None or loaded is not None else {"target": target}
         self.config = EngineConfig.make(**named, **options)
-        self.checkpoint = loaded or load_target(self.config)
-        if loaded is not None:
-            _check_loaded(loaded, self.config)
-        self.tokenizer = self.checkpoint.tokenizer or Tokenizer.load(self.checkpoint.folder)
+        tokenizer = None
+        if loaded is None:
+            tokenizer = refuse_early(self.config, self._loaded_draft is not None)
+        else:
+            check_loaded(loaded, self.config)
+        self.checkpoint = loaded or load_target(self.config, with_tokenizer=False)
+        self.tokenizer = tokenizer or self.checkpoint.tokenizer or Tokenizer.load(self.checkpoint.folder)
         self.default_params = SamplingParams()
         if self.config.generation_config == "model":
             self.default_params = sampling_defaults(self.checkpoint.folder)
         if self.config.chat_template is not None:
             _ = self.chat_template  # a file that cannot be read is refused here
         self.engine = self._build()
-        self._lock = threading.Lock()  # held by whoever touches the engine
+        self._shared = SharedEngine(self.engine)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
@@ -77,52 +86,60 @@ class LLM:
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Outputs in the order of the prompts. A prompt is a text or token ids; params: one, or one per prompt."""
-        requests = self._add_all(_as_list(prompts), params)
+        requests = self._add(as_list(prompts), params)
         try:
             while any(r.seq.finish_reason is None for r in requests):
-                with self._lock:
-                    self.engine.step()
+                self._shared.step()
         finally:
-            self._abort(requests)
+            self._shared.end(requests)
         for i, request in enumerate(requests):
             if request.error is not None:
                 raise type(request.error)(f"prompt {i + 1}: {request.error}") from request.error
         return [request.output() for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Chunks as they are verified: text that can no longer change, and the tokens behind it."""
-        requests = self._add_all(_as_list(prompt), params)
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, every_step: bool = False
+    ) -> Iterator[Chunk]:
+        """Chunks as they are verified: text that can no longer change, and the tokens behind it.
+
+        every_step: yield an empty chunk, too, after a step that brought nothing, such as one of a long prompt's.
+        """
+        requests = self._add([only_one(prompt)], params)
         try:
             finished = False
             while not finished:
-                chunk = self._advance(requests[0])
+                chunk = self._shared.advance(requests[0])
                 finished = chunk.finish_reason is not None
-                if chunk.token_ids or finished:
+                if chunk.token_ids or finished or every_step:
                     yield chunk
         finally:
-            self._abort(requests)
+            self._shared.end(requests)
 
-    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, every_step: bool = False
+    ) -> AsyncIterator[Chunk]:
         """`stream` for asyncio. The event loop stays free; several streams run in one batch.
 
         Leaving the loop early, closing the iterator or cancelling the task ends the request and frees what it holds.
         """
-        loop, requests = asyncio.get_running_loop(), list[Request]()
+        loop, held = asyncio.get_running_loop(), _Held(self._shared)
 
         def add() -> None:
-            requests.extend(self._add_all(_as_list(prompt), params))
+            held.requests = self._add([only_one(prompt)], params)
 
         try:
             await loop.run_in_executor(self._worker, add)
             finished = False
             while not finished:
-                chunk = await loop.run_in_executor(self._worker, self._advance, requests[0])
+                chunk = await loop.run_in_executor(self._worker, self._shared.advance, held.requests[0])
                 finished = chunk.finish_reason is not None
-                if chunk.token_ids or finished:
+                if chunk.token_ids or finished or every_step:
                     yield chunk
         finally:
-            # A cancelled task leaves its last job running: the worker gets to this one after it.
-            await asyncio.shield(loop.run_in_executor(self._worker, self._abort, requests))
+            if loop.is_closed():
+                held.end()
+            else:  # A cancelled task leaves its last job running: the worker gets to this one after it.
+                await asyncio.shield(loop.run_in_executor(self._worker, held.end))
 
     def chat(
         self,
@@ -131,9 +148,14 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """The next turn of one conversation, or of several at once; `template` as for `apply_chat_template`."""
-        several = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations: Seq[Any] = messages if several else [messages]
-        return self.generate([self.apply_chat_template(c, **template) for c in conversations], params)
+        ids: list[Prompt] = []
+        several = conversations(messages)
+        for i, conversation in enumerate(several):
+            try:
+                ids.append(self.apply_chat_template(conversation, **template))
+            except UserError as error:
+                raise type(error)(f"conversation {i + 1}: {error}" if len(several) > 1 else str(error)) from error
+        return self.generate(ids, params)
 
     def apply_chat_template(self, messages: Seq[Message], **template: Any) -> list[int]:
         """A conversation as token ids, ready for `generate`, `stream` and `astream`.
@@ -157,35 +179,9 @@ class LLM:
         """One thread for all asynchronous streams: each thread of its own would get a pool of torch threads."""
         return ThreadPoolExecutor(1, thread_name_prefix="forerun")
 
-    def _advance(self, request: Request) -> Chunk:
-        """What is new of a request; a step of the batch where nothing is. Other calls may step, and finish, it too."""
-        with self._lock:
-            if request.seq.finish_reason is None and not request.has_news:
-                self.engine.step()
-            chunk = request.chunk()
-        if request.error is not None:
-            raise request.error
-        return chunk
-
-    def _abort(self, requests: Seq[Request]) -> None:
-        with self._lock:
-            for request in requests:
-                self.engine.abort(request)
-
-    def _add_all(self, prompts: list[Prompt], params: SamplingParams | Seq[SamplingParams] | None) -> list[Request]:
-        each = list(params) if isinstance(params, Seq) else [params or self.default_params] * len(prompts)
-        if len(each) != len(prompts):
-            raise BadOption(f"{len(each)} SamplingParams for {len(prompts)} prompts: give one, or one per prompt")
-        ids = [self.tokenizer.encode(p) if isinstance(p, str) else _ids(p) for p in prompts]
-        added: list[Request] = []
-        try:
-            with self._lock:
-                for prompt, param in zip(ids, each, strict=True):
-                    added.append(self.engine.add(prompt, param))
-        except Exception:
-            self._abort(added)
-            raise
-        return added
+    def _add(self, prompts: list[Prompt], params: SamplingParams | Seq[SamplingParams] | None) -> list[Request]:
+        each = params_for(len(prompts), params, self.default_params)
+        return self._shared.add([self.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts], each)
 
     def _build(self) -> Engine:
         config, checkpoint = self.config, self.checkpoint
@@ -212,7 +208,7 @@ class LLM:
             max_seq_len=max_seq_len,
             kv_cache_backend=config.kv_cache_backend,  # type: ignore[arg-type]
             kv_cache_tokens=config.kv_cache_tokens,
-            shipped_draft=str(SHIPPED_DRAFT) if Path(checkpoint.folder) == SHIPPED_TARGET else None,
+            shipped_draft=str(SHIPPED_DRAFT) if is_shipped(checkpoint.folder) else None,
             loaded_draft=self._loaded_draft,
         )
         return Engine(
@@ -226,62 +222,3 @@ class LLM:
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             catchup_tokens=config.draft_catchup_tokens,
         )
-
-
-def load_target(config: EngineConfig) -> Checkpoint:
-    """The target that a configuration names, on its device and in its type; the shipped one where it names none."""
-    if config.target is None and not SHIPPED_TARGET.exists():
-        raise NotFound("the shipped model is missing from this installation: name a checkpoint folder as target")
-    ops = ReferenceOps(row_by_row=config.ops == "reference_row_by_row")
-    name, device = config.target or SHIPPED_TARGET, _device(config.device)
-    return load_checkpoint(name, dtype=config.dtype, device=device, ops=ops, with_tokenizer=True)
-
-
-def suggested_params(config: EngineConfig) -> SamplingParams:
-    """What the target's generation_config.json suggests, read without its weights; see models/generation.py."""
-    return sampling_defaults(locate(config.target or SHIPPED_TARGET, config_only=True))
-
-
-def _check_loaded(checkpoint: Checkpoint, config: EngineConfig) -> None:
-    """A loaded model brings type, device and operators along: options that say otherwise are refused, not ignored."""
-    model = checkpoint.model
-    row_by_row = {"auto": model.ops.row_by_row, "reference": False, "reference_row_by_row": True}[config.ops]
-    facts = {
-        "dtype": (config.dtype, str(model.dtype).removeprefix("torch.")),
-        "device": (config.device, model.device.type),
-        "ops": (config.ops, config.ops if row_by_row == model.ops.row_by_row else "other operators"),
-    }
-    for name, (wanted, fact) in facts.items():
-        if wanted not in ("auto", fact):
-            raise BadOption(f"{name}={wanted!r} contradicts the loaded model ({fact}): load the model that way instead")
-
-
-def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """One prompt or several: a text, a sequence of ids (numpy's and torch's included), or a list of either."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
-    return [_ids(items)] if items and _is_id(items[0]) else [p if isinstance(p, str) else _ids(p) for p in items]
-
-
-def _is_id(item: object) -> bool:
-    try:
-        operator.index(item)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _ids(prompt: object) -> list[int]:
-    """Token ids as Python integers. Raises BadOption for anything that is no sequence of integers."""
-    try:
-        return [operator.index(token) for token in prompt]  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        raise BadOption(f"a prompt must be a text or a sequence of token ids, not {prompt!r:.60}") from None
-
-
-def _device(name: str) -> torch.device:
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise BadOption("device='cuda' is not possible: torch sees no CUDA device; use device='cpu'")
-    return torch.device("cuda" if name in ("auto", "cuda") and available else "cpu")

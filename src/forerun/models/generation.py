@@ -2,17 +2,23 @@
 
 End ids are always applied. The suggested sampling values are applied only on request (generation_config="model"):
 they change what is distributed how, and whoever compares two runs should see every such value written down.
+
+Policy, as for config.json: a key that would change the output and is not honoured is refused by name. SAME are
+honoured, beside do_sample, stop_strings and suppress_tokens; INERT and NEUTRAL change nothing; any other key must be
+absent, null, false or empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.files import read_json_if_there
 from forerun.types import SamplingParams
+
+Raw = Mapping[str, Any]
 
 FILE = "generation_config.json"
 # Keys of the file -> fields of SamplingParams that mean the same.
@@ -22,84 +28,195 @@ SAME = {
     "top_p": "top_p",
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
 }
+# Bookkeeping; what is cached, compiled and returned; how to speculate, which is ours to decide; what only beam search
+# reads; logits shifted as a whole or mended where they are no numbers; words for a chat program.
+_INERT = (
+    "bos_token_id eos_token_id pad_token_id decoder_start_token_id transformers_version transformers.js_config "
+    "_from_model_config _commit_hash _original_object_hash _name_or_path name_or_path trust_remote_code "
+    "torch_dtype dtype attn_implementation _attn_implementation use_cache max_cache_len prefill_chunk_size low_memory "
+    "compile_config disable_compile continuous_batching_config is_assistant num_assistant_tokens "
+    "num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exit assistant_lookbehind "
+    "target_lookbehind prompt_lookup_num_tokens max_matching_ngram_size use_mtp speculation_type early_stopping "
+    "length_penalty renormalize_logits remove_invalid_values chat_format max_window_size user_token_id "
+    "assistant_token_id"
+)
+INERT = frozenset(_INERT.split())
+INERT_BEGINNINGS = ("cache_", "output_", "return_")
+KNOWN = frozenset({*SAME, *INERT, "do_sample", "stop_strings", "suppress_tokens"})
 # Keys that change what is drawn and have no counterpart here -> the value that changes nothing.
-NEUTRAL: dict[str, Any] = {
+NEUTRAL = {
     "num_beams": 1,
     "num_beam_groups": 1,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "top_h": None,
-    "penalty_alpha": None,
-    "dola_layers": None,
-    "guidance_scale": 1.0,
+    "diversity_penalty": 0,
+    "num_return_sequences": 1,
+    "min_length": 0,
+    "typical_p": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "penalty_alpha": 0,
+    "guidance_scale": 1,
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "bad_words_ids": None,
-    "force_words_ids": None,
-    "constraints": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "forced_decoder_ids": None,
-    "exponential_decay_length_penalty": None,
-    "sequence_bias": None,
-    "watermarking_config": None,
-    "stop_strings": None,
+    "encoder_repetition_penalty": 1,
 }
+# Lengths that count the prompt, too -> the key that has its way where both are set, what to give here.
+WITH_PROMPT = {"max_length": ("max_new_tokens", "max_tokens"), "min_length": ("min_new_tokens", "min_tokens")}
 
 
 def sampling_defaults(folder: Path) -> SamplingParams:
-    """The values of generation_config.json, over our own defaults where it says nothing.
-
-    do_sample=false is temperature 0; suppress_tokens are biases of minus infinity. Raises UnsupportedModel for a value
-    that would change the output and is not implemented, or that is out of range.
-    """
-    raw = {key: value for key, value in read_json_if_there(folder / FILE).items() if value is not None}
-    for key, neutral in NEUTRAL.items():
-        if raw.get(key, neutral) not in (neutral, [], {}):
-            raise UnsupportedModel(
-                f"{FILE} sets {key}={raw[key]!r}, which forerun does not do: leave out generation_config='model' and "
-                "give the sampling values that you want"
-            )
-    fields: dict[str, Any] = {field: raw[key] for key, field in SAME.items() if key in raw}
-    if raw.get("do_sample") is False:
-        fields["temperature"] = 0.0
-    if raw.get("suppress_tokens"):
-        fields["logit_bias"] = dict.fromkeys(raw["suppress_tokens"], float("-inf"))
+    """The values of generation_config.json, over our own defaults where it says nothing; see `sampling_fields`."""
     try:
-        return SamplingParams(**fields)
+        return SamplingParams(**sampling_fields(folder))
     except BadOption as error:
         raise UnsupportedModel(f"{FILE} in {folder}: {error}") from error
 
 
-def end_ids_of(folder: Path, raw: Mapping[str, Any]) -> frozenset[int]:
-    """Ids that end the output: the union of generation_config.json, config.json and tokenizer_config.json."""
-    generation = read_json_if_there(folder / FILE)
-    named = read_json_if_there(folder / "tokenizer_config.json")
-    ids: set[int] = set()
-    for source in (generation, raw):
+def sampling_fields(folder: Path) -> dict[str, Any]:
+    """The fields of SamplingParams that generation_config.json sets, and no others.
+
+    do_sample=false is temperature 0, stop_strings are stop, suppress_tokens are biases of minus infinity. A least
+    number of tokens without a greatest lifts our default limit, which may lie below it. Raises UnsupportedModel for a
+    value that would change the output and is not implemented, or that is of the wrong type or out of range.
+    """
+    where, raw = f"{FILE} in {folder}", _set(read_json_if_there(folder / FILE))
+    config = read_json_if_there(folder / "config.json")
+    for key, value in raw.items():
+        if not _is_known(key, value, raw, config):
+            _refuse_key(key, value, where)
+    fields = {field: _checked(key, field, raw[key], where) for key, field in SAME.items() if key in raw}
+    if not _boolean(raw, "do_sample", default=True, where=where):
+        fields["temperature"] = 0.0
+    if stop := _texts(raw.get("stop_strings", []), where):
+        fields["stop"] = _checked("stop_strings", "stop", stop, where)
+    if suppressed := _ids(raw.get("suppress_tokens", []), "suppress_tokens", where, "a list of ids", _num_ids(config)):
+        fields["logit_bias"] = dict.fromkeys(sorted(suppressed), float("-inf"))
+    if fields.get("min_tokens"):
+        fields.setdefault("max_tokens", None)
+    return fields
+
+
+def end_ids_of(folder: Path, raw: Raw) -> frozenset[int]:
+    """Ids that end the output: the union of generation_config.json, config.json and tokenizer_config.json.
+
+    raw: config.json. Ids outside of its vocabulary are left out: they never come, and some files say -1 for none.
+    Raises UnsupportedModel for what is no id.
+    """
+    num_ids, ids = _num_ids(raw), frozenset[int]()
+    for file, source in ((FILE, read_json_if_there(folder / FILE)), ("config.json", raw)):
         value = source.get("eos_token_id")
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        listed = [] if value is None else [value] if type(value) is int else value
+        ids |= _ids(listed, "eos_token_id", f"{file} in {folder}", "null, an id or a list of ids", num_ids)
+    return ids | _ids_of_end_token(folder, num_ids)
+
+
+# -------------------------------------------------------------------------------------------------- sampling values
+
+
+def _is_known(key: str, value: Any, raw: Raw, config: Raw) -> bool:
+    """Whether a key is honoured, or changes nothing with this value."""
+    if key in KNOWN or key.startswith(INERT_BEGINNINGS) or value is False or value in ("", [], {}):
+        return True
+    if key in WITH_PROMPT and WITH_PROMPT[key][0] in raw:
+        return True
+    if key == "max_length":  # none where it lies beyond what the model can do anyway
+        positions = config.get("max_position_embeddings")
+        return type(value) is int and type(positions) is int and value >= positions
+    return not isinstance(value, bool) and key in NEUTRAL and bool(value == NEUTRAL[key])
+
+
+def _refuse_key(key: str, value: Any, where: str) -> NoReturn:
+    reason, give = "which forerun does not do", "the sampling values that you want"
+    if key in WITH_PROMPT:
+        reason, give = "which counts the prompt, too", f"{WITH_PROMPT[key][1]}, which counts the output alone"
+    raise UnsupportedModel(
+        f"{where} sets {key}={value!r:.80}, {reason}: leave out generation_config='model' and give {give}"
+    )
+
+
+def _checked(key: str, field: str, value: Any, where: str) -> Any:
+    """A value that SamplingParams takes. How the values fit together is left to whoever has them all."""
+    try:
+        SamplingParams(**{"max_tokens": None, field: value})
+    except BadOption as error:
+        raise UnsupportedModel(f"{where}: {key}{str(error).removeprefix(field)}") from error
+    return value
+
+
+def _boolean(raw: Raw, key: str, default: bool, where: str) -> bool:
+    value = raw.get(key, default)
+    _require(isinstance(value, bool), key, value, where, "true or false")
+    return bool(value)
+
+
+def _texts(value: Any, where: str) -> tuple[str, ...]:
+    """One text or a list of texts."""
+    _require(isinstance(value, str | list), "stop_strings", value, where, "a text or a list of texts")
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+# -------------------------------------------------------------------------------------------------------------- ids
+
+
+def _ids_of_end_token(folder: Path, num_ids: int | None) -> frozenset[int]:
+    """The id of the eos_token in tokenizer_config.json; none where no id has that text: it never comes."""
+    where, named = f"tokenizer_config.json in {folder}", read_json_if_there(folder / "tokenizer_config.json")
     token = named.get("eos_token")
-    text = token.get("content") if isinstance(token, Mapping) else token
-    return frozenset(int(i) for i in ids) | _ids_of_token(folder, named, text)
-
-
-def _ids_of_token(folder: Path, named: Mapping[str, Any], text: str | None) -> frozenset[int]:
-    """The id of a token, by tokenizer_config.json or tokenizer.json; none where no id has that text: it never comes."""
-    if text is None:
+    text = token["content"] if isinstance(token, Mapping) and "content" in token else token
+    if not isinstance(text, str):
+        _require(text is None, "eos_token", token, where, "null, a text or the description of a token")
         return frozenset()
-    for token_id, entry in named.get("added_tokens_decoder", {}).items():
+    for token_id, content in _added(named.get("added_tokens_decoder"), where):
+        if content == text:
+            return _ids([token_id], "added_tokens_decoder", where, "a mapping of ids", num_ids)
+    return _ids_in_tokenizer(folder, text, num_ids)
+
+
+def _added(decoder: Any, where: str) -> Iterator[tuple[int, Any]]:
+    """(id, text) of the entries of added_tokens_decoder, whose ids are texts."""
+    entries = {} if decoder is None else decoder
+    ok = isinstance(entries, Mapping) and all(
+        token_id.isdecimal() and isinstance(entry, Mapping) for token_id, entry in entries.items()
+    )
+    _require(ok, "added_tokens_decoder", decoder, where, "null, or a mapping from ids to descriptions of tokens")
+    for token_id, entry in entries.items():
+        yield int(token_id), entry.get("content")
+
+
+def _ids_in_tokenizer(folder: Path, text: str, num_ids: int | None) -> frozenset[int]:
+    """The id that tokenizer.json gives a text: that of an added token, else of the vocabulary."""
+    where, tokenizer = f"tokenizer.json in {folder}", read_json_if_there(folder / "tokenizer.json")
+    added = tokenizer.get("added_tokens") or []
+    ok = isinstance(added, list) and all(isinstance(entry, Mapping) for entry in added)
+    _require(ok, "added_tokens", added, where, "a list of descriptions of tokens")
+    for entry in added:
         if entry.get("content") == text:
-            return frozenset([int(token_id)])
-    tokenizer = read_json_if_there(folder / "tokenizer.json")
-    for entry in tokenizer.get("added_tokens") or []:
-        if entry["content"] == text:
-            return frozenset([int(entry["id"])])
-    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
-    return frozenset([int(vocab[text])]) if isinstance(vocab, Mapping) and text in vocab else frozenset()
+            return _ids([entry.get("id")], "id", where, "an id for every added token", num_ids)
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, Mapping) else None
+    ids = [vocab[text]] if isinstance(vocab, Mapping) and text in vocab else []
+    return _ids(ids, "vocab", where, "a mapping from texts to ids", num_ids)
+
+
+def _ids(value: Any, key: str, where: str, what: str, num_ids: int | None) -> frozenset[int]:
+    """The ids of a list, less those that no token of the model has. num_ids: of the vocabulary; None = not known."""
+    _require(isinstance(value, list) and all(type(i) is int for i in value), key, value, where, what)
+    return frozenset(i for i in value if i >= 0 and (num_ids is None or i < num_ids))
+
+
+def _num_ids(config: Raw) -> int | None:
+    size = config.get("vocab_size")
+    return size if type(size) is int else None
+
+
+def _set(raw: Raw) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _require(ok: bool, key: str, value: Any, where: str, what: str) -> None:
+    if not ok:
+        raise UnsupportedModel(f"{where} sets {key}={value!r:.80}, which is not possible: it must be {what}")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,32 +43,35 @@ SMALL = (
 DEFAULT_REVISION = "main"
 REVISION = re.compile(r"\w(?!.*\.\.)[\w./+-]*")
 LISTING_TIMEOUT_S = 10.0
+LISTING_KEPT_S = 60.0
 GB = 10**9
 
 Check = Callable[[Path], object]
+Listing = tuple[str, dict[str, int | None]]  # a commit, and its files with their sizes in bytes, as far as known
 
 
-def locate(name: str | Path, *, config_only: bool = False, check: Check | None = None) -> Path:
+def locate(name: str | Path, *, config_only: bool = False, weights: bool = True, check: Check | None = None) -> Path:
     """The folder that `name` means; what the hub has under it is fetched into the cache first.
 
     name: a path, or a hub id org/name[@revision] where no such path exists; a Path is never a hub id. config_only:
-    fetch config.json alone. check: called with the folder when the small files are there and the weights are not
-    yet fetched; what it raises is raised. Without a network, a complete snapshot in the cache is used as it is.
+    fetch config.json alone. weights=False: fetch all but the weights. check: called with the folder when the small
+    files are there and the weights are not yet fetched; what it raises is raised. Without a network, a complete
+    snapshot in the cache is used as it is.
 
     Raises NotFound for what is not there or cannot be had, UnsupportedModel for repositories without readable
     weights, CapacityError for a full disk.
     """
     try:
         folder = Path(name).expanduser()
-    except RuntimeError as error:  # ~somebody, and there is no such user
-        raise NotFound(f"there is no folder {name} ({error}): name {WANTED}") from error
-    if folder.exists():
-        return folder
+        if str(name) and folder.exists():
+            return folder
+    except (RuntimeError, OSError) as error:  # ~somebody, and there is no such user; a name that is too long
+        raise NotFound(f"there is no folder {name!s:.60} ({error}): name {WANTED}") from error
     model = None if isinstance(name, Path) else _as_hub_model(name)
     if model is None:
-        raise NotFound(f"there is no folder {folder}: name {WANTED}")
+        raise NotFound(f"there is no folder {folder if str(name) else repr('')}: name {WANTED}")
     try:
-        return model.fetch(config_only, check)
+        return model.fetch(config_only, weights, check)
     except ForerunError:
         raise
     except Exception as error:  # what a network, a server and a disk can do is an open list, and a traceback no help
@@ -95,6 +100,19 @@ def _as_hub_model(name: str) -> _HubModel | None:
     return _HubModel(hub_id, revision or DEFAULT_REVISION)
 
 
+@lru_cache(maxsize=64)
+def _ask(model: _HubModel, period: int) -> Listing | Exception:
+    """One request for the listing. Opening a pair looks several times, and without a network each would wait."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(library_name="forerun")
+    try:
+        info = api.model_info(model.id, revision=model.revision, files_metadata=True, timeout=LISTING_TIMEOUT_S)
+    except Exception as error:
+        return error
+    return str(info.sha), {file.rfilename: file.size for file in info.siblings or ()}
+
+
 @dataclass(frozen=True)
 class _HubModel:
     """One model of the hub at one revision: a branch, a tag or a commit."""
@@ -102,13 +120,14 @@ class _HubModel:
     id: str
     revision: str
 
-    def fetch(self, config_only: bool, check: Check | None) -> Path:
+    def fetch(self, config_only: bool, weights: bool, check: Check | None) -> Path:
         """See `locate`; raises whatever huggingface_hub raises, too."""
         try:
             commit, sizes = self._listing()
         except Exception as error:
             cached = self._cached()
-            if cached is None or not is_unreachable(error) or not (config_only or _is_complete(cached)):
+            enough = config_only or not weights or (cached is not None and _is_complete(cached))
+            if cached is None or not is_unreachable(error) or not enough:
                 raise
             return cached
         self._refuse(sizes, commit, config_only)
@@ -122,23 +141,24 @@ class _HubModel:
                 self._download(name, commit)
         if check is not None:
             check(folder)
-        weights = [SINGLE] if SINGLE in sizes else shard_names(folder / INDEX)
-        if lost := [name for name in weights if name not in sizes]:
+        if not weights:
+            return folder
+        files = [SINGLE] if SINGLE in sizes else shard_names(folder / INDEX)
+        if lost := [name for name in files if name not in sizes]:
             raise NotFound(
                 f"{self.id} has no file {lost[0]}, which its {INDEX} names: name another revision, as org/name@revision"
             )
-        self._check_disk(folder, {name: sizes[name] for name in weights})
-        for name in weights:
+        self._check_disk(folder, {name: sizes[name] for name in files})
+        for name in files:
             self._download(name, commit)
         return folder
 
-    def _listing(self) -> tuple[str, dict[str, int | None]]:
+    def _listing(self) -> Listing:
         """The commit that the revision means now, and its files with their sizes in bytes, as far as known."""
-        from huggingface_hub import HfApi
-
-        api = HfApi(library_name="forerun")
-        info = api.model_info(self.id, revision=self.revision, files_metadata=True, timeout=LISTING_TIMEOUT_S)
-        return str(info.sha), {file.rfilename: file.size for file in info.siblings or ()}
+        found = _ask(self, int(time.monotonic() // LISTING_KEPT_S))
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def _download(self, name: str, revision: str) -> Path:
         """The place of one file in the cache; nothing is asked for what is there under this commit."""

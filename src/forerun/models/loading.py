@@ -70,10 +70,11 @@ def load_checkpoint(
     Raises NotFound for what is not there, UnsupportedModel for what would be computed wrongly, CapacityError where
     the disk cannot hold what is fetched.
     """
-    folder, device = locate(name, check=lambda folder: read_config(read_raw_config(folder))), torch.device(device)
+    folder, device = locate(name, check=_check), torch.device(device)
     raw = read_raw_config(folder)
     config = read_config(raw)
     _refuse_files(folder, with_tokenizer)
+    end_ids = end_ids_of(folder, raw)
     tokenizer = Tokenizer.load(folder) if with_tokenizer else None
     stored = StoredWeights(folder)
     check_shapes(_without_tied_head(stored, config, str(folder)), parameter_shapes(config), str(folder))
@@ -84,9 +85,24 @@ def load_checkpoint(
         folder=folder,
         model=architecture(config.model_type).Model(config, weights, ops or ReferenceOps()),
         config=raw,
-        end_ids=end_ids_of(folder, raw),
+        end_ids=end_ids,
         tokenizer=tokenizer,
     )
+
+
+def small_files(name: str | Path) -> Path:
+    """The folder of a checkpoint, fetched without its weights; raises UserError for all that its small files show."""
+    folder = locate(name, weights=False)
+    _check(folder)
+    if not is_hub_id(name):  # whose listing was looked through
+        _refuse_files(folder, with_tokenizer=True)
+    return folder
+
+
+def _check(folder: Path) -> None:
+    raw = read_raw_config(folder)
+    read_config(raw)
+    end_ids_of(folder, raw)
 
 
 def _refuse_files(folder: Path, with_tokenizer: bool) -> None:

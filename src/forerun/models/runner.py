@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kv.cache import CacheShape, KVCache
@@ -82,7 +83,7 @@ class Runner:
     """A model with its KV cache and its vocabulary.
 
     num_ids: ids that have a token; matrix rows beyond it are padding. holes: ids below num_ids without a token. Both
-    get probability 0: they are cut off, or set to -inf.
+    get probability 0: they are cut off, or set to -inf. So do ids that a draft model has no row for.
     """
 
     def __init__(self, model: Model, cache: KVCache, num_ids: int | None = None, holes: Seq[int] = ()) -> None:
@@ -111,6 +112,8 @@ class Runner:
             return hidden.new_empty(0, self.num_ids, dtype=torch.float32)
         wanted = hidden if len(rows) == len(hidden) else hidden[rows]
         logits = self.model.logits(wanted)[:, : self.num_ids]
+        if logits.shape[1] < self.num_ids:
+            logits = F.pad(logits, (0, self.num_ids - logits.shape[1]), value=-torch.inf)
         if self.holes:
             logits[:, self.holes] = -torch.inf
         return logits

@@ -1,0 +1,84 @@
+"""Opening the models that a configuration names. What can be refused is refused before weights are fetched or read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun import drafters, pacing
+from forerun.config import EngineConfig
+from forerun.errors import BadOption, NotFound
+from forerun.models.generation import sampling_defaults, sampling_fields
+from forerun.models.loading import Checkpoint, load_checkpoint, small_files
+from forerun.ops.reference import ReferenceOps
+from forerun.text.chat import ChatTemplate
+from forerun.text.tokenizer import Tokenizer
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+SHIPPED_TARGET, SHIPPED_DRAFT = DATA / "target", DATA / "draft"
+
+
+def is_shipped(target: str | Path | None) -> bool:
+    """Whether a target is the model that ships with the package."""
+    return target is None or Path(target) == SHIPPED_TARGET
+
+
+def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpoint:
+    """The target that a configuration names, on its device and in its type; the shipped one where it names none."""
+    ops = ReferenceOps(row_by_row=config.ops == "reference_row_by_row")
+    name, device = _target(config), _device(config.device)
+    return load_checkpoint(name, dtype=config.dtype, device=device, ops=ops, with_tokenizer=with_tokenizer)
+
+
+def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokenizer:
+    """Raise UserError for whatever the small files of both models show; returns the target's tokenizer."""
+    _device(config.device)
+    pacing.make(config.pacing, config.spec_length)
+    method, options = drafters.resolve(config.draft, is_shipped(config.target) or has_loaded_draft)
+    folder = target_files(config)
+    tokenizer = Tokenizer.load(folder)
+    if config.generation_config == "model":
+        sampling_defaults(folder)
+    if config.chat_template is not None:
+        ChatTemplate.load(folder, config.chat_template)
+    drafters.check(method, options, tokenizer)
+    return tokenizer
+
+
+def suggested_fields(config: EngineConfig) -> dict[str, Any]:
+    """The sampling parameters that the target's generation_config.json sets, if the configuration asks for them."""
+    return sampling_fields(target_files(config)) if config.generation_config == "model" else {}
+
+
+def target_files(config: EngineConfig) -> Path:
+    """The target's folder, without its weights; see `small_files`."""
+    return small_files(_target(config))
+
+
+def _target(config: EngineConfig) -> str | Path:
+    if config.target is None and not SHIPPED_TARGET.exists():
+        raise NotFound("the shipped model is missing from this installation: name a checkpoint folder as target")
+    return config.target or SHIPPED_TARGET
+
+
+def check_loaded(checkpoint: Checkpoint, config: EngineConfig) -> None:
+    """A loaded model brings type, device and operators along: options that say otherwise are refused, not ignored."""
+    model = checkpoint.model
+    row_by_row = {"auto": model.ops.row_by_row, "reference": False, "reference_row_by_row": True}[config.ops]
+    facts = {
+        "dtype": (config.dtype, str(model.dtype).removeprefix("torch.")),
+        "device": (config.device, model.device.type),
+        "ops": (config.ops, config.ops if row_by_row == model.ops.row_by_row else "other operators"),
+    }
+    for name, (wanted, fact) in facts.items():
+        if wanted not in ("auto", fact):
+            raise BadOption(f"{name}={wanted!r} contradicts the loaded model ({fact}): load the model that way instead")
+
+
+def _device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise BadOption("device='cuda' is not possible: torch sees no CUDA device; use device='cpu'")
+    return torch.device("cuda" if name in ("auto", "cuda") and available else "cpu")

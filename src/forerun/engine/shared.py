@@ -1,0 +1,90 @@
+"""One engine for several threads and tasks: whoever waits for a token steps the whole batch, one at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager
+
+from forerun.engine.engine import Engine
+from forerun.engine.request import Chunk, Request
+from forerun.errors import BadOption
+from forerun.types import SamplingParams
+
+
+class SharedEngine:
+    """Guards an Engine with a lock, and never waits for that lock to end a request.
+
+    A generator that nobody holds any more is closed by the garbage collector, at any moment and in any thread: also
+    in the middle of a step, by the very thread that runs it. So a request that is to end is put down here, and ended by
+    whoever holds the engine, before or after its step.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread that holds the lock
+        self._ended: deque[Request] = deque()
+
+    def add(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Request]:
+        """Queue all of these prompts, or none: raises UserError for the first that cannot be honoured."""
+        added: list[Request] = []
+        try:
+            with self._holding():
+                for prompt, param in zip(prompts, params, strict=True):
+                    added.append(self._engine.add(prompt, param))
+        except BaseException:
+            self.end(added)
+            raise
+        return added
+
+    def step(self) -> None:
+        """One step for everybody."""
+        with self._holding():
+            self._engine.step()
+
+    def advance(self, request: Request) -> Chunk:
+        """What is new of a request; a step where nothing is. Others may step, and finish, it too.
+
+        Raises the error that ended it, if one did.
+        """
+        with self._holding():
+            if request.seq.finish_reason is None and not request.has_news:
+                self._engine.step()
+            chunk = request.chunk()
+        if request.error is not None:
+            raise request.error
+        return chunk
+
+    def end(self, requests: Seq[Request]) -> None:
+        """End requests and free what they hold: at once, or when the step that runs is over. Ended ones are left."""
+        self._ended.extend(requests)
+        self._settle()
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        if self._owner == threading.get_ident():
+            raise BadOption("a listener runs inside a step and cannot call the engine: keep what it heard, call later")
+        try:
+            with self._lock:
+                self._owner = threading.get_ident()
+                try:
+                    self._end_all()
+                    yield
+                finally:
+                    self._end_all()
+                    self._owner = None
+        finally:
+            self._settle()  # somebody may have put a request down after the last look
+
+    def _settle(self) -> None:
+        while self._ended and self._lock.acquire(blocking=False):
+            try:
+                self._end_all()
+            finally:
+                self._lock.release()
+
+    def _end_all(self) -> None:
+        while self._ended:
+            self._engine.abort(self._ended.popleft())

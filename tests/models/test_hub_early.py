@@ -1,0 +1,99 @@
+"""What the small files of a pair show is refused, or used, before any weight comes down the line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from models.hubserver import Client, HubServer, serve
+from tiny import write_tiny
+
+GENERATE = ("generate", "--target", "org/target", "--max-tokens", "4", "hello")
+SAMPLES = b'{"do_sample": false, "max_new_tokens": 7}'
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    yield from serve()
+
+
+@pytest.fixture
+def client(hub: HubServer, tmp_path: Path) -> Client:
+    (tmp_path / "home").mkdir()
+    return Client(hub, tmp_path / "home")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = write_tiny(tmp_path_factory.mktemp("early") / "tiny")
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="session")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = write_tiny(tmp_path_factory.mktemp("early") / "stranger", end_token="</s>")
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+CASES = {
+    "no_template": ({}, ("chat", "org/target"), "chat template"),
+    "no_such_template": ({}, ("chat", "org/target", "--chat-template", "no.jinja"), "no.jinja"),
+    "broken_tokenizer": ({"tokenizer.json": b"{}"}, GENERATE, "tokenizer.json cannot be read"),
+    "beams": (
+        {"generation_config.json": b'{"num_beams": 4}'},
+        (*GENERATE, "--generation-config", "model"),
+        "num_beams=4",
+    ),
+    "end_ids": ({"generation_config.json": b'{"eos_token_id": "</s>"}'}, GENERATE, "eos_token_id='</s>'"),
+    "draft_typo": ({}, (*GENERATE, "--draft", "lokup"), "did you mean 'lookup'"),
+    "no_draft": ({}, (*GENERATE, "--draft", "org/nothing"), "there is no model org/nothing"),
+    "stranger": ({}, (*GENERATE, "--draft", "org/stranger"), "tokenizer differs from the target's at id 0"),
+    "pacing": ({}, (*GENERATE, "--pacing", "nonsense"), "nonsense"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_before_the_weights(
+    hub: HubServer, client: Client, tiny: dict[str, bytes], stranger: dict[str, bytes], case: str
+) -> None:
+    changed, arguments, sentence = CASES[case]
+    hub.publish("org/target", tiny | changed)
+    hub.publish("org/stranger", stranger)
+    out, err = client.forerun(*arguments, code=2)
+    assert out == ""
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
+
+
+def test_suggested_values_apply_the_first_time_too(hub: HubServer, client: Client, tiny: dict[str, bytes]) -> None:
+    hub.publish("org/target", tiny | {"generation_config.json": SAMPLES})
+    arguments = (
+        "generate",
+        "--target",
+        "org/target",
+        "--generation-config",
+        "model",
+        "--draft",
+        "none",
+        "--json",
+        "hi",
+    )
+    first, second = (json.loads(client.forerun(*arguments)[0]) for _ in range(2))
+    assert len(first["token_ids"]) <= 7
+    assert first["token_ids"] == second["token_ids"]
+    overruled = json.loads(client.forerun(*arguments, "--max-tokens", "3")[0])
+    assert overruled["token_ids"] == first["token_ids"][:3]
+
+
+def test_opening_a_pair_asks_each_listing_once(hub: HubServer, client: Client, tiny: dict[str, bytes]) -> None:
+    """Each look at the hub would wait for its own time limit where the network is down."""
+    for name in ("org/target", "org/draft"):
+        hub.publish(name, tiny)
+    client.forerun(*GENERATE, "--draft", "org/draft")
+    listings = [asked.path for asked in hub.requests if asked.path.startswith("/api/models/")]
+    assert sorted(listings) == [f"/api/models/org/{name}/revision/main" for name in ("draft", "target")]
+    assert sorted(hub.fetched()).count("model.safetensors") == 2
