@@ -17,12 +17,11 @@ import typer
 
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
-from forerun.engine.opening import is_shipped, target_files
+from forerun.engine.opening import is_shipped, refuse_without_template
 from forerun.engine.prompts import Message
 from forerun.errors import BadOption, CapacityError, UserError
 from forerun.models.hub import is_hub_id
 from forerun.show import make_console
-from forerun.text.chat import ChatTemplate
 from forerun.types import SamplingParams, StepReport
 
 PROMPT, MORE = "> ", ". "
@@ -140,7 +139,7 @@ def open_models(config: EngineConfig) -> LLM:
     A checkpoint without a chat template is refused before its weights are fetched.
     """
     config = dataclasses.replace(config, max_batch_size=1)
-    ChatTemplate.load(target_files(config), config.chat_template)
+    refuse_without_template(config)
     fetches = any(name is not None and is_hub_id(name) for name in (config.target, config.draft))
     # What is fetched has bars of its own, and those of two writers on one line would scroll.
     with nullcontext() if fetches else make_console(stderr=True).status("loading ..."):

@@ -9,12 +9,12 @@ import sys
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import typer
 
 from forerun import flags
-from forerun.bench.command import app as bench_app
+from forerun.bench.command import SHAPE_NAMES, app as bench_app
 from forerun.bench.plan import plan
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, ForerunError, NotFound, UserError
@@ -128,6 +128,10 @@ def generate(
     requests = _read_requests(prompts or [], prompt_file, params)
     if not as_json and any(params.logprobs is not None for _, params in requests):
         raise BadOption("logprobs are printed with --json only: add it")
+    if any(_is_conversation(prompt) for prompt, _ in requests):
+        from forerun.engine.opening import refuse_without_template
+
+        refuse_without_template(engine)
     llm = _open(engine)
     encoded = [(_encoded(llm, prompt, number), params) for number, (prompt, params) in enumerate(requests, 1)]
     _respond(llm, encoded, as_json, rounds)
@@ -142,9 +146,13 @@ def _suggested(engine: EngineConfig) -> dict[str, Any]:
     return suggested_fields(engine)
 
 
-def _encoded(llm: LLM, prompt: flags.Prompt, number: int) -> str | list[int]:
+def _is_conversation(prompt: flags.Prompt) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(prompt, list) and isinstance(prompt[0], dict)
+
+
+def _encoded(llm: LLM, prompt: flags.Prompt, number: int) -> Any:
     """A conversation becomes ids by the checkpoint's chat template; texts and ids stay."""
-    if not (isinstance(prompt, list) and isinstance(prompt[0], dict)):
+    if not _is_conversation(prompt):
         return prompt
     try:
         return llm.apply_chat_template(prompt)
@@ -307,7 +315,7 @@ def demo(
     target: flags.Target = None,
     draft: flags.Draft = None,
     spec_length: flags.SpecLength = None,
-    shape: Annotated[str, typer.Option(help="demo or 1b (the target is widened to it in memory), or none")] = "demo",
+    shape: Annotated[str, typer.Option(help=f"the target is widened to it in memory: {SHAPE_NAMES}, or none")] = "demo",
     temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
     max_tokens: Annotated[int, typer.Option(help="tokens to generate at most")] = 96,
     seed: Annotated[int, typer.Option(help="the same seed, the same text")] = 1,

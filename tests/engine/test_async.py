@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
+import signal
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ import pytest
 
 from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport
 from forerun.engine.request import Chunk
+from forerun.engine.shared import SharedEngine
 
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "import os\n", "def fib(n):\n    if n < 2:\n", "for i in range("]
 TIMEOUT_S = 120
@@ -232,3 +235,67 @@ def test_conversations_may_come_from_any_iterable(llm: LLM) -> None:
     one = llm.chat(iter([turn]), params(4))
     several = llm.chat(([turn], [turn]), params(4))
     assert [out.token_ids for out in several] == [one[0].token_ids] * 2
+
+
+def test_ctrl_c_waits_for_the_end_of_the_step(llm: LLM) -> None:
+    """Torn in the middle of a commit, a step would leave another request with tokens and without their text."""
+    expected = llm.generate(PROMPTS[0], params(40))[0]
+    other = llm.stream(PROMPTS[0], params(40))
+    chunks, times, decode = [next(other)], list[int](), llm.tokenizer.decode
+
+    def press_and_decode(*arguments: Any, **options: Any) -> str:
+        if not times:
+            times.append(1)
+            os.kill(os.getpid(), signal.SIGINT)  # the detokenizer runs in the middle of a commit
+        return decode(*arguments, **options)
+
+    llm.tokenizer.decode = press_and_decode  # type: ignore[method-assign]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[1], params(40))
+    finally:
+        llm.tokenizer.decode = decode  # type: ignore[method-assign]
+    chunks += list(other)
+    assert times == [1]
+    assert "".join(chunk.text for chunk in chunks) == expected.text
+    assert [t for chunk in chunks for t in chunk.token_ids] == expected.token_ids
+    assert_idle(llm)
+
+
+class StubEngine:
+    """What SharedEngine calls, and no more."""
+
+    def add(self, prompt: list[int], params: SamplingParams) -> object:
+        return object()
+
+    def step(self) -> None:
+        pass
+
+    def abort(self, request: object) -> None:
+        pass
+
+
+def test_interrupts_at_random_moments_leave_nothing_behind() -> None:
+    """The guard alone, over an engine that does nothing: a lock that stays held would hang the next call."""
+    shared = SharedEngine(StubEngine())  # type: ignore[arg-type]
+    interrupted = 0
+    before = signal.signal(signal.SIGALRM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        for i in range(400):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 2e-5 + (i % 40) * 5e-6)
+                for _ in range(20):
+                    requests = shared.add([[1]], [SamplingParams()])
+                    shared.step()
+                    shared.end(requests)
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            thread = threading.Thread(target=shared.step, daemon=True)
+            thread.start()
+            thread.join(TIMEOUT_S / 10)
+            assert not thread.is_alive(), "the lock is held by nobody"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 50

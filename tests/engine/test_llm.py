@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections import Counter
 from functools import cache
 
 import numpy as np
@@ -126,3 +128,23 @@ def test_a_draft_model_may_end_at_other_ids(tmp_path):
     (out,) = LLM(draft=str(tmp_path / "draft")).generate(PROMPT, greedy(24))
     assert out.report.num_drafted > 0
     assert out.token_ids == llm("none").generate(PROMPT, greedy(24))[0].token_ids
+
+
+def test_ids_that_the_drafts_tokenizer_lacks_are_not_drafted(tmp_path):
+    """Their rows are there, as padding is, and mean nothing."""
+    small = load_checkpoint(SHIPPED_DRAFT).model
+    (out,) = llm().generate(PROMPT, greedy(40))
+    common = Counter(out.token_ids).most_common(1)[0][0]
+    raw = json.loads((SHIPPED_DRAFT / "tokenizer.json").read_text())
+    vocab = raw["model"]["vocab"]
+    (token,) = [text for text, id_ in vocab.items() if id_ == common]
+    del vocab[token]
+    raw["model"]["merges"] = [pair for pair in raw["model"]["merges"] if token not in ("".join(pair), *pair)]
+    save_checkpoint(tmp_path / "draft", small.config, small.weights)
+    (tmp_path / "draft" / "tokenizer.json").write_text(json.dumps(raw))
+    lacking, drafted = LLM(draft=str(tmp_path / "draft")), []
+    end = lacking.listen(lambda report: drafted.extend(t for d in report.rounds for t in d.tokens), detail=True)
+    assert lacking.generate(PROMPT, greedy(40))[0].token_ids == out.token_ids
+    end()
+    assert drafted
+    assert common not in drafted

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +53,12 @@ CASES = {
     "draft_typo": ({}, (*GENERATE, "--draft", "lokup"), "did you mean 'lookup'"),
     "no_draft": ({}, (*GENERATE, "--draft", "org/nothing"), "there is no model org/nothing"),
     "stranger": ({}, (*GENERATE, "--draft", "org/stranger"), "tokenizer differs from the target's at id 0"),
+    "too_long": ({}, (*GENERATE, "--max-seq-len", "100000"), "max_seq_len=100000 is not possible"),
+    "cache": (
+        {},
+        (*GENERATE, "--kv-cache-backend", "contiguous", "--kv-cache-tokens", "16"),
+        "kv_cache_tokens=16 is less than one block",
+    ),
     "pacing": ({}, (*GENERATE, "--pacing", "nonsense"), "nonsense"),
 }
 
@@ -97,3 +105,41 @@ def test_opening_a_pair_asks_each_listing_once(hub: HubServer, client: Client, t
     listings = [asked.path for asked in hub.requests if asked.path.startswith("/api/models/")]
     assert sorted(listings) == [f"/api/models/org/{name}/revision/main" for name in ("draft", "target")]
     assert sorted(hub.fetched()).count("model.safetensors") == 2
+
+
+LATE = """
+import sys
+from forerun.errors import NotFound
+from forerun.models.hub import locate
+try:
+    locate("org/late")
+except NotFound as error:
+    print(error, flush=True)
+sys.stdin.readline()
+print(locate("org/late"))
+"""
+
+
+def test_a_look_that_failed_is_not_remembered(hub: HubServer, client: Client, tiny: dict[str, bytes]) -> None:
+    """Whoever has mended the name, the licence or the server goes on in the same process."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", LATE]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=client.environ(), cwd=client.home) as run:
+        assert run.stdin is not None
+        assert run.stdout is not None
+        assert "there is no model org/late" in run.stdout.readline()
+        commit = hub.publish("org/late", tiny)
+        run.stdin.write("\n")
+        run.stdin.flush()
+        assert commit in run.stdout.readline()
+
+
+def test_after_a_plan_an_offline_run_says_what_is_missing(
+    hub: HubServer, client: Client, tiny: dict[str, bytes]
+) -> None:
+    """config.json alone is in the cache then: that is no checkpoint without a tokenizer."""
+    hub.publish("org/target", tiny)
+    client.forerun("plan", "--target", "org/target", "--draft", "none", "--memory", "16GB")
+    for arguments in (GENERATE, ("chat", "org/target")):
+        _, err = client.forerun(*arguments, code=2, HF_HUB_OFFLINE="1")
+        assert "HF_HUB_OFFLINE" in err

@@ -14,7 +14,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-SHAPE_NAMES = "demo (about 0.3 B), llama-3.2-1b or llama-3.2-3b"
+SHAPE_NAMES = "demo (about 0.4 B), llama-3.2-1b or llama-3.2-3b"
 Size = Annotated[int | None, typer.Option(help="elements; overrides the preset's", show_default=False)]
 
 

@@ -13,11 +13,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from forerun import drafters
 from forerun.bench.widen import describe, num_parameters, shape_named, widen_checkpoint
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
 from forerun.engine.opening import DATA, SHIPPED_DRAFT, load_target
 from forerun.engine.request import RequestOutput
+from forerun.errors import BadOption
 from forerun.flags import engine_options
 from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.show import LiveText, has_colour, make_console
@@ -79,13 +81,26 @@ def load_widened(config: EngineConfig, shape: str, console: Console) -> Checkpoi
     return checkpoint
 
 
+def draft_name(config: EngineConfig) -> str:
+    """The draft model that the configuration names, or the shipped one. Raises BadOption for any other drafter."""
+    spec = config.draft if config.draft != "none" else "auto"
+    method, options = drafters.resolve(spec, has_shipped_draft=True)
+    if method != "model":
+        raise BadOption(
+            f"draft={config.draft!r} is no model that could be widened: name a draft model, or leave it out"
+        )
+    return options.path or str(SHIPPED_DRAFT)
+
+
 def load_widened_draft(config: EngineConfig, target: Checkpoint, shape: str) -> Checkpoint:
     """The draft model that the configuration names, or the shipped one, in the wanted shape.
 
     It has the target's type, device and operators.
     """
-    model, name = target.model, config.draft if config.draft not in ("auto", "model") else str(SHIPPED_DRAFT)
-    checkpoint = load_checkpoint(name, dtype=model.dtype, device=model.device, ops=model.ops, with_tokenizer=True)
+    model = target.model
+    checkpoint = load_checkpoint(
+        draft_name(config), dtype=model.dtype, device=model.device, ops=model.ops, with_tokenizer=True
+    )
     return widen_checkpoint(checkpoint, shape_named(shape, checkpoint.model.config))
 
 

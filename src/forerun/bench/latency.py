@@ -17,8 +17,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forerun import methods
-from forerun.bench.demo import PROMPTS, load_widened, load_widened_draft
-from forerun.bench.results import Line, Tally, Variant, line_of, print_ceiling, print_notes, record_of, table_of
+from forerun.bench.demo import PROMPTS, draft_name, load_widened, load_widened_draft
+from forerun.bench.results import (
+    Line,
+    Tally,
+    Variant,
+    line_of,
+    plain_pass_s_of,
+    print_ceiling,
+    print_notes,
+    record_of,
+    table_of,
+)
 from forerun.bench.widen import bytes_per_pass, describe, num_parameters
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
@@ -86,6 +96,8 @@ def run(config: EngineConfig, plan: Plan) -> None:
     """Measure and print: ceiling, table, one line of JSON. Raises UserError for what cannot be measured."""
     console = make_console()
     prompts = read_prompts(plan)
+    if plan.draft_shape != "none":
+        draft_name(config)
     checkpoint = load_widened(config, plan.shape, console)
     llms = _build(checkpoint, config, plan, console)
     ceiling = print_ceiling(checkpoint.model, console)
@@ -145,7 +157,7 @@ def _build(checkpoint: Checkpoint, config: EngineConfig, plan: Plan, console: Co
                 llm = LLM(checkpoint, **{**options, "draft": draft, "spec_length": spec_length})
                 llms[Variant(name, spec_length)] = llm
             except UserError as error:
-                if plan.drafts:
+                if plan.drafts or plan.draft_shape != "none":
                     raise
                 console.print(f"left out: {error}")
                 break
@@ -194,7 +206,8 @@ def _measure(llms: dict[Variant, LLM], prompts: list[tuple[str, str]], plan: Pla
             progress.update(task, description=f"T={t:g} {variant.draft} K={variant.spec_length}")
             _run_once(llm, text, params, tallies[t, variant], clocks[variant])
             progress.advance(task)
-    return [line_of(tally, tallies[tally.temperature, PLAIN]) for tally in tallies.values()]
+    plain_pass_s = plain_pass_s_of(tallies.values())
+    return [line_of(tally, tallies[tally.temperature, PLAIN], plain_pass_s) for tally in tallies.values()]
 
 
 def _runs(plan: Plan, prompts: list[tuple[str, str]]) -> Iterator[tuple[int, tuple[int, tuple[str, str]], float]]:

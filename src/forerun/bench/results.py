@@ -4,7 +4,7 @@ Beside each speed-up stands what theory expects of the measured ingredients (doc
 
     c      seconds per drafted token / seconds of a plain target pass
     v(K)   target pass over K+1 tokens / target pass over one
-    o      seconds of a step outside of all model forwards / target pass over one
+    o      seconds of a step outside of its draft and its target pass / target pass over one
     alpha  accepted / tested tokens
 
     Theorem 3.8 (Leviathan et al. 2023)   A / (c K + 1)          A = (1 - alpha^(K+1)) / (1 - alpha)
@@ -14,7 +14,7 @@ Beside each speed-up stands what theory expects of the measured ingredients (doc
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -63,7 +63,8 @@ class Line:
     spec_length: int
     temperature: float
     tokens_per_s: float
-    speedup: float
+    speedup: float  # median of the prompts' ratios
+    speedup_range: tuple[float, float]  # the least and the largest of them
     tokens_per_step: float
     alpha_hat: float | None
     acceptance_rate: float | None
@@ -77,18 +78,23 @@ class Line:
 # ---------------------------------------------------------------------------------------------------------- numbers
 
 
-def line_of(tally: Tally, plain: Tally) -> Line:
+def plain_pass_s_of(tallies: Iterable[Tally]) -> float:
+    """Seconds of a plain pass, over all temperatures: a forward pass does not know of any."""
+    return median(step.target_forward_s for t in tallies if t.variant.spec_length == 0 for step in t.steps)
+
+
+def line_of(tally: Tally, plain: Tally, plain_pass_s: float) -> Line:
     """The rates and predictions of a tally, beside plain decoding of the same prompts in the same run."""
     spec_length = tally.variant.spec_length
-    plain_pass_s = median(step.target_forward_s for step in plain.steps)
-    pairs = zip(plain.seconds_per_token, tally.seconds_per_token, strict=True)
+    ratios = [a / b for a, b in zip(plain.seconds_per_token, tally.seconds_per_token, strict=True)]
     drafted, tested, accepted = (tally.total(n) for n in ("num_drafted", "num_tested", "num_accepted"))
     line = Line(
         draft=tally.variant.draft,
         spec_length=spec_length,
         temperature=tally.temperature,
         tokens_per_s=1 / median(tally.seconds_per_token),
-        speedup=median(a / b for a, b in pairs),
+        speedup=median(ratios),
+        speedup_range=(min(ratios), max(ratios)),
         tokens_per_step=tally.total("num_emitted") / len(tally.steps),
         alpha_hat=accepted / tested if tested else None,
         acceptance_rate=accepted / drafted if drafted else None,
@@ -101,7 +107,8 @@ def line_of(tally: Tally, plain: Tally) -> Line:
     full = sum(step.num_drafted >= spec_length for step in tally.steps)
     if line.alpha_hat is None or line.c is None or line.v is None or full < FULL_DRAFTS * len(tally.steps):
         return line
-    overhead = median(_overheads(tally)) / plain_pass_s
+    # c has the drafter's own work in it already, sampling included.
+    overhead = median(_step_s(step) - step.target_forward_s - step.draft_s for step in tally.steps) / plain_pass_s
     return replace(
         line,
         theorem_3_8=formulas.speedup(line.alpha_hat, spec_length, line.c),

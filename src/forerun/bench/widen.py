@@ -25,7 +25,7 @@ from forerun.text.tokenizer import Tokenizer
 
 # The last two are the sizes of the published models of these names. `demo` keeps head size and vocabulary.
 SHAPES = {
-    "demo": WideShape(hidden_size=2048, num_layers=5, num_heads=32, num_kv_heads=8, ffn_size=8192),  # about 0.3 B
+    "demo": WideShape(hidden_size=2048, num_layers=6, num_heads=32, num_kv_heads=8, ffn_size=8192),  # about 0.4 B
     "llama-3.2-1b": WideShape(2048, 16, 32, 8, 8192, head_dim=64, vocab_size=128256),
     "llama-3.2-3b": WideShape(3072, 28, 24, 8, 8192, head_dim=128, vocab_size=128256),
 }

@@ -192,7 +192,16 @@ def build(options: Options, target: Target) -> Drafter:
         dtype=model.dtype,
         device=model.device,
     )
-    return ModelDrafter(Runner(model, cache, target.num_ids, target.holes), options)
+    return ModelDrafter(Runner(model, cache, target.num_ids, _holes(checkpoint, target)), options)
+
+
+def _holes(checkpoint: Checkpoint, target: Target) -> list[int]:
+    """Ids that the target does not know, and those that the draft's tokenizer does not: their rows are untrained."""
+    holes = set(target.holes)
+    if checkpoint.tokenizer is not None:
+        known = checkpoint.tokenizer.id_to_token
+        holes |= {i for i in range(min(target.num_ids, checkpoint.model.config.vocab_size)) if i not in known}
+    return sorted(holes)
 
 
 def _checkpoint(options: Options, target: Target) -> Checkpoint:

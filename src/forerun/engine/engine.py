@@ -157,7 +157,9 @@ class Engine:
     def _max_len(self, ids: list[int], params: SamplingParams) -> int:
         if not ids:
             raise BadOption("the prompt has no tokens: give at least one")
-        max_len = self.max_seq_len if params.max_tokens is None else len(ids) + params.max_tokens
+        cache = self.runner.cache
+        room = min(self.max_seq_len, cache.num_blocks * cache.block_tokens)
+        max_len = max(room, len(ids) + 1) if params.max_tokens is None else len(ids) + params.max_tokens
         if len(ids) >= self.max_seq_len or max_len > self.max_seq_len:
             raise PromptTooLong(
                 f"the prompt has {len(ids)} tokens and max_tokens={params.max_tokens}, but max_seq_len is "

@@ -67,7 +67,9 @@ class LLM:
         else:
             check_loaded(loaded, self.config)
         self.checkpoint = loaded or load_target(self.config, with_tokenizer=False)
-        self.tokenizer = tokenizer or self.checkpoint.tokenizer or Tokenizer.load(self.checkpoint.folder)
+        if tokenizer is None or tokenizer.folder != self.checkpoint.folder:  # a branch of the hub may have moved
+            tokenizer = self.checkpoint.tokenizer or Tokenizer.load(self.checkpoint.folder)
+        self.tokenizer = tokenizer
         self.default_params = SamplingParams()
         if self.config.generation_config == "model":
             self.default_params = sampling_defaults(self.checkpoint.folder)

@@ -9,9 +9,10 @@ import torch
 
 from forerun import drafters, pacing
 from forerun.config import EngineConfig
+from forerun.engine.memory import pool_tokens, resolve_max_seq_len
 from forerun.errors import BadOption, NotFound
 from forerun.models.generation import sampling_defaults, sampling_fields
-from forerun.models.loading import Checkpoint, load_checkpoint, small_files
+from forerun.models.loading import Checkpoint, load_checkpoint, read_config, read_raw_config, small_files
 from forerun.ops.reference import ReferenceOps
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
@@ -38,6 +39,14 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokeni
     pacing.make(config.pacing, config.spec_length)
     method, options = drafters.resolve(config.draft, is_shipped(config.target) or has_loaded_draft)
     folder = target_files(config)
+    max_positions = read_config(read_raw_config(folder)).max_positions
+    max_seq_len = resolve_max_seq_len(config.max_seq_len, max_positions)
+    pool_tokens(
+        config.kv_cache_backend,
+        max_batch_size=config.max_batch_size,
+        max_seq_len=max_seq_len,
+        num_tokens=config.kv_cache_tokens,
+    )
     tokenizer = Tokenizer.load(folder)
     if config.generation_config == "model":
         sampling_defaults(folder)
@@ -55,6 +64,11 @@ def suggested_fields(config: EngineConfig) -> dict[str, Any]:
 def target_files(config: EngineConfig) -> Path:
     """The target's folder, without its weights; see `small_files`."""
     return small_files(_target(config))
+
+
+def refuse_without_template(config: EngineConfig) -> None:
+    """Raise NotFound where the target has no chat template and none is named, before any weight is fetched."""
+    ChatTemplate.load(target_files(config), config.chat_template)
 
 
 def _target(config: EngineConfig) -> str | Path:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import contextmanager
+from types import FrameType
 
 from forerun.engine.engine import Engine
 from forerun.engine.request import Chunk, Request
@@ -66,25 +68,58 @@ class SharedEngine:
     def _holding(self) -> Iterator[None]:
         if self._owner == threading.get_ident():
             raise BadOption("a listener runs inside a step and cannot call the engine: keep what it heard, call later")
-        try:
-            with self._lock:
-                self._owner = threading.get_ident()
-                try:
-                    self._end_all()
-                    yield
-                finally:
-                    self._end_all()
-                    self._owner = None
-        finally:
-            self._settle()  # somebody may have put a request down after the last look
+        with _uninterrupted():
+            try:
+                with self._lock:
+                    self._owner = threading.get_ident()
+                    try:
+                        self._end_all()
+                        yield
+                    finally:
+                        self._owner = None
+                        self._end_all()
+            finally:
+                self._settle()  # somebody may have put a request down after the last look
 
     def _settle(self) -> None:
-        while self._ended and self._lock.acquire(blocking=False):
-            try:
-                self._end_all()
-            finally:
-                self._lock.release()
+        with _uninterrupted():
+            while self._ended and self._lock.acquire(blocking=False):
+                try:
+                    self._end_all()
+                finally:
+                    self._lock.release()
 
     def _end_all(self) -> None:
         while self._ended:
             self._engine.abort(self._ended.popleft())
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block: torn in two, a step would leave locks held and texts without a token.
+
+    Only the main thread is interrupted, and only by a handler written in Python.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not callable(handler) or isinstance(handler, _Later):
+        yield
+        return
+    later = _Later()
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if later.came is not None:
+            handler(*later.came)
+
+
+class _Later:
+    """A handler that remembers the signal."""
+
+    def __init__(self) -> None:
+        self.came: tuple[int, FrameType | None] | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = (number, frame)

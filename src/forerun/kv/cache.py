@@ -55,8 +55,15 @@ class KVCache:
         self.num_blocks = num_blocks
         pool = (num_blocks * block_tokens, shape.num_kv_heads, shape.head_dim)
         # Not zeroed: untouched pages cost no memory on a CPU, and nothing reads a row before it was written.
-        self.keys = [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
-        self.values = [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        try:
+            self.keys = [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+            self.values = [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        except RuntimeError as error:  # torch's OutOfMemoryError is one, and a CPU's refusal is a plain one
+            num_gb = num_blocks * block_tokens * shape.bytes_per_token(dtype) / 1e9
+            raise CapacityError(
+                f"there is no memory for a KV cache of {num_gb:.1f} GB on {device}: lower max_batch_size, max_seq_len "
+                "or kv_cache_tokens; forerun plan says what fits"
+            ) from error
         self.device = device
         self._free = list(range(num_blocks - 1, -1, -1))
         self._tables: dict[int, list[int]] = {}

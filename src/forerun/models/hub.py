@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from forerun.errors import CapacityError, ForerunError, NotFound
 from forerun.files import read_json, shard_names
-from forerun.models.hub_errors import cache_folder, explained, is_unreachable
+from forerun.models.hub_errors import cache_folder, explained, is_offline, is_unreachable
 from forerun.models.refusals import (
     CONFIG,
     INDEX,
@@ -100,17 +99,8 @@ def _as_hub_model(name: str) -> _HubModel | None:
     return _HubModel(hub_id, revision or DEFAULT_REVISION)
 
 
-@lru_cache(maxsize=64)
-def _ask(model: _HubModel, period: int) -> Listing | Exception:
-    """One request for the listing. Opening a pair looks several times, and without a network each would wait."""
-    from huggingface_hub import HfApi
-
-    api = HfApi(library_name="forerun")
-    try:
-        info = api.model_info(model.id, revision=model.revision, files_metadata=True, timeout=LISTING_TIMEOUT_S)
-    except Exception as error:
-        return error
-    return str(info.sha), {file.rfilename: file.size for file in info.siblings or ()}
+# What the hub said within the last minute: opening a pair looks several times, and without a network each look waits.
+_LISTINGS: dict[_HubModel, tuple[float, Listing | Exception]] = {}
 
 
 @dataclass(frozen=True)
@@ -126,8 +116,7 @@ class _HubModel:
             commit, sizes = self._listing()
         except Exception as error:
             cached = self._cached()
-            enough = config_only or not weights or (cached is not None and _is_complete(cached))
-            if cached is None or not is_unreachable(error) or not enough:
+            if cached is None or not is_unreachable(error) or not _holds(cached, config_only, weights):
                 raise
             return cached
         self._refuse(sizes, commit, config_only)
@@ -155,10 +144,25 @@ class _HubModel:
 
     def _listing(self) -> Listing:
         """The commit that the revision means now, and its files with their sizes in bytes, as far as known."""
-        found = _ask(self, int(time.monotonic() // LISTING_KEPT_S))
+        asked_s, found = _LISTINGS.get(self, (-LISTING_KEPT_S, None))
+        if found is None or time.monotonic() - asked_s > LISTING_KEPT_S:
+            try:
+                found = self._ask()
+            except Exception as error:
+                if not is_offline(error):
+                    raise  # by the next time somebody may have logged in, or mended the server
+                found = error
+            _LISTINGS[self] = (time.monotonic(), found)
         if isinstance(found, Exception):
-            raise found
+            raise found.with_traceback(None)
         return found
+
+    def _ask(self) -> Listing:
+        from huggingface_hub import HfApi
+
+        api = HfApi(library_name="forerun")
+        info = api.model_info(self.id, revision=self.revision, files_metadata=True, timeout=LISTING_TIMEOUT_S)
+        return str(info.sha), {file.rfilename: file.size for file in info.siblings or ()}
 
     def _download(self, name: str, revision: str) -> Path:
         """The place of one file in the cache; nothing is asked for what is there under this commit."""
@@ -200,10 +204,12 @@ class _HubModel:
             )
 
 
-def _is_complete(folder: Path) -> bool:
-    """Whether a snapshot has everything without which a model cannot run."""
-    if not all((folder / name).exists() for name in (CONFIG, TOKENIZER)):
+def _holds(folder: Path, config_only: bool, weights: bool) -> bool:
+    """Whether a snapshot has everything of what is wanted without which a model cannot run."""
+    if not all((folder / name).exists() for name in (CONFIG, TOKENIZER)[: 1 if config_only else 2]):
         return False
+    if config_only or not weights:
+        return True
     if (folder / SINGLE).exists():
         return True
     return (folder / INDEX).exists() and all((folder / name).exists() for name in shard_names(folder / INDEX))

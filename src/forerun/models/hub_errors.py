@@ -45,6 +45,11 @@ def is_unreachable(error: BaseException) -> bool:
     return any(is_one(link) for link in _chain(error))
 
 
+def is_offline(error: BaseException) -> bool:
+    """Whether nobody answered: no network, or offline mode. That will be so again in a moment, and cost a wait."""
+    return is_unreachable(error) and all(_status(link) is None for link in _chain(error))
+
+
 def cache_folder() -> str:
     """Where huggingface_hub keeps what it fetched."""
     from huggingface_hub import constants

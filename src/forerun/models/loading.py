@@ -7,6 +7,7 @@ checkpoints of other formats, weights.py for how the weights are read.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from forerun.errors import BadOption, UnsupportedModel
+from forerun.errors import BadOption, CapacityError, UnsupportedModel
 from forerun.files import read_json
 from forerun.models import refusals
 from forerun.models.generation import end_ids_of
@@ -78,7 +79,7 @@ def load_checkpoint(
     tokenizer = Tokenizer.load(folder) if with_tokenizer else None
     stored = StoredWeights(folder)
     check_shapes(_without_tied_head(stored, config, str(folder)), parameter_shapes(config), str(folder))
-    weights = empty_weights(config, _dtype(dtype, device, stored), device)
+    weights = _allocate(config, _dtype(dtype, device, stored), device)
     stored.fill(weights)
     return Checkpoint(
         name=str(name) if is_hub_id(name) else folder.resolve().name,
@@ -88,6 +89,17 @@ def load_checkpoint(
         end_ids=end_ids,
         tokenizer=tokenizer,
     )
+
+
+def _allocate(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    try:
+        return empty_weights(config, dtype, device)
+    except RuntimeError as error:  # torch's OutOfMemoryError is one, and a CPU's refusal is a plain one
+        num_bytes = sum(math.prod(shape) for shape in parameter_shapes(config).values()) * dtype.itemsize
+        raise CapacityError(
+            f"there is no memory for weights of {num_bytes / 1e9:.1f} GB on {device}: choose a smaller model, or "
+            "dtype='bfloat16'; forerun plan says what fits"
+        ) from error
 
 
 def small_files(name: str | Path) -> Path:
