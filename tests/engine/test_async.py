@@ -238,23 +238,24 @@ def test_conversations_may_come_from_any_iterable(llm: LLM) -> None:
 
 
 def test_ctrl_c_waits_for_the_end_of_the_step(llm: LLM) -> None:
-    """Torn in the middle of a commit, a step would leave another request with tokens and without their text."""
+    """Torn in the middle of a commit, a step would leave another request with a token and without its text."""
     expected = llm.generate(PROMPTS[0], params(40))[0]
     other = llm.stream(PROMPTS[0], params(40))
-    chunks, times, decode = [next(other)], list[int](), llm.tokenizer.decode
+    chunks, times = [next(other)], list[int]()
+    (request,) = llm.engine.scheduler.running
+    detokenizer = request._detokenizer
+    assert detokenizer is not None
+    push = detokenizer.push
 
-    def press_and_decode(*arguments: Any, **options: Any) -> str:
+    def press_and_push(ids: list[int]) -> Any:
         if not times:
             times.append(1)
-            os.kill(os.getpid(), signal.SIGINT)  # the detokenizer runs in the middle of a commit
-        return decode(*arguments, **options)
+            os.kill(os.getpid(), signal.SIGINT)  # the token is committed, and its text is not yet
+        return push(ids)
 
-    llm.tokenizer.decode = press_and_decode  # type: ignore[method-assign]
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS[1], params(40))
-    finally:
-        llm.tokenizer.decode = decode  # type: ignore[method-assign]
+    detokenizer.push = press_and_push  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[1], params(40))
     chunks += list(other)
     assert times == [1]
     assert "".join(chunk.text for chunk in chunks) == expected.text
