@@ -75,6 +75,32 @@ def test_bench_latency_prints_ceiling_table_and_one_json_line(cli: Any, tmp_path
     assert record["widened"] is False
 
 
+def test_bench_latency_compares_lengths_of_one_drafter(cli: Any, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "text": "def f(n):"}\n', encoding="utf-8")
+    lengths = ("--spec-length", "2", "--spec-length", "4")
+    base = ("--target", "llama", "--draft", "./draft", "--temperature", "0", "--prompt-file", str(prompts))
+    done = cli("bench", "latency", *base, *lengths, "--max-tokens", "24")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    record = json.loads(lines[-1])
+    assert [(line["draft"], line["spec_length"]) for line in record["lines"]] == [
+        ("none", 0),
+        ("./draft", 2),
+        ("./draft", 4),
+    ]
+    assert len(record["drafts"]) == 1  # loaded once for both lengths
+    assert any(line.startswith("T=0 ./draft: best of the measured lengths is K=") for line in lines)
+
+
+def test_a_draft_shape_without_a_draft_model_is_refused_before_anything_is_loaded(cli: Any) -> None:
+    done = cli("bench", "latency", "--target", "nowhere", "--draft-shape", "demo", FORERUN_DRAFT="lookup")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: draft='lookup' is no model that could be widened: name a draft model, or leave it out\n"
+    )
+
+
 def test_public_names_load_when_used() -> None:
     for name in forerun.__all__:
         assert getattr(forerun, name).__name__ == name

@@ -1,6 +1,7 @@
 """Errors at the door: one sentence on standard error, exit code 2, no traceback, nothing on standard output."""
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -83,6 +84,12 @@ def test_a_reader_that_leaves_is_no_error(start: Any, rounds: bool) -> None:
     stderr = run.stderr.read()
     assert run.wait(timeout=60) == 141
     assert stderr == ""
+
+
+def test_a_cache_that_no_memory_can_hold(cli: Any) -> None:
+    done = cli("generate", "--target", "llama", "--kv-cache-tokens", "1000000000000", "--max-tokens", "2", "x")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1)
+    assert re.match(r"error: there is no memory for a KV cache of \d+\.\d GB on cpu: lower", done.stderr)
 
 
 def test_standard_input_that_is_not_utf8(cli: Any) -> None:

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from forerun import LLM, BadOption, SamplingParams
+from forerun import LLM, BadOption, CapacityError, SamplingParams
 from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import load_checkpoint
 from forerun.models.saving import save_checkpoint
@@ -119,6 +119,15 @@ def test_a_draft_model_need_not_know_every_id(tmp_path, sampling):
     assert unknown.report.num_drafted == 0
     expected = llm("none").generate(prompts, params)
     assert [known.token_ids, unknown.token_ids] == [out.token_ids for out in expected]
+
+
+def test_without_a_limit_an_output_goes_as_far_as_the_cache():
+    """Nobody asked for more tokens than there is room for."""
+    small = LLM(draft="none", kv_cache_tokens=64)
+    (out,) = small.generate([[5, 6, 7]], SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True))
+    assert (len(out.token_ids), out.finish_reason) == (61, "length")
+    with pytest.raises(CapacityError, match="the whole KV cache holds 64"):
+        small.generate([[5] * 64], SamplingParams(max_tokens=None, temperature=0.0))
 
 
 def test_a_draft_model_may_end_at_other_ids(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from forerun.models.layers import parameter_shapes
 from forerun.models.loading import read_config
+from models.hubserver import Client, HubServer, serve
 
 Raw = dict[str, Any]
 WriteCheckpoint = Callable[..., Path]
@@ -63,3 +64,14 @@ def llama_raw() -> Raw:
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
     }
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    yield from serve()
+
+
+@pytest.fixture
+def client(hub: HubServer, tmp_path: Path) -> Client:
+    (tmp_path / "home").mkdir()
+    return Client(hub, tmp_path / "home")

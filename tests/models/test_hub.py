@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,11 @@ from safetensors.torch import load_file
 
 from forerun import LLM, SamplingParams
 from forerun.models.saving import save_checkpoint
-from models.hubserver import LOCATE, Client, HubServer, serve
+from models.hubserver import LOCATE, Client, HubServer
 from tiny import tiny_config, write_tiny
 
 SMALL = ["config.json", "generation_config.json", "tokenizer.json"]  # of a tiny checkpoint
 ALL = [*SMALL, "model.safetensors"]
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    yield from serve()
-
-
-@pytest.fixture
-def client(hub: HubServer, tmp_path: Path) -> Client:
-    (tmp_path / "home").mkdir()
-    return Client(hub, tmp_path / "home")
 
 
 @pytest.fixture(scope="session")

@@ -5,27 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from models.hubserver import Client, HubServer, serve
+from models.hubserver import Client, HubServer
 from tiny import write_tiny
 
 GENERATE = ("generate", "--target", "org/target", "--max-tokens", "4", "hello")
 SAMPLES = b'{"do_sample": false, "max_new_tokens": 7}'
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    yield from serve()
-
-
-@pytest.fixture
-def client(hub: HubServer, tmp_path: Path) -> Client:
-    (tmp_path / "home").mkdir()
-    return Client(hub, tmp_path / "home")
 
 
 @pytest.fixture(scope="session")
@@ -105,6 +92,39 @@ def test_opening_a_pair_asks_each_listing_once(hub: HubServer, client: Client, t
     listings = [asked.path for asked in hub.requests if asked.path.startswith("/api/models/")]
     assert sorted(listings) == [f"/api/models/org/{name}/revision/main" for name in ("draft", "target")]
     assert sorted(hub.fetched()).count("model.safetensors") == 2
+
+
+MOVES = """
+import sys
+from forerun.engine import llm
+from forerun.models import hub
+hub.LISTING_KEPT_S = 0.0
+load = llm.load_target
+def load_when_told(config, **options):
+    print("small files are read", flush=True)
+    sys.stdin.readline()
+    return load(config, **options)
+llm.load_target = load_when_told
+opened = llm.LLM("org/target", draft="none")
+print(opened.checkpoint.folder.name, opened.tokenizer.folder.name, opened.tokenizer.id_to_token[0])
+"""
+
+
+def test_a_branch_that_moves_gives_one_commit_or_the_other(
+    hub: HubServer, client: Client, tiny: dict[str, bytes], stranger: dict[str, bytes]
+) -> None:
+    """Not the tokenizer of one with the weights of the other."""
+    hub.publish("org/target", tiny)
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", MOVES]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=client.environ(), cwd=client.home) as run:
+        assert run.stdout is not None
+        assert run.stdin is not None
+        assert run.stdout.readline() == "small files are read\n"
+        commit = hub.publish("org/target", stranger)
+        run.stdin.write("\n")
+        run.stdin.flush()
+        assert run.stdout.readline().split() == [commit, commit, "</s>"]
 
 
 LATE = """

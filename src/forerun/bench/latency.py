@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from forerun import methods
+from forerun import drafters, methods
 from forerun.bench.demo import PROMPTS, draft_name, load_widened, load_widened_draft
 from forerun.bench.results import (
     Line,
@@ -32,10 +32,11 @@ from forerun.bench.results import (
 from forerun.bench.widen import bytes_per_pass, describe, num_parameters
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
+from forerun.engine.opening import SHIPPED_DRAFT, is_shipped
 from forerun.errors import BadOption, NotFound, UserError
 from forerun.flags import engine_options
 from forerun.models.layers import Decoder
-from forerun.models.loading import Checkpoint
+from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.models.runner import Run, Runner, Scores
 from forerun.show import make_console
 from forerun.types import SamplingParams, StepReport
@@ -154,6 +155,7 @@ def _build(checkpoint: Checkpoint, config: EngineConfig, plan: Plan, console: Co
     for name, draft in drafts.items():
         for spec_length in plan.spec_lengths or (config.spec_length,):
             try:
+                draft = _loaded_once(draft, checkpoint)
                 llm = LLM(checkpoint, **{**options, "draft": draft, "spec_length": spec_length})
                 llms[Variant(name, spec_length)] = llm
             except UserError as error:
@@ -162,6 +164,18 @@ def _build(checkpoint: Checkpoint, config: EngineConfig, plan: Plan, console: Co
                 console.print(f"left out: {error}")
                 break
     return llms
+
+
+def _loaded_once(draft: str | Checkpoint, target: Checkpoint) -> str | Checkpoint:
+    """A draft model without options of its own is loaded here, for all lengths; anything else stays as it is named."""
+    if isinstance(draft, Checkpoint):
+        return draft
+    shipped, model = is_shipped(target.folder), target.model
+    method, options = drafters.resolve(draft, shipped)
+    path = getattr(options, "path", None) or (str(SHIPPED_DRAFT) if shipped else None)
+    if method != "model" or path is None or replace(options, path=None) != type(options)():
+        return draft
+    return load_checkpoint(path, dtype=model.dtype, device=model.device, ops=model.ops, with_tokenizer=True)
 
 
 def _draft_models(llms: dict[Variant, LLM]) -> list[Decoder]:

@@ -1,0 +1,92 @@
+"""`forerun bench latency`: the numbers that are made of measurements, on measurements whose numbers are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forerun.bench.latency import WORKLOADS, Plan, planned
+from forerun.bench.results import Tally, Variant, line_of, plain_pass_s_of
+from forerun.errors import BadOption
+from forerun.theory import formulas
+from forerun.types import StepReport
+
+PLAIN, MODEL = Variant("none", 0), Variant("model", 3)
+
+
+def plain_tally(temperature: float, pass_s: float) -> Tally:
+    """Two runs at 0.5 and 1 s per token; a pass takes `pass_s`, and a hundredth of a second is spent elsewhere."""
+    step = StepReport(num_decoding=1, num_emitted=1, score_s=pass_s + 0.01, target_forward_s=pass_s)
+    return Tally(PLAIN, temperature, [0.5, 1.0], [step] * 4, [0.0] * 4)
+
+
+def model_tally() -> Tally:
+    """Per step: 0.3 s of drafting (0.24 in forwards), 0.6 of verifying, 0.05 + 0.02 + 0.03 around it."""
+    step = StepReport(
+        num_decoding=1,
+        num_drafted=3,
+        num_tested=3,
+        num_accepted=2,
+        num_emitted=3,
+        draft_s=0.3,
+        score_s=0.65,
+        target_forward_s=0.6,
+        judge_s=0.02,
+        commit_s=0.03,
+    )
+    return Tally(MODEL, 0.0, [0.25, 0.4], [step] * 4, [0.24] * 4)
+
+
+def test_every_number_of_a_line() -> None:
+    line = line_of(model_tally(), plain_tally(0.0, 0.4), plain_pass_s=0.5)
+    assert line.speedup == pytest.approx((0.5 / 0.25 + 1.0 / 0.4) / 2)
+    assert line.speedup_range == pytest.approx((2.0, 2.5))
+    assert line.tokens_per_s == pytest.approx(1 / 0.325)
+    assert line.tokens_per_step == 3
+    assert line.alpha_hat == line.acceptance_rate == pytest.approx(2 / 3)
+    assert line.c == pytest.approx(0.1 / 0.5)  # the drafter's sampling is part of what a drafted token costs
+    assert line.v == pytest.approx(0.6 / 0.5)
+    assert line.overhead_share == pytest.approx((1.0 - 0.6 - 0.24) / 1.0)  # outside of both models' forwards
+    assert line.theorem_3_8 == pytest.approx(formulas.speedup(2 / 3, 3, 0.2))
+    # Everything is counted once: 3 c + v + o are the seconds of a step, 1.0, over those of a plain pass.
+    assert line.expected == pytest.approx(formulas.expected_tokens(2 / 3, 3) / (1.0 / 0.5))
+
+
+def test_the_plain_pass_is_that_of_all_temperatures() -> None:
+    tallies = [plain_tally(0.0, 0.4), plain_tally(1.0, 0.6), model_tally()]
+    assert plain_pass_s_of(tallies) == pytest.approx(0.5)
+
+
+def test_plain_decoding_is_its_own_measure_and_short_drafts_have_no_prediction() -> None:
+    plain = plain_tally(0.0, 0.4)
+    line = line_of(plain, plain, 0.4)
+    assert (line.speedup, line.v, line.c, line.alpha_hat, line.expected) == (1.0, 1.0, None, None, None)
+    short = model_tally()
+    short.steps[:2] = [StepReport(num_decoding=1, num_drafted=1, num_tested=1, num_emitted=1, score_s=0.1)] * 2
+    assert line_of(short, plain, 0.4).expected is None
+
+
+def test_a_workload_is_a_plan_that_says_which_models() -> None:
+    plan, engine = planned("w1", shape=None, draft_shape=None, drafts=(), spec_lengths=(), num_prompts=2)
+    assert plan == Plan(num_prompts=2, **WORKLOADS["w1"][0])
+    assert (plan.shape, plan.draft_shape) == ("llama-3.2-3b", "llama-3.2-1b")
+    assert engine == {"dtype": "bfloat16"}
+    assert planned("w1", spec_lengths=(2,))[0].spec_lengths == (2,)
+    assert planned(None, shape="demo") == (Plan(shape="demo"), {})
+
+
+@pytest.mark.parametrize(
+    ("workload", "wanted", "sentence"),
+    [
+        ("w2", {}, "there is no workload 'w2': it must be one of w1"),
+        ("w1", {"shape": "demo"}, "--workload w1 contradicts --shape: drop one"),
+        ("w1", {"draft_shape": "demo"}, "--workload w1 contradicts --draft-shape: drop one"),
+        ("w1", {"drafts": ("lookup",)}, "--workload w1 contradicts --draft: drop one"),
+        (None, {"draft_shape": "demo", "drafts": ("lookup",)}, "--draft-shape measures the draft model alone"),
+    ],
+)
+def test_contradictory_plans_are_refused(workload: str | None, wanted: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadOption) as caught:
+        planned(workload, **wanted)
+    assert sentence in str(caught.value)
