@@ -1,10 +1,12 @@
 # `make demo` and `make test` set everything up themselves, in .venv beside this file. All they need is make and
-# Python 3.11 or newer with its venv module.
+# Python 3.11 or newer with its venv module; and, for the native kernels, a C++ compiler and Python's headers.
 #
 #   TORCH_INDEX   one more package index for torch, such as PyTorch's own for the small CPU builds, where the default
 #                 would be the CUDA build of several gigabytes
 #   PYTHON        the interpreter .venv is made with; the first one found that is new enough if not given
-#   ARGS          more arguments for demo, bench, test and parity: make bench ARGS="--help"
+#   ARGS          more arguments for demo, bench, test, test-isas and parity: make bench ARGS="--help"
+#
+# FORERUN_REQUIRE_NATIVE=1 in the environment: no set-up without the native kernels.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,43 +20,82 @@ READY := $(VENV)/ready
 TEST_READY := $(VENV)/ready-for-tests
 RUN_READY := $(if $(wildcard $(TEST_READY)),$(TEST_READY),$(READY))
 
+# The extension, in src/forerun. It is made with the set-up, and again when its sources change.
+NATIVE := $(VENV)/native
+CSRC := $(shell find csrc -type f)
+
+# What is computed with the kernels is tested with those of each instruction set.
+ISAS := avx512 avx2 baseline reference
+ISA_TESTS := tests/ops tests/models/test_parity.py tests/models/test_loading.py \
+	tests/house/test_native.py tests/house/test_same_as_plain.py
+
+# The variables pin the tools that build the extension, too: pip before 25.3 reads the first one, later the second.
+PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+	$(BIN)/python -m pip install --disable-pip-version-check --no-input
+
 # Modules from elsewhere would shadow what .venv holds.
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check parity bench clean
+.PHONY: help demo test test-isas check native parity bench clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-demo: $(RUN_READY)  ## the same text written with and without speculation, side by side
+demo: $(RUN_READY) $(NATIVE)  ## the same text written with and without speculation, side by side
 	$(BIN)/forerun demo $(ARGS)
 
-test: check  ## check, then all tests except the long comparison
+test: check  ## check, all tests except the long comparison, and without ARGS test-isas
 	$(BIN)/python -m pytest $(ARGS)
+	$(if $(ARGS),,@$(MAKE) --no-print-directory test-isas \
+		TESTED="$$($(BIN)/python -c 'from forerun import native; print(native.isa())')")
 
-check: $(TEST_READY)  ## lint, formatting, types, import order
+# TESTED: the instruction set that everything was tested with already.
+test-isas: $(TEST_READY) $(NATIVE)  ## the tests of what the kernels compute, once per instruction set
+	@possible="$$($(BIN)/python -c 'from forerun import native; print(*native.available_isas())')" || exit; \
+	for isa in $(filter-out $(TESTED),$(ISAS)); do \
+		case " $$possible " in \
+		*" $$isa "*) echo "FORERUN_ISA=$$isa:"; FORERUN_ISA=$$isa $(BIN)/python -m pytest $(ISA_TESTS) $(ARGS) || exit ;; \
+		*) echo "FORERUN_ISA=$$isa: not run, for here are $$possible" ;; \
+		esac; \
+	done
+
+check: $(TEST_READY) $(NATIVE)  ## lint, formatting, types, import order
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-parity: $(TEST_READY)  ## the long comparison of every drafter with plain decoding
+native: $(TEST_READY)  ## compile what has changed of the C++ extension, and write its stub
+	FORERUN_REQUIRE_NATIVE=1 $(REBUILD)
+	@touch $(NATIVE)
+	$(BIN)/python -m nanobind.stubgen -q -m forerun._native -o src/forerun/_native.pyi
+	$(BIN)/ruff format -q src/forerun/_native.pyi
+
+parity: $(TEST_READY) $(NATIVE)  ## the long comparison of every drafter with plain decoding
 	$(BIN)/python -m pytest -m parity $(ARGS)
 
-bench: $(RUN_READY)  ## plain decoding against each drafter, on this machine
+bench: $(RUN_READY) $(NATIVE)  ## plain decoding against each drafter, on this machine
 	$(BIN)/forerun bench latency $(ARGS)
 
-clean:  ## remove .venv and caches
+clean:  ## remove .venv, caches and what was compiled
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -f src/forerun/_native*.so
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): EXTRA :=
-$(TEST_READY): EXTRA := [test]
+$(READY): WHAT := -e .
+$(TEST_READY): WHAT := -e '.[test]' $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
 $(READY) $(TEST_READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt \
-		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.$(EXTRA)'
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(WHAT)
+	@touch $@ $(NATIVE)
+
+# The test tools hold those that build, so that only what has changed is compiled; otherwise pip fetches them once more.
+REBUILD = $(PIP) --quiet --no-deps $(if $(wildcard $(TEST_READY)),--no-build-isolation) -e .
+
+# Listed behind one of the two above, which may have made it.
+$(NATIVE): $(CSRC)
+	$(REBUILD)
 	@touch $@
 
 $(BIN)/python:

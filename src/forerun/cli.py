@@ -17,7 +17,9 @@ from forerun import flags
 from forerun.bench.command import SHAPE_NAMES, app as bench_app
 from forerun.bench.plan import plan
 from forerun.config import EngineConfig
-from forerun.errors import BadOption, ForerunError, NotFound, UserError
+from forerun.doctor import doctor
+from forerun.errors import BadOption, ForerunError, UserError
+from forerun.inputs import read_requests
 from forerun.peers import on_command_line
 from forerun.train.command import app as train_app
 from forerun.types import SamplingParams
@@ -125,7 +127,7 @@ def generate(
     flags.sampling_params(given, {"max_tokens": None})  # what is wrong by itself is refused before anything is read
     engine = flags.engine_config(given, config)
     params = flags.sampling_params(given, _suggested(engine))
-    requests = _read_requests(prompts or [], prompt_file, params)
+    requests = read_requests(prompts or [], prompt_file, params)
     if not as_json and any(params.logprobs is not None for _, params in requests):
         raise BadOption("logprobs are printed with --json only: add it")
     if any(_is_conversation(prompt) for prompt, _ in requests):
@@ -181,37 +183,6 @@ def _open(config: Any) -> LLM:
     from forerun.engine.llm import LLM
 
     return LLM.from_config(config)
-
-
-def _read_requests(prompts: Seq[str], file: Path | None, params: SamplingParams) -> list[flags.Request]:
-    """Arguments, then the file; standard input where `-` stands or where nothing else was given. Texts are exact."""
-    made: list[flags.Request] = [(_read_stdin() if text == "-" else text, params) for text in prompts]
-    if file is not None:
-        text = _read_file(file)
-        made += flags.requests(text, params) if file.suffix == ".jsonl" else [(text, params)]
-    if not made and file is None and not sys.stdin.isatty():
-        made = [(_read_stdin(), params)]
-    if not any(prompt for prompt, _ in made):
-        raise BadOption(
-            'there is no prompt: write it as an argument ("def fib(n):"), name --prompt-file, or pipe it in'
-        )
-    return made
-
-
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError:
-        raise BadOption("standard input is not UTF-8 text: convert it first") from None
-
-
-def _read_file(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise BadOption(f"the prompt file {str(file)!r} is not UTF-8 text: convert it first") from error
-    except OSError as error:
-        raise NotFound(f"the prompt file {str(file)!r} cannot be read ({error.strerror}): check its name") from error
 
 
 def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:
@@ -343,6 +314,7 @@ def drafters() -> None:
 
 
 app.command()(plan)
+app.command()(doctor)
 
 
 # --------------------------------------------------------------------------------------------------------------- main

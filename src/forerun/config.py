@@ -15,6 +15,7 @@ from typing import Any
 
 from forerun.errors import BadOption, NotFound
 from forerun.methods import make_options, unknown
+from forerun.native import VARIABLES
 from forerun.peers import by_name, by_value
 
 
@@ -39,7 +40,9 @@ class EngineConfig:
         "none", "none, or model: the sampling values in the checkpoint's generation_config.json become the defaults"
     )
     chat_template: str | None = _option(None, "file with the chat template (Jinja); none = the checkpoint's own")
-    ops: str = _option("auto", "auto, reference, or reference_row_by_row (slow; bits independent of batching)")
+    ops: str = _option(
+        "auto", "auto, native (a CPU's kernels), reference (torch), or reference_row_by_row (slow; any device)"
+    )
     kv_cache_backend: str = _option("paged", "paged (blocks of 16 tokens) or contiguous (one block per sequence)")
     kv_cache_tokens: int | None = _option(None, "tokens in the KV cache; none = max_batch_size * max_seq_len", min=16)
     max_batch_size: int = _option(8, "sequences that run together at most", min=1, max=1024)
@@ -92,7 +95,7 @@ _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "device": ("auto", "cpu", "cuda"),
     "generation_config": ("none", "model"),
-    "ops": ("auto", "reference", "reference_row_by_row"),
+    "ops": ("auto", "native", "reference", "reference_row_by_row"),
     "kv_cache_backend": ("paged", "contiguous"),
 }
 
@@ -179,11 +182,12 @@ def _read_environment() -> dict[str, Any]:
     """The FORERUN_* variables by option name. Raises BadOption for one that names no option."""
     known = [*EngineConfig.__dataclass_fields__, *_ALIASES, _USE, "config"]
     names = {f"FORERUN_{name.upper()}": name for name in known}
+    allowed = [*names, *VARIABLES]
     for variable in os.environ:
-        if variable.startswith("FORERUN_") and variable not in names:
+        if variable.startswith("FORERUN_") and variable not in allowed:
             option = variable.removeprefix("FORERUN_").lower()
             there = by_name(option, EngineConfig.__dataclass_fields__, "SamplingParams", "FORERUN_")
-            raise BadOption(f"there is no {variable}: {there}" if there else unknown("variable", variable, names))
+            raise BadOption(f"there is no {variable}: {there}" if there else unknown("variable", variable, allowed))
     return {name: os.environ[variable] for variable, name in names.items() if variable in os.environ}
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from forerun import arithmetic
 from forerun.errors import InternalError
 from forerun.types import Probs
 
@@ -27,6 +28,7 @@ Words = npt.NDArray[np.uint32]
 Wide = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
+Row = npt.NDArray[Any]
 T = TypeVar("T")
 
 PURPOSE_DRAFT, PURPOSE_ACCEPT, PURPOSE_NEXT, PURPOSE_MATCH = 0, 1, 2, 3
@@ -34,7 +36,6 @@ PURPOSE_DRAFT, PURPOSE_ACCEPT, PURPOSE_NEXT, PURPOSE_MATCH = 0, 1, 2, 3
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
-_EVERYONE = 1e30  # a reach that rules nobody out who could win, and no float32 overflows with it
 _BLOCK = 512  # ids summed together by a draw
 _FEW = 16  # counters up to which Python integers are faster than numpy
 _CHUNK = 4096  # counters that are run together
@@ -95,12 +96,18 @@ def uniform53(word0: int, word1: int) -> float:
     return ((word0 >> 5) * 2**26 + (word1 >> 6)) * 2.0**-53
 
 
+def _words(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, ...]:
+    twin = arithmetic.twin()
+    words: tuple[int, ...] = philox_words(counter, key) if twin is None else twin.philox(*counter, *key)
+    return words
+
+
 def gumbel(seed: int, position: int, ids: npt.ArrayLike) -> Floats:
     """Standard Gumbel noise of these ids at this absolute index, float64 [n]; lane = id."""
     lanes = np.asarray(ids, dtype=np.int64)
     blocks, index = np.unique(lanes >> 2, return_inverse=True)
     uniforms = _match_uniforms(seed, position, blocks)[index, lanes & 3]
-    return np.asarray(-np.log(-np.log(uniforms)))
+    return -arithmetic.log(-arithmetic.log(uniforms))
 
 
 def _match_uniforms(seed: int, position: int, blocks: Ids) -> Floats:
@@ -130,7 +137,7 @@ class PhiloxCoins:
         self._position, self._round = position, round & _MASK
 
     def _uniform(self, purpose: int, depth: int, lane: int = 0) -> float:
-        words = philox_words(((self._position + depth) & _MASK, purpose, self._round, lane), self._key)
+        words = _words(((self._position + depth) & _MASK, purpose, self._round, lane), self._key)
         return uniform53(words[0], words[1])
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
@@ -147,67 +154,102 @@ class PhiloxCoins:
 
     def pick(self, probs: Probs, depth: int) -> int:
         """argmax over the ids with probs > 0 of log probs + Gumbel noise (Gumbel-max); lowest id on ties."""
-        if probs.point is not None:
-            return probs.point
-        return _pick(weights_of(probs), self._seed, self._position + depth)
+        return _pick(probs, self._seed, self._position + depth) if probs.point is None else probs.point
 
 
-def weights_of(probs: Probs) -> npt.NDArray[Any]:
-    """The dense vector on the host. Raises InternalError where it is missing, negative, without mass, or no number."""
-    if probs.dense is None:
-        raise InternalError("a law needs a point or a dense vector")
-    weights: npt.NDArray[Any] = probs.dense.detach().cpu().numpy()
+def _host(probs: Probs) -> tuple[Row, Ids | None]:
+    """The weights of a law and their ids, None = 0 to n - 1. Raises InternalError where there are none."""
+    weights: Row = probs.weights.detach().cpu().numpy()
+    return weights, None if probs.ids is None else probs.ids.numpy()
+
+
+def _no_law(weights: Row) -> InternalError | None:
+    """What is wrong with weights that are negative, without mass, or no numbers; None where nothing is."""
     low, high = weights.min(initial=0.0), weights.max(initial=0.0)
-    if not (low >= 0 and 0 < high < math.inf):  # NaN fails every comparison
-        raise InternalError(
-            f"a law with weights from {low} to {high} cannot be drawn from: negative, empty or no number"
-        )
-    return weights
+    if low >= 0 and 0 < high < math.inf:  # NaN fails every comparison
+        return None
+    return InternalError(
+        f"a law with weights from {low} to {high} cannot be drawn from: negative, empty or no number"
+    )
 
 
 def _draw(probs: Probs, uniform: float) -> int:
-    """Inverse of the cumulative sum (float64) at `uniform`; an id of probability 0 is never returned.
+    """Inverse of the cumulative sum at `uniform`; an id of probability 0 is never returned."""
+    weights, ids = _host(probs)
+    twin = arithmetic.twin() if weights.dtype == np.float32 else None
+    place = _place(weights, int(uniform * 2**53)) if twin is None else twin.place(weights, int(uniform * 2**53))
+    if place is None:
+        raise _no_law(weights) or InternalError("the twins disagree on what a law is")
+    return int(place if ids is None else ids[place])
 
-    Summed in two levels: blocks of the vocabulary, then the ids of one block.
+
+def _place(weights: Row, uniform: int) -> int | None:
+    """The first place at which the sum of ticks is above uniform * 2^-53 of all; None where this is no law.
+
+    Summed in two levels: blocks of the vocabulary, then the places of one block. Whole numbers: nothing is rounded, so
+    the place found has a weight.
     """
-    weights = weights_of(probs)
+    if _no_law(weights):
+        return None
+    counts = arithmetic.ticks(weights, len(weights), float(weights.max()))
     starts = np.arange(0, len(weights), _BLOCK)
-    mass = np.add.reduceat(weights, starts, dtype=np.float64).cumsum()
-    goal = uniform * mass[-1]
-    b = min(int(np.searchsorted(mass, goal, side="right")), int(np.searchsorted(mass, mass[-1])))
-    block = weights[starts[b] : starts[b] + _BLOCK]
-    within = block.cumsum(dtype=np.float64)
-    i = int(np.searchsorted(within, goal - (mass[b - 1] if b else 0.0), side="right"))
-    # Where rounding carries the goal past the block's sum, the last id of its support stands there.
-    return int(starts[b]) + min(i, int(np.flatnonzero(block)[-1]))
+    mass = np.add.reduceat(counts, starts).cumsum()
+    goal = uniform * int(mass[-1]) >> 53
+    b = int(np.searchsorted(mass, goal, side="right"))
+    within = counts[starts[b] : starts[b] + _BLOCK].cumsum()
+    return int(starts[b] + np.searchsorted(within, goal - (mass[b - 1] if b else 0), side="right"))
 
 
-def _pick(weights: npt.NDArray[Any], seed: int, position: int) -> int:
-    """argmax of log weight + Gumbel, evaluated in two strokes: the likely ids first, then whoever could still win.
+def _pick(probs: Probs, seed: int, position: int) -> int:
+    """argmax of log weight + Gumbel noise, as the exponential race that it is: argmin of -log u / weight."""
+    weights, ids = _host(probs)
+    twin = arithmetic.twin() if weights.dtype == np.float32 else None
+    winner: int | None = _race(weights, ids, seed, position) if twin is None else twin.race(weights, ids, seed, position)
+    if winner is None:
+        raise _no_law(weights) or InternalError("the twins disagree on what a law is")
+    return winner
 
-    log p + G = -log(E / p) with E = -log u exponential. Once some id has reached the score s, another can win only if
-    E / p <= exp(-s); since E >= 1 - u, those with 1 - u > p * exp(-s) are out without a logarithm.
+
+def _race(weights: Row, ids: Ids | None, seed: int, position: int) -> int | None:
+    """The id with the least -log u / weight, float64, lowest id on ties; None where this is no law.
+
+    In two strokes: the likely ids first, then whoever could still win. Once some id has finished at the time t, another
+    can win only if -log u <= weight * t; since -log u >= 1 - u, those with 1 - u > weight * t are out without a
+    logarithm.
     """
-    padded = (np.pad(weights, (0, -len(weights) % 4)) if len(weights) % 4 else weights).reshape(-1, 4)
-    best = np.maximum(np.maximum(padded[:, 0], padded[:, 1]), np.maximum(padded[:, 2], padded[:, 3]))
+    if _no_law(weights):
+        return None
+    padded, blocks = _in_blocks(weights, ids)
+    best = np.maximum(np.maximum(padded[:, 0], padded[:, 1]), np.maximum(padded[:, 2], padded[:, 3])).astype(np.float64)
     likely = best >= best.max() / 16
-    ids, scores = _contest(padded, np.flatnonzero(likely), seed, position, _EVERYONE)
+    entrants, times = _finish(padded[likely], blocks[likely], seed, position, math.inf)
     # The margin outweighs every rounding error here, so that pruning never changes the answer. 1 - u >= 2^-33.
-    reach = math.exp(-float(scores.max())) * (1 + 1e-6)
-    others = np.flatnonzero((best * reach >= 2.0**-33) & ~likely)
-    if len(others):
-        more_ids, more_scores = _contest(padded, others, seed, position, reach)
-        ids, scores = np.concatenate((ids, more_ids)), np.concatenate((scores, more_scores))
-    return int(ids[scores == scores.max()].min())
+    reach = float(times.min()) * (1 + 1e-6)
+    others = (best * reach >= 2.0**-33) & ~likely
+    if others.any():
+        more_entrants, more_times = _finish(padded[others], blocks[others], seed, position, reach)
+        entrants, times = np.concatenate((entrants, more_entrants)), np.concatenate((times, more_times))
+    return int(entrants[times == times.min()].min())
 
 
-def _contest(padded: npt.NDArray[Any], blocks: Ids, seed: int, position: int, reach: float) -> tuple[Ids, Floats]:
-    """Ids of these blocks that may win and their scores log p + G, float64. padded [V / 4, 4]."""
-    weights, uniforms = padded[blocks], _match_uniforms(seed, position, blocks)
-    able = (weights > 0) & (1 - uniforms <= weights * reach)
+def _in_blocks(weights: Row, ids: Ids | None) -> tuple[Row, Ids]:
+    """Weights [n, 4] of the lanes that share a counter, and the numbers [n] of these blocks."""
+    if ids is None:
+        padded = np.pad(weights, (0, -len(weights) % 4)) if len(weights) % 4 else weights
+        return padded.reshape(-1, 4), np.arange(len(padded) // 4)
+    blocks, index = np.unique(ids >> 2, return_inverse=True)
+    spread = np.zeros((len(blocks), 4), dtype=weights.dtype)
+    spread[index, ids & 3] = weights
+    return spread, blocks
+
+
+def _finish(weights: Row, blocks: Ids, seed: int, position: int, reach: float) -> tuple[Ids, Floats]:
+    """Ids of these blocks that may be there before `reach`, and when they are. weights [n, 4]."""
+    uniforms, wide = _match_uniforms(seed, position, blocks), weights.astype(np.float64)
+    able = (weights > 0) & (1 - uniforms <= (wide * reach if reach < math.inf else math.inf))
     flat = np.flatnonzero(able)
-    scores = np.log(weights.reshape(-1)[flat].astype(np.float64)) - np.log(-np.log(uniforms.reshape(-1)[flat]))
-    return blocks[flat >> 2] * 4 + (flat & 3), scores
+    times = -arithmetic.log(uniforms.reshape(-1)[flat]) / wide.reshape(-1)[flat]
+    return blocks[flat >> 2] * 4 + (flat & 3), times
 
 
 # --------------------------------------------------------------------------------------------------- exact enumeration
@@ -245,7 +287,7 @@ class Branching:
 
     def draw(self, probs: Probs, depth: int) -> int:
         """Every id of the support, with its probability."""
-        return self._branch(weights_of(probs)) if probs.point is None else probs.point
+        return self._branch(_spelled_out(probs)) if probs.point is None else probs.point
 
     def draft(self, probs: Probs, depth: int) -> int:
         """As draw."""
@@ -255,7 +297,7 @@ class Branching:
         """Every id of the support, with its probability given the earlier picks at this index."""
         if probs.point is not None:
             return probs.point
-        weights, noise = weights_of(probs), self._way.noise
+        weights, noise = _spelled_out(probs), self._way.noise
         position = self._position + depth
         cells = [_winning(noise.get(position, _SIMPLEX), weights, i) for i in range(len(weights))]
         i = self._branch(np.array([_area(cell) for cell in cells]), rounding=1e-14)
@@ -273,6 +315,18 @@ class Branching:
         way.trail.append((taken, len(possible)))
         way.weight *= float(law[possible[taken]])
         return int(possible[taken])
+
+
+def _spelled_out(probs: Probs) -> Row:
+    """The weights of the ids 0 to n - 1, also of a law that is a list. Raises InternalError where this is no law."""
+    weights, ids = _host(probs)
+    if error := _no_law(weights):
+        raise error
+    if ids is None:
+        return weights
+    spelled = np.zeros(ids[-1] + 1, dtype=weights.dtype)
+    spelled[ids] = weights
+    return spelled
 
 
 def enumerate_outcomes(run: Callable[[Branching], T]) -> list[tuple[float, T]]:

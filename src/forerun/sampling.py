@@ -6,9 +6,9 @@ Hugging Face's set of logits warpers, with exact tie rules added):
     logit_bias -> repetition penalty -> presence, frequency penalty -> bad words, min_tokens
     -> greedy leaves here -> temperature -> top-k -> min-p -> top-p -> softmax
 
-One row at a time on purpose: the numbers of a row then cannot depend on how many rows a step has. The arithmetic is
-numpy's, on the host, whatever device the logits come from: its selection and exp are several times faster on one
-core than torch's, and one text decides for CPU and GPU.
+One row at a time on purpose: the numbers of a row then cannot depend on how many rows a step has. The arithmetic runs
+on the host, whatever device the logits come from, and float32 rows are computed twice over: `_argmax` and `_law` in
+numpy, and their native twins (csrc/sampling.cpp), which return the same bits and are taken where they were built.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from forerun import arithmetic
 from forerun.errors import BadOption, InternalError
 from forerun.types import Probs, SamplingParams, Sequence, TokenLogprob
 
 Row = npt.NDArray[np.floating[Any]]
 Ids = npt.NDArray[np.int64]
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -85,20 +88,25 @@ def probs(logits: Tensor, params: SamplingParams, history: History = History()) 
     """The law that the next token is drawn from.
 
     logits [V], float32 or float64 (its width is kept), never modified. Greedy gives a point mass, lowest id on ties;
-    otherwise dense [V] on the host with exact zeros for every id that was removed.
+    otherwise a vector [V] on the host with exact zeros for every id that was removed, or a list of the ids with a
+    probability above 0 where filters left few of many.
     Raises BadOption where bias, bad words and min_tokens leave no id, or where a bias names an id beyond V;
     InternalError where the model's own logits are no numbers.
     """
     row = _host(logits)
     adjusted = _mask(_penalize(_bias(row, params), params, history), params, history)
-    top = adjusted.max()
-    if not np.isfinite(top):
-        raise _no_law(row)
+    twin = arithmetic.twin() if adjusted.dtype == np.float32 else None
     if params.greedy:
-        return Probs(point=int(adjusted.argmax()))
-    # Subtracting the maximum before dividing keeps every temperature from overflowing.
-    scaled = (adjusted - top) / adjusted.dtype.type(params.temperature)
-    return Probs(dense=torch.from_numpy(_softmax(scaled, _survivors(scaled, params))))
+        best: int | None = _argmax(adjusted) if twin is None else twin.argmax(adjusted)
+        if best is None:
+            raise _no_law(row)
+        return Probs(point=best)
+    filters = _filters(params, len(adjusted))
+    law: tuple[Ids | None, Row] | None = _law(adjusted, *filters) if twin is None else twin.law(adjusted, *filters)
+    if law is None:
+        raise _no_law(row)
+    ids, values = (None if part is None else torch.from_numpy(part) for part in law)
+    return Probs(dense=values) if ids is None else Probs(ids=ids, listed=values)
 
 
 def _host(logits: Tensor) -> Row:
@@ -176,18 +184,70 @@ def _ends_with(tokens: Seq[int], ending: tuple[int, ...]) -> bool:
 # A filter takes the logits of the ids that are still in (largest = 0, `ids` ascending) and says which stay. None as
 # ids means all V: the vocabulary is scanned, never sorted; what is sorted is what a filter left.
 
+Filters = tuple[float, int, float, float, int]
 
-def _survivors(scaled: Row, params: SamplingParams) -> Ids | None:
+
+def _filters(params: SamplingParams, width: int) -> Filters:
+    """(temperature, top_k, log of min_p, top_p, the most ids that are listed) as the twins take them."""
+    log_min_p = float(arithmetic.log(params.min_p)) if params.min_p > 0 else -math.inf
+    return min(params.temperature, _LARGEST), params.top_k, log_min_p, params.top_p, _most_listed(width)
+
+
+def _most_listed(width: int) -> int:
+    """How many ids a law may have to be kept as a list: a narrow row is as cheap dense."""
+    return width // 16 if width >= 4096 else 0
+
+
+def _argmax(row: Row) -> int | None:
+    """The lowest id of the largest logit; None where the largest is no number."""
+    best = int(row.argmax())
+    return best if np.isfinite(row[best]) else None
+
+
+def _law(
+    row: Row, temperature: float, top_k: int, log_min_p: float, top_p: float, most_listed: int
+) -> tuple[Ids | None, Row] | None:
+    """Temperature, filters and softmax: (ids, their probabilities), ids None = all; None where logits are no numbers.
+
+    Ids are listed where a filter left at most `most_listed`; those of probability 0 are left out then.
+    """
+    top = row.max()
+    if not np.isfinite(top):
+        return None
+    # Subtracting the maximum before dividing keeps every temperature from overflowing.
+    scaled = (row - top) / row.dtype.type(temperature)
+    ids = _survivors(scaled, top_k, log_min_p, top_p)
+    weights = arithmetic.exp(scaled if ids is None else scaled[ids])
+    values = weights / _mass(weights, len(row))
+    if ids is None:
+        return None, values
+    if len(ids) <= most_listed:
+        possible = weights > 0
+        return ids[possible], values[possible]
+    dense = np.zeros_like(scaled)
+    dense[ids] = values
+    return None, dense
+
+
+def _mass(weights: Row, width: int) -> Any:
+    """What probabilities are divided by: the sum of the weights, of which the largest is 1, in their own type."""
+    if weights.dtype != np.float32:
+        return weights.sum()
+    unit = 2.0 ** (1 - arithmetic.tick_bits(width))
+    return np.float32(float(arithmetic.ticks(weights, width, 1.0).sum()) * unit)
+
+
+def _survivors(scaled: Row, top_k: int, log_min_p: float, top_p: float) -> Ids | None:
     """Ids that pass top-k, min-p and top-p, ascending; None = all."""
     ids: Ids | None = None
-    if 0 < params.top_k < len(scaled):
-        ids = _largest(scaled, params.top_k)
-    if params.min_p > 0:
+    if 0 < top_k < len(scaled):
+        ids = _largest(scaled, top_k)
+    if log_min_p > -math.inf:
         # p < min_p * p_max, said in logits; the largest logit is 0.
         values = scaled if ids is None else scaled[ids]
-        ids = _subset(ids, np.flatnonzero(values >= math.log(params.min_p)))
-    if params.top_p < 1:
-        ids = _subset(ids, _nucleus(scaled if ids is None else scaled[ids], params.top_p))
+        ids = _subset(ids, np.flatnonzero(values >= values.dtype.type(log_min_p)))
+    if top_p < 1:
+        ids = _subset(ids, _nucleus(scaled if ids is None else scaled[ids], top_p, len(scaled)))
     return ids
 
 
@@ -197,6 +257,8 @@ def _subset(ids: Ids | None, kept: Ids) -> Ids:
 
 def _largest(values: Row, k: int) -> Ids:
     """Indices of exactly the k largest values, ascending; ties at the k-th value are filled by lowest index."""
+    if k == len(values):
+        return np.arange(k)
     threshold = np.partition(values, len(values) - k)[len(values) - k]
     return _above(values, threshold, k)
 
@@ -210,34 +272,36 @@ def _above(values: Row, threshold: Any, k: int) -> Ids:
     return np.delete(kept, tied[k - len(kept) :])
 
 
-def _nucleus(values: Row, top_p: float) -> Ids:
+def _nucleus(values: Row, top_p: float, width: int) -> Ids:
     """Indices of the shortest prefix of the sorted ids whose mass reaches top_p, the crossing one kept (Holtzman 2020).
 
-    Mass is relative to the ids given, summed in float64. Candidates are taken by growing thresholds until they hold
-    enough mass, so a peaked row sorts a few dozen values of 100,000.
+    Mass is relative to the ids given. Candidates are taken by growing thresholds until they hold enough of it, so a
+    peaked row sorts a few dozen values of 100,000.
     """
-    weights = np.exp(values)
-    goal = top_p * weights.sum(dtype=np.float64)
-    candidates = weights
+    mass = _countable(values, width)
+    goal = _goal(mass, top_p)
+    candidates = values
     for depth in (4.0, 8.0, 16.0, math.inf):
-        candidates = np.compress(values >= -depth, weights)
-        if candidates.sum(dtype=np.float64) >= goal:
+        chosen = values >= -depth
+        if np.compress(chosen, mass).sum() >= goal:
+            candidates = np.compress(chosen, values)
             break
-    mass = np.ascontiguousarray(np.sort(candidates)[::-1]).cumsum(dtype=np.float64)
-    # The sum in sorted order may stay a hair below the one above: then all candidates stay.
-    count = min(int(np.searchsorted(mass, goal)) + 1, len(mass))
-    return _largest(values, count)
+    best_first = np.ascontiguousarray(np.sort(candidates)[::-1])
+    reached = np.searchsorted(_countable(best_first, width).cumsum(), goal)
+    # float64 only: the sum in sorted order may stay a hair below the one above, and then all candidates stay.
+    return _largest(values, min(int(reached) + 1, len(candidates)))
 
 
-def _softmax(scaled: Row, ids: Ids | None) -> Row:
-    """Probabilities [V] over the surviving ids; exact zeros elsewhere."""
-    if ids is None:
-        weights = np.exp(scaled)
-        return np.asarray(weights / weights.sum())
-    dense = np.zeros_like(scaled)
-    weights = np.exp(scaled[ids])
-    dense[ids] = weights / weights.sum()
-    return dense
+def _countable(values: Row, width: int) -> npt.NDArray[Any]:
+    """What ids with these logits count in a sum: ticks, which have no order; in a float64 row the weights themselves."""
+    weights = arithmetic.exp(values)
+    return weights if weights.dtype != np.float32 else arithmetic.ticks(weights, width, 1.0)
+
+
+def _goal(mass: npt.NDArray[Any], top_p: float) -> Any:
+    """The share top_p of the whole mass; a whole number of ticks of at most all of them."""
+    total = mass.sum()
+    return top_p * total if mass.dtype != np.int64 else min(math.ceil(top_p * float(total)), int(total))
 
 
 # --------------------------------------------------------------------------------------------------------- reporting

@@ -79,16 +79,35 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Probs:
-    """One exact distribution over V ids: a dense vector, or a point mass that nobody spells out as a one-hot of V."""
+    """One exact distribution over V ids, in one of three forms.
+
+    A point mass, that nobody spells out as a one-hot of V; a dense vector; or a list of the few ids that filters left
+    of a wide vocabulary. Ids beyond a vector, and ids that a list lacks, have probability 0.
+    """
 
     point: int | None = None  # the id that has probability 1
     dense: Tensor | None = None  # [V], float32 or wider
+    ids: Tensor | None = None  # [n] int64, ascending
+    listed: Tensor | None = None  # [n], float32 or wider: the probabilities of `ids`
 
     def at(self, token: int) -> float:
-        """Probability of `token`; ids beyond the vector have none."""
-        if self.dense is None:
+        """Probability of `token`."""
+        if self.point is not None:
             return 1.0 if token == self.point else 0.0
-        return float(self.dense[token]) if token < self.dense.shape[0] else 0.0
+        place = token
+        if self.ids is not None:
+            place = int(self.ids.numpy().searchsorted(token))
+            if place == len(self.ids) or int(self.ids[place]) != token:
+                return 0.0
+        return float(self.weights[place]) if place < len(self.weights) else 0.0
+
+    @property
+    def weights(self) -> Tensor:
+        """[n]: the probabilities of `ids`, or of the ids 0 to n - 1. Raises InternalError where there is no vector."""
+        weights = self.dense if self.ids is None else self.listed
+        if weights is None:
+            raise InternalError("a law needs a point or a dense vector, or ids with their probabilities")
+        return weights
 
 
 class Coins(Protocol):

@@ -11,7 +11,6 @@ from bench.widening import PROMPT, SMALL, TOLERANCE, WIDE, case, difference, ran
 from forerun.bench.command import SHAPE_NAMES
 from forerun.bench.widen import (
     SHAPES,
-    bytes_per_pass,
     num_parameters,
     shape_named,
     widen_checkpoint,
@@ -19,10 +18,11 @@ from forerun.bench.widen import (
 )
 from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption, UnsupportedModel
-from forerun.models.layers import parameter_shapes
+from forerun.models.layers import Decoder, parameter_shapes
 from forerun.models.loading import load_checkpoint, read_config, read_raw_config
 from forerun.models.saving import save_checkpoint
 from forerun.models.widening import wide_config, widen
+from forerun.ops.reference import ReferenceOps
 from tiny import write_tiny
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -110,9 +110,9 @@ def test_counts() -> None:
     weights = random_weights(SMALL)
     count = num_parameters(SMALL)
     assert count == sum(tensor.numel() for tensor in weights.values())
-    assert bytes_per_pass(SMALL, weights) == 4 * count
+    assert Decoder(SMALL, weights, ReferenceOps()).bytes_per_pass == 4 * count
     untied = dataclasses.replace(SMALL, tie_embeddings=False)
-    assert bytes_per_pass(untied, random_weights(untied)) == 4 * count
+    assert Decoder(untied, random_weights(untied), ReferenceOps()).bytes_per_pass == 4 * count
 
 
 @pytest.mark.parametrize(

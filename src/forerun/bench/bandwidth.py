@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-PROBE_BYTES = 1 << 29  # far beyond every cache
+from forerun import native
+from forerun.engine.machine import available_bytes
+
+# Far beyond every cache: the largest known have 12 MiB per core.
+MIN_BYTES, MIN_BYTES_PER_THREAD = 1 << 29, 1 << 25
+GRAIN_BYTES = 1 << 22  # buffers are whole multiples of this
 
 
 @dataclass(frozen=True)
@@ -20,24 +25,55 @@ class Bandwidth:
 
 
 def measure(device: torch.device, num_repeats: int = 7) -> Bandwidth:
-    """Read one large float32 buffer in several ways and take the best time of the best way.
+    """The best time of the best way to read a large buffer. Takes one or two seconds."""
+    return Probes(device).read(num_repeats)
+
+
+class Probes:
+    """Ways to read a large buffer, kept so that they can be run between the runs of what they are the ceiling of.
 
     A ceiling must not be beaten by what it is the ceiling of: a plain load loop reaches less than a kernel that
-    prefetches, and which of torch's operators does so differs from machine to machine. Every probe reads each byte
-    once and writes almost nothing. Takes about two seconds.
+    prefetches, and what is fastest differs from machine to machine. On a CPU csrc/bandwidth.cpp reads as the native
+    kernels do; without the extension, and on other devices, there are torch's operators. Every probe reads each byte
+    once and writes almost nothing.
     """
-    buffer = torch.empty(PROBE_BYTES // 4, dtype=torch.float32, device=device).uniform_(-1, 1)
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.num_bytes = _buffer_bytes(device)
+        self._torch = _torch_probes(device, self.num_bytes)
+        module = native.extension() if device.type == "cpu" else None
+        make = getattr(module, "BandwidthProbe", None)  # an extension of older sources has none
+        self._native = make(self.num_bytes, native.num_threads()) if make else None
+
+    def read(self, num_repeats: int = 1) -> Bandwidth:
+        """The best of num_repeats rounds. In a round every probe runs once, so that all meet the same neighbours."""
+        best = Bandwidth(0.0, "")
+        for _ in range(num_repeats):
+            found = {name: self.num_bytes / _time(probe, self.device) for name, probe in self._torch.items()}
+            if self._native is not None:
+                found |= {name: values[0] for name, values in self._native.read(1)}
+            best = max(best, *(Bandwidth(speed, name) for name, speed in found.items()), key=lambda b: b.bytes_per_s)
+        return best
+
+
+def _buffer_bytes(device: torch.device) -> int:
+    """Bytes of one buffer; at most an eighth of the free memory, for a CPU has two of them."""
+    wanted = MIN_BYTES if device.type == "cuda" else max(MIN_BYTES, native.num_threads() * MIN_BYTES_PER_THREAD)
+    free = available_bytes(device.type)
+    return max(1, min(wanted, wanted if free is None else free // 8) // GRAIN_BYTES) * GRAIN_BYTES
+
+
+def _torch_probes(device: torch.device, num_bytes: int) -> dict[str, Callable[[], object]]:
+    buffer = torch.full((num_bytes // 4,), 0.5, dtype=torch.float32, device=device)
     wide, narrow = buffer.view(-1, 8192), buffer.view(-1, 2048)
     x_wide, x_narrow = torch.ones(8192, device=device), torch.ones(2048, device=device)
-    probes: dict[str, Callable[[], object]] = {
+    return {
         "matrix-vector, rows of 8192": lambda: torch.mv(wide, x_wide),
         "matrix-vector, rows of 2048": lambda: torch.mv(narrow, x_narrow),
         "sum": buffer.sum,
         "largest": buffer.amax,
     }
-    best = {name: min(_time(probe, device) for _ in range(num_repeats)) for name, probe in probes.items()}
-    name = min(best, key=lambda key: best[key])
-    return Bandwidth(PROBE_BYTES / best[name], name)
 
 
 def _time(probe: Callable[[], object], device: torch.device) -> float:

@@ -17,7 +17,7 @@ from forerun import drafters
 from forerun.bench.widen import describe, num_parameters, shape_named, widen_checkpoint
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
-from forerun.engine.opening import DATA, SHIPPED_DRAFT, load_target
+from forerun.engine.opening import DATA, SHIPPED_DRAFT, load_target, load_unpacked, make_ops
 from forerun.engine.request import RequestOutput
 from forerun.errors import BadOption
 from forerun.flags import engine_options
@@ -67,10 +67,12 @@ def load_widened(config: EngineConfig, shape: str, console: Console) -> Checkpoi
     """The target in the wanted shape, with a line that says what it is and how long that took."""
     start, note = time.perf_counter(), ""
     with make_console(stderr=True).status("loading the target ...") as status:
-        checkpoint = load_target(config)
-        if shape != "none":
+        if shape == "none":
+            checkpoint = load_target(config)
+        else:
+            small, ops = load_unpacked(config), make_ops(config)
             status.update("widening the target ...")
-            checkpoint = widen_checkpoint(checkpoint, shape_named(shape, checkpoint.model.config))
+            checkpoint = widen_checkpoint(small, shape_named(shape, small.model.config), ops)
             note = ", a widened small model"
     model = checkpoint.model
     kind = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
@@ -98,10 +100,8 @@ def load_widened_draft(config: EngineConfig, target: Checkpoint, shape: str) -> 
     It has the target's type, device and operators.
     """
     model = target.model
-    checkpoint = load_checkpoint(
-        draft_name(config), dtype=model.dtype, device=model.device, ops=model.ops, with_tokenizer=True
-    )
-    return widen_checkpoint(checkpoint, shape_named(shape, checkpoint.model.config))
+    checkpoint = load_checkpoint(draft_name(config), dtype=model.dtype, device=model.device, with_tokenizer=True)
+    return widen_checkpoint(checkpoint, shape_named(shape, checkpoint.model.config), model.ops)
 
 
 def default_prompt() -> str:

@@ -29,7 +29,7 @@ from forerun.bench.results import (
     record_of,
     table_of,
 )
-from forerun.bench.widen import bytes_per_pass, describe, num_parameters
+from forerun.bench.widen import describe, num_parameters
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
 from forerun.engine.opening import SHIPPED_DRAFT, is_shipped
@@ -104,7 +104,7 @@ def run(config: EngineConfig, plan: Plan) -> None:
     ceiling = print_ceiling(checkpoint.model, console)
     drafts = _draft_models(llms)
     for model in drafts:
-        share = bytes_per_pass(model.config, model.weights) / ceiling.bytes_per_pass
+        share = model.bytes_per_pass / ceiling.bytes_per_pass
         console.print(
             f"draft model: {num_parameters(model.config):,} parameters ({describe(model.config)}), {share:.3f} of the "
             "target's bytes"

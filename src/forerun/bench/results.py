@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from forerun.bench import bandwidth
-from forerun.bench.widen import bytes_per_pass, describe, num_parameters
+from forerun.bench.widen import describe, num_parameters
 from forerun.models.layers import Decoder
 from forerun.theory import formulas
 from forerun.types import StepReport
@@ -157,7 +157,7 @@ class Ceiling:
 def print_ceiling(model: Decoder, console: Console) -> Ceiling:
     """Measure the memory's bandwidth and say what it allows."""
     found = bandwidth.measure(model.device)
-    ceiling = Ceiling(bytes_per_pass(model.config, model.weights), found.bytes_per_s, found.probe)
+    ceiling = Ceiling(model.bytes_per_pass, found.bytes_per_s, found.probe)
     console.print(
         f"ceiling: {ceiling.bytes_per_pass / 1e9:.3f} GB per pass at {found.bytes_per_s / 1e9:.1f} GB/s (best probe: "
         f"{found.probe}) = {1e3 / ceiling.tokens_per_s:.1f} ms, {ceiling.tokens_per_s:.1f} tokens/s without speculation"
@@ -226,7 +226,7 @@ def record_of(lines: Seq[Line], model: Decoder, drafts: Seq[Decoder], ceiling: C
             {
                 "shape": describe(draft.config),
                 "num_parameters": num_parameters(draft.config),
-                "bytes_per_pass": bytes_per_pass(draft.config, draft.weights),
+                "bytes_per_pass": draft.bytes_per_pass,
             }
             for draft in drafts
         ],

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import tokenizers
 import torch
-from torch import Tensor
 
 from forerun.errors import BadOption
 from forerun.methods import unknown
@@ -20,6 +18,7 @@ from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.loading import Checkpoint, load_checkpoint, read_raw_config
 from forerun.models.saving import save_checkpoint
 from forerun.models.widening import WideShape, widen
+from forerun.ops.reference import ReferenceOps
 from forerun.text.grow import grow
 from forerun.text.tokenizer import Tokenizer
 
@@ -43,17 +42,18 @@ def shape_named(name: str, config: DecoderConfig) -> WideShape:
     return dataclasses.replace(shape, num_layers=max(shape.num_layers, config.num_layers))
 
 
-def widen_checkpoint(checkpoint: Checkpoint, shape: WideShape) -> Checkpoint:
-    """A loaded checkpoint in a larger shape, in memory; end ids stay, the tokenizer gets tokens for new ids.
+def widen_checkpoint(checkpoint: Checkpoint, shape: WideShape, ops: ReferenceOps | None = None) -> Checkpoint:
+    """A checkpoint, loaded with the reference operators, in a larger shape in memory; ops: None = the same.
 
-    Raises as `widen` and `grow`.
+    End ids stay, the tokenizer gets tokens for new ids. Raises as `widen` and `grow`.
     """
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     grown = _grown_tokenizer(checkpoint, shape)
     if grown is not None:
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(grown), checkpoint.folder)
     config, weights = widen(model.config, model.weights, shape)
-    return dataclasses.replace(checkpoint, model=type(model)(config, weights, model.ops), tokenizer=tokenizer)
+    wide = type(model)(config, weights, ops or model.ops, consume=True)
+    return dataclasses.replace(checkpoint, model=wide, tokenizer=tokenizer)
 
 
 def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShape) -> DecoderConfig:
@@ -105,15 +105,6 @@ def _stored_dtype(folder: str | Path) -> torch.dtype:
 def num_parameters(config: DecoderConfig) -> int:
     """Number of weights of a decoder."""
     return sum(math.prod(shape) for shape in parameter_shapes(config).values())
-
-
-def bytes_per_pass(config: DecoderConfig, weights: Mapping[str, Tensor]) -> int:
-    """Bytes of weights that one forward pass of a few rows reads, counted from the tensors: every matrix once.
-
-    An embedding matrix that is not tied to the LM head is only looked up, a few rows of it.
-    """
-    looked_up = "" if config.tie_embeddings else "model.embed_tokens.weight"
-    return sum(tensor.nbytes for name, tensor in weights.items() if name != looked_up)
 
 
 def describe(config: DecoderConfig) -> str:

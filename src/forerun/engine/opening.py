@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forerun import drafters, pacing
+from forerun import drafters, ops, pacing
 from forerun.config import EngineConfig
 from forerun.engine.memory import pool_tokens, resolve_max_seq_len
 from forerun.errors import BadOption, NotFound
@@ -28,14 +28,29 @@ def is_shipped(target: str | Path | None) -> bool:
 
 def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpoint:
     """The target that a configuration names, on its device and in its type; the shipped one where it names none."""
-    ops = ReferenceOps(row_by_row=config.ops == "reference_row_by_row")
     name, device = _target(config), _device(config.device)
-    return load_checkpoint(name, dtype=config.dtype, device=device, ops=ops, with_tokenizer=with_tokenizer)
+    return load_checkpoint(
+        name, dtype=config.dtype, device=device, ops=make_ops(config), with_tokenizer=with_tokenizer
+    )
+
+
+def load_unpacked(config: EngineConfig) -> Checkpoint:
+    """The same in the same type, but with weights that can be read: for whoever makes another model of them."""
+    own = make_ops(config)
+    if own.name != "native":
+        return load_target(config)
+    dtype = own.auto_dtype("cpu", torch.float32) if config.dtype == "auto" else config.dtype
+    return load_checkpoint(_target(config), dtype=dtype, with_tokenizer=True)
+
+
+def make_ops(config: EngineConfig) -> ReferenceOps:
+    """The operators that a configuration names. Raises BadOption where they cannot be had."""
+    return ops.make(config.ops, _device(config.device).type)
 
 
 def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokenizer:
     """Raise UserError for whatever the small files of both models show; returns the target's tokenizer."""
-    _device(config.device)
+    ops.resolve(config.ops, _device(config.device).type)
     pacing.make(config.pacing, config.spec_length)
     method, options = drafters.resolve(config.draft, is_shipped(config.target) or has_loaded_draft)
     folder = target_files(config)
@@ -80,11 +95,10 @@ def _target(config: EngineConfig) -> str | Path:
 def check_loaded(checkpoint: Checkpoint, config: EngineConfig) -> None:
     """A loaded model brings type, device and operators along: options that say otherwise are refused, not ignored."""
     model = checkpoint.model
-    row_by_row = {"auto": model.ops.row_by_row, "reference": False, "reference_row_by_row": True}[config.ops]
     facts = {
         "dtype": (config.dtype, str(model.dtype).removeprefix("torch.")),
         "device": (config.device, model.device.type),
-        "ops": (config.ops, config.ops if row_by_row == model.ops.row_by_row else "other operators"),
+        "ops": (config.ops, model.ops.name),
     }
     for name, (wanted, fact) in facts.items():
         if wanted not in ("auto", fact):

@@ -151,18 +151,29 @@ class KVCache:
         """Rows to write and to read for one pass. Raises InternalError where the batch and the cache disagree."""
         reads, writes = [], []
         for b, slot in enumerate(batch.slots):
-            cached, end = batch.cached[b], batch.cached[b] + len(batch.run(b))
-            if cached != self._lengths.get(slot):
-                raise InternalError(f"slot {slot} holds {self.length(slot)} tokens, the batch says {cached}")
-            if end > len(self._tables[slot]) * self.block_tokens:
-                raise InternalError(f"slot {slot} has no rows for {end} tokens: reserve them first")
-            read = self.rows(slot, 0, end)
+            read = self.rows(slot, 0, self._end(batch, b))
             reads.append(read)
-            writes.append(read[cached:])
+            writes.append(read[batch.cached[b] :])
         if len(writes) == 1:
             return CacheView(batch, writes[0], reads)
         empty = torch.empty(0, dtype=torch.int64, device=self.device)
         return CacheView(batch, torch.cat(writes) if writes else empty, reads)
+
+    def tables(self, batch: RaggedBatch) -> list[list[int]]:
+        """The block table of each run's slot, for operators that find the rows themselves. Raises as `view`."""
+        for b in range(len(batch.slots)):
+            self._end(batch, b)
+        return [self._tables[slot] for slot in batch.slots]
+
+    def _end(self, batch: RaggedBatch, b: int) -> int:
+        """Logical positions of run b's slot with the run: checked against what is kept and reserved."""
+        slot, cached = batch.slots[b], batch.cached[b]
+        end = cached + len(batch.run(b))
+        if cached != self._lengths.get(slot):
+            raise InternalError(f"slot {slot} holds {self.length(slot)} tokens, the batch says {cached}")
+        if end > len(self._tables[slot]) * self.block_tokens:
+            raise InternalError(f"slot {slot} has no rows for {end} tokens: reserve them first")
+        return end
 
     def keep(self, slot: int, kept: list[int]) -> None:
         """Keep these rows of the run just written (indices within the run, ascending), in order; drop the others.

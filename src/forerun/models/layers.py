@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.errors import UnsupportedModel
+from forerun.errors import InternalError, UnsupportedModel
 from forerun.kv.cache import CacheShape, KVCache
 from forerun.ops.reference import ReferenceOps
 from forerun.types import CacheView, RaggedBatch
@@ -96,6 +96,11 @@ class Rope:
 
     def at(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """positions [T], all below `end` -> cos, sin, each [T, 1, head_dim]; sin as ops.rope wants it."""
+        cos, sin = self.table(end)[positions].unbind(1)
+        return cos, sin
+
+    def table(self, end: int) -> Tensor:
+        """cos and sin of every position below `end`, and some more: [positions, 2, 1, head_dim]."""
         while end > len(self._table):
             first = len(self._table)
             block = torch.arange(first, first + self.BLOCK, device=self.inv_freq.device)
@@ -103,8 +108,7 @@ class Rope:
             cos, sin = angles.cos(), angles.sin()
             table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
             self._table = torch.cat((self._table, table[:, :, None].to(self._table.dtype)))
-        cos, sin = self._table[positions].unbind(1)
-        return cos, sin
+        return self._table
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -220,30 +224,56 @@ def _back_to_back(weights: list[Tensor]) -> Tensor | None:
     return first.as_strided((num_rows, first.shape[1]), (first.shape[1], 1), first.storage_offset())
 
 
+def _end(batch: RaggedBatch) -> int:
+    """One more than the highest position of a batch can be."""
+    return max((cached + len(batch.run(b)) for b, cached in enumerate(batch.cached)), default=0)
+
+
 class Decoder:
     """Weights plus one forward over a ragged batch. It knows nothing of drafts, requests or text.
 
     weights: every name of `parameter_shapes`, with that shape; tensors of one dtype on one device. They are looked up
-    once: later changes must be in place.
+    once: later changes must be in place. consume: operators that keep a copy of their own may take the weights apart
+    while they make it, so that nothing is in memory twice; the mapping must then not be used again.
     """
 
-    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], ops: ReferenceOps) -> None:
+    def __init__(
+        self, config: DecoderConfig, weights: Mapping[str, Tensor], ops: ReferenceOps, *, consume: bool = False
+    ) -> None:
         self.config = config
-        self.weights = weights
         self.ops = ops
         self._embedding = weights["model.embed_tokens.weight"]
-        self._head = self._embedding if config.tie_embeddings else weights["lm_head.weight"]
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
+        self.compiled = ops.compile(config, weights, consume=consume)
+        if self.compiled is not None:
+            del self._embedding
+            self.weights: Mapping[str, Tensor] = {}
+            self._rope = Rope(config.rope, config.head_dim, self.device, torch.float32)
+            return
+        self.weights = weights
+        self._head = self._embedding if config.tie_embeddings else weights["lm_head.weight"]
         self._layers = [_Layer.of(config, weights, i) for i in range(config.num_layers)]
         self._rope = Rope(config.rope, config.head_dim, self.device, self.dtype)
 
+    @property
+    def bytes_per_pass(self) -> int:
+        """Bytes of weights that one pass of a few rows reads, counted from what is in memory: every matrix once.
+
+        An embedding matrix that is not tied to the LM head is only looked up, a few rows of it.
+        """
+        if self.compiled is not None:
+            return int(self.compiled.bytes_per_pass)
+        looked_up = "" if self.config.tie_embeddings else "model.embed_tokens.weight"
+        return sum(tensor.nbytes for name, tensor in self.weights.items() if name != looked_up)
+
     def forward(self, batch: RaggedBatch, cache: KVCache | None) -> Tensor:
         """Run every new token; its keys and values go into the cache. Returns final-norm hidden states [T, H]."""
+        if self.compiled is not None:
+            return self._forward_compiled(batch, cache)
         ops, eps = self.ops, self.config.norm_eps
         view = None if cache is None else ops.plan(cache.view(batch))
         x = F.embedding(batch.tokens, self._embedding)
-        end = max((cached + len(batch.run(b)) for b, cached in enumerate(batch.cached)), default=0)
-        cos, sin = self._rope.at(batch.positions, end)
+        cos, sin = self._rope.at(batch.positions, _end(batch))
         for i, layer in enumerate(self._layers):
             pools = (None, None) if cache is None else (cache.keys[i], cache.values[i])
             x = x + self._attention(ops.rms_norm(x, layer.input_norm, eps), layer, (cos, sin), pools, view)
@@ -253,7 +283,14 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> float32 logits [R, V]."""
+        if self.compiled is not None:
+            return self.compiled.logits(hidden)  # type: ignore[no-any-return]
         return self.ops.linear(hidden, self._head).float()
+
+    def _forward_compiled(self, batch: RaggedBatch, cache: KVCache | None) -> Tensor:
+        if cache is None:
+            raise InternalError("native decoders keep keys and values in a cache and were given none")
+        return self.compiled.forward(batch, cache, self._rope.table(_end(batch)))  # type: ignore[union-attr]
 
     def _attention(
         self,

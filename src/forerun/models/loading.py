@@ -51,7 +51,9 @@ class Architecture(Protocol):
     """What a file of this folder must define to be an architecture."""
 
     def read_config(self, raw: Mapping[str, Any]) -> DecoderConfig: ...
-    def Model(self, config: DecoderConfig, weights: Mapping[str, Tensor], ops: ReferenceOps) -> Decoder: ...  # noqa: N802
+    def Model(  # noqa: N802
+        self, config: DecoderConfig, weights: Mapping[str, Tensor], ops: ReferenceOps, *, consume: bool = False
+    ) -> Decoder: ...
 
 
 def load_checkpoint(
@@ -65,8 +67,9 @@ def load_checkpoint(
     """Read a checkpoint as `save_pretrained` writes it; with its tokenizer.json if asked, before any weight is read.
 
     name: a folder, or a hub id org/name[@revision], see `locate`. dtype: "float32", "bfloat16", a torch.dtype, or
-    "auto" = float32 on a CPU and the checkpoint's own elsewhere. Weights are read in blocks into their final place:
-    the peak is the model itself and some 64 MB.
+    "auto" = bfloat16 with the native operators, float32 with others on a CPU, the checkpoint's own elsewhere. ops: None =
+    the reference. Weights are read in blocks into their final place, and native operators that pack them give back what
+    they have packed: the peak is the model itself and some 64 MB.
 
     Raises NotFound for what is not there, UnsupportedModel for what would be computed wrongly, CapacityError where
     the disk cannot hold what is fetched.
@@ -79,12 +82,13 @@ def load_checkpoint(
     tokenizer = Tokenizer.load(folder) if with_tokenizer else None
     stored = StoredWeights(folder)
     check_shapes(_without_tied_head(stored, config, str(folder)), parameter_shapes(config), str(folder))
-    weights = _allocate(config, _dtype(dtype, device, stored), device)
+    ops = ops or ReferenceOps()
+    weights = _allocate(config, _dtype(dtype, device, stored, ops), device)
     stored.fill(weights)
     return Checkpoint(
         name=str(name) if is_hub_id(name) else folder.resolve().name,
         folder=folder,
-        model=architecture(config.model_type).Model(config, weights, ops or ReferenceOps()),
+        model=architecture(config.model_type).Model(config, weights, ops, consume=True),
         config=raw,
         end_ids=end_ids,
         tokenizer=tokenizer,
@@ -199,11 +203,13 @@ def _tie_hint(name: str) -> str:
     return ": set tie_word_embeddings to true if the embedding is meant" if name == HEAD else ""
 
 
-def _dtype(dtype: str | torch.dtype, device: torch.device, stored: StoredWeights) -> torch.dtype:
+def _dtype(
+    dtype: str | torch.dtype, device: torch.device, stored: StoredWeights, ops: ReferenceOps
+) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else stored.stored[EMBEDDING].dtype
+        return ops.auto_dtype(device.type, stored.stored[EMBEDDING].dtype)
     if dtype not in DTYPES:
         raise BadOption(f"dtype={dtype!r} is not possible: it must be one of {['auto', *DTYPES]}")
     return DTYPES[dtype]

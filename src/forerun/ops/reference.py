@@ -8,9 +8,10 @@ oracle.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,6 +57,18 @@ class ReferenceOps:
     def __init__(self, *, row_by_row: bool = False) -> None:
         self.row_by_row = row_by_row
         self.row_invariant = row_by_row
+        self.name = "reference_row_by_row" if row_by_row else "reference"
+
+    def auto_dtype(self, device: str, stored: torch.dtype) -> torch.dtype:
+        """The type that dtype="auto" means: float32 on a CPU, as torch computes it fastest, else the stored one."""
+        return torch.float32 if device == "cpu" else stored
+
+    def compile(self, config: Any, weights: Mapping[str, Tensor], *, consume: bool = False) -> Any:
+        """A whole decoder as one object with forward, logits and argmax, where a backend has one; None here.
+
+        consume: the weights are the backend's to take apart; whoever passes them must not use them again.
+        """
+        return None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, I], weight [O, I], bias [O] -> [T, O]."""

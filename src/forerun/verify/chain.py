@@ -15,7 +15,6 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from forerun.errors import InternalError
 from forerun.types import Coins, Draft, Probs, Trial, Verdict
 from forerun.verify import add, chain_nodes
 
@@ -54,24 +53,41 @@ def acceptance(target_prob: float, draft_prob: float) -> float:
 def residual(p: Probs, q: Probs) -> Probs:
     """norm(max(0, p - q)), left unnormalised: whoever draws divides by the mass. Where nothing is left, p.
 
-    p and q may be points or vectors of different lengths; ids beyond a vector have probability 0 there. Nothing is
-    left only by rounding (p = q would have been accepted), so p is the right law then (docs/exactness.md).
+    The result has the form of p: a point, a list of the same ids, or a vector of the same length. Nothing is left only
+    by rounding (p = q would have been accepted), so p is the right law then (docs/exactness.md).
     """
     if p.point is not None:
         return p
-    if p.dense is None:
-        raise InternalError("a law needs a point or a dense vector")
-    rest = p.dense.clone()
-    if q.dense is not None:
-        rest = _minus(rest, q.dense)
-    elif q.point is not None and q.point < len(rest):
-        rest[q.point] = 0
-    return Probs(dense=rest) if bool((rest > 0).any()) else p
+    rest = _minus(p, q).clamp_(min=0)
+    if not bool(rest.max() > 0):
+        return p
+    return Probs(dense=rest) if p.ids is None else Probs(ids=p.ids, listed=rest)
 
 
-def _minus(p: Tensor, q: Tensor) -> Tensor:
-    """max(0, p - q) [V of p] in the wider of both types."""
-    width = min(len(p), len(q))
-    rest = p.to(torch.promote_types(p.dtype, q.dtype))
-    rest[:width] -= q[:width].to(rest.device)
-    return rest.clamp_(min=0)
+def _minus(p: Probs, q: Probs) -> Tensor:
+    """p - q at the ids of p, in the wider of both types; a new tensor."""
+    if q.point is not None:
+        rest = p.weights.clone()
+        rest[_places(p, torch.tensor([q.point]))[1]] -= 1
+        return rest
+    theirs = q.weights.to(p.weights.device)
+    rest = p.weights.to(torch.promote_types(p.weights.dtype, theirs.dtype), copy=True)
+    if q.ids is not None:
+        known, places = _places(p, q.ids)
+        rest[places] -= theirs[known]
+    elif p.ids is not None:
+        ids = p.ids[p.ids < len(theirs)]
+        rest[: len(ids)] -= theirs[ids]
+    else:
+        rest[: len(theirs)] -= theirs[: len(rest)]
+    return rest
+
+
+def _places(p: Probs, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of these ids have a place among the weights of p, bool [n], and the places of those that have."""
+    if p.ids is None:
+        known = ids < len(p.weights)
+        return known, ids[known]
+    places = torch.searchsorted(p.ids, ids).clamp_(max=len(p.ids) - 1)
+    known = p.ids[places] == ids
+    return known, places[known]

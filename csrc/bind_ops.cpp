@@ -1,0 +1,220 @@
+// The kernels for Python: matrices, single operators, whole decoders. Tensors come as addresses of contiguous memory that
+// the caller keeps alive; forerun/ops/cpu.py checks types and shapes. The interpreter lock is released while they run.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <optional>
+#include <stdexcept>
+
+#include "cpu.h"
+#include "decoder.h"
+#include "matrix.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace forerun;
+
+namespace {
+
+using Address = uintptr_t;
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Free = nb::call_guard<nb::gil_scoped_release>;
+
+template <class T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+const Kernels& kernels_of(const std::string& isa) {
+    const Kernels* kernels = kernels_for(isa);
+    if (!kernels) throw std::invalid_argument("this processor has no " + isa);
+    return *kernels;
+}
+
+// runs: four numbers for each run (first row, rows, cached, where its table begins), then all tables.
+std::vector<Run> runs_of(const Ints& numbers, int num_runs) {
+    std::vector<Run> runs;
+    for (int i = 0; i < num_runs; ++i) {
+        const int32_t* n = numbers.data() + 4 * i;
+        runs.push_back({n[0], n[1], n[2], numbers.data() + n[3]});
+    }
+    return runs;
+}
+
+Inputs make_inputs(Scratch& scratch, const Matrix& w, int num_rows) {
+    return {scratch.words(static_cast<size_t>(num_rows) * w.num_steps), w.type, num_rows, w.num_steps};
+}
+
+void put_rows(Backend& b, const Inputs& x, const float* rows, int width) {
+    b.team.tiles(x.num_rows, [&](int i) { b.kernels.put_row(x, i, rows + static_cast<size_t>(i) * width, width); });
+}
+
+void linear(Backend& b, const Packed& w, Address x, int num_rows, Address out) {
+    Scratch scratch;
+    const Matrix& m = w.matrix();
+    const Inputs inputs = make_inputs(scratch, m, num_rows);
+    b.team.run(false, [&](int) {
+        put_rows(b, inputs, at<const float>(x), m.num_in);
+        product(b, m, inputs, {Finish::store, at<float>(out), static_cast<size_t>(m.num_out), {}, nullptr});
+    });
+}
+
+void add_linear(Backend& b, const Packed& w, Address x, int num_rows, Address out) {
+    Scratch scratch;
+    const Matrix& m = w.matrix();
+    const Inputs inputs = make_inputs(scratch, m, num_rows);
+    b.team.run(false, [&](int) {
+        put_rows(b, inputs, at<const float>(x), m.num_in);
+        product(b, m, inputs, {Finish::add, at<float>(out), static_cast<size_t>(m.num_out), {}, nullptr});
+    });
+}
+
+// silu(gate x) * (up x), then the product with `down`, added to out.
+void gated_linear(Backend& b, const Packed& gate_up, const Packed& down, Address x, int num_rows, Address out) {
+    Scratch scratch, second;
+    const Inputs inputs = make_inputs(scratch, gate_up.matrix(), num_rows);
+    const Inputs between = make_inputs(second, down.matrix(), num_rows);
+    b.team.run(false, [&](int) {
+        put_rows(b, inputs, at<const float>(x), gate_up.matrix().num_in);
+        product(b, gate_up.matrix(), inputs, {Finish::gated, nullptr, 0, between, nullptr});
+        product(b, down.matrix(), between,
+                {Finish::add, at<float>(out), static_cast<size_t>(down.matrix().num_out), {}, nullptr});
+    });
+}
+
+void rms_norm(Backend& b, Address x, Address weight, int num_rows, int width, float eps, Address out) {
+    b.team.run(false, [&](int) {
+        b.team.tiles(num_rows, [&](int i) {
+            const size_t offset = static_cast<size_t>(i) * width;
+            b.kernels.rms_norm(at<const float>(x) + offset, at<const float>(weight), width, eps, at<float>(out) + offset);
+        });
+    });
+}
+
+void silu_mul(Backend& b, Address gate, Address up, int num_rows, int width, Address out) {
+    b.team.run(false, [&](int) {
+        b.team.tiles(num_rows, [&](int i) {
+            const size_t o = static_cast<size_t>(i) * width;
+            b.kernels.silu_mul(at<const float>(gate) + o, at<const float>(up) + o, width, at<float>(out) + o);
+        });
+    });
+}
+
+// x [rows, heads, dim]; cos, sin [rows, dim].
+void rope(Backend& b, Address x, Address cos, Address sin, int num_rows, int num_heads, int dim, Address out) {
+    b.team.run(false, [&](int) {
+        b.team.tiles(num_rows, [&](int i) {
+            for (int head = 0; head < num_heads; ++head) {
+                const size_t o = (static_cast<size_t>(i) * num_heads + head) * dim, r = static_cast<size_t>(i) * dim;
+                b.kernels.rope(at<const float>(x) + o, at<const float>(cos) + r, at<const float>(sin) + r, dim, 1.0f,
+                               at<float>(out) + o);
+            }
+        });
+    });
+}
+
+// q [rows, heads, dim] scaled; keys, values [pool rows, kv heads, dim]; out [rows, heads, dim].
+void attention(Backend& b, bool bfloat16, Address q, Address keys, Address values, int num_heads, int num_kv_heads, int dim,
+               int window, int block_tokens, int num_runs, const Ints& numbers, std::optional<Ints> parents, Address out) {
+    const size_t stride = static_cast<size_t>(num_heads) * dim;
+    const Attention a{bfloat16 ? Type::bfloat16 : Type::float32, at<const float>(q), stride, at<const void>(keys),
+                      at<const void>(values), block_tokens, num_heads, num_kv_heads, dim, window,
+                      parents ? parents->data() : nullptr, at<float>(out), stride, {}};
+    const std::vector<Run> runs = runs_of(numbers, num_runs);
+    int longest = 0;
+    for (const Run& run : runs) longest = std::max(longest, run.num_rows);
+    std::vector<Scratch> scratch(static_cast<size_t>(b.team.num_threads()));
+    std::vector<float*> floats;
+    for (Scratch& s : scratch) floats.push_back(s.floats(attention_scratch(a, longest)));
+    b.team.run(false, [&](int thread) {
+        b.team.tiles(num_runs * num_kv_heads, [&](int i) {
+            const Run& run = runs[static_cast<size_t>(i / num_kv_heads)];
+            b.kernels.attention(a, run, i % num_kv_heads, 0, run.num_rows, floats[static_cast<size_t>(thread)]);
+        });
+    });
+}
+
+std::unique_ptr<Packed> pack(Backend& b, bool bfloat16, const std::vector<std::pair<Address, int>>& parts, int num_in,
+                             bool paired, Address bias, bool give_back) {
+    std::vector<Part> rows;
+    for (const auto& [address, count] : parts) rows.push_back({at<const void>(address), count});
+    const Type type = bfloat16 ? Type::bfloat16 : Type::float32;
+    return std::make_unique<Packed>(b.team, type, rows, num_in, paired, at<const float>(bias), give_back);
+}
+
+const Matrix* matrix_at(const Packed* p) { return p ? &p->matrix() : nullptr; }
+
+// norms: four addresses for each layer (input, mlp, q, k; the last two may be 0). matrices: qkv, o, gate_up, down for each.
+std::unique_ptr<Decoder> make_decoder(Backend& b, const std::vector<int>& sizes, float eps, bool bfloat16,
+                                      const std::vector<Address>& norms, const std::vector<const Packed*>& matrices,
+                                      const std::vector<int>& windows, const Packed* packed_embedding, Address embedding,
+                                      Address final_norm, const Packed& head) {
+    const DecoderShape shape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], eps,
+                             bfloat16 ? Type::bfloat16 : Type::float32};
+    std::vector<Layer> layers;
+    for (size_t i = 0; i < windows.size(); ++i) {
+        const Address* n = &norms[4 * i];
+        const Packed* const* m = &matrices[4 * i];
+        layers.push_back({at<const float>(n[0]), at<const float>(n[1]), at<const float>(n[2]), at<const float>(n[3]),
+                          matrix_at(m[0]), matrix_at(m[1]), matrix_at(m[2]), matrix_at(m[3]), windows[i]});
+    }
+    return std::make_unique<Decoder>(b, shape, std::move(layers),
+                                     Embedding{matrix_at(packed_embedding), at<const void>(embedding)},
+                                     at<const float>(final_norm), &head.matrix());
+}
+
+struct Pools {
+    std::vector<void*> keys, values;
+    int block_tokens;
+};
+
+void forward(Decoder& d, int num_rows, Address tokens, Address positions, Address rotations, int num_runs,
+             const Ints& numbers, std::optional<Ints> parents, const Pools& pools, Address hidden) {
+    Pass pass{num_rows, at<const int64_t>(tokens), at<const int64_t>(positions), at<const float>(rotations),
+              runs_of(numbers, num_runs), parents ? parents->data() : nullptr, pools.keys.data(), pools.values.data(),
+              pools.block_tokens, at<float>(hidden)};
+    nb::gil_scoped_release release;
+    d.forward(pass);
+}
+
+}  // namespace
+
+void bind_ops(nb::module_& m) {
+    nb::class_<Packed>(m, "Packed", "A matrix in panels; see docs/kernels.md.")
+        .def_prop_ro("num_bytes", [](const Packed& p) { return p.matrix().bytes(); })
+        .def("unpack_row", [](const Packed& p, int index, Address out) { p.unpack(index, at<void>(out)); });
+    nb::class_<Pools>(m, "Pools", "Addresses of a cache's keys and values, one pool for each layer.")
+        .def("__init__", [](Pools* self, const std::vector<Address>& keys, const std::vector<Address>& values, int tokens) {
+            new (self) Pools{{}, {}, tokens};
+            for (Address a : keys) self->keys.push_back(at<void>(a));
+            for (Address a : values) self->values.push_back(at<void>(a));
+        });
+    nb::class_<Backend>(m, "Backend", "The kernels of one instruction set and a team of threads.")
+        .def("__init__", [](Backend* self, const std::string& isa, int num_threads) {
+            new (self) Backend(kernels_of(isa), num_threads);
+        })
+        .def("pack", &pack, Free())
+        .def("linear", &linear, Free())
+        .def("add_linear", &add_linear, Free())
+        .def("gated_linear", &gated_linear, Free())
+        .def("rms_norm", &rms_norm, Free())
+        .def("silu_mul", &silu_mul, Free())
+        .def("rope", &rope, Free())
+        .def("attention", &attention, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+             nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
+    nb::class_<Decoder>(m, "Decoder", "A whole decoder; one call for each pass.")
+        .def("forward", &forward, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
+             nb::arg(), nb::arg())
+        .def("logits", [](Decoder& d, Address hidden, int rows, Address out) {
+            d.logits(at<const float>(hidden), rows, at<float>(out)); }, Free())
+        .def("argmax", [](Decoder& d, Address hidden, int rows, int num_ids, Address ids) {
+            d.argmax(at<const float>(hidden), rows, num_ids, at<int64_t>(ids)); }, Free());
+    m.def("make_decoder", &make_decoder, "backend"_a, "sizes"_a, "eps"_a, "bfloat16"_a, "norms"_a, "matrices"_a, "windows"_a,
+          "packed_embedding"_a.none(), "embedding"_a, "final_norm"_a, "head"_a, nb::keep_alive<0, 1>());
+}

@@ -1,0 +1,36 @@
+// What the machine is and can do, for Python: instruction sets, and how fast memory is read.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bandwidth.h"
+#include "cpu.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using forerun::BandwidthProbe;
+
+// Made by csrc/CMakeLists.txt of all files here; Python compares it with what it finds.
+#if !defined(FORERUN_SOURCE_HASH)
+#define FORERUN_SOURCE_HASH ""
+#endif
+
+using NamedValues = std::vector<std::pair<std::string, std::vector<double>>>;
+
+static NamedValues read_all(BandwidthProbe& probe, int num_repeats) {
+    NamedValues values;
+    for (forerun::Reading& reading : probe.read(num_repeats))
+        values.emplace_back(std::move(reading.probe), std::move(reading.bytes_per_s));
+    return values;
+}
+
+void bind_system(nb::module_& m) {
+    m.attr("source_hash") = FORERUN_SOURCE_HASH;
+    m.def("supported_isas", &forerun::supported_isas, "Instruction sets that this processor runs, best first.");
+    nb::class_<BandwidthProbe>(m, "BandwidthProbe", "A buffer that threads read as fast as this machine can.")
+        .def(nb::init<size_t, int>(), "num_bytes"_a, "num_threads"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def_prop_ro("num_bytes", &BandwidthProbe::num_bytes)
+        .def("read", &read_all, "num_repeats"_a, nb::call_guard<nb::gil_scoped_release>(),
+             "Bytes per second of each way of reading, once per repeat, the ways in turn.");
+}

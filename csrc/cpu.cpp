@@ -1,0 +1,32 @@
+#include "cpu.h"
+
+#include <algorithm>
+
+namespace forerun {
+
+std::vector<std::string> supported_isas() {
+    std::vector<std::string> names;
+#if defined(FORERUN_X86)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"))
+        names.push_back("avx512");
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+        names.push_back("avx2");
+#endif
+    names.push_back("baseline");
+    return names;
+}
+
+const Kernels* kernels_for(const std::string& isa) {
+    const std::vector<std::string> names = supported_isas();
+    if (std::find(names.begin(), names.end(), isa) == names.end()) return nullptr;
+#if defined(FORERUN_X86)
+    if (isa == "avx512") return &avx512_kernels;
+    if (isa == "avx2") return &avx2_kernels;
+#endif
+    return &baseline_kernels;
+}
+
+}  // namespace forerun

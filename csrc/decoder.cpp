@@ -1,0 +1,230 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace forerun {
+
+namespace {
+
+constexpr size_t HUGE_PAGE = size_t{1} << 21;
+constexpr size_t TILE_BYTES = 96 << 10;     // of weights per tile: some microseconds
+constexpr size_t ALONE_BYTES = 1 << 20;     // below, waking another thread costs more than it brings
+constexpr int ATTENTION_ROWS = 16;          // of one run that share a tile of keys
+
+size_t up_to(size_t n, size_t step) { return (n + step - 1) / step * step; }
+
+}  // namespace
+
+void* allocate(size_t bytes) {
+    const bool large = bytes >= HUGE_PAGE;
+    const size_t alignment = large ? HUGE_PAGE : 64;
+    // One line pair and the distance fetched ahead may lie behind the end; they are never read, only asked for.
+    void* data = std::aligned_alloc(alignment, up_to(std::max<size_t>(bytes, 1), alignment));
+#if defined(__linux__)
+    if (data && large) madvise(data, up_to(bytes, alignment), MADV_HUGEPAGE);
+#endif
+    return data;
+}
+
+void release(void* data, size_t) { std::free(data); }
+
+Scratch::~Scratch() { release(data_, size_); }
+
+void* Scratch::bytes(size_t count) {
+    if (count > size_) {
+        release(data_, size_);
+        data_ = allocate(count);
+        if (!data_) throw std::bad_alloc();
+        size_ = count;
+        std::memset(data_, 0, count);
+    }
+    return data_;
+}
+
+size_t attention_scratch(const Attention& a, int num_rows) {
+    const size_t dim = up_to(static_cast<size_t>(a.head_dim), 16);
+    const size_t states = static_cast<size_t>(num_rows) * static_cast<size_t>(a.num_heads / a.num_kv_heads);
+    return KEY_BLOCK * 2 * dim + states * (dim + 8) + up_to(num_rows, 16) + 64;
+}
+
+void product(Backend& backend, const Matrix& w, const Inputs& x, const Output& to) {
+    const int per_tile = static_cast<int>(std::max<size_t>(1, TILE_BYTES / w.panel_bytes()));
+    const int num_tiles = (w.num_panels + per_tile - 1) / per_tile;
+    backend.team.tiles(num_tiles, [&](int tile) {
+        backend.kernels.linear(w, x, to, tile * per_tile, std::min(w.num_panels, (tile + 1) * per_tile));
+    });
+}
+
+// What one pass writes besides the caches. Inputs of products live one after the other in the same memory.
+struct Decoder::Buffers {
+    float *residual, *qkv, *normed, *attention;
+    int qkv_stride;
+    size_t attention_stride;
+    Inputs hidden, heads, ffn;
+};
+
+Decoder::Decoder(Backend& backend, DecoderShape shape, std::vector<Layer> layers, Embedding embedding,
+                 const float* final_norm, const Matrix* head)
+    : backend_(backend), shape_(shape), layers_(std::move(layers)), embedding_(embedding), final_norm_(final_norm),
+      head_(head), bytes_(0) {
+    for (const Layer& layer : layers_)
+        bytes_ += layer.qkv->bytes() + layer.o->bytes() + layer.gate_up->bytes() + layer.down->bytes();
+}
+
+bool Decoder::alone(int num_rows) const {
+    return bytes_ / std::max<size_t>(layers_.size(), 1) * static_cast<size_t>(num_rows) < ALONE_BYTES;
+}
+
+void Decoder::forward(const Pass& pass) {
+    std::lock_guard<std::mutex> lock(turn_);
+    const DecoderShape& s = shape_;
+    const size_t rows = static_cast<size_t>(pass.num_rows);
+    const int per_step = inputs_per_step(s.type), q_size = s.num_heads * s.head_dim;
+    const auto steps = [&](int n) { return (n + per_step - 1) / per_step; };
+    const int widest = std::max(steps(s.hidden_size), steps(q_size));
+    Buffers b{};
+    b.qkv_stride = q_size + 2 * s.num_kv_heads * s.head_dim;
+    b.residual = residual_.floats(rows * static_cast<size_t>(s.hidden_size));
+    b.qkv = qkv_.floats(rows * static_cast<size_t>(b.qkv_stride));
+    b.normed = normed_.floats(up_to(std::max(s.hidden_size, s.head_dim), 64) * backend_.team.num_threads());
+    uint32_t* words = inputs_.words(rows * static_cast<size_t>(widest));
+    b.hidden = {words, s.type, pass.num_rows, steps(s.hidden_size)};
+    b.heads = {words, s.type, pass.num_rows, steps(q_size)};
+    b.ffn = {ffn_.words(rows * static_cast<size_t>(steps(s.ffn_size))), s.type, pass.num_rows, steps(s.ffn_size)};
+    Attention a{};
+    a.num_heads = s.num_heads, a.num_kv_heads = s.num_kv_heads, a.head_dim = s.head_dim;
+    b.attention_stride = up_to(attention_scratch(a, ATTENTION_ROWS), 64);
+    b.attention = attention_.floats(b.attention_stride * static_cast<size_t>(backend_.team.num_threads()));
+    backend_.team.run(alone(pass.num_rows), [&](int thread) {
+        backend_.team.tiles(pass.num_rows, [&](int row) {
+            float* x = b.residual + static_cast<size_t>(row) * s.hidden_size;
+            const int64_t token = pass.tokens[row];
+            const size_t row_bytes = static_cast<size_t>(s.hidden_size) * bytes_of(s.type);
+            if (embedding_.packed)
+                backend_.kernels.unpack_row(*embedding_.packed, static_cast<int>(token), x);
+            else
+                backend_.kernels.from_type(static_cast<const char*>(embedding_.rows) + token * row_bytes, s.hidden_size,
+                                           s.type, x);
+        });
+        for (size_t i = 0; i < layers_.size(); ++i) layer(thread, layers_[i], static_cast<int>(i), pass, b);
+        backend_.team.tiles(pass.num_rows, [&](int row) {
+            const size_t at = static_cast<size_t>(row) * s.hidden_size;
+            backend_.kernels.rms_norm(b.residual + at, final_norm_, s.hidden_size, s.norm_eps, pass.hidden + at);
+        });
+    });
+}
+
+void Decoder::layer(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b) {
+    const DecoderShape& s = shape_;
+    Team& team = backend_.team;
+    float* own = b.normed + static_cast<size_t>(thread) * up_to(std::max(s.hidden_size, s.head_dim), 64);
+    const auto norm = [&](const float* weight) {
+        team.tiles(pass.num_rows, [&](int row) {
+            backend_.kernels.rms_norm(b.residual + static_cast<size_t>(row) * s.hidden_size, weight, s.hidden_size,
+                                      s.norm_eps, own);
+            backend_.kernels.put_row(b.hidden, row, own, s.hidden_size);
+        });
+    };
+    const Output residual{Finish::add, b.residual, static_cast<size_t>(s.hidden_size), {}, nullptr};
+    norm(layer.input_norm);
+    product(backend_, *layer.qkv, b.hidden, {Finish::store, b.qkv, static_cast<size_t>(b.qkv_stride), {}, nullptr});
+    team.tiles(pass.num_rows, [&](int row) { rotate_and_write(layer, index, pass, b, row); });
+    attend(thread, layer, index, pass, b);
+    product(backend_, *layer.o, b.heads, residual);
+    norm(layer.mlp_norm);
+    product(backend_, *layer.gate_up, b.hidden, {Finish::gated, nullptr, 0, b.ffn, nullptr});
+    product(backend_, *layer.down, b.ffn, residual);
+}
+
+// Norm of each head where the architecture has one, rotary positions, and the new keys and values into the cache.
+void Decoder::rotate_and_write(const Layer& layer, int index, const Pass& pass, Buffers& b, int row) {
+    const DecoderShape& s = shape_;
+    const Kernels& k = backend_.kernels;
+    const int dim = s.head_dim;
+    float* q = b.qkv + static_cast<size_t>(row) * b.qkv_stride;
+    float* key = q + s.num_heads * dim;
+    const float* value = key + s.num_kv_heads * dim;
+    const float* cos = pass.rotations + static_cast<size_t>(pass.positions[row]) * 2 * dim;
+    for (int head = 0; head < s.num_heads; ++head) {
+        float* x = q + head * dim;
+        if (layer.q_norm) k.rms_norm(x, layer.q_norm, dim, s.norm_eps, x);
+        k.rope(x, cos, cos + dim, dim, 1.0f / std::sqrt(static_cast<float>(dim)), x);
+    }
+    for (int head = 0; head < s.num_kv_heads; ++head) {
+        float* x = key + head * dim;
+        if (layer.k_norm) k.rms_norm(x, layer.k_norm, dim, s.norm_eps, x);
+        k.rope(x, cos, cos + dim, dim, 1.0f, x);
+    }
+    const Run* run = &pass.runs[0];
+    while (row >= run->first_row + run->num_rows) ++run;
+    const int at = run->cached + row - run->first_row, width = s.num_kv_heads * dim;
+    const size_t physical = static_cast<size_t>(run->table[at / pass.block_tokens]) * pass.block_tokens + at % pass.block_tokens;
+    const size_t offset = physical * static_cast<size_t>(width) * bytes_of(s.type);
+    k.to_type(key, width, s.type, static_cast<char*>(pass.keys[index]) + offset);
+    k.to_type(value, width, s.type, static_cast<char*>(pass.values[index]) + offset);
+}
+
+void Decoder::attend(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b) {
+    const DecoderShape& s = shape_;
+    const Attention a{s.type, b.qkv, static_cast<size_t>(b.qkv_stride), pass.keys[index], pass.values[index],
+                      pass.block_tokens, s.num_heads, s.num_kv_heads, s.head_dim, layer.window, pass.parents,
+                      nullptr, 0, b.heads};
+    int num_items = 0;
+    for (const Run& run : pass.runs) num_items += (run.num_rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
+    float* scratch = b.attention + b.attention_stride * static_cast<size_t>(thread);
+    backend_.team.tiles(num_items * s.num_kv_heads, [&](int item) {
+        int part = item / s.num_kv_heads;
+        const Run* run = &pass.runs[0];
+        for (int parts; part >= (parts = (run->num_rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS); ++run) part -= parts;
+        const int first = part * ATTENTION_ROWS, last = std::min(run->num_rows, first + ATTENTION_ROWS);
+        backend_.kernels.attention(a, *run, item % s.num_kv_heads, first, last, scratch);
+    });
+}
+
+void Decoder::logits(const float* hidden, int num_rows, float* out) {
+    std::lock_guard<std::mutex> lock(turn_);
+    const Inputs x{inputs_.words(static_cast<size_t>(num_rows) * head_->num_steps), shape_.type, num_rows, head_->num_steps};
+    backend_.team.run(head_->bytes() < ALONE_BYTES, [&](int) {
+        backend_.team.tiles(num_rows, [&](int row) {
+            backend_.kernels.put_row(x, row, hidden + static_cast<size_t>(row) * shape_.hidden_size, shape_.hidden_size);
+        });
+        product(backend_, *head_, x, {Finish::store, out, static_cast<size_t>(shape_.vocab_size), {}, nullptr});
+    });
+}
+
+void Decoder::argmax(const float* hidden, int num_rows, int num_ids, int64_t* ids) {
+    std::lock_guard<std::mutex> lock(turn_);
+    const Inputs x{inputs_.words(static_cast<size_t>(num_rows) * head_->num_steps), shape_.type, num_rows, head_->num_steps};
+    const size_t threads = static_cast<size_t>(backend_.team.num_threads());
+    std::vector<Best> best(threads * static_cast<size_t>(num_rows), Best{-__builtin_inff(), INT32_MAX});
+    Matrix head = *head_;
+    head.num_out = std::min(num_ids, head.num_out);
+    head.num_panels = (head.num_out + PANEL - 1) / PANEL;
+    backend_.team.run(head.bytes() < ALONE_BYTES, [&](int thread) {
+        backend_.team.tiles(num_rows, [&](int row) {
+            backend_.kernels.put_row(x, row, hidden + static_cast<size_t>(row) * shape_.hidden_size, shape_.hidden_size);
+        });
+        Best* own = best.data() + static_cast<size_t>(thread) * static_cast<size_t>(num_rows);
+        product(backend_, head, x, {Finish::argmax, nullptr, 0, {}, own});
+    });
+    for (int row = 0; row < num_rows; ++row) {
+        Best winner = best[static_cast<size_t>(row)];
+        for (size_t t = 1; t < threads; ++t) {
+            const Best& other = best[t * static_cast<size_t>(num_rows) + static_cast<size_t>(row)];
+            const bool nan = other.value != other.value, winner_nan = winner.value != winner.value;
+            const bool better = nan != winner_nan ? nan : nan || other.value == winner.value ? other.id < winner.id
+                                                                                           : other.value > winner.value;
+            if (better) winner = other;
+        }
+        ids[row] = winner.id;
+    }
+}
+
+}  // namespace forerun

@@ -1,0 +1,99 @@
+// A pre-norm decoder (Llama, Mistral, Qwen) as one native call for each pass.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace forerun {
+
+// Kernels of one instruction set with the threads that run them.
+struct Backend {
+    const Kernels& kernels;
+    Team team;
+    Backend(const Kernels& k, int num_threads) : kernels(k), team(num_threads) {}
+};
+
+// Memory that is aligned, grows, and is never copied when it does.
+class Scratch {
+  public:
+    ~Scratch();
+    void* bytes(size_t count);
+    float* floats(size_t count) { return static_cast<float*>(bytes(count * sizeof(float))); }
+    uint32_t* words(size_t count) { return static_cast<uint32_t*>(bytes(count * sizeof(uint32_t))); }
+
+  private:
+    void* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+void* allocate(size_t bytes);  // in huge pages where the system has them; null where there is no memory
+void release(void* data, size_t bytes);
+
+struct DecoderShape {
+    int hidden_size, num_heads, num_kv_heads, head_dim, ffn_size, vocab_size;
+    float norm_eps;
+    Type type;
+};
+
+struct Layer {
+    const float *input_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
+    const Matrix *qkv, *o, *gate_up, *down;
+    int window;  // 0 = full attention
+};
+
+// Where the tokens' rows come from: a packed matrix (tied to the head) or plain rows of the model's type.
+struct Embedding {
+    const Matrix* packed;
+    const void* rows;
+};
+
+// One ragged pass. tokens, positions [num_rows]; rotations: cos and sin by position, [.., 2, head_dim]; keys, values: one
+// pool for each layer; hidden [num_rows, hidden_size]: what comes out, after the final norm.
+struct Pass {
+    int num_rows;
+    const int64_t *tokens, *positions;
+    const float* rotations;
+    std::vector<Run> runs;
+    const int32_t* parents;
+    void* const* keys;
+    void* const* values;
+    int block_tokens;
+    float* hidden;
+};
+
+class Decoder {
+  public:
+    Decoder(Backend& backend, DecoderShape shape, std::vector<Layer> layers, Embedding embedding,
+            const float* final_norm, const Matrix* head);
+
+    void forward(const Pass& pass);
+    // Rows of the final hidden states [num_rows, hidden_size] -> float32 logits [num_rows, vocab_size].
+    void logits(const float* hidden, int num_rows, float* out);
+    // The largest logit of each row without its neighbours being written: lowest id on ties, the first NaN before all.
+    void argmax(const float* hidden, int num_rows, int num_ids, int64_t* ids);
+
+  private:
+    struct Buffers;
+    void layer(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b);
+    void attend(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b);
+    void rotate_and_write(const Layer& layer, int index, const Pass& pass, Buffers& b, int row);
+    bool alone(int num_rows) const;
+
+    Backend& backend_;
+    DecoderShape shape_;
+    std::vector<Layer> layers_;
+    Embedding embedding_;
+    const float* final_norm_;
+    const Matrix* head_;
+    size_t bytes_;  // of weights that a pass reads
+    Scratch residual_, qkv_, inputs_, ffn_, normed_, attention_;
+    std::mutex turn_;
+};
+
+// A product by all threads of a team; to be called by each of them inside `run`.
+void product(Backend& backend, const Matrix& w, const Inputs& x, const Output& to);
+
+}  // namespace forerun

@@ -1,0 +1,2 @@
+#define FORERUN_ISA avx2
+#include "kernels.inc"

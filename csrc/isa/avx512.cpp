@@ -1,0 +1,2 @@
+#define FORERUN_ISA avx512
+#include "kernels.inc"

@@ -1,0 +1,2 @@
+#define FORERUN_ISA baseline
+#include "kernels.inc"

@@ -1,0 +1,123 @@
+// What the kernels work on, and the table of them that each instruction set fills. No instruction set is known here.
+//
+// Weights are packed in *panels* of 32 outputs: for each step along the inputs one 128-byte line pair holds what all 32
+// outputs need next, so a panel is read as one sequential stream (docs/kernels.md has pictures).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace forerun {
+
+constexpr int PANEL = 32;          // outputs side by side in a panel
+constexpr int MAX_BLOCK_ROWS = 14;  // rows whose accumulators fit into the registers: 14 x 2, two weights, one input
+constexpr int KEY_BLOCK = 64;      // logical positions per attention block
+
+enum class Type : int { float32 = 0, bfloat16 = 1 };
+
+inline int inputs_per_step(Type type) { return type == Type::bfloat16 ? 2 : 1; }
+inline size_t bytes_of(Type type) { return type == Type::bfloat16 ? 2 : 4; }
+
+// A packed matrix. `paired`: a panel holds 16 outputs of one matrix and the same 16 of a second (gate and up), which
+// lets the activation function be applied before anything is written.
+struct Matrix {
+    Type type;
+    bool paired;
+    int num_out;     // outputs of one matrix, padding excluded
+    int num_in;      // inputs, padding excluded
+    int num_steps;   // inputs / inputs_per_step, rounded up
+    int num_panels;
+    const void* data;   // num_panels x num_steps x 128 bytes, aligned to 64
+    const float* bias;  // num_panels x 32, or null
+
+    size_t panel_bytes() const { return static_cast<size_t>(num_steps) * 128; }
+    size_t bytes() const { return panel_bytes() * static_cast<size_t>(num_panels); }
+};
+
+// Rows of inputs as the linear kernels want them: 32-bit words (two bfloat16 or one float32), in blocks of up to 14
+// rows, word s of all rows of a block side by side. Only the grouping depends on the number of rows, never a sum.
+struct Inputs {
+    uint32_t* words;
+    Type type;
+    int num_rows;
+    int num_steps;
+
+    int num_blocks() const {
+        return num_rows <= MAX_BLOCK_ROWS ? 1 : num_rows <= 16 ? 2 : (num_rows + MAX_BLOCK_ROWS - 3) / (MAX_BLOCK_ROWS - 2);
+    }
+    int block_start(int b) const { return static_cast<int>(static_cast<int64_t>(b) * num_rows / num_blocks()); }
+    int block_of(int row) const {
+        int b = static_cast<int>(static_cast<int64_t>(row) * num_blocks() / num_rows);
+        while (block_start(b + 1) <= row) ++b;
+        while (block_start(b) > row) --b;
+        return b;
+    }
+};
+
+enum class Finish : int {
+    store,   // out = product + bias
+    add,     // out += product + bias: the residual stream
+    gated,   // inputs of the next product = silu(gate) * up
+    argmax,  // best value and lowest id of the panels given, per row
+};
+
+// Where a product goes. out: float32 [num_rows, stride]. next: for `gated`. best: for `argmax`, one per row, merged in.
+struct Best {
+    float value;
+    int32_t id;
+};
+struct Output {
+    Finish finish;
+    float* out;
+    size_t stride;
+    Inputs next;
+    Best* best;
+};
+
+// One sequence's run of new rows within a pass, for attention.
+struct Run {
+    int first_row;
+    int num_rows;
+    int cached;               // committed tokens before the run
+    const int32_t* table;     // physical blocks of the sequence
+};
+
+struct Attention {
+    Type type;                // of keys and values
+    const float* q;           // [rows, q_stride], rotated and scaled
+    size_t q_stride;
+    const void* keys;         // [pool rows, num_kv_heads, head_dim]
+    const void* values;
+    int block_tokens;
+    int num_heads, num_kv_heads, head_dim;
+    int window;               // 0 = none
+    const int32_t* parents;   // [rows of the pass], index within the pass, -1 = the committed context; null = chains
+    float* out;               // [rows, out_stride] float32, or null
+    size_t out_stride;
+    Inputs next;              // where out is null: inputs of the product that follows
+};
+
+struct Kernels {
+    const char* name;
+    // Product of every row with the panels [first, last).
+    void (*linear)(const Matrix&, const Inputs&, const Output&, int first, int last);
+    // float32 row -> inputs of a product.
+    void (*put_row)(const Inputs&, int row, const float* x, int n);
+    // Root mean square norm of one row (Zhang and Sennrich 2019, eq. 4): to floats, or to inputs of a product.
+    void (*rms_norm)(const float* x, const float* weight, int n, float eps, float* out);
+    void (*silu_mul)(const float* gate, const float* up, int n, float* out);
+    // Rotary positions (Su et al. 2021), pairs (i, i + n/2); cos, sin [n], the first half of sin negated.
+    void (*rope)(const float* x, const float* cos, const float* sin, int n, float scale, float* out);
+    void (*to_type)(const float* x, int n, Type type, void* out);
+    void (*from_type)(const void* x, int n, Type type, float* out);
+    // One row of an embedding that is packed as a matrix.
+    void (*unpack_row)(const Matrix&, int row, float* out);
+    // Rows [first, last) of a run, all query heads of one key head. scratch: attention_scratch floats.
+    void (*attention)(const Attention&, const Run&, int kv_head, int first, int last, float* scratch);
+};
+
+size_t attention_scratch(const Attention& a, int num_rows);  // floats
+
+extern const Kernels avx512_kernels, avx2_kernels, baseline_kernels;
+
+}  // namespace forerun

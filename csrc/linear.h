@@ -1,0 +1,260 @@
+// The skinny matrix product: a few rows of inputs against weights that are streamed from memory once.
+//
+// Every output of every row is one accumulator that walks the inputs from first to last: y = (((x0 w0) + x1 w1) + ...).
+// The number of rows only decides how many accumulators share a loaded line of weights, so the bits of a row are the
+// same for one row and for five hundred. With bfloat16 a step takes two inputs at once.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace forerun {
+namespace FORERUN_ISA {
+
+constexpr int AHEAD_BYTES = 4096;  // how far the weights are fetched ahead; 0.5 to 8 KB were tried, 4 was best or equal
+constexpr int CHUNK_STEPS = 64;    // steps after which the next block of rows has its turn: 8 KB, half of them in flight
+
+// ---------------------------------------------------------------------------------- one step of 16 outputs
+
+struct Float32Step {
+    using Line = F16;
+    static Line weights(const void* p) { return load(static_cast<const float*>(p)); }
+    static F16 input(const uint32_t* word) {
+        float x;
+        std::memcpy(&x, word, 4);
+        return f16(x);
+    }
+    static F16 add(F16 acc, Line w, F16 x) { return madd(w, x, acc); }
+};
+
+#if defined(__AVX512BF16__)
+
+struct Bfloat16Step {
+    using Line = __m512bh;
+    static Line weights(const void* p) { return (__m512bh)_mm512_loadu_si512(p); }
+    static Line input(const uint32_t* word) { return (__m512bh)_mm512_set1_epi32(static_cast<int>(*word)); }
+    static F16 add(F16 acc, Line w, Line x) { return {_mm512_dpbf16_ps(acc.v, w, x)}; }
+};
+
+#else
+
+struct Pair {
+    F16 first, second;
+};
+
+#if defined(__AVX2__)
+inline F16 low_halves(const void* p) {
+    const __m256i* v = static_cast<const __m256i*>(p);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(v), 16)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(v + 1), 16))};
+}
+inline F16 high_halves(const void* p) {
+    const __m256i* v = static_cast<const __m256i*>(p);
+    const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+    return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(v), mask)),
+            _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(v + 1), mask))};
+}
+#else
+inline F16 low_halves(const void* p) {
+    uint32_t words[LANES];
+    std::memcpy(words, p, sizeof words);
+    return lanewise([&](int i) { return from_bits(words[i] << 16); });
+}
+inline F16 high_halves(const void* p) {
+    uint32_t words[LANES];
+    std::memcpy(words, p, sizeof words);
+    return lanewise([&](int i) { return from_bits(words[i] & 0xffff0000u); });
+}
+#endif
+
+struct Bfloat16Step {
+    using Line = Pair;
+    static Line weights(const void* p) { return {low_halves(p), high_halves(p)}; }
+    static Line input(const uint32_t* word) {
+        const uint32_t low = *word << 16, high = *word & 0xffff0000u;
+        float x, y;
+        std::memcpy(&x, &low, 4);
+        std::memcpy(&y, &high, 4);
+        return {f16(x), f16(y)};
+    }
+    static F16 add(F16 acc, const Line& w, const Line& x) { return madd(w.second, x.second, madd(w.first, x.first, acc)); }
+};
+
+#endif
+
+// -------------------------------------------------------------------------------- a block of rows, a panel
+
+// Where to fetch ahead: `stride` bytes further with every step, two lines of 64 where a pass is alone.
+struct Ahead {
+    const char* at;
+    int stride;
+};
+
+// acc [ROWS][2] += steps of one panel; `fresh` starts from zero. Kept in registers throughout.
+template <class Step, int ROWS>
+void block_times_panel(const char* w, const uint32_t* x, int num_steps, bool fresh, Ahead ahead, float* acc) {
+    F16 sums[ROWS][2];
+    for (int m = 0; m < ROWS; ++m)
+        for (int n = 0; n < 2; ++n) sums[m][n] = fresh ? f16(0.0f) : load(acc + (2 * m + n) * LANES);
+    for (int s = 0; s < num_steps; ++s) {
+        const auto w0 = Step::weights(w + 128 * s), w1 = Step::weights(w + 128 * s + 64);
+        __builtin_prefetch(ahead.at);
+        __builtin_prefetch(ahead.at + 64);
+        ahead.at += ahead.stride;
+#pragma GCC unroll 14
+        for (int m = 0; m < ROWS; ++m) {
+            const auto input = Step::input(x + s * ROWS + m);
+            sums[m][0] = Step::add(sums[m][0], w0, input);
+            sums[m][1] = Step::add(sums[m][1], w1, input);
+        }
+    }
+    for (int m = 0; m < ROWS; ++m)
+        for (int n = 0; n < 2; ++n) store(acc + (2 * m + n) * LANES, sums[m][n]);
+}
+
+using Block = void (*)(const char*, const uint32_t*, int, bool, Ahead, float*);
+
+#define FORERUN_BLOCKS(Step)                                                                                        \
+    block_times_panel<Step, 1>, block_times_panel<Step, 2>, block_times_panel<Step, 3>, block_times_panel<Step, 4>, \
+        block_times_panel<Step, 5>, block_times_panel<Step, 6>, block_times_panel<Step, 7>,                         \
+        block_times_panel<Step, 8>, block_times_panel<Step, 9>, block_times_panel<Step, 10>,                        \
+        block_times_panel<Step, 11>, block_times_panel<Step, 12>, block_times_panel<Step, 13>,                      \
+        block_times_panel<Step, 14>
+constexpr Block FLOAT32_BLOCKS[] = {FORERUN_BLOCKS(Float32Step)};
+constexpr Block BFLOAT16_BLOCKS[] = {FORERUN_BLOCKS(Bfloat16Step)};
+#undef FORERUN_BLOCKS
+
+// Sums of all rows for one panel, float32 [num_rows][32]. One block of rows streams the panel; several take turns every
+// CHUNK_STEPS, and share the fetching ahead of the next chunk evenly, so that memory never waits for arithmetic.
+inline void panel_sums(const Matrix& w, const Inputs& x, int panel, float* sums) {
+    const Block* blocks = w.type == Type::bfloat16 ? BFLOAT16_BLOCKS : FLOAT32_BLOCKS;
+    const char* data = static_cast<const char*>(w.data) + w.panel_bytes() * static_cast<size_t>(panel);
+    const int num_blocks = x.num_blocks();
+    if (num_blocks == 1)
+        return blocks[x.num_rows - 1](data, x.words, w.num_steps, true, {data + AHEAD_BYTES, 128}, sums);
+    for (int s = 0; s < w.num_steps; s += CHUNK_STEPS) {
+        const int n = w.num_steps - s < CHUNK_STEPS ? w.num_steps - s : CHUNK_STEPS;
+        for (int b = 0; b < num_blocks; ++b) {
+            const int start = x.block_start(b), rows = x.block_start(b + 1) - start;
+            const uint32_t* words = x.words + static_cast<size_t>(start) * x.num_steps + static_cast<size_t>(s) * rows;
+            const char* next = data + 128 * (s + n);
+            const Ahead ahead{next + static_cast<int64_t>(128) * n * b / num_blocks, 128 / num_blocks};
+            blocks[rows - 1](data + 128 * s, words, n, s == 0, ahead, sums + static_cast<size_t>(start) * PANEL);
+        }
+    }
+}
+
+// --------------------------------------------------------------------------------------------- what follows
+
+// Put n values at inputs k.. of one row; k is even.
+inline void put(const Inputs& to, int row, int k, F16 values, int n) {
+    const int b = to.block_of(row), start = to.block_start(b), rows = to.block_start(b + 1) - start;
+    uint32_t* words = to.words + static_cast<size_t>(start) * to.num_steps + (row - start);
+    alignas(64) uint32_t lanes[LANES] = {};
+    if (to.type == Type::float32) {
+        store(reinterpret_cast<float*>(lanes), values);
+        words += static_cast<size_t>(k) * rows;
+    } else {
+        narrow(values, reinterpret_cast<uint16_t*>(lanes));
+        if (n % 2 == 1) reinterpret_cast<uint16_t*>(lanes)[n] = 0;  // it meets a weight that is zero: it must be a number
+        words += static_cast<size_t>(k / 2) * rows;
+        n = (n + 1) / 2;
+    }
+    for (int i = 0; i < n; ++i) words[static_cast<size_t>(i) * rows] = lanes[i];
+}
+
+inline void put_row(const Inputs& to, int row, const float* x, int n) {
+    for (int k = 0; k < n; k += LANES) {
+        const int count = n - k < LANES ? n - k : LANES;
+        put(to, row, k, load_first(x + k, count), count);
+    }
+}
+
+inline F16 silu(F16 x) { return x / (f16(1.0f) + exp(f16(0.0f) - x)); }
+
+inline void store_first(float* out, F16 values, int n, bool add) {
+    if (n == LANES) return store(out, add ? load(out) + values : values);
+    alignas(64) float lanes[LANES];
+    store(lanes, values);
+    for (int i = 0; i < n; ++i) out[i] = add ? out[i] + lanes[i] : lanes[i];
+}
+
+inline int lanes_left(int num_out, int first) {
+    const int left = num_out - first;
+    return left < 0 ? 0 : left < LANES ? left : LANES;
+}
+
+inline void finish_panel(const Matrix& w, const Inputs& x, const Output& to, int panel, const float* sums) {
+    const F16 zero = f16(0.0f);
+    const F16 bias0 = w.bias ? load(w.bias + panel * PANEL) : zero;
+    const F16 bias1 = w.bias ? load(w.bias + panel * PANEL + LANES) : zero;
+    const int first = w.paired ? panel * LANES : panel * PANEL;
+    for (int row = 0; row < x.num_rows; ++row) {
+        const float* at = sums + static_cast<size_t>(row) * PANEL;
+        const F16 y0 = w.bias ? load(at) + bias0 : load(at), y1 = w.bias ? load(at + LANES) + bias1 : load(at + LANES);
+        if (to.finish == Finish::gated) {
+            put(to.next, row, first, silu(y0) * y1, lanes_left(w.num_out, first));
+            continue;
+        }
+        float* out = to.out + static_cast<size_t>(row) * to.stride + first;
+        store_first(out, y0, lanes_left(w.num_out, first), to.finish == Finish::add);
+        const int rest = lanes_left(w.num_out, first + LANES);
+        if (rest > 0) store_first(out + LANES, y1, rest, to.finish == Finish::add);
+    }
+}
+
+// NaN counts as largest, as in numpy's argmax; the lowest id wins a tie, in whatever order panels come.
+inline bool beats(float value, int32_t id, const Best& best) {
+    const bool nan = value != value, best_nan = best.value != best.value;
+    if (nan != best_nan) return nan;
+    if (nan || value == best.value) return id < best.id;
+    return value > best.value;
+}
+
+inline void best_of_panel(const Matrix& w, const Inputs& x, const Output& to, int panel, const float* sums) {
+    const int first = panel * PANEL, count = w.num_out - first < PANEL ? w.num_out - first : PANEL;
+    for (int row = 0; row < x.num_rows; ++row) {
+        alignas(64) float values[PANEL];
+        bool worth_a_look = count < PANEL;
+        for (int n = 0; n < PANEL; n += LANES) {
+            F16 y = load(sums + static_cast<size_t>(row) * PANEL + n);
+            if (w.bias) y = y + load(w.bias + first + n);
+            store(values + n, y);
+            worth_a_look |= any_at_least(y, to.best[row].value);
+        }
+        if (!worth_a_look) continue;
+        for (int i = 0; i < count; ++i)
+            if (beats(values[i], first + i, to.best[row])) to.best[row] = {values[i], first + i};
+    }
+}
+
+inline void linear(const Matrix& w, const Inputs& x, const Output& to, int first, int last) {
+    constexpr int FEW = 64;
+    alignas(64) float few[FEW * PANEL];
+    float* sums = x.num_rows <= FEW ? few : new (std::align_val_t(64)) float[static_cast<size_t>(x.num_rows) * PANEL];
+    for (int panel = first; panel < last; ++panel) {
+        panel_sums(w, x, panel, sums);
+        if (to.finish == Finish::argmax)
+            best_of_panel(w, x, to, panel, sums);
+        else
+            finish_panel(w, x, to, panel, sums);
+    }
+    if (sums != few) ::operator delete[](sums, std::align_val_t(64));
+}
+
+inline void unpack_row(const Matrix& w, int row, float* out) {
+    const char* data = static_cast<const char*>(w.data) + w.panel_bytes() * static_cast<size_t>(row / PANEL);
+    const int lane = row % PANEL;
+    for (int k = 0; k < w.num_in; ++k) {
+        if (w.type == Type::float32)
+            std::memcpy(out + k, data + 128 * k + 4 * lane, 4);
+        else {
+            uint16_t half;
+            std::memcpy(&half, data + 128 * (k / 2) + 4 * lane + 2 * (k % 2), 2);
+            out[k] = bf16_to_float(half);
+        }
+    }
+}
+
+}  // namespace FORERUN_ISA
+}  // namespace forerun

@@ -1,0 +1,41 @@
+// Packing: row-major weights into panels, with the source's memory given back on the way.
+#pragma once
+
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace forerun {
+
+// Rows of one source matrix, row-major, of the packed type.
+struct Part {
+    const void* rows;
+    int num_rows;
+};
+
+class Packed {
+  public:
+    // paired: exactly two parts of equal height (gate, up), 16 outputs of each in a panel; otherwise the parts follow each
+    // other. bias: float32 over all outputs in the order of the parts, or null. give_back: the pages of the source are
+    // returned to the system as they are packed; whoever owns it must not read it again.
+    Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in, bool paired, const float* bias,
+           bool give_back);
+    ~Packed();
+    Packed(const Packed&) = delete;
+    Packed& operator=(const Packed&) = delete;
+
+    const Matrix& matrix() const { return matrix_; }
+    // Row-major copy of output `index` .. for tests and for saving: [num_in] of the packed type.
+    void unpack(int index, void* out) const;
+
+  private:
+    const void* source_row(const std::vector<Part>& parts, int panel, int lane) const;
+    void pack_panel(const std::vector<Part>& parts, int panel, uint32_t* out) const;
+
+    Matrix matrix_;
+    std::vector<float> bias_;
+    void* data_;
+};
+
+}  // namespace forerun

@@ -1,0 +1,13 @@
+// The extension module forerun._native. Python is known here and in the bind_*.cpp files, nowhere else.
+#include <nanobind/nanobind.h>
+
+void bind_system(nanobind::module_& m);
+void bind_ops(nanobind::module_& m);
+void bind_sampling(nanobind::module_& m);
+
+NB_MODULE(_native, m) {
+    m.doc() = "Native CPU kernels of forerun; loaded through forerun.native.";
+    bind_system(m);
+    bind_ops(m);
+    bind_sampling(m);
+}

@@ -1,0 +1,99 @@
+"""Native CPU kernels of forerun; loaded through forerun.native."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+source_hash: str = ...
+
+def supported_isas() -> list[str]:
+    """Instruction sets that this processor runs, best first."""
+
+class BandwidthProbe:
+    """A buffer that threads read as fast as this machine can."""
+
+    def __init__(self, num_bytes: int, num_threads: int) -> None: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def read(self, num_repeats: int) -> list[tuple[str, list[float]]]:
+        """
+        Bytes per second of each way of reading, once per repeat, the ways in turn.
+        """
+
+class Packed:
+    """A matrix in panels; see docs/kernels.md."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def unpack_row(self, arg0: int, arg1: int, /) -> None: ...
+
+class Pools:
+    """Addresses of a cache's keys and values, one pool for each layer."""
+
+    def __init__(self, arg0: Sequence[int], arg1: Sequence[int], arg2: int, /) -> None: ...
+
+class Backend:
+    """The kernels of one instruction set and a team of threads."""
+
+    def __init__(self, arg0: str, arg1: int, /) -> None: ...
+    def pack(
+        self, arg0: bool, arg1: Sequence[tuple[int, int]], arg2: int, arg3: bool, arg4: int, arg5: bool, /
+    ) -> Packed: ...
+    def linear(self, arg0: Packed, arg1: int, arg2: int, arg3: int, /) -> None: ...
+    def add_linear(self, arg0: Packed, arg1: int, arg2: int, arg3: int, /) -> None: ...
+    def gated_linear(self, arg0: Packed, arg1: Packed, arg2: int, arg3: int, arg4: int, /) -> None: ...
+    def rms_norm(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: float, arg5: int, /) -> None: ...
+    def silu_mul(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, /) -> None: ...
+    def rope(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: int, arg6: int, /) -> None: ...
+    def attention(
+        self,
+        arg0: bool,
+        arg1: int,
+        arg2: int,
+        arg3: int,
+        arg4: int,
+        arg5: int,
+        arg6: int,
+        arg7: int,
+        arg8: int,
+        arg9: int,
+        arg10: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        arg11: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)] | None,
+        arg12: int,
+        /,
+    ) -> None: ...
+
+class Decoder:
+    """A whole decoder; one call for each pass."""
+
+    def forward(
+        self,
+        arg0: int,
+        arg1: int,
+        arg2: int,
+        arg3: int,
+        arg4: int,
+        arg5: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        arg6: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)] | None,
+        arg7: Pools,
+        arg8: int,
+        /,
+    ) -> None: ...
+    def logits(self, arg0: int, arg1: int, arg2: int, /) -> None: ...
+    def argmax(self, arg0: int, arg1: int, arg2: int, arg3: int, /) -> None: ...
+
+def make_decoder(
+    backend: Backend,
+    sizes: Sequence[int],
+    eps: float,
+    bfloat16: bool,
+    norms: Sequence[int],
+    matrices: Sequence[Packed],
+    windows: Sequence[int],
+    packed_embedding: Packed | None,
+    embedding: int,
+    final_norm: int,
+    head: Packed,
+) -> Decoder: ...

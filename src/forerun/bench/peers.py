@@ -1,0 +1,312 @@
+"""`forerun bench peers`: the same checkpoint, prompts and threads through forerun and through other engines.
+
+Greedy, in bfloat16, one request at a time, every engine in an environment of its own. All engines are loaded before
+the first run, and take turns prompt by prompt in one run, for a shared machine is faster in one minute than in the
+next; each prompt begins with another engine. Only one of them works at any time, which is checked: the processor time
+of those that wait is printed. peer_process.py talks to a peer, peer_results.py makes numbers of the runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence as Seq
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+
+from forerun import native
+from forerun.bench import latency
+from forerun.bench.demo import draft_name
+from forerun.bench.peer_process import INSTALL, Outcome, PeerError, PeerProcess, Question
+from forerun.bench.peer_results import OWN, PLAIN, Runs, Variant, lines_of, print_notes, table_of
+from forerun.bench.results import print_ceiling, record_of
+from forerun.bench.widen import describe, num_parameters, shape_named, write_widened
+from forerun.config import EngineConfig
+from forerun.engine.llm import LLM
+from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
+from forerun.errors import BadOption, CapacityError
+from forerun.flags import engine_options
+from forerun.models.hub import locate
+from forerun.models.loading import Checkpoint, load_checkpoint, read_config, read_raw_config
+from forerun.models.widening import wide_config
+from forerun.show import make_console
+from forerun.types import SamplingParams, StepReport
+
+WARM_UP_TOKENS = 16
+LOOKUP_MAX_N = 3  # as lookup's own default, for all engines
+DISK_COPIES = 2.2  # of the weights in a working folder: the checkpoint, what a peer converts it to, and small files
+
+
+@dataclass(frozen=True)
+class PeersPlan:
+    """What to measure.
+
+    shape: preset of widen, "none" = the target as it is, None = llama-3.2-1b for the shipped target. folder: where the
+    widened model and conversions are kept, None = a temporary one. num_threads: None = as many as forerun's operators
+    take. pythons: interpreter of each peer's environment, None = this one.
+    """
+
+    shape: str | None = None
+    folder: Path | None = None
+    spec_lengths: tuple[int, ...] = (5,)
+    num_prompts: int = 5
+    max_tokens: int = 64
+    num_repeats: int = 1
+    prompt_file: Path | None = None
+    num_threads: int | None = None
+    pythons: Mapping[str, Path | None] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """forerun, or a peer."""
+
+    name: str
+    about: str
+    configurations: list[str]
+    idle_cpu_s: float
+
+    def generate(self, configuration: str, ids: list[int], max_tokens: int) -> Outcome: ...
+
+
+def run(config: EngineConfig, plan: PeersPlan) -> None:
+    """Measure and print: ceiling, table, one line of JSON. Raises UserError for what cannot be measured."""
+    console = make_console()
+    config = _checked(config, plan)
+    prompts = latency.read_prompts(latency.Plan(num_prompts=plan.num_prompts, prompt_file=plan.prompt_file))
+    num_threads = set_num_threads(plan.num_threads)
+    left_out: dict[str, str] = {}
+    with ExitStack() as stack:
+        work = plan.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forerun-peers-")))
+        own, question = open_own(config, plan, work, num_threads)
+        model = own.checkpoint.model
+        console.print(f"target: {num_parameters(model.config):,} parameters ({describe(model.config)}), bfloat16")
+        ceiling = print_ceiling(model, console)
+        engines: list[Engine] = [own, *start_peers(plan.pythons, question, left_out, stack)]
+        ids = [own.encode(text) for _, text in prompts] * plan.num_repeats
+        measured = measure(engines, ids, plan.max_tokens, left_out)
+    _print_engines(engines, left_out, measured, console)
+    lines = lines_of(measured, lambda i, position: own.top2_gap(ids[i], position))
+    console.print(table_of(lines))
+    print_notes(lines, measured, [name for name, _ in prompts] * plan.num_repeats, console)
+    drafts = [] if own.draft is None else [own.draft.model]
+    about: dict[str, Any] = {
+        "bench": "peers",
+        "target": own.checkpoint.name,
+        "plan": {k: v for k, v in asdict(plan).items() if k not in ("folder", "pythons", "prompt_file")},
+        "engines": {engine.name: engine.about for engine in engines},
+        "left_out": left_out,
+        "idle_cpu_s": {engine.name: engine.idle_cpu_s for engine in engines},
+        "prompts": [name for name, _ in prompts],
+    }
+    record = {**about, **record_of([], model, drafts, ceiling), "lines": [asdict(line) for line in lines]}
+    print(json.dumps(record), flush=True)
+
+
+def _print_engines(engines: Seq[Engine], left_out: Mapping[str, str], measured: Runs, console: Console) -> None:
+    """What ran, what did not, and that those who waited were quiet."""
+    for engine in engines:
+        console.print(f"{engine.name}: {engine.about}")
+    for name, why in left_out.items():
+        console.print(f"{name} is left out: {why}")
+    busy_s = sum(outcome.seconds for outcomes in measured.values() for outcome in outcomes)
+    waiting = ", ".join(f"{engine.name} {engine.idle_cpu_s:.2f} s" for engine in engines)
+    console.print(f"processor time of engines while another one ran: {waiting}, in {busy_s:.1f} s of runs")
+
+
+def set_num_threads(wanted: int | None) -> int:
+    """Threads of forerun's operators and of torch's, which are those of every engine: as wanted, else as there are."""
+    if wanted is not None:
+        os.environ["FORERUN_NUM_THREADS"] = str(wanted)
+    num_threads = native.num_threads()
+    torch.set_num_threads(num_threads)
+    return num_threads
+
+
+def _checked(config: EngineConfig, plan: PeersPlan) -> EngineConfig:
+    """bfloat16 on a CPU is what all engines have in common; interpreters that are named must be there."""
+    for name, allowed in (("dtype", "bfloat16"), ("device", "cpu")):
+        if getattr(config, name) not in ("auto", allowed):
+            value = getattr(config, name)
+            raise BadOption(f"{name}={value!r} is not possible: engines are compared in bfloat16 on a CPU")
+    for name, python in plan.pythons.items():
+        if python is not None and not python.is_file():
+            raise BadOption(f"--{name}-python {python} is not possible: there is no such file; name an interpreter")
+    return replace(config, dtype="bfloat16", device="cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------- models
+
+
+def open_own(config: EngineConfig, plan: PeersPlan, work: Path, num_threads: int) -> tuple[OwnEngine, Question]:
+    """forerun on the target that all engines read, and what the others are to load.
+
+    Only the shipped target has a draft model that need not be named. Raises UserError, CapacityError.
+    """
+    draft = None
+    if config.draft != "auto":
+        draft = locate(draft_name(config)).resolve()
+    elif config.target is None:
+        draft = SHIPPED_DRAFT
+    source = locate(config.target) if config.target is not None else SHIPPED_TARGET
+    shape = plan.shape or ("llama-3.2-1b" if config.target is None else "none")
+    folder = source if shape == "none" else widened(source, shape, work)
+    _say(f"loading {folder.name} ...")
+    checkpoint = load_target(replace(config, target=str(folder.resolve())))
+    question = Question(
+        target=checkpoint.folder.resolve(),
+        draft=draft,
+        work=work.resolve(),
+        num_threads=num_threads,
+        spec_lengths=plan.spec_lengths,
+        lookup_max_n=LOOKUP_MAX_N,
+    )
+    return OwnEngine(checkpoint, config, draft, plan.spec_lengths), question
+
+
+def widened(source: Path, shape: str, work: Path) -> Path:
+    """The folder of the widened target below `work`, written once.
+
+    Raises BadOption where another model is there already, CapacityError where the disk has no room.
+    """
+    config = read_config(read_raw_config(source))
+    wide = shape_named(shape, config)
+    folder = work / shape
+    if folder.is_dir() and any(folder.iterdir()):
+        if read_config(read_raw_config(folder)) != wide_config(config, wide):
+            raise BadOption(f"{folder} is not {source.name} widened to {shape}: name another --folder, or delete it")
+        return folder
+    work.mkdir(parents=True, exist_ok=True)
+    needed = int(num_parameters(wide_config(config, wide)) * 2 * DISK_COPIES)
+    if (free := shutil.disk_usage(work).free) < needed:
+        raise CapacityError(
+            f"{work} has {free / 1e9:.1f} GB free and the models take {needed / 1e9:.1f} GB: name a --folder with room"
+        )
+    _say(f"writing {folder} ...")
+    with tempfile.TemporaryDirectory(prefix=f"{shape}-", dir=work) as partial:  # an interrupted writing leaves nothing
+        write_widened(source, Path(partial) / shape, wide)
+        (Path(partial) / shape).rename(folder)
+    return folder
+
+
+def _say(text: str) -> None:
+    """Progress, on standard error. Nothing is animated: that would take time from the engine that runs."""
+    make_console(stderr=True).print(text)
+
+
+# ---------------------------------------------------------------------------------------------------------- engines
+
+
+class OwnEngine:
+    """forerun in this process: one LLM per configuration over the same weights."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: EngineConfig, draft: Path | None, spec_lengths: Seq[int]
+    ) -> None:
+        model = checkpoint.model
+        self.name, self.idle_cpu_s, self.checkpoint = OWN, 0.0, checkpoint
+        self.draft: Checkpoint | None = None
+        options = {**engine_options(config), "max_batch_size": 1}
+        drafts: dict[str, str | Checkpoint] = {"lookup": f"lookup:max_n={LOOKUP_MAX_N}"}
+        if draft is not None:
+            self.draft = load_checkpoint(
+                draft, dtype=model.dtype, device=model.device, ops=model.ops, with_tokenizer=True
+            )
+            drafts["draft"] = self.draft
+        self._llms = {PLAIN: LLM(checkpoint, **{**options, "draft": "none"})}
+        for method, value in drafts.items():
+            for spec_length in spec_lengths:
+                llm = LLM(checkpoint, **{**options, "draft": value, "spec_length": spec_length})
+                self._llms[f"{method} K={spec_length}"] = llm
+        self.configurations = list(self._llms)
+        self.about = (
+            f"torch {torch.__version__}, {torch.get_num_threads()} threads, bfloat16, {type(model.ops).__name__}"
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt as the ids that all engines get."""
+        return self._llms[PLAIN].tokenizer.encode(text)
+
+    def generate(self, configuration: str, ids: list[int], max_tokens: int) -> Outcome:
+        """Continue one prompt, greedily and past the end of sequence."""
+        llm = self._llms[configuration]
+        commits: list[tuple[float, int]] = []
+
+        def note(report: StepReport) -> None:
+            if report.num_committed:
+                commits.append((time.perf_counter(), report.num_committed))
+
+        end = llm.listen(note)
+        start = time.perf_counter()
+        try:
+            (output,) = llm.generate([ids], SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True))
+        finally:
+            end()
+        seconds, (first, num_first) = time.perf_counter() - start, commits[0]
+        return Outcome(output.token_ids, seconds, first - start, num_first)
+
+    def top2_gap(self, ids: list[int], position: int) -> tuple[float, int]:
+        """Of plain decoding at one position of the output: gap of the two best logits, and the id of the second."""
+        params = SamplingParams(max_tokens=position + 1, temperature=0, ignore_eos=True, logprobs=2)
+        (output,) = self._llms[PLAIN].generate([ids], params)
+        assert output.logprobs is not None
+        (_, best), (second, next_best) = output.logprobs[position].top
+        return best - next_best, second
+
+
+def start_peers(
+    pythons: Mapping[str, Path | None], question: Question, left_out: dict[str, str], stack: ExitStack
+) -> list[PeerProcess]:
+    """Every peer that can be had; `left_out` hears why the others cannot, the stack ends them."""
+    peers = []
+    for name in INSTALL:
+        _say(f"loading {name} ...")
+        try:
+            peer = PeerProcess(name, pythons.get(name) or Path(sys.executable), question)
+        except PeerError as error:
+            left_out[name] = str(error)
+            continue
+        stack.callback(peer.close)
+        peers.append(peer)
+    return peers
+
+
+# -------------------------------------------------------------------------------------------------------- measuring
+
+
+def measure(engines: Seq[Engine], prompts: Seq[list[int]], max_tokens: int, left_out: dict[str, str]) -> Runs:
+    """All configurations of all engines, warmed up, then in turns prompt by prompt; each prompt begins with another.
+
+    A peer's configuration that fails is dropped, and `left_out` hears why.
+    """
+    runs: dict[Variant, list[Outcome]] = {(e.name, name): [] for e in engines for name in e.configurations}
+    by_name = {engine.name: engine for engine in engines}
+
+    def attempt(variant: Variant, ids: list[int], num_tokens: int, keep: Callable[[Outcome], object]) -> None:
+        cpu_s = time.process_time()
+        try:
+            keep(by_name[variant[0]].generate(variant[1], ids, num_tokens))
+        except PeerError as error:
+            del runs[variant]
+            left_out[f"{variant[0]}, {variant[1]}"] = str(error)
+        if variant[0] != OWN:
+            by_name[OWN].idle_cpu_s += time.process_time() - cpu_s
+
+    for variant in list(runs):
+        attempt(variant, prompts[0], min(max_tokens, WARM_UP_TOKENS), lambda outcome: None)
+    for engine in engines:
+        engine.idle_cpu_s = 0.0
+    for i, ids in enumerate(prompts):
+        _say(f"run {i + 1} of {len(prompts)}: {len(runs)} configurations x {max_tokens} tokens ...")
+        order = list(runs)
+        for variant in order[i % len(order) :] + order[: i % len(order)]:
+            attempt(variant, ids, max_tokens, runs[variant].append)
+    return runs

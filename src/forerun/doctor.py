@@ -1,0 +1,300 @@
+"""`forerun doctor`: what this machine has for forerun, what runs on it, and what would make it faster.
+
+torch is imported when the command runs, not to print help.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun import native
+
+if TYPE_CHECKING:
+    from forerun.bench.bandwidth import Bandwidth
+
+EXAMPLE_PARAMETERS = 1_235_814_400  # the shape of Llama 3.2 1B
+LABEL_WIDTH, MAX_WIDTH = 18, 100  # columns
+VARIABLES = ("FORERUN_ISA", "FORERUN_NUM_THREADS", "OMP_NUM_THREADS")
+_OPENMP = re.compile(r"/(lib(?:gomp|iomp5|omp)\b[^/\s]*)$")
+
+
+@dataclass(frozen=True)
+class Operators:
+    """What computes on this machine's processor."""
+
+    backend: str  # "native" or "torch"
+    isa: str  # the active instruction set; "reference" = torch
+    available_isas: list[str]  # what FORERUN_ISA could choose, best first
+    problem: str | None  # why the extension is not there, or not the one to trust, and what to do
+    num_threads: int
+    default_dtype: str
+
+
+@dataclass(frozen=True)
+class Torch:
+    """torch, and what came into the process with it."""
+
+    version: str
+    num_threads: int
+    openmp: list[str]  # file names of the OpenMP runtimes that are loaded, one per file
+    gpu: str | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that is printed. Sizes in bytes."""
+
+    version: str
+    python: str
+    processor: str
+    processor_isas: list[str]  # those that forerun has kernels for
+    cores: native.Cores
+    load_average: float | None  # processes that wanted to run, over the last minute
+    operators: Operators
+    torch: Torch
+    available_bytes: int | None
+    huge_pages: str | None  # "always", "madvise" or "never"
+    bandwidth: Bandwidth
+    variables: Mapping[str, str]  # those of VARIABLES that are set
+
+    @property
+    def example_bytes(self) -> int:
+        """What the example reads per token: every weight once, in bfloat16."""
+        return 2 * EXAMPLE_PARAMETERS
+
+    @property
+    def example_tokens_per_s(self) -> float:
+        """The most that plain decoding of the example can reach."""
+        return self.bandwidth.bytes_per_s / self.example_bytes
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """What this machine has, and what would make forerun faster."""
+    facts = examine()
+    if as_json:
+        typer.echo(json.dumps(as_dict(facts)))
+    else:
+        _print(facts)
+
+
+# --------------------------------------------------------------------------------------------------------- the facts
+
+
+def examine(root: Path = Path("/")) -> Facts:
+    """Look at this process and measure; root: where /proc and /sys are. Raises BadOption for variables of ours."""
+    load = _load_average()  # before the measuring adds to it
+    operators = _operators()
+    with _patience():
+        import torch
+
+        from forerun import __version__
+        from forerun.bench.bandwidth import measure
+        from forerun.engine.machine import available_bytes
+
+        available = available_bytes("cpu", root)
+        bandwidth = measure(torch.device("cpu"))
+    return Facts(
+        version=__version__,
+        python=platform.python_version(),
+        processor=f"{native.processor_name(root) or platform.processor() or 'unknown'} ({platform.machine()})",
+        processor_isas=native.processor_isas(root),
+        cores=native.cores(root),
+        load_average=load,
+        operators=operators,
+        torch=Torch(
+            version=torch.__version__,
+            num_threads=torch.get_num_threads(),
+            openmp=openmp_runtimes(_read(root / "proc/self/maps")),
+            gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        ),
+        available_bytes=available,
+        huge_pages=_chosen(_read(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        bandwidth=bandwidth,
+        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+    )
+
+
+def openmp_runtimes(maps: str) -> list[str]:
+    """File names of the OpenMP runtimes among the files of a /proc/self/maps, one per file, sorted."""
+    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines()}
+    return sorted(match[1] for match in map(_OPENMP.search, paths) if match)
+
+
+def as_dict(facts: Facts) -> dict[str, Any]:
+    """The facts for `--json`, what follows from them included."""
+    example = {
+        "num_parameters": EXAMPLE_PARAMETERS,
+        "dtype": "bfloat16",
+        "bytes_per_token": facts.example_bytes,
+        "max_tokens_per_s": facts.example_tokens_per_s,
+    }
+    cores = dataclasses.asdict(facts.cores) | {"num_usable": facts.cores.num_usable}
+    return {**dataclasses.asdict(facts), "cores": cores, "example": example, "faster": list(advice(facts))}
+
+
+def _operators() -> Operators:
+    isa = native.isa()
+    return Operators(
+        backend="torch" if isa == "reference" else "native",
+        isa=isa,
+        available_isas=native.available_isas(),
+        problem=native.why_not(),
+        num_threads=native.num_threads(),
+        default_dtype="float32" if isa == "reference" else "bfloat16",
+    )
+
+
+@contextlib.contextmanager
+def _patience() -> Iterator[None]:
+    """Something moves on a terminal while the machine is measured; nothing in a pipe."""
+    from forerun.show import make_console
+
+    console = make_console(stderr=True)
+    with console.status("measuring") if console.is_terminal else contextlib.nullcontext():
+        yield
+
+
+def _load_average() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except (OSError, AttributeError):  # Windows has none
+        return None
+
+
+def _chosen(text: str) -> str | None:
+    """The word in brackets, as in "always [madvise] never"."""
+    found = re.search(r"\[(\w+)\]", text)
+    return found[1] if found else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+# ------------------------------------------------------------------------------------------- what would make it faster
+
+
+def advice(facts: Facts) -> Iterator[str]:
+    """One sentence for each thing that somebody could change, the most important first."""
+    operators, cores = facts.operators, facts.cores
+    if operators.problem is not None:
+        yield f"{operators.problem[0].upper()}{operators.problem[1:]}."
+    best = operators.available_isas[0]
+    if operators.isa != best:
+        yield f"FORERUN_ISA={operators.isa} keeps the {best} kernels from running: unset it."
+    yield from _advice_on_threads(facts)
+    if cores.quota is not None and cores.quota < cores.num_physical:
+        yield f"A control group grants the time of {cores.quota:g} of {cores.num_physical} cores: raise its CPU limit."
+    if cores.num_allowed < cores.num_logical:
+        yield (
+            f"This process may run on {cores.num_allowed} of {cores.num_logical} logical processors: widen its "
+            "affinity (taskset, cpuset)."
+        )
+    if facts.load_average is not None and facts.load_average > cores.num_logical:
+        yield (
+            f"Other processes are busy (load average {facts.load_average:.1f} on {cores.num_logical} logical "
+            "processors) and take their share of the memory's bandwidth: run when they are done."
+        )
+    if facts.huge_pages == "never":
+        yield (
+            "Transparent huge pages are off, and streaming weights through small pages costs address look-ups: as "
+            "root, echo madvise > /sys/kernel/mm/transparent_hugepage/enabled."
+        )
+    if len(facts.torch.openmp) > 1:
+        yield (
+            f"{len(facts.torch.openmp)} OpenMP runtimes are loaded ({', '.join(facts.torch.openmp)}), each with "
+            "threads of its own that wait for work on the same cores: install torch and numpy from one source."
+        )
+
+
+def _advice_on_threads(facts: Facts) -> Iterator[str]:
+    num_threads, usable = facts.operators.num_threads, facts.cores.num_usable
+    # The first one that is set decides (native.num_threads).
+    name = next((name for name in ("FORERUN_NUM_THREADS", "OMP_NUM_THREADS") if name in facts.variables), None)
+    if name is None or num_threads == usable:
+        return
+    setting = f"{name}={facts.variables[name]}"
+    if num_threads > usable:
+        yield f"{setting} makes {num_threads} threads share {_count(usable, 'core')}: set it to {usable}."
+    else:
+        other = "" if name == "FORERUN_NUM_THREADS" else f", or set FORERUN_NUM_THREADS={usable}"
+        yield f"{setting} leaves {usable - num_threads} of {usable} cores idle: unset it{other}."
+
+
+# ------------------------------------------------------------------------------------------------------- what is shown
+
+
+def _print(facts: Facts) -> None:
+    from rich.text import Text
+
+    from forerun.show import make_console
+
+    console = make_console()
+    width = min(console.width, MAX_WIDTH)
+    for label, text in _lines(facts):
+        lines = textwrap.wrap(text, width - LABEL_WIDTH)
+        console.print(Text(f"{label:{LABEL_WIDTH}}", style="bold"), lines[0], sep="", soft_wrap=True)
+        for line in lines[1:]:
+            console.print(" " * LABEL_WIDTH + line, soft_wrap=True)
+    console.print(Text("\nwhat would make it faster", style="bold"))
+    for sentence in list(advice(facts)) or ["Nothing was found."]:
+        console.print(textwrap.fill(sentence, width, initial_indent="  - ", subsequent_indent="    "), soft_wrap=True)
+
+
+def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
+    """Labels and texts, in the order in which they are printed."""
+    operators, torch = facts.operators, facts.torch
+    yield "forerun", f"{facts.version}, Python {facts.python}"
+    yield "processor", facts.processor
+    yield "cores", _cores(facts.cores)
+    active = "" if operators.isa == "reference" else f"; active: {operators.isa}"
+    yield "instruction sets", f"{', '.join(facts.processor_isas)}{active}"
+    threads = _count(operators.num_threads, "thread")
+    if operators.backend == "native":
+        yield "operators", f"native kernels ({operators.isa}), {threads}; dtype auto is {operators.default_dtype}"
+    else:
+        reason = "FORERUN_ISA says so" if len(operators.available_isas) > 1 else "there is no extension"
+        yield "operators", f"torch's, because {reason}; dtype auto is {operators.default_dtype}"
+    openmp = f"; OpenMP: {', '.join(torch.openmp)}" if torch.openmp else ""
+    yield "torch", f"{torch.version}, {_count(torch.num_threads, 'thread')}{openmp}"
+    if torch.gpu is not None:
+        yield "GPU", f"{torch.gpu}; device auto takes it, and torch's operators"
+    yield "memory", _memory(facts)
+    yield "bandwidth", f"{facts.bandwidth.bytes_per_s / 1e9:.1f} GB/s ({facts.bandwidth.probe})"
+    yield (
+        "",
+        f"a model of {EXAMPLE_PARAMETERS / 1e9:.2f} B parameters in bfloat16 reads {facts.example_bytes / 1e9:.2f} GB "
+        f"per token: at most {facts.example_tokens_per_s:.1f} tokens/s without speculation",
+    )
+
+
+def _cores(cores: native.Cores) -> str:
+    parts = [f"{cores.num_physical} physical", f"{cores.num_allowed} of {cores.num_logical} logical available"]
+    parts.append("no quota" if cores.quota is None else f"quota {cores.quota:g}")
+    return ", ".join(parts)
+
+
+def _memory(facts: Facts) -> str:
+    free = "" if facts.available_bytes is None else f"{facts.available_bytes / 1e9:.1f} GB available; "
+    return f"{free}transparent huge pages: {facts.huge_pages or 'not here'}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,46 @@
+"""What a command is given to continue: arguments, a file, standard input."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+from forerun import flags
+from forerun.errors import BadOption, NotFound
+from forerun.types import SamplingParams
+
+
+def read_requests(prompts: Seq[str], file: Path | None, params: SamplingParams) -> list[flags.Request]:
+    """Arguments, then the file; standard input where `-` stands or where nothing else was given. Texts are exact.
+
+    A file that ends in .jsonl has one request per line, with `params` as defaults. Raises BadOption where there is no
+    prompt or no UTF-8, and NotFound for a file that cannot be read.
+    """
+    made: list[flags.Request] = [(_read_stdin() if text == "-" else text, params) for text in prompts]
+    if file is not None:
+        text = _read_file(file)
+        made += flags.requests(text, params) if file.suffix == ".jsonl" else [(text, params)]
+    if not made and file is None and not sys.stdin.isatty():
+        made = [(_read_stdin(), params)]
+    if not any(prompt for prompt, _ in made):
+        raise BadOption(
+            'there is no prompt: write it as an argument ("def fib(n):"), name --prompt-file, or pipe it in'
+        )
+    return made
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise BadOption("standard input is not UTF-8 text: convert it first") from None
+
+
+def _read_file(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadOption(f"the prompt file {str(file)!r} is not UTF-8 text: convert it first") from error
+    except OSError as error:
+        raise NotFound(f"the prompt file {str(file)!r} cannot be read ({error.strerror}): check its name") from error

@@ -1,0 +1,241 @@
+"""The native extension, or why there is none, and how many threads it gets: the only importer of forerun._native.
+
+Three variables are read here: FORERUN_ISA, FORERUN_NUM_THREADS and, when forerun is installed, FORERUN_REQUIRE_NATIVE
+(pyproject.toml).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import BadOption
+
+ISAS = ("avx512", "avx2", "baseline", "reference")
+VARIABLES = ("FORERUN_ISA", "FORERUN_NUM_THREADS", "FORERUN_REQUIRE_NATIVE")
+MAX_THREADS = 1024
+PACKAGE = Path(__file__).parent
+_COMPILERS = ("c++", "g++", "clang++")
+_SOURCES = {".cpp", ".h", ".inc"}
+# What /proc/cpuinfo calls the parts of an instruction set; csrc/cpu.cpp asks the processor itself.
+_FLAGS = {
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"},
+    "avx2": {"avx2", "fma", "f16c"},
+}
+
+
+# ------------------------------------------------------------------------------------------------------ the extension
+
+
+def extension() -> Any:
+    """The module forerun._native; None where there is none (`why_not` says why)."""
+    return _load()[0]
+
+
+@cache
+def isa() -> str:
+    """The instruction set whose kernels run: the best that was built and that the processor has.
+
+    "reference" = none, torch computes. FORERUN_ISA overrides; raises BadOption for one that cannot be had.
+    """
+    possible = available_isas()
+    wanted = os.environ.get("FORERUN_ISA")
+    if wanted is None:
+        return possible[0]
+    if wanted not in possible:
+        why = "" if extension() is not None else f" ({why_not()})"
+        raise BadOption(f"FORERUN_ISA={wanted!r} is not possible here{why}: it must be one of {', '.join(possible)}")
+    return wanted
+
+
+def available_isas() -> list[str]:
+    """What FORERUN_ISA may be here, best first; "reference" is always among them."""
+    module = extension()
+    return [*(module.supported_isas() if module is not None else []), "reference"]
+
+
+def processor_isas(root: Path = Path("/")) -> list[str]:
+    """Instruction sets with kernels of ours that the processor has, whether or not the extension was built.
+
+    Without the extension they are read from /proc/cpuinfo below `root`; best first.
+    """
+    module = extension()
+    if module is not None:
+        return list(module.supported_isas())
+    flags = set(_field("flags", root).split())
+    return [*(name for name, parts in _FLAGS.items() if parts <= flags), "baseline"]
+
+
+def processor_name(root: Path = Path("/")) -> str:
+    """As the processor calls itself; empty where the system does not tell."""
+    return _field("model name", root)
+
+
+@cache
+def why_not() -> str | None:
+    """Why the extension is not there, or is not the one to trust, and what to do; None where all is well."""
+    module, error = _load()
+    if module is not None:
+        return _why_stale(module)
+    if error is not None:
+        return f"{error}: {_reinstall()}"
+    if sys.platform == "win32":
+        return "there are no native kernels for Windows yet"
+    others = [path.name for path in PACKAGE.glob("_native*") if path.suffix in (".so", ".pyd")]
+    if others:
+        version = ".".join(map(str, sys.version_info[:2]))
+        return f"the extension was built for another Python ({others[0]}) than this one, {version}: {_reinstall()}"
+    return f"the extension was not built when forerun was installed: {_missing_tools()}{_reinstall()}"
+
+
+def source_hash(folder: Path) -> str:
+    """What csrc/CMakeLists.txt writes into the extension: a SHA-256 over all files that it is made of."""
+    found = [path for path in folder.rglob("*") if path.suffix in _SOURCES or path.name == "CMakeLists.txt"]
+    names = sorted(path.relative_to(folder).as_posix() for path in found)
+    listing = "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()} {name}\n" for name in names)
+    return hashlib.sha256(listing.encode()).hexdigest()
+
+
+@cache
+def _load() -> tuple[Any, str | None]:
+    """The module, or None and what the dynamic linker said of a file that is there."""
+    try:
+        return importlib.import_module("forerun._native"), None
+    except ImportError as error:
+        is_there = any((PACKAGE / f"_native{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
+        return None, f"the extension cannot be loaded ({error})" if is_there else None
+
+
+def _why_stale(module: Any) -> str | None:
+    checkout = _checkout()
+    if checkout is None or module.source_hash == source_hash(checkout / "csrc"):
+        return None
+    return f"the extension was built from other C++ sources than those in csrc: {_reinstall()}"
+
+
+def _checkout() -> Path | None:
+    """The folder with csrc/ where this package is run from its sources."""
+    root = PACKAGE.parents[1]
+    return root if (root / "csrc" / "CMakeLists.txt").is_file() else None
+
+
+def _missing_tools() -> str:
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), None)
+    missing = [] if compiler else ["a C++ compiler (g++)"]
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        missing.append("Python's headers (python3-dev)")
+    return f"install {' and '.join(missing)}, then " if missing else ""
+
+
+def _reinstall() -> str:
+    root = _checkout()
+    if root is None:  # a wheel that pip built without a compiler lies in its cache
+        return "run pip install --force-reinstall --no-deps --no-cache-dir forerun"
+    return "run make native" if Path(sys.prefix) == root / ".venv" else "run pip install -e . in the checkout"
+
+
+# ------------------------------------------------------------------------------------------------------------ threads
+
+
+@dataclass(frozen=True)
+class Cores:
+    """What this process may use of the machine's processor."""
+
+    num_logical: int  # logical processors of the machine
+    num_allowed: int  # those that this process may run on
+    num_physical: int  # cores behind those: hyperthread siblings count once
+    quota: float | None  # logical processors' worth of time that the control groups grant; None = no limit
+
+    @property
+    def num_usable(self) -> int:
+        """Threads that can really run at once; at least 1."""
+        limit = self.num_physical if self.quota is None else math.floor(self.quota)
+        return max(1, min(self.num_physical, limit))
+
+
+def cores(root: Path = Path("/")) -> Cores:
+    """Counted from the affinity mask, and from /sys and /proc below `root`."""
+    num_logical = os.cpu_count() or 1
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(num_logical))
+    quotas = list(_quotas(root))
+    return Cores(
+        num_logical=num_logical,
+        num_allowed=len(allowed),
+        num_physical=len({_siblings(cpu, root) for cpu in allowed}),
+        quota=min(quotas, default=None),
+    )
+
+
+def num_threads() -> int:
+    """Threads of the native kernels: FORERUN_NUM_THREADS, else OMP_NUM_THREADS, else the cores that can be used.
+
+    Raises BadOption for a FORERUN_NUM_THREADS that is no number from 1 to 1024. What OpenMP itself would not
+    understand is passed over, as OpenMP does.
+    """
+    wanted = os.environ.get("FORERUN_NUM_THREADS")
+    if wanted is not None:
+        if not wanted.isdecimal() or not 1 <= int(wanted) <= MAX_THREADS:
+            raise BadOption(f"FORERUN_NUM_THREADS={wanted!r} is not possible: it must be in 1 .. {MAX_THREADS}")
+        return int(wanted)
+    outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if outermost.isdecimal() and 1 <= int(outermost) <= MAX_THREADS:
+        return int(outermost)
+    return cores().num_usable
+
+
+def _siblings(cpu: int, root: Path) -> str:
+    """The logical processors that share a core with this one, as the kernel writes them; itself where it does not."""
+    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    return _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list") or str(cpu)
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    for group, version in control_groups("cpu", root):
+        if version == 2:
+            numbers = _read(group / "cpu.max").split()
+        else:
+            numbers = [_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        if len(numbers) == 2 and all(n.isdecimal() for n in numbers):  # not "max", not -1
+            yield int(numbers[0]) / int(numbers[1])
+
+
+def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
+    """The folders of the control groups that this process is in, outermost first, and the kernel's version of them.
+
+    controller: "cpu" or "memory". A folder need not exist.
+    """
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        # Inside a container the path may be the host's, which is not there: the limit is then at the top.
+        parts = Path(path).relative_to("/").parts
+        yield from ((top.joinpath(*parts[:depth]), 1 if controllers else 2) for depth in range(len(parts) + 1))
+
+
+def _field(name: str, root: Path) -> str:
+    """The first line of /proc/cpuinfo with this name."""
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,241 @@
+"""What the tests of the native operators share: every instruction set of this machine, bits, ragged passes, decoders.
+
+A test that needs more than one row to fail compares *bits*: a NaN has to be the same NaN, and -0 is not 0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from forerun import native
+from forerun.kv.cache import KVCache
+from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
+from forerun.ops.cpu import CpuOps
+from forerun.ops.reference import ReferenceOps
+from forerun.types import CacheView, RaggedBatch
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+DTYPES = [pytest.param(FLOAT32, id="float32"), pytest.param(BFLOAT16, id="bfloat16")]
+INF, NAN = float("inf"), float("nan")
+TINY = 2.0**-126  # the smallest normal float32
+
+# With FORERUN_REQUIRE_NATIVE=1 an extension that is not there fails the tests instead of leaving them out.
+IS_THERE = native.extension() is not None
+ISAS = native.processor_isas() if IS_THERE or os.environ.get("FORERUN_REQUIRE_NATIVE") == "1" else []
+needs_native = pytest.mark.skipif(not ISAS, reason=f"no native operators here: {native.why_not()}")
+
+
+@cache
+def ops_of(isa: str, num_threads: int = 1) -> CpuOps:
+    return CpuOps(isa, num_threads)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a product with weights of this type sees of a row, exactly, as float64."""
+    return x.to(dtype).double()
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=seeded(seed))
+
+
+def whole_numbers(seed: int, *shape: int, largest: int = 8) -> Tensor:
+    """Small whole numbers, exact in both types: their products and sums are exact in every order."""
+    return torch.randint(-largest, largest + 1, shape, generator=seeded(seed)).float()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    as_ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(as_ints), b.view(as_ints))
+
+
+def close(found: Tensor, expected: Tensor, tolerance: Tensor | float) -> bool:
+    """NaN and infinities where the twin has them, everything else within the tolerance."""
+    found, expected = found.double(), expected.double()
+    finite = expected.isfinite()
+    same = torch.equal(found.isnan(), expected.isnan()) and torch.equal(
+        found[expected.isinf()], expected[expected.isinf()]
+    )
+    difference = (found - expected)[finite].abs()
+    allowed = tolerance[finite] if isinstance(tolerance, Tensor) else tolerance
+    return same and found.shape == expected.shape and bool((difference <= allowed).all())
+
+
+# ----------------------------------------------------------------------------------------------------- ragged passes
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """One sequence's run: tokens in the cache, and the parents of its rows within the run (-1 = the context)."""
+
+    cached: int
+    parents: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.parents)
+
+    def path(self, row: int) -> list[int]:
+        """Rows of the run that `row` sees, itself included, in depth order."""
+        path = [row]
+        while self.parents[path[0]] >= 0:
+            path.insert(0, self.parents[path[0]])
+        return path
+
+
+def chain(cached: int, num_rows: int) -> RunShape:
+    return RunShape(cached, tuple(range(-1, num_rows - 1)))
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Queries, new keys and values of some runs, and pools that hold their past in scattered rows.
+
+    Rows of the pools that nobody owns are NaN: whoever reads one shows it.
+    """
+
+    runs: list[RunShape]
+    view: CacheView
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def attend(self, ops: ReferenceOps, window: int | None = None) -> Tensor:
+        """[T, heads, head_dim]; the pools stay as they are."""
+        keys, values = self.keys.clone(), self.values.clone()
+        with torch.inference_mode():
+            return ops.attention(self.q, self.k, self.v, keys=keys, values=values, view=self.view, window=window)
+
+    def wide(self) -> AttentionCase:
+        """The same numbers as float64, new keys and values rounded as the pools would round them."""
+        k, v = (x.to(self.keys.dtype).double() for x in (self.k, self.v))
+        return AttentionCase(self.runs, self.view, self.q.double(), k, v, self.keys.double(), self.values.double())
+
+
+def batch_of(runs: Seq[RunShape], *, as_trees: bool = False) -> RaggedBatch:
+    """Positions and flat parents of some runs; all tokens are 0. as_trees: chains say their parents, too."""
+    starts, flat, positions = [0], [], []
+    for run in runs:
+        flat += [p if p < 0 else p + starts[-1] for p in run.parents]
+        positions += [run.cached + len(run.path(row)) - 1 for row in range(run.num_rows)]
+        starts.append(starts[-1] + run.num_rows)
+    is_tree = as_trees or any(run != chain(run.cached, run.num_rows) for run in runs)
+    slots, cached = list(range(len(runs))), [run.cached for run in runs]
+    tokens = torch.zeros(starts[-1], dtype=torch.int64)
+    return RaggedBatch(tokens, torch.tensor(positions), starts, slots, cached, flat if is_tree else None)
+
+
+def attention_case(
+    seed: int, runs: Seq[RunShape], heads: tuple[int, int, int], dtype: torch.dtype, *, scale: float = 1.0
+) -> AttentionCase:
+    """heads: query heads, key heads, head_dim."""
+    num_heads, num_kv, dim = heads
+    batch, generator = batch_of(runs), seeded(seed)
+    num_rows, num_owned = len(batch.tokens), sum(run.cached + run.num_rows for run in runs)
+    scattered = torch.randperm(num_owned + 9, generator=generator)[:num_owned]
+    reads = list(scattered.split([run.cached + run.num_rows for run in runs]))
+    writes = torch.cat([read[run.cached :] for read, run in zip(reads, runs, strict=True)])
+    keys, values = torch.full((2, num_owned + 9, num_kv, dim), NAN).unbind()
+    past = torch.cat([read[: run.cached] for read, run in zip(reads, runs, strict=True)])
+    keys[past] = torch.randn(len(past), num_kv, dim, generator=generator) * scale
+    values[past] = torch.randn(len(past), num_kv, dim, generator=generator)
+    q = torch.randn(num_rows, num_heads, dim, generator=generator)
+    k, v = torch.randn(2, num_rows, num_kv, dim, generator=generator).unbind()
+    view = CacheView(batch, writes, reads)
+    return AttentionCase(list(runs), view, q, k * scale, v, keys.to(dtype), values.to(dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------- decoders
+
+
+def make_config(**changes: Any) -> DecoderConfig:
+    """A small decoder whose sizes fit no vector."""
+    sizes: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": 77,
+        "hidden_size": 52,
+        "num_layers": 2,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 20,
+        "ffn_size": 67,
+        "norm_eps": 1e-5,
+        "max_positions": 1024,
+        "tie_embeddings": True,
+    }
+    return DecoderConfig(**{**sizes, **changes})
+
+
+def random_weights(config: DecoderConfig, dtype: torch.dtype, seed: int = 5) -> dict[str, Tensor]:
+    generator, weights = seeded(seed), {}
+    for name, shape in parameter_shapes(config).items():
+        weights[name] = (torch.randn(shape, generator=generator) * 0.2 + ("norm" in name)).to(dtype)
+    return weights
+
+
+def make_decoder(config: DecoderConfig, dtype: torch.dtype, isa: str, num_threads: int = 1) -> Decoder:
+    return Decoder(config, random_weights(config, dtype), ops_of(isa, num_threads))
+
+
+def tokens_of(num: int, seed: int, vocab_size: int = 77) -> list[int]:
+    return torch.randint(vocab_size, (num,), generator=seeded(seed)).tolist()
+
+
+class Session:
+    """A decoder with a cache: some sequences that grow pass by pass.
+
+    layout: tokens of a block, 0 = one block for the whole sequence. Blocks are handed out in shuffled order, and rows
+    that nobody has written are NaN.
+    """
+
+    def __init__(self, model: Decoder, layout: int = 16, *, max_seq_len: int = 640, seed: int = 0) -> None:
+        self.model, block = model, layout or max_seq_len
+        num_blocks = 4 * -(-max_seq_len // block)
+        shape, device = model.config.cache_shape, torch.device("cpu")
+        self.cache = KVCache(shape, block_tokens=block, num_blocks=num_blocks, dtype=model.dtype, device=device)
+        for pool in (*self.cache.keys, *self.cache.values):
+            pool.fill_(NAN)
+        np.random.default_rng(seed).shuffle(self.cache._free)
+
+    def run(self, runs: dict[int, list[int]], trees: dict[int, list[int]] | None = None, keep: bool = True) -> Tensor:
+        """Final hidden states and logits of every row of one pass, side by side: [T, H + V]."""
+        batch = self.batch(runs, trees or {})
+        with torch.inference_mode():
+            hidden = self.model.forward(batch, self.cache)
+            found = torch.cat((hidden, self.model.logits(hidden)), dim=1)
+        for slot, run in runs.items():
+            self.cache.keep(slot, list(range(len(run))) if keep else [])
+        return found
+
+    def batch(self, runs: dict[int, list[int]], trees: dict[int, list[int]]) -> RaggedBatch:
+        """Reserves what the runs need, opens slots that are new."""
+        shapes = []
+        for slot, run in runs.items():
+            if slot not in self.cache._tables:
+                self.cache.open(slot)
+            self.cache.reserve(slot, len(run))
+            shapes.append(RunShape(self.cache.length(slot), tuple(trees.get(slot, range(-1, len(run) - 1)))))
+        batch = batch_of(shapes, as_trees=bool(trees))
+        tokens = torch.tensor([token for run in runs.values() for token in run])
+        return RaggedBatch(tokens, batch.positions, batch.run_starts, list(runs), batch.cached, batch.parents)
+
+    def written(self, slot: int) -> Tensor:
+        """Keys and values of the slot's kept tokens: [layers, 2, tokens, kv_heads, head_dim]."""
+        rows = self.cache.rows(slot, 0, self.cache.length(slot))
+        pairs = zip(self.cache.keys, self.cache.values, strict=True)
+        return torch.stack([torch.stack((keys[rows], values[rows])) for keys, values in pairs])

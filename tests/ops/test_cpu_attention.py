@@ -1,0 +1,148 @@
+"""Native attention against the reference: ragged runs, trees, windows, grouped heads, contexts of many key blocks.
+
+The twin computes in float64, each row alone over exactly its keys; keys and values are rounded as the cache has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.ops.reference import ReferenceOps
+from ops.native_cases import (
+    BFLOAT16,
+    DTYPES,
+    FLOAT32,
+    INF,
+    ISAS,
+    NAN,
+    AttentionCase,
+    RunShape,
+    attention_case,
+    chain,
+    close,
+    needs_native,
+    ops_of,
+)
+
+pytestmark = [needs_native, pytest.mark.parametrize("isa", ISAS)]
+
+# Queries are normal numbers: scores of a few units, whose error of some 2^-22 is what the weights, and so the outputs,
+# inherit; values are a few units, too.
+TOLERANCE = 4e-6
+TREE = (-1, 0, 0, 1, 2, 1, 4, -1, 7, 3)
+RAGGED = [chain(0, 1), chain(17, 3), RunShape(62, TREE), chain(5, 70), RunShape(0, TREE), chain(64, 1), chain(129, 2)]
+
+
+def expected_of(case: AttentionCase, window: int | None = None) -> Tensor:
+    return case.wide().attend(ReferenceOps(row_by_row=True), window)
+
+
+def by_formula(case: AttentionCase, window: int | None = None) -> Tensor:
+    """softmax(q k / sqrt(head_dim)) v, as it stands: torch's operator makes 0 of a row whose scores are all NaN."""
+    wide = case.wide()
+    keys, values = wide.keys.clone(), wide.values.clone()
+    keys[wide.view.write_rows], values[wide.view.write_rows] = wide.k, wide.v
+    group, outs = wide.q.shape[1] // keys.shape[1], []
+    for b, run in enumerate(case.runs):
+        for i, row in enumerate(wide.view.batch.run(b)):
+            seen = torch.tensor([*range(run.cached), *(run.cached + r for r in run.path(i))])
+            rows = wide.view.read_rows[b][seen[-(window or len(seen)) :]]
+            k, v = (x[rows].repeat_interleave(group, dim=1) for x in (keys, values))
+            weights = torch.softmax((wide.q[row] * k).sum(-1) / wide.q.shape[-1] ** 0.5, dim=0)
+            outs.append((weights[:, :, None] * v).sum(0))
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(1, 1, 8), (4, 2, 20), (4, 1, 32), (8, 1, 64), (6, 6, 80), (8, 4, 128), (16, 2, 64)])
+def test_ragged_runs_and_trees(isa: str, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+    """Every head size, 1 to 8 query heads for each key head; what nobody owns in the pools is NaN."""
+    case = attention_case(1, RAGGED, heads, dtype)
+    assert close(case.attend(ops_of(isa)), expected_of(case), TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 3, 16, 64, 65, 100, 500])
+def test_sliding_windows(isa: str, dtype: torch.dtype, window: int) -> None:
+    case = attention_case(2, [*RAGGED, RunShape(200, TREE)], (4, 2, 20), dtype)
+    assert close(case.attend(ops_of(isa), window), expected_of(case, window), TOLERANCE)
+
+
+@pytest.mark.parametrize("cached", [0, 1, 14, 15, 16, 62, 63, 64, 65, 126, 127, 128, 129, 191, 192, 200, 1000])
+def test_contexts_that_end_anywhere_in_a_key_block(isa: str, cached: int) -> None:
+    for run in (chain(cached, 1), chain(cached, 6), RunShape(cached, TREE)):
+        case = attention_case(3, [run], (4, 2, 32), FLOAT32)
+        for window in (None, 63, 64, 130):
+            assert close(case.attend(ops_of(isa), window), expected_of(case, window), TOLERANCE)
+
+
+@pytest.mark.parametrize("num_rows", [15, 16, 17, 33, 63, 64, 65, 130, 513])
+def test_long_runs(isa: str, num_rows: int) -> None:
+    case = attention_case(4, [chain(3, num_rows), chain(0, 2)], (2, 1, 16), BFLOAT16)
+    assert close(case.attend(ops_of(isa)), expected_of(case), TOLERANCE)
+    assert close(case.attend(ops_of(isa), 40), expected_of(case, 40), TOLERANCE)
+
+
+def test_one_key_is_its_value(isa: str) -> None:
+    """A softmax over one key weighs it 1, whatever the score; so the first row's output is v itself."""
+    case = attention_case(5, [chain(0, 1), chain(0, 3)], (4, 2, 20), FLOAT32, scale=1e4)
+    found = case.attend(ops_of(isa))
+    for row in (0, 1):
+        assert torch.equal(found[row], case.v[row].repeat_interleave(2, dim=0))
+
+
+def test_scores_of_any_size(isa: str) -> None:
+    """Far beyond what e^x holds: the largest score decides, the rest is exactly 0."""
+    case = attention_case(6, [chain(140, 4), RunShape(70, TREE)], (2, 1, 32), FLOAT32, scale=3e4)
+    found, expected = case.attend(ops_of(isa)), expected_of(case)
+    assert bool((found.isfinite()).all())
+    assert close(found, expected, 1e-2)  # two keys that are nearly alike share what rounding of scores near 1e5 leaves
+
+
+def test_denormal_numbers(isa: str) -> None:
+    """Denormal keys make equal weights; denormal values come out as what they are, or 0 with bfloat16's least ones."""
+    for dtype in (FLOAT32, BFLOAT16):
+        case = attention_case(7, [chain(70, 3)], (2, 1, 20), dtype)
+        tiny = replace(case, k=case.k * 1e-40, keys=case.keys * 1e-40, v=case.v * 1e-39, values=case.values * 1e-39)
+        expected = expected_of(tiny)
+        assert bool(expected.any())
+        assert close(tiny.attend(ops_of(isa)), expected, 2.0**-149 * 80)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v", "keys", "values"])
+@pytest.mark.parametrize("what", [INF, -INF, NAN])
+def test_infinities_and_nan_come_out_where_the_reference_has_them(isa: str, where: str, what: float) -> None:
+    """Placed in one row, they reach the rows that see it and no others."""
+    runs = [chain(100, 6), RunShape(66, TREE), chain(0, 5)]
+    case = attention_case(8, runs, (4, 2, 20), FLOAT32)
+    changed = getattr(case, where).clone()
+    rows = [3, 9, 18] if where in "qkv" else [int(case.view.read_rows[b][i]) for b, i in ((0, 70), (1, 2), (1, 65))]
+    changed[rows, -1, 7] = what
+    case = replace(case, **{where: changed})
+    for window in (None, 20):
+        expected = by_formula(case, window)
+        assert not bool(expected.isfinite().all())
+        assert bool(expected.isfinite().any())
+        assert close(case.attend(ops_of(isa), window), expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("cached", [5, 64, 70, 130])
+def test_a_score_of_minus_infinity_weighs_nothing(isa: str, cached: int) -> None:
+    """Even where a whole block of keys has no other score, and the maximum so far is minus infinity."""
+    case = attention_case(9, [chain(cached, 3)], (2, 1, 20), FLOAT32)
+    q, keys = case.q.clone(), case.keys.clone()
+    q[:, :, 3] = 1.0
+    keys[case.view.read_rows[0][:cached], :, 3] = -INF
+    case = replace(case, q=q, keys=keys)
+    expected = by_formula(case)
+    assert bool(expected.isfinite().all())
+    assert close(case.attend(ops_of(isa)), expected, TOLERANCE)
+
+
+def test_runs_of_nothing(isa: str) -> None:
+    case = attention_case(10, [chain(3, 0), chain(4, 2), chain(0, 0)], (2, 1, 8), FLOAT32)
+    assert close(case.attend(ops_of(isa)), expected_of(case), TOLERANCE)

@@ -1,0 +1,81 @@
+"""Speculation with the native operators says what plain decoding says, bit for bit (`make parity`).
+
+Each of 1000 prompts runs under a configuration of its own (covering.py), and alone under plain decoding. Nothing may
+differ: neither a token, nor a bit of the row of logits that decided it. float32 and bfloat16; then 60 prompts with the
+target widened to the shape of Llama 3.2 1B. The fast reference operators, compared the same way, must fail.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun import native
+from forerun.bench.widen import SHAPES, widen_checkpoint
+from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.models.loading import load_checkpoint
+from forerun.ops.cpu import CpuOps
+from forerun.ops.reference import ReferenceOps
+from parity.bitwise import Models, compare, cut_prompts
+from parity.covering import SIXTY, THOUSAND, design
+
+NUM_TOKENS = 128
+WIDE, WIDE_LONGEST = SHAPES["llama-3.2-1b"], 200
+# What is computed is the same at any length; a token of the wide target takes a hundred times as long.
+NUM_WIDE_TOKENS = {"bfloat16": 48, "float32": 16}
+WIDE_MEMORY_BYTES = {"bfloat16": 7 << 30, "float32": 12 << 30}
+pytestmark = pytest.mark.parity
+needs_native = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
+
+
+def name_of(ops: CpuOps, dtype: str) -> str:
+    return f"{dtype}, native operators ({ops.isa}, {ops.num_threads} threads), torch {torch.__version__}"
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_thousand_prompts(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ops = CpuOps()
+    models = Models.shipped(dtype, ops)
+    with capsys.disabled():
+        print(f"\nshipped pair, {name_of(ops, dtype)}", flush=True)
+        prompts = cut_prompts(1000, seed=1)
+        found = compare(models, models, design(THOUSAND, seed=1), prompts, NUM_TOKENS, lambda text: print(text, flush=True))
+    assert found.num_outputs == 1000
+    assert found.num_accepted > 20_000
+    assert not found.mismatches, "\n".join(found.mismatches)
+    assert found.num_rows_that_differ == 0
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sixty_prompts_with_a_wide_target(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    if int(available.split()[1]) * 1024 < WIDE_MEMORY_BYTES[dtype]:
+        pytest.skip(f"needs {WIDE_MEMORY_BYTES[dtype] >> 30} GiB of memory; {available}")
+    ops = CpuOps()
+    target = widen_checkpoint(load_checkpoint(SHIPPED_TARGET, dtype=dtype, with_tokenizer=True), WIDE, ops)
+    models = Models(target, load_checkpoint(SHIPPED_DRAFT, dtype=dtype, ops=ops, with_tokenizer=True))
+    gc.collect()
+    with capsys.disabled():
+        print(f"\nllama-3.2-1b target and shipped draft, {name_of(ops, dtype)}", flush=True)
+        prompts = cut_prompts(60, seed=2, longest=WIDE_LONGEST)
+        groups = design(SIXTY, seed=2)
+        found = compare(models, models, groups, prompts, NUM_WIDE_TOKENS[dtype], lambda text: print(text, flush=True))
+    assert found.num_outputs == 60
+    assert found.num_accepted > 100
+    assert not found.mismatches, "\n".join(found.mismatches)
+    assert found.num_rows_that_differ == 0
+
+
+def test_the_fast_reference_operators_fail_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    """Negative control: torch chooses kernels by shape, so rows of a verified draft differ from plain decoding's."""
+    models = Models.shipped("float32", ReferenceOps())
+    found = compare(models, models, design(SIXTY, seed=1), cut_prompts(60, seed=1), 16)
+    with capsys.disabled():
+        print(f"\nnegative control, float32, fast reference operators: {found}")
+    assert found.num_accepted > 100
+    assert found.num_rows_that_differ > 0
