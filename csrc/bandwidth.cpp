@@ -58,7 +58,7 @@ struct Reader {
 #endif
     static uint64_t baseline(const char* tile) { return read_tile<streams, ahead, once>(tile); }
 
-    static Read best(const std::string& isa) {
+    static Read best([[maybe_unused]] const std::string& isa) {
 #if defined(FORERUN_X86)
         if (isa == "avx512") return avx512;
         if (isa == "avx2") return avx2;
@@ -107,8 +107,8 @@ BandwidthProbe::BandwidthProbe(size_t num_bytes, int num_threads)
       num_bytes_(whole_tiles(num_bytes)),
       buffer_(huge_pages(num_bytes_), std::free) {
     // Pages are given when they are first written; unwritten ones would all be the same page of zeros.
-    team_.run(team_.num_threads(), [this](int) {
-        team_.tiles(static_cast<int>(num_bytes_ / TILE_BYTES),
+    team_.run(false, [this](int thread) {
+        team_.tiles(thread, static_cast<int>(num_bytes_ / TILE_BYTES),
                     [this](int i) { std::memset(buffer_.get() + i * TILE_BYTES, 1, TILE_BYTES); });
     });
 }
@@ -122,9 +122,9 @@ std::vector<Reading> BandwidthProbe::read(int num_repeats) {
     for (int repeat = 0; repeat < num_repeats; ++repeat)
         for (size_t p = 0; p < probes.size(); ++p) {
             const Clock::time_point start = Clock::now();
-            team_.run(team_.num_threads(), [&](int) {
+            team_.run(false, [&](int thread) {
                 uint64_t sum = 0;
-                team_.tiles(static_cast<int>(num_bytes_ / TILE_BYTES),
+                team_.tiles(thread, static_cast<int>(num_bytes_ / TILE_BYTES),
                             [&](int i) { sum ^= probes[p].read(buffer_.get() + i * TILE_BYTES); });
                 sink.fetch_xor(sum);
             });

@@ -37,31 +37,41 @@ const Kernels& kernels_of(const std::string& isa) {
     return *kernels;
 }
 
-// runs: four numbers for each run (first row, rows, cached, where its table begins), then all tables.
-std::vector<Run> runs_of(const Ints& numbers, int num_runs) {
+// Runs with the physical rows that their block tables say.
+struct Runs {
     std::vector<Run> runs;
-    for (int i = 0; i < num_runs; ++i) {
-        const int32_t* n = numbers.data() + 4 * i;
-        runs.push_back({n[0], n[1], n[2], numbers.data() + n[3]});
+    std::vector<int32_t> rows;
+
+    // numbers: four for each run (first row, rows, cached, where its table begins), then all tables.
+    Runs(const Ints& numbers, int num_runs, int block_tokens) {
+        std::vector<size_t> starts;
+        for (int i = 0; i < num_runs; ++i) {
+            const int32_t* n = numbers.data() + 4 * i;
+            starts.push_back(rows.size());
+            const int32_t* block = numbers.data() + n[3];
+            for (int left = n[1] + n[2]; left > 0; left -= block_tokens, ++block)
+                for (int j = 0; j < block_tokens && j < left; ++j) rows.push_back(*block * block_tokens + j);
+            runs.push_back({n[0], n[1], n[2], nullptr});
+        }
+        for (size_t i = 0; i < runs.size(); ++i) runs[i].rows = rows.data() + starts[i];
     }
-    return runs;
-}
+};
 
 Inputs make_inputs(Scratch& scratch, const Matrix& w, int num_rows) {
     return {scratch.words(static_cast<size_t>(num_rows) * w.num_steps), w.type, num_rows, w.num_steps};
 }
 
-void put_rows(Backend& b, const Inputs& x, const float* rows, int width) {
-    b.team.tiles(x.num_rows, [&](int i) { b.kernels.put_row(x, i, rows + static_cast<size_t>(i) * width, width); });
+void put_rows(Backend& b, int thread, const Inputs& x, const float* rows, int width) {
+    b.team.tiles(thread, x.num_rows, [&](int i) { b.kernels.put_row(x, i, rows + static_cast<size_t>(i) * width, width); });
 }
 
 void linear(Backend& b, const Packed& w, Address x, int num_rows, Address out) {
     Scratch scratch;
     const Matrix& m = w.matrix();
     const Inputs inputs = make_inputs(scratch, m, num_rows);
-    b.team.run(false, [&](int) {
-        put_rows(b, inputs, at<const float>(x), m.num_in);
-        product(b, m, inputs, {Finish::store, at<float>(out), static_cast<size_t>(m.num_out), {}, nullptr});
+    b.team.run(false, [&](int thread) {
+        put_rows(b, thread, inputs, at<const float>(x), m.num_in);
+        product(b, thread, m, inputs, {Finish::store, at<float>(out), static_cast<size_t>(m.num_out), {}, nullptr});
     });
 }
 
@@ -69,9 +79,9 @@ void add_linear(Backend& b, const Packed& w, Address x, int num_rows, Address ou
     Scratch scratch;
     const Matrix& m = w.matrix();
     const Inputs inputs = make_inputs(scratch, m, num_rows);
-    b.team.run(false, [&](int) {
-        put_rows(b, inputs, at<const float>(x), m.num_in);
-        product(b, m, inputs, {Finish::add, at<float>(out), static_cast<size_t>(m.num_out), {}, nullptr});
+    b.team.run(false, [&](int thread) {
+        put_rows(b, thread, inputs, at<const float>(x), m.num_in);
+        product(b, thread, m, inputs, {Finish::add, at<float>(out), static_cast<size_t>(m.num_out), {}, nullptr});
     });
 }
 
@@ -80,17 +90,17 @@ void gated_linear(Backend& b, const Packed& gate_up, const Packed& down, Address
     Scratch scratch, second;
     const Inputs inputs = make_inputs(scratch, gate_up.matrix(), num_rows);
     const Inputs between = make_inputs(second, down.matrix(), num_rows);
-    b.team.run(false, [&](int) {
-        put_rows(b, inputs, at<const float>(x), gate_up.matrix().num_in);
-        product(b, gate_up.matrix(), inputs, {Finish::gated, nullptr, 0, between, nullptr});
-        product(b, down.matrix(), between,
+    b.team.run(false, [&](int thread) {
+        put_rows(b, thread, inputs, at<const float>(x), gate_up.matrix().num_in);
+        product(b, thread, gate_up.matrix(), inputs, {Finish::gated, nullptr, 0, between, nullptr});
+        product(b, thread, down.matrix(), between,
                 {Finish::add, at<float>(out), static_cast<size_t>(down.matrix().num_out), {}, nullptr});
     });
 }
 
 void rms_norm(Backend& b, Address x, Address weight, int num_rows, int width, float eps, Address out) {
-    b.team.run(false, [&](int) {
-        b.team.tiles(num_rows, [&](int i) {
+    b.team.run(false, [&](int thread) {
+        b.team.tiles(thread, num_rows, [&](int i) {
             const size_t offset = static_cast<size_t>(i) * width;
             b.kernels.rms_norm(at<const float>(x) + offset, at<const float>(weight), width, eps, at<float>(out) + offset);
         });
@@ -98,8 +108,8 @@ void rms_norm(Backend& b, Address x, Address weight, int num_rows, int width, fl
 }
 
 void silu_mul(Backend& b, Address gate, Address up, int num_rows, int width, Address out) {
-    b.team.run(false, [&](int) {
-        b.team.tiles(num_rows, [&](int i) {
+    b.team.run(false, [&](int thread) {
+        b.team.tiles(thread, num_rows, [&](int i) {
             const size_t o = static_cast<size_t>(i) * width;
             b.kernels.silu_mul(at<const float>(gate) + o, at<const float>(up) + o, width, at<float>(out) + o);
         });
@@ -108,8 +118,8 @@ void silu_mul(Backend& b, Address gate, Address up, int num_rows, int width, Add
 
 // x [rows, heads, dim]; cos, sin [rows, dim].
 void rope(Backend& b, Address x, Address cos, Address sin, int num_rows, int num_heads, int dim, Address out) {
-    b.team.run(false, [&](int) {
-        b.team.tiles(num_rows, [&](int i) {
+    b.team.run(false, [&](int thread) {
+        b.team.tiles(thread, num_rows, [&](int i) {
             for (int head = 0; head < num_heads; ++head) {
                 const size_t o = (static_cast<size_t>(i) * num_heads + head) * dim, r = static_cast<size_t>(i) * dim;
                 b.kernels.rope(at<const float>(x) + o, at<const float>(cos) + r, at<const float>(sin) + r, dim, 1.0f,
@@ -124,16 +134,17 @@ void attention(Backend& b, bool bfloat16, Address q, Address keys, Address value
                int window, int block_tokens, int num_runs, const Ints& numbers, std::optional<Ints> parents, Address out) {
     const size_t stride = static_cast<size_t>(num_heads) * dim;
     const Attention a{bfloat16 ? Type::bfloat16 : Type::float32, at<const float>(q), stride, at<const void>(keys),
-                      at<const void>(values), block_tokens, num_heads, num_kv_heads, dim, window,
+                      at<const void>(values), num_heads, num_kv_heads, dim, window,
                       parents ? parents->data() : nullptr, at<float>(out), stride, {}};
-    const std::vector<Run> runs = runs_of(numbers, num_runs);
+    const Runs expanded(numbers, num_runs, block_tokens);
+    const std::vector<Run>& runs = expanded.runs;
     int longest = 0;
     for (const Run& run : runs) longest = std::max(longest, run.num_rows);
     std::vector<Scratch> scratch(static_cast<size_t>(b.team.num_threads()));
     std::vector<float*> floats;
     for (Scratch& s : scratch) floats.push_back(s.floats(attention_scratch(a, longest)));
     b.team.run(false, [&](int thread) {
-        b.team.tiles(num_runs * num_kv_heads, [&](int i) {
+        b.team.tiles(thread, num_runs * num_kv_heads, [&](int i) {
             const Run& run = runs[static_cast<size_t>(i / num_kv_heads)];
             b.kernels.attention(a, run, i % num_kv_heads, 0, run.num_rows, floats[static_cast<size_t>(thread)]);
         });
@@ -176,9 +187,10 @@ struct Pools {
 
 void forward(Decoder& d, int num_rows, Address tokens, Address positions, Address rotations, int num_runs,
              const Ints& numbers, std::optional<Ints> parents, const Pools& pools, Address hidden) {
+    Runs runs(numbers, num_runs, pools.block_tokens);
     Pass pass{num_rows, at<const int64_t>(tokens), at<const int64_t>(positions), at<const float>(rotations),
-              runs_of(numbers, num_runs), parents ? parents->data() : nullptr, pools.keys.data(), pools.values.data(),
-              pools.block_tokens, at<float>(hidden)};
+              std::move(runs.runs), parents ? parents->data() : nullptr, pools.keys.data(), pools.values.data(),
+              at<float>(hidden)};
     nb::gil_scoped_release release;
     d.forward(pass);
 }
@@ -213,8 +225,8 @@ void bind_ops(nb::module_& m) {
              nb::arg(), nb::arg())
         .def("logits", [](Decoder& d, Address hidden, int rows, Address out) {
             d.logits(at<const float>(hidden), rows, at<float>(out)); }, Free())
-        .def("argmax", [](Decoder& d, Address hidden, int rows, int num_ids, Address ids) {
-            d.argmax(at<const float>(hidden), rows, num_ids, at<int64_t>(ids)); }, Free());
+        .def("argmax", [](Decoder& d, Address hidden, int rows, int num_ids, Address ids, Address values) {
+            d.argmax(at<const float>(hidden), rows, num_ids, at<int64_t>(ids), at<float>(values)); }, Free());
     m.def("make_decoder", &make_decoder, "backend"_a, "sizes"_a, "eps"_a, "bfloat16"_a, "norms"_a, "matrices"_a, "windows"_a,
           "packed_embedding"_a.none(), "embedding"_a, "final_norm"_a, "head"_a, nb::keep_alive<0, 1>());
 }

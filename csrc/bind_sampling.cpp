@@ -1,3 +1,92 @@
+// forerun._native.Sampler: what src/forerun/sampling.py and rng.py do to float32 rows, under the same names.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
-void bind_sampling(nanobind::module_&) {}
+#include "philox.h"
+#include "sampling.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Words = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
+using Found = std::optional<int64_t>;
+
+template <class T>
+nb::object array_of(T* data, size_t size, nb::handle owner) {
+    return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {size}, owner));
+}
+
+template <class T>
+nb::object array_of(std::vector<T>&& values) {
+    auto* kept = new std::vector<T>(std::move(values));
+    nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    return array_of(kept->data(), kept->size(), owner);
+}
+
+Found or_none(int64_t found) { return found < 0 ? Found() : Found(found); }
+
+struct Sampler {
+    explicit Sampler(const std::string& isa) : kernels(forerun::sampling_kernels(isa)) {}
+
+    Found argmax(Floats row) const {
+        nb::gil_scoped_release released;
+        return or_none(forerun::argmax(kernels, row.data(), row.size()));
+    }
+
+    nb::object law(Floats row, double temperature, int64_t top_k, double log_min_p, double top_p,
+                   int64_t most_listed) const {
+        const forerun::LawSettings settings = {static_cast<float>(temperature), top_k, static_cast<float>(log_min_p),
+                                               top_p, most_listed};
+        forerun::Law law;
+        bool is_law;
+        {
+            nb::gil_scoped_release released;
+            is_law = forerun::make_law(kernels, row.data(), row.size(), settings, law);
+        }
+        if (!is_law) return nb::none();
+        if (!law.dense) return nb::make_tuple(array_of(std::move(law.ids)), array_of(std::move(law.listed)));
+        forerun::Buffer* dense = law.dense.release();
+        nb::capsule owner(dense, [](void* p) noexcept { delete static_cast<forerun::Buffer*>(p); });
+        return nb::make_tuple(nb::none(), array_of(dense->data(), row.size(), owner));
+    }
+
+    Found place(Floats weights, uint64_t uniform) const {
+        nb::gil_scoped_release released;
+        return or_none(forerun::place_of(kernels, weights.data(), weights.size(), uniform));
+    }
+
+    Found race(Floats weights, std::optional<Ids> ids, uint64_t seed, uint64_t position) const {
+        nb::gil_scoped_release released;
+        return or_none(forerun::race(kernels, weights.data(), ids ? ids->data() : nullptr, weights.size(),
+                                  seed, position));
+    }
+
+    Words philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t key0, uint32_t key1) const {
+        const forerun::PhiloxWords out = forerun::philox({{c0, c1, c2, c3}}, key0, key1);
+        return {out.word[0], out.word[1], out.word[2], out.word[3]};
+    }
+
+    const forerun::SamplingKernels& kernels;
+};
+
+}  // namespace
+
+void bind_sampling(nb::module_& m) {
+    nb::class_<Sampler>(m, "Sampler")
+        .def(nb::init<const std::string&>(), nb::arg("isa"))
+        .def("argmax", &Sampler::argmax, nb::arg("row"), "The lowest index of the largest; None where it is no number.")
+        .def("law", &Sampler::law, nb::arg("row"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("log_min_p"),
+             nb::arg("top_p"), nb::arg("most_listed"), "(ids or None, probabilities); None where logits are no numbers.")
+        .def("place", &Sampler::place, nb::arg("weights"), nb::arg("uniform"),
+             "Where the cumulative sum is above uniform * 2^-53 of all; None where this is no law.")
+        .def("race", &Sampler::race, nb::arg("weights"), nb::arg("ids").none(), nb::arg("seed"), nb::arg("position"),
+             "The id with the least -log u / weight; None where this is no law.")
+        .def("philox", &Sampler::philox, nb::arg("c0"), nb::arg("c1"), nb::arg("c2"), nb::arg("c3"), nb::arg("key0"),
+             nb::arg("key1"), "Philox4x32-10: four words of counter, two of key -> four words.");
+}

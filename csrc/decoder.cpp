@@ -16,6 +16,7 @@ namespace {
 constexpr size_t HUGE_PAGE = size_t{1} << 21;
 constexpr size_t TILE_BYTES = 96 << 10;     // of weights per tile: some microseconds
 constexpr size_t ALONE_BYTES = 1 << 20;     // below, waking another thread costs more than it brings
+constexpr int FEW_BLOCKS = 2;               // of rows, which every thread norms for itself instead of waiting for others
 constexpr int ATTENTION_ROWS = 16;          // of one run that share a tile of keys
 
 size_t up_to(size_t n, size_t step) { return (n + step - 1) / step * step; }
@@ -51,13 +52,13 @@ void* Scratch::bytes(size_t count) {
 size_t attention_scratch(const Attention& a, int num_rows) {
     const size_t dim = up_to(static_cast<size_t>(a.head_dim), 16);
     const size_t states = static_cast<size_t>(num_rows) * static_cast<size_t>(a.num_heads / a.num_kv_heads);
-    return KEY_BLOCK * 2 * dim + states * (dim + 8) + up_to(num_rows, 16) + 64;
+    return KEY_BLOCK * 2 * dim + states * (2 * dim + 8) + up_to(num_rows, 16) + 64;
 }
 
-void product(Backend& backend, const Matrix& w, const Inputs& x, const Output& to) {
+void product(Backend& backend, int thread, const Matrix& w, const Inputs& x, const Output& to) {
     const int per_tile = static_cast<int>(std::max<size_t>(1, TILE_BYTES / w.panel_bytes()));
     const int num_tiles = (w.num_panels + per_tile - 1) / per_tile;
-    backend.team.tiles(num_tiles, [&](int tile) {
+    backend.team.tiles(thread, num_tiles, [&](int tile) {
         backend.kernels.linear(w, x, to, tile * per_tile, std::min(w.num_panels, (tile + 1) * per_tile));
     });
 }
@@ -68,6 +69,8 @@ struct Decoder::Buffers {
     int qkv_stride;
     size_t attention_stride;
     Inputs hidden, heads, ffn;
+    uint32_t* own;  // normed rows of each thread for itself, or null
+    size_t own_stride;
 };
 
 Decoder::Decoder(Backend& backend, DecoderShape shape, std::vector<Layer> layers, Embedding embedding,
@@ -96,6 +99,8 @@ void Decoder::forward(const Pass& pass) {
     b.normed = normed_.floats(up_to(std::max(s.hidden_size, s.head_dim), 64) * backend_.team.num_threads());
     uint32_t* words = inputs_.words(rows * static_cast<size_t>(widest));
     b.hidden = {words, s.type, pass.num_rows, steps(s.hidden_size)};
+    b.own_stride = up_to(rows * static_cast<size_t>(steps(s.hidden_size)), 32);
+    b.own = b.hidden.num_blocks() > FEW_BLOCKS ? nullptr : own_.words(b.own_stride * backend_.team.num_threads());
     b.heads = {words, s.type, pass.num_rows, steps(q_size)};
     b.ffn = {ffn_.words(rows * static_cast<size_t>(steps(s.ffn_size))), s.type, pass.num_rows, steps(s.ffn_size)};
     Attention a{};
@@ -103,7 +108,7 @@ void Decoder::forward(const Pass& pass) {
     b.attention_stride = up_to(attention_scratch(a, ATTENTION_ROWS), 64);
     b.attention = attention_.floats(b.attention_stride * static_cast<size_t>(backend_.team.num_threads()));
     backend_.team.run(alone(pass.num_rows), [&](int thread) {
-        backend_.team.tiles(pass.num_rows, [&](int row) {
+        backend_.team.tiles(thread, pass.num_rows, [&](int row) {
             float* x = b.residual + static_cast<size_t>(row) * s.hidden_size;
             const int64_t token = pass.tokens[row];
             const size_t row_bytes = static_cast<size_t>(s.hidden_size) * bytes_of(s.type);
@@ -114,7 +119,7 @@ void Decoder::forward(const Pass& pass) {
                                            s.type, x);
         });
         for (size_t i = 0; i < layers_.size(); ++i) layer(thread, layers_[i], static_cast<int>(i), pass, b);
-        backend_.team.tiles(pass.num_rows, [&](int row) {
+        backend_.team.tiles(thread, pass.num_rows, [&](int row) {
             const size_t at = static_cast<size_t>(row) * s.hidden_size;
             backend_.kernels.rms_norm(b.residual + at, final_norm_, s.hidden_size, s.norm_eps, pass.hidden + at);
         });
@@ -124,23 +129,32 @@ void Decoder::forward(const Pass& pass) {
 void Decoder::layer(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b) {
     const DecoderShape& s = shape_;
     Team& team = backend_.team;
-    float* own = b.normed + static_cast<size_t>(thread) * up_to(std::max(s.hidden_size, s.head_dim), 64);
-    const auto norm = [&](const float* weight) {
-        team.tiles(pass.num_rows, [&](int row) {
-            backend_.kernels.rms_norm(b.residual + static_cast<size_t>(row) * s.hidden_size, weight, s.hidden_size,
-                                      s.norm_eps, own);
-            backend_.kernels.put_row(b.hidden, row, own, s.hidden_size);
+    float* row_buffer = b.normed + static_cast<size_t>(thread) * up_to(std::max(s.hidden_size, s.head_dim), 64);
+    const auto norm_row = [&](const float* weight, const Inputs& to, int row) {
+        const float* x = b.residual + static_cast<size_t>(row) * s.hidden_size;
+        backend_.kernels.rms_norm(x, weight, s.hidden_size, s.norm_eps, row_buffer);
+        backend_.kernels.put_row(to, row, row_buffer, s.hidden_size);
+    };
+    // Rows of one block share cache lines, so a block belongs to one thread.
+    const auto normed = [&](const float* weight) {
+        Inputs to = b.hidden;
+        if (b.own) {
+            to.words = b.own + b.own_stride * static_cast<size_t>(thread);
+            for (int row = 0; row < pass.num_rows; ++row) norm_row(weight, to, row);
+            return to;
+        }
+        team.tiles(thread, to.num_blocks(), [&](int block) {
+            for (int row = to.block_start(block); row < to.block_start(block + 1); ++row) norm_row(weight, to, row);
         });
+        return to;
     };
     const Output residual{Finish::add, b.residual, static_cast<size_t>(s.hidden_size), {}, nullptr};
-    norm(layer.input_norm);
-    product(backend_, *layer.qkv, b.hidden, {Finish::store, b.qkv, static_cast<size_t>(b.qkv_stride), {}, nullptr});
-    team.tiles(pass.num_rows, [&](int row) { rotate_and_write(layer, index, pass, b, row); });
+    product(backend_, thread, *layer.qkv, normed(layer.input_norm), {Finish::store, b.qkv, static_cast<size_t>(b.qkv_stride), {}, nullptr});
+    team.tiles(thread, pass.num_rows, [&](int row) { rotate_and_write(layer, index, pass, b, row); });
     attend(thread, layer, index, pass, b);
-    product(backend_, *layer.o, b.heads, residual);
-    norm(layer.mlp_norm);
-    product(backend_, *layer.gate_up, b.hidden, {Finish::gated, nullptr, 0, b.ffn, nullptr});
-    product(backend_, *layer.down, b.ffn, residual);
+    product(backend_, thread, *layer.o, b.heads, residual);
+    product(backend_, thread, *layer.gate_up, normed(layer.mlp_norm), {Finish::gated, nullptr, 0, b.ffn, nullptr});
+    product(backend_, thread, *layer.down, b.ffn, residual);
 }
 
 // Norm of each head where the architecture has one, rotary positions, and the new keys and values into the cache.
@@ -165,8 +179,7 @@ void Decoder::rotate_and_write(const Layer& layer, int index, const Pass& pass, 
     const Run* run = &pass.runs[0];
     while (row >= run->first_row + run->num_rows) ++run;
     const int at = run->cached + row - run->first_row, width = s.num_kv_heads * dim;
-    const size_t physical = static_cast<size_t>(run->table[at / pass.block_tokens]) * pass.block_tokens + at % pass.block_tokens;
-    const size_t offset = physical * static_cast<size_t>(width) * bytes_of(s.type);
+    const size_t offset = static_cast<size_t>(run->rows[at]) * static_cast<size_t>(width) * bytes_of(s.type);
     k.to_type(key, width, s.type, static_cast<char*>(pass.keys[index]) + offset);
     k.to_type(value, width, s.type, static_cast<char*>(pass.values[index]) + offset);
 }
@@ -174,12 +187,12 @@ void Decoder::rotate_and_write(const Layer& layer, int index, const Pass& pass, 
 void Decoder::attend(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b) {
     const DecoderShape& s = shape_;
     const Attention a{s.type, b.qkv, static_cast<size_t>(b.qkv_stride), pass.keys[index], pass.values[index],
-                      pass.block_tokens, s.num_heads, s.num_kv_heads, s.head_dim, layer.window, pass.parents,
+                      s.num_heads, s.num_kv_heads, s.head_dim, layer.window, pass.parents,
                       nullptr, 0, b.heads};
     int num_items = 0;
     for (const Run& run : pass.runs) num_items += (run.num_rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
     float* scratch = b.attention + b.attention_stride * static_cast<size_t>(thread);
-    backend_.team.tiles(num_items * s.num_kv_heads, [&](int item) {
+    backend_.team.tiles(thread, num_items * s.num_kv_heads, [&](int item) {
         int part = item / s.num_kv_heads;
         const Run* run = &pass.runs[0];
         for (int parts; part >= (parts = (run->num_rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS); ++run) part -= parts;
@@ -191,15 +204,15 @@ void Decoder::attend(int thread, const Layer& layer, int index, const Pass& pass
 void Decoder::logits(const float* hidden, int num_rows, float* out) {
     std::lock_guard<std::mutex> lock(turn_);
     const Inputs x{inputs_.words(static_cast<size_t>(num_rows) * head_->num_steps), shape_.type, num_rows, head_->num_steps};
-    backend_.team.run(head_->bytes() < ALONE_BYTES, [&](int) {
-        backend_.team.tiles(num_rows, [&](int row) {
+    backend_.team.run(head_->bytes() < ALONE_BYTES, [&](int thread) {
+        backend_.team.tiles(thread, num_rows, [&](int row) {
             backend_.kernels.put_row(x, row, hidden + static_cast<size_t>(row) * shape_.hidden_size, shape_.hidden_size);
         });
-        product(backend_, *head_, x, {Finish::store, out, static_cast<size_t>(shape_.vocab_size), {}, nullptr});
+        product(backend_, thread, *head_, x, {Finish::store, out, static_cast<size_t>(shape_.vocab_size), {}, nullptr});
     });
 }
 
-void Decoder::argmax(const float* hidden, int num_rows, int num_ids, int64_t* ids) {
+void Decoder::argmax(const float* hidden, int num_rows, int num_ids, int64_t* ids, float* values) {
     std::lock_guard<std::mutex> lock(turn_);
     const Inputs x{inputs_.words(static_cast<size_t>(num_rows) * head_->num_steps), shape_.type, num_rows, head_->num_steps};
     const size_t threads = static_cast<size_t>(backend_.team.num_threads());
@@ -208,11 +221,11 @@ void Decoder::argmax(const float* hidden, int num_rows, int num_ids, int64_t* id
     head.num_out = std::min(num_ids, head.num_out);
     head.num_panels = (head.num_out + PANEL - 1) / PANEL;
     backend_.team.run(head.bytes() < ALONE_BYTES, [&](int thread) {
-        backend_.team.tiles(num_rows, [&](int row) {
+        backend_.team.tiles(thread, num_rows, [&](int row) {
             backend_.kernels.put_row(x, row, hidden + static_cast<size_t>(row) * shape_.hidden_size, shape_.hidden_size);
         });
         Best* own = best.data() + static_cast<size_t>(thread) * static_cast<size_t>(num_rows);
-        product(backend_, head, x, {Finish::argmax, nullptr, 0, {}, own});
+        product(backend_, thread, head, x, {Finish::argmax, nullptr, 0, {}, own});
     });
     for (int row = 0; row < num_rows; ++row) {
         Best winner = best[static_cast<size_t>(row)];
@@ -224,6 +237,7 @@ void Decoder::argmax(const float* hidden, int num_rows, int num_ids, int64_t* id
             if (better) winner = other;
         }
         ids[row] = winner.id;
+        values[row] = winner.value;
     }
 }
 

@@ -60,7 +60,6 @@ struct Pass {
     const int32_t* parents;
     void* const* keys;
     void* const* values;
-    int block_tokens;
     float* hidden;
 };
 
@@ -72,8 +71,9 @@ class Decoder {
     void forward(const Pass& pass);
     // Rows of the final hidden states [num_rows, hidden_size] -> float32 logits [num_rows, vocab_size].
     void logits(const float* hidden, int num_rows, float* out);
-    // The largest logit of each row without its neighbours being written: lowest id on ties, the first NaN before all.
-    void argmax(const float* hidden, int num_rows, int num_ids, int64_t* ids);
+    // The largest of the first num_ids logits of each row and its id, without writing the others: lowest id on ties, the
+    // first NaN before all.
+    void argmax(const float* hidden, int num_rows, int num_ids, int64_t* ids, float* values);
 
   private:
     struct Buffers;
@@ -89,11 +89,11 @@ class Decoder {
     const float* final_norm_;
     const Matrix* head_;
     size_t bytes_;  // of weights that a pass reads
-    Scratch residual_, qkv_, inputs_, ffn_, normed_, attention_;
+    Scratch residual_, qkv_, inputs_, own_, ffn_, normed_, attention_;
     std::mutex turn_;
 };
 
 // A product by all threads of a team; to be called by each of them inside `run`.
-void product(Backend& backend, const Matrix& w, const Inputs& x, const Output& to);
+void product(Backend& backend, int thread, const Matrix& w, const Inputs& x, const Output& to);
 
 }  // namespace forerun

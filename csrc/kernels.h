@@ -79,7 +79,7 @@ struct Run {
     int first_row;
     int num_rows;
     int cached;               // committed tokens before the run
-    const int32_t* table;     // physical blocks of the sequence
+    const int32_t* rows;      // [cached + num_rows] physical row of each, the run's own behind the committed ones
 };
 
 struct Attention {
@@ -88,7 +88,6 @@ struct Attention {
     size_t q_stride;
     const void* keys;         // [pool rows, num_kv_heads, head_dim]
     const void* values;
-    int block_tokens;
     int num_heads, num_kv_heads, head_dim;
     int window;               // 0 = none
     const int32_t* parents;   // [rows of the pass], index within the pass, -1 = the committed context; null = chains

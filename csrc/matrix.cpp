@@ -15,7 +15,7 @@ namespace forerun {
 
 namespace {
 
-constexpr size_t GIVE_BACK_BYTES = 4 << 20;  // of packed weights between two returns of source pages
+constexpr size_t GIVE_BACK_BYTES = 8 << 20;  // of packed weights between two returns of source pages
 
 // Whole pages within [from, to) become the system's again; they would read as zeros.
 void give_pages_back(const char* from, const char* to) {
@@ -46,18 +46,18 @@ Packed::Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in
     const size_t row_bytes = static_cast<size_t>(num_in) * bytes_of(type);
     for (int start = 0; start < matrix_.num_panels; start += panels_per_turn) {
         const int end = std::min(matrix_.num_panels, start + panels_per_turn);
-        team.run(matrix_.bytes() < (size_t{1} << 20), [&](int) {
-            team.tiles(end - start, [&](int i) {
+        team.run(matrix_.bytes() < (size_t{1} << 20), [&](int thread) {
+            team.tiles(thread, end - start, [&](int i) {
                 pack_panel(parts, start + i, static_cast<uint32_t*>(data_) + matrix_.panel_bytes() / 4 * (start + i));
             });
         });
         if (!give_back) continue;
         int before = 0;  // outputs in the parts before
         for (const Part& part : parts) {
+            // From the part's beginning: a page that two turns share would stay otherwise, and no huge page fit around it.
             const int last = std::clamp(end * outputs_per_panel - (paired ? 0 : before), 0, part.num_rows);
-            const int first = std::clamp(start * outputs_per_panel - (paired ? 0 : before), 0, part.num_rows);
             const char* rows = static_cast<const char*>(part.rows);
-            give_pages_back(rows + row_bytes * static_cast<size_t>(first), rows + row_bytes * static_cast<size_t>(last));
+            give_pages_back(rows, rows + row_bytes * static_cast<size_t>(last));
             before += part.num_rows;
         }
     }

@@ -34,7 +34,12 @@ void Team::Signal::wait_beyond(uint32_t seen) {
     num_sleepers_.fetch_sub(1);
 }
 
-Team::Team(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {}
+Team::Team(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads), next_(num_threads_) {}
+
+void Team::reset() {
+    num_arrived_ = 0;
+    for (Counter& counter : next_) counter.value = 0;
+}
 
 Team::~Team() {
     if (owner_ != getpid()) {  // a fork: these threads never existed here
@@ -66,8 +71,7 @@ void Team::run(bool alone, const std::function<void(int)>& body) {
     if (num_active_ == 1) return body(0);
     if (owner_ != getpid()) start();
     body_ = &body;
-    num_arrived_ = 0;
-    next_ = 0;
+    reset();
     begin_.raise();
     work(0);
 }
@@ -80,8 +84,7 @@ void Team::work(int thread) {
 void Team::barrier() {
     const uint32_t seen = passed_.now();
     if (num_arrived_.fetch_add(1) + 1 < num_active_) return passed_.wait_beyond(seen);
-    num_arrived_ = 0;
-    next_ = 0;
+    reset();
     passed_.raise();
 }
 

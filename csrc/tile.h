@@ -1,4 +1,7 @@
-// One block of 64 keys and values of one head as floats, gathered from wherever the cache keeps them.
+// One block of 64 keys and values of one head, gathered from wherever the cache keeps them, as the sums want it.
+//
+// WideTile: floats, for every instruction set. PairTile: bfloat16 as it is, for the instruction that multiplies pairs of
+// them (AVX-512 BF16): half the memory, half the multiplications.
 #pragma once
 
 #include "kernels.h"
@@ -8,19 +11,187 @@
 namespace forerun {
 namespace FORERUN_ISA {
 
-// Keys by dimension, so that 16 keys are 16 lanes; values by key.
-struct Tile {
-    float* keys;    // [padded_dim][64]
-    float* values;  // [64][padded_dim]
-    int dim, padded_dim;
-};
+constexpr int VECTORS = KEY_BLOCK / LANES;
 
 inline int padded(int head_dim) { return (head_dim + LANES - 1) / LANES * LANES; }
 
-inline size_t physical_row(const Attention& a, const Run& run, int index) {
-    return static_cast<size_t>(run.table[index / a.block_tokens]) * static_cast<size_t>(a.block_tokens) +
-           static_cast<size_t>(index % a.block_tokens);
-}
+// What a row sees of a block: lanes [first, last).
+struct Seen {
+    int first, last;
+};
+
+// Running state of one query row and head: maximum, sum, weighted values [padded_dim]. q: as the tile wants it.
+struct State {
+    const void* q;
+    float max, sum;
+    float* values;
+};
+
+// ------------------------------------------------------------------------------------------------ floats
+
+template <class T>
+struct WideTile {
+    using Stored = T;
+    float* keys;    // [padded_dim][64]: by dimension, so that 16 keys are 16 lanes
+    float* values;  // [64][padded_dim]
+    int dim, padded_dim;
+
+    WideTile(float* memory, int head_dim)
+        : keys(memory), values(memory + padded(head_dim) * KEY_BLOCK), dim(head_dim), padded_dim(padded(head_dim)) {}
+
+    const void* query(const float* q, float*) const { return q; }
+
+    void put_key(int lane, const T* key) const {
+        for (int d = 0; d < dim; ++d) keys[d * KEY_BLOCK + lane] = widen(key[d]);
+    }
+    void put_16_keys(int lane, const T* const* rows) const {
+        for (int d = 0; d < dim; d += LANES) {
+            F16 block[LANES];
+            for (int i = 0; i < LANES; ++i) block[i] = load_first(rows[i] + d, dim - d);
+            transpose(block);
+            for (int i = 0; i < LANES; ++i) store(keys + (d + i) * KEY_BLOCK + lane, block[i]);
+        }
+    }
+    void put_values(int first, int last, const T* const* rows) const {
+        for (int lane = first; lane < last; ++lane)
+            for (int d = 0; d < dim; d += LANES)
+                store(values + lane * padded_dim + d, load_first(rows[lane] + d, dim - d));
+    }
+
+    // Scores of N queries: a lane is a key, summed over dimensions in order.
+    template <int N>
+    void score(const State* states, F16 (*scores)[VECTORS]) const {
+        for (int d = 0; d < dim; ++d) {
+            F16 key[VECTORS];
+            for (int i = 0; i < VECTORS; ++i) key[i] = load(keys + d * KEY_BLOCK + i * LANES);
+            for (int n = 0; n < N; ++n) {
+                const F16 x = f16(static_cast<const float*>(states[n].q)[d]);
+                for (int i = 0; i < VECTORS; ++i) scores[n][i] = madd(x, key[i], scores[n][i]);
+            }
+        }
+    }
+
+    struct Weights {
+        alignas(64) float of[KEY_BLOCK];
+    };
+    // Keep 16 weights; returns them as they will count.
+    static F16 keep(Weights& weights, int lane, F16 weight) {
+        store(weights.of + lane, weight);
+        return weight;
+    }
+
+    // sums[n][c] += weight * value over the lanes seen, lane by lane, dimensions d + 16 c.
+    template <int N, int CHUNKS>
+    void add(int d, const Weights* weights, Seen seen, F16 (*sums)[CHUNKS]) const {
+        for (int lane = seen.first; lane < seen.last; ++lane) {
+            F16 value[CHUNKS];
+            for (int c = 0; c < CHUNKS; ++c) value[c] = load(values + lane * padded_dim + d + c * LANES);
+            for (int n = 0; n < N; ++n) {
+                const F16 weight = f16(weights[n].of[lane]);
+                for (int c = 0; c < CHUNKS; ++c) sums[n][c] = madd(weight, value[c], sums[n][c]);
+            }
+        }
+    }
+};
+
+// -------------------------------------------------------------------------------------- pairs of bfloat16
+
+#if defined(__AVX512BF16__)
+
+struct PairTile {
+    using Stored = uint16_t;
+    uint32_t* keys;    // [padded_dim / 2][64]: two dimensions of a key in a word
+    uint32_t* values;  // [32][padded_dim]: one dimension of two neighbouring keys in a word
+    int dim, padded_dim;
+
+    PairTile(float* memory, int head_dim)
+        : keys(reinterpret_cast<uint32_t*>(memory)), values(keys + padded(head_dim) * KEY_BLOCK), dim(head_dim),
+          padded_dim(padded(head_dim)) {}
+
+    const void* query(const float* q, float* memory) const {
+        uint16_t* halves = reinterpret_cast<uint16_t*>(memory);
+        for (int d = 0; d < dim; d += LANES) narrow(load_first(q + d, dim - d), halves + d);
+        return halves;
+    }
+
+    void put_key(int lane, const uint16_t* key) const {
+        for (int d = 0; d < dim / 2; ++d) std::memcpy(keys + d * KEY_BLOCK + lane, key + 2 * d, 4);
+    }
+    void put_16_keys(int lane, const uint16_t* const* rows) const {
+        for (int d = 0; d < dim / 2; d += LANES) {
+            const int count = dim / 2 - d < LANES ? dim / 2 - d : LANES;
+            const __mmask16 some = static_cast<__mmask16>((1u << count) - 1);
+            F16 block[LANES];
+            for (int i = 0; i < LANES; ++i) block[i] = {_mm512_castsi512_ps(_mm512_maskz_loadu_epi32(some, rows[i] + 2 * d))};
+            transpose(block);
+            for (int i = 0; i < count; ++i) store(reinterpret_cast<float*>(keys + (d + i) * KEY_BLOCK + lane), block[i]);
+        }
+    }
+    void put_value(int lane, const uint16_t* row) const {
+        uint16_t* halves = reinterpret_cast<uint16_t*>(values + lane / 2 * padded_dim) + lane % 2;
+        for (int d = 0; d < dim; ++d) halves[2 * d] = row[d];
+    }
+    void put_values(int first, int last, const uint16_t* const* rows) const {
+        int lane = first;
+        if (lane < last && lane % 2 == 1) put_value(lane, rows[lane]), ++lane;
+        for (; lane + 1 < last; lane += 2)
+            for (int d = 0; d < dim; d += LANES) {
+                const int count = dim - d < LANES ? dim - d : LANES;
+                const __mmask16 some = static_cast<__mmask16>((1u << count) - 1);
+                const __m512i even = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, rows[lane] + d));
+                const __m512i odd = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, rows[lane + 1] + d));
+                _mm512_storeu_si512(values + lane / 2 * padded_dim + d, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+            }
+        if (lane < last) put_value(lane, rows[lane]);
+    }
+
+    template <int N>
+    void score(const State* states, F16 (*scores)[VECTORS]) const {
+        for (int d = 0; d < dim / 2; ++d) {
+            __m512bh key[VECTORS];
+            for (int i = 0; i < VECTORS; ++i) key[i] = (__m512bh)_mm512_loadu_si512(keys + d * KEY_BLOCK + i * LANES);
+            for (int n = 0; n < N; ++n) {
+                const __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<const int*>(states[n].q)[d]);
+                for (int i = 0; i < VECTORS; ++i) scores[n][i].v = _mm512_dpbf16_ps(scores[n][i].v, x, key[i]);
+            }
+        }
+    }
+
+    struct Weights {
+        alignas(64) uint16_t of[KEY_BLOCK];
+    };
+    static F16 keep(Weights& weights, int lane, F16 weight) {
+        narrow(weight, weights.of + lane);
+        return load_bf16(weights.of + lane);
+    }
+
+    template <int N, int CHUNKS>
+    void add(int d, const Weights* weights, Seen seen, F16 (*sums)[CHUNKS]) const {
+        for (int pair = seen.first / 2; 2 * pair < seen.last; ++pair) {
+            // Of a pair that is seen by half the other half does not exist: zero, whatever lies there.
+            uint32_t mask = 0xffffffffu;
+            if (2 * pair < seen.first) mask &= 0xffff0000u;
+            if (2 * pair + 1 >= seen.last) mask &= 0x0000ffffu;
+            const __m512i keep = _mm512_set1_epi32(static_cast<int>(mask));
+            __m512bh value[CHUNKS];
+            for (int c = 0; c < CHUNKS; ++c)
+                value[c] = (__m512bh)_mm512_and_si512(_mm512_loadu_si512(values + pair * padded_dim + d + c * LANES), keep);
+            for (int n = 0; n < N; ++n) {
+                int word;
+                std::memcpy(&word, weights[n].of + 2 * pair, 4);
+                const __m512bh weight = (__m512bh)_mm512_set1_epi32(word);
+                for (int c = 0; c < CHUNKS; ++c) sums[n][c].v = _mm512_dpbf16_ps(sums[n][c].v, weight, value[c]);
+            }
+        }
+    }
+};
+
+using Bfloat16Tile = PairTile;
+#else
+using Bfloat16Tile = WideTile<uint16_t>;
+#endif
+
+// --------------------------------------------------------------------------------------- from the cache
 
 // Depth of a row of the run below the committed context.
 inline int depth_of(const Attention& a, const Run& run, int row) {
@@ -38,49 +209,38 @@ inline int ancestor_at(const Attention& a, const Run& run, int row, int own_dept
     return at - run.first_row;
 }
 
-// Sixteen keys into sixteen lanes, sixteen dimensions at a time.
+// The cached rows of one head's block lie far apart, which no processor foresees: ask for them before they are needed.
 template <class T>
-void put_keys(const Tile& tile, int lane, const T* const* keys) {
-    for (int d = 0; d < tile.dim; d += LANES) {
-        F16 block[LANES];
-        for (int i = 0; i < LANES; ++i) block[i] = load_first(keys[i] + d, tile.dim - d);
-        transpose(block);
-        for (int i = 0; i < LANES; ++i) store(tile.keys + (d + i) * KEY_BLOCK + lane, block[i]);
-    }
-}
-
-template <class T>
-void put_key(const Tile& tile, int lane, const T* key) {
-    for (int d = 0; d < tile.dim; ++d) tile.keys[d * KEY_BLOCK + lane] = widen(key[d]);
-}
-
-template <class T>
-void fill_tile_of(const Attention& a, const Run& run, const Tile& tile, int kv_head, int start, int first, int last,
-                  int row, int own_depth) {
+void fetch_block(const Attention& a, const Run& run, int kv_head, int start) {
     const size_t width = static_cast<size_t>(a.num_kv_heads) * static_cast<size_t>(a.head_dim);
-    const T* keys[KEY_BLOCK];
-    for (int lane = first; lane < last; ++lane) {
-        int index = start + lane;
-        if (index >= run.cached) index = run.cached + ancestor_at(a, run, row, own_depth, index - run.cached);
-        const size_t at = physical_row(a, run, index) * width + static_cast<size_t>(kv_head) * a.head_dim;
-        keys[lane] = static_cast<const T*>(a.keys) + at;
-        const T* value = static_cast<const T*>(a.values) + at;
-        for (int d = 0; d < a.head_dim; d += LANES)
-            store(tile.values + lane * tile.padded_dim + d, load_first(value + d, a.head_dim - d));
+    for (int index = start; index < start + KEY_BLOCK && index < run.cached; ++index) {
+        const size_t at = static_cast<size_t>(run.rows[index]) * width + static_cast<size_t>(kv_head) * a.head_dim;
+        for (size_t d = 0; d < static_cast<size_t>(a.head_dim); d += 64 / sizeof(T)) {
+            __builtin_prefetch(static_cast<const T*>(a.keys) + at + d);
+            __builtin_prefetch(static_cast<const T*>(a.values) + at + d);
+        }
     }
-    int lane = first;
-    for (; lane < last && lane % LANES != 0; ++lane) put_key(tile, lane, keys[lane]);
-    for (; lane + LANES <= last; lane += LANES) put_keys(tile, lane, keys + lane);
-    for (; lane < last; ++lane) put_key(tile, lane, keys[lane]);
 }
 
 // Fill lanes [first, last) of the block that begins at position `start`, as `row` of the run sees them.
-inline void fill_tile(const Attention& a, const Run& run, const Tile& tile, int kv_head, int start, int first, int last,
-                      int row, int own_depth) {
-    if (a.type == Type::bfloat16)
-        fill_tile_of<uint16_t>(a, run, tile, kv_head, start, first, last, row, own_depth);
-    else
-        fill_tile_of<float>(a, run, tile, kv_head, start, first, last, row, own_depth);
+template <class Tile>
+void fill_tile(const Attention& a, const Run& run, const Tile& tile, int kv_head, int start, int first, int last, int row,
+               int own_depth) {
+    using T = typename Tile::Stored;
+    const size_t width = static_cast<size_t>(a.num_kv_heads) * static_cast<size_t>(a.head_dim);
+    const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
+    for (int lane = first; lane < last; ++lane) {
+        int index = start + lane;
+        if (index >= run.cached) index = run.cached + ancestor_at(a, run, row, own_depth, index - run.cached);
+        const size_t at = static_cast<size_t>(run.rows[index]) * width + static_cast<size_t>(kv_head) * a.head_dim;
+        keys[lane] = static_cast<const T*>(a.keys) + at;
+        values[lane] = static_cast<const T*>(a.values) + at;
+    }
+    tile.put_values(first, last, values);
+    int lane = first;
+    for (; lane < last && lane % LANES != 0; ++lane) tile.put_key(lane, keys[lane]);
+    for (; lane + LANES <= last; lane += LANES) tile.put_16_keys(lane, keys + lane);
+    for (; lane < last; ++lane) tile.put_key(lane, keys[lane]);
 }
 
 }  // namespace FORERUN_ISA

@@ -82,7 +82,7 @@ class Decoder:
         /,
     ) -> None: ...
     def logits(self, arg0: int, arg1: int, arg2: int, /) -> None: ...
-    def argmax(self, arg0: int, arg1: int, arg2: int, arg3: int, /) -> None: ...
+    def argmax(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, /) -> None: ...
 
 def make_decoder(
     backend: Backend,
@@ -97,3 +97,42 @@ def make_decoder(
     final_norm: int,
     head: Packed,
 ) -> Decoder: ...
+
+class Sampler:
+    def __init__(self, isa: str) -> None: ...
+    def argmax(
+        self, row: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)]
+    ) -> int | None:
+        """The lowest index of the largest; None where it is no number."""
+
+    def law(
+        self,
+        row: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        temperature: float,
+        top_k: int,
+        log_min_p: float,
+        top_p: float,
+        most_listed: int,
+    ) -> object:
+        """(ids or None, probabilities); None where logits are no numbers."""
+
+    def place(
+        self,
+        weights: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        uniform: int,
+    ) -> int | None:
+        """
+        Where the cumulative sum is above uniform * 2^-53 of all; None where this is no law.
+        """
+
+    def race(
+        self,
+        weights: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)] | None,
+        seed: int,
+        position: int,
+    ) -> int | None:
+        """The id with the least -log u / weight; None where this is no law."""
+
+    def philox(self, c0: int, c1: int, c2: int, c3: int, key0: int, key1: int) -> tuple[int, int, int, int]:
+        """Philox4x32-10: four words of counter, two of key -> four words."""

@@ -46,8 +46,7 @@ _LOG_ODD = (
 def twin() -> Any:
     """The native twin of what sampling and rng do to float32 rows: same names, same bits. None = numpy does it."""
     isa = native.isa()
-    make = getattr(native.extension(), "Sampler", None)
-    return None if isa == "reference" or make is None else make(isa)
+    return None if isa == "reference" else native.extension().Sampler(isa)
 
 
 def exp(x: Row) -> Row:

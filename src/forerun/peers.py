@@ -167,7 +167,11 @@ _SGLANG = _rows(
     ("--disable-radix-cache", "", _NO_PREFIX),
     ("--disable-cuda-graph", "", _NO_GRAPHS),
     ("--attention-backend", "ops", "which operators compute, attention among them"),
-    ("--enable-deterministic-inference", "ops=reference_row_by_row", "the same bits in any batch, and slow"),
+    (
+        "--enable-deterministic-inference",
+        "ops=native",
+        "the same bits in any batch; the default on a CPU (elsewhere reference_row_by_row, slow)",
+    ),
     ("--tensor-parallel-size --tp-size --tp", "", _ONE_DEVICE),
     ("--pipeline-parallel-size --pp-size", "", _ONE_DEVICE),
     ("--data-parallel-size --dp-size", "", _ONE_DEVICE),

@@ -168,9 +168,7 @@ def _no_law(weights: Row) -> InternalError | None:
     low, high = weights.min(initial=0.0), weights.max(initial=0.0)
     if low >= 0 and 0 < high < math.inf:  # NaN fails every comparison
         return None
-    return InternalError(
-        f"a law with weights from {low} to {high} cannot be drawn from: negative, empty or no number"
-    )
+    return InternalError(f"a law with weights from {low} to {high} cannot be drawn from: negative, empty or no number")
 
 
 def _draw(probs: Probs, uniform: float) -> int:
@@ -204,7 +202,9 @@ def _pick(probs: Probs, seed: int, position: int) -> int:
     """argmax of log weight + Gumbel noise, as the exponential race that it is: argmin of -log u / weight."""
     weights, ids = _host(probs)
     twin = arithmetic.twin() if weights.dtype == np.float32 else None
-    winner: int | None = _race(weights, ids, seed, position) if twin is None else twin.race(weights, ids, seed, position)
+    winner: int | None = (
+        _race(weights, ids, seed, position) if twin is None else twin.race(weights, ids, seed, position)
+    )
     if winner is None:
         raise _no_law(weights) or InternalError("the twins disagree on what a law is")
     return winner

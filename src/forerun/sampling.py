@@ -179,6 +179,17 @@ def _ends_with(tokens: Seq[int], ending: tuple[int, ...]) -> bool:
     return n <= length and all(tokens[length - n + i] == ending[i] for i in range(n))
 
 
+def takes_the_best(seq: Sequence) -> bool:
+    """Whether the law of every row of this sequence is a point at the row's largest logit, whatever the history.
+
+    Then nobody needs the other logits: `probs` would look at them and return that point.
+    """
+    p = seq.params
+    penalties = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+    masks = p.logit_bias or seq.bad_word_ids or p.min_tokens > 0
+    return p.greedy and p.logprobs is None and not penalties and not masks
+
+
 # ------------------------------------------------------------------------------------------------------ the filters
 #
 # A filter takes the logits of the ids that are still in (largest = 0, `ids` ascending) and says which stay. None as
@@ -293,15 +304,15 @@ def _nucleus(values: Row, top_p: float, width: int) -> Ids:
 
 
 def _countable(values: Row, width: int) -> npt.NDArray[Any]:
-    """What ids with these logits count in a sum: ticks, which have no order; in a float64 row the weights themselves."""
+    """What ids with these logits count in a sum: ticks, that have no order; in a float64 row the weights themselves."""
     weights = arithmetic.exp(values)
     return weights if weights.dtype != np.float32 else arithmetic.ticks(weights, width, 1.0)
 
 
 def _goal(mass: npt.NDArray[Any], top_p: float) -> Any:
-    """The share top_p of the whole mass; a whole number of ticks of at most all of them."""
-    total = mass.sum()
-    return top_p * total if mass.dtype != np.int64 else min(math.ceil(top_p * float(total)), int(total))
+    """The share top_p < 1 of the whole mass; of ticks a whole number, which rounding never lifts above all of them."""
+    share = top_p * float(mass.sum())
+    return share if mass.dtype != np.int64 else math.ceil(share)
 
 
 # --------------------------------------------------------------------------------------------------------- reporting

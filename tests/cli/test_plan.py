@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from forerun import LLM
+from forerun import LLM, native, ops as operators
 from forerun.bench.plan import parse_bytes
 from forerun.errors import BadOption
 
+needs_native = pytest.mark.skipif(native.isa() == "reference", reason="the native operators are not there, or off")
+OPS = ["reference", pytest.param("native", marks=needs_native)]
 LLAMA_1B = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -48,11 +50,11 @@ def planned(cli: Any, *arguments: str, code: int = 0) -> dict[str, Any]:
 
 def test_a_published_pair_from_config_json_alone(cli: Any, llamas: tuple[str, str]) -> None:
     target, draft = llamas
-    base = ("--target", target, "--draft", draft, "--dtype", "bfloat16", "--device", "cpu")
+    base = ("--target", target, "--draft", draft, "--dtype", "bfloat16", "--device", "cpu", "--ops", "reference")
     done = cli("plan", *base, "--memory", "16GB")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "8 sequences of 4,096 tokens, 5 drafted per step, bfloat16 on cpu"
+    assert lines[0] == "8 sequences of 4,096 tokens, 5 drafted per step, bfloat16 on cpu (reference)"
     for line in (
         "target weights           6.425   5.984  3,212,749,824 weights x 2 bytes",
         "draft weights            2.472   2.302  1,235,814,400 weights x 2 bytes",
@@ -89,17 +91,36 @@ def test_exit_code_3_and_what_would_fit(cli: Any, llamas: tuple[str, str]) -> No
     assert "Nothing fits: the weights alone need 8.90 GB" in cli("plan", *base[:-1], "8GB").stdout.replace("\n", " ")
 
 
-def test_a_plan_is_what_the_engine_allocates(cli: Any, checkpoints: Path) -> None:
-    options = {"max_batch_size": 3, "max_seq_len": 100, "kv_cache_tokens": 130}
+@needs_native
+def test_a_plan_for_the_native_operators(cli: Any, llamas: tuple[str, str]) -> None:
+    """They are what a CPU computes with where nothing is said: norms in float32, and nothing that comes in time."""
+    base = ("--target", llamas[0], "--draft", llamas[1], "--device", "cpu", "--memory", "16GB")
+    done = cli("plan", *base)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "8 sequences of 4,096 tokens, 5 drafted per step, bfloat16 on cpu (native)"
+    assert "draft KV cache           1.074   1.000  8 x 4,096 tokens x 32,768 bytes" in lines
+    assert "In time, on top" not in done.stdout
+    assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
+    parts = planned(cli, *base)["parts"]
+    assert parts["target weights"] == 2 * 3_212_749_824 + 2 * (2 * 28 + 1) * 3072
+    assert parts["pass buffers"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+@pytest.mark.parametrize("ops", ["auto", *OPS])
+def test_a_plan_is_what_the_engine_allocates(cli: Any, checkpoints: Path, ops: str, dtype: str) -> None:
+    options = {"max_batch_size": 3, "max_seq_len": 100, "kv_cache_tokens": 130, "ops": ops, "dtype": dtype}
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     found = planned(cli, "--target", "llama", "--draft", "./draft", *flags)
     llm = LLM(checkpoints / "llama", draft=str(checkpoints / "draft"), **options)
     runners = {"target": llm.engine.runner, "draft": llm.engine.drafter.runner}
     for name, runner in runners.items():
-        assert found["parts"][f"{name} weights"] == sum(w.nbytes for w in runner.model.weights.values())
+        assert found["parts"][f"{name} weights"] == runner.model.bytes_per_pass  # its embedding is tied
         pools = (*runner.cache.keys, *runner.cache.values)
         assert found["parts"][f"{name} KV cache"] == sum(pool.nbytes for pool in pools)
     assert found["max_seq_len"] == llm.engine.max_seq_len
+    assert found["ops"] == llm.checkpoint.model.ops.name == operators.resolve(ops, "cpu")
     assert found["dtype"] == str(llm.checkpoint.model.dtype).removeprefix("torch.")
 
 
@@ -120,7 +141,7 @@ def test_the_draft_is_the_one_that_the_engine_would_choose(cli: Any, checkpoints
 
 def test_shapes_are_those_of_widened_models(cli: Any) -> None:
     wide = ("--shape", "llama-3.2-3b", "--draft-shape", "llama-3.2-1b", "--dtype", "bfloat16")
-    found = planned(cli, *wide, "--memory", "16GB", "--max-seq-len", "2048")
+    found = planned(cli, *wide, "--memory", "16GB", "--max-seq-len", "2048", "--ops", "reference")
     assert found["parts"]["target weights"] == 2 * 3_212_749_824
     assert found["parts"]["draft weights"] == 2 * 1_235_814_400
     assert found["parts"]["target KV cache"] == 8 * 2048 * 114_688
@@ -128,7 +149,11 @@ def test_shapes_are_those_of_widened_models(cli: Any) -> None:
 
 def test_type_and_device(cli: Any, llamas: tuple[str, str]) -> None:
     base = ("--target", llamas[1], "--memory", "64GB")
-    assert planned(cli, *base, "--device", "cpu")["dtype"] == "float32"
+    assert planned(cli, *base, "--device", "cpu", "--ops", "reference")["dtype"] == "float32"
+    assert planned(cli, *base, "--device", "cpu", "--ops", "reference_row_by_row")["dtype"] == "float32"
+    own = planned(cli, *base, "--device", "cpu")
+    assert (own["ops"], own["dtype"]) in (("native", "bfloat16"), ("reference", "float32"))
+    assert own["ops"] == operators.resolve("auto", "cpu")
     cuda = planned(cli, *base, "--device", "cuda")  # planned for where there is none
     assert (cuda["dtype"], cuda["device"]) == ("bfloat16", "cuda")
     assert "target probabilities" not in cuda["parts"]
@@ -152,6 +177,10 @@ REFUSED = {
     "less than a block": (
         ("--kv-cache-backend", "contiguous", "--kv-cache-tokens", "100"),
         "kv_cache_tokens=100 is less than one block of 2048 tokens",
+    ),
+    "operators of another device": (
+        ("--device", "cuda", "--ops", "native", "--memory", "9GB"),
+        "ops='native' computes on the CPU and contradicts device='cuda'",
     ),
     "no checkpoint": (("--target", "./nowhere"), "there is no folder nowhere"),
 }

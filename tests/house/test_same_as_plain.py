@@ -1,6 +1,6 @@
 """House tests 2 and 3: with every drafter the tokens are plain decoding's, bit for bit, and the caches stay exact.
 
-Run on the row-by-row reference operators, whose rows do not depend on how they were batched.
+Run on the operators whose rows do not depend on how they were batched: the row-by-row reference, and the native ones.
 """
 
 from __future__ import annotations
@@ -9,12 +9,18 @@ import random
 from functools import cache
 
 import pytest
+import torch
 
-from forerun import drafters, methods
+from forerun import drafters, methods, native
+from forerun.engine.engine import Engine
+from forerun.models.layers import Decoder
+from forerun.ops.cpu import CpuOps
 from forerun.types import SamplingParams
 from support import VOCAB, engine_for, random_decoder
 
 DRAFTERS = methods.names(drafters.__name__)
+NATIVE = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
+OPS = ["row_by_row", *(pytest.param(dtype, marks=NATIVE, id=f"native {dtype}") for dtype in ("float32", "bfloat16"))]
 Outcome = list[tuple[list[int], list[tuple[int, float, list[tuple[int, float]]]]]]
 
 
@@ -61,26 +67,39 @@ def serve(engine, order: list[int] | None = None) -> Outcome:
     return [(s.output_ids, [(lp.token_id, lp.logprob, lp.top) for lp in s.logprobs]) for s in seqs]
 
 
+def engine_on(ops: str, draft: str = "none", **options) -> Engine:
+    """An engine on the row-by-row reference, or on native operators with a target of the type `ops`."""
+    model = random_decoder(1, row_by_row=True)
+    if ops == "row_by_row":
+        return engine_for(model, draft, **options)
+    weights = {name: weight.to(getattr(torch, ops)) for name, weight in model.weights.items()}
+    engine = engine_for(Decoder(model.config, weights, model.ops), draft, **options)
+    for runner in (engine.runner, getattr(engine.drafter, "runner", None)):
+        if runner is not None:
+            runner.model = Decoder(runner.model.config, runner.model.weights, CpuOps())
+    return engine
+
+
 @cache
-def plain() -> Outcome:
+def plain(ops: str) -> Outcome:
     """Each request alone, without a drafter, its prompt run in one piece."""
-    return serve(engine_for(random_decoder(1, row_by_row=True), max_batch_size=1))
+    return serve(engine_on(ops, max_batch_size=1))
 
 
 @pytest.mark.parametrize("backend", ["paged", "contiguous"])
 @pytest.mark.parametrize("spec_length", [1, 4, 7])
 @pytest.mark.parametrize("draft", DRAFTERS)
-def test_tokens_and_logprobs_equal_plain_bitwise(draft, spec_length, backend):
-    model = random_decoder(1, row_by_row=True)
+@pytest.mark.parametrize("ops", OPS)
+def test_tokens_and_logprobs_equal_plain_bitwise(ops, draft, spec_length, backend):
     chunk = {1: 512, 4: 5, 7: 1}[spec_length]
-    engine = engine_for(model, draft, backend=backend, spec_length=spec_length, prefill_chunk_tokens=chunk)
+    engine = engine_on(ops, draft, backend=backend, spec_length=spec_length, prefill_chunk_tokens=chunk)
     order = random.Random(spec_length).sample(range(len(prompts())), len(prompts()))
-    assert serve(engine, order) == plain()
+    assert serve(engine, order) == plain(ops)
 
 
 def test_the_comparison_can_fail():
     """Negative control: another seed of the weights gives other tokens."""
-    assert serve(engine_for(random_decoder(2, row_by_row=True))) != plain()
+    assert serve(engine_for(random_decoder(2, row_by_row=True))) != plain("row_by_row")
 
 
 def test_the_draft_model_drafts_and_is_mostly_right():
@@ -97,9 +116,10 @@ def test_the_draft_model_drafts_and_is_mostly_right():
 
 
 @pytest.mark.parametrize("catchup_tokens", [1, 3, 512])
-def test_the_draft_cache_equals_one_rebuilt_from_the_committed_tokens(catchup_tokens):
+@pytest.mark.parametrize("ops", OPS)
+def test_the_draft_cache_equals_one_rebuilt_from_the_committed_tokens(ops, catchup_tokens):
     """Book 1.5 and mutant m17: stale rows after a rejection or a full acceptance would only lower acceptance."""
-    engine = engine_for(random_decoder(1, row_by_row=True), "model", catchup_tokens=catchup_tokens)
+    engine = engine_on(ops, "model", catchup_tokens=catchup_tokens)
     request = engine.add(prompts()[4], SamplingParams(max_tokens=40, temperature=0.8, seed=5))
     drafter = engine.drafter
     lengths = set()

@@ -121,8 +121,21 @@ class AttentionCase:
         with torch.inference_mode():
             return ops.attention(self.q, self.k, self.v, keys=keys, values=values, view=self.view, window=window)
 
+    def alone(self, b: int, i: int) -> AttentionCase:
+        """Row i of run b as plain decoding has it: one new token, behind all that it sees in rows one by one."""
+        run, row = self.runs[b], self.view.batch.run(b)[i]
+        path = run.path(i)
+        rows = self.view.read_rows[b][[*range(run.cached), *(run.cached + r for r in path[:-1])]]
+        keys, values = self.keys.clone(), self.values.clone()
+        keys[self.view.write_rows], values[self.view.write_rows] = self.k.to(keys.dtype), self.v.to(values.dtype)
+        space = torch.zeros_like(keys[:1])
+        shape, read = chain(len(rows), 1), torch.arange(len(rows) + 1)
+        view = CacheView(batch_of([shape]), read[-1:], [read])
+        new = (x[row : row + 1] for x in (self.q, self.k, self.v))
+        return AttentionCase([shape], view, *new, torch.cat((keys[rows], space)), torch.cat((values[rows], space)))
+
     def wide(self) -> AttentionCase:
-        """The same numbers as float64, new keys and values rounded as the pools would round them."""
+        """The same numbers as float64, new keys and values rounded as the pools round them."""
         k, v = (x.to(self.keys.dtype).double() for x in (self.k, self.v))
         return AttentionCase(self.runs, self.view, self.q.double(), k, v, self.keys.double(), self.values.double())
 
@@ -212,14 +225,22 @@ class Session:
             pool.fill_(NAN)
         np.random.default_rng(seed).shuffle(self.cache._free)
 
-    def run(self, runs: dict[int, list[int]], trees: dict[int, list[int]] | None = None, keep: bool = True) -> Tensor:
-        """Final hidden states and logits of every row of one pass, side by side: [T, H + V]."""
+    def run(
+        self,
+        runs: dict[int, list[int]],
+        trees: dict[int, list[int]] | None = None,
+        kept: dict[int, list[int]] | None = None,
+    ) -> Tensor:
+        """Final hidden states and logits of every row of one pass, side by side: [T, H + V].
+
+        trees: parents within the run, for slots whose run is no chain. kept: rows that stay in the cache, else all.
+        """
         batch = self.batch(runs, trees or {})
         with torch.inference_mode():
             hidden = self.model.forward(batch, self.cache)
             found = torch.cat((hidden, self.model.logits(hidden)), dim=1)
         for slot, run in runs.items():
-            self.cache.keep(slot, list(range(len(run))) if keep else [])
+            self.cache.keep(slot, (kept or {}).get(slot, list(range(len(run)))))
         return found
 
     def batch(self, runs: dict[int, list[int]], trees: dict[int, list[int]]) -> RaggedBatch:

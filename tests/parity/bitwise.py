@@ -1,8 +1,9 @@
-"""Speculation against plain decoding, bit for bit: prompts, runs that keep a digest of every row of logits, comparison.
+"""Speculation against plain decoding, bit for bit: prompts, runs that keep a digest of every row, comparison.
 
-Every token of an output is decided by a row of logits. A run records what each of these rows was, bit by bit, the last
-time the engine computed it: rows behind a rejected draft are computed again with the right token before them, and
-replaced. So two runs can be compared by what the model said, and not only by what was chosen.
+Every token of an output is decided by a row: the hidden state after the token before it, and its logits. A run records
+what each row of prompt and output was, bit by bit, the last time the engine computed it: rows behind a rejected draft
+are computed again with the right token before them, and replaced. So two runs can be compared by what the model said,
+and not only by what was chosen.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -89,46 +90,80 @@ class Models:
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt and how it is sampled."""
+    """One prompt and how it is sampled; num_tokens come out, end or no end."""
 
+    number: int
     prompt_ids: list[int]
-    params: SamplingParams
+    rule: str
+    num_tokens: int
+    logprobs: int | None = None
 
-    @classmethod
-    def of(cls, prompt_ids: list[int], rule: str, seed: int, num_tokens: int) -> Job:
-        options = RULES[rule]
-        given = None if options["temperature"] == 0 else seed
-        return cls(prompt_ids, SamplingParams(max_tokens=num_tokens, seed=given, ignore_eos=True, **options))
+    @property
+    def seed(self) -> int:
+        """Another one for each prompt."""
+        return 1000 + self.number
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.num_tokens, seed=self.seed, logprobs=self.logprobs, ignore_eos=True, **RULES[self.rule]
+        )
+
+    def alone(self) -> Job:
+        """The same for plain decoding. Every other one asks for log-probabilities, which changes no token.
+
+        Greedy decoding then needs all logits, where it takes a shorter way to the largest otherwise.
+        """
+        return replace(self, logprobs=0 if self.number % 2 else None)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Digests of a hidden state and of its logits, None where nobody asked for them."""
+
+    hidden: bytes
+    logits: bytes | None
+
+    def differs(self, other: Row) -> bool:
+        """In a bit of what both know."""
+        both = self.logits is not None and other.logits is not None
+        return self.hidden != other.hidden or (both and self.logits != other.logits)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Output ids, the digest of the row of logits that decided each, and how many drafted tokens were accepted."""
+    """Output ids, the row at every position but the last, and how many drafted tokens were accepted."""
 
     token_ids: list[int]
-    digests: list[bytes]
-    num_accepted: int = 0
-    num_drafted: int = 0
+    rows: list[Row]
+    num_accepted: int
+    num_drafted: int
 
 
 class Recorder:
-    """Takes the place of a runner's `forward` and keeps a digest of every row of logits by (slot, position)."""
+    """Takes the place of a runner's `forward` and keeps every row by (slot, position)."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.forward = runner, runner.forward
-        self.digests: dict[tuple[int, int], bytes] = {}
+        self.rows: dict[tuple[int, int], Row] = {}
         runner.forward = self  # type: ignore[method-assign]
 
     def __call__(self, runs: Seq[Run]) -> Scores:
         starts = [self.runner.cache.length(run.slot) for run in runs]
         scores = self.forward(runs)
-        for run, start, logits in zip(runs, starts, scores.logits, strict=True):
-            for i, row in enumerate(logits.numpy()):
-                self.digests[run.slot, start + i] = hashlib.blake2b(row.tobytes(), digest_size=8).digest()
+        for run, start, rows, logits in zip(runs, starts, scores.rows, scores.logits, strict=True):
+            hidden = scores.hidden[rows.start : rows.stop]
+            for i in range(len(hidden)):
+                known = _digest(logits[i]) if len(logits) == len(hidden) else None
+                self.rows[run.slot, start + i] = Row(_digest(hidden[i]), known)
         return scores
 
-    def of(self, slot: int, positions: range) -> list[bytes]:
-        return [self.digests[slot, position] for position in positions]
+    def of(self, slot: int, num_positions: int) -> list[Row]:
+        return [self.rows[slot, position] for position in range(num_positions)]
+
+
+def _digest(row: torch.Tensor) -> bytes:
+    return hashlib.blake2b(bits(row).numpy().tobytes(), digest_size=8).digest()
 
 
 def engine_of(models: Models, setting: Setting) -> Engine:
@@ -155,7 +190,7 @@ def serve(engine: Engine, jobs: Seq[Job]) -> list[Outcome]:
     return [
         Outcome(
             r.seq.output_ids,
-            recorder.of(r.seq.id, range(r.seq.num_prompt_tokens - 1, len(r.seq.tokens) - 1)),
+            recorder.of(r.seq.id, len(r.seq.tokens) - 1),
             r.report.num_accepted,
             r.report.num_drafted,
         )
@@ -168,11 +203,13 @@ def serve(engine: Engine, jobs: Seq[Job]) -> list[Outcome]:
 
 @dataclass
 class Comparison:
-    """What came of it. mismatches: a sentence for each output whose tokens differ from plain decoding's."""
+    """What came of it. mismatches: a sentence for each output that differs from plain decoding's in any way."""
 
     num_outputs: int = 0
     num_tokens: int = 0
-    num_rows_that_differ: int = 0  # rows of logits up to the first token that differs
+    num_other_outputs: int = 0  # outputs of which a token differs
+    num_rows: int = 0  # of prompts and outputs, up to the first token that differs
+    num_other_rows: int = 0
     num_accepted: int = 0
     num_drafted: int = 0
     num_engines: int = 0
@@ -180,10 +217,10 @@ class Comparison:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_outputs - len(self.mismatches)} of {self.num_outputs} outputs equal to plain decoding "
+            f"{self.num_outputs - self.num_other_outputs} of {self.num_outputs} outputs equal to plain decoding "
             f"({self.num_tokens} tokens, {self.num_engines} engines, {self.num_accepted} of {self.num_drafted} drafted "
-            f"tokens accepted); {len(self.mismatches)} mismatches, {self.num_rows_that_differ} rows of logits that "
-            "differ in a bit"
+            f"tokens accepted), {self.num_rows - self.num_other_rows} of {self.num_rows} rows in every bit; "
+            f"{self.num_other_outputs} mismatches"
         )
 
 
@@ -201,14 +238,17 @@ def compare(
     """
     found, rest = Comparison(), iter(enumerate(prompts))
     for group in groups:
-        jobs = [Job.of(ids, rule, 1000 + j, num_tokens) for rule, (j, ids) in zip(group.rules, rest, strict=False)]
-        alone = serve(engine_of(plain, PLAIN), jobs)
+        jobs = [Job(j, ids, rule, num_tokens) for rule, (j, ids) in zip(group.rules, rest, strict=False)]
+        alone = serve(engine_of(plain, PLAIN), [job.alone() for job in jobs])
         together = serve(engine_of(ours, group.setting), jobs)
+        found.num_engines += 1
+        num_known = len(found.mismatches)
         for job, expected, outcome in zip(jobs, alone, together, strict=True):
             _count(found, plain, group.setting, job, expected, outcome)
-        if found.num_engines % 20 == 0 or found.num_engines == len(groups) - 1:
-            say(f"after {found.num_engines + 1} of {len(groups)} engines: {found}")
-        found.num_engines += 1
+        for mismatch in found.mismatches[num_known:]:
+            say(mismatch)
+        if found.num_engines % 20 == 0 or found.num_engines == len(groups):
+            say(str(found))
     return found
 
 
@@ -219,22 +259,24 @@ def _count(found: Comparison, models: Models, setting: Setting, job: Job, expect
     found.num_drafted += outcome.num_drafted
     same = [a == b for a, b in zip(expected.token_ids, outcome.token_ids, strict=True)]
     at = same.index(False) if False in same else len(same)
-    # The row that decided the first different token still has the same history.
-    rows = list(zip(expected.digests, outcome.digests, strict=True))[: at + 1]
-    differing = [i for i, (a, b) in enumerate(rows) if a != b]
-    found.num_rows_that_differ += len(differing)
-    if at < len(same):
-        found.mismatches.append(_describe(models, setting, job, expected, outcome, at, differing))
+    # A row is decided by the tokens up to its own, so the one that decided the first different token must be the same.
+    pairs = list(zip(expected.rows, outcome.rows, strict=True))[: len(job.prompt_ids) + at]
+    others = [position for position, (a, b) in enumerate(pairs) if a.differs(b)]
+    found.num_other_outputs += at < len(same)
+    found.num_rows += len(pairs)
+    found.num_other_rows += len(others)
+    if at < len(same) or others:
+        rows = f"the first row with other bits is that of position {others[0]}" if others else "all rows are equal"
+        tokens = _first(models, job, expected, outcome, at) if at < len(same) else "all tokens are equal"
+        prompt = f"prompt {job.number} ({len(job.prompt_ids)} tokens), {job.rule}"
+        found.mismatches.append(f"{prompt}, {setting}: {tokens}; {rows}")
 
 
-def _describe(
-    models: Models, setting: Setting, job: Job, expected: Outcome, outcome: Outcome, at: int, rows: list[int]
-) -> str:
-    first = f"logits differ first at output {rows[0]}" if rows else "logits are equal in all bits"
+def _first(models: Models, job: Job, expected: Outcome, outcome: Outcome, at: int) -> str:
+    gap = gap_of_best_two(models, job, expected.token_ids[:at])
     return (
-        f"prompt of {len(job.prompt_ids)} tokens {job.prompt_ids}, {job.params}, {setting}: output {at} (position "
-        f"{len(job.prompt_ids) + at}) is {outcome.token_ids[at]} and not {expected.token_ids[at]}; {first}; gap of the "
-        f"best two {gap_of_best_two(models, job, expected.token_ids[:at]):.3g}"
+        f"output {at} (position {len(job.prompt_ids) + at}) is {outcome.token_ids[at]} and not "
+        f"{expected.token_ids[at]}, gap of the best two {gap:.3g}"
     )
 
 
@@ -245,11 +287,12 @@ def gap_of_best_two(models: Models, job: Job, output_ids: list[int]) -> float:
     runner.cache.open(0)
     logits = runner.forward([Run(0, ids, "last")]).logits[0][-1]
     scores = logits.double().numpy()
-    if not job.params.greedy:
-        law = probs(logits, job.params)
+    params = job.params
+    if not params.greedy:
+        law = probs(logits, params)
         kept = np.arange(len(law.weights)) if law.ids is None else law.ids.numpy()
         with np.errstate(divide="ignore"):
-            scores = np.log(law.weights.double().numpy()) + gumbel(job.params.seed or 0, len(ids), kept)
+            scores = np.log(law.weights.double().numpy()) + gumbel(job.seed, len(ids), kept)
     best = np.sort(scores)[-2:]
     return float(best[1] - best[0]) if len(best) == 2 else float("inf")
 

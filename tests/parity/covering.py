@@ -70,7 +70,7 @@ class _Drawn:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.pairs: Counter[Pair] = Counter()
-        self.values: Counter[tuple[str, Any, int]] = Counter()
+        self.values: Counter[tuple[tuple[str, str, int], Any]] = Counter()
 
     def group(self, num_neighbours: int) -> Group:
         size, factors = num_neighbours + 1, [name for name in LEVELS if name != "rule"]
@@ -97,10 +97,10 @@ class _Drawn:
 
     def _value(self, name: str, level: int, levels: Mapping[str, int]) -> Any:
         """The value of a level that met the other levels least often."""
-        others = [(other, i) for other, i in levels.items() if other != name]
+        keys = [(name, other, i) for other, i in levels.items() if other != name]
         values = LEVELS[name][level]
-        best = max(values, key=lambda value: sum(4.0 ** -self.values[other, i, value] for other, i in others))
-        self.values.update((other, i, best) for other, i in others)
+        best = max(values, key=lambda value: sum(4.0 ** -self.values[key, value] for key in keys))
+        self.values.update((key, best) for key in keys)
         return best
 
     def _gain(self, pairs: list[Pair], size: int) -> float:

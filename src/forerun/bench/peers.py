@@ -227,9 +227,8 @@ class OwnEngine:
                 llm = LLM(checkpoint, **{**options, "draft": value, "spec_length": spec_length})
                 self._llms[f"{method} K={spec_length}"] = llm
         self.configurations = list(self._llms)
-        self.about = (
-            f"torch {torch.__version__}, {torch.get_num_threads()} threads, bfloat16, {type(model.ops).__name__}"
-        )
+        about = (f"{model.ops.name} operators", f"{torch.get_num_threads()} threads", f"torch {torch.__version__}")
+        self.about = ", ".join((*about, "bfloat16"))
 
     def encode(self, text: str) -> list[int]:
         """A prompt as the ids that all engines get."""
@@ -300,6 +299,7 @@ def measure(engines: Seq[Engine], prompts: Seq[list[int]], max_tokens: int, left
         if variant[0] != OWN:
             by_name[OWN].idle_cpu_s += time.process_time() - cpu_s
 
+    _say("warming up ...")
     for variant in list(runs):
         attempt(variant, prompts[0], min(max_tokens, WARM_UP_TOKENS), lambda outcome: None)
     for engine in engines:

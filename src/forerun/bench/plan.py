@@ -23,7 +23,8 @@ from forerun.errors import BadOption
 if TYPE_CHECKING:
     import torch
 
-    from forerun.engine.memory import MemoryPart, MemoryPlan
+    from forerun.engine.memory import MemoryPlan
+    from forerun.engine.memory_parts import MemoryPart
     from forerun.models.layers import DecoderConfig
 
 WIDTH = 80  # columns
@@ -42,6 +43,7 @@ def plan(
     spec_length: flags.SpecLength = None,
     dtype: flags.Dtype = None,
     device: flags.Device = None,
+    ops: flags.Ops = None,
     max_batch_size: flags.MaxBatchSize = None,
     max_seq_len: flags.MaxSeqLen = None,
     kv_cache_backend: flags.CacheBackend = None,
@@ -87,7 +89,7 @@ class Models:
         return cls(
             target=_shaped(raw, shape),
             draft=None if name is None else _shaped(_config_of(name), draft_shape),
-            dtype=_dtype(config.dtype, device, raw),
+            dtype=_dtype(config, device, raw),
             device=device,
         )
 
@@ -106,6 +108,7 @@ class Models:
 
     def settings(self, config: EngineConfig) -> dict[str, Any]:
         """What the plan is for."""
+        from forerun import ops
         from forerun.engine.memory import resolve_max_seq_len
 
         return {
@@ -114,6 +117,7 @@ class Models:
             "spec_length": 0 if config.draft == "none" else config.spec_length,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": self.device,
+            "ops": ops.resolve(config.ops, self.device),
         }
 
 
@@ -174,16 +178,17 @@ def _device(config: EngineConfig) -> str:
     return config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _dtype(name: str, device: str, raw: Mapping[str, Any]) -> torch.dtype:
-    """As `load_checkpoint` chooses, with what config.json says in place of the stored weights."""
+def _dtype(config: EngineConfig, device: str, raw: Mapping[str, Any]) -> torch.dtype:
+    """As the operators choose that LLM would take, with what config.json says in place of the stored weights."""
     import torch
 
+    from forerun import ops
     from forerun.models.loading import DTYPES
 
-    if name != "auto":
-        return DTYPES[name]
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
     stored = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), None)
-    return stored if device != "cpu" and isinstance(stored, torch.dtype) else torch.float32
+    return ops.make(config.ops, device).auto_dtype(device, stored if isinstance(stored, torch.dtype) else torch.float32)
 
 
 # ------------------------------------------------------------------------------------------------------- what is shown
@@ -196,11 +201,12 @@ def plan_dict(plan: MemoryPlan) -> dict[str, Any]:
 
 def plan_lines(settings: Mapping[str, Any], plan: MemoryPlan) -> Iterator[str]:
     """The table, then one sentence. GB are 10^9 bytes, GiB 2^30."""
-    from forerun.engine.memory import MemoryPart
+    from forerun.engine.memory_parts import MemoryPart
 
-    yield (
+    yield textwrap.fill(
         f"{settings['max_batch_size']} sequences of {settings['max_seq_len']:,} tokens, {settings['spec_length']} "
-        f"drafted per step, {settings['dtype']} on {settings['device']}"
+        f"drafted per step, {settings['dtype']} on {settings['device']} ({settings['ops']})",
+        WIDTH,
     )
     yield ""
     yield f"{'':22}{'GB':>8}{'GiB':>8}"

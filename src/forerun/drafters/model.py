@@ -158,8 +158,11 @@ class ModelDrafter(Drafter):
         return {b: scores.logits[i][-1] for i, b in enumerate(feeds)}
 
     def _draft_params(self, params: SamplingParams) -> SamplingParams:
+        """With the drafter's own knobs, and without biases of ids that the draft model has no row for."""
         o = self.options
         changed: dict[str, Any] = {}
+        if params.logit_bias:
+            changed["logit_bias"] = {i: bias for i, bias in params.logit_bias.items() if i < self.runner.width}
         if o.draft_temperature is not None:
             changed["temperature"] = o.draft_temperature
         if o.draft_top_k is not None:

@@ -1,9 +1,9 @@
 """What a configuration needs in memory, before anything is loaded: arithmetic on sizes, no weights, no files.
 
 Weights and KV pools are exact to the byte. What a step computes with ("activations", probability rows) is an upper
-bound, read off the code that allocates it: models/layers.py, ops/reference.py, kv/cache.py, drafters/model.py,
-engine/step.py. Not counted: the interpreter, torch itself, tokenizers, and on an accelerator its context. On a CPU
-oneDNN compiles a kernel for every matrix and number of rows and keeps it: that comes with time (`MemoryPlan.later`).
+bound, read off the code that allocates it: drafters/model.py and engine/step.py for what is here, memory_native.py and
+memory_reference.py for what depends on the operators. Not counted: the interpreter, torch itself, tokenizers, and on
+an accelerator its context.
 
 Units: GB = 10^9 bytes, GiB = 2^30 bytes. Sizes of weights are usually quoted in GB and sizes of KV pools in GiB, often
 both under the name GB: 8 x 4096 tokens of 114,688 bytes are 3.5 GiB and 3.76 GB.
@@ -11,35 +11,25 @@ both under the name GB: 8 x 4096 tokens of 114,688 bytes are 3.5 GiB and 3.76 GB
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from forerun import native, ops
 from forerun.config import EngineConfig
+from forerun.engine.memory_native import NativeSizes
+from forerun.engine.memory_parts import PROB_BYTES, MemoryPart, Pass, Sizes
+from forerun.engine.memory_reference import ReferenceSizes
 from forerun.errors import BadOption
 from forerun.kv.cache import PAGED_BLOCK_TOKENS, CacheShape
-from forerun.models.layers import DecoderConfig, Rope, parameter_shapes
-from forerun.ops.reference import ONEDNN_MIN_WEIGHTS
+from forerun.models.layers import DecoderConfig
 
 DEFAULT_MAX_SEQ_LEN = 4096  # tokens; a model's own limit may be far beyond what its cache should take unasked
-PROB_BYTES = torch.float32.itemsize  # logits and laws are float32, see Decoder.logits and sampling.probs
 SAMPLING_BYTES = 48  # per id, for one row at a time: what sampling and the Gumbel noise compute with, mostly float64
-KERNEL_BYTES = 1 << 20  # what torch's kernels work in; attention on a CPU was measured at 0.2 MB per thread
-COMPILED_BYTES = 650_000  # of one kernel that oneDNN compiled, measured: 0.58 to 0.64 MB in float32 and bfloat16
-COMPILED_MAX_BYTES = 1_700_000_000  # of all, measured: 1.0 GB for 2,000, 1.68 GB for 8,000 and for 12,000 kernels
 MIN_SEQ_LEN = PAGED_BLOCK_TOKENS  # tokens; no suggestion goes below it
-
-
-@dataclass(frozen=True)
-class MemoryPart:
-    """One line of a plan. how: the multiplication behind `bytes`, in words."""
-
-    name: str
-    bytes: int
-    how: str
 
 
 @dataclass(frozen=True)
@@ -109,7 +99,7 @@ def memory_plan(
     """The plan for a target and its draft model (None = a drafter without a model) under the engine's options.
 
     dtype: of weights and caches, of both models. device: "cpu" or "cuda"; on "cuda" the plan is of its memory, and the
-    probability rows are left out, because they lie on the host. Raises BadOption as the engine itself would for
+    probability rows are left out, because they lie on the host. Raises BadOption as the engine itself would for ops,
     max_seq_len and kv_cache_tokens.
     """
     needs = _Needs(target, draft, config, dtype, device)
@@ -130,11 +120,6 @@ def resolve_max_seq_len(wanted: int | None, max_positions: int) -> int:
     return wanted
 
 
-def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Bytes of all weights; a tied LM head is its embedding and counts once."""
-    return sum(math.prod(shape) for shape in parameter_shapes(config).values()) * dtype.itemsize
-
-
 def pool_tokens(backend: str, *, max_batch_size: int, max_seq_len: int, num_tokens: int | None = None) -> int:
     """Rows of the pool that KVCache.create allocates: whole blocks. Raises BadOption where there is not even one."""
     block = PAGED_BLOCK_TOKENS if backend == "paged" else max_seq_len
@@ -147,23 +132,6 @@ def pool_tokens(backend: str, *, max_batch_size: int, max_seq_len: int, num_toke
 
 
 # ---------------------------------------------------------------------------------------------------- what a step needs
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """The largest forward pass of a model.
-
-    num_rows: new tokens. longest_run: of one sequence. num_masked: rows in runs of more than one token, which need a
-    mask. context: cached and new tokens that one row may see. num_read: the same over all runs. num_logits: rows whose
-    logits are wanted.
-    """
-
-    num_rows: int
-    longest_run: int
-    num_masked: int
-    context: int
-    num_read: int
-    num_logits: int
 
 
 @dataclass(frozen=True)
@@ -197,39 +165,39 @@ class _Needs:
         return sum(part.bytes for part in self.parts())
 
     def parts(self) -> tuple[MemoryPart, ...]:
-        models = [("target", self.target)] + ([("draft", self.draft)] if self.draft is not None else [])
-        weights = [self._weights(name, model) for name, model in models]
-        pools = [self._pool(name, model.cache_shape) for name, model in models]
-        activations = self._activations()
-        # Blocks that were freed and are too small for what comes next: the allocator keeps them.
-        kept = MemoryPart("freed blocks", activations.bytes, "kept by the allocator: as much as the activations")
-        return (*weights, *pools, activations, kept, *self._probabilities())
+        models = {"target": self.target} | ({} if self.draft is None else {"draft": self.draft})
+        pools = [self._pool(name, model.cache_shape) for name, model in models.items()]
+        activations = self.sizes.activations(self._passes())
+        running = [*self.sizes.weights(models), *pools, *activations, *self._probabilities()]
+        return (*running, *self._loading(models, running))
 
     def later(self) -> tuple[MemoryPart, ...]:
-        """Kernels of oneDNN, one for each matrix and number of rows that ever occurred; none on an accelerator."""
-        count = 0
-        for model, run in self._passes().values():
-            matrices = [shape for shape in _layer_matrices(model) if self._is_compiled(shape)]
-            head = self._is_compiled((model.vocab_size, model.hidden_size))
-            count += len(set(matrices)) * run.num_rows + head * run.num_logits
-        if count == 0 or self.device != "cpu":
-            return ()
-        how = f"one for each matrix and number of rows that occurs, {count:,} at most"
-        return (MemoryPart("compiled kernels", min(count * COMPILED_BYTES, COMPILED_MAX_BYTES), how),)
+        return self.sizes.later(self._passes())
 
-    def _is_compiled(self, shape: tuple[int, int]) -> bool:
-        return self.dtype != torch.float32 or math.prod(shape) >= ONEDNN_MIN_WEIGHTS
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Of the operators that will run. Raises BadOption where they cannot."""
+        name = ops.resolve(self.config.ops, self.device)
+        if name == "native":
+            return NativeSizes(self.dtype, self.max_seq_len, native.num_threads())
+        in_place, row_by_row = self.config.kv_cache_backend == "contiguous", name == "reference_row_by_row"
+        return ReferenceSizes(self.dtype, self.device, self.max_seq_len, in_place, row_by_row)
 
-    def _passes(self) -> dict[str, tuple[DecoderConfig, _Pass]]:
+    def _passes(self) -> list[Pass]:
         """The largest pass of each model; they follow each other."""
-        passes = {"target": (self.target, self._target_pass())}
-        if self.draft is not None and self.spec_length:
-            passes["draft"] = (self.draft, self._draft_pass())
-        return passes
+        drafts = [self._draft_pass(self.draft)] if self.draft is not None and self.spec_length else []
+        return [self._target_pass(), *drafts]
 
-    def _weights(self, name: str, model: DecoderConfig) -> MemoryPart:
-        num_bytes, size = weight_bytes(model, self.dtype), self.dtype.itemsize
-        return MemoryPart(f"{name} weights", num_bytes, f"{num_bytes // size:,} weights x {size} bytes")
+    def _loading(self, models: Mapping[str, DecoderConfig], running: list[MemoryPart]) -> list[MemoryPart]:
+        """Where reading and packing the models, one after the other, takes more than running them: the difference."""
+        loaded: dict[str, DecoderConfig] = {}
+        peak = 0
+        for name, model in models.items():
+            loaded[name] = model
+            held = sum(part.bytes for part in self.sizes.weights(loaded))
+            peak = max(peak, held + self.sizes.loading_bytes(model))
+        more = peak - sum(part.bytes for part in running)
+        return [MemoryPart("loading", more, "blocks of files, beyond what is needed later")] if more > 0 else []
 
     def _pool(self, name: str, shape: CacheShape) -> MemoryPart:
         tokens, each = self.num_pool_tokens, shape.bytes_per_token(self.dtype)
@@ -237,25 +205,15 @@ class _Needs:
         counted = f"{batch} x {per_sequence:,}" if self.config.kv_cache_tokens is None else f"{tokens:,}"
         return MemoryPart(f"{name} KV cache", tokens * each, f"{counted} tokens x {each:,} bytes")
 
-    def _activations(self) -> MemoryPart:
-        """The larger of the target's pass and the draft model's."""
-        found = []
-        for name, (model, run) in self._passes().items():
-            layers, attention, logits = self._pass_bytes(model, run)
-            # A drafter holds the last logits while the next pass runs.
-            kept = run.num_logits * model.vocab_size * PROB_BYTES if name == "draft" else 0
-            how = f"{run.num_rows:,} rows of the {name}: layers {layers / 1e6:,.1f} MB, attention "
-            how += f"{attention / 1e6:,.1f} MB; or {run.num_logits:,} rows of logits, {logits / 1e6:,.1f} MB"
-            found.append(MemoryPart("activations", KERNEL_BYTES + max(layers + attention, logits) + kept, how))
-        return max(found, key=lambda part: part.bytes)
-
-    def _target_pass(self) -> _Pass:
+    def _target_pass(self) -> Pass:
         """Prompt chunks beside everybody else's verification, or verification of the whole batch."""
         batch, length, pool = self.config.max_batch_size, self.max_seq_len, self.num_pool_tokens
         verified = self.spec_length + 1
         prompt = min(self.config.prefill_chunk_tokens, batch * length, pool)
         num_rows = max(prompt + (batch - 1) * verified, batch * verified)
-        return _Pass(
+        return Pass(
+            "target",
+            self.target,
             num_rows=num_rows,
             longest_run=max(min(prompt, length), verified),
             num_masked=num_rows if verified > 1 else prompt,
@@ -264,46 +222,13 @@ class _Needs:
             num_logits=batch * verified,
         )
 
-    def _draft_pass(self) -> _Pass:
+    def _draft_pass(self, draft: DecoderConfig) -> Pass:
         """Committed tokens that its cache lacks: whole prompts, within the budget; then one row per sequence."""
         batch, length, pool = self.config.max_batch_size, self.max_seq_len, self.num_pool_tokens
         num_rows = max(min(self.config.draft_catchup_tokens, batch * length, pool), batch)
         longest = min(num_rows, length)
-        return _Pass(num_rows, longest, num_rows, min(length, pool), min(batch * length, pool), batch)
-
-    def _pass_bytes(self, model: DecoderConfig, run: _Pass) -> tuple[int, int, int]:
-        """Peaks of one pass in bytes: a layer, what its attention adds, and, after the layers, the logits."""
-        layers = _layer_bytes(model, run, self.dtype, self._row_by_row)
-        attention = self._attention_bytes(model, run)
-        size, copies = self.dtype.itemsize, 2 if self._row_by_row else 1
-        widened = 0 if size == PROB_BYTES else PROB_BYTES
-        logits = run.num_logits * model.vocab_size * (copies * size + widened)
-        return layers, attention, logits + (run.num_rows + run.num_logits) * model.hidden_size * size
-
-    def _attention_bytes(self, model: DecoderConfig, run: _Pass) -> int:
-        """Masks of all runs, which the pass keeps; keys and values gathered for one run; and what reads them."""
-        size, windows = self.dtype.itemsize, set(model.windows) or {None}
-        masked, longest = (0, 0) if self._row_by_row else (run.num_masked, run.longest_run)
-        masks = len(windows) * masked * run.context * 4
-        square = longest * run.context  # of the mask being made or converted: the run with the most rows
-        building = square * (4 if windows == {None} else 12)
-        converting = 0 if size == 4 else square * size
-        cached = 2 * run.context * model.num_kv_heads * model.head_dim
-        # Rows that follow each other are read in place on a CPU; a paged sequence may lie anywhere.
-        copies = 0 if self.device == "cpu" and self.config.kv_cache_backend == "contiguous" else 1
-        gathered = (copies + self._row_by_row) * cached * size
-        reading = run.num_read * 8 + _rope_bytes(model, run, self.max_seq_len, size)
-        return masks + reading + max(building, converting + gathered + self._sdpa_bytes(model, run))
-
-    def _sdpa_bytes(self, model: DecoderConfig, run: _Pass) -> int:
-        """Scores, where torch writes them out: not on a CPU, where it attends in tiles. Elsewhere grouped heads under a
-
-        mask leave only the plain formula, in float32: keys and values of every query head, scores, and their softmax.
-        """
-        if self.device == "cpu":
-            return 0
-        expanded = 2 * model.num_heads * run.context * model.head_dim
-        return 4 * (expanded + 2 * model.num_heads * run.longest_run * run.context)
+        context, num_read = min(length, pool), min(batch * length, pool)
+        return Pass("draft", draft, num_rows, longest, num_rows, context, num_read, batch)
 
     def _probabilities(self) -> list[MemoryPart]:
         """Dense laws of one step, at temperature > 0; greedy laws and those of model-less drafters are point masses."""
@@ -320,45 +245,6 @@ class _Needs:
         num_bytes = batch * self.spec_length * num_ids * PROB_BYTES
         how = f"{batch} x {self.spec_length} rows of {num_ids:,} x {PROB_BYTES} bytes"
         return [MemoryPart("draft probabilities", num_bytes, how), target]
-
-    @property
-    def _row_by_row(self) -> bool:
-        return self.config.ops == "reference_row_by_row"
-
-
-def _layer_bytes(c: DecoderConfig, run: _Pass, dtype: torch.dtype, row_by_row: bool) -> int:
-    """Most bytes that are alive inside one layer, without what attention reads (Decoder.forward, line by line).
-
-    The gate and up projections of the layer before live until those of this layer replace them.
-    """
-    size, h, f = dtype.itemsize, c.hidden_size, c.ffn_size
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    held = 2 * f if c.num_layers > 1 else 0
-    norm = 2 * h if size == 4 else 2 * h + 8 * h // size  # narrow types are normed in float32
-    rope = max(3 * q, q + 3 * kv, 3 * q + kv) + (q + kv if c.qk_norm else 0)
-    twice = 1 if row_by_row else 0  # rows computed alone are put together: the result exists twice
-    stages = (
-        h + held + norm,
-        2 * h + held + (q + 2 * kv) * (1 + twice),
-        2 * h + held + q + 2 * kv + rope + twice * q,
-        2 * h + held + 2 * f * (1 + twice),
-        h + 2 * f + 2 * f + twice * f,
-        h + 3 * f + (2 + twice) * h,
-    )
-    return run.num_rows * max(stages) * size
-
-
-def _layer_matrices(c: DecoderConfig) -> list[tuple[int, int]]:
-    """The matrices of a layer as they are multiplied, projections of one input joined."""
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    h, f = c.hidden_size, c.ffn_size
-    return [(q + 2 * kv, h), (h, q), (2 * f, h), (h, f)]
-
-
-def _rope_bytes(c: DecoderConfig, run: _Pass, max_seq_len: int, size: int) -> int:
-    """The table of cos and sin, which exists twice while it grows, and the rows taken from it."""
-    table = -(-max_seq_len // Rope.BLOCK) * Rope.BLOCK
-    return (2 * table + run.num_rows) * 2 * c.head_dim * size
 
 
 # ---------------------------------------------------------------------------------------------------------- what fits

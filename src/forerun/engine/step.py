@@ -61,7 +61,7 @@ class Stepper:
         clock.append(time.perf_counter())
         scores = self._score(plan, draft)
         clock.append(time.perf_counter())
-        laws = [_Laws(seq, draft, b, scores.logits[b]) for b, seq in enumerate(seqs)]
+        laws = [_Laws(seq, draft, b, scores.logits[b], scores.best[b]) for b, seq in enumerate(seqs)]
         verdict = verify.judge(draft, laws, coins, [seq.acceptance for seq in seqs])
         clock.append(time.perf_counter())
         report = self._commit(plan, draft, scores, laws, verdict, granted)
@@ -93,7 +93,8 @@ class Stepper:
             nodes = draft.nodes(b)
             tokens = [request.seq.tokens[-1], *(draft.tokens[n] for n in nodes)]
             parents = [-1, *(0 if draft.parents[n] < 0 else draft.parents[n] - nodes.start + 1 for n in nodes)]
-            runs.append(Run(request.seq.id, tokens, "all", parents))
+            best_only = self.runner.finds_best and sampling.takes_the_best(request.seq)
+            runs.append(Run(request.seq.id, tokens, "all", parents, best_only))
         for request, take in plan.prefill:
             done = self.runner.cache.length(request.seq.id)
             runs.append(Run(request.seq.id, request.seq.tokens[done : done + take], "none"))
@@ -140,9 +141,9 @@ class _Laws(Seq[Probs]):
     Row 0 is the law after the last committed token, row 1 + i the law after node i of the sequence.
     """
 
-    def __init__(self, seq: Sequence, draft: Draft, b: int, logits: Tensor) -> None:
+    def __init__(self, seq: Sequence, draft: Draft, b: int, logits: Tensor, best: Seq[int]) -> None:
         self._seq, self._draft, self._first, self._logits = seq, draft, draft.node_starts[b], logits
-        self._rows: list[Probs | None] = [None] * len(logits)
+        self._rows: list[Probs | None] = [Probs(point=i) for i in best] if best else [None] * len(logits)
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -287,10 +287,14 @@ class Decoder:
             return self.compiled.logits(hidden)  # type: ignore[no-any-return]
         return self.ops.linear(hidden, self._head).float()
 
+    def best(self, hidden: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
+        """hidden [R, H] -> id and value of the largest of the first `num_ids` logits; only for compiled decoders."""
+        return self.compiled.best(hidden, num_ids)  # type: ignore[no-any-return]
+
     def _forward_compiled(self, batch: RaggedBatch, cache: KVCache | None) -> Tensor:
         if cache is None:
             raise InternalError("native decoders keep keys and values in a cache and were given none")
-        return self.compiled.forward(batch, cache, self._rope.table(_end(batch)))  # type: ignore[union-attr]
+        return self.compiled.forward(batch, cache, self._rope.table(_end(batch)))  # type: ignore[no-any-return]
 
     def _attention(
         self,

@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.errors import InternalError
 from forerun.kv.cache import CacheShape, KVCache
 from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch
@@ -51,13 +52,15 @@ class Run:
     """New tokens of one sequence for one pass.
 
     parents [n]: index within the run of each token's parent, -1 = the cached context; None = a chain.
-    logits: of every row, of the last row only, or of none.
+    logits: of every row, of the last row only, or of none. best_only: the id of the largest logit is all that is asked
+    for, of the same rows; only where the runner `finds_best`.
     """
 
     slot: int
     tokens: Seq[int]
     logits: str = "all"  # "all" | "last" | "none"
     parents: Seq[int] | None = None
+    best_only: bool = False
 
     def depths(self) -> list[int]:
         """Depth of each token below the cached context, 0 = directly behind it."""
@@ -71,11 +74,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Scores:
-    """One pass: hidden [T, H] after the final norm; rows[b] = rows of run b; logits[b] [wanted rows, ids]."""
+    """One pass: hidden [T, H] after the final norm; rows[b] = rows of run b.
+
+    logits[b] [wanted rows, ids], or best[b] [wanted rows] for a run that asked for the best ids only.
+    """
 
     hidden: Tensor
     rows: list[range]
     logits: list[Tensor]
+    best: list[list[int]]
     forward_s: float
 
 
@@ -83,13 +90,15 @@ class Runner:
     """A model with its KV cache and its vocabulary.
 
     num_ids: ids that have a token; matrix rows beyond it are padding. holes: ids below num_ids without a token. Both
-    get probability 0: they are cut off, or set to -inf. So do ids that a draft model has no row for.
+    get probability 0: they are cut off, or set to -inf. A draft model may have fewer rows than its target has ids: its
+    logits end where its rows do, and ids beyond the end of a law have probability 0.
     """
 
     def __init__(self, model: Model, cache: KVCache, num_ids: int | None = None, holes: Seq[int] = ()) -> None:
         self.model, self.cache = model, cache
         self.num_ids = model.config.vocab_size if num_ids is None else num_ids
-        self.holes = [i for i in holes if i < min(self.num_ids, model.config.vocab_size)]
+        self.width = min(self.num_ids, model.config.vocab_size)  # of a row of logits
+        self.holes = [i for i in holes if i < self.width]
 
     @torch.inference_mode()
     def forward(self, runs: Seq[Run]) -> Scores:
@@ -102,18 +111,35 @@ class Runner:
             self.cache.reserve(run.slot, len(run.tokens))
         batch = pack(runs, self.cache, self.model.device)
         hidden = self.model.forward(batch, self.cache)
-        flat = self._logits(hidden, batch.logit_rows)
-        counts = [_num_wanted(run) for run in runs]
         rows = [batch.run(b) for b in range(len(runs))]
-        return Scores(hidden, rows, list(torch.split(flat, counts)), time.perf_counter() - started)
+        wanted = [own[len(own) - _num_wanted(run) :] for own, run in zip(rows, runs, strict=True)]
+        full = [own if not run.best_only else range(0) for own, run in zip(wanted, runs, strict=True)]
+        few = [own if run.best_only else range(0) for own, run in zip(wanted, runs, strict=True)]
+        logits = torch.split(self._logits(hidden, list(chain(*full))), [len(own) for own in full])
+        ids = iter(self._best(hidden, list(chain(*few))))
+        best = [list(islice(ids, len(own))) for own in few]
+        return Scores(hidden, rows, list(logits), best, time.perf_counter() - started)
+
+    @property
+    def finds_best(self) -> bool:
+        """Whether the largest logit can be had without the others being written."""
+        return not self.holes and getattr(self.model, "compiled", None) is not None
+
+    def _best(self, hidden: Tensor, rows: list[int]) -> list[int]:
+        """Ids of the largest logits, lowest id on ties. Raises InternalError where they are no numbers."""
+        if not rows:
+            return []
+        wanted = hidden if len(rows) == len(hidden) else hidden[rows]
+        ids, values = self.model.best(wanted, self.width)  # type: ignore[attr-defined]
+        if not torch.isfinite(values).all():
+            raise InternalError(f"the model returned logits that are no numbers (their maxima are {values.tolist()})")
+        return ids.tolist()  # type: ignore[no-any-return]
 
     def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         if not rows:
-            return hidden.new_empty(0, self.num_ids, dtype=torch.float32)
+            return hidden.new_empty(0, self.width, dtype=torch.float32)
         wanted = hidden if len(rows) == len(hidden) else hidden[rows]
-        logits = self.model.logits(wanted)[:, : self.num_ids]
-        if logits.shape[1] < self.num_ids:
-            logits = F.pad(logits, (0, self.num_ids - logits.shape[1]), value=-torch.inf)
+        logits = self.model.logits(wanted)[:, : self.width]
         if self.holes:
             logits[:, self.holes] = -torch.inf
         return logits

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from forerun import native
-from forerun.errors import InternalError
+from forerun.errors import CapacityError, InternalError
 from forerun.ops.reference import ReferenceOps
 from forerun.types import CacheView, RaggedBatch
 
@@ -114,7 +114,8 @@ class CpuOps(ReferenceOps):
         """Weights [O, I] of one product, their outputs one after the other; `paired`: gate and up, see PackedMatrix.
 
         consume: the memory of the parts is given back to the system while they are packed, and they must not be
-        read again. Raises InternalError for types other than float32 and bfloat16.
+        read again. Raises CapacityError where there is no memory, InternalError for types other than float32 and
+        bfloat16.
         """
         parts = [parts] if isinstance(parts, Tensor) else list(parts)
         dtype, num_in = parts[0].dtype, parts[0].shape[1]
@@ -122,14 +123,17 @@ class CpuOps(ReferenceOps):
             raise InternalError(f"weights of {[p.dtype for p in parts]} cannot be packed together")
         rows = [p.detach().contiguous() for p in parts]
         bias = None if bias is None else bias.detach().float().contiguous()
-        handle = self._backend.pack(
-            dtype == torch.bfloat16,
-            [(p.data_ptr(), len(p)) for p in rows],
-            num_in,
-            paired,
-            0 if bias is None else bias.data_ptr(),
-            consume,
-        )
+        try:
+            handle = self._backend.pack(
+                dtype == torch.bfloat16,
+                [(p.data_ptr(), len(p)) for p in rows],
+                num_in,
+                paired,
+                0 if bias is None else bias.data_ptr(),
+                consume,
+            )
+        except MemoryError as error:
+            raise _no_room(sum(p.nbytes for p in rows), dtype) from error
         return PackedMatrix(handle, sum(len(p) for p in rows), num_in, dtype, paired)
 
     # ------------------------------------------------------------------------------------------ single operators
@@ -293,13 +297,20 @@ class CpuDecoder:
             self._native.logits(hidden.data_ptr(), len(hidden), out.data_ptr())
         return out
 
-    def argmax(self, hidden: Tensor, num_ids: int) -> Tensor:
-        """hidden [R, H] -> id of the largest of the first `num_ids` logits, int64 [R]; lowest id on ties."""
+    def best(self, hidden: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
+        """hidden [R, H] -> the largest of the first `num_ids` logits: ids int64 [R], values float32 [R].
+
+        Lowest id on ties, NaN before all, bit for bit what `logits` would have; only the winners are written.
+        """
         hidden = hidden.contiguous()
-        ids = torch.empty(len(hidden), dtype=torch.int64)
+        ids, values = torch.empty(len(hidden), dtype=torch.int64), torch.empty(len(hidden))
         if len(hidden):
-            self._native.argmax(hidden.data_ptr(), len(hidden), num_ids, ids.data_ptr())
-        return ids
+            self._native.argmax(hidden.data_ptr(), len(hidden), num_ids, ids.data_ptr(), values.data_ptr())
+        return ids, values
+
+    def argmax(self, hidden: Tensor, num_ids: int) -> Tensor:
+        """The ids of `best`."""
+        return self.best(hidden, num_ids)[0]
 
     def _pools_of(self, cache: Cache) -> Any:
         if cache not in self._pools:
@@ -348,6 +359,14 @@ class _Source:
             return parts, None
         filled = [torch.zeros(len(p)) if b is None else b.float() for p, b in zip(parts, biases, strict=True)]
         return parts, torch.cat(filled)
+
+
+def _no_room(num_bytes: int, dtype: torch.dtype) -> CapacityError:
+    other = ", or dtype='bfloat16'" if dtype == torch.float32 else ""
+    return CapacityError(
+        f"there is no memory to pack a matrix of {num_bytes / 1e9:.2f} GB for the native operators: choose a smaller "
+        f"model{other}; forerun plan says what fits"
+    )
 
 
 def _scale(head_dim: int) -> float:

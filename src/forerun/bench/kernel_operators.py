@@ -1,0 +1,185 @@
+"""The operators that `forerun bench kernels` measures, on random weights: what prepares a run of M rows of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.kv.cache import KVCache
+from forerun.models.layers import Decoder, DecoderConfig, empty_weights
+from forerun.ops.cpu import CpuOps, PackedMatrix
+from forerun.types import RaggedBatch
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """prepare(M) makes what runs the operator on M rows, in `num_parts` layers; num_bytes is what one run must read."""
+
+    name: str
+    prepare: Callable[[int], Call]
+    num_bytes: int = 0  # 0: not bound by memory
+    num_parts: int = 1
+    prefill: bool = False  # a prompt's many rows, too
+
+
+def random_weights(config: DecoderConfig, dtype: torch.dtype, seed: int = 1) -> dict[str, Tensor]:
+    """Every weight of a decoder, normal numbers: a stock of some millions, over and over, for it is quickly made."""
+    stock = (torch.randn(1 << 22, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+    weights = empty_weights(config, dtype, "cpu")
+    for weight in weights.values():
+        flat = weight.view(-1)
+        for start in range(0, len(flat), len(stock)):
+            part = flat[start : start + len(stock)]
+            part.copy_(stock[: len(part)])
+    return weights
+
+
+def operators(model: Decoder, ops: CpuOps, most_rows: int, context: int, contexts: Seq[int]) -> list[Operator]:
+    """All that is measured, in the order of a layer, then the LM head and whole passes behind `context` tokens.
+
+    most_rows: of any pass. contexts: of the attention; prompts are measured over the first of them alone.
+    """
+    config, head = model.config, model.compiled.matrices["head"]
+    found = _products(model, ops)
+    found.append(Operator("norm + rope", lambda m: _norm_and_rope(ops, config, m), prefill=True))
+    found += [_attention(model, ops, c, most_rows, prefill=c == contexts[0]) for c in contexts]
+    hidden, num_ids = config.hidden_size, config.vocab_size
+    found += [
+        Operator("LM head", lambda m: _call(model.logits, torch.randn(m, hidden)), head.nbytes),
+        Operator(
+            "LM head, argmax", lambda m: _call(model.compiled.argmax, torch.randn(m, hidden), num_ids), head.nbytes
+        ),
+    ]
+    cache = cache_behind(model, context, most_rows)
+
+    def whole(num_rows: int) -> Call:
+        batch = batch_of(config, context, num_rows)
+        return lambda: model.logits(model.forward(batch, cache))
+
+    def layers(num_rows: int) -> Call:
+        return _call(model.forward, batch_of(config, context, num_rows), cache)
+
+    found.append(Operator("all layers", layers, model.bytes_per_pass - head.nbytes, prefill=True))
+    found.append(Operator("whole pass", whole, model.bytes_per_pass))
+    return found
+
+
+def _call(function: Callable[..., object], *arguments: Any) -> Call:
+    return lambda: function(*arguments)
+
+
+def _products(model: Decoder, ops: CpuOps) -> list[Operator]:
+    """qkv, output, gate and up with their activation, down: what each layer multiplies with."""
+    layers, matrices = range(model.config.num_layers), model.compiled.matrices
+    sets: dict[str, list[PackedMatrix]] = {
+        name: [matrices[f"{i}.{name}"] for i in layers] for name in ("qkv", "o", "gate_up", "down")
+    }
+    # gate and up end in the inputs of a next product: one with a single output costs next to nothing.
+    one = ops.pack(torch.full((1, model.config.ffn_size), 0.01, dtype=model.dtype))
+
+    def added(name: str) -> Callable[[int], Call]:
+        def prepare(num_rows: int) -> Call:
+            x, out = torch.randn(num_rows, sets[name][0].num_in), torch.zeros(num_rows, sets[name][0].num_out)
+            return lambda: [ops.add_linear(out, x, matrix) for matrix in sets[name]]
+
+        return prepare
+
+    def stored(num_rows: int) -> Call:
+        x = torch.randn(num_rows, model.config.hidden_size)
+        return lambda: [ops.linear(x, matrix) for matrix in sets["qkv"]]
+
+    def gated(num_rows: int) -> Call:
+        x, out = torch.randn(num_rows, model.config.hidden_size), torch.zeros(num_rows, 1)
+        return lambda: [ops.add_gated(out, x, matrix, one) for matrix in sets["gate_up"]]
+
+    prepare = {"qkv": stored, "o": added("o"), "gate_up": gated, "down": added("down")}
+    shown = {"gate_up": "gate, up + silu"}
+    return [
+        Operator(shown.get(name, name), prepare[name], sum(m.nbytes for m in sets[name]), len(layers), prefill=True)
+        for name in sets
+    ]
+
+
+def _norm_and_rope(ops: CpuOps, config: DecoderConfig, num_rows: int) -> Call:
+    """One layer's two norms, and the rotation of its queries and keys: four calls from Python."""
+    x, weight = torch.randn(num_rows, config.hidden_size), torch.ones(config.hidden_size)
+    q, k = (torch.randn(num_rows, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads))
+    cos = torch.randn(num_rows, 1, config.head_dim)
+
+    def call() -> None:
+        for _ in range(2):
+            ops.rms_norm(x, weight, config.norm_eps)
+        ops.rope(q, cos, cos)
+        ops.rope(k, cos, cos)
+
+    return call
+
+
+def _attention(model: Decoder, ops: CpuOps, context: int, most_rows: int, *, prefill: bool) -> Operator:
+    """Passes of a decoder with the same heads and layers and little else.
+
+    So rotation, writing the cache, and what threads wait for are in its time, as they are in a whole pass. What else it
+    reads is counted; it is just so much that threads share a pass of one row, as they would share a large model's.
+    """
+    small = replace(model.config, hidden_size=128, ffn_size=32, vocab_size=32)
+    heads = Decoder(small, random_weights(small, model.dtype), ops)
+    cache = cache_behind(heads, context, most_rows)
+    num_bytes = heads.bytes_per_pass + context * small.cache_shape.bytes_per_token(model.dtype)
+
+    def prepare(num_rows: int) -> Call:
+        return _call(heads.forward, batch_of(small, context, num_rows), cache)
+
+    return Operator(f"attention, {context}", prepare, num_bytes, small.num_layers, prefill)
+
+
+def cache_behind(model: Decoder, context: int, num_rows: int) -> KVCache:
+    """A paged cache whose slot 0 holds `context` tokens of random numbers, with room for a pass behind them."""
+    length = context + num_rows
+    cache = KVCache.create(
+        model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=length, dtype=model.dtype, device="cpu"
+    )
+    for pool in (*cache.keys, *cache.values):
+        pool.copy_(torch.randn(pool.shape[1:]) * 0.5)
+    cache.open(0)
+    cache.reserve(0, length)
+    cache.keep(0, list(range(context)))
+    cache.reserve(0, num_rows)
+    return cache
+
+
+def batch_of(config: DecoderConfig, context: int, num_rows: int) -> RaggedBatch:
+    """One sequence's run of new tokens."""
+    tokens = torch.arange(num_rows) * 7919 % config.vocab_size
+    return RaggedBatch(tokens, torch.arange(context, context + num_rows), [0, num_rows], [0], [context])
+
+
+def torch_products(config: DecoderConfig, dtype: torch.dtype, num_tokens: int) -> Call:
+    """Every layer's products by torch, its activation between them, and nothing else; one layer's weights serve all.
+
+    They are larger than the caches together, and so many rows are no matter of memory anyway.
+    """
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: Mapping[str, tuple[int, int]] = {
+        "qkv": (q + 2 * kv, config.hidden_size),
+        "o": (config.hidden_size, q),
+        "gate_up": (2 * config.ffn_size, config.hidden_size),
+        "down": (config.hidden_size, config.ffn_size),
+    }
+    weights = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    x, attended = (torch.randn(num_tokens, width).to(dtype) for width in (config.hidden_size, q))
+
+    def call() -> None:
+        for _ in range(config.num_layers):
+            F.linear(x, weights["qkv"])
+            F.linear(attended, weights["o"])
+            gate, up = F.linear(x, weights["gate_up"]).chunk(2, dim=-1)
+            F.linear(F.silu(gate) * up, weights["down"])
+
+    return call

@@ -1,0 +1,289 @@
+"""`forerun bench kernels`: what a pass of M rows costs, operator by operator, beside what the memory allows.
+
+Verifying M tokens reads the same weights as decoding one; t(M) / t(1) says how far a backend keeps that promise. A
+shared machine's memory is faster in one minute than in the next, so in every repeat a bandwidth probe runs before and
+after each operator, ratios are taken within a repeat, and what is shown is the median of the repeats and their range.
+Weights are random numbers, packed; each operator runs through all layers in turn, so that none finds its weights in a
+cache that a whole pass would have emptied.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from forerun import native
+from forerun.bench.bandwidth import Probes
+from forerun.bench.kernel_operators import (
+    Call,
+    Operator,
+    batch_of,
+    cache_behind,
+    operators,
+    random_weights,
+    torch_products,
+)
+from forerun.bench.peers import set_num_threads
+from forerun.bench.results import print_ceiling, record_of
+from forerun.bench.widen import describe, num_parameters, shape_named
+from forerun.engine.opening import SHIPPED_TARGET
+from forerun.errors import BadOption
+from forerun.methods import unknown
+from forerun.models.layers import Decoder, DecoderConfig, RopeConfig
+from forerun.models.loading import DTYPES, read_config, read_raw_config
+from forerun.models.widening import wide_config
+from forerun.ops.cpu import CpuOps
+from forerun.show import make_console
+
+# The sizes of Llama 3.2 1B.
+RANDOM_1B = DecoderConfig(
+    model_type="llama",
+    vocab_size=128256,
+    hidden_size=2048,
+    num_layers=16,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    ffn_size=8192,
+    norm_eps=1e-5,
+    max_positions=131072,
+    rope=RopeConfig(500000.0, "llama3", 32.0),
+    tie_embeddings=True,
+)
+SHAPES = ("random-1.24b", "demo")
+NUM_SAMPLES = 3  # runs of each number of rows within a repeat, in turn; their median counts
+
+
+@dataclass(frozen=True)
+class KernelsPlan:
+    """What to measure.
+
+    rows: numbers of rows of a pass, the first one is what ratios refer to. prefill_tokens: rows of a prompt chunk.
+    context: tokens in the cache before a pass. contexts: of the attention. isa: None = as FORERUN_ISA or the processor
+    has it. num_threads: None = as FORERUN_NUM_THREADS or the machine has it.
+    """
+
+    config: DecoderConfig = RANDOM_1B
+    dtype: str = "bfloat16"
+    isa: str | None = None
+    num_threads: int | None = None
+    num_repeats: int = 5
+    rows: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16, 32, 64)
+    prefill_tokens: int = 512
+    context: int = 256
+    contexts: tuple[int, ...] = (256, 4096)
+
+
+@dataclass
+class Samples:
+    """One operator at one number of rows: an entry for each repeat."""
+
+    seconds: list[float] = field(default_factory=list)
+    fractions: list[float] = field(default_factory=list)  # of the bandwidth in the same repeat
+    ratios: list[float] = field(default_factory=list)  # to the first number of rows in the same repeat
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table: medians over the repeats, with least and largest."""
+
+    operator: str
+    num_rows: int
+    seconds: float  # of one layer
+    bytes_per_s: float | None
+    fraction: float | None
+    fraction_range: tuple[float, float] | None
+    ratio: float
+    ratio_range: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prompt chunk of forerun beside torch's products of the same shapes: medians, and the ratios' range."""
+
+    num_tokens: int
+    seconds: float
+    torch_seconds: float
+    ratio: float  # torch / forerun: above 1 forerun is faster
+    ratio_range: tuple[float, float]
+
+
+def config_named(name: str) -> DecoderConfig:
+    """The sizes of a shape: random-1.24b, or the widened pair of `forerun demo`. Raises BadOption."""
+    if name == "random-1.24b":
+        return RANDOM_1B
+    if name != "demo":
+        raise BadOption(unknown("shape", name, SHAPES))
+    shipped = read_config(read_raw_config(SHIPPED_TARGET))
+    return wide_config(shipped, shape_named("demo", shipped))
+
+
+def run(plan: KernelsPlan) -> None:
+    """Measure and print: ceiling, table, one line of JSON. Raises BadOption for what cannot be measured."""
+    console = make_console()
+    ops = _make_ops(plan)
+    model = Decoder(plan.config, random_weights(plan.config, DTYPES[plan.dtype]), ops, consume=True)
+    console.print(
+        f"{num_parameters(plan.config):,} random weights ({describe(plan.config)}), {plan.dtype}, {ops.isa}, "
+        f"{ops.num_threads} threads"
+    )
+    with torch.inference_mode():
+        ceiling = print_ceiling(model, console)
+        bandwidths: list[float] = []
+        most_rows = max(*plan.rows, plan.prefill_tokens)
+        lines = measure(operators(model, ops, most_rows, plan.context, plan.contexts), plan, bandwidths)
+        console.print(table_of(lines, plan.rows[0]))
+        prefill = measure_prefill(model, plan)
+    _print_notes(prefill, bandwidths, plan, console)
+    record = {
+        "bench": "kernels",
+        "isa": ops.isa,
+        "plan": {key: value for key, value in asdict(plan).items() if key != "config"},
+        **record_of([], model, [], ceiling),
+        "repeat_bandwidths_bytes_per_s": [round(b) for b in bandwidths],
+        "prefill": asdict(prefill),
+        "lines": [asdict(line) for line in lines],
+    }
+    print(json.dumps(record), flush=True)
+
+
+def _make_ops(plan: KernelsPlan) -> CpuOps:
+    if plan.dtype not in DTYPES:
+        raise BadOption(f"dtype={plan.dtype!r} is not possible: it must be one of {', '.join(DTYPES)}")
+    possible = native.available_isas()
+    isa = plan.isa or native.isa()
+    if isa not in possible or isa == "reference":
+        why = native.why_not() or f"it must be one of {', '.join(possible[:-1])}"
+        raise BadOption(f"native operators for isa={isa!r} cannot be measured: {why}")
+    return CpuOps(isa, set_num_threads(plan.num_threads))
+
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+
+
+def measure(found: Seq[Operator], plan: KernelsPlan, bandwidths: list[float]) -> list[Line]:
+    """Every operator at every number of rows; appends what each probe read, in bytes per second."""
+    probes, first = Probes(torch.device("cpu")), plan.rows[0]
+    samples: dict[tuple[str, int], Samples] = {}
+    for _ in range(plan.num_repeats):
+        before = probes.read().bytes_per_s
+        bandwidths.append(before)
+        for operator in found:
+            seconds = _time_rows(operator, plan)
+            after = probes.read().bytes_per_s
+            bandwidths.append(after)
+            for num_rows, taken in seconds.items():
+                sample = samples.setdefault((operator.name, num_rows), Samples())
+                sample.seconds.append(taken / operator.num_parts)
+                sample.fractions.append(operator.num_bytes / taken / max(before, after))
+                sample.ratios.append(taken / seconds[first])
+            before = after
+    return [_line(o, m, samples[o.name, m]) for o in found for m in plan.rows + _prefill_rows(o, plan)]
+
+
+def _prefill_rows(operator: Operator, plan: KernelsPlan) -> tuple[int, ...]:
+    return (plan.prefill_tokens,) if operator.prefill else ()
+
+
+def _time_rows(operator: Operator, plan: KernelsPlan) -> dict[int, float]:
+    """Seconds of one run for each number of rows: the median of some, all numbers in turn; a prompt runs once."""
+    calls = {num_rows: operator.prepare(num_rows) for num_rows in plan.rows}
+    for call in calls.values():
+        call()
+    taken: dict[int, list[float]] = {num_rows: [] for num_rows in calls}
+    for _ in range(NUM_SAMPLES):
+        for num_rows, call in calls.items():
+            taken[num_rows].append(_seconds(call))
+    for num_rows in _prefill_rows(operator, plan):
+        taken[num_rows] = [_seconds(operator.prepare(num_rows))]
+    return {num_rows: median(values) for num_rows, values in taken.items()}
+
+
+def _seconds(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _line(operator: Operator, num_rows: int, samples: Samples) -> Line:
+    seconds, fractions, ratios = samples.seconds, samples.fractions, samples.ratios
+    counted = operator.num_bytes > 0
+    return Line(
+        operator=operator.name,
+        num_rows=num_rows,
+        seconds=median(seconds),
+        bytes_per_s=operator.num_bytes / operator.num_parts / median(seconds) if counted else None,
+        fraction=median(fractions) if counted else None,
+        fraction_range=(min(fractions), max(fractions)) if counted else None,
+        ratio=median(ratios),
+        ratio_range=(min(ratios), max(ratios)),
+    )
+
+
+def measure_prefill(model: Decoder, plan: KernelsPlan) -> Prefill:
+    """A prompt chunk on an empty cache, in turn with torch's products of the same shapes and type."""
+    config, num = model.config, plan.prefill_tokens
+    batch, cache = batch_of(config, 0, num), cache_behind(model, 0, num)
+    theirs = torch_products(config, model.dtype, num)
+
+    def own() -> object:
+        return model.forward(batch, cache)
+
+    own()
+    theirs()
+    pairs = [(_seconds(own), _seconds(theirs)) for _ in range(plan.num_repeats)]
+    ratios = [b / a for a, b in pairs]
+    return Prefill(
+        num, median(a for a, _ in pairs), median(b for _, b in pairs), median(ratios), (min(ratios), max(ratios))
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- output
+
+
+def table_of(lines: Seq[Line], first: int) -> Table:
+    """One row for each operator and number of rows; ranges are over the repeats."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("operator", no_wrap=True)
+    for name in ("rows", "ms", "GB/s", "of the\nceiling", "(range)", f"t(M)/\nt({first})", "(range)"):
+        table.add_column(name, justify="right", no_wrap=True)
+    name = ""
+    for line in lines:
+        counted = line.bytes_per_s is not None
+        table.add_row(
+            "" if line.operator == name else line.operator,
+            str(line.num_rows),
+            f"{1e3 * line.seconds:.3f}",
+            f"{(line.bytes_per_s or 0) / 1e9:.1f}" if counted else "-",
+            f"{line.fraction:.2f}" if counted else "-",
+            _range(line.fraction_range),
+            f"{line.ratio:.2f}",
+            _range(line.ratio_range),
+        )
+        name = line.operator
+    return table
+
+
+def _range(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else "{:.2f}-{:.2f}".format(*ends)
+
+
+def _print_notes(prefill: Prefill, bandwidths: Seq[float], plan: KernelsPlan, console: Console) -> None:
+    slowest, middle, fastest = (f(bandwidths) / 1e9 for f in (min, median, max))
+    console.print(
+        f"ms of one layer where an operator is part of it, medians of {plan.num_repeats} repeats; GB/s of weights (of "
+        f"keys and values for attention); probes beside them read {middle:.1f} GB/s, {slowest:.1f} to {fastest:.1f}; "
+        f"all layers and the whole pass (with all logits) run behind {plan.context} tokens"
+    )
+    console.print(
+        f"prefill of {prefill.num_tokens} tokens: {1e3 * prefill.seconds:.0f} ms, torch's products alone "
+        f"{1e3 * prefill.torch_seconds:.0f} ms: {prefill.ratio:.2f}x of torch's speed "
+        f"({prefill.ratio_range[0]:.2f} to {prefill.ratio_range[1]:.2f})"
+    )

@@ -1,0 +1,82 @@
+"""What the files of the memory plan share: a line of a plan, and the largest forward pass of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from forerun.models.layers import DecoderConfig, Rope
+
+FLOAT_BYTES = torch.float32.itemsize
+PROB_BYTES = FLOAT_BYTES  # logits and laws are float32, see Decoder.logits and sampling.probs
+KERNEL_BYTES = 1 << 20  # what torch's kernels work in; attention on a CPU was measured at 0.2 MB per thread
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """One line of a plan. how: the multiplication behind `bytes`, in words."""
+
+    name: str
+    bytes: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The largest forward pass of a model; name: "target" or "draft".
+
+    num_rows: new tokens. longest_run: of one sequence. num_masked: rows in runs of more than one token, which need a
+    mask. context: cached and new tokens that one row may see. num_read: the same over all runs. num_logits: rows whose
+    logits are wanted.
+    """
+
+    name: str
+    model: DecoderConfig
+    num_rows: int
+    longest_run: int
+    num_masked: int
+    context: int
+    num_read: int
+    num_logits: int
+
+    @property
+    def kept_bytes(self) -> int:
+        """Logits that are held while the next pass runs: a drafter's last ones."""
+        return self.num_logits * self.model.vocab_size * PROB_BYTES if self.name == "draft" else 0
+
+
+class Sizes(Protocol):
+    """What operators need in memory: one class for each kind, with everything that decides its sizes."""
+
+    def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
+        """The weights as they are kept, of "target" and "draft"."""
+
+    def activations(self, passes: list[Pass]) -> list[MemoryPart]:
+        """What passes that follow each other compute with, an upper bound."""
+
+    def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
+        """What a process that runs for long comes to hold on top."""
+
+    def loading_bytes(self, model: DecoderConfig) -> int:
+        """Beyond its weights while a model is loaded, an upper bound."""
+
+
+def matrix_shapes(c: DecoderConfig) -> list[tuple[int, int]]:
+    """qkv, o, gate and up, down: a layer's matrices as they are multiplied, projections of one input joined."""
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    h, f = c.hidden_size, c.ffn_size
+    return [(q + 2 * kv, h), (h, q), (2 * f, h), (h, f)]
+
+
+def rope_table_bytes(c: DecoderConfig, max_seq_len: int, size: int) -> int:
+    """The table of cos and sin, numbers of `size` bytes, which exists twice while it grows."""
+    num_positions = -(-max_seq_len // Rope.BLOCK) * Rope.BLOCK
+    return 2 * num_positions * 2 * c.head_dim * size
+
+
+def up_to(number: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-number // step) * step

@@ -1,0 +1,139 @@
+"""What the reference operators need: weights to the byte, and an upper bound of what a pass computes with.
+
+The bound is read off the code that allocates: models/layers.py, ops/reference.py, kv/cache.py. On a CPU oneDNN compiles
+a kernel for every matrix and number of rows and keeps it: that comes with time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from forerun.engine.memory_parts import KERNEL_BYTES, PROB_BYTES, MemoryPart, Pass, matrix_shapes, rope_table_bytes
+from forerun.models.layers import DecoderConfig, parameter_shapes
+from forerun.models.weights import BLOCK_BYTES
+from forerun.ops.reference import ONEDNN_MIN_WEIGHTS
+
+COMPILED_BYTES = 650_000  # of one kernel that oneDNN compiled, measured: 0.58 to 0.64 MB in float32 and bfloat16
+COMPILED_MAX_BYTES = 1_700_000_000  # of all, measured: 1.0 GB for 2,000, 1.68 GB for 8,000 and for 12,000 kernels
+
+
+@dataclass(frozen=True)
+class ReferenceSizes:
+    """The reference operators. in_place: rows of the cache that follow each other are read where they lie."""
+
+    dtype: torch.dtype
+    device: str
+    max_seq_len: int
+    in_place: bool
+    row_by_row: bool
+
+    def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
+        """Every weight once; a tied LM head is its embedding."""
+        size, found = self.dtype.itemsize, {name: weight_bytes(model, self.dtype) for name, model in models.items()}
+        return [MemoryPart(f"{name} weights", n, f"{n // size:,} weights x {size} bytes") for name, n in found.items()]
+
+    def activations(self, passes: list[Pass]) -> list[MemoryPart]:
+        """Those of the larger pass, and as much again in freed blocks."""
+        found = []
+        for run in passes:
+            layers, attention, logits = self._pass_bytes(run)
+            how = f"{run.num_rows:,} rows of the {run.name}: layers {layers / 1e6:,.1f} MB, attention "
+            how += f"{attention / 1e6:,.1f} MB; or {run.num_logits:,} rows of logits, {logits / 1e6:,.1f} MB"
+            num_bytes = KERNEL_BYTES + max(layers + attention, logits) + run.kept_bytes
+            found.append(MemoryPart("activations", num_bytes, how))
+        largest = max(found, key=lambda part: part.bytes)
+        # Blocks that were freed and are too small for what comes next: the allocator keeps them.
+        return [largest, MemoryPart("freed blocks", largest.bytes, "kept by the allocator: as much as the activations")]
+
+    def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
+        """Kernels of oneDNN, one for each matrix and number of rows that ever occurred; none on an accelerator."""
+        count = 0
+        for run in passes:
+            matrices = [shape for shape in matrix_shapes(run.model) if self._is_compiled(shape)]
+            head = self._is_compiled((run.model.vocab_size, run.model.hidden_size))
+            count += len(set(matrices)) * run.num_rows + head * run.num_logits
+        if count == 0 or self.device != "cpu":
+            return ()
+        how = f"one for each matrix and number of rows that occurs, {count:,} at most"
+        return (MemoryPart("compiled kernels", min(count * COMPILED_BYTES, COMPILED_MAX_BYTES), how),)
+
+    def loading_bytes(self, model: DecoderConfig) -> int:
+        """Two blocks of the files; nothing of the files lies on an accelerator."""
+        return 2 * block_bytes(model) if self.device == "cpu" else 0
+
+    def _is_compiled(self, shape: tuple[int, int]) -> bool:
+        return self.dtype != torch.float32 or math.prod(shape) >= ONEDNN_MIN_WEIGHTS
+
+    def _pass_bytes(self, run: Pass) -> tuple[int, int, int]:
+        """Peaks of one pass in bytes: a layer, what its attention adds, and, after the layers, the logits."""
+        size, copies = self.dtype.itemsize, 2 if self.row_by_row else 1
+        widened = 0 if size == PROB_BYTES else PROB_BYTES
+        logits = run.num_logits * run.model.vocab_size * (copies * size + widened)
+        hidden = (run.num_rows + run.num_logits) * run.model.hidden_size * size
+        return self._layer_bytes(run), self._attention_bytes(run), logits + hidden
+
+    def _layer_bytes(self, run: Pass) -> int:
+        """Most bytes that are alive inside one layer, without what attention reads (Decoder.forward, line by line).
+
+        The gate and up projections of the layer before live until those of this layer replace them.
+        """
+        c, size = run.model, self.dtype.itemsize
+        h, f, q, kv = c.hidden_size, c.ffn_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        held = 2 * f if c.num_layers > 1 else 0
+        norm = 2 * h if size == 4 else 2 * h + 8 * h // size  # narrow types are normed in float32
+        rope = max(3 * q, q + 3 * kv, 3 * q + kv) + (q + kv if c.qk_norm else 0)
+        twice = 1 if self.row_by_row else 0  # rows computed alone are put together: the result exists twice
+        stages = (
+            h + held + norm,
+            2 * h + held + (q + 2 * kv) * (1 + twice),
+            2 * h + held + q + 2 * kv + rope + twice * q,
+            2 * h + held + 2 * f * (1 + twice),
+            h + 2 * f + 2 * f + twice * f,
+            h + 3 * f + (2 + twice) * h,
+        )
+        return run.num_rows * max(stages) * size
+
+    def _attention_bytes(self, run: Pass) -> int:
+        """Masks of all runs, which the pass keeps; keys and values gathered for one run; and what reads them."""
+        model, size = run.model, self.dtype.itemsize
+        windows = set(model.windows) or {None}
+        masked, longest = (0, 0) if self.row_by_row else (run.num_masked, run.longest_run)
+        masks = len(windows) * masked * run.context * 4
+        square = longest * run.context  # of the mask being made or converted: the run with the most rows
+        building = square * (4 if windows == {None} else 12)
+        converting = 0 if size == 4 else square * size
+        cached = 2 * run.context * model.num_kv_heads * model.head_dim
+        # Rows that follow each other are read in place on a CPU; a paged sequence may lie anywhere.
+        copies = 0 if self.device == "cpu" and self.in_place else 1
+        gathered = (copies + self.row_by_row) * cached * size
+        rotations = rope_table_bytes(model, self.max_seq_len, size) + run.num_rows * 2 * model.head_dim * size
+        reading = run.num_read * 8 + rotations
+        return masks + reading + max(building, converting + gathered + self._sdpa_bytes(run))
+
+    def _sdpa_bytes(self, run: Pass) -> int:
+        """Scores, where torch writes them out: not on a CPU, where it attends in tiles. Elsewhere grouped heads under a
+
+        mask leave only the plain formula, in float32: keys and values of every query head, scores, and their softmax.
+        """
+        if self.device == "cpu":
+            return 0
+        expanded = 2 * run.model.num_heads * run.context * run.model.head_dim
+        return 4 * (expanded + 2 * run.model.num_heads * run.longest_run * run.context)
+
+
+def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Bytes of all weights; a tied LM head is its embedding and counts once."""
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values()) * dtype.itemsize
+
+
+def block_bytes(config: DecoderConfig) -> int:
+    """Bytes of the largest block of the files that loading reads at once; numbers in them have 4 bytes at most.
+
+    Almost: float64 is read too, and nobody stores it.
+    """
+    largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
+    return min(BLOCK_BYTES, 4 * largest)

@@ -1,0 +1,86 @@
+"""What the tests of the memory plan share: shapes, a largest pass to measure, and the operators of this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun import native, ops as operators
+from forerun.config import EngineConfig
+from forerun.engine.memory import MemoryPlan
+from forerun.kv.cache import KVCache
+from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
+from forerun.models.runner import Run, Runner
+from forerun.models.saving import save_checkpoint
+
+SHARED: dict[str, Any] = {"model_type": "llama", "norm_eps": 1e-5, "max_positions": 131072, "tie_embeddings": True}
+LLAMA_1B = DecoderConfig(
+    vocab_size=128256,
+    hidden_size=2048,
+    num_layers=16,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    ffn_size=8192,
+    **SHARED,
+)
+LLAMA_3B = replace(LLAMA_1B, hidden_size=3072, num_layers=28, num_heads=24, head_dim=128)
+SMALL = replace(
+    LLAMA_1B, vocab_size=2000, hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=768
+)
+BF16, F32 = torch.bfloat16, torch.float32
+
+HAS_NATIVE = native.isa() != "reference"
+needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="the native operators are not there, or off")
+OPS = ["reference", pytest.param("native", marks=needs_native)]
+# Of a child: nothing that could set an option of the engine.
+ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT |= {name: value for name, value in os.environ.items() if name == "FORERUN_ISA"}
+
+
+def bytes_by_name(plan: MemoryPlan) -> dict[str, int]:
+    return {part.name: part.bytes for part in plan.parts}
+
+
+def one_pass(config: DecoderConfig, options: EngineConfig, dtype: torch.dtype) -> Callable[[], object]:
+    """The largest pass of these options: one prompt chunk, and everybody else verifying at the end of the context."""
+    generator = torch.Generator().manual_seed(0)
+    weights = empty_weights(config, dtype, "cpu")
+    for weight in weights.values():
+        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.05)
+    length, batch = options.max_seq_len or 0, options.max_batch_size
+    sizes: dict[str, Any] = {"max_batch_size": batch, "max_seq_len": length, "dtype": dtype}
+    cache = KVCache.create(config.cache_shape, options.kv_cache_backend, **sizes)  # type: ignore[arg-type]
+    verified = 1 if options.draft == "none" else options.spec_length + 1
+    counts = [options.prefill_chunk_tokens] + [verified] * (batch - 1)
+    for slot in range(batch):
+        cache.open(slot)
+    for at in range(0, length, 16):  # in turns, so that no sequence lies in one piece
+        for slot, count in enumerate(counts):
+            step = min(16, length - count - at)
+            if step > 0:
+                cache.reserve(slot, step)
+                cache.truncate_to(slot, at + step, written=True)
+    for pool in (*cache.keys, *cache.values):
+        pool.zero_()
+    wanted = ["none" if options.prefill_chunk_tokens > verified else "all"] + ["all"] * (batch - 1)
+    runs = [Run(s, list(range(1, n + 1)), wanted[s]) for s, n in enumerate(counts)]
+    runner = Runner(Decoder(config, weights, operators.make(options.ops, "cpu")), cache)
+    return lambda: runner.forward(runs)
+
+
+def write_random(folder: Path, config: DecoderConfig, tokenizer_folder: Path) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1 << 20, generator=generator) * 0.02
+    weights = {
+        name: noise.repeat(-(-torch.Size(shape).numel() // len(noise)))[: torch.Size(shape).numel()].view(shape)
+        for name, shape in parameter_shapes(config).items()
+    }
+    save_checkpoint(folder, config, weights, F32, end_ids=[0], tokenizer_folder=tokenizer_folder)
+    return folder

@@ -1,0 +1,171 @@
+"""The memory plan under native operators: packed weights to the byte, passes against what a process really holds."""
+
+import ctypes
+import gc
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.memory_cases import BF16, ENVIRONMENT, F32, SMALL, bytes_by_name, needs_native, one_pass
+from forerun import ops as operators
+from forerun.config import EngineConfig
+from forerun.engine.memory import memory_plan
+from forerun.engine.memory_native import GIVE_BACK_BYTES, HUGE_PAGE_BYTES, packed_bytes
+from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
+
+pytestmark = needs_native
+CSRC = Path(__file__).parents[2] / "csrc"
+ODD = {"vocab_size": 2011, "hidden_size": 99, "num_heads": 5, "num_kv_heads": 1, "head_dim": 18, "ffn_size": 131}
+BIASED = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+
+
+def native_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
+    weights = empty_weights(config, dtype, "cpu")
+    for weight in weights.values():
+        weight.zero_()
+    return Decoder(config, weights, operators.make("native", "cpu"))
+
+
+# ------------------------------------------------------------------------------------------------ exact to the byte
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize(("num_out", "num_in"), [(1, 1), (16, 2), (17, 3), (32, 64), (33, 65), (257, 99)])
+def test_a_packed_matrix_has_the_bytes_of_its_panels(num_out: int, num_in: int, paired: bool, dtype: Any) -> None:
+    parts = [torch.zeros(num_out, num_in, dtype=dtype)] * (2 if paired else 1)
+    made = operators.make("native", "cpu").pack(parts, paired=paired)
+    assert packed_bytes(num_out, num_in, dtype, paired=paired) == made.nbytes
+
+
+@pytest.mark.parametrize("sizes", [{}, ODD, ODD | BIASED, {"tie_embeddings": False}, {"qk_norm": True}])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_weights_are_what_a_decoder_packs(sizes: dict[str, Any], dtype: torch.dtype) -> None:
+    config = replace(SMALL, **sizes)
+    options = EngineConfig(draft="none", ops="native")
+    planned = bytes_by_name(memory_plan(config, None, options, dtype=dtype))["target weights"]
+    model = native_decoder(config, dtype)
+    table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * dtype.itemsize
+    biases = [shape for name, shape in parameter_shapes(config).items() if name.endswith("bias")]
+    if not biases:
+        assert planned == model.bytes_per_pass + table
+    else:  # padded to whole panels, and not counted among what a pass reads
+        plain = 4 * sum(shape[0] for shape in biases)
+        assert plain < planned - model.bytes_per_pass - table <= plain + config.num_layers * 4 * 32 * 4
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_ends_of_huge_pages(dtype: torch.dtype) -> None:
+    """A matrix of 2 MiB and more begins and ends with a huge page; smaller ones take what they need."""
+    options = EngineConfig(draft="none", ops="native")
+    config = replace(SMALL, vocab_size=2000, num_layers=1, hidden_size=1024, ffn_size=1040)
+    parts = bytes_by_name(memory_plan(config, None, options, dtype=dtype))
+    made = [matrix.nbytes for matrix in native_decoder(config, dtype).compiled.matrices.values()]
+    assert any(n < HUGE_PAGE_BYTES for n in made)
+    assert parts["page ends"] == sum(-n % HUGE_PAGE_BYTES for n in made if n >= HUGE_PAGE_BYTES) > 0
+
+
+def test_the_sizes_are_those_of_the_sources() -> None:
+    found = re.search(r"GIVE_BACK_BYTES = (\d+) << 20", (CSRC / "matrix.cpp").read_text(encoding="utf-8"))
+    assert found is not None
+    assert int(found[1]) << 20 == GIVE_BACK_BYTES
+
+
+# ------------------------------------------------------------------------------------------------ passes, measured
+
+
+def status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+def peak_resident(run: Callable[[], object]) -> int:
+    """The most that this process came to hold during `run`, beyond what it held before."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be used again, and not be seen
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    run()
+    return status("VmHWM") - before
+
+
+PASSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "odd": (ODD, {"prefill_chunk_tokens": 900}),
+    "narrow ffn": ({"ffn_size": 128, "num_heads": 16}, {}),
+    "wide": ({"hidden_size": 1024, "ffn_size": 3000, "num_layers": 1}, {"prefill_chunk_tokens": 300}),
+    "plain decoding": ({}, {"draft": "none"}),
+    "logits": ({"vocab_size": 60_000}, {"prefill_chunk_tokens": 6}),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", PASSES)
+def test_buffers_and_activations_bound_a_real_pass(name: str, dtype: torch.dtype) -> None:
+    sizes, more = PASSES[name]
+    config = replace(SMALL, **sizes)
+    options = EngineConfig(
+        **{"draft": "lookup", "ops": "native", "max_batch_size": 4, "max_seq_len": 1024, "prefill_chunk_tokens": 512}
+        | more
+    )
+    one_pass(config, options, dtype)()  # what runs for the first time is not this pass's
+    plan = memory_plan(config, None, options, dtype=dtype)
+    planned = plan.bytes_of("pass buffers", "activations")
+    measured = peak_resident(one_pass(config, options, dtype))
+    print(
+        f"\n{name} {dtype}: planned {planned / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB, {measured / planned:.2f}"
+    )
+    assert 0.7 * planned <= measured <= planned, f"planned {planned / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB"
+
+
+def test_buffers_of_both_models_stay_and_nothing_comes_later() -> None:
+    def buffers(draft: DecoderConfig | None, spec: str) -> int:
+        options = EngineConfig(draft=spec, ops="native", max_batch_size=2, prefill_chunk_tokens=31)
+        plan = memory_plan(SMALL, draft, options, dtype=BF16)
+        assert plan.later == ()
+        return plan.bytes_of("pass buffers")
+
+    assert buffers(SMALL, "./d") > 1.9 * buffers(None, "lookup") > 0
+    assert buffers(SMALL, "none") < buffers(None, "lookup")
+
+
+# ------------------------------------------------------------------------------------------------ where there is none
+
+REFUSED = """
+import resource
+from dataclasses import replace
+from forerun import ops
+from forerun.errors import CapacityError
+from forerun.models.layers import Decoder, DecoderConfig, empty_weights
+import torch
+
+config = DecoderConfig("llama", 1 << 18, 1 << 10, 1, 2, 2, 8, 64, 1e-5, 64, tie_embeddings=True)
+native = ops.make("native", "cpu")
+Decoder(replace(config, vocab_size=64), empty_weights(replace(config, vocab_size=64), torch.float32, "cpu"), native)
+weights = empty_weights(config, torch.float32, "cpu")
+size = next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20), -1))
+try:
+    Decoder(config, weights, native, consume=True)
+except CapacityError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on addresses")
+def test_a_matrix_that_no_memory_can_hold() -> None:
+    """1.07 GB to pack, and addresses for a quarter of that: refused with its size, before anything is given back."""
+    done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "there is no memory to pack a matrix of 1.07 GB for the native operators: choose a smaller model, or "
+        "dtype='bfloat16'; forerun plan says what fits\n"
+    )

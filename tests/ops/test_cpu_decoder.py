@@ -1,0 +1,240 @@
+"""Whole native decoders: the same bits as their operators one after the other; the LM head; embeddings.
+
+`Composed` is csrc/decoder.cpp written down with single operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.models.layers import Decoder, DecoderConfig, Rope
+from forerun.ops.cpu import CpuOps, PackedMatrix
+from forerun.ops.reference import ReferenceOps
+from forerun.types import RaggedBatch
+from ops.native_cases import (
+    BFLOAT16,
+    DTYPES,
+    FLOAT32,
+    INF,
+    ISAS,
+    NAN,
+    Session,
+    make_config,
+    make_decoder,
+    needs_native,
+    normal,
+    ops_of,
+    random_weights,
+    same_bits,
+    tokens_of,
+)
+
+pytestmark = [needs_native, pytest.mark.parametrize("isa", ISAS)]
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "untied": {"tie_embeddings": False, "head_dim": 8, "num_heads": 8, "num_kv_heads": 1},
+    "qwen2": {"qkv_bias": True, "hidden_size": 51, "num_heads": 3, "num_kv_heads": 3},
+    "qwen3": {"qk_norm": True, "head_dim": 64, "num_heads": 4},
+    "mistral": {"windows": (5, 70), "head_dim": 32, "num_heads": 8},
+    "every_bias": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "ffn_size": 31, "vocab_size": 5},
+    "wide_heads": {"head_dim": 128, "num_heads": 2, "num_kv_heads": 1, "num_layers": 1},
+}
+architectures = pytest.mark.parametrize("name", ARCHITECTURES)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A decoder of single operators: rows are float32 between them."""
+
+    ops: CpuOps
+    config: DecoderConfig
+    weights: Mapping[str, Tensor]
+
+    def forward(self, batch: RaggedBatch, cache: Any) -> Tensor:
+        """Final hidden states of one pass [T, H]; writes the cache."""
+        rope = Rope(self.config.rope, self.config.head_dim, torch.device("cpu"), FLOAT32)
+        rotation = rope.at(batch.positions, int(batch.positions.max()) + 1)
+        x = self.weights["model.embed_tokens.weight"][batch.tokens].float()
+        for i in range(self.config.num_layers):
+            at = f"model.layers.{i}."
+            attended = self.attention(self.norm(x, at + "input_layernorm"), i, rotation, batch, cache)
+            x = self.ops.add_linear(x, attended, self.packed(at + "self_attn.o"))
+            gate_up = self.packed(at + "mlp.gate", at + "mlp.up", paired=True)
+            normed = self.norm(x, at + "post_attention_layernorm")
+            x = self.ops.add_gated(x, normed, gate_up, self.packed(at + "mlp.down"))
+        return self.norm(x, "model.norm")
+
+    def attention(self, x: Tensor, i: int, rotation: tuple[Tensor, Tensor], batch: RaggedBatch, cache: Any) -> Tensor:
+        """Layer i's attention over normed rows x [T, H] -> [T, heads * head_dim], before the output projection."""
+        c, at = self.config, f"model.layers.{i}.self_attn."
+        qkv = self.ops.linear(x, self.packed(at + "q", at + "k", at + "v"))
+        heads = qkv.view(len(x), c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
+        if c.qk_norm:
+            q, k = self.norm(q, at + "q_norm"), self.norm(k, at + "k_norm")
+        q, k = self.ops.rope(q, *rotation), self.ops.rope(k, *rotation)
+        pools = {"keys": cache.keys[i], "values": cache.values[i]}
+        return self.ops.attention(q, k, v, **pools, view=cache.view(batch), window=c.window(i)).flatten(1)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return self.ops.rms_norm(x, self.weights[name + ".weight"], self.config.norm_eps)
+
+    def packed(self, *names: str, paired: bool = False) -> PackedMatrix:
+        weights = [self.weights[name + "_proj.weight"] for name in names]
+        biases = [self.weights[n + "_proj.bias"].float() for n in names if n + "_proj.bias" in self.weights]
+        return self.ops.pack(weights, torch.cat(biases) if biases else None, paired=paired)
+
+
+PASSES: list[tuple[dict[int, int], dict[int, list[int]]]] = [  # rows of each slot's run, and the trees among them
+    ({0: 1}, {}),
+    ({1: 20, 0: 3}, {}),
+    ({1: 1, 2: 66, 0: 8}, {0: [-1, 0, 0, 1, 2, 1, 4, -1]}),
+    ({2: 1, 0: 1, 1: 5}, {1: [-1, -1, 0, 1, 2]}),
+    ({2: 17}, {}),
+]
+
+
+@architectures
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", [16, 0, 1], ids=["paged", "contiguous", "scattered"])
+def test_a_pass_is_its_operators_one_after_the_other(isa: str, dtype: torch.dtype, name: str, layout: int) -> None:
+    """Bit for bit: hidden states, logits, and what is in the cache, over passes of prompts, single rows and trees."""
+    config = make_config(**ARCHITECTURES[name])
+    weights = random_weights(config, dtype)
+    model, ops = Decoder(config, weights, ops_of(isa)), ops_of(isa)
+    fused, single = (Session(model, layout, max_seq_len=128) for _ in range(2))
+    head = weights["model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"]
+    for seed, (rows, trees) in enumerate(PASSES):
+        runs = {slot: tokens_of(n, 10 * seed + slot, config.vocab_size) for slot, n in rows.items()}
+        batch = single.batch(runs, trees)
+        with torch.inference_mode():
+            hidden = Composed(ops, config, weights).forward(batch, single.cache)
+            expected = torch.cat((hidden, ops.linear(hidden, ops.pack(head))), dim=1)
+        for slot, run in runs.items():
+            single.cache.keep(slot, list(range(len(run))))
+        assert bool(expected.isfinite().all())
+        assert same_bits(fused.run(runs, trees), expected)
+        for slot in runs:
+            assert same_bits(fused.written(slot), single.written(slot))
+
+
+@architectures
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_pass_is_close_to_the_reference(isa: str, dtype: torch.dtype, name: str) -> None:
+    """In float64, of the same weights; bfloat16 rounds the inputs of each product on the way."""
+    config = make_config(**ARCHITECTURES[name])
+    weights = random_weights(config, dtype)
+    native = Session(Decoder(config, weights, ops_of(isa)))
+    twin = Session(Decoder(config, {n: w.double() for n, w in weights.items()}, ReferenceOps(row_by_row=True)))
+    for seed, (rows, trees) in enumerate(PASSES):
+        runs = {slot: tokens_of(n, 10 * seed + slot, config.vocab_size) for slot, n in rows.items()}
+        expected, found = twin.run(runs, trees), native.run(runs, trees)
+        difference = (found - expected).abs().max() / expected.abs().max()
+        assert float(difference) < (1e-5 if dtype == FLOAT32 else 0.03)
+
+
+# ------------------------------------------------------------------------------------------------------- embeddings
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embeddings_come_out_of_the_packed_matrix(isa: str, dtype: torch.dtype, tied: bool) -> None:
+    """A decoder without layers is the final norm of a token's row, which a tied one gathers from its packed LM head."""
+    for hidden_size, vocab_size in ((1, 3), (31, 33), (52, 77), (64, 32)):
+        config = make_config(num_layers=0, hidden_size=hidden_size, vocab_size=vocab_size, tie_embeddings=tied)
+        weights = random_weights(config, dtype)
+        ids = list(range(vocab_size))
+        hidden = Session(Decoder(config, weights, ops_of(isa))).run({0: ids})[:, :hidden_size]
+        rows = weights["model.embed_tokens.weight"].float()
+        expected = ops_of(isa).rms_norm(rows, weights["model.norm.weight"], config.norm_eps)
+        assert same_bits(hidden.contiguous(), expected)
+
+
+# ------------------------------------------------------------------------------------------------------- the LM head
+
+
+def make_head(weight: Tensor, isa: str, num_threads: int = 1) -> Any:
+    """A decoder that is nothing but this LM head [V, H]."""
+    config = make_config(num_layers=0, vocab_size=len(weight), hidden_size=weight.shape[1])
+    norm = torch.ones(weight.shape[1], dtype=weight.dtype)
+    weights = {"model.embed_tokens.weight": weight, "model.norm.weight": norm}
+    return ops_of(isa, num_threads).compile(config, weights)
+
+
+def by_numpy(logits: Tensor, num_ids: int) -> list[int]:
+    """The lowest id of the largest logit; a NaN is larger than everything."""
+    return np.argmax(logits[:, :num_ids].numpy(), axis=1).tolist()
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 3, 31, 32, 33, 65, 1000, 5003])
+def test_argmax_is_the_argmax_of_the_logits(isa: str, dtype: torch.dtype, vocab_size: int, num_threads: int) -> None:
+    weight = normal(1, vocab_size, 24).to(dtype)
+    head = make_head(weight, isa, num_threads)
+    for num_rows in (1, 2, 8, 14, 15, 16, 65):
+        hidden = normal(num_rows, num_rows, 24)
+        logits = head.logits(hidden)
+        assert same_bits(logits, ops_of(isa).linear(hidden, ops_of(isa).pack(weight)))
+        for num_ids in {1, 2, 17, vocab_size // 2 + 1, vocab_size - 1, vocab_size} & set(range(1, vocab_size + 1)):
+            assert head.argmax(hidden, num_ids).tolist() == by_numpy(logits, num_ids)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_lowest_id_wins_a_tie(isa: str, dtype: torch.dtype, num_threads: int) -> None:
+    """Equal rows of the matrix have equal logits; the copies are in one panel of 32, and in far-away ones.
+
+    The matrix is so large that it is cut into tiles, which threads take in any order.
+    """
+    weight = normal(2, 6007, 80).to(dtype)
+    weight[[3, 9, 40, 3000, 6006]] = weight[5999] = weight[17].clone()
+    weight[100:4000:7] = weight[3999] = weight[100].clone()
+    head = make_head(weight, isa, num_threads)
+    hidden = torch.cat((weight[[3, 100]].float(), -weight[[3, 100]].float(), torch.zeros(1, 80), normal(3, 8, 80)))
+    expected = by_numpy(head.logits(hidden), 6007)
+    assert (expected[0], expected[1], expected[4]) == (3, 100, 0)
+    for _ in range(5):
+        assert head.argmax(hidden, 6007).tolist() == expected
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_argmax_of_infinities_and_nan(isa: str, dtype: torch.dtype, num_threads: int) -> None:
+    """The first NaN before all, minus infinity everywhere is id 0, and rows know nothing of each other."""
+    weight = normal(4, 2003, 40).to(dtype)
+    hidden = normal(5, 7, 40)
+    hidden[1, 7], hidden[3], hidden[5] = NAN, INF, 0.0
+    for special, ids in ((NAN, [1500, 70]), (INF, [33, 1999]), (-INF, [0, 64])):
+        changed = weight.clone()
+        changed[ids, 11] = special
+        for bad in (torch.zeros(40), torch.full((40,), -1.0)):
+            rows = torch.cat((hidden, bad[None]))
+            head = make_head(changed, isa, num_threads)
+            assert head.argmax(rows, 2003).tolist() == by_numpy(head.logits(rows), 2003)
+    lowest = make_head(torch.full((70, 40), -INF, dtype=dtype), isa)
+    assert lowest.argmax(torch.ones(2, 40), 70).tolist() == [0, 0]
+
+
+def test_no_rows_and_no_tokens(isa: str) -> None:
+    model = make_decoder(make_config(), BFLOAT16, isa)
+    assert model.logits(torch.empty(0, 52)).shape == (0, 77)
+    assert model.compiled.argmax(torch.empty(0, 52), 77).shape == (0,)
+    session = Session(model)
+    assert session.run({}).shape == (0, 52 + 77)
+
+
+def test_what_a_pass_reads_is_counted_with_its_padding(isa: str) -> None:
+    """Panels of 32 outputs; two bfloat16 weights to a step. The tied embedding counts once."""
+    model = make_decoder(make_config(num_layers=1), BFLOAT16, isa)
+    panels = {"qkv": (7, 26), "o": (2, 60), "gate_up": (5, 26), "down": (2, 34), "head": (3, 26)}
+    matrices = sum(num * steps * 128 for num, steps in panels.values())
+    assert model.bytes_per_pass == matrices + 3 * 52 * 4

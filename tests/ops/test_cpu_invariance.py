@@ -1,0 +1,245 @@
+"""Row invariance of the native operators: the bits of a row are a function of that row alone (docs/exactness.md).
+
+Not of how many rows there are, which place it has among them, what the others hold, of threads, of the cache's layout,
+and not of whether it stands in a chain or in a tree. The fast reference operators must fail the same test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.ops.cpu import CpuOps
+from forerun.ops.reference import ReferenceOps
+from ops.native_cases import (
+    DTYPES,
+    FLOAT32,
+    INF,
+    ISAS,
+    NAN,
+    AttentionCase,
+    RunShape,
+    attention_case,
+    chain,
+    make_config,
+    needs_native,
+    normal,
+    ops_of,
+    same_bits,
+    seeded,
+)
+
+pytestmark = needs_native
+every_isa = pytest.mark.parametrize("isa", ISAS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+num_threads = pytest.mark.parametrize("threads", [1, 2, 3])
+
+Operator = Callable[..., Tensor]  # tensors of T rows each -> a tensor of T rows
+EVERY_COUNT = range(1, 65)
+SOME_COUNTS = (2, 3, 5, 8, 14, 15, 16, 17, 27, 28, 29, 33, 48, 64)
+WILD = (NAN, INF, -INF, 3e38, -3e38, 1e-40)
+
+
+def first_difference(
+    op: Operator, alone: Operator, rows: tuple[Tensor, ...], counts: Iterable[int], *, wild: bool = True
+) -> str | None:
+    """Every row alone by `alone`, then among others by `op`: where the bits first differ, None = nowhere.
+
+    For each count so many of the rows in random order. A third of them are wild (NaN, infinite, huge, denormal), and
+    are compared like the others.
+    """
+    generator, num = seeded(0), len(rows[0])
+    rows = tuple(r.clone() for r in rows)
+    for r in rows:
+        for i in range(1, num if wild else 0, 3):
+            r[i].view(-1)[:: 1 + i % 2] = WILD[i // 3 % len(WILD)]
+    expected = torch.cat([alone(*(r[i : i + 1].clone() for r in rows)) for i in range(num)])
+    for count in counts:
+        chosen = torch.randperm(num, generator=generator)[:count]
+        found = op(*(r[chosen] for r in rows))
+        for i in range(count):
+            if not same_bits(found[i], expected[chosen[i]]):
+                return f"row {i} of {count}"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------- products
+
+
+def product_of(ops: ReferenceOps, num_in: int, num_out: int, dtype: torch.dtype) -> Operator:
+    weight, bias = normal(1, num_out, num_in).to(dtype), normal(2, num_out)
+    if isinstance(ops, CpuOps):
+        packed = ops.pack(weight, bias)
+        return lambda x: ops.linear(x, packed)
+    return lambda x: ops.linear(x, weight, bias)
+
+
+def added_product_of(ops: CpuOps, num_in: int, num_out: int, dtype: torch.dtype) -> Operator:
+    packed = ops.pack(normal(1, num_out, num_in).to(dtype), normal(2, num_out))
+    return lambda x, residual: ops.add_linear(residual, x, packed)
+
+
+def feed_forward_of(ops: CpuOps, num_in: int, num_out: int, dtype: torch.dtype) -> Operator:
+    gate, up, down = (normal(s, *n).to(dtype) for s, n in ((3, (131, num_in)), (4, (131, num_in)), (5, (num_out, 131))))
+    gate_up, down_packed = ops.pack([gate, up], normal(6, 262), paired=True), ops.pack(down)
+    return lambda x, residual: ops.add_gated(residual, x, gate_up, down_packed)
+
+
+@every_isa
+@every_dtype
+@num_threads
+@pytest.mark.parametrize(("num_in", "num_out"), [(1024, 161), (77, 33), (3, 100)])
+def test_products(isa: str, dtype: torch.dtype, threads: int, num_in: int, num_out: int) -> None:
+    op, alone = (product_of(ops_of(isa, n), num_in, num_out, dtype) for n in (threads, 1))
+    assert first_difference(op, alone, (normal(7, 64, num_in),), EVERY_COUNT) is None
+
+
+@every_isa
+@every_dtype
+@num_threads
+@pytest.mark.parametrize("make", [added_product_of, feed_forward_of])
+def test_products_with_what_follows(isa: str, dtype: torch.dtype, threads: int, make: Callable[..., Operator]) -> None:
+    op, alone = (make(ops_of(isa, n), 257, 97, dtype) for n in (threads, 1))
+    assert first_difference(op, alone, (normal(7, 64, 257), normal(8, 64, 97)), EVERY_COUNT) is None
+
+
+@every_isa
+@every_dtype
+def test_products_of_whole_prompts(isa: str, dtype: torch.dtype) -> None:
+    op = product_of(ops_of(isa), 150, 40, dtype)
+    assert first_difference(op, op, (normal(7, 512, 150),), (65, 100, 168, 169, 255, 512)) is None
+
+
+@pytest.mark.parametrize("num_out", [161, 1024])
+def test_the_fast_reference_fails_the_same_test(num_out: int) -> None:
+    """torch's libraries choose their kernels by shape: that is what all of this is for."""
+    op = product_of(ReferenceOps(), 1024, num_out, FLOAT32)
+    assert first_difference(op, op, (normal(7, 64, 1024),), EVERY_COUNT, wild=False) is not None
+
+
+def test_the_slow_reference_passes_it() -> None:
+    op = product_of(ReferenceOps(row_by_row=True), 1024, 161, FLOAT32)
+    assert first_difference(op, op, (normal(7, 64, 1024),), SOME_COUNTS) is None
+
+
+# -------------------------------------------------------------------------------------------------------- row by row
+
+
+@every_isa
+@num_threads
+@pytest.mark.parametrize("width", [1, 17, 52, 128, 2051])
+def test_norms_and_activations(isa: str, threads: int, width: int) -> None:
+    x, y, weight = normal(1, 64, width), normal(2, 64, width), normal(3, width)
+    op, alone = ops_of(isa, threads), ops_of(isa)
+    norms = [lambda x, ops=ops: ops.rms_norm(x, weight, 1e-5) for ops in (op, alone)]
+    assert first_difference(*norms, (x,), SOME_COUNTS) is None
+    assert first_difference(op.silu_mul, alone.silu_mul, (x, y), SOME_COUNTS) is None
+
+
+@every_isa
+@num_threads
+@pytest.mark.parametrize("dim", [8, 20, 64, 80])
+def test_rotary_positions(isa: str, threads: int, dim: int) -> None:
+    rows = normal(1, 64, 3, dim), normal(2, 64, 1, dim), normal(3, 64, 1, dim)
+    assert first_difference(ops_of(isa, threads).rope, ops_of(isa).rope, rows, SOME_COUNTS) is None
+
+
+# -------------------------------------------------------------------------------------------------------- the LM head
+
+
+@every_isa
+@every_dtype
+@num_threads
+def test_logits_and_their_argmax(isa: str, dtype: torch.dtype, threads: int) -> None:
+    config = make_config(num_layers=0, vocab_size=5003, hidden_size=64)
+    names = {"model.embed_tokens.weight": normal(1, 5003, 64), "model.norm.weight": torch.ones(64)}
+    weights = {name: weight.to(dtype) for name, weight in names.items()}
+    op, alone = (ops_of(isa, n).compile(config, weights) for n in (threads, 1))
+    rows = (normal(2, 64, 64),)
+    assert first_difference(op.logits, alone.logits, rows, SOME_COUNTS) is None
+    best = [partial(decoder.argmax, num_ids=4999) for decoder in (op, alone)]
+    assert first_difference(*best, rows, EVERY_COUNT) is None
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+
+def tree_of(num_rows: int, seed: int) -> tuple[int, ...]:
+    """Random parents, each before its child; -1 is one of them."""
+    generator = seeded(seed)
+    return tuple(int(torch.randint(-1, i, (1,), generator=generator)) if i else -1 for i in range(num_rows))
+
+
+def random_runs(seed: int) -> list[RunShape]:
+    """Up to six runs of 1 to 40 rows, chains and trees, behind 0 to 300 tokens."""
+    generator = seeded(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=generator))
+
+    runs = []
+    for i in range(draw(1, 6)):
+        cached = (0, draw(1, 20), 64 * draw(1, 4) - draw(0, 8), draw(0, 300))[draw(0, 3)]
+        num_rows = (1, draw(2, 9), draw(10, 40))[draw(0, 2)]
+        runs.append(RunShape(cached, tree_of(num_rows, seed + i)) if draw(0, 1) else chain(cached, num_rows))
+    return runs
+
+
+def with_wild_run(case: AttentionCase) -> AttentionCase:
+    """The first run's queries, keys and values are wild: its neighbours must not notice."""
+    rows, past = case.view.batch.run(0), case.view.read_rows[0][: case.runs[0].cached]
+    changed = {name: getattr(case, name).clone() for name in ("q", "k", "v", "keys", "values")}
+    for i, name in enumerate(changed):
+        part = past if name in ("keys", "values") else torch.tensor(rows)
+        changed[name][part] = WILD[i]
+    return replace(case, **changed)
+
+
+@every_isa
+@every_dtype
+@pytest.mark.parametrize("window", [None, 1, 5, 64, 100])
+def test_attention(isa: str, dtype: torch.dtype, window: int | None) -> None:
+    """Rows of chains and trees in scattered caches are what they are alone, behind a cache in order."""
+    for seed in range(12):
+        heads = ((4, 2, 20), (3, 3, 8), (8, 1, 64), (4, 1, 80), (2, 2, 128))[seed % 5]
+        case = attention_case(seed, random_runs(seed), heads, dtype)
+        case = with_wild_run(case) if len(case.runs) > 1 else case
+        found = case.attend(ops_of(isa, 1 + seed % 3), window)
+        for b, run in enumerate(case.runs):
+            for i, row in enumerate(case.view.batch.run(b)):
+                expected = case.alone(b, i).attend(ops_of(isa), window)
+                assert same_bits(found[row : row + 1], expected), (seed, run, i)
+
+
+@every_isa
+@every_dtype
+def test_wild_siblings_in_a_tree(isa: str, dtype: torch.dtype) -> None:
+    """A tree row shares its blocks of keys with nodes that it does not see."""
+    run = RunShape(50, tree_of(30, 3))
+    case = attention_case(1, [run], (4, 2, 20), dtype)
+    tame = set(run.path(29))
+    wild = [row for row in range(30) if row not in tame]
+    k, v = case.k.clone(), case.v.clone()
+    k[wild], v[wild] = NAN, INF
+    case = replace(case, k=k, v=v)
+    for window in (None, 7):
+        found = case.attend(ops_of(isa), window)
+        for row in tame:
+            assert bool(found[row].isfinite().all())
+            assert same_bits(found[row : row + 1], case.alone(0, row).attend(ops_of(isa), window))
+
+
+@every_isa
+def test_a_chain_written_as_a_tree(isa: str) -> None:
+    runs = [chain(61, 9), chain(0, 70), RunShape(3, (-1, -1))]  # one real tree makes the whole pass carry parents
+    case = attention_case(2, runs, (4, 2, 20), FLOAT32)
+    assert case.view.batch.parents is not None
+    found = case.attend(ops_of(isa))
+    for b in (0, 1):
+        for i, row in enumerate(case.view.batch.run(b)):
+            assert same_bits(found[row : row + 1], case.alone(b, i).attend(ops_of(isa)))

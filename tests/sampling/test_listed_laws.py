@@ -1,0 +1,176 @@
+"""A law that is a list of ids is the same law as its vector: for draws, for both rules, and in exact enumeration."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from forerun import arithmetic, sampling
+from forerun.drafters.model import ModelDrafter, Options
+from forerun.errors import InternalError
+from forerun.kv.cache import KVCache
+from forerun.models.runner import Run, Runner
+from forerun.models.toy import ToyModel
+from forerun.rng import PhiloxCoins, enumerate_outcomes
+from forerun.sampling import probs
+from forerun.types import Draft, Probs, SamplingParams, Sequence
+from forerun.verify import chain, match
+from house.enumeration import Case, every_way
+from house.test_lossless import assert_lossless
+from sampling.twins import ISAS, row, sampler
+
+V = 4096
+
+
+def listed(ids: list[int], weights: list[float], dtype: torch.dtype = torch.float64) -> Probs:
+    return Probs(ids=torch.tensor(ids), listed=torch.tensor(weights, dtype=dtype))
+
+
+def spelled(law: Probs, size: int) -> Probs:
+    """The same law as a vector."""
+    dense = torch.zeros(size, dtype=law.weights.dtype)
+    dense[law.ids] = law.weights
+    return Probs(dense=dense)
+
+
+def test_at():
+    law = listed([2, 5, 9], [0.5, 0.25, 0.25])
+    assert [law.at(i) for i in range(12)] == [0, 0, 0.5, 0, 0, 0.25, 0, 0, 0, 0.25, 0, 0]
+    assert law.weights.tolist() == [0.5, 0.25, 0.25]
+    assert Probs(point=3).at(3) == 1
+    with pytest.raises(InternalError, match="needs a point or a dense"):
+        Probs().at(0)
+    with pytest.raises(InternalError, match="needs a point or a dense"):
+        chain.residual(Probs(), Probs(point=0))
+
+
+def test_what_filters_leave_of_a_wide_row_is_a_list():
+    logits = torch.from_numpy(row("flat", V, 0))
+    for params in ({"top_k": 50}, {"min_p": 0.5}, {"top_k": 256}, {"top_k": 50, "top_p": 0.9}):
+        law = probs(logits, SamplingParams(**params))
+        assert (law.dense, law.point) == (None, None)
+        assert law.ids.tolist() == sorted(law.ids.tolist())
+        assert (law.ids.dtype, law.listed.dtype) == (torch.int64, torch.float32)
+        assert float(law.listed.sum()) == pytest.approx(1, abs=1e-6)
+    for params in ({}, {"top_k": 257}, {"top_p": 0.99}):
+        assert probs(logits, SamplingParams(**params)).dense.shape == (V,)
+    assert probs(logits[:-1], SamplingParams(top_k=5)).dense.shape == (V - 1,), "a narrow row stays a vector"
+
+
+@pytest.mark.parametrize("isa", ["reference", *ISAS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_draws_are_those_of_the_vector(isa, dtype, monkeypatch):
+    twin = None if isa == "reference" else sampler(isa)
+    monkeypatch.setattr(arithmetic, "twin", lambda: twin)
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(40):
+        ids = torch.randperm(1000, generator=generator)[: 1 + seed * 3].sort().values
+        law = Probs(ids=ids, listed=torch.rand(len(ids), generator=generator, dtype=dtype))
+        law.listed[:: 1 + seed % 4] = 0
+        law.listed[-1] = 0.5
+        coins = PhiloxCoins(seed, 5, 1)
+        for draw in (coins.draw, coins.draft, coins.pick):
+            assert draw(law, 2) == draw(spelled(law, 1000), 2)
+
+
+FORMS = {
+    "point": Probs(point=4),
+    "point beyond": Probs(point=7),
+    "vector": Probs(dense=torch.tensor([0.1, 0.2, 0.0, 0.3, 0.4, 0.0], dtype=torch.float64)),
+    "shorter": Probs(dense=torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)),
+    "longer": Probs(dense=torch.tensor([0.0, 0.1, 0.1, 0.1, 0.2, 0.0, 0.0, 0.5], dtype=torch.float64)),
+    "list": listed([1, 3, 4], [0.5, 0.25, 0.25]),
+    "other list": listed([0, 3, 5], [0.25, 0.25, 0.5]),
+    "list beyond": listed([4, 7, 9], [0.25, 0.25, 0.5]),
+}
+
+
+@pytest.mark.parametrize(("p", "q"), list(itertools.product(FORMS, FORMS)))
+def test_the_residual_of_every_pair_of_forms(p, q):
+    """max(0, p - q), id by id; p where nothing is left; neither law is changed."""
+    p, q = FORMS[p], FORMS[q]
+    before = [[law.at(i) for i in range(10)] for law in (p, q)]
+    made = chain.residual(p, q)
+    if p.point is None:
+        expected = [max(0.0, p.at(i) - q.at(i)) for i in range(10)]
+        assert [made.at(i) for i in range(10)] == (expected if any(expected) else before[0])
+        assert (made.ids is None) == (p.ids is None)
+        assert len(made.weights) == len(p.weights)
+    else:
+        assert made is p
+    assert [[law.at(i) for i in range(10)] for law in (p, q)] == before
+
+
+def test_the_residual_is_as_wide_as_the_wider_type():
+    single, double = (listed([0, 2], [0.5, 0.5], dtype) for dtype in (torch.float32, torch.float64))
+    for a, b in ((single, double), (double, single)):
+        assert chain.residual(a, Probs(dense=b.weights * 0.5)).weights.dtype == torch.float64
+    assert chain.residual(single, listed([0], [0.25], torch.float32)).weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("module", [chain, match])
+def test_enumerated_rounds_do_not_depend_on_the_form(module):
+    """Every way of one round, by lists and by vectors: the same outcomes with the same probabilities."""
+    p, q = listed([0, 2], [0.75, 0.25]), listed([1, 2], [0.5, 0.5])
+
+    def ways(p: Probs, q: Probs) -> list[tuple[float, list[int]]]:
+        def run(coins) -> list[int]:
+            draft = Draft.chains([[coins.pick(q, 0) if module is match else coins.draft(q, 0)]], [[q]])
+            return module.verify(draft, [[p, p]], [coins]).emitted(draft, 0)
+
+        return enumerate_outcomes(run)
+
+    by_lists, by_vectors = ways(p, q), ways(spelled(p, 3), spelled(q, 3))
+    assert [tokens for _, tokens in by_lists] == [tokens for _, tokens in by_vectors]
+    assert [w for w, _ in by_lists] == pytest.approx([w for w, _ in by_vectors], abs=1e-15)
+
+
+@pytest.mark.parametrize("rule", ["ratio", "match"])
+@pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.8}, {"min_p": 0.4, "repetition_penalty": 1.7}])
+def test_the_engine_is_lossless_with_lists(rule, options, monkeypatch):
+    """The real engine in exact enumeration, with every filtered law of either model as a list."""
+    monkeypatch.setattr(sampling, "_most_listed", lambda width: width)
+    assert sampling.probs(torch.zeros(3), SamplingParams(top_k=2)).ids.tolist() == [0, 1]
+    assert_lossless(Case("model", SamplingParams(max_tokens=3, acceptance=rule, **options)))
+    assert_lossless(Case("model", SamplingParams(max_tokens=3, acceptance=rule, **options), {"draft_top_k": 1}))
+
+
+# ------------------------------------------------------------------------------------------------------ narrow drafts
+
+
+def narrow_runner(num_rows: int, num_ids: int, holes: tuple[int, ...] = ()) -> Runner:
+    model = ToyModel(num_rows, 3)
+    cache = KVCache.create(model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=32, dtype=model.dtype)
+    return Runner(model, cache, num_ids, holes)
+
+
+@pytest.mark.parametrize(("num_rows", "num_ids", "width"), [(3, 5, 3), (5, 3, 3), (4, 4, 4)])
+def test_rows_of_logits_end_where_ids_or_the_matrix_do(num_rows, num_ids, width):
+    runner = narrow_runner(num_rows, num_ids, holes=(1, 4))
+    runner.cache.open(0)
+    scores = runner.forward([Run(0, [0, 2])])
+    assert scores.logits[0].shape == (2, width)
+    assert runner.forward([Run(0, [0], "none")]).logits[0].shape == (0, width)
+    assert scores.logits[0].isinf().nonzero()[:, 1].unique().tolist() == [1]
+
+
+@pytest.mark.parametrize("rule", ["ratio", "match"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"logit_bias": {2: 1.0}}])
+def test_a_draft_with_fewer_ids_than_its_target_is_lossless(rule, options):
+    case = Case(
+        "model", SamplingParams(max_tokens=3, acceptance=rule, **options), near=ToyModel(2, 8), prompt=(0, 1, 0)
+    )
+    assert any(report.num_drafted for _, (_, reports) in every_way(case) for report in reports)
+    assert_lossless(case)
+
+
+def test_biases_of_ids_that_the_draft_does_not_have_do_not_keep_it_from_drafting():
+    drafter = ModelDrafter(narrow_runner(3, 5), Options(draft_temperature=0.5))
+    for bias, kept in (({1: 2.0, 4: 9.0}, {1: 2.0}), ({3: 1.0}, {}), ({0: 1.0}, {0: 1.0})):
+        seq = Sequence(0, [0, 1], 2, SamplingParams(logit_bias=bias), 0, 9)
+        drafter.begin(seq)
+        assert dict(drafter._params[0].logit_bias) == kept
+        assert probs(torch.zeros(3), drafter._params[0]).dense.shape == (3,)
+        drafter.end(seq)
