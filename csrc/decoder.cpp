@@ -41,6 +41,7 @@ Scratch::~Scratch() { release(data_, size_); }
 void* Scratch::bytes(size_t count) {
     if (count > size_) {
         release(data_, size_);
+        size_ = 0;
         data_ = allocate(count);
         if (!data_) throw std::bad_alloc();
         size_ = count;

@@ -5,6 +5,8 @@
 // same for one row and for five hundred. With bfloat16 a step takes two inputs at once.
 #pragma once
 
+#include <new>
+
 #include "kernels.h"
 #include "simd.h"
 

@@ -7,6 +7,7 @@ which logits and the cache's keys and values must have the bits of one-token dec
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -70,6 +71,13 @@ def test_prompts_differ_in_text_and_length() -> None:
 @cache
 def models(isa: str, num_threads: int, dtype: str) -> Models:
     return Models.shipped(dtype, CpuOps(isa, num_threads))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _give_back() -> Iterator[None]:
+    """Models of every instruction set and type are most of a gigabyte."""
+    yield
+    models.cache_clear()
 
 
 @needs_native

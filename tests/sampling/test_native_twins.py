@@ -138,6 +138,14 @@ def test_numpy_is_the_definition(kind: str, size: int, seed: int, filters: Filte
         assert as_dict(_law(logits, *filters)) == by_definition(logits, *filters[:4])
 
 
+@pytest.mark.parametrize("isa", [None, *ISAS])
+def test_an_id_has_a_probability_down_to_87_below_the_largest(isa):
+    below = np.nextafter(np.float32(-87), np.float32(-88))
+    logits = np.array([0, -87, below, -88, -np.inf] * 20, np.float32)
+    _, values = (_law if isa is None else sampler(isa).law)(logits, 1.0, 0, NONE, 1.0, 0)
+    assert (values > 0).tolist() == [True, True, False, False, False] * 20
+
+
 WIDE = [(0.8, 50, NONE, 0.9), (0.8, 0, NONE, 0.95), (0.8, 0, NONE, 1.0), (1.3, 5000, -4.0, 0.5), (1.0, 0, -3.0, 0.999)]
 
 

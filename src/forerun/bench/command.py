@@ -99,3 +99,64 @@ def widen(
     wide = bench.shape_named(shape, read_config(read_raw_config(source)))
     config = bench.write_widened(source, out, dataclasses.replace(wide, **sizes))
     typer.echo(f"{out}: {bench.num_parameters(config):,} parameters, a widened small model ({bench.describe(config)})")
+
+
+@app.command()
+def peers(
+    target: flags.Target = None,
+    draft: flags.Draft = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help=f"the target is widened to it in a folder: {SHAPE_NAMES}, or none "
+            "[default: llama-3.2-1b for the shipped target]",
+            show_default=False,
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="keeps the widened model and what peers convert it to, about 4 GB [default: a temporary one]",
+            show_default=False,
+        ),
+    ] = None,
+    spec_length: Annotated[
+        list[int] | None, typer.Option(help="tokens drafted per step (K); may be repeated [default: 5]", min=1)
+    ] = None,
+    num_prompts: Annotated[int, typer.Option("--prompts", help="held-out prompts", min=1)] = 5,
+    max_tokens: Annotated[int, typer.Option(help="tokens per prompt", min=2)] = 64,
+    repeats: Annotated[int, typer.Option(help="times every prompt is run", min=1)] = 1,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help='JSON lines with "id" and "text" [default: the shipped ones]')
+    ] = None,
+    num_threads: Annotated[
+        int | None,
+        typer.Option(help="of every engine [default: FORERUN_NUM_THREADS]", min=1, show_default=False),
+    ] = None,
+    transformers_python: Annotated[
+        Path | None, typer.Option(help="interpreter that can import transformers [default: this one]")
+    ] = None,
+    openvino_python: Annotated[
+        Path | None,
+        typer.Option(help="interpreter that can import openvino_genai and optimum.intel [default: this one]"),
+    ] = None,
+    ops: flags.Ops = None,
+    kv_cache_backend: flags.CacheBackend = None,
+    config: flags.ConfigFile = None,
+) -> None:
+    """The same checkpoint, prompts and threads through forerun, transformers and openvino-genai: greedy, bfloat16."""
+    engine = flags.engine_config({k: v for k, v in locals().items() if k != "spec_length"}, config)
+    from forerun.bench import peers as bench
+
+    plan = bench.PeersPlan(
+        shape=shape,
+        folder=folder,
+        spec_lengths=tuple(spec_length or (5,)),
+        num_prompts=num_prompts,
+        max_tokens=max_tokens,
+        num_repeats=repeats,
+        prompt_file=prompt_file,
+        num_threads=num_threads,
+        pythons={"transformers": transformers_python, "openvino": openvino_python},
+    )
+    bench.run(engine, plan)

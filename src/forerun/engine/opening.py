@@ -29,9 +29,7 @@ def is_shipped(target: str | Path | None) -> bool:
 def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpoint:
     """The target that a configuration names, on its device and in its type; the shipped one where it names none."""
     name, device = _target(config), _device(config.device)
-    return load_checkpoint(
-        name, dtype=config.dtype, device=device, ops=make_ops(config), with_tokenizer=with_tokenizer
-    )
+    return load_checkpoint(name, dtype=config.dtype, device=device, ops=make_ops(config), with_tokenizer=with_tokenizer)
 
 
 def load_unpacked(config: EngineConfig) -> Checkpoint:

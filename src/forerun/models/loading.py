@@ -203,9 +203,7 @@ def _tie_hint(name: str) -> str:
     return ": set tie_word_embeddings to true if the embedding is meant" if name == HEAD else ""
 
 
-def _dtype(
-    dtype: str | torch.dtype, device: torch.device, stored: StoredWeights, ops: ReferenceOps
-) -> torch.dtype:
+def _dtype(dtype: str | torch.dtype, device: torch.device, stored: StoredWeights, ops: ReferenceOps) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":

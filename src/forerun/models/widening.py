@@ -50,6 +50,7 @@ from forerun.models.runner import Run, Runner
 from forerun.ops.reference import ReferenceOps
 
 NOISE_NUMBERS = (1 << 20) + 7  # of the block that is repeated; no row length divides it, so no two rows are equal
+OFFSET_STEP = 104_729  # a prime: hundreds of tensors begin at as many places
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LARGEST_CARRIED = 2.0**-10  # c is a power of two, exact in every type
 PROBE_TOKENS = 256
@@ -83,14 +84,14 @@ def widen(
     heads = _HeadPlaces.of(config, wide, trained.device)
     scale = math.sqrt(config.hidden_size / wide.hidden_size)
     made = empty_weights(wide, trained.dtype, trained.device)
-    for name, out in made.items():
+    for i, (name, out) in enumerate(made.items()):
         is_norm = name.endswith("norm.weight")
         if _must_be_zero(name):
             out.zero_()  # writes every page: memory that was never written is not read from memory at all
         elif is_norm:
             out.fill_(scale)
         else:
-            _fill(out, block)
+            _fill(out, block, i * OFFSET_STEP % len(block))
         if name in weights:
             _place(out, weights[name] * scale if is_norm else weights[name], name, heads)
     if wide.vocab_size > config.vocab_size:
@@ -168,12 +169,19 @@ def _noise(trained: Tensor, seed: int) -> Tensor:
     return block.uniform_(-limit, limit, generator=generator)
 
 
-def _fill(out: Tensor, block: Tensor) -> None:
-    """The block again and again: drawing a billion numbers would take longer than all the rest."""
+def _fill(out: Tensor, block: Tensor, offset: int) -> None:
+    """The block again and again: drawing a billion numbers would take longer than all the rest.
+
+    It begins elsewhere in every tensor: two that are equal byte for byte can be stored, and cached, once by another
+    engine, and would no longer cost what they stand for.
+    """
     flat = out.view(-1)
-    for start in range(0, len(flat), len(block)):
+    start = min(len(block) - offset, len(flat))
+    flat[:start].copy_(block[offset : offset + start])
+    while start < len(flat):
         part = flat[start : start + len(block)]
         part.copy_(block[: len(part)])
+        start += len(part)
 
 
 def _must_be_zero(name: str) -> bool:

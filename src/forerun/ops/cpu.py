@@ -98,7 +98,7 @@ class CpuOps(ReferenceOps):
         self._backend = extension.Backend(self.isa, self.num_threads)
 
     def auto_dtype(self, device: str, stored: torch.dtype) -> torch.dtype:
-        """bfloat16: half the bytes to read, and the bits of a row are as independent of its neighbours as in float32."""
+        """bfloat16: half the bytes to read, and a row's bits are as independent of its neighbours as in float32."""
         return torch.bfloat16
 
     # ------------------------------------------------------------------------------------------------- matrices
@@ -193,7 +193,7 @@ class CpuOps(ReferenceOps):
         view: CacheView | None,
         window: int | None,
     ) -> Tensor:
-        """As the reference: write k, v [T, kv_heads, D] into the pools, attend with q [T, heads, D] -> [T, heads, D]."""
+        """As the reference: write k, v [T, kv_heads, D] into the pools, attend with q -> [T, heads, D]."""
         assert keys is not None
         assert values is not None
         assert view is not None
