@@ -72,6 +72,8 @@ struct Sampler {
         return {out.word[0], out.word[1], out.word[2], out.word[3]};
     }
 
+    double log(double x) const { return forerun::log_of(x); }
+
     const forerun::SamplingKernels& kernels;
 };
 
@@ -87,6 +89,7 @@ void bind_sampling(nb::module_& m) {
              "Where the cumulative sum is above uniform * 2^-53 of all; None where this is no law.")
         .def("race", &Sampler::race, nb::arg("weights"), nb::arg("ids").none(), nb::arg("seed"), nb::arg("position"),
              "The id with the least -log u / weight; None where this is no law.")
+        .def("log", &Sampler::log, nb::arg("x"), "Natural logarithm of a positive number, as the race takes it.")
         .def("philox", &Sampler::philox, nb::arg("c0"), nb::arg("c1"), nb::arg("c2"), nb::arg("c3"), nb::arg("key0"),
              nb::arg("key1"), "Philox4x32-10: four words of counter, two of key -> four words.");
 }

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -68,7 +70,7 @@ void product(Backend& backend, int thread, const Matrix& w, const Inputs& x, con
 struct Decoder::Buffers {
     float *residual, *qkv, *normed, *attention;
     int qkv_stride;
-    size_t attention_stride;
+    size_t attention_stride, normed_stride;
     Inputs hidden, heads, ffn;
     uint32_t* own;  // normed rows of each thread for itself, or null
     size_t own_stride;
@@ -86,10 +88,9 @@ bool Decoder::alone(int num_rows) const {
     return bytes_ / std::max<size_t>(layers_.size(), 1) * static_cast<size_t>(num_rows) < ALONE_BYTES;
 }
 
-void Decoder::forward(const Pass& pass) {
-    std::lock_guard<std::mutex> lock(turn_);
+Decoder::Buffers Decoder::buffers(int num_rows) {
     const DecoderShape& s = shape_;
-    const size_t rows = static_cast<size_t>(pass.num_rows);
+    const size_t rows = static_cast<size_t>(num_rows), threads = static_cast<size_t>(backend_.team.num_threads());
     const int per_step = inputs_per_step(s.type), q_size = s.num_heads * s.head_dim;
     const auto steps = [&](int n) { return (n + per_step - 1) / per_step; };
     const int widest = std::max(steps(s.hidden_size), steps(q_size));
@@ -97,32 +98,44 @@ void Decoder::forward(const Pass& pass) {
     b.qkv_stride = q_size + 2 * s.num_kv_heads * s.head_dim;
     b.residual = residual_.floats(rows * static_cast<size_t>(s.hidden_size));
     b.qkv = qkv_.floats(rows * static_cast<size_t>(b.qkv_stride));
-    b.normed = normed_.floats(up_to(std::max(s.hidden_size, s.head_dim), 64) * backend_.team.num_threads());
+    b.normed_stride = up_to(static_cast<size_t>(s.hidden_size), 64);
+    b.normed = normed_.floats(b.normed_stride * threads);
     uint32_t* words = inputs_.words(rows * static_cast<size_t>(widest));
-    b.hidden = {words, s.type, pass.num_rows, steps(s.hidden_size)};
+    b.hidden = {words, s.type, num_rows, steps(s.hidden_size)};
     b.own_stride = up_to(rows * static_cast<size_t>(steps(s.hidden_size)), 32);
-    b.own = b.hidden.num_blocks() > FEW_BLOCKS ? nullptr : own_.words(b.own_stride * backend_.team.num_threads());
-    b.heads = {words, s.type, pass.num_rows, steps(q_size)};
-    b.ffn = {ffn_.words(rows * static_cast<size_t>(steps(s.ffn_size))), s.type, pass.num_rows, steps(s.ffn_size)};
+    b.own = b.hidden.num_blocks() > FEW_BLOCKS ? nullptr : own_.words(b.own_stride * threads);
+    b.heads = {words, s.type, num_rows, steps(q_size)};
+    b.ffn = {ffn_.words(rows * static_cast<size_t>(steps(s.ffn_size))), s.type, num_rows, steps(s.ffn_size)};
     Attention a{};
     a.num_heads = s.num_heads, a.num_kv_heads = s.num_kv_heads, a.head_dim = s.head_dim;
     b.attention_stride = up_to(attention_scratch(a, ATTENTION_ROWS), 64);
-    b.attention = attention_.floats(b.attention_stride * static_cast<size_t>(backend_.team.num_threads()));
+    b.attention = attention_.floats(b.attention_stride * threads);
+    return b;
+}
+
+void Decoder::embed(int64_t token, float* x) const {
+    const DecoderShape& s = shape_;
+    if (embedding_.packed) return backend_.kernels.unpack_row(*embedding_.packed, static_cast<int>(token), x);
+    const size_t at = static_cast<size_t>(token) * static_cast<size_t>(s.hidden_size) * bytes_of(s.type);
+    backend_.kernels.from_type(static_cast<const char*>(embedding_.rows) + at, s.hidden_size, s.type, x);
+}
+
+void Decoder::forward(const Pass& pass) {
+    std::lock_guard<std::mutex> lock(turn_);
+    for (int row = 0; row < pass.num_rows; ++row)
+        if (pass.tokens[row] < 0 || pass.tokens[row] >= shape_.vocab_size)
+            throw std::out_of_range("there is no token with the id " + std::to_string(pass.tokens[row]));
+    Buffers b = buffers(pass.num_rows);
+    const size_t width = static_cast<size_t>(shape_.hidden_size);
     backend_.team.run(alone(pass.num_rows), [&](int thread) {
-        backend_.team.tiles(thread, pass.num_rows, [&](int row) {
-            float* x = b.residual + static_cast<size_t>(row) * s.hidden_size;
-            const int64_t token = pass.tokens[row];
-            const size_t row_bytes = static_cast<size_t>(s.hidden_size) * bytes_of(s.type);
-            if (embedding_.packed)
-                backend_.kernels.unpack_row(*embedding_.packed, static_cast<int>(token), x);
-            else
-                backend_.kernels.from_type(static_cast<const char*>(embedding_.rows) + token * row_bytes, s.hidden_size,
-                                           s.type, x);
+        Team& team = backend_.team;
+        team.tiles(thread, pass.num_rows, [&](int row) {
+            embed(pass.tokens[row], b.residual + static_cast<size_t>(row) * width);
         });
         for (size_t i = 0; i < layers_.size(); ++i) layer(thread, layers_[i], static_cast<int>(i), pass, b);
-        backend_.team.tiles(thread, pass.num_rows, [&](int row) {
-            const size_t at = static_cast<size_t>(row) * s.hidden_size;
-            backend_.kernels.rms_norm(b.residual + at, final_norm_, s.hidden_size, s.norm_eps, pass.hidden + at);
+        team.tiles(thread, pass.num_rows, [&](int row) {
+            const size_t at = static_cast<size_t>(row) * width;
+            backend_.kernels.rms_norm(b.residual + at, final_norm_, shape_.hidden_size, shape_.norm_eps, pass.hidden + at);
         });
     });
 }
@@ -130,7 +143,7 @@ void Decoder::forward(const Pass& pass) {
 void Decoder::layer(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b) {
     const DecoderShape& s = shape_;
     Team& team = backend_.team;
-    float* row_buffer = b.normed + static_cast<size_t>(thread) * up_to(std::max(s.hidden_size, s.head_dim), 64);
+    float* row_buffer = b.normed + b.normed_stride * static_cast<size_t>(thread);
     const auto norm_row = [&](const float* weight, const Inputs& to, int row) {
         const float* x = b.residual + static_cast<size_t>(row) * s.hidden_size;
         backend_.kernels.rms_norm(x, weight, s.hidden_size, s.norm_eps, row_buffer);
@@ -150,7 +163,8 @@ void Decoder::layer(int thread, const Layer& layer, int index, const Pass& pass,
         return to;
     };
     const Output residual{Finish::add, b.residual, static_cast<size_t>(s.hidden_size), {}, nullptr};
-    product(backend_, thread, *layer.qkv, normed(layer.input_norm), {Finish::store, b.qkv, static_cast<size_t>(b.qkv_stride), {}, nullptr});
+    product(backend_, thread, *layer.qkv, normed(layer.input_norm),
+            {Finish::store, b.qkv, static_cast<size_t>(b.qkv_stride), {}, nullptr});
     team.tiles(thread, pass.num_rows, [&](int row) { rotate_and_write(layer, index, pass, b, row); });
     attend(thread, layer, index, pass, b);
     product(backend_, thread, *layer.o, b.heads, residual);
@@ -232,10 +246,7 @@ void Decoder::argmax(const float* hidden, int num_rows, int num_ids, int64_t* id
         Best winner = best[static_cast<size_t>(row)];
         for (size_t t = 1; t < threads; ++t) {
             const Best& other = best[t * static_cast<size_t>(num_rows) + static_cast<size_t>(row)];
-            const bool nan = other.value != other.value, winner_nan = winner.value != winner.value;
-            const bool better = nan != winner_nan ? nan : nan || other.value == winner.value ? other.id < winner.id
-                                                                                           : other.value > winner.value;
-            if (better) winner = other;
+            if (beats(other, winner)) winner = other;
         }
         ids[row] = winner.id;
         values[row] = winner.value;

@@ -68,6 +68,7 @@ class Decoder {
     Decoder(Backend& backend, DecoderShape shape, std::vector<Layer> layers, Embedding embedding,
             const float* final_norm, const Matrix* head);
 
+    // Throws std::out_of_range for a token that is no row of the embedding.
     void forward(const Pass& pass);
     // Rows of the final hidden states [num_rows, hidden_size] -> float32 logits [num_rows, vocab_size].
     void logits(const float* hidden, int num_rows, float* out);
@@ -77,6 +78,8 @@ class Decoder {
 
   private:
     struct Buffers;
+    Buffers buffers(int num_rows);
+    void embed(int64_t token, float* x) const;
     void layer(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b);
     void attend(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b);
     void rotate_and_write(const Layer& layer, int index, const Pass& pass, Buffers& b, int row);

@@ -7,6 +7,10 @@
 #include <cstddef>
 #include <cstdint>
 
+// This header is compiled with the flags of every instruction set, and a linker keeps one of several equal functions. Were
+// one of these not inlined, it could be the one with instructions that the processor lacks.
+#define FORERUN_INLINE inline __attribute__((always_inline))
+
 namespace forerun {
 
 constexpr int PANEL = 32;          // outputs side by side in a panel
@@ -15,8 +19,8 @@ constexpr int KEY_BLOCK = 64;      // logical positions per attention block
 
 enum class Type : int { float32 = 0, bfloat16 = 1 };
 
-inline int inputs_per_step(Type type) { return type == Type::bfloat16 ? 2 : 1; }
-inline size_t bytes_of(Type type) { return type == Type::bfloat16 ? 2 : 4; }
+FORERUN_INLINE int inputs_per_step(Type type) { return type == Type::bfloat16 ? 2 : 1; }
+FORERUN_INLINE size_t bytes_of(Type type) { return type == Type::bfloat16 ? 2 : 4; }
 
 // A packed matrix. `paired`: a panel holds 16 outputs of one matrix and the same 16 of a second (gate and up), which
 // lets the activation function be applied before anything is written.
@@ -30,8 +34,8 @@ struct Matrix {
     const void* data;   // num_panels x num_steps x 128 bytes, aligned to 64
     const float* bias;  // num_panels x 32, or null
 
-    size_t panel_bytes() const { return static_cast<size_t>(num_steps) * 128; }
-    size_t bytes() const { return panel_bytes() * static_cast<size_t>(num_panels); }
+    FORERUN_INLINE size_t panel_bytes() const { return static_cast<size_t>(num_steps) * 128; }
+    FORERUN_INLINE size_t bytes() const { return panel_bytes() * static_cast<size_t>(num_panels); }
 };
 
 // Rows of inputs as the linear kernels want them: 32-bit words (two bfloat16 or one float32), in blocks of up to 14
@@ -42,11 +46,11 @@ struct Inputs {
     int num_rows;
     int num_steps;
 
-    int num_blocks() const {
+    FORERUN_INLINE int num_blocks() const {
         return num_rows <= MAX_BLOCK_ROWS ? 1 : num_rows <= 16 ? 2 : (num_rows + MAX_BLOCK_ROWS - 3) / (MAX_BLOCK_ROWS - 2);
     }
-    int block_start(int b) const { return static_cast<int>(static_cast<int64_t>(b) * num_rows / num_blocks()); }
-    int block_of(int row) const {
+    FORERUN_INLINE int block_start(int b) const { return static_cast<int>(static_cast<int64_t>(b) * num_rows / num_blocks()); }
+    FORERUN_INLINE int block_of(int row) const {
         int b = static_cast<int>(static_cast<int64_t>(row) * num_blocks() / num_rows);
         while (block_start(b + 1) <= row) ++b;
         while (block_start(b) > row) --b;
@@ -61,11 +65,21 @@ enum class Finish : int {
     argmax,  // best value and lowest id of the panels given, per row
 };
 
-// Where a product goes. out: float32 [num_rows, stride]. next: for `gated`. best: for `argmax`, one per row, merged in.
+// The largest logit of a row so far.
 struct Best {
     float value;
     int32_t id;
 };
+
+// NaN counts as largest, as in numpy's argmax; the lowest id wins a tie, in whatever order they come.
+FORERUN_INLINE bool beats(const Best& a, const Best& b) {
+    const bool nan = a.value != a.value, other_nan = b.value != b.value;
+    if (nan != other_nan) return nan;
+    if (nan || a.value == b.value) return a.id < b.id;
+    return a.value > b.value;
+}
+
+// Where a product goes. out: float32 [num_rows, stride]. next: for `gated`. best: for `argmax`, one per row, merged in.
 struct Output {
     Finish finish;
     float* out;

@@ -155,17 +155,16 @@ inline void panel_sums(const Matrix& w, const Inputs& x, int panel, float* sums)
 inline void put(const Inputs& to, int row, int k, F16 values, int n) {
     const int b = to.block_of(row), start = to.block_start(b), rows = to.block_start(b + 1) - start;
     uint32_t* words = to.words + static_cast<size_t>(start) * to.num_steps + (row - start);
-    alignas(64) uint32_t lanes[LANES] = {};
     if (to.type == Type::float32) {
-        store(reinterpret_cast<float*>(lanes), values);
-        words += static_cast<size_t>(k) * rows;
-    } else {
-        narrow(values, reinterpret_cast<uint16_t*>(lanes));
-        if (n % 2 == 1) reinterpret_cast<uint16_t*>(lanes)[n] = 0;  // it meets a weight that is zero: it must be a number
-        words += static_cast<size_t>(k / 2) * rows;
-        n = (n + 1) / 2;
+        alignas(64) float lanes[LANES];
+        store(lanes, values);
+        for (int i = 0; i < n; ++i) std::memcpy(words + static_cast<size_t>(k + i) * rows, lanes + i, 4);
+        return;
     }
-    for (int i = 0; i < n; ++i) words[static_cast<size_t>(i) * rows] = lanes[i];
+    alignas(64) uint16_t halves[LANES];
+    narrow(values, halves);
+    if (n % 2 == 1) halves[n] = 0;  // it meets a weight that is zero: it must be a number
+    for (int i = 0; i < n; i += 2) std::memcpy(words + static_cast<size_t>((k + i) / 2) * rows, halves + i, 4);
 }
 
 inline void put_row(const Inputs& to, int row, const float* x, int n) {
@@ -208,14 +207,6 @@ inline void finish_panel(const Matrix& w, const Inputs& x, const Output& to, int
     }
 }
 
-// NaN counts as largest, as in numpy's argmax; the lowest id wins a tie, in whatever order panels come.
-inline bool beats(float value, int32_t id, const Best& best) {
-    const bool nan = value != value, best_nan = best.value != best.value;
-    if (nan != best_nan) return nan;
-    if (nan || value == best.value) return id < best.id;
-    return value > best.value;
-}
-
 inline void best_of_panel(const Matrix& w, const Inputs& x, const Output& to, int panel, const float* sums) {
     const int first = panel * PANEL, count = w.num_out - first < PANEL ? w.num_out - first : PANEL;
     for (int row = 0; row < x.num_rows; ++row) {
@@ -228,8 +219,10 @@ inline void best_of_panel(const Matrix& w, const Inputs& x, const Output& to, in
             worth_a_look |= any_at_least(y, to.best[row].value);
         }
         if (!worth_a_look) continue;
-        for (int i = 0; i < count; ++i)
-            if (beats(values[i], first + i, to.best[row])) to.best[row] = {values[i], first + i};
+        for (int i = 0; i < count; ++i) {
+            const Best candidate{values[i], first + i};
+            if (beats(candidate, to.best[row])) to.best[row] = candidate;
+        }
     }
 }
 

@@ -62,19 +62,15 @@ static float divisor_of(const Context& c, uint64_t ticks) {
 // Everybody at or above the threshold.
 static List list_from(const Context& c, const float* row, Scale scale, float threshold) {
     const int64_t num_blocks = blocks_of(c.width);
-    float* largest = at_least(c.space.sorted, std::max(num_blocks, c.width));
+    float* largest = at_least(c.space.sorted, num_blocks);
     c.kernels.scale(c.space.block_largest.data(), num_blocks, scale, largest);
-    List list = {at_least(c.space.ids, c.width + 1), at_least(c.space.values, c.width + 1), 0};
+    List list = {at_least(c.space.ids, c.width), at_least(c.space.values, c.width), 0};
     float scaled[SCAN_BLOCK];
     for (int64_t b = 0; b < num_blocks; ++b) {
         if (!(largest[b] >= threshold)) continue;
         const int64_t first = b * SCAN_BLOCK, length = std::min<int64_t>(SCAN_BLOCK, c.width - first);
         c.kernels.scale(row + first, length, scale, scaled);
-        for (int64_t i = 0; i < length; ++i) {
-            list.ids[list.n] = first + i;
-            list.values[list.n] = scaled[i];
-            list.n += scaled[i] >= threshold;
-        }
+        list.n += c.kernels.from(scaled, length, threshold, first, list.ids + list.n, list.values + list.n);
     }
     return list;
 }
@@ -240,14 +236,15 @@ static void drop_ties(const Context& c, const float* values, Cut cut, float* wei
 // top-p of a whole row.
 static void law_by_mass(const Context& c, const float* row, Scale scale, const LawSettings& settings, Law& law) {
     auto weights = std::make_unique<Buffer>(c.width);
-    float* values = at_least(c.space.values, c.width + 1);
+    float* values = at_least(c.space.values, c.width);
     float* largest = at_least(c.space.weights, blocks_of(c.width));
     c.kernels.scale(c.space.block_largest.data(), blocks_of(c.width), scale, largest);
     const uint64_t ticks = weigh(c, row, scale, values, weights->data());
     const Cut cut = nucleus(c, values, weights->data(), c.width, largest, goal_of(ticks, settings.top_p));
     const Counts counts = c.kernels.count(values, c.width, cut.threshold);
     if (counts.above + cut.num_ties <= settings.most_listed) {
-        List list = list_from(c, row, scale, cut.threshold);
+        int64_t* ids = at_least(c.space.ids, c.width);
+        List list = {ids, values, c.kernels.from(values, c.width, cut.threshold, 0, ids, values)};
         keep(list, cut);
         float* few = at_least(c.space.weights, list.n);
         c.kernels.exp(list.values, list.n, c.ticks_per_one, few);

@@ -50,8 +50,11 @@ struct SamplingKernels {
     void (*divide)(float* x, int64_t n, float divisor);
     void (*divide_from)(const float* values, float threshold, float* weights, int64_t n, float divisor);
     Counts (*count)(const float* values, int64_t n, float threshold);
-    // Copies the values in (low, high]; returns how many. n is at most SCAN_BLOCK, here and in `buckets`.
+    // Copies the values at or above the threshold and their ids; returns how many. May write one place behind them.
+    int64_t (*from)(const float* values, int64_t n, float threshold, int64_t first_id, int64_t* ids, float* kept);
+    // Copies the values in (low, high]; returns how many. May write one place behind them.
     int64_t (*between)(const float* values, int64_t n, float low, float high, float* out);
+    // Adds the ticks of at most SCAN_BLOCK values to the buckets of their depths.
     void (*buckets)(const float* values, const float* weights, int64_t n, double ticks_per_one, uint64_t* mass);
     uint64_t (*able)(const float* weights, uint32_t block, Noise noise, float reach, uint32_t* words);
 };
@@ -113,6 +116,9 @@ bool make_law(const SamplingKernels& kernels, const float* row, int64_t n, const
 
 // The first place at which the sum of ticks is above uniform * 2^-53 of all; -1 where this is no law.
 int64_t place_of(const SamplingKernels& kernels, const float* weights, int64_t n, uint64_t uniform);
+
+// Natural logarithm of a positive number, within 1 unit in the last place (FreeBSD e_log.c, Sun Microsystems 1993).
+double log_of(double x);
 
 // The id with the least -log u / weight, lowest id on ties; -1 where this is no law. ids null = 0 .. n - 1.
 int64_t race(const SamplingKernels& kernels, const float* weights, const int64_t* ids, int64_t n, uint64_t seed,

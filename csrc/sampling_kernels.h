@@ -118,13 +118,65 @@ static Counts count(const float* values, int64_t n, float threshold) {
     return {above, equal};
 }
 
-static int64_t between(const float* values, int64_t n, float low, float high, float* out) {
-    int32_t any = 0;
-    for (int64_t i = 0; i < n; ++i) any |= (values[i] > low) & (values[i] <= high);
+// Most groups hold nothing of what is looked for: they are passed over whole.
+constexpr int GROUP = 16;
+
+static inline __attribute__((always_inline)) bool any(const Marks& marks) {
+#if defined(FORERUN_X86) && FORERUN_VECTOR_BYTES == 64
+    return _mm512_movepi32_mask((__m512i)marks) != 0;
+#elif defined(FORERUN_X86) && FORERUN_VECTOR_BYTES == 32
+    return _mm256_movemask_epi8((__m256i)marks) != 0;
+#elif defined(FORERUN_X86)
+    return _mm_movemask_epi8((__m128i)marks) != 0;
+#else
+    int32_t found = 0;
+    for (int i = 0; i < NUM_LANES; ++i) found |= marks[i];
+    return found != 0;
+#endif
+}
+
+static inline __attribute__((always_inline)) bool any_from(const float* values, float threshold) {
+    Marks marks = {};
+    for (int i = 0; i < GROUP; i += NUM_LANES) {
+        Lanes a;
+        std::memcpy(&a, values + i, sizeof a);
+        marks |= a >= threshold;
+    }
+    return any(marks);
+}
+
+static inline __attribute__((always_inline)) bool any_between(const float* values, float low, float high) {
+    Marks marks = {};
+    for (int i = 0; i < GROUP; i += NUM_LANES) {
+        Lanes a;
+        std::memcpy(&a, values + i, sizeof a);
+        marks |= (a > low) & (a <= high);
+    }
+    return any(marks);
+}
+
+static int64_t from(const float* values, int64_t n, float threshold, int64_t first_id, int64_t* ids, float* kept) {
     int64_t count = 0;
-    for (int64_t i = 0; any && i < n; ++i) {
-        out[count] = values[i];
-        count += (values[i] > low) & (values[i] <= high);
+    for (int64_t start = 0; start < n; start += GROUP) {
+        const int64_t end = start + GROUP <= n ? start + GROUP : n;
+        if (end - start == GROUP && !any_from(values + start, threshold)) continue;
+        for (int64_t i = start; i < end; ++i) {
+            ids[count] = first_id + i, kept[count] = values[i];
+            count += values[i] >= threshold;
+        }
+    }
+    return count;
+}
+
+static int64_t between(const float* values, int64_t n, float low, float high, float* out) {
+    int64_t count = 0;
+    for (int64_t start = 0; start < n; start += GROUP) {
+        const int64_t end = start + GROUP <= n ? start + GROUP : n;
+        if (end - start == GROUP && !any_between(values + start, low, high)) continue;
+        for (int64_t i = start; i < end; ++i) {
+            out[count] = values[i];
+            count += (values[i] > low) & (values[i] <= high);
+        }
     }
     return count;
 }
@@ -203,7 +255,7 @@ static uint64_t able(const float* weights, uint32_t block, Noise noise, float re
     return found;
 }
 
-static const SamplingKernels kernels = {scan, scale, exp, ticks, divide, divide_from, count, between, buckets, able};
+static const SamplingKernels kernels = {scan, scale, exp, ticks, divide, divide_from, count, from, between, buckets, able};
 
 }  // namespace FORERUN_SAMPLING_ISA
 }  // namespace forerun

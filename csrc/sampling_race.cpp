@@ -41,8 +41,7 @@ int64_t place_of(const SamplingKernels& kernels, const float* weights, int64_t n
 
 // ------------------------------------------------------------------------------------------------------- the race
 
-// Natural logarithm of a normal number, within 1 unit in the last place (FreeBSD e_log.c, Sun Microsystems 1993).
-static double log_of(double x) {
+double log_of(double x) {
     int exponent;
     double fraction = std::frexp(x, &exponent);
     if (fraction < 0.70710678118654752440) fraction += fraction, --exponent;

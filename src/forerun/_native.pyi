@@ -134,5 +134,8 @@ class Sampler:
     ) -> int | None:
         """The id with the least -log u / weight; None where this is no law."""
 
+    def log(self, x: float) -> float:
+        """Natural logarithm of a positive number, as the race takes it."""
+
     def philox(self, c0: int, c1: int, c2: int, c3: int, key0: int, key1: int) -> tuple[int, int, int, int]:
         """Philox4x32-10: four words of counter, two of key -> four words."""

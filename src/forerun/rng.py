@@ -7,7 +7,9 @@ depend on the batch, on neighbours, or on how many numbers somebody else used:
     key      the two halves of the request's 64-bit seed, low word first
     counter  (absolute index of the token decided, purpose, round, lane or lane block)
 
-For proofs there is a second source, `Branching`: it takes every outcome in turn and knows its probability.
+What float32 laws draw is computed twice over: here, and by native twins of `_place` and `_race` that return the same
+ids and are taken where they were built (csrc/sampling_race.cpp). For proofs there is a second source of randomness,
+`Branching`: it takes every outcome in turn and knows its probability.
 """
 
 from __future__ import annotations
@@ -221,7 +223,7 @@ def _race(weights: Row, ids: Ids | None, seed: int, position: int) -> int | None
         return None
     padded, blocks = _in_blocks(weights, ids)
     best = np.maximum(np.maximum(padded[:, 0], padded[:, 1]), np.maximum(padded[:, 2], padded[:, 3])).astype(np.float64)
-    likely = best >= best.max() / 16
+    likely = (best >= best.max() / 16) | (len(best) <= _FEW)
     entrants, times = _finish(padded[likely], blocks[likely], seed, position, math.inf)
     # The margin outweighs every rounding error here, so that pruning never changes the answer. 1 - u >= 2^-33.
     reach = float(times.min()) * (1 + 1e-6)

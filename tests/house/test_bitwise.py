@@ -84,10 +84,13 @@ def _give_back() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_drafter_says_what_plain_decoding_says(isa: str, dtype: str) -> None:
-    """40 prompts with the best instruction set, some of them with the others."""
+    """40 prompts in bfloat16 with the best instruction set; fewer in float32, and with the others."""
     groups, num_tokens = design(FORTY, seed=3), NUM_TOKENS
     if isa != ISAS[0]:
-        groups, num_tokens = [g for g in groups if g.setting.num_neighbours == 2], NUM_TOKENS // 2
+        small = [g for g in groups if g.setting.num_neighbours < 3 and g.setting.drafter.startswith("model")]
+        groups, num_tokens = small[:2], NUM_TOKENS // 2
+    elif dtype == "float32":
+        groups = groups[::2]
     pair = models(isa, 2, dtype)
     found = compare(pair, pair, groups, cut_prompts(40, seed=3, longest=LONGEST), num_tokens)
     assert found.num_outputs == sum(len(group.rules) for group in groups)

@@ -150,6 +150,19 @@ def test_gated_feed_forward_keeps_infinities_and_nan(isa: str) -> None:
     assert close(found, expected, 1e-5 * (between.abs() @ down.double().abs().T))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_padding_between_two_products_meets_no_infinity(isa: str, dtype: torch.dtype) -> None:
+    """Where the width is odd, the place behind it is 0 times infinity: it must not reach the second product."""
+    ops = ops_of(isa)
+    gate, up, down = (whole_numbers(s, *n).abs() + 1 for s, n in ((1, (19, 8)), (2, (19, 8)), (3, (5, 19))))
+    x = torch.ones(3, 8)
+    x[1, 2] = INF
+    gate_up = ops.pack([gate.to(dtype), up.to(dtype)], paired=True)
+    found = ops.add_gated(torch.zeros(3, 5), x, gate_up, ops.pack(down.to(dtype)))
+    assert found[1].tolist() == [INF] * 5
+    assert bool(found[::2].isfinite().all())
+
+
 # ----------------------------------------------------------------------------------------------------------- packing
 
 

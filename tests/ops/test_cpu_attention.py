@@ -93,6 +93,20 @@ def test_sliding_windows(isa: str, dtype: torch.dtype, window: int) -> None:
     assert agrees(case, isa, window)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 2, 7, 40])
+def test_what_left_the_window_does_not_count(isa: str, dtype: torch.dtype, window: int) -> None:
+    """Not even as NaN, wherever within a block the window begins."""
+    for cached in (63, 64, 75, 76, 130):
+        case = attention_case(12, [chain(cached, 3)], (4, 2, 20), dtype)
+        keys, values = case.keys.clone(), case.values.clone()
+        gone = case.view.read_rows[0][: cached + 1 - window]
+        keys[gone], values[gone] = NAN, NAN
+        case = replace(case, keys=keys, values=values)
+        assert bool(case.attend(ops_of(isa), window).isfinite().all())
+        assert agrees(case, isa, window)
+
+
 @pytest.mark.parametrize("cached", [0, 1, 14, 15, 16, 62, 63, 64, 65, 126, 127, 128, 129, 191, 192, 200, 1000])
 def test_contexts_that_end_anywhere_in_a_key_block(isa: str, cached: int) -> None:
     for run in (chain(cached, 1), chain(cached, 6), RunShape(cached, TREE)):
@@ -106,6 +120,47 @@ def test_long_runs(isa: str, num_rows: int) -> None:
     case = attention_case(4, [chain(3, num_rows), chain(0, 2)], (2, 1, 16), BFLOAT16)
     assert agrees(case, isa)
     assert agrees(case, isa, 40)
+
+
+def exact_case(runs: list[RunShape], heads: tuple[int, int, int], dtype: torch.dtype) -> AttentionCase:
+    """Keys and values that are small whole numbers, exact in both types."""
+    case = attention_case(11, runs, heads, dtype)
+    parts = {name: (getattr(case, name) * 20).round() for name in ("v", "values")}
+    parts |= {name: (getattr(case, name) * 3).round() for name in ("k", "keys")}
+    return replace(case, **parts)
+
+
+EXACT = 1e-6 * 100  # of values up to 100: a sum without rounding, times the rounded inverse of a count
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 2, 20), (8, 1, 64), (2, 2, 80)])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 64, 77])
+def test_a_query_of_zeros_averages_what_it_sees(
+    isa: str, dtype: torch.dtype, heads: tuple[int, int, int], window: int | None
+) -> None:
+    """All weights are exactly 1, so one lane too many or too few shows, with bfloat16's weights, too."""
+    case = exact_case([*RAGGED, RunShape(200, TREE)], heads, dtype)
+    case = replace(case, q=torch.zeros_like(case.q))
+    assert close(case.attend(ops_of(isa), window), by_formula(case, window), EXACT)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 2, 8), (4, 2, 20), (8, 1, 64), (2, 2, 80), (1, 1, 128)])
+@pytest.mark.parametrize("window", [None, 5, 77])
+def test_a_large_query_picks_its_keys(
+    isa: str, dtype: torch.dtype, heads: tuple[int, int, int], window: int | None
+) -> None:
+    """Scores are exact, thousands apart or equal: the best keys weigh exactly 1 and all others 0.
+
+    So every key has to be where its value is, and every dimension counts.
+    """
+    case = exact_case([*RAGGED, RunShape(200, TREE)], heads, dtype)
+    scale = np.float32(1) / np.sqrt(np.float32(heads[2]))
+    near = np.float32(2.0**14) / scale
+    size = next(q for q in (near, *(np.nextafter(near, np.float32(e)) for e in (0, INF))) if q * scale == 2.0**14)
+    case = replace(case, q=case.q.round().clamp(-1, 1) * float(size))
+    assert close(case.attend(ops_of(isa), window), by_formula(case, window), EXACT)
 
 
 def test_one_key_is_its_value(isa: str) -> None:

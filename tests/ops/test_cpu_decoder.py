@@ -185,7 +185,9 @@ def test_argmax_is_the_argmax_of_the_logits(isa: str, dtype: torch.dtype, vocab_
         logits = head.logits(hidden)
         assert same_bits(logits, ops_of(isa).linear(hidden, ops_of(isa).pack(weight)))
         for num_ids in {1, 2, 17, vocab_size // 2 + 1, vocab_size - 1, vocab_size} & set(range(1, vocab_size + 1)):
-            assert head.argmax(hidden, num_ids).tolist() == by_numpy(logits, num_ids)
+            ids, values = head.best(hidden, num_ids)
+            assert ids.tolist() == head.argmax(hidden, num_ids).tolist() == by_numpy(logits, num_ids)
+            assert same_bits(values, logits.gather(1, ids[:, None])[:, 0])
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
@@ -219,7 +221,9 @@ def test_argmax_of_infinities_and_nan(isa: str, dtype: torch.dtype, num_threads:
         for bad in (torch.zeros(40), torch.full((40,), -1.0)):
             rows = torch.cat((hidden, bad[None]))
             head = make_head(changed, isa, num_threads)
-            assert head.argmax(rows, 2003).tolist() == by_numpy(head.logits(rows), 2003)
+            (ids, values), logits = head.best(rows, 2003), head.logits(rows)
+            assert ids.tolist() == by_numpy(logits, 2003)
+            assert same_bits(values, logits.gather(1, ids[:, None])[:, 0])
     lowest = make_head(torch.full((70, 40), -INF, dtype=dtype), isa)
     assert lowest.argmax(torch.ones(2, 40), 70).tolist() == [0, 0]
 

@@ -59,6 +59,14 @@ def test_both_generators_agree(counter, key):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+def test_log_has_the_bits_of_its_twin(isa):
+    generator = np.random.default_rng(0)
+    borders = math.sqrt(0.5) * (1 + np.arange(-50, 50) * 2.0**-45)
+    x = np.concatenate([generator.random(3000), 1 - generator.random(1000) * 1e-9, borders, [2.0**-33, 1e-300, 7e200]])
+    assert [sampler(isa).log(value) for value in x.tolist()] == arithmetic.log(x).tolist()
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_every_lane_of_the_race_has_its_own_noise(isa):
     """Two ids with equal weights: who wins is who has the larger word; over all lanes of three blocks of 64."""
     words = rng.philox4x32([[9, rng.PURPOSE_MATCH, 0, j] for j in range(48)], rng.key_of(2**40 + 3)).reshape(-1)
@@ -126,6 +134,20 @@ def test_ties_of_the_race_go_to_the_lowest_id(isa, rest):
             assert race(isa, weights[[i, j]], np.array([i, j]), seed, 4) == i
             num_tied += 1
     assert num_tied >= 2
+
+
+@pytest.mark.parametrize("isa", BOTH)
+def test_the_largest_of_all_words_wins_with_the_smallest_weight_of_all(isa):
+    """1 - u is 2^-33, less than which there is not: pruning may not be stricter than that."""
+    seed, position, best = 289_736, 5, 788
+    words = words_of(1024, seed, position)
+    assert words[best] == 2**32 - 1
+    weights = np.zeros(1024, np.float32)
+    weights[0] = 1
+    ratio = float(arithmetic.log(1 - 2.0**-33) / arithmetic.log((words[0] + 0.5) * 2.0**-32))
+    for factor, winner in ((1 - 1e-6, 0), (1 + 1e-6, best)):
+        weights[best] = ratio * factor
+        assert race(isa, weights, None, seed, position) == winner
 
 
 @pytest.mark.parametrize("isa", BOTH)

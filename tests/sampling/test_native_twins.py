@@ -226,6 +226,31 @@ def test_ties_of_top_p_below_the_largest(isa, size):
 
 
 @pytest.mark.parametrize("isa", [None, *ISAS])
+@pytest.mark.parametrize("depth", [0.003, 0.25, 5.0, 9.0, 17.0])
+def test_a_goal_that_is_reached_exactly_takes_nobody_more(isa, depth):
+    """The mass of the better half is the goal, to the tick: the next best value stays out, wherever it lies."""
+    logits = np.full(8192, -depth, np.float32)
+    logits[1::2] = 0
+    counts = arithmetic.ticks(arithmetic.exp(logits), 8192, 1.0)
+    total, half = float(counts.sum()), int(counts[1::2].sum())
+    near = half / total + np.arange(-8, 9) * 2.0**-53
+    top_p = next(float(p) for p in near if math.ceil(float(p) * total) == half)
+    assert kept_ids(isa, logits, 1.0, 0, NONE, top_p) == list(range(1, 8192, 2))
+    assert kept_ids(isa, logits, 1.0, 0, NONE, top_p + 2.0**-52) == [0, *range(1, 8192, 2)]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("size", [2**18 - 1, 2**18])
+def test_the_smallest_mass_that_counts(isa, size):
+    """More than half a tick is one, and up to one and a half; of 2^18 ids and more a tick is twice as large."""
+    logits = np.full(size, math.log(0.6) - 42 * math.log(2), np.float32)
+    logits[0] = 0
+    law = _law(logits, 1.0, 0, NONE, 1 - 1e-8, 0)
+    assert same(sampler(isa).law(logits, 1.0, 0, NONE, 1 - 1e-8, 0), law)
+    assert 1 < len(as_dict(law)) < size
+
+
+@pytest.mark.parametrize("isa", [None, *ISAS])
 def test_min_p_keeps_what_is_equal(isa):
     logits = np.array([0, -3, np.nextafter(np.float32(-3), np.float32(-4)), -2.5, -np.inf] * 40, np.float32)
     expected = [i for i in range(200) if i % 5 in (0, 1, 3)]

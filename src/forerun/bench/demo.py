@@ -9,7 +9,6 @@ import json
 import time
 from dataclasses import dataclass
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -116,7 +115,7 @@ def verdict(plain: RequestOutput, fast: RequestOutput, params: SamplingParams, l
     model = llm.checkpoint.model
     rule = "greedy" if params.greedy else f"{params.acceptance or 'match'}, temperature {params.temperature}"
     dtype = str(model.dtype).removeprefix("torch.")
-    mode = f"{rule}; {dtype} on {model.device}; torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    mode = f"{rule}; {dtype} on {model.device}; {model.ops.build}"
     if plain.token_ids == fast.token_ids:
         return f"identical: yes, all {len(plain.token_ids)} tokens ({mode})"
     pairs = zip(plain.token_ids, fast.token_ids, strict=False)

@@ -235,8 +235,9 @@ def record_of(lines: Seq[Line], model: Decoder, drafts: Seq[Decoder], ceiling: C
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "machine": platform.processor() or platform.machine(),
-        "num_threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "num_threads": model.ops.num_threads,
+        "ops": model.ops.name,
+        "build": model.ops.build,
         "torch": torch.__version__,
         "lines": [asdict(line) for line in lines],
     }

@@ -79,17 +79,17 @@ class NativeSizes:
         return max(2 * block_bytes(model), min(GIVE_BACK_BYTES, max(packed_matrix_bytes(model, self.dtype))))
 
     def _buffer_bytes(self, run: Pass) -> int:
-        """The buffers of one decoder (Decoder::forward, line by line), and its table of rotary positions."""
+        """The buffers of one decoder (Decoder::buffers, line by line), and its table of rotary positions."""
         c, num_rows = run.model, run.num_rows
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         head_dim, states = up_to(c.head_dim, 16), ATTENTION_ROWS * (c.num_heads // c.num_kv_heads)
-        attention = KEY_BLOCK * 2 * head_dim + states * (head_dim + 8) + ATTENTION_ROWS + 64
+        attention = KEY_BLOCK * 2 * head_dim + states * (2 * head_dim + 8) + ATTENTION_ROWS + 64
         words = (
             num_rows * c.hidden_size,
             num_rows * (q + 2 * kv),
             num_rows * max(self._steps(c.hidden_size), self._steps(q)),
             num_rows * self._steps(c.ffn_size),
-            self.num_threads * up_to(max(c.hidden_size, c.head_dim), 64),
+            self.num_threads * up_to(c.hidden_size, 64),
             self.num_threads * up_to(min(num_rows, FEW_ROWS) * self._steps(c.hidden_size), 32),
             self.num_threads * up_to(attention, 64),
         )

@@ -67,9 +67,9 @@ def load_checkpoint(
     """Read a checkpoint as `save_pretrained` writes it; with its tokenizer.json if asked, before any weight is read.
 
     name: a folder, or a hub id org/name[@revision], see `locate`. dtype: "float32", "bfloat16", a torch.dtype, or
-    "auto" = bfloat16 with the native operators, float32 with others on a CPU, the checkpoint's own elsewhere. ops: None =
-    the reference. Weights are read in blocks into their final place, and native operators that pack them give back what
-    they have packed: the peak is the model itself and some 64 MB.
+    "auto" = bfloat16 with the native operators, float32 with others on a CPU, the checkpoint's own elsewhere. ops:
+    None = the reference. Weights are read in blocks into their final place, and native operators that pack them give
+    back what they have packed: the peak is the model itself and some 64 MB.
 
     Raises NotFound for what is not there, UnsupportedModel for what would be computed wrongly, CapacityError where
     the disk cannot hold what is fetched.

@@ -15,9 +15,9 @@ NAMES = ("auto", "native", "reference", "reference_row_by_row")
 
 
 def resolve(name: str, device: str) -> str:
-    """The operators that "auto" stands for on a device; other names as they are. Raises BadOption for native ones
+    """The operators that "auto" stands for on a device; other names as they are.
 
-    that are not there.
+    Raises BadOption for native ones that are not there.
     """
     if name == "auto":
         return "native" if device == "cpu" and native.isa() != "reference" else "reference"
@@ -30,7 +30,7 @@ def resolve(name: str, device: str) -> str:
 
 
 def make(name: str, device: str) -> ReferenceOps:
-    """The operators of this name (one of NAMES) on a device; native ones are shared by the process. Raises BadOption."""
+    """The operators of this name (one of NAMES) on a device; native ones are shared. Raises BadOption."""
     name = resolve(name, device)
     if name == "native":
         return _native()

@@ -93,9 +93,19 @@ class CpuOps(ReferenceOps):
         if extension is None or self.isa == "reference":
             raise InternalError("the native operators were asked for and are not there")
         self.row_invariant, self.name = True, "native"
-        self.num_threads = num_threads or native.num_threads()
+        self._num_threads = num_threads or native.num_threads()
         self._extension = extension
-        self._backend = extension.Backend(self.isa, self.num_threads)
+        self._backend = extension.Backend(self.isa, self._num_threads)
+
+    @property
+    def build(self) -> str:
+        """The kernels that compute; their bits depend on nothing else."""
+        return f"native kernels, {self.isa}"
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of the team, the caller included."""
+        return self._num_threads
 
     def auto_dtype(self, device: str, stored: torch.dtype) -> torch.dtype:
         """bfloat16: half the bytes to read, and a row's bits are as independent of its neighbours as in float32."""

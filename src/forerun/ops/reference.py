@@ -59,6 +59,16 @@ class ReferenceOps:
         self.row_invariant = row_by_row
         self.name = "reference_row_by_row" if row_by_row else "reference"
 
+    @property
+    def build(self) -> str:
+        """What computes, for whoever reports bits or speeds: they are promised and measured for it alone."""
+        return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that compute on a CPU."""
+        return torch.get_num_threads()
+
     def auto_dtype(self, device: str, stored: torch.dtype) -> torch.dtype:
         """The type that dtype="auto" means: float32 on a CPU, as torch computes it fastest, else the stored one."""
         return torch.float32 if device == "cpu" else stored
