@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from forerun.models.layers import Decoder, DecoderConfig, Rope
-from forerun.ops.cpu import CpuOps, PackedMatrix
+from forerun.ops.cpu import CpuOps
+from forerun.ops.packed import PackedMatrix
 from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch
 from ops.native_cases import (

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from forerun.kv.cache import KVCache
 from forerun.models.layers import Decoder, DecoderConfig, empty_weights
-from forerun.ops.cpu import CpuOps, PackedMatrix
+from forerun.ops.cpu import CpuOps
+from forerun.ops.packed import PackedMatrix
 from forerun.types import RaggedBatch
 
 Call = Callable[[], object]

@@ -136,17 +136,19 @@ def run(plan: KernelsPlan) -> None:
     )
     with torch.inference_mode():
         ceiling = print_ceiling(model, console)
+        torch.set_num_threads(1)  # its threads would spin beside those that are measured
         bandwidths: list[float] = []
         most_rows = max(*plan.rows, plan.prefill_tokens)
         lines = measure(operators(model, ops, most_rows, plan.context, plan.contexts), plan, bandwidths)
         console.print(table_of(lines, plan.rows[0]))
-        prefill = measure_prefill(model, plan)
+        prefill = measure_prefill(model, plan, ops.num_threads)
     _print_notes(prefill, bandwidths, plan, console)
     record = {
         "bench": "kernels",
         "isa": ops.isa,
         "plan": {key: value for key, value in asdict(plan).items() if key != "config"},
         **record_of([], model, [], ceiling),
+        "num_threads": ops.num_threads,
         "repeat_bandwidths_bytes_per_s": [round(b) for b in bandwidths],
         "prefill": asdict(prefill),
         "lines": [asdict(line) for line in lines],
@@ -227,14 +229,19 @@ def _line(operator: Operator, num_rows: int, samples: Samples) -> Line:
     )
 
 
-def measure_prefill(model: Decoder, plan: KernelsPlan) -> Prefill:
-    """A prompt chunk on an empty cache, in turn with torch's products of the same shapes and type."""
+def measure_prefill(model: Decoder, plan: KernelsPlan, num_threads: int) -> Prefill:
+    """A prompt chunk on an empty cache, in turn with torch's products of the same shapes and type and threads."""
     config, num = model.config, plan.prefill_tokens
     batch, cache = batch_of(config, 0, num), cache_behind(model, 0, num)
-    theirs = torch_products(config, model.dtype, num)
+    products = torch_products(config, model.dtype, num)
 
-    def own() -> object:
-        return model.forward(batch, cache)
+    def own() -> None:
+        torch.set_num_threads(1)
+        model.forward(batch, cache)
+
+    def theirs() -> None:
+        torch.set_num_threads(num_threads)
+        products()
 
     own()
     theirs()

@@ -1,0 +1,179 @@
+"""A whole pre-norm decoder on the native operators: packed weights, and one native call for each pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from forerun.ops.packed import PackedMatrix, parents_of, run_numbers
+from forerun.types import RaggedBatch
+
+if TYPE_CHECKING:
+    from forerun.ops.cpu import CpuOps
+
+
+class DecoderSizes(Protocol):
+    """What a native decoder must know of an architecture; models/layers.py has it."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    norm_eps: float
+    tie_embeddings: bool
+
+    def window(self, layer: int) -> int | None: ...
+
+
+class Cache(Protocol):
+    """What a native pass reads of a KV cache; kv/cache.py has it."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    block_tokens: int
+
+    def tables(self, batch: RaggedBatch) -> list[list[int]]: ...
+
+
+class CpuDecoder:
+    """Packed weights of a pre-norm decoder and the native object that runs them."""
+
+    def __init__(
+        self, ops: CpuOps, config: DecoderSizes, weights: Mapping[str, Tensor], *, consume: bool = False
+    ) -> None:
+        self.config, self.ops = config, ops
+        self._pools: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._norms: list[Tensor] = []  # kept alive: the native side has their addresses
+        source = _Source(weights, consume)
+        embedding = weights["model.embed_tokens.weight"]
+        self.dtype = embedding.dtype
+        norms: list[int] = []
+        self.matrices: dict[str, PackedMatrix] = {}
+        for i in range(config.num_layers):
+            norms += self._pack_layer(f"model.layers.{i}.", source)
+            norms += [self._norm(source, f"model.layers.{i}.self_attn.{name}_norm.weight") for name in "qk"]
+        head_name = "model.embed_tokens" if config.tie_embeddings else "lm_head"
+        self.matrices["head"] = ops.pack(*source.parts(head_name), consume=consume)
+        self._table = None if config.tie_embeddings else embedding.detach().contiguous()
+        head = self.matrices["head"].handle
+        sizes = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.ffn_size)
+        per_layer = ("qkv", "o", "gate_up", "down")
+        self._native = ops.extension.make_decoder(
+            ops.backend,
+            [*sizes, config.vocab_size],
+            config.norm_eps,
+            self.dtype == torch.bfloat16,
+            norms,
+            [self.matrices[f"{i}.{name}"].handle for i in range(config.num_layers) for name in per_layer],
+            [config.window(i) or 0 for i in range(config.num_layers)],
+            head if config.tie_embeddings else None,
+            0 if self._table is None else self._table.data_ptr(),
+            self._norm(source, "model.norm.weight"),
+            head,
+        )
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """Bytes of weights that a pass of a few rows reads: every packed matrix and norm once."""
+        return sum(m.nbytes for m in self.matrices.values()) + sum(norm.nbytes for norm in self._norms)
+
+    def forward(self, batch: RaggedBatch, cache: Cache, rotations: Tensor) -> Tensor:
+        """Run every new token, write the cache; final-norm hidden states, float32 [T, H].
+
+        rotations: float32 [positions, 2, 1, head_dim], cos and sin by position.
+        """
+        num_rows = len(batch.tokens)
+        hidden = torch.empty(num_rows, self.config.hidden_size)
+        if num_rows == 0:
+            return hidden
+        self._native.forward(
+            num_rows,
+            batch.tokens.data_ptr(),
+            batch.positions.data_ptr(),
+            rotations.data_ptr(),
+            len(batch.slots),
+            run_numbers(batch, cache.tables(batch)),
+            parents_of(batch),
+            self._pools_of(cache),
+            hidden.data_ptr(),
+        )
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] -> float32 logits [R, V]."""
+        hidden = hidden.contiguous()
+        out = torch.empty(len(hidden), self.config.vocab_size)
+        if len(hidden):
+            self._native.logits(hidden.data_ptr(), len(hidden), out.data_ptr())
+        return out
+
+    def best(self, hidden: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
+        """hidden [R, H] -> the largest of the first `num_ids` logits: ids int64 [R], values float32 [R].
+
+        Lowest id on ties, NaN before all, bit for bit what `logits` would have; only the winners are written.
+        """
+        hidden = hidden.contiguous()
+        ids, values = torch.empty(len(hidden), dtype=torch.int64), torch.empty(len(hidden))
+        if len(hidden):
+            self._native.argmax(hidden.data_ptr(), len(hidden), num_ids, ids.data_ptr(), values.data_ptr())
+        return ids, values
+
+    def argmax(self, hidden: Tensor, num_ids: int) -> Tensor:
+        """The ids of `best`."""
+        return self.best(hidden, num_ids)[0]
+
+    def _pools_of(self, cache: Cache) -> Any:
+        if cache not in self._pools:
+            keys, values = ([pool.data_ptr() for pool in pools] for pools in (cache.keys, cache.values))
+            self._pools[cache] = self.ops.extension.Pools(keys, values, cache.block_tokens)
+        return self._pools[cache]
+
+    def _pack_layer(self, at: str, source: _Source) -> list[int]:
+        index = at.split(".")[2]
+        groups = {
+            "qkv": [f"{at}self_attn.{name}_proj" for name in "qkv"],
+            "o": [f"{at}self_attn.o_proj"],
+            "gate_up": [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"],
+            "down": [f"{at}mlp.down_proj"],
+        }
+        for name, members in groups.items():
+            parts, bias = source.parts(*members)
+            packed = self.ops.pack(parts, bias, paired=name == "gate_up", consume=source.consume)
+            self.matrices[f"{index}.{name}"] = packed
+        return [self._norm(source, f"{at}{name}.weight") for name in ("input_layernorm", "post_attention_layernorm")]
+
+    def _norm(self, source: _Source, name: str) -> int:
+        """Address of a norm's weights as float32, 0 where the architecture has none of that name."""
+        weight = source.weights.get(name)
+        if weight is None:
+            return 0
+        self._norms.append(weight.detach().float().contiguous().clone())
+        return int(self._norms[-1].data_ptr())
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The weights that a decoder is packed from. consume: they are taken out of the mapping one by one."""
+
+    weights: Mapping[str, Tensor]
+    consume: bool
+
+    def parts(self, *names: str) -> tuple[list[Tensor], Tensor | None]:
+        """The matrices of these names, and their biases joined (None where none has one)."""
+        parts = [self.weights[name + ".weight"] for name in names]
+        biases = [self.weights.get(name + ".bias") for name in names]
+        if self.consume and isinstance(self.weights, MutableMapping):
+            for name in names:
+                del self.weights[name + ".weight"]
+        if all(bias is None for bias in biases):
+            return parts, None
+        filled = [torch.zeros(len(p)) if b is None else b.float() for p, b in zip(parts, biases, strict=True)]
+        return parts, torch.cat(filled)
