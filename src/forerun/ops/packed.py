@@ -52,4 +52,5 @@ def run_numbers(batch: RaggedBatch, tables: list[list[int]]) -> Any:
 
 
 def parents_of(batch: RaggedBatch) -> Any:
+    """Row of each row's parent in a batch with trees, int32 [T]; None where every row follows the one before it."""
     return None if batch.parents is None else np.array(batch.parents, dtype=np.int32)
