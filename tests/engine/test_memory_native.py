@@ -123,8 +123,9 @@ def test_buffers_and_activations_bound_a_real_pass(name: str, dtype: torch.dtype
     print(
         f"\n{name} {dtype}: planned {planned / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB, {measured / planned:.2f}"
     )
-    assert 0.7 * planned <= measured <= 1.02 * planned, (
-        f"planned {planned / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB"
+    # Memory that other tests gave back stays advised to come in huge pages, and one may be counted whole.
+    assert 0.7 * planned <= measured <= planned + HUGE_PAGE_BYTES, (
+        f"{planned / 1e6:.2f} MB, {measured / 1e6:.2f} measured"
     )
 
 
