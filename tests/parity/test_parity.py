@@ -40,7 +40,7 @@ def params(mode: str) -> list[SamplingParams]:
 @cache
 def run(draft: str, mode: str) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, output ids) of every prompt."""
-    outs = LLM(draft=draft).generate(prompts(), params(mode))
+    outs = LLM(draft=draft, ops="reference", dtype="float32").generate(prompts(), params(mode))
     return [(out.prompt_ids, out.token_ids) for out in outs]
 
 
@@ -60,7 +60,7 @@ def last_logits(runner: Runner, ids: list[int], chunk: int) -> torch.Tensor:
 @cache
 def tau() -> float:
     """2 x the largest logit deviation between one-row, six-row and whole-prompt passes over 20 sequences."""
-    runner = LLM(draft="none").engine.runner
+    runner = LLM(draft="none", ops="reference", dtype="float32").engine.runner
     deviation = 0.0
     for prompt_ids, token_ids in run("none", "greedy")[:20]:
         ids = (prompt_ids + token_ids)[-200:]
@@ -71,7 +71,7 @@ def tau() -> float:
 
 @cache
 def oracle() -> Runner:
-    return LLM(draft="none", ops="reference_row_by_row").engine.runner
+    return LLM(draft="none", ops="reference_row_by_row", dtype="float32").engine.runner
 
 
 def gap_of_top_two(ids: list[int], sampling: SamplingParams) -> tuple[set[int], float]:
