@@ -160,3 +160,22 @@ def peers(
         pythons={"transformers": transformers_python, "openvino": openvino_python},
     )
     bench.run(engine, plan)
+
+
+@app.command()
+def kernels(
+    shape: Annotated[str, typer.Option(help="random-1.24b (Llama 3.2 1B), or demo; random weights")] = "random-1.24b",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
+    isa: Annotated[
+        str | None, typer.Option(help="avx512, avx2 or baseline [default: the best]", show_default=False)
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="of the kernels [default: FORERUN_NUM_THREADS]", min=1, show_default=False)
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="rounds, each with a bandwidth of its own", min=1)] = 5,
+) -> None:
+    """Each operator at 1 to 64 rows: time, bytes per second, share of the measured bandwidth, and t(M)/t(1)."""
+    from forerun.bench import kernels as bench
+
+    config = bench.config_named(shape)
+    bench.run(bench.KernelsPlan(config=config, dtype=dtype, isa=isa, num_threads=threads, num_repeats=repeats))
