@@ -54,11 +54,16 @@ class Probes:
 
     def read(self) -> Bandwidth:
         """One round, in which every probe runs once; the best of them."""
+        found = self.read_each()
+        best = max(found, key=lambda name: found[name])
+        return Bandwidth(found[best], best)
+
+    def read_each(self) -> dict[str, float]:
+        """One round: bytes per second of every probe."""
         found = {name: self.num_bytes / _time(probe, self.device) for name, probe in self._torch.items()}
         if self._native is not None:
             found |= {name: values[0] for name, values in self._native.read(1)}
-        best = max(found, key=lambda name: found[name])
-        return Bandwidth(found[best], best)
+        return found
 
 
 def _buffer_bytes(device: torch.device) -> int:

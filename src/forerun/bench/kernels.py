@@ -1,8 +1,10 @@
 """`forerun bench kernels`: what a pass of M rows costs, operator by operator, beside what the memory allows.
 
 Verifying M tokens reads the same weights as decoding one; t(M) / t(1) says how far a backend keeps that promise. A
-shared machine's memory is faster in one minute than in the next, so in every repeat a bandwidth probe runs before and
+shared machine's memory is faster in one minute than in the next, so in every repeat bandwidth probes run before and
 after each operator, ratios are taken within a repeat, and what is shown is the median of the repeats and their range.
+The ceiling of an operator is what the probe that reads fastest over the whole run read beside it, on the average of
+the two: the best of many noisy readings would be more than this memory gives to anyone.
 Weights are random numbers, packed; each operator runs through all layers in turn, so that none finds its weights in a
 cache that a whole pass would have emptied.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
@@ -86,7 +88,7 @@ class Samples:
     """One operator at one number of rows: an entry for each repeat."""
 
     seconds: list[float] = field(default_factory=list)
-    fractions: list[float] = field(default_factory=list)  # of the bandwidth in the same repeat
+    probes: list[int] = field(default_factory=list)  # index of the round of probes just before; the next one is after
     ratios: list[float] = field(default_factory=list)  # to the first number of rows in the same repeat
 
 
@@ -171,23 +173,28 @@ def _make_ops(plan: KernelsPlan) -> CpuOps:
 
 
 def measure(found: Seq[Operator], plan: KernelsPlan, bandwidths: list[float]) -> list[Line]:
-    """Every operator at every number of rows; appends what each probe read, in bytes per second."""
+    """Every operator at every number of rows; appends what the best probe read, in bytes per second."""
     probes, first = Probes(torch.device("cpu")), plan.rows[0]
     samples: dict[tuple[str, int], Samples] = {}
+    rounds: list[dict[str, float]] = []
     for _ in range(plan.num_repeats):
-        before = probes.read().bytes_per_s
-        bandwidths.append(before)
+        rounds.append(probes.read_each())
         for operator in found:
             seconds = _time_rows(operator, plan)
-            after = probes.read().bytes_per_s
-            bandwidths.append(after)
             for num_rows, taken in seconds.items():
                 sample = samples.setdefault((operator.name, num_rows), Samples())
-                sample.seconds.append(taken / operator.num_parts)
-                sample.fractions.append(operator.num_bytes / taken / max(before, after))
+                sample.seconds.append(taken)
+                sample.probes.append(len(rounds) - 1)
                 sample.ratios.append(taken / seconds[first])
-            before = after
-    return [_line(o, m, samples[o.name, m]) for o in found for m in plan.rows + _prefill_rows(o, plan)]
+            rounds.append(probes.read_each())
+    bandwidths += _of_the_fastest(rounds)
+    return [_line(o, m, samples[o.name, m], bandwidths) for o in found for m in plan.rows + _prefill_rows(o, plan)]
+
+
+def _of_the_fastest(rounds: Seq[Mapping[str, float]]) -> list[float]:
+    """What the probe with the largest median read, round by round."""
+    best = max(rounds[0], key=lambda name: median(read[name] for read in rounds))
+    return [read[best] for read in rounds]
 
 
 def _prefill_rows(operator: Operator, plan: KernelsPlan) -> tuple[int, ...]:
@@ -214,18 +221,20 @@ def _seconds(call: Call) -> float:
     return time.perf_counter() - start
 
 
-def _line(operator: Operator, num_rows: int, samples: Samples) -> Line:
-    seconds, fractions, ratios = samples.seconds, samples.fractions, samples.ratios
+def _line(operator: Operator, num_rows: int, samples: Samples, bandwidths: Seq[float]) -> Line:
+    one = median(samples.seconds) / operator.num_parts
+    around = [(bandwidths[i] + bandwidths[i + 1]) / 2 for i in samples.probes]
+    fractions = [operator.num_bytes / s / b for s, b in zip(samples.seconds, around, strict=True)]
     counted = operator.num_bytes > 0
     return Line(
         operator=operator.name,
         num_rows=num_rows,
-        seconds=median(seconds),
-        bytes_per_s=operator.num_bytes / operator.num_parts / median(seconds) if counted else None,
+        seconds=one,
+        bytes_per_s=operator.num_bytes / operator.num_parts / one if counted else None,
         fraction=median(fractions) if counted else None,
         fraction_range=(min(fractions), max(fractions)) if counted else None,
-        ratio=median(ratios),
-        ratio_range=(min(ratios), max(ratios)),
+        ratio=median(samples.ratios),
+        ratio_range=(min(samples.ratios), max(samples.ratios)),
     )
 
 
