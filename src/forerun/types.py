@@ -46,6 +46,7 @@ class Sequence:
     max_len: int  # prompt + output tokens at most, by max_tokens and max_seq_len
     end_ids: frozenset[int] = frozenset()  # ids that end the output (end of sequence and stop ids)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    draft: str = "none"  # the drafter that serves it
     round: int = 0  # decode steps so far; part of the random counter, so it survives preemption
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -282,12 +283,42 @@ class RoundDetail:
     granted: int  # the pacing policy's budget
 
 
+@dataclass(frozen=True)
+class SequenceStep:
+    """What one step did for one decoding sequence. Counts are taken before stop conditions cut."""
+
+    sequence_id: int
+    draft: str  # the drafter that it is served by
+    num_drafted: int
+    num_tested: int
+    num_accepted: int
+
+
+@dataclass
+class DraftStep:
+    """What one drafter did in one step.
+
+    depth: most nodes of one sequence, which is the number of passes that a draft model makes one after another.
+    num_catchup_tokens: committed tokens that it ran before, beyond those of the round before; catchup_s: of `seconds`,
+    what they took.
+    """
+
+    seconds: float = 0.0
+    num_sequences: int = 0  # that got at least one node
+    num_nodes: int = 0
+    depth: int = 0
+    num_catchup_tokens: int = 0
+    catchup_s: float = 0.0
+
+
 @dataclass
 class StepReport:
     """The numbers of one step; metrics, printers, benchmarks and pacing read this and nothing else."""
 
     num_prefill_tokens: int = 0
     num_decoding: int = 0  # sequences that emitted
+    num_rows: int = 0  # of the target pass: prompt chunks, one per decoding sequence, and draft nodes
+    num_context_tokens: int = 0  # in the target's cache before the pass, over the decoding sequences
     num_drafted: int = 0
     num_tested: int = 0
     num_accepted: int = 0
@@ -298,6 +329,8 @@ class StepReport:
     judge_s: float = 0.0
     commit_s: float = 0.0
     target_forward_s: float = 0.0  # the part of score_s inside the model
+    sequences: list[SequenceStep] = field(default_factory=list)  # one for each that decoded
+    drafts: dict[str, DraftStep] = field(default_factory=dict)  # by drafter: those that were asked
     rounds: list[RoundDetail] = field(default_factory=list)  # only when a listener wants detail
 
 
