@@ -18,6 +18,9 @@ from forerun.methods import make_options, unknown
 from forerun.native import VARIABLES
 from forerun.peers import by_name, by_value
 
+DEFAULT_SPEC_LENGTH = 5  # of pacing=fixed
+AUTO_SPEC_LENGTH = 16  # the most that pacing=auto grants
+
 
 def _option(default: Any, text: str, **range_: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, **range_})
@@ -31,8 +34,18 @@ class EngineConfig:
     draft: str = _option(
         "auto", "auto, none, a method with options such as lookup:max_n=3, or a draft model's folder or hub id"
     )
-    spec_length: int = _option(5, "tokens drafted per step (K)", min=1, max=64)
-    pacing: str = _option("fixed", "policy that decides how far to draft")
+    extra_drafts: str | None = _option(
+        None, "more drafters that requests may choose, separated by semicolons; lookup and none are always there"
+    )
+    spec_length: int | None = _option(
+        None,
+        "tokens drafted per step (K); none = as many as pay; with pacing=auto the most that are granted",
+        min=1,
+        max=64,
+    )
+    pacing: str | None = _option(
+        None, "policy that decides how far to draft; none = fixed where spec_length is given, else auto"
+    )
     dtype: str = _option("auto", "auto, float32 or bfloat16")
     quantization: str | None = _option(None, "not available yet; must be left out")
     device: str = _option("auto", "auto, cpu or cuda")
@@ -47,7 +60,11 @@ class EngineConfig:
     kv_cache_tokens: int | None = _option(None, "tokens in the KV cache; none = max_batch_size * max_seq_len", min=16)
     max_batch_size: int = _option(8, "sequences that run together at most", min=1, max=1024)
     max_seq_len: int | None = _option(None, "prompt + output tokens; none = the model's, at most 4096", min=2)
+    prefix_caching: bool = _option(True, "let requests share what equal beginnings left in the KV cache (paged only)")
     prefill_chunk_tokens: int = _option(512, "prompt tokens run per step at most", min=1)
+    max_num_batched_tokens: int = _option(
+        1024, "rows of one target pass at most: sequences that decode, prompt tokens and drafts", min=1
+    )
     draft_catchup_tokens: int = _option(
         512, "committed tokens per step that the draft model may run to catch up", min=1
     )
@@ -55,10 +72,25 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.quantization is not None:
             raise BadOption(f"quantization={self.quantization!r} is not available yet: leave it out")
+        if self.max_num_batched_tokens < self.max_batch_size:
+            raise BadOption(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is not possible: it must be at least "
+                f"max_batch_size={self.max_batch_size}, for each sequence decodes one token per step"
+            )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 value = str(getattr(self, name))
                 raise BadOption(by_value(name, value) or unknown(f"{name} called", value, allowed))
+
+    @property
+    def longest_draft(self) -> int:
+        """Tokens drafted per step at most, where requests do not ask for more: what memory is planned for."""
+        return self.spec_length or (AUTO_SPEC_LENGTH if self.pacing_spec.startswith("auto") else DEFAULT_SPEC_LENGTH)
+
+    @property
+    def pacing_spec(self) -> str:
+        """The pacing policy: as named, else fixed where a length was named, else auto."""
+        return self.pacing or ("auto" if self.spec_length is None else "fixed")
 
     @classmethod
     def make(cls, **options: Any) -> EngineConfig:

@@ -162,6 +162,27 @@ class Draft:
             starts.append(starts[-1] + len(chain))
         return Draft([t for c in tokens for t in c], parents, starts, [p for c in probs for p in c])
 
+    @staticmethod
+    def joined(drafts: Seq[Draft]) -> Draft:
+        """The drafts of several groups of sequences, one after the other."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        starts, laws = [0], list[Probs]()
+        for draft in drafts:
+            first = len(tokens)
+            tokens += draft.tokens
+            parents += [p if p < 0 else first + p for p in draft.parents]
+            starts += [first + start for start in draft.node_starts[1:]]
+            laws += draft.probs
+        return Draft(tokens, parents, starts, laws)
+
+    def only(self, b: int) -> Draft:
+        """The draft of one sequence, by itself."""
+        own = self.nodes(b)
+        parents = [p if p < 0 else p - own.start for p in self.parents[own.start : own.stop]]
+        cut = slice(own.start, own.stop)
+        return Draft(self.tokens[cut], parents, [0, len(own)], self.probs[cut])
+
     @property
     def num_sequences(self) -> int:
         return len(self.node_starts) - 1
@@ -191,6 +212,11 @@ class Budget:
     num_tokens: list[int]
     catchup_tokens: int
     go_on: Callable[[int, int, Probs], bool]
+
+    def only(self, members: Seq[int]) -> Budget:
+        """The same for some of the sequences, numbered anew."""
+        granted = [self.num_tokens[b] for b in members]
+        return Budget(granted, self.catchup_tokens, lambda i, depth, law: self.go_on(members[i], depth, law))
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def test_a_plan_is_what_the_engine_allocates(cli: Any, checkpoints: Path, ops: s
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     found = planned(cli, "--target", "llama", "--draft", "./draft", *flags)
     llm = LLM(checkpoints / "llama", draft=str(checkpoints / "draft"), **options)
-    runners = {"target": llm.engine.runner, "draft": llm.engine.drafter.runner}
+    runners = {"target": llm.engine.runner, "draft": llm.engine.drafter.first.runner}
     for name, runner in runners.items():
         assert found["parts"][f"{name} weights"] == runner.model.bytes_per_pass  # its embedding is tied
         pools = (*runner.cache.keys, *runner.cache.values)

@@ -118,7 +118,6 @@ def test_no_value_that_works_here_is_answered_as_a_peers():
         ({"speculative_config": {"method": "lookup", "model": "x"}}, "drop one of them"),
         ({"use_speculative_decoding": "no"}, "use_speculative_decoding='no' is not possible"),
         ({"use_speculative_decoding": 0}, "use_speculative_decoding=0 is not possible"),
-        ({"spec_length": None}, "spec_length=None is not possible"),
         ({"max_batch_size": True}, "max_batch_size=True is not possible"),
         ({"draft": 3}, "draft=3 is not possible"),
     ],

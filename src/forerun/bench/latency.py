@@ -30,7 +30,7 @@ from forerun.bench.results import (
     table_of,
 )
 from forerun.bench.widen import describe, num_parameters
-from forerun.config import EngineConfig
+from forerun.config import DEFAULT_SPEC_LENGTH, EngineConfig
 from forerun.engine.llm import LLM
 from forerun.engine.opening import SHIPPED_DRAFT, is_shipped
 from forerun.errors import BadOption, NotFound, UserError
@@ -145,7 +145,8 @@ def read_prompts(plan: Plan) -> list[tuple[str, str]]:
 
 def _build(checkpoint: Checkpoint, config: EngineConfig, plan: Plan, console: Console) -> dict[Variant, LLM]:
     """One engine per drafter and length over the same weights, plain decoding first."""
-    options = {**engine_options(config), "draft": "none"}
+    # A prompt's second run would find most of the first one's cache.
+    options = {**engine_options(config), "draft": "none", "prefix_caching": False}
     llms = {PLAIN: LLM(checkpoint, **options)}
     drafts: dict[str, str | Checkpoint] = {name: name for name in plan.drafts}
     if plan.draft_shape != "none":
@@ -153,7 +154,7 @@ def _build(checkpoint: Checkpoint, config: EngineConfig, plan: Plan, console: Co
     elif not drafts:
         drafts = {name: name for name in methods.names("forerun.drafters") if name != "none"}
     for name, draft in drafts.items():
-        for spec_length in plan.spec_lengths or (config.spec_length,):
+        for spec_length in plan.spec_lengths or (config.spec_length or DEFAULT_SPEC_LENGTH,):
             try:
                 draft = _loaded_once(draft, checkpoint)
                 llm = LLM(checkpoint, **{**options, "draft": draft, "spec_length": spec_length})
@@ -180,7 +181,7 @@ def _loaded_once(draft: str | Checkpoint, target: Checkpoint) -> str | Checkpoin
 
 def _draft_models(llms: dict[Variant, LLM]) -> list[Decoder]:
     """Every draft model once."""
-    runners = [getattr(llm.engine.drafter, "runner", None) for llm in llms.values()]
+    runners = [getattr(llm.engine.drafter.first, "runner", None) for llm in llms.values()]
     return list({id(runner.model): runner.model for runner in runners if runner is not None}.values())
 
 
@@ -204,7 +205,7 @@ class _ForwardClock:
 def _measure(llms: dict[Variant, LLM], prompts: list[tuple[str, str]], plan: Plan, progress: Progress) -> list[Line]:
     clocks = {}
     for variant, llm in llms.items():
-        runner = getattr(llm.engine.drafter, "runner", None)
+        runner = getattr(llm.engine.drafter.first, "runner", None)
         clocks[variant] = None if runner is None else _ForwardClock(runner)
     tallies = {(t, variant): Tally(variant, t) for t in plan.temperatures for variant in llms}
     task = progress.add_task("measuring", total=len(tallies) * len(prompts) * plan.num_repeats)

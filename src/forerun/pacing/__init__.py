@@ -23,8 +23,8 @@ class Pacing:
         """Most draft nodes for each decoding sequence of this step, [B].
 
         limits [B]: nodes that a sequence could have at most, by its own end and by the room in the caches. lags [B]:
-        committed tokens that its drafter has yet to run before it can draft, beyond what a round leaves. num_other_rows:
-        rows of the target pass that are no sequence's decoding, such as prompt chunks.
+        committed tokens that its drafter has yet to run before it can draft, beyond what a round leaves.
+        num_other_rows: rows of the target pass that are no sequence's decoding, such as prompt chunks.
         """
         raise NotImplementedError
 
@@ -33,6 +33,10 @@ class Pacing:
 
     def go_on(self, seq: Sequence, depth: int, draft_probs: Probs) -> bool:
         """Asked before drawing the token at `depth` (0 = first) from `draft_probs`."""
+        return True
+
+    def prepares(self, seq: Sequence) -> bool:
+        """Whether the drafter of a sequence is to run its prompt beside the target, to be ready for the first round."""
         return True
 
     def observe(self, report: StepReport) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from forerun.config import DEFAULT_SPEC_LENGTH
 from forerun.pacing import Pacing
 from forerun.types import Sequence
-
-DEFAULT_SPEC_LENGTH = 5
 
 
 @dataclass(frozen=True)
