@@ -96,7 +96,8 @@ class EngineConfig:
     def make(cls, **options: Any) -> EngineConfig:
         """From keyword options, aliases of other engines included. Unknown and contradictory options are refused."""
         values = _resolve_aliases(options)
-        values.pop(_USE, None)
+        if values.pop(_USE, None) and "draft" not in values:
+            raise BadOption(NO_DRAFT)
         known = {f.name for f in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
@@ -115,11 +116,16 @@ class EngineConfig:
         file = variables.pop("config", None) if config_file is None else config_file
         given = {k: v for k, v in flags.items() if v is not None}
         merged: dict[str, Any] = {}
+        needs_draft = False
         for source in (_read_toml(file) if file else {}, variables, given):
             values = _resolve_aliases(source)
-            if values.pop(_USE, None) and merged.get("draft") == _OFF:
+            on = values.pop(_USE, None)
+            if on and merged.get("draft") == _OFF:
                 del merged["draft"]  # a source above switches on again what one below had switched off
             merged |= values
+            needs_draft = needs_draft if on is None else on
+        if needs_draft and "draft" not in merged:
+            raise BadOption(NO_DRAFT)
         return cls.make(**merged)
 
 
@@ -141,6 +147,10 @@ def _as_text(value: Any) -> Any:
 
 
 _USE, _OFF = "use_speculative_decoding", "none"
+NO_DRAFT = (
+    "use_speculative_decoding=True needs a draft: name one, such as draft='auto', 'lookup', or a model's folder; "
+    "without it the engine drafts where that pays"
+)
 _ALIASES = {"draft_model": "draft", "num_speculative_tokens": "spec_length"}
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 # Methods of speculative_config that have another name here; vLLM takes the first two in the place of a model, too.

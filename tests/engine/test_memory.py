@@ -40,7 +40,8 @@ from tiny import write_tiny
 @pytest.mark.parametrize("ops", OPS)
 def test_llama_3b_with_1b_at_eight_times_4096_tokens(ops: str) -> None:
     """The published shapes: about 6.4 GB and 2.5 GB of weights, exactly 3.5 GiB and 1.0 GiB of keys and values."""
-    plan = memory_plan(LLAMA_3B, LLAMA_1B, EngineConfig(draft="./1b", ops=ops, spec_length=5), dtype=BF16, available_bytes=16 * 10**9)
+    options = EngineConfig(draft="./1b", ops=ops, spec_length=5)
+    plan = memory_plan(LLAMA_3B, LLAMA_1B, options, dtype=BF16, available_bytes=16 * 10**9)
     parts = bytes_by_name(plan)
     wider = 2 if ops == "native" else 0  # bytes of each number of a norm
     assert parts["target weights"] == 2 * 3_212_749_824 + wider * (2 * 28 + 1) * 3072

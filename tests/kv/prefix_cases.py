@@ -15,17 +15,12 @@ from forerun.types import RaggedBatch
 
 SHAPE = CacheShape(num_layers=1, num_kv_heads=1, head_dim=1)
 BLOCK = 4  # tokens
+PROMPT = list(range(100, 116))  # four blocks
 
 
-def pool(num_blocks: int = 16, *, prefix_caching: bool = True) -> KVCache:
-    return KVCache(
-        SHAPE,
-        block_tokens=BLOCK,
-        num_blocks=num_blocks,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        prefix_caching=prefix_caching,
-    )
+def pool(num_blocks: int = 16) -> KVCache:
+    device = torch.device("cpu")
+    return KVCache(SHAPE, block_tokens=BLOCK, num_blocks=num_blocks, dtype=torch.float32, device=device)
 
 
 def batch_of(cache: KVCache, slot: int, num_tokens: int) -> RaggedBatch:
@@ -107,3 +102,7 @@ class Driven:
             wanted = [self.number(self.salts[slot], kept[: i + 1]) for i in range(len(kept))]
             for held in (*self.cache.keys, *self.cache.values):
                 assert held[rows, 0, 0].int().tolist() == wanted
+
+
+def driven(num_blocks: int = 16) -> Driven:
+    return Driven(pool(num_blocks))

@@ -114,7 +114,7 @@ class Models:
         return {
             "max_batch_size": config.max_batch_size,
             "max_seq_len": resolve_max_seq_len(config.max_seq_len, self.target.max_positions),
-            "spec_length": 0 if config.draft == "none" else config.spec_length,
+            "spec_length": 0 if config.draft == "none" else config.longest_draft,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": self.device,
             "ops": ops.resolve(config.ops, self.device),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from forerun import drafters
 from forerun.drafters import Drafter, Target
-from forerun.drafters.none import NoDrafter
 from forerun.errors import BadOption
 from forerun.methods import unknown
 from forerun.types import Budget, Coins, Draft, DraftStep, Sequence, Verdict
@@ -28,7 +27,7 @@ class Crew(Drafter):
     """
 
     def __init__(self, members: Mapping[str, Drafter], aliases: Mapping[str, str] | None = None) -> None:
-        self.members = {**members, NONE: members.get(NONE, NoDrafter())}
+        self.members = {**members, NONE: members.get(NONE, Drafter())}
         self.main = next(iter(self.members))
         self._aliases = {"auto": self.main, **(aliases or {})}
         self._steps: dict[str, DraftStep] = {}

@@ -9,20 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from forerun import drafters, pacing
 from forerun.config import EngineConfig
-from forerun.engine import crew
-from forerun.engine.engine import Engine
-from forerun.engine.memory import resolve_max_seq_len
-from forerun.engine.opening import SHIPPED_DRAFT, check_loaded, is_shipped, load_target, refuse_early
+from forerun.engine.building import build
+from forerun.engine.opening import check_loaded, load_target, refuse_early
 from forerun.engine.prompts import Message, Prompt, as_list, conversations, only_one, params_for
 from forerun.engine.request import Chunk, Request, RequestOutput
 from forerun.engine.shared import SharedEngine
 from forerun.errors import BadOption, UserError
-from forerun.kv.cache import KVCache
 from forerun.models.generation import sampling_defaults
 from forerun.models.loading import Checkpoint
-from forerun.models.runner import Runner
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Listener, SamplingParams
@@ -76,7 +71,7 @@ class LLM:
             self.default_params = sampling_defaults(self.checkpoint.folder)
         if self.config.chat_template is not None:
             _ = self.chat_template  # a file that cannot be read is refused here
-        self.engine = self._build()
+        self.engine = build(self.checkpoint, self.tokenizer, self.config, self._loaded_draft)
         self._shared = SharedEngine(self.engine)
 
     @classmethod
@@ -211,46 +206,3 @@ class LLM:
         if one and each[0].n > 1:
             raise BadOption(f"n={each[0].n} is not possible for a stream, which has one output: start several streams")
         return self._shared.add([self.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts], each)
-
-    def _build(self) -> Engine:
-        config, checkpoint = self.config, self.checkpoint
-        model = checkpoint.model
-        max_seq_len = resolve_max_seq_len(config.max_seq_len, model.config.max_positions)
-        cache = KVCache.create(
-            model.config.cache_shape,
-            config.kv_cache_backend,  # type: ignore[arg-type]
-            max_batch_size=config.max_batch_size,
-            max_seq_len=max_seq_len,
-            num_tokens=config.kv_cache_tokens,
-            dtype=model.dtype,
-            device=model.device,
-            prefix_caching=config.prefix_caching,
-        )
-        num_ids = min(self.tokenizer.num_ids, model.config.vocab_size)
-        runner = Runner(model, cache, num_ids, sorted(self.tokenizer.holes))
-        target = drafters.Target(
-            model=model,
-            tokenizer=self.tokenizer,
-            end_ids=checkpoint.end_ids,
-            num_ids=num_ids,
-            holes=tuple(sorted(self.tokenizer.holes)),
-            max_batch_size=config.max_batch_size,
-            max_seq_len=max_seq_len,
-            kv_cache_backend=config.kv_cache_backend,  # type: ignore[arg-type]
-            kv_cache_tokens=config.kv_cache_tokens,
-            prefix_caching=config.prefix_caching,
-            shipped_draft=str(SHIPPED_DRAFT) if is_shipped(checkpoint.folder) else None,
-            loaded_draft=self._loaded_draft,
-        )
-        return Engine(
-            runner,
-            crew.make(config.draft, config.extra_drafts, target),
-            pacing.make(config.pacing_spec, config.spec_length),
-            tokenizer=self.tokenizer,
-            end_ids=checkpoint.end_ids,
-            max_seq_len=max_seq_len,
-            max_batch_size=config.max_batch_size,
-            prefill_chunk_tokens=config.prefill_chunk_tokens,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            catchup_tokens=config.draft_catchup_tokens,
-        )
