@@ -12,6 +12,7 @@ from typing import Any
 from forerun.config import EngineConfig
 from forerun.engine.building import build
 from forerun.engine.opening import check_loaded, load_target, refuse_early
+from forerun.engine.planning import refuse_what_does_not_fit
 from forerun.engine.prompts import Message, Prompt, as_list, conversations, only_one, params_for
 from forerun.engine.request import Chunk, Request, RequestOutput
 from forerun.engine.shared import SharedEngine
@@ -60,6 +61,8 @@ class LLM:
         tokenizer = None
         if loaded is None:
             tokenizer = refuse_early(self.config, self._loaded_draft is not None)
+            if self._loaded_draft is None:
+                refuse_what_does_not_fit(self.config)
         else:
             check_loaded(loaded, self.config)
         self.checkpoint = loaded or load_target(self.config, with_tokenizer=False)
