@@ -140,7 +140,8 @@ def rounds(cli: Any, *more: str, **env: str) -> list[str]:
 
 
 def test_rounds_count_tokens_and_runs(cli: Any) -> None:
-    lines = rounds(cli, "--draft", "./llama", "--spec-length", "5", "def f(n):")  # the target drafts for itself: everything is accepted
+    # The target drafts for itself: everything is accepted.
+    lines = rounds(cli, "--draft", "./llama", "--spec-length", "5", "def f(n):")
     assert lines[0].startswith("   1  5/5")
     assert "[-" not in "".join(lines[:-1])
     assert lines[-2] == "40 tokens in 7 target runs"
