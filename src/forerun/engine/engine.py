@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from forerun import verify
 from forerun.drafters import Drafter
+from forerun.engine.advice import Advisor
 from forerun.engine.crew import Crew
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler
@@ -73,6 +74,7 @@ class Engine:
             prefill_chunk_tokens=prefill_chunk_tokens,
             max_num_batched_tokens=max_num_batched_tokens,
         )
+        self._advisor = Advisor()
         self._listeners: list[_Entry] = []
         self._ids = itertools.count()
 
@@ -141,7 +143,9 @@ class Engine:
             self.abort(request)
             return [request]
         finished = [r for r in plan.decode if r.seq.finish_reason is not None]
+        self._advisor.observe(report)
         for request in finished:
+            LOG.info("%s", self._advisor.sentence(request))
             self._finish(request)
         self._tell(report)
         return finished

@@ -65,6 +65,7 @@ class Stepper:
 
         Raises RequestFailed, with nothing committed, where a sequence has no token left that it may emit.
         """
+        self.drafter.take_steps()  # what an interrupted step left
         clock = [time.perf_counter()]
         seqs = [request.seq for request in plan.decode]
         coins = [self.coins(seq) for seq in seqs]
