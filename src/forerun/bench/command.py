@@ -152,7 +152,7 @@ def peers(
     ] = None,
     num_threads: Annotated[
         int | None,
-        typer.Option(help="of every engine [default: FORERUN_NUM_THREADS]", min=1, show_default=False),
+        typer.Option(help="of every engine [default: FORERUN_NUM_THREADS]", min=1, max=1024, show_default=False),
     ] = None,
     transformers_python: Annotated[
         Path | None, typer.Option(help="interpreter that can import transformers [default: this one]")
@@ -190,8 +190,9 @@ def kernels(
     isa: Annotated[
         str | None, typer.Option(help="avx512, avx2 or baseline [default: the best]", show_default=False)
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="of the kernels [default: FORERUN_NUM_THREADS]", min=1, show_default=False)
+    num_threads: Annotated[
+        int | None,
+        typer.Option(help="of the kernels [default: FORERUN_NUM_THREADS]", min=1, max=1024, show_default=False),
     ] = None,
     repeats: Annotated[int, typer.Option(help="rounds, each with a bandwidth of its own", min=1)] = 5,
 ) -> None:
@@ -199,4 +200,4 @@ def kernels(
     from forerun.bench import kernels as bench
 
     config = bench.config_named(shape)
-    bench.run(bench.KernelsPlan(config=config, dtype=dtype, isa=isa, num_threads=threads, num_repeats=repeats))
+    bench.run(bench.KernelsPlan(config=config, dtype=dtype, isa=isa, num_threads=num_threads, num_repeats=repeats))
