@@ -237,3 +237,10 @@ def test_a_score_of_minus_infinity_weighs_nothing(isa: str, cached: int) -> None
 def test_runs_of_nothing(isa: str) -> None:
     case = attention_case(10, [chain(3, 0), chain(4, 2), chain(0, 0)], (2, 1, 8), FLOAT32)
     assert agrees(case, isa)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_odd_head_dim_is_refused(isa: str, dtype: torch.dtype) -> None:
+    case = attention_case(1, [chain(3, 2)], (2, 1, 7), dtype)
+    with pytest.raises(ValueError, match="head_dim must be even, not 7"):
+        case.attend(ops_of(isa))

@@ -49,8 +49,7 @@ class Probes:
         self.num_bytes = _buffer_bytes(device)
         self._torch = _torch_probes(device, self.num_bytes) if with_torch else {}
         module = native.extension() if device.type == "cpu" else None
-        make = getattr(module, "BandwidthProbe", None)  # an extension of older sources has none
-        self._native = make(self.num_bytes, native.num_threads()) if make else None
+        self._native = module.BandwidthProbe(self.num_bytes, native.num_threads()) if module is not None else None
 
     def read(self) -> Bandwidth:
         """One round, in which every probe runs once; the best of them."""
