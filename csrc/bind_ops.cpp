@@ -8,9 +8,13 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <cmath>
+#include <algorithm>
+#include <memory>
 #include <optional>
 #include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "cpu.h"
 #include "decoder.h"
@@ -65,23 +69,15 @@ void put_rows(Backend& b, int thread, const Inputs& x, const float* rows, int wi
     b.team.tiles(thread, x.num_rows, [&](int i) { b.kernels.put_row(x, i, rows + static_cast<size_t>(i) * width, width); });
 }
 
+// out = x w, or out += x w.
+template <Finish finish>
 void linear(Backend& b, const Packed& w, Address x, int num_rows, Address out) {
     Scratch scratch;
     const Matrix& m = w.matrix();
     const Inputs inputs = make_inputs(scratch, m, num_rows);
     b.team.run(false, [&](int thread) {
         put_rows(b, thread, inputs, at<const float>(x), m.num_in);
-        product(b, thread, m, inputs, {Finish::store, at<float>(out), static_cast<size_t>(m.num_out), {}, nullptr});
-    });
-}
-
-void add_linear(Backend& b, const Packed& w, Address x, int num_rows, Address out) {
-    Scratch scratch;
-    const Matrix& m = w.matrix();
-    const Inputs inputs = make_inputs(scratch, m, num_rows);
-    b.team.run(false, [&](int thread) {
-        put_rows(b, thread, inputs, at<const float>(x), m.num_in);
-        product(b, thread, m, inputs, {Finish::add, at<float>(out), static_cast<size_t>(m.num_out), {}, nullptr});
+        product(b, thread, m, inputs, {finish, at<float>(out), static_cast<size_t>(m.num_out), {}, nullptr});
     });
 }
 
@@ -129,9 +125,12 @@ void rope(Backend& b, Address x, Address cos, Address sin, int num_rows, int num
     });
 }
 
-// q [rows, heads, dim] scaled; keys, values [pool rows, kv heads, dim]; out [rows, heads, dim].
+// q [rows, heads, dim] scaled; keys, values [pool rows, kv heads, dim]; out [rows, heads, dim]. dim must be even.
 void attention(Backend& b, bool bfloat16, Address q, Address keys, Address values, int num_heads, int num_kv_heads, int dim,
                int window, int block_tokens, int num_runs, const Ints& numbers, std::optional<Ints> parents, Address out) {
+    if (dim % 2 != 0)
+        throw std::invalid_argument("native attention multiplies pairs of dimensions: head_dim must be even, not " +
+                                    std::to_string(dim));
     const size_t stride = static_cast<size_t>(num_heads) * dim;
     const Attention a{bfloat16 ? Type::bfloat16 : Type::float32, at<const float>(q), stride, at<const void>(keys),
                       at<const void>(values), num_heads, num_kv_heads, dim, window,
@@ -212,8 +211,8 @@ void bind_ops(nb::module_& m) {
             new (self) Backend(kernels_of(isa), num_threads);
         })
         .def("pack", &pack, Free())
-        .def("linear", &linear, Free())
-        .def("add_linear", &add_linear, Free())
+        .def("linear", &linear<Finish::store>, Free())
+        .def("add_linear", &linear<Finish::add>, Free())
         .def("gated_linear", &gated_linear, Free())
         .def("rms_norm", &rms_norm, Free())
         .def("silu_mul", &silu_mul, Free())

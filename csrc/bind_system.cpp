@@ -4,8 +4,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "bandwidth.h"
 #include "cpu.h"
+#include "pool.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -25,7 +31,17 @@ static NamedValues read_all(BandwidthProbe& probe, int num_repeats) {
     return values;
 }
 
+// Threads that cannot be had are no fault of the caller's: another moment, or another number of them, would do.
+static void translate(const std::exception_ptr& error, void*) {
+    try {
+        std::rethrow_exception(error);
+    } catch (const forerun::NoThreads& e) {
+        PyErr_SetString(nb::module_::import_("forerun.errors").attr("CapacityError").ptr(), e.what());
+    }
+}
+
 void bind_system(nb::module_& m) {
+    nb::register_exception_translator(translate);
     m.attr("source_hash") = FORERUN_SOURCE_HASH;
     m.def("supported_isas", &forerun::supported_isas, "Instruction sets that this processor runs, best first.");
     nb::class_<BandwidthProbe>(m, "BandwidthProbe", "A buffer that threads read as fast as this machine can.")

@@ -4,8 +4,10 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -36,13 +38,13 @@ void* allocate(size_t bytes) {
     return data;
 }
 
-void release(void* data, size_t) { std::free(data); }
+void release(void* data) { std::free(data); }
 
-Scratch::~Scratch() { release(data_, size_); }
+Scratch::~Scratch() { release(data_); }
 
 void* Scratch::bytes(size_t count) {
     if (count > size_) {
-        release(data_, size_);
+        release(data_);
         size_ = 0;
         data_ = allocate(count);
         if (!data_) throw std::bad_alloc();
@@ -59,10 +61,12 @@ size_t attention_scratch(const Attention& a, int num_rows) {
 }
 
 void product(Backend& backend, int thread, const Matrix& w, const Inputs& x, const Output& to) {
+    static thread_local Scratch kept;  // grows to the largest pass, outside of the tiles
+    float* sums = kept.floats(static_cast<size_t>(x.num_rows) * PANEL);
     const int per_tile = static_cast<int>(std::max<size_t>(1, TILE_BYTES / w.panel_bytes()));
     const int num_tiles = (w.num_panels + per_tile - 1) / per_tile;
     backend.team.tiles(thread, num_tiles, [&](int tile) {
-        backend.kernels.linear(w, x, to, tile * per_tile, std::min(w.num_panels, (tile + 1) * per_tile));
+        backend.kernels.linear(w, x, to, tile * per_tile, std::min(w.num_panels, (tile + 1) * per_tile), sums);
     });
 }
 
@@ -88,7 +92,7 @@ bool Decoder::alone(int num_rows) const {
     return bytes_ / std::max<size_t>(layers_.size(), 1) * static_cast<size_t>(num_rows) < ALONE_BYTES;
 }
 
-Decoder::Buffers Decoder::buffers(int num_rows) {
+Decoder::Buffers Decoder::buffers(Room& room, int num_rows) {
     const DecoderShape& s = shape_;
     const size_t rows = static_cast<size_t>(num_rows), threads = static_cast<size_t>(backend_.team.num_threads());
     const int per_step = inputs_per_step(s.type), q_size = s.num_heads * s.head_dim;
@@ -96,21 +100,26 @@ Decoder::Buffers Decoder::buffers(int num_rows) {
     const int widest = std::max(steps(s.hidden_size), steps(q_size));
     Buffers b{};
     b.qkv_stride = q_size + 2 * s.num_kv_heads * s.head_dim;
-    b.residual = residual_.floats(rows * static_cast<size_t>(s.hidden_size));
-    b.qkv = qkv_.floats(rows * static_cast<size_t>(b.qkv_stride));
+    b.residual = room.residual.floats(rows * static_cast<size_t>(s.hidden_size));
+    b.qkv = room.qkv.floats(rows * static_cast<size_t>(b.qkv_stride));
     b.normed_stride = up_to(static_cast<size_t>(s.hidden_size), 64);
-    b.normed = normed_.floats(b.normed_stride * threads);
-    uint32_t* words = inputs_.words(rows * static_cast<size_t>(widest));
+    b.normed = room.normed.floats(b.normed_stride * threads);
+    uint32_t* words = room.inputs.words(rows * static_cast<size_t>(widest));
     b.hidden = {words, s.type, num_rows, steps(s.hidden_size)};
     b.own_stride = up_to(rows * static_cast<size_t>(steps(s.hidden_size)), 32);
-    b.own = b.hidden.num_blocks() > FEW_BLOCKS ? nullptr : own_.words(b.own_stride * threads);
+    b.own = b.hidden.num_blocks() > FEW_BLOCKS ? nullptr : room.own.words(b.own_stride * threads);
     b.heads = {words, s.type, num_rows, steps(q_size)};
-    b.ffn = {ffn_.words(rows * static_cast<size_t>(steps(s.ffn_size))), s.type, num_rows, steps(s.ffn_size)};
+    b.ffn = {room.ffn.words(rows * static_cast<size_t>(steps(s.ffn_size))), s.type, num_rows, steps(s.ffn_size)};
     Attention a{};
     a.num_heads = s.num_heads, a.num_kv_heads = s.num_kv_heads, a.head_dim = s.head_dim;
     b.attention_stride = up_to(attention_scratch(a, ATTENTION_ROWS), 64);
-    b.attention = attention_.floats(b.attention_stride * threads);
+    b.attention = room.attention.floats(b.attention_stride * threads);
     return b;
+}
+
+Inputs Decoder::head_inputs(Room& room, int num_rows) const {
+    const int steps = head_->num_steps;
+    return {room.inputs.words(static_cast<size_t>(num_rows) * steps), shape_.type, num_rows, steps};
 }
 
 void Decoder::embed(int64_t token, float* x) const {
@@ -121,11 +130,12 @@ void Decoder::embed(int64_t token, float* x) const {
 }
 
 void Decoder::forward(const Pass& pass) {
-    std::lock_guard<std::mutex> lock(turn_);
+    Room& room = room_.get();
+    std::lock_guard<std::mutex> lock(room.turn);
     for (int row = 0; row < pass.num_rows; ++row)
         if (pass.tokens[row] < 0 || pass.tokens[row] >= shape_.vocab_size)
             throw std::out_of_range("there is no token with the id " + std::to_string(pass.tokens[row]));
-    Buffers b = buffers(pass.num_rows);
+    Buffers b = buffers(room, pass.num_rows);
     const size_t width = static_cast<size_t>(shape_.hidden_size);
     backend_.team.run(alone(pass.num_rows), [&](int thread) {
         Team& team = backend_.team;
@@ -217,8 +227,9 @@ void Decoder::attend(int thread, const Layer& layer, int index, const Pass& pass
 }
 
 void Decoder::logits(const float* hidden, int num_rows, float* out) {
-    std::lock_guard<std::mutex> lock(turn_);
-    const Inputs x{inputs_.words(static_cast<size_t>(num_rows) * head_->num_steps), shape_.type, num_rows, head_->num_steps};
+    Room& room = room_.get();
+    std::lock_guard<std::mutex> lock(room.turn);
+    const Inputs x = head_inputs(room, num_rows);
     backend_.team.run(head_->bytes() < ALONE_BYTES, [&](int thread) {
         backend_.team.tiles(thread, num_rows, [&](int row) {
             backend_.kernels.put_row(x, row, hidden + static_cast<size_t>(row) * shape_.hidden_size, shape_.hidden_size);
@@ -228,8 +239,9 @@ void Decoder::logits(const float* hidden, int num_rows, float* out) {
 }
 
 void Decoder::argmax(const float* hidden, int num_rows, int num_ids, int64_t* ids, float* values) {
-    std::lock_guard<std::mutex> lock(turn_);
-    const Inputs x{inputs_.words(static_cast<size_t>(num_rows) * head_->num_steps), shape_.type, num_rows, head_->num_steps};
+    Room& room = room_.get();
+    std::lock_guard<std::mutex> lock(room.turn);
+    const Inputs x = head_inputs(room, num_rows);
     const size_t threads = static_cast<size_t>(backend_.team.num_threads());
     std::vector<Best> best(threads * static_cast<size_t>(num_rows), Best{-__builtin_inff(), INT32_MAX});
     Matrix head = *head_;

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "kernels.h"
 #include "pool.h"
+#include "process.h"
 
 namespace forerun {
 
@@ -30,7 +32,7 @@ class Scratch {
 };
 
 void* allocate(size_t bytes);  // in huge pages where the system has them; null where there is no memory
-void release(void* data, size_t bytes);
+void release(void* data);
 
 struct DecoderShape {
     int hidden_size, num_heads, num_kv_heads, head_dim, ffn_size, vocab_size;
@@ -78,7 +80,13 @@ class Decoder {
 
   private:
     struct Buffers;
-    Buffers buffers(int num_rows);
+    // Where passes compute, one at a time.
+    struct Room {
+        std::mutex turn;
+        Scratch residual, qkv, inputs, own, ffn, normed, attention;
+    };
+    Buffers buffers(Room& room, int num_rows);
+    Inputs head_inputs(Room& room, int num_rows) const;
     void embed(int64_t token, float* x) const;
     void layer(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b);
     void attend(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b);
@@ -92,8 +100,7 @@ class Decoder {
     const float* final_norm_;
     const Matrix* head_;
     size_t bytes_;  // of weights that a pass reads
-    Scratch residual_, qkv_, inputs_, own_, ffn_, normed_, attention_;
-    std::mutex turn_;
+    PerProcess<Room> room_;
 };
 
 // A product by all threads of a team; to be called by each of them inside `run`.

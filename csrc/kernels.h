@@ -111,12 +111,11 @@ struct Attention {
 };
 
 struct Kernels {
-    const char* name;
-    // Product of every row with the panels [first, last).
-    void (*linear)(const Matrix&, const Inputs&, const Output&, int first, int last);
+    // Product of every row with the panels [first, last). sums: 32 floats for each row, aligned to 64.
+    void (*linear)(const Matrix&, const Inputs&, const Output&, int first, int last, float* sums);
     // float32 row -> inputs of a product.
     void (*put_row)(const Inputs&, int row, const float* x, int n);
-    // Root mean square norm of one row (Zhang and Sennrich 2019, eq. 4): to floats, or to inputs of a product.
+    // Root mean square norm of one row (Zhang and Sennrich 2019, eq. 4).
     void (*rms_norm)(const float* x, const float* weight, int n, float eps, float* out);
     void (*silu_mul)(const float* gate, const float* up, int n, float* out);
     // Rotary positions (Su et al. 2021), pairs (i, i + n/2); cos, sin [n], the first half of sin negated.

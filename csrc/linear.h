@@ -5,8 +5,6 @@
 // same for one row and for five hundred. With bfloat16 a step takes two inputs at once.
 #pragma once
 
-#include <new>
-
 #include "kernels.h"
 #include "simd.h"
 
@@ -226,11 +224,8 @@ inline void best_of_panel(const Matrix& w, const Inputs& x, const Output& to, in
     }
 }
 
-inline void linear(const Matrix& w, const Inputs& x, const Output& to, int first, int last) {
+inline void linear(const Matrix& w, const Inputs& x, const Output& to, int first, int last, float* sums) {
     if (x.num_rows == 0) return;
-    constexpr int FEW = 64;
-    alignas(64) float few[FEW * PANEL];
-    float* sums = x.num_rows <= FEW ? few : new (std::align_val_t(64)) float[static_cast<size_t>(x.num_rows) * PANEL];
     for (int panel = first; panel < last; ++panel) {
         panel_sums(w, x, panel, sums);
         if (to.finish == Finish::argmax)
@@ -238,7 +233,6 @@ inline void linear(const Matrix& w, const Inputs& x, const Output& to, int first
         else
             finish_panel(w, x, to, panel, sums);
     }
-    if (sums != few) ::operator delete[](sums, std::align_val_t(64));
 }
 
 inline void unpack_row(const Matrix& w, int row, float* out) {

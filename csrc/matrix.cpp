@@ -39,16 +39,17 @@ Packed::Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in
     const int outputs_per_panel = paired ? PANEL / 2 : PANEL;
     matrix_ = {type, paired, height, num_in, (num_in + per_step - 1) / per_step,
                (height + outputs_per_panel - 1) / outputs_per_panel, nullptr, nullptr};
-    data_ = allocate(matrix_.bytes());
+    data_.reset(allocate(matrix_.bytes()));
     if (!data_) throw std::bad_alloc();
-    matrix_.data = data_;
+    matrix_.data = data_.get();
+    uint32_t* words = static_cast<uint32_t*>(data_.get());
     const int panels_per_turn = static_cast<int>(std::max<size_t>(1, GIVE_BACK_BYTES / matrix_.panel_bytes()));
     const size_t row_bytes = static_cast<size_t>(num_in) * bytes_of(type);
     for (int start = 0; start < matrix_.num_panels; start += panels_per_turn) {
         const int end = std::min(matrix_.num_panels, start + panels_per_turn);
         team.run(matrix_.bytes() < (size_t{1} << 20), [&](int thread) {
             team.tiles(thread, end - start, [&](int i) {
-                pack_panel(parts, start + i, static_cast<uint32_t*>(data_) + matrix_.panel_bytes() / 4 * (start + i));
+                pack_panel(parts, start + i, words + matrix_.panel_bytes() / 4 * (start + i));
             });
         });
         if (!give_back) continue;
@@ -71,7 +72,7 @@ Packed::Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in
     matrix_.bias = bias_.data();
 }
 
-Packed::~Packed() { release(data_, matrix_.bytes()); }
+void Packed::Release::operator()(void* data) const { release(data); }
 
 const void* Packed::source_row(const std::vector<Part>& parts, int panel, int lane) const {
     size_t part = 0;
@@ -106,7 +107,7 @@ void Packed::unpack(int index, void* out) const {
     const int of = matrix_.paired ? index % height : index;
     const int panel = matrix_.paired ? of / 16 : of / PANEL;
     const int lane = matrix_.paired ? of % 16 + (index >= height ? 16 : 0) : of % PANEL;
-    const uint32_t* words = static_cast<const uint32_t*>(data_) + matrix_.panel_bytes() / 4 * panel + lane;
+    const uint32_t* words = static_cast<const uint32_t*>(data_.get()) + matrix_.panel_bytes() / 4 * panel + lane;
     const size_t row_bytes = static_cast<size_t>(matrix_.num_in) * bytes_of(matrix_.type);
     for (int s = 0; s < matrix_.num_steps; ++s) {
         const size_t at = static_cast<size_t>(s) * 4;

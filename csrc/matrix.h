@@ -1,6 +1,7 @@
 // Packing: row-major weights into panels, with the source's memory given back on the way.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "kernels.h"
@@ -21,7 +22,6 @@ class Packed {
     // returned to the system as they are packed; whoever owns it must not read it again.
     Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in, bool paired, const float* bias,
            bool give_back);
-    ~Packed();
     Packed(const Packed&) = delete;
     Packed& operator=(const Packed&) = delete;
 
@@ -30,12 +30,16 @@ class Packed {
     void unpack(int index, void* out) const;
 
   private:
+    struct Release {
+        void operator()(void* data) const;
+    };
+
     const void* source_row(const std::vector<Part>& parts, int panel, int lane) const;
     void pack_panel(const std::vector<Part>& parts, int panel, uint32_t* out) const;
 
     Matrix matrix_;
     std::vector<float> bias_;
-    void* data_;
+    std::unique_ptr<void, Release> data_;
 };
 
 }  // namespace forerun

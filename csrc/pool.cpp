@@ -1,6 +1,7 @@
 #include "pool.h"
 
-#include <unistd.h>
+#include <string>
+#include <utility>
 
 namespace forerun {
 
@@ -11,19 +12,26 @@ constexpr int NUM_SPINS = 4000;  // about 40 us: longer than a tile, shorter tha
 inline void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#else
+    std::this_thread::yield();
 #endif
 }
 
+// Takes a thread out of a body that another one has failed in.
+struct GivenUp {};
+
 }  // namespace
 
-void Team::Signal::raise() {
+void Signal::raise() {
     count_.fetch_add(1);
     if (num_sleepers_.load() == 0) return;
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
 }
 
-void Team::Signal::wait_beyond(uint32_t seen) {
+void Signal::wait_beyond(uint32_t seen) {
     for (int i = 0; i < NUM_SPINS; ++i) {
         if (now() != seen) return;
         relax();
@@ -34,58 +42,101 @@ void Team::Signal::wait_beyond(uint32_t seen) {
     num_sleepers_.fetch_sub(1);
 }
 
-Team::Team(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads), next_(num_threads_) {}
+// ------------------------------------------------------------------------------------------------------ the threads
 
-void Team::reset() {
+Crew::Crew(int num_threads) : num_threads_(num_threads), next_(static_cast<size_t>(num_threads)) {}
+
+Crew::~Crew() { end(); }
+
+void Crew::start() {
+    if (!threads_.empty()) return;
+    const size_t wanted = static_cast<size_t>(num_threads_) - 1;
+    try {
+        threads_.reserve(wanted);
+        while (threads_.size() < wanted) {
+            const int thread = static_cast<int>(threads_.size()) + 1;
+            threads_.emplace_back([this, thread, seen = begin_.now()]() mutable {
+                for (;;) {
+                    begin_.wait_beyond(seen);
+                    seen = begin_.now();
+                    if (ending_) return;
+                    work(thread);
+                }
+            });
+        }
+    } catch (const std::exception& error) {
+        const std::string num_started = std::to_string(threads_.size() + 1);  // the caller is one of them
+        end();
+        throw NoThreads("only " + num_started + " of " + std::to_string(num_threads_) +
+                        " threads for the native kernels could be started (" + error.what() +
+                        "): set FORERUN_NUM_THREADS to " + num_started + " or less");
+    }
+}
+
+void Crew::end() {
+    ending_ = true;
+    begin_.raise();
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+    ending_ = false;
+}
+
+// ----------------------------------------------------------------------------------------------------------- a pass
+
+void Crew::reset() {
     num_arrived_ = 0;
     for (Counter& counter : next_) counter.value = 0;
 }
 
-Team::~Team() {
-    if (owner_ != getpid()) {  // a fork: these threads never existed here
-        for (std::thread& thread : threads_) thread.detach();
-        return;
-    }
-    ending_ = true;
-    begin_.raise();
-    for (std::thread& thread : threads_) thread.join();
-}
-
-void Team::start() {
-    for (std::thread& thread : threads_) thread.detach();  // left behind by a fork
-    threads_.clear();
-    owner_ = getpid();
-    for (int i = 1; i < num_threads_; ++i) threads_.emplace_back([this, i, seen = begin_.now()]() mutable {
-        for (;;) {
-            begin_.wait_beyond(seen);
-            seen = begin_.now();
-            if (ending_) return;
-            work(i);
-        }
-    });
-}
-
-void Team::run(bool alone, const std::function<void(int)>& body) {
+void Crew::run(bool alone, const std::function<void(int)>& body) {
     std::lock_guard<std::mutex> lock(turn_);
-    num_active_ = alone ? 1 : num_threads_;
-    if (num_active_ == 1) return body(0);
-    if (owner_ != getpid()) start();
+    alone_ = alone || num_threads_ == 1;
+    if (alone_) return body(0);
+    start();
     body_ = &body;
+    failed_ = false;
     reset();
     begin_.raise();
     work(0);
+    if (failed_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
-void Team::work(int thread) {
-    (*body_)(thread);
-    barrier();
+// Everybody leaves the body at the same barrier. Where somebody has failed that is any of its barriers, and one more
+// shows that all are out, because the body may not live longer than this pass.
+void Crew::work(int thread) {
+    bool given_up;
+    try {
+        (*body_)(thread);
+        given_up = barrier();
+    } catch (const GivenUp&) {
+        given_up = true;
+    } catch (...) {
+        fail(std::current_exception());
+        given_up = barrier();
+    }
+    if (given_up) barrier();
 }
 
-void Team::barrier() {
+void Crew::fail(std::exception_ptr error) {
+    std::lock_guard<std::mutex> lock(error_mutex_);
+    if (!failed_.exchange(true)) error_ = std::move(error);
+}
+
+void Crew::meet() {
+    if (barrier()) throw GivenUp();
+}
+
+// Whether to go on is decided by the last to arrive, once for all: somebody may fail again before the others look.
+bool Crew::barrier() {
     const uint32_t seen = passed_.now();
-    if (num_arrived_.fetch_add(1) + 1 < num_active_) return passed_.wait_beyond(seen);
-    reset();
-    passed_.raise();
+    if (num_arrived_.fetch_add(1) + 1 < num_threads_) {
+        passed_.wait_beyond(seen);
+    } else {
+        reset();
+        given_up_ = failed_;
+        passed_.raise();
+    }
+    return given_up_;
 }
 
 }  // namespace forerun

@@ -1,8 +1,6 @@
 // Everything that is done to one row at a time: norms, activation, rotary positions, conversions.
 #pragma once
 
-#include <cmath>
-
 #include "kernels.h"
 #include "linear.h"
 #include "simd.h"
@@ -22,7 +20,8 @@ inline void rms_norm(const float* x, const float* weight, int n, float eps, floa
         const F16 part = load_first(x + whole, n - whole);
         squares = madd(part, part, squares);
     }
-    const F16 inverse = f16(1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + eps));
+    // The builtin is one instruction; std::sqrt is a function that the linker might share with other instruction sets.
+    const F16 inverse = f16(1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(n) + eps));
     for (int i = 0; i < whole; i += LANES) store(out + i, load(x + i) * inverse * load(weight + i));
     if (whole < n) {
         const int rest = n - whole;

@@ -7,9 +7,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
 
 namespace forerun {
+
+namespace {
 
 constexpr int64_t CHUNK = 1024;  // values run together: they stay in the first cache
 constexpr int64_t FEW = 512;     // values that are sorted right away
@@ -22,12 +28,12 @@ struct Workspace {
 };
 
 template <class T>
-static T* at_least(std::vector<T>& vector, int64_t n) {
+T* at_least(std::vector<T>& vector, int64_t n) {
     if (static_cast<int64_t>(vector.size()) < n) vector.resize(n);
     return vector.data();
 }
 
-static Workspace& workspace() {
+Workspace& workspace() {
     static thread_local Workspace kept;
     return kept;
 }
@@ -53,14 +59,14 @@ struct Context {
     const int64_t width;  // of the row
 };
 
-static float divisor_of(const Context& c, uint64_t ticks) {
+float divisor_of(const Context& c, uint64_t ticks) {
     return static_cast<float>(static_cast<double>(ticks) / c.ticks_per_one);
 }
 
 // ------------------------------------------------------------------------------------------------------ top-k, min-p
 
 // Everybody at or above the threshold.
-static List list_from(const Context& c, const float* row, Scale scale, float threshold) {
+List list_from(const Context& c, const float* row, Scale scale, float threshold) {
     const int64_t num_blocks = blocks_of(c.width);
     float* largest = at_least(c.space.sorted, num_blocks);
     c.kernels.scale(c.space.block_largest.data(), num_blocks, scale, largest);
@@ -76,7 +82,7 @@ static List list_from(const Context& c, const float* row, Scale scale, float thr
 }
 
 // A logit that at least k of the row reach: the k-th largest of the blocks' largest.
-static float reached_by(const Context& c, int64_t k) {
+float reached_by(const Context& c, int64_t k) {
     const int64_t num_blocks = blocks_of(c.width);
     if (k > num_blocks) return -INFINITY;
     float* largest = at_least(c.space.sorted, num_blocks);
@@ -85,7 +91,7 @@ static float reached_by(const Context& c, int64_t k) {
     return largest[k - 1];
 }
 
-static void keep(List& list, Cut cut) {
+void keep(List& list, Cut cut) {
     int64_t n = 0;
     for (int64_t i = 0; i < list.n; ++i) {
         const float value = list.values[i];
@@ -96,7 +102,7 @@ static void keep(List& list, Cut cut) {
     list.n = n;
 }
 
-static void keep_largest(const Context& c, List& list, int64_t k) {
+void keep_largest(const Context& c, List& list, int64_t k) {
     if (list.n <= k) return;
     float* sorted = at_least(c.space.sorted, list.n);
     std::copy_n(list.values, list.n, sorted);
@@ -109,12 +115,12 @@ static void keep_largest(const Context& c, List& list, int64_t k) {
 // ------------------------------------------------------------------------------------------------------------- top-p
 
 // At most the total, however it is rounded, because top_p < 1.
-static uint64_t goal_of(uint64_t total, double top_p) {
+uint64_t goal_of(uint64_t total, double top_p) {
     return static_cast<uint64_t>(std::ceil(top_p * static_cast<double>(total)));
 }
 
 // The cut among these values, in front of which `above` ticks stand already.
-static Cut cut_among(const Context& c, float* values, int64_t n, uint64_t above, uint64_t goal) {
+Cut cut_among(const Context& c, float* values, int64_t n, uint64_t above, uint64_t goal) {
     float weights[CHUNK];
     std::sort(values, values + n, std::greater<float>());
     Cut cut = {values[0], 0, above};
@@ -132,7 +138,7 @@ static Cut cut_among(const Context& c, float* values, int64_t n, uint64_t above,
 }
 
 // Mass by buckets of depth below the largest logit, opened block by block from the top until they hold the goal.
-static int fill_buckets(const Context& c, const float* values, const float* weights, int64_t n, const float* largest,
+int fill_buckets(const Context& c, const float* values, const float* weights, int64_t n, const float* largest,
                         uint64_t goal, uint64_t& above) {
     uint64_t* mass = at_least(c.space.mass, NUM_BUCKETS);
     std::fill_n(mass, NUM_BUCKETS, 0);
@@ -154,7 +160,7 @@ static int fill_buckets(const Context& c, const float* values, const float* weig
 }
 
 // The shortest prefix of the sorted values whose mass reaches the goal. largest: of every 64 values.
-static Cut nucleus(const Context& c, const float* values, const float* weights, int64_t n, const float* largest,
+Cut nucleus(const Context& c, const float* values, const float* weights, int64_t n, const float* largest,
                    uint64_t goal) {
     float* chosen = at_least(c.space.sorted, n);
     if (n <= FEW) {
@@ -178,7 +184,7 @@ static Cut nucleus(const Context& c, const float* values, const float* weights, 
 // ---------------------------------------------------------------------------------------------------------- softmax
 
 // Probabilities of a list, from its weights and their mass.
-static void finish_list(const Context& c, const List& list, float* weights, uint64_t ticks, int64_t most_listed,
+void finish_list(const Context& c, const List& list, float* weights, uint64_t ticks, int64_t most_listed,
                         Law& law) {
     const float divisor = divisor_of(c, ticks);
     if (list.n > most_listed) {
@@ -194,7 +200,7 @@ static void finish_list(const Context& c, const List& list, float* weights, uint
         }
 }
 
-static void law_of_list(const Context& c, List list, const LawSettings& settings, Law& law) {
+void law_of_list(const Context& c, List list, const LawSettings& settings, Law& law) {
     float* weights = at_least(c.space.weights, list.n);
     uint64_t ticks = c.kernels.exp(list.values, list.n, c.ticks_per_one, weights);
     if (settings.top_p < 1) {
@@ -209,7 +215,7 @@ static void law_of_list(const Context& c, List list, const LawSettings& settings
 }
 
 // Scaled logits and weights of the whole row; returns the mass.
-static uint64_t weigh(const Context& c, const float* row, Scale scale, float* values, float* weights) {
+uint64_t weigh(const Context& c, const float* row, Scale scale, float* values, float* weights) {
     float scaled[CHUNK];
     uint64_t ticks = 0;
     for (int64_t i = 0; i < c.width; i += CHUNK) {
@@ -221,20 +227,20 @@ static uint64_t weigh(const Context& c, const float* row, Scale scale, float* va
     return ticks;
 }
 
-static void law_without_filters(const Context& c, const float* row, Scale scale, Law& law) {
+void law_without_filters(const Context& c, const float* row, Scale scale, Law& law) {
     law.dense = std::make_unique<Buffer>(c.width);
     const uint64_t ticks = weigh(c, row, scale, nullptr, law.dense->data());
     c.kernels.divide(law.dense->data(), c.width, divisor_of(c, ticks));
 }
 
 // Ties beyond those that the cut keeps lose their probability.
-static void drop_ties(const Context& c, const float* values, Cut cut, float* weights) {
+void drop_ties(const Context& c, const float* values, Cut cut, float* weights) {
     for (int64_t i = 0; i < c.width; ++i)
         if (values[i] == cut.threshold && cut.num_ties-- <= 0) weights[i] = 0;
 }
 
 // top-p of a whole row.
-static void law_by_mass(const Context& c, const float* row, Scale scale, const LawSettings& settings, Law& law) {
+void law_by_mass(const Context& c, const float* row, Scale scale, const LawSettings& settings, Law& law) {
     auto weights = std::make_unique<Buffer>(c.width);
     float* values = at_least(c.space.values, c.width);
     float* largest = at_least(c.space.weights, blocks_of(c.width));
@@ -255,6 +261,8 @@ static void law_by_mass(const Context& c, const float* row, Scale scale, const L
     if (counts.equal > cut.num_ties) drop_ties(c, values, cut, weights->data());
     law.dense = std::move(weights);
 }
+
+}  // namespace
 
 // -------------------------------------------------------------------------------------------------------- the whole
 

@@ -17,12 +17,21 @@ typedef int32_t Marks __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint64_t Wide __attribute__((vector_size(VECTOR_BYTES)));
 
 typedef float Quad __attribute__((vector_size(16)));
+typedef int32_t QuadMarks __attribute__((vector_size(16)));
+
+static inline __attribute__((always_inline)) Quad halves_swapped(const Quad& x) {
+#if defined(__clang__)
+    return __builtin_shufflevector(x, x, 2, 3, 0, 1);
+#else
+    return __builtin_shuffle(x, QuadMarks{2, 3, 0, 1});
+#endif
+}
 
 static inline __attribute__((always_inline)) float largest_of(const Lanes& lanes) {
     Quad x[NUM_LANES / 4];
     std::memcpy(x, &lanes, sizeof x);
     for (int i = 1; i < NUM_LANES / 4; ++i) x[0] = x[i] > x[0] ? x[i] : x[0];
-    const Quad half = __builtin_shufflevector(x[0], x[0], 2, 3, 0, 1);
+    const Quad half = halves_swapped(x[0]);
     x[0] = half > x[0] ? half : x[0];
     return x[0][1] > x[0][0] ? x[0][1] : x[0][0];
 }

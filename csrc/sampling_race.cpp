@@ -1,22 +1,28 @@
 // From a law to a token: draws by the cumulative sum, and the race that match verification is decided by.
 #include <cmath>
+#include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "philox.h"
 #include "sampling.h"
 
 namespace forerun {
 
-static thread_local std::vector<float> block_largest;
+namespace {
 
-static Scan scan(const SamplingKernels& kernels, const float* weights, int64_t n) {
+thread_local std::vector<float> block_largest;
+
+Scan scan(const SamplingKernels& kernels, const float* weights, int64_t n) {
     block_largest.resize(blocks_of(n));
     return kernels.scan(weights, n, block_largest.data());
 }
 
-static bool is_law(const Scan& scan) {
+bool is_law(const Scan& scan) {
     return scan.ordered && scan.smallest >= 0 && scan.largest > 0 && scan.largest < INFINITY;
 }
+
+}  // namespace
 
 int64_t place_of(const SamplingKernels& kernels, const float* weights, int64_t n, uint64_t uniform) {
     static thread_local std::vector<uint64_t> mass;
@@ -56,6 +62,8 @@ double log_of(double x) {
     return k * 6.93147180369123816490e-01 - ((half_square - tail) - f);
 }
 
+namespace {
+
 struct Best {
     double time = INFINITY;
     int64_t id = -1;
@@ -69,10 +77,10 @@ struct Best {
 };
 
 // Words in half units, and a margin above every rounding error here: too many candidates never change the winner.
-static float with_margin(double reach) { return static_cast<float>(reach * 0x1p31 * (1 + 1e-5)); }
+float with_margin(double reach) { return static_cast<float>(reach * 0x1p31 * (1 + 1e-5)); }
 
 // Everybody who may finish before `reach`; the reach shrinks to the best time seen.
-static Best run(const SamplingKernels& kernels, const float* weights, int64_t n, Noise noise, double reach) {
+Best run(const SamplingKernels& kernels, const float* weights, int64_t n, Noise noise, double reach) {
     Best best;
     uint32_t words[SCAN_BLOCK];
     float limit = with_margin(reach), last[SCAN_BLOCK] = {};
@@ -93,7 +101,7 @@ static Best run(const SamplingKernels& kernels, const float* weights, int64_t n,
     return best;
 }
 
-static Best run_listed(const float* weights, const int64_t* ids, int64_t n, Noise noise) {
+Best run_listed(const float* weights, const int64_t* ids, int64_t n, Noise noise) {
     Best best;
     PhiloxWords words = {};
     int64_t known = -1;
@@ -107,6 +115,8 @@ static Best run_listed(const float* weights, const int64_t* ids, int64_t n, Nois
     }
     return best;
 }
+
+}  // namespace
 
 int64_t race(const SamplingKernels& kernels, const float* weights, const int64_t* ids, int64_t n, uint64_t seed,
              uint64_t position) {

@@ -275,7 +275,7 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     openmp = f"; OpenMP: {', '.join(torch.openmp)}" if torch.openmp else ""
     yield "torch", f"{torch.version}, {_count(torch.num_threads, 'thread')}{openmp}"
     if torch.gpu is not None:
-        yield "GPU", f"{torch.gpu}; device auto takes it, and torch's operators"
+        yield "GPU", f"{torch.gpu}; device auto takes it, with torch's operators; those above are for device cpu"
     yield "memory", _memory(facts)
     yield "bandwidth", f"{facts.bandwidth.bytes_per_s / 1e9:.1f} GB/s ({facts.bandwidth.probe})"
     yield (

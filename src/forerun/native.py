@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import math
 import os
+import platform
 import shutil
 import sys
 import sysconfig
@@ -43,16 +44,20 @@ def extension() -> Any:
     return _load()[0]
 
 
+X86 = ("x86_64", "amd64", "i386", "i686")  # as platform.machine() has them, in small letters
+
+
 @cache
 def isa() -> str:
     """The instruction set whose kernels run: the best that was built and that the processor has.
 
-    "reference" = none, torch computes. FORERUN_ISA overrides; raises BadOption for one that cannot be had.
+    "reference" = none, torch computes: also where no x86 processor is, for nobody has run the portable kernels there
+    yet. FORERUN_ISA overrides; raises BadOption for one that cannot be had.
     """
     possible = available_isas()
     wanted = os.environ.get("FORERUN_ISA")
     if wanted is None:
-        return possible[0]
+        return possible[0] if platform.machine().lower() in X86 else "reference"
     if wanted not in possible:
         why = "" if extension() is not None else f" ({why_not()})"
         raise BadOption(f"FORERUN_ISA={wanted!r} is not possible here{why}: it must be one of {', '.join(possible)}")

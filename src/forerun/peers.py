@@ -251,7 +251,7 @@ _LLAMA_CPP = _rows(
     ("--mirostat --mirostat-lr --mirostat-ent --dynatemp-range", "", _FILTERS),
     ("--samplers --sampling-seq --sampler-seq", "", "the order is fixed, penalties, temperature, top-k, min-p, top-p"),
     ("--grammar --grammar-file -j --json-schema -jf --json-schema-file", "", _GRAMMAR),
-    ("-t --threads -tb --threads-batch", "", "set the variable OMP_NUM_THREADS"),
+    ("-t --threads -tb --threads-batch", "", "set the variable FORERUN_NUM_THREADS"),
     (
         "-ngl --gpu-layers --n-gpu-layers",
         "device",

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.bench import peers, widen
-from forerun.bench.peer_process import WORKER, Outcome, PeerError, PeerProcess, Question
+from forerun.bench import bandwidth, peer_forwards, peers, widen
+from forerun.bench.peer_forwards import ForwardsPlan, OwnForward, text_of
+from forerun.bench.peer_process import WORKERS, Outcome, Pass, PeerError, PeerProcess, Question
 from forerun.bench.peer_results import Divergence, best_of, lines_of
 from forerun.bench.peers import PeersPlan, measure, open_own, run, widened
+from forerun.cli import main
 from forerun.config import EngineConfig
-from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
 from forerun.errors import BadOption
 from forerun.models.widening import WideShape
 from tiny import write_tiny
@@ -126,11 +128,141 @@ def test_a_peer_that_cannot_load_says_why(bare_python: Path, tmp_path: Path) -> 
 
 
 def test_workers_import_nothing_of_forerun() -> None:
-    """They run where forerun is not installed."""
-    for node in ast.walk(ast.parse(WORKER.read_text(encoding="utf-8"))):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
-        assert all(name == "__future__" or name.split(".")[0] in sys.stdlib_module_names for name in names), names
+    """They run where forerun is not installed. (They run here: only what type checkers read may name it.)"""
+    known = {"__future__", *sys.stdlib_module_names, *(file.stem for file in WORKERS.glob("*.py"))}
+    for file in WORKERS.glob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for block in (node for node in ast.walk(tree) if isinstance(node, ast.If)):
+            if ast.unparse(block.test) == "TYPE_CHECKING":
+                block.body = []
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
+            assert {name.split(".")[0] for name in names} <= known, (file.name, names)
+
+
+# ------------------------------------------------------------------------------------------------------ single passes
+
+
+@pytest.fixture
+def quick_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Probes of a few megabytes; threads as they were."""
+    monkeypatch.setattr(bandwidth, "MIN_BYTES", 1 << 24)
+    monkeypatch.setattr(bandwidth, "MIN_BYTES_PER_THREAD", 1 << 24)
+    monkeypatch.setenv("FORERUN_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_forwards_beside_a_real_peer(
+    bare_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick_probes: None
+) -> None:
+    """Passes that begin at the context again, too; the peer agrees about (nearly) every token."""
+    rows = (1, 40, 90)  # two of a round fit behind the context, three do not
+    plan = ForwardsPlan(rows, 70, 3, shape="none", folder=tmp_path, pythons={"openvino": bare_python})
+    peer_forwards.run(EngineConfig(), plan)
+    printed = capsys.readouterr().out.splitlines()
+    record = json.loads(printed[-1])
+    assert (record["bench"], record["plan"]["rows"], record["plan"]["context"]) == ("peer forwards", [1, 40, 90], 70)
+    assert "has no openvino; make an environment with" in record["left_out"].pop("openvino")
+    assert not record["left_out"]
+    assert record["engines"]["forerun"].endswith(", 1 threads, bfloat16")
+    assert record["build"] in record["engines"]["forerun"]
+    assert len(record["round_bandwidths_bytes_per_s"]) == 3
+    lines = record["lines"]
+    assert [(line["engine"], line["num_rows"]) for line in lines] == [
+        (name, num_rows) for name in ("forerun", "transformers") for num_rows in rows
+    ]
+    for line in lines:
+        assert line["num_tokens"] == 3 * line["num_rows"]
+        assert line["num_same"] >= (1.0 if line["engine"] == "forerun" else 0.9) * line["num_tokens"] - 1
+        assert 0 < line["ratio_range"][0] <= line["ratio"] <= line["ratio_range"][1]
+        assert (line["growth_range"] == [1, 1]) == (line["num_rows"] == 1)
+    assert sum("transformers" in line for line in printed[:-1]) >= 1 + len(rows)
+    assert any(line.startswith("tokens: new ones of a pass") for line in printed)
+
+
+def test_a_pass_sees_the_tokens_before_it() -> None:
+    """Whatever is in the cache when it is asked for, and however the text is cut."""
+    checkpoint = load_target(EngineConfig(dtype="float32"))
+    text = text_of(checkpoint, 60)
+    own = OwnForward(checkpoint.model, EngineConfig(), 60)
+    whole = own.forward(text[:1], text[1:]).best
+    assert len(whole) == 59
+    assert own.forward(text[:50], text[50:55]).best == whole[49:54]  # cut back
+    assert own.forward(text[:55], text[55:60]).best == whole[54:59]  # goes on
+    other = own.forward(text[10:30], text[30:40]).best  # another text
+    assert own.forward(text[:30], text[30:40]).best == whole[29:39]
+    assert other != whole[29:39]
+
+
+def test_an_engine_that_fails_is_dropped(tmp_path: Path, quick_probes: None) -> None:
+    checkpoint = load_target(EngineConfig(dtype="bfloat16"))
+    own = OwnForward(checkpoint.model, EngineConfig(), 400)
+    asked = dataclasses.replace(question(tmp_path), draft=None, worker=peer_forwards.WORKER)
+    peer = PeerProcess("transformers", Path(sys.executable), asked)
+    try:
+        text = text_of(checkpoint, 40)
+        assert len(peer.forward(text[:20], text[20:25]).best) == 5
+        with pytest.raises(PeerError, match="IndexError: "):
+            peer.forward(text[:25], [100_000])
+        os.kill(peer._process.pid, signal.SIGKILL)
+        left_out: dict[str, str] = {}
+        passes = peer_forwards.measure([own, peer], text, ForwardsPlan((2, 3), 20, 2), left_out, [])
+    finally:
+        peer.close()
+    assert {key: len(some) for key, some in passes.items()} == {("forerun", 2): 2, ("forerun", 3): 2}
+    assert left_out["transformers"].startswith("its process ended with exit code -9")
+
+
+def test_every_number_of_a_pass() -> None:
+    """Two rounds; ratios are of one round each."""
+    passes = {
+        ("forerun", 1): [Pass(1.0, [5]), Pass(2.0, [6])],
+        ("forerun", 2): [Pass(2.0, [7, 8]), Pass(3.0, [7, 8])],
+        ("peer", 1): [Pass(2.0, [5]), Pass(8.0, [9])],
+        ("peer", 2): [Pass(5.0, [7, 8]), Pass(12.0, [7, 1])],
+    }
+    own_one, own_two, one, two = peer_forwards.lines_of(passes)
+    assert (own_one.seconds, own_one.ratio, own_one.growth, own_one.num_same) == (1.5, 1.0, 1.0, 2)
+    assert (own_two.growth, own_two.growth_range) == (1.75, (1.5, 2.0))
+    assert (one.ratio, one.ratio_range, one.num_same, one.num_tokens) == (3.0, (2.0, 4.0), 1, 2)
+    assert (two.seconds, two.ratio, two.ratio_range) == (8.5, 3.25, (2.5, 4.0))
+    assert (two.growth, two.growth_range, two.num_same, two.num_tokens) == (2.0, (1.5, 2.5), 3, 4)
+    assert peer_forwards.rotated([1, 2, 3], 4) == [2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "sentence"),
+    [
+        ((8,), 1921, "--context 1921 is not possible: .* 128 tokens further, .* 2048 positions; 1920 is the longest"),
+        ((2048,), 256, "--forward 2048 is not possible: "),
+    ],
+)
+def test_passes_that_do_not_fit(rows: tuple[int, ...], context: int, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match=sentence):
+        peer_forwards.run(EngineConfig(), ForwardsPlan(rows, context, shape="none", folder=tmp_path))
+
+
+REFUSED = {
+    "--forward 8 --spec-length 3": "--spec-length contradicts --forward, which runs single passes of the target",
+    "--forward 8 --draft lookup": "--draft contradicts --forward",
+    "--forward 8 --prompts 5": "--prompts contradicts --forward",
+    "--forward 8 --max-tokens 64": "--max-tokens contradicts --forward",
+    "--forward 8 --prompt-file x": "--prompt-file contradicts --forward",
+    "--forward 8 --forward 0": "greater than or equal to 1",
+    "--context 64": "--context 64 is not possible without --forward",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_options_that_would_be_ignored(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "peers", *words.split()])
+    printed = capsys.readouterr()
+    assert (end.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
+    assert REFUSED[words] in printed.err
 
 
 # --------------------------------------------------------------------------------------------------- what is refused

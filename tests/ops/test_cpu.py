@@ -79,6 +79,14 @@ def test_products_keep_infinities_and_nan(isa: str, dtype: torch.dtype) -> None:
         assert close(ops_of(isa).linear(x, ops_of(isa).pack(weight.to(dtype), bias)), expected, 0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_nan_stays_one(isa: str, dtype: torch.dtype) -> None:
+    """Those, too, whose upper half alone would be infinity, and those that rounding would carry over into 0."""
+    bits = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -1], dtype=torch.int32)
+    x = bits.view(FLOAT32)[:, None].repeat(1, 3)
+    assert bool(ops_of(isa).linear(x, ops_of(isa).pack(torch.ones(2, 3, dtype=dtype))).isnan().all())
+
+
 def test_denormal_inputs_and_weights_in_float32(isa: str) -> None:
     """Whole multiples of the least denormal number: exact, nothing is flushed."""
     ops, least = ops_of(isa), 2.0**-149
@@ -101,6 +109,19 @@ def test_denormal_inputs_and_weights_in_bfloat16(isa: str) -> None:
         flushed = TINY * (x.abs() @ weight.abs().T + 37) + expected.abs()
         found = ops.linear(x, ops.pack(weight.to(BFLOAT16)))
         assert close(found, expected, flushed if isa == "avx512" else 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_write_their_rows_and_nothing_beside_them(isa: str, dtype: torch.dtype) -> None:
+    """Panels are padded, and blocks of rows have any size; what lies in front of the rows and behind them stays."""
+    for num_out in (1, 15, 31, 33, 65):
+        weight = whole_numbers(1, num_out, 20)
+        packed = ops_of(isa).pack(weight.to(dtype))
+        for num_rows in (1, 3, 14, 15, 25, 33):
+            x, memory = whole_numbers(2, num_rows, 20), torch.full((num_rows + 2, num_out), NAN)
+            ops_of(isa).backend.linear(packed.handle, x.data_ptr(), num_rows, memory[1].data_ptr())
+            assert torch.equal(memory[1:-1], x @ weight.T)
+            assert bool(memory[[0, -1]].isnan().all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -171,6 +171,21 @@ def test_one_key_is_its_value(isa: str) -> None:
         assert torch.equal(found[row], case.v[row].repeat_interleave(2, dim=0))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_rounded_to_nearest_and_sum_to_one(isa: str, dtype: torch.dtype) -> None:
+    """Two keys that score 0 and -d, with values 0 and 1: out comes w / (1 + w), w = e^-d as the tile keeps it."""
+    case = attention_case(13, [chain(1, 1)], (64, 64, 16), dtype)
+    q, k, keys = (torch.zeros_like(x) for x in (case.q, case.k, case.keys))
+    q[:, :, 0] = 4.0  # times 1 / sqrt(16)
+    k[0, :, 0] = -torch.linspace(0.01, 5, 64).to(BFLOAT16).float()
+    case = replace(case, q=q, k=k, keys=keys, v=torch.ones_like(case.v), values=torch.zeros_like(case.values))
+    weights = k[0, :, 0].double().exp()
+    if in_pairs(case, isa):
+        weights = weights.to(BFLOAT16).double()
+    expected = (weights / (1 + weights))[None, :, None].expand(1, 64, 16)
+    assert close(case.attend(ops_of(isa)), expected, TOLERANCE)
+
+
 def test_scores_of_any_size(isa: str) -> None:
     """Far beyond what e^x holds: the largest score decides, the rest is exactly 0."""
     case = attention_case(6, [chain(140, 4), RunShape(70, TREE)], (2, 1, 32), FLOAT32, scale=3e4)
@@ -222,3 +237,10 @@ def test_a_score_of_minus_infinity_weighs_nothing(isa: str, cached: int) -> None
 def test_runs_of_nothing(isa: str) -> None:
     case = attention_case(10, [chain(3, 0), chain(4, 2), chain(0, 0)], (2, 1, 8), FLOAT32)
     assert agrees(case, isa)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_odd_head_dim_is_refused(isa: str, dtype: torch.dtype) -> None:
+    case = attention_case(1, [chain(3, 2)], (2, 1, 7), dtype)
+    with pytest.raises(ValueError, match="head_dim must be even, not 7"):
+        case.attend(ops_of(isa))

@@ -101,6 +101,15 @@ def test_products(isa: str, dtype: torch.dtype, threads: int, num_in: int, num_o
 
 @every_isa
 @every_dtype
+@pytest.mark.parametrize("num_in", [2049, 4096, 14336])
+def test_products_as_wide_as_published_models(isa: str, dtype: torch.dtype, num_in: int) -> None:
+    """Where splitting the inputs would pay most."""
+    op = product_of(ops_of(isa), num_in, 40, dtype)
+    assert first_difference(op, op, (normal(7, 64, num_in),), SOME_COUNTS) is None
+
+
+@every_isa
+@every_dtype
 @num_threads
 @pytest.mark.parametrize("make", [added_product_of, feed_forward_of])
 def test_products_with_what_follows(isa: str, dtype: torch.dtype, threads: int, make: Callable[..., Operator]) -> None:

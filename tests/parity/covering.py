@@ -1,4 +1,4 @@
-"""A seeded covering design: which prompt runs under which configuration, so that every pair of values meets often.
+"""A seeded covering design: which prompt runs under which configuration, so that every pair of levels meets often.
 
 Six factors. What belongs to an engine (drafter, spec_length, neighbours, chunk, cache backend) is drawn for a group of
 prompts that run in one batch, num_neighbours + 1 of them; the rule is drawn for each prompt. Two factors with a and b

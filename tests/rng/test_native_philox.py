@@ -111,6 +111,16 @@ def test_whole_vocabularies(isa):
         assert race(isa, weights[ids], ids, seed, 77) == by_definition(weights[ids], ids, seed, 77)
 
 
+@pytest.mark.parametrize("isa", BOTH)
+def test_ids_beyond_2_to_the_18_have_noise_of_their_own(isa):
+    """Published vocabularies have up to 262,208 ids."""
+    weights, last = np.zeros(262_208, np.float32), np.arange(2**18, 262_208)
+    weights[last] = 2.0**-6
+    for seed in range(20):
+        winner = by_definition(weights[last], last, seed, 77)
+        assert race(isa, weights, None, seed, 77) == race(isa, weights[last], last, seed, 77) == winner
+
+
 def words_of(size: int, seed: int, position: int) -> np.ndarray:
     counters = [[position, rng.PURPOSE_MATCH, 0, j] for j in range(size // 4)]
     return rng.philox4x32(counters, rng.key_of(seed)).reshape(-1)

@@ -40,17 +40,16 @@ class Probes:
 
     A ceiling must not be beaten by what it is the ceiling of: a plain load loop reaches less than a kernel that
     prefetches, and what is fastest differs from machine to machine. On a CPU csrc/bandwidth.cpp reads as the native
-    kernels do; without the extension, and on other devices, there are torch's operators. Every probe reads each byte
-    once and writes almost nothing.
+    kernels do; without the extension, and on other devices, there are torch's operators, which can be left out where
+    torch has been given fewer threads. Every probe reads each byte once and writes almost nothing.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, with_torch: bool = True) -> None:
         self.device = device
         self.num_bytes = _buffer_bytes(device)
-        self._torch = _torch_probes(device, self.num_bytes)
+        self._torch = _torch_probes(device, self.num_bytes) if with_torch else {}
         module = native.extension() if device.type == "cpu" else None
-        make = getattr(module, "BandwidthProbe", None)  # an extension of older sources has none
-        self._native = make(self.num_bytes, native.num_threads()) if make else None
+        self._native = module.BandwidthProbe(self.num_bytes, native.num_threads()) if module is not None else None
 
     def read(self) -> Bandwidth:
         """One round, in which every probe runs once; the best of them."""

@@ -123,15 +123,36 @@ def peers(
     spec_length: Annotated[
         list[int] | None, typer.Option(help="tokens drafted per step (K); may be repeated [default: 5]", min=1)
     ] = None,
-    num_prompts: Annotated[int, typer.Option("--prompts", help="held-out prompts", min=1)] = 5,
-    max_tokens: Annotated[int, typer.Option(help="tokens per prompt", min=2)] = 64,
-    repeats: Annotated[int, typer.Option(help="times every prompt is run", min=1)] = 1,
+    num_prompts: Annotated[
+        int | None, typer.Option("--prompts", help="held-out prompts [default: 5]", min=1, show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="tokens per prompt [default: 64]", min=2, show_default=False)
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            help="times every prompt is run [default: 1], or every pass [default: 15]", min=1, show_default=False
+        ),
+    ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help='JSON lines with "id" and "text" [default: the shipped ones]')
     ] = None,
+    forward: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="instead of prompts, measure single passes of this many tokens with all their logits; may be repeated",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="tokens before a pass of --forward [default: 256]", min=1, show_default=False),
+    ] = None,
     num_threads: Annotated[
         int | None,
-        typer.Option(help="of every engine [default: FORERUN_NUM_THREADS]", min=1, show_default=False),
+        typer.Option(help="of every engine [default: FORERUN_NUM_THREADS]", min=1, max=1024, show_default=False),
     ] = None,
     transformers_python: Annotated[
         Path | None, typer.Option(help="interpreter that can import transformers [default: this one]")
@@ -144,22 +165,22 @@ def peers(
     kv_cache_backend: flags.CacheBackend = None,
     config: flags.ConfigFile = None,
 ) -> None:
-    """The same checkpoint, prompts and threads through forerun, transformers and openvino-genai: greedy, bfloat16."""
+    """The same checkpoint, prompts and threads through forerun, transformers and OpenVINO: greedy, bfloat16."""
     engine = flags.engine_config({k: v for k, v in locals().items() if k != "spec_length"}, config)
-    from forerun.bench import peers as bench
+    from forerun.bench import peer_forwards, peers as bench
 
-    plan = bench.PeersPlan(
-        shape=shape,
-        folder=folder,
-        spec_lengths=tuple(spec_length or (5,)),
-        num_prompts=num_prompts,
-        max_tokens=max_tokens,
-        num_repeats=repeats,
-        prompt_file=prompt_file,
-        num_threads=num_threads,
-        pythons={"transformers": transformers_python, "openvino": openvino_python},
-    )
-    bench.run(engine, plan)
+    pythons = {"transformers": transformers_python, "openvino": openvino_python}
+    both = {"shape": shape, "folder": folder, "num_repeats": repeats, "num_threads": num_threads, "pythons": pythons}
+    of_prompts = {
+        "spec_lengths": tuple(spec_length or ()),
+        "num_prompts": num_prompts,
+        "max_tokens": max_tokens,
+        "prompt_file": prompt_file,
+    }
+    if forward:
+        peer_forwards.run(engine, peer_forwards.planned(forward, context, both, {"draft": draft, **of_prompts}))
+    else:
+        bench.run(engine, bench.planned(context, both, of_prompts))
 
 
 @app.command()
@@ -214,8 +235,9 @@ def kernels(
     isa: Annotated[
         str | None, typer.Option(help="avx512, avx2 or baseline [default: the best]", show_default=False)
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="of the kernels [default: FORERUN_NUM_THREADS]", min=1, show_default=False)
+    num_threads: Annotated[
+        int | None,
+        typer.Option(help="of the kernels [default: FORERUN_NUM_THREADS]", min=1, max=1024, show_default=False),
     ] = None,
     repeats: Annotated[int, typer.Option(help="rounds, each with a bandwidth of its own", min=1)] = 5,
 ) -> None:
@@ -223,4 +245,4 @@ def kernels(
     from forerun.bench import kernels as bench
 
     config = bench.config_named(shape)
-    bench.run(bench.KernelsPlan(config=config, dtype=dtype, isa=isa, num_threads=threads, num_repeats=repeats))
+    bench.run(bench.KernelsPlan(config=config, dtype=dtype, isa=isa, num_threads=num_threads, num_repeats=repeats))

@@ -12,6 +12,7 @@ cache that a whole pass would have emptied.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field
@@ -60,6 +61,7 @@ RANDOM_1B = DecoderConfig(
     tie_embeddings=True,
 )
 SHAPES = ("random-1.24b", "demo")
+MEMORY_BOUND_ROWS = 16  # beyond them arithmetic is what takes the time, and bytes per second say nothing
 NUM_SAMPLES = 3  # runs of each number of rows within a repeat, in turn; their median counts
 
 
@@ -134,7 +136,7 @@ def run(plan: KernelsPlan) -> None:
     model = Decoder(plan.config, random_weights(plan.config, DTYPES[plan.dtype]), ops, consume=True)
     console.print(
         f"{num_parameters(plan.config):,} random weights ({describe(plan.config)}), {plan.dtype}, {ops.isa}, "
-        f"{ops.num_threads} threads"
+        f"{ops.num_threads} thread{'s' * (ops.num_threads > 1)}"
     )
     with torch.inference_mode():
         ceiling = print_ceiling(model, console)
@@ -174,12 +176,13 @@ def _make_ops(plan: KernelsPlan) -> CpuOps:
 
 def measure(found: Seq[Operator], plan: KernelsPlan, bandwidths: list[float]) -> list[Line]:
     """Every operator at every number of rows; appends what the best probe read, in bytes per second."""
-    probes, first = Probes(torch.device("cpu")), plan.rows[0]
+    probes, first = Probes(torch.device("cpu"), with_torch=False), plan.rows[0]
     samples: dict[tuple[str, int], Samples] = {}
     rounds: list[dict[str, float]] = []
-    for _ in range(plan.num_repeats):
+    for repeat in range(plan.num_repeats):
         rounds.append(probes.read_each())
         for operator in found:
+            _say(f"{operator.name}, repeat {repeat + 1} of {plan.num_repeats}")
             seconds = _time_rows(operator, plan)
             for num_rows, taken in seconds.items():
                 sample = samples.setdefault((operator.name, num_rows), Samples())
@@ -187,8 +190,15 @@ def measure(found: Seq[Operator], plan: KernelsPlan, bandwidths: list[float]) ->
                 sample.probes.append(len(rounds) - 1)
                 sample.ratios.append(taken / seconds[first])
             rounds.append(probes.read_each())
+    _say("")
     bandwidths += _of_the_fastest(rounds)
     return [_line(o, m, samples[o.name, m], bandwidths) for o in found for m in plan.rows + _prefill_rows(o, plan)]
+
+
+def _say(text: str) -> None:
+    """Progress, on a terminal's standard error, between two measurements."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _of_the_fastest(rounds: Seq[Mapping[str, float]]) -> list[float]:
@@ -211,7 +221,9 @@ def _time_rows(operator: Operator, plan: KernelsPlan) -> dict[int, float]:
         for num_rows, call in calls.items():
             taken[num_rows].append(_seconds(call))
     for num_rows in _prefill_rows(operator, plan):
-        taken[num_rows] = [_seconds(operator.prepare(num_rows))]
+        call = operator.prepare(num_rows)
+        call()  # the first one touches memory that is new
+        taken[num_rows] = [_seconds(call)]
     return {num_rows: median(values) for num_rows, values in taken.items()}
 
 
@@ -268,18 +280,18 @@ def table_of(lines: Seq[Line], first: int) -> Table:
     """One row for each operator and number of rows; ranges are over the repeats."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("operator", no_wrap=True)
-    for name in ("rows", "ms", "GB/s", "of the\nceiling", "(range)", f"t(M)/\nt({first})", "(range)"):
+    for name in ("rows", "ms", "GB/s", "of the\nprobes", "(range)", f"t(M)/\nt({first})", "(range)"):
         table.add_column(name, justify="right", no_wrap=True)
     name = ""
     for line in lines:
-        counted = line.bytes_per_s is not None
+        counted = line.bytes_per_s is not None and line.num_rows <= MEMORY_BOUND_ROWS
         table.add_row(
             "" if line.operator == name else line.operator,
             str(line.num_rows),
             f"{1e3 * line.seconds:.3f}",
             f"{(line.bytes_per_s or 0) / 1e9:.1f}" if counted else "-",
             f"{line.fraction:.2f}" if counted else "-",
-            _range(line.fraction_range),
+            _range(line.fraction_range if counted else None),
             f"{line.ratio:.2f}",
             _range(line.ratio_range),
         )

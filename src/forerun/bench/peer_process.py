@@ -1,6 +1,6 @@
 """Another engine as a child process in an environment of its own: started, asked one thing at a time, ended.
 
-What it is asked and how it answers is written in peer_workers/worker.py.
+What it is asked and how it answers is written in peer_workers/worker.py, and for single passes in forwards.py there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WORKER = Path(__file__).parent / "peer_workers" / "worker.py"
+WORKERS = Path(__file__).parent / "peer_workers"
 LOAD_LIMIT_S = 3600.0  # conversions included
 RUN_LIMIT_S = 600.0
 END_LIMIT_S = 20.0
@@ -61,8 +61,19 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Pass:
+    """One forward pass. best: for each of its tokens the id of the largest logit behind it, lowest id on ties."""
+
+    seconds: float
+    best: list[int]
+
+
+@dataclass(frozen=True)
 class Question:
-    """What a peer is to load; folders are checkpoints, `work` is for what it has to convert."""
+    """What a peer is to load; folders are checkpoints, `work` is for what it has to convert.
+
+    worker: the script that it runs; forwards.py needs nothing but the target.
+    """
 
     target: Path
     draft: Path | None
@@ -70,6 +81,7 @@ class Question:
     num_threads: int
     spec_lengths: tuple[int, ...]
     lookup_max_n: int
+    worker: str = "worker.py"
 
     def as_json(self) -> dict[str, Any]:
         """The first line that a worker reads."""
@@ -88,7 +100,7 @@ class PeerProcess:
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [str(python), str(WORKER), name],
+            [str(python), str(WORKERS / question.worker), name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -112,6 +124,12 @@ class PeerProcess:
         if len(reply["tokens"]) != max_tokens:
             raise PeerError(f"it wrote {len(reply['tokens'])} tokens where {max_tokens} were asked for")
         return Outcome(**reply)
+
+    def forward(self, past: list[int], ids: list[int]) -> Pass:
+        """One pass over `ids` behind `past`. Raises PeerError."""
+        reply = self.ask({"past": past, "ids": ids}, RUN_LIMIT_S)
+        self.idle_cpu_s += reply.pop("idle_cpu_s")
+        return Pass(**reply)
 
     def ask(self, question: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """One line there and one back. Raises PeerError for an answer that is an error, a dead process, no answer."""

@@ -3,7 +3,8 @@
 Greedy, in bfloat16, one request at a time, every engine in an environment of its own. All engines are loaded before
 the first run, and take turns prompt by prompt in one run, for a shared machine is faster in one minute than in the
 next; each prompt begins with another engine. Only one of them works at any time, which is checked: the processor time
-of those that wait is printed. peer_process.py talks to a peer, peer_results.py makes numbers of the runs.
+of those that wait is printed. peer_process.py talks to a peer, peer_results.py makes numbers of the runs;
+peer_forwards.py compares single passes instead.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
 from forerun.errors import BadOption, CapacityError
 from forerun.flags import engine_options
 from forerun.models.hub import locate
+from forerun.models.layers import Decoder
 from forerun.models.loading import Checkpoint, load_checkpoint, read_config, read_raw_config
 from forerun.models.widening import wide_config
 from forerun.show import make_console
@@ -66,13 +68,25 @@ class PeersPlan:
     pythons: Mapping[str, Path | None] = field(default_factory=dict)
 
 
+def planned(context: int | None, both: Mapping[str, Any], of_prompts: Mapping[str, Any]) -> PeersPlan:
+    """A plan of what was said of either kind of run and of prompts (None and () = nothing). Raises BadOption."""
+    if context is not None:
+        raise BadOption(f"--context {context} is not possible without --forward: drop it, or say --forward 8")
+    return PeersPlan(**{k: v for k, v in {**both, **of_prompts}.items() if v is not None and v != ()})
+
+
 class Engine(Protocol):
-    """forerun, or a peer."""
+    """forerun, or a peer. about: what runs there. idle_cpu_s: processor time that it took while it had to wait."""
 
     name: str
     about: str
-    configurations: list[str]
     idle_cpu_s: float
+
+
+class Generating(Engine, Protocol):
+    """One that continues prompts."""
+
+    configurations: list[str]
 
     def generate(self, configuration: str, ids: list[int], max_tokens: int) -> Outcome: ...
 
@@ -80,7 +94,7 @@ class Engine(Protocol):
 def run(config: EngineConfig, plan: PeersPlan) -> None:
     """Measure and print: ceiling, table, one line of JSON. Raises UserError for what cannot be measured."""
     console = make_console()
-    config = _checked(config, plan)
+    config = checked(config, plan.pythons)
     prompts = latency.read_prompts(latency.Plan(num_prompts=plan.num_prompts, prompt_file=plan.prompt_file))
     num_threads = set_num_threads(plan.num_threads)
     left_out: dict[str, str] = {}
@@ -90,10 +104,11 @@ def run(config: EngineConfig, plan: PeersPlan) -> None:
         model = own.checkpoint.model
         console.print(f"target: {num_parameters(model.config):,} parameters ({describe(model.config)}), bfloat16")
         ceiling = print_ceiling(model, console)
-        engines: list[Engine] = [own, *start_peers(plan.pythons, question, left_out, stack)]
+        engines: list[Generating] = [own, *start_peers(plan.pythons, question, left_out, stack)]
         ids = [own.encode(text) for _, text in prompts] * plan.num_repeats
         measured = measure(engines, ids, plan.max_tokens, left_out)
-    _print_engines(engines, left_out, measured, console)
+    busy_s = sum(outcome.seconds for outcomes in measured.values() for outcome in outcomes)
+    print_engines(engines, left_out, busy_s, console)
     lines = lines_of(measured, lambda i, position: own.top2_gap(ids[i], position))
     console.print(table_of(lines))
     print_notes(lines, measured, [name for name, _ in prompts] * plan.num_repeats, console)
@@ -111,13 +126,12 @@ def run(config: EngineConfig, plan: PeersPlan) -> None:
     print(json.dumps(record), flush=True)
 
 
-def _print_engines(engines: Seq[Engine], left_out: Mapping[str, str], measured: Runs, console: Console) -> None:
-    """What ran, what did not, and that those who waited were quiet."""
+def print_engines(engines: Seq[Engine], left_out: Mapping[str, str], busy_s: float, console: Console) -> None:
+    """What ran, what did not, and that those who waited were quiet; busy_s: seconds of all runs."""
     for engine in engines:
         console.print(f"{engine.name}: {engine.about}")
     for name, why in left_out.items():
         console.print(f"{name} is left out: {why}")
-    busy_s = sum(outcome.seconds for outcomes in measured.values() for outcome in outcomes)
     waiting = ", ".join(f"{engine.name} {engine.idle_cpu_s:.2f} s" for engine in engines)
     console.print(f"processor time of engines while another one ran: {waiting}, in {busy_s:.1f} s of runs")
 
@@ -131,13 +145,13 @@ def set_num_threads(wanted: int | None) -> int:
     return num_threads
 
 
-def _checked(config: EngineConfig, plan: PeersPlan) -> EngineConfig:
+def checked(config: EngineConfig, pythons: Mapping[str, Path | None]) -> EngineConfig:
     """bfloat16 on a CPU is what all engines have in common; interpreters that are named must be there."""
     for name, allowed in (("dtype", "bfloat16"), ("device", "cpu")):
         if getattr(config, name) not in ("auto", allowed):
             value = getattr(config, name)
             raise BadOption(f"{name}={value!r} is not possible: engines are compared in bfloat16 on a CPU")
-    for name, python in plan.pythons.items():
+    for name, python in pythons.items():
         if python is not None and not python.is_file():
             raise BadOption(f"--{name}-python {python} is not possible: there is no such file; name an interpreter")
     return replace(config, dtype="bfloat16", device="cpu")
@@ -156,11 +170,7 @@ def open_own(config: EngineConfig, plan: PeersPlan, work: Path, num_threads: int
         draft = locate(draft_name(config)).resolve()
     elif config.target is None:
         draft = SHIPPED_DRAFT
-    source = locate(config.target) if config.target is not None else SHIPPED_TARGET
-    shape = plan.shape or ("llama-3.2-1b" if config.target is None else "none")
-    folder = source if shape == "none" else widened(source, shape, work)
-    _say(f"loading {folder.name} ...")
-    checkpoint = load_target(replace(config, target=str(folder.resolve())))
+    checkpoint = open_target(config, plan.shape, work)
     question = Question(
         target=checkpoint.folder.resolve(),
         draft=draft,
@@ -170,6 +180,15 @@ def open_own(config: EngineConfig, plan: PeersPlan, work: Path, num_threads: int
         lookup_max_n=LOOKUP_MAX_N,
     )
     return OwnEngine(checkpoint, config, draft, plan.spec_lengths), question
+
+
+def open_target(config: EngineConfig, shape: str | None, work: Path) -> Checkpoint:
+    """The target that all engines read, in forerun; shape as in PeersPlan. Raises UserError, CapacityError."""
+    source = locate(config.target) if config.target is not None else SHIPPED_TARGET
+    shape = shape or ("llama-3.2-1b" if config.target is None else "none")
+    folder = source if shape == "none" else widened(source, shape, work)
+    say(f"loading {folder.name} ...")
+    return load_target(replace(config, target=str(folder.resolve())))
 
 
 def widened(source: Path, shape: str, work: Path) -> Path:
@@ -190,14 +209,19 @@ def widened(source: Path, shape: str, work: Path) -> Path:
         raise CapacityError(
             f"{work} has {free / 1e9:.1f} GB free and the models take {needed / 1e9:.1f} GB: name a --folder with room"
         )
-    _say(f"writing {folder} ...")
+    say(f"writing {folder} ...")
     with tempfile.TemporaryDirectory(prefix=f"{shape}-", dir=work) as partial:  # an interrupted writing leaves nothing
         write_widened(source, Path(partial) / shape, wide)
         (Path(partial) / shape).rename(folder)
     return folder
 
 
-def _say(text: str) -> None:
+def about_own(model: Decoder) -> str:
+    """What computes in forerun."""
+    return f"{model.ops.build}, {model.ops.num_threads} threads, {str(model.dtype).removeprefix('torch.')}"
+
+
+def say(text: str) -> None:
     """Progress, on standard error. Nothing is animated: that would take time from the engine that runs."""
     make_console(stderr=True).print(text)
 
@@ -227,8 +251,7 @@ class OwnEngine:
                 llm = LLM(checkpoint, **{**options, "draft": value, "spec_length": spec_length})
                 self._llms[f"{method} K={spec_length}"] = llm
         self.configurations = list(self._llms)
-        about = (f"{model.ops.name} operators", f"{torch.get_num_threads()} threads", f"torch {torch.__version__}")
-        self.about = ", ".join((*about, "bfloat16"))
+        self.about = about_own(model)
 
     def encode(self, text: str) -> list[int]:
         """A prompt as the ids that all engines get."""
@@ -267,7 +290,7 @@ def start_peers(
     """Every peer that can be had; `left_out` hears why the others cannot, the stack ends them."""
     peers = []
     for name in INSTALL:
-        _say(f"loading {name} ...")
+        say(f"loading {name} ...")
         try:
             peer = PeerProcess(name, pythons.get(name) or Path(sys.executable), question)
         except PeerError as error:
@@ -281,7 +304,7 @@ def start_peers(
 # -------------------------------------------------------------------------------------------------------- measuring
 
 
-def measure(engines: Seq[Engine], prompts: Seq[list[int]], max_tokens: int, left_out: dict[str, str]) -> Runs:
+def measure(engines: Seq[Generating], prompts: Seq[list[int]], max_tokens: int, left_out: dict[str, str]) -> Runs:
     """All configurations of all engines, warmed up, then in turns prompt by prompt; each prompt begins with another.
 
     A peer's configuration that fails is dropped, and `left_out` hears why.
@@ -299,13 +322,13 @@ def measure(engines: Seq[Engine], prompts: Seq[list[int]], max_tokens: int, left
         if variant[0] != OWN:
             by_name[OWN].idle_cpu_s += time.process_time() - cpu_s
 
-    _say("warming up ...")
+    say("warming up ...")
     for variant in list(runs):
         attempt(variant, prompts[0], min(max_tokens, WARM_UP_TOKENS), lambda outcome: None)
     for engine in engines:
         engine.idle_cpu_s = 0.0
     for i, ids in enumerate(prompts):
-        _say(f"run {i + 1} of {len(prompts)}: {len(runs)} configurations x {max_tokens} tokens ...")
+        say(f"run {i + 1} of {len(prompts)}: {len(runs)} configurations x {max_tokens} tokens ...")
         order = list(runs)
         for variant in order[i % len(order) :] + order[: i % len(order)]:
             attempt(variant, ids, max_tokens, runs[variant].append)

@@ -2,7 +2,7 @@
 
 Runs under the Python of the engine that is measured, so nothing of forerun is imported here, and the engine only when
 it is asked for. Reads one JSON object per line and answers each with one line. The first loads the models, all others
-run one prompt:
+run one prompt (forwards.py, which shares this loop, runs single passes):
 
     {"target", "draft" (a folder or null), "work" (a folder for conversions), "num_threads", "spec_lengths",
      "lookup_max_n"}                        -> {"about": a sentence, "configurations": [names]}
@@ -25,21 +25,30 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 Json = dict[str, Any]
 Timed = tuple[list[int], float, int]  # new ids, seconds until the first of them, how many came first
 Settings = dict[str, tuple[str, int | None]]  # name -> method and tokens drafted per step (None: as the engine likes)
 OWN_SCHEDULE = "draft K=auto"
 MARKER = "converted_from.json"
+MODEL = "openvino_model.xml"
 
 
-class Peer(Protocol):
-    """A loaded engine."""
+class Loaded(Protocol):
+    """A loaded engine; its settings are those of generate calls."""
 
     about: str
     settings: Settings
+
+
+P = TypeVar("P", bound=Loaded)
+
+
+class Peer(Loaded, Protocol):
+    """One that continues prompts."""
 
     def generate(self, method: str, spec_length: int | None, ids: list[int], max_tokens: int) -> Timed: ...
 
@@ -73,30 +82,33 @@ class FirstTokens:
         """Nothing is held back."""
 
 
+def load_causal(folder: str) -> Any:
+    """A model in bfloat16 and in memory of its own."""
+    torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
+    transformers.logging.set_verbosity_error()  # the last line on standard error is to be about a failure
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
+    for weight in model.parameters():
+        weight.data = weight.data.clone()  # out of the file, whose pages may be taken away while others run
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
 class TransformersPeer:
     """`generate` of transformers: plain, assisted by the draft model, or with prompt lookup."""
 
     def __init__(self, question: Json) -> None:
         self._torch: Any = importlib.import_module("torch")
         transformers: Any = importlib.import_module("transformers")
-        transformers.logging.set_verbosity_error()  # the last line on standard error is to be about a failure
         self._torch.set_num_threads(question["num_threads"])
-        self._auto, self._max_n = transformers.AutoModelForCausalLM, question["lookup_max_n"]
-        self._model = self._load(question["target"])
-        self._draft: Any = self._load(question["draft"]) if question["draft"] else None
+        self._max_n = question["lookup_max_n"]
+        self._model = load_causal(question["target"])
+        self._draft: Any = load_causal(question["draft"]) if question["draft"] else None
         self.settings = settings_of(question, with_own_schedule=True)
         self.about = (
             f"transformers {transformers.__version__} with torch {self._torch.__version__}: bfloat16, "
             f"{self._model.config._attn_implementation} attention{self._shared_vocabulary()}"
         )
         self._own = self._schedule() if self._draft is not None else {}
-
-    def _load(self, folder: str) -> Any:
-        model = self._auto.from_pretrained(folder, dtype=self._torch.bfloat16, local_files_only=True)
-        for weight in model.parameters():
-            weight.data = weight.data.clone()  # out of the file, whose pages may be taken away while others run
-        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-        return model
 
     def _shared_vocabulary(self) -> str:
         """generate compares two numbers in the configurations, and greedy drafts need no more than shared ids."""
@@ -137,6 +149,15 @@ class TransformersPeer:
 # --------------------------------------------------------------------------------------------------------- openvino
 
 
+def properties(question: Json) -> Json:
+    """What the CPU plugin is told, whoever loads a model into it."""
+    return {
+        "INFERENCE_PRECISION_HINT": "bf16",
+        "KV_CACHE_PRECISION": "bf16",  # 8 bits are the default
+        "INFERENCE_NUM_THREADS": question["num_threads"],
+    }
+
+
 class OpenvinoPeer:
     """openvino-genai's LLMPipeline with paged attention: one pipeline for each method."""
 
@@ -145,11 +166,7 @@ class OpenvinoPeer:
         self._openvino: Any = importlib.import_module("openvino")
         self._numpy: Any = importlib.import_module("numpy")
         self._max_n, self.settings = question["lookup_max_n"], settings_of(question)
-        self._properties = {
-            "INFERENCE_PRECISION_HINT": "bf16",
-            "KV_CACHE_PRECISION": "bf16",  # 8 bits are the default
-            "INFERENCE_NUM_THREADS": question["num_threads"],
-        }
+        self._properties = properties(question)
         work = Path(question["work"])
         target = converted(question["target"], work / "openvino-target")
         self._pipelines = {"plain": self._pipeline(target), "lookup": self._pipeline(target, prompt_lookup=True)}
@@ -159,7 +176,7 @@ class OpenvinoPeer:
             self._pipelines["draft"] = self._pipeline(target, draft_model=draft)
         self.about = (
             f"openvino-genai {importlib.metadata.version('openvino-genai')}: INFERENCE_PRECISION_HINT and "
-            f"KV_CACHE_PRECISION bf16, weights stored as {self._weights_type(target)} (optimum-intel, no compression), "
+            f"KV_CACHE_PRECISION bf16, weights stored as {weights_type(target)} (optimum-intel, no compression), "
             "paged attention, no prefix cache"
         )
 
@@ -168,15 +185,6 @@ class OpenvinoPeer:
         scheduler.enable_prefix_caching = False  # a second run of a prompt would skip most of it
         scheduler.max_num_batched_tokens = 1 << 16
         return self._genai.LLMPipeline(str(folder), "CPU", scheduler_config=scheduler, **self._properties, **more)
-
-    def _weights_type(self, folder: Path) -> str:
-        """The element type that most bytes of the converted model have."""
-        sizes: dict[str, int] = {}
-        for op in self._openvino.Core().read_model(folder / "openvino_model.xml").get_ops():
-            if op.get_type_name() == "Constant":
-                name = op.get_element_type().get_type_name()
-                sizes[name] = sizes.get(name, 0) + op.get_byte_size()
-        return max(sizes, key=lambda name: sizes[name])
 
     def generate(self, method: str, spec_length: int | None, ids: list[int], max_tokens: int) -> Timed:
         """One prompt, as ids: no tokenizer is at work."""
@@ -192,6 +200,17 @@ class OpenvinoPeer:
         metrics = result.perf_metrics
         num_first = int(metrics.raw_metrics.m_batch_sizes[0])
         return list(result.tokens[0]), metrics.get_ttft().mean / 1e3, num_first
+
+
+def weights_type(folder: Path) -> str:
+    """The element type that most bytes of the converted model have."""
+    openvino: Any = importlib.import_module("openvino")
+    sizes: dict[str, int] = {}
+    for op in openvino.Core().read_model(folder / MODEL).get_ops():
+        if op.get_type_name() == "Constant":
+            name = op.get_element_type().get_type_name()
+            sizes[name] = sizes.get(name, 0) + op.get_byte_size()
+    return max(sizes, key=lambda name: sizes[name])
 
 
 def converted(source: str, folder: Path) -> Path:
@@ -225,13 +244,10 @@ def convert(source: str, folder: str) -> None:
 # --------------------------------------------------------------------------------------------------------- the loop
 
 
-PEERS: dict[str, type[TransformersPeer] | type[OpenvinoPeer]] = {
-    "transformers": TransformersPeer,
-    "openvino": OpenvinoPeer,
-}
+PEERS: dict[str, Callable[[Json], Peer]] = {"transformers": TransformersPeer, "openvino": OpenvinoPeer}
 
 
-def answer(peer: Peer, question: Json, idle_cpu_s: float) -> Json:
+def answer(peer: Peer, question: Json) -> Json:
     """One generate call, timed."""
     method, spec_length = peer.settings[question["configuration"]]
     start = time.perf_counter()
@@ -242,15 +258,14 @@ def answer(peer: Peer, question: Json, idle_cpu_s: float) -> Json:
         "seconds": seconds,
         "first_s": first_s,
         "num_first": num_first,
-        "idle_cpu_s": idle_cpu_s,
     }
 
 
-def main(name: str) -> None:
+def main(load: Callable[[Json], P], reply_of: Callable[[P, Json], Json]) -> None:
     """Answer until the input ends. Engines print what they like: it goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    peer: Peer | None = None
+    peer: P | None = None
     cpu_s = time.process_time()
     for line in sys.stdin:
         idle_cpu_s = time.process_time() - cpu_s
@@ -258,10 +273,10 @@ def main(name: str) -> None:
         reply: Json
         try:
             if peer is None:
-                peer = PEERS[name](question)
+                peer = load(question)
                 reply = {"about": peer.about, "configurations": list(peer.settings)}
             else:
-                reply = answer(peer, question, idle_cpu_s)
+                reply = {**reply_of(peer, question), "idle_cpu_s": idle_cpu_s}
         except Exception as error:  # whatever an engine raises is what has to be told
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             text = " ".join(str(error).split()) or "no reason given"
@@ -275,4 +290,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "convert":
         convert(*sys.argv[2:])
     else:
-        main(sys.argv[1])
+        main(PEERS[sys.argv[1]], answer)

@@ -1,0 +1,330 @@
+"""`forerun bench peers --forward M`: one pass of M new tokens, through forerun and through other engines.
+
+What verification rests on: t(M) / t(1) of each engine, and its passes beside forerun's. Every engine has only the
+target loaded and computes the logits of all M tokens in bfloat16, behind a cache that holds the same tokens in all of
+them. In every round each engine runs each M in turn; the next round begins with another engine and another M.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence as Seq
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from forerun.bench import latency
+from forerun.bench.bandwidth import Probes
+from forerun.bench.peer_process import Pass, PeerError, Question
+from forerun.bench.peer_results import OWN, Range
+from forerun.bench.peers import (
+    Engine,
+    about_own,
+    checked,
+    open_target,
+    print_engines,
+    say,
+    set_num_threads,
+    start_peers,
+)
+from forerun.bench.results import print_ceiling, record_of
+from forerun.bench.widen import describe, num_parameters
+from forerun.config import EngineConfig
+from forerun.errors import BadOption
+from forerun.kv.cache import Backend, KVCache
+from forerun.models.layers import Decoder
+from forerun.models.loading import Checkpoint
+from forerun.models.runner import Run, Runner
+from forerun.show import make_console
+
+T = TypeVar("T")
+
+SPAN_TOKENS = 128  # passes go on behind one another for so long, then begin at the context again
+PAUSE_S = 0.03  # before each pass: threads of the engine before it may still be spinning
+NUM_PROMPTS = 32  # whose texts, over and over, are what the passes run over
+WORKER = "forwards.py"
+
+
+@dataclass(frozen=True)
+class ForwardsPlan:
+    """What to measure; shape, folder, num_threads and pythons as in PeersPlan.
+
+    rows: numbers of tokens of a pass, ascending, the first one is what t(M) is divided by. context: tokens before a
+    pass, at least; up to SPAN_TOKENS more.
+    """
+
+    rows: tuple[int, ...]
+    context: int = 256
+    num_repeats: int = 15
+    shape: str | None = None
+    folder: Path | None = None
+    num_threads: int | None = None
+    pythons: Mapping[str, Path | None] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Context, and what runs behind it."""
+        return self.context + max(SPAN_TOKENS, max(self.rows))
+
+
+FLAGS = {
+    "draft": "--draft",
+    "spec_lengths": "--spec-length",
+    "num_prompts": "--prompts",
+    "max_tokens": "--max-tokens",
+    "prompt_file": "--prompt-file",
+}
+
+
+def planned(
+    rows: Seq[int], context: int | None, both: Mapping[str, Any], of_prompts: Mapping[str, Any]
+) -> ForwardsPlan:
+    """A plan of what was said of either kind of run (None = nothing).
+
+    Raises BadOption where something was said that only means something for prompts.
+    """
+    for name, value in of_prompts.items():
+        if value is not None and value != ():
+            raise BadOption(f"{FLAGS[name]} contradicts --forward, which runs single passes of the target: drop one")
+    given = {k: v for k, v in {**both, "context": context}.items() if v is not None}
+    return ForwardsPlan(tuple(sorted(set(rows))), **given)
+
+
+class Forwarding(Engine, Protocol):
+    """One that runs single passes."""
+
+    def forward(self, past: list[int], ids: list[int]) -> Pass: ...
+
+
+Passes = Mapping[tuple[str, int], Seq[Pass]]  # by engine and number of tokens: one of each round
+
+
+def run(config: EngineConfig, plan: ForwardsPlan) -> None:
+    """Measure and print: ceiling, table, one line of JSON. Raises UserError for what cannot be measured."""
+    console = make_console()
+    config = checked(config, plan.pythons)
+    num_threads = set_num_threads(plan.num_threads)
+    left_out: dict[str, str] = {}
+    with ExitStack() as stack:
+        work = plan.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forerun-peers-")))
+        checkpoint = open_target(config, plan.shape, work)
+        model = checkpoint.model
+        _refuse_too_long(plan, model)
+        console.print(f"target: {num_parameters(model.config):,} parameters ({describe(model.config)}), bfloat16")
+        ceiling = print_ceiling(model, console)
+        folder = checkpoint.folder.resolve()
+        question = Question(folder, None, work.resolve(), num_threads, (), lookup_max_n=0, worker=WORKER)
+        own = OwnForward(model, config, plan.num_tokens)
+        engines: list[Forwarding] = [own, *start_peers(plan.pythons, question, left_out, stack)]
+        bandwidths: list[float] = []
+        passes = measure(engines, text_of(checkpoint, plan.num_tokens), plan, left_out, bandwidths)
+    busy_s = sum(one.seconds for some in passes.values() for one in some)
+    print_engines(engines, left_out, busy_s, console)
+    lines = lines_of(passes)
+    console.print(table_of(lines, plan.rows[0]))
+    _print_notes(plan, bandwidths, ceiling.bytes_per_pass, console)
+    about: dict[str, Any] = {
+        "bench": "peer forwards",
+        "target": checkpoint.name,
+        "plan": {k: v for k, v in asdict(plan).items() if k not in ("folder", "pythons")},
+        "engines": {engine.name: engine.about for engine in engines},
+        "left_out": left_out,
+        "idle_cpu_s": {engine.name: engine.idle_cpu_s for engine in engines},
+        "round_bandwidths_bytes_per_s": [round(b) for b in bandwidths],
+    }
+    record = {**about, **record_of([], model, [], ceiling), "lines": [asdict(line) for line in lines]}
+    print(json.dumps(record), flush=True)
+
+
+def _refuse_too_long(plan: ForwardsPlan, model: Decoder) -> None:
+    behind, most = plan.num_tokens - plan.context, model.config.max_positions
+    if behind >= most:
+        raise BadOption(
+            f"--forward {max(plan.rows)} is not possible: passes take more than {behind} positions with what is before "
+            f"them, and the model has {most}"
+        )
+    if plan.num_tokens > most:
+        raise BadOption(
+            f"--context {plan.context} is not possible: passes reach {behind} tokens further, and the model has {most} "
+            f"positions; {most - behind} is the longest"
+        )
+
+
+def text_of(checkpoint: Checkpoint, num_tokens: int) -> list[int]:
+    """So many ids: held-out prompts one after the other, over and over."""
+    assert checkpoint.tokenizer is not None
+    prompts = latency.read_prompts(latency.Plan(num_prompts=NUM_PROMPTS))
+    ids = checkpoint.tokenizer.encode("\n".join(text for _, text in prompts))
+    return list(islice(cycle(ids), num_tokens))
+
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+
+
+class OwnForward:
+    """forerun in this process: a pass as an engine's step runs it, logits of every token included."""
+
+    def __init__(self, model: Decoder, config: EngineConfig, num_tokens: int) -> None:
+        self.name, self.idle_cpu_s, self.about = OWN, 0.0, about_own(model)
+        cache = KVCache.create(
+            model.config.cache_shape,
+            cast(Backend, config.kv_cache_backend),
+            max_batch_size=1,
+            max_seq_len=num_tokens,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        cache.open(0)
+        self._runner, self._held = Runner(model, cache), list[int]()
+
+    def forward(self, past: list[int], ids: list[int]) -> Pass:
+        """One pass over `ids` behind `past`, which is brought into the cache before the clock starts."""
+        cache = self._runner.cache
+        if self._held[: len(past)] == past:
+            cache.truncate_to(0, len(past))
+        else:
+            cache.truncate_to(0, 0)
+            self._runner.forward([Run(0, past, logits="none")])
+            cache.keep(0, list(range(len(past))))
+        start = time.perf_counter()
+        scores = self._runner.forward([Run(0, ids)])
+        seconds = time.perf_counter() - start
+        cache.keep(0, list(range(len(ids))))
+        self._held = past + ids
+        return Pass(seconds, scores.logits[0].argmax(-1).tolist())
+
+
+def measure(
+    engines: Seq[Forwarding], text: list[int], plan: ForwardsPlan, left_out: dict[str, str], bandwidths: list[float]
+) -> Passes:
+    """A round to warm up, then so many that count; in each, every M runs through one engine after the other.
+
+    All engines run an M at the same place of the text. An engine that fails is dropped, and `left_out` hears why;
+    appends to `bandwidths` what memory gives at the beginning of each round, in bytes per second.
+    """
+    running, end, round_passes = list(engines), plan.context, list[dict[tuple[str, int], Pass]]()
+    probes = Probes(torch.device("cpu"))
+    for i in range(1 + plan.num_repeats):
+        say(f"round {i} of {plan.num_repeats} ..." if i else "warming up ...")
+        bytes_per_s, found = probes.read().bytes_per_s, dict[tuple[str, int], Pass]()
+        for num_rows in rotated(plan.rows, i):
+            start = end if end + num_rows <= len(text) else plan.context
+            end = start + num_rows
+            for engine in rotated(running, i):
+                try:
+                    found[engine.name, num_rows] = _turn(engine, text[:start], text[start:end], engines[0])
+                except PeerError as error:
+                    left_out[engine.name] = str(error)
+                    running.remove(engine)
+        if i:
+            round_passes.append(found)
+            bandwidths.append(bytes_per_s)
+        else:
+            for engine in engines:
+                engine.idle_cpu_s = 0.0
+    return {(e.name, m): [found[e.name, m] for found in round_passes] for e in running for m in plan.rows}
+
+
+def _turn(engine: Forwarding, past: list[int], ids: list[int], own: Forwarding) -> Pass:
+    """One pass, alone; processor time that forerun takes while another engine runs is noted."""
+    time.sleep(PAUSE_S)
+    cpu_s = time.process_time()
+    try:
+        return engine.forward(past, ids)
+    finally:
+        if engine is not own:
+            own.idle_cpu_s += time.process_time() - cpu_s
+
+
+def rotated(items: Seq[T], by: int) -> list[T]:
+    """The same, beginning with another one."""
+    by %= len(items)
+    return [*items[by:], *items[:by]]
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+
+
+@dataclass(frozen=True)
+class ForwardLine:
+    """One row of the table, and of the JSON: medians over the rounds, with least and largest; ratios are of one round.
+
+    ratio: this engine's pass over forerun's of as many tokens. growth: over its own pass of the fewest tokens.
+    num_same: tokens behind which forerun has the same best id, of num_tokens.
+    """
+
+    engine: str
+    num_rows: int
+    seconds: float
+    ratio: float
+    ratio_range: Range
+    growth: float
+    growth_range: Range
+    num_same: int
+    num_tokens: int
+
+
+def lines_of(passes: Passes) -> list[ForwardLine]:
+    """All rows; passes of every engine and M answer to those of the others, round by round."""
+    first = min(num_rows for _, num_rows in passes)
+    return [_line(key, some, passes[OWN, key[1]], passes[key[0], first]) for key, some in passes.items()]
+
+
+def _line(key: tuple[str, int], passes: Seq[Pass], own: Seq[Pass], fewest: Seq[Pass]) -> ForwardLine:
+    ratios, growths = (
+        [one.seconds / other.seconds for one, other in zip(passes, others, strict=True)] for others in (own, fewest)
+    )
+    pairs = [pair for one, other in zip(passes, own, strict=True) for pair in zip(one.best, other.best, strict=True)]
+    return ForwardLine(
+        *key,
+        seconds=median(one.seconds for one in passes),
+        ratio=median(ratios),
+        ratio_range=(min(ratios), max(ratios)),
+        growth=median(growths),
+        growth_range=(min(growths), max(growths)),
+        num_same=sum(a == b for a, b in pairs),
+        num_tokens=len(pairs),
+    )
+
+
+def table_of(lines: Seq[ForwardLine], first: int) -> Table:
+    """One row per engine and number of tokens; ranges are over the rounds."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("engine", no_wrap=True)
+    for name in ("tokens", "ms", "over\nforerun's", "(range)", f"t(M)/\nt({first})", "(range)", "same\nid"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for line in lines:
+        table.add_row(
+            line.engine,
+            str(line.num_rows),
+            f"{1e3 * line.seconds:.1f}",
+            f"{line.ratio:.2f}x",
+            "({:.2f}..{:.2f})".format(*line.ratio_range),
+            f"{line.growth:.2f}",
+            "({:.2f}..{:.2f})".format(*line.growth_range),
+            f"{line.num_same}/{line.num_tokens}",
+        )
+    return table
+
+
+def _print_notes(plan: ForwardsPlan, bandwidths: Seq[float], num_bytes: int, console: Console) -> None:
+    """How to read the table, and what memory allows: num_bytes are those of a pass."""
+    slowest, middle, fastest = (f(bandwidths) for f in (min, median, max))
+    console.print(
+        f"memory gave {middle / 1e9:.1f} GB/s at the beginning of the rounds, {slowest / 1e9:.1f} to "
+        f"{fastest / 1e9:.1f}: reading all weights takes {1e3 * num_bytes / middle:.1f} ms"
+    )
+    console.print(
+        f"tokens: new ones of a pass, with the logits of each, behind {plan.context} to {plan.num_tokens} others; ms: "
+        f"median of {plan.num_repeats} rounds; over forerun's: this pass over forerun's of the same round, median "
+        "(least..largest), above 1 forerun is faster; same id: of the largest logits, as forerun's"
+    )

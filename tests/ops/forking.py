@@ -1,0 +1,131 @@
+"""What test_fork.py runs, in a process of its own: a parent computes, forks, and its children compute the same.
+
+python -m ops.forking idle | busy | llm. Exit code 0 = every child said the same bits as the parent and ended well; one
+that hangs is killed.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun import LLM, SamplingParams, native
+from forerun.models.layers import Decoder
+from forerun.ops.cpu import CpuOps
+from ops.native_cases import BFLOAT16, Session, make_config, random_weights, same_bits, tokens_of
+
+HANGS_S = 30.0
+
+
+def make_model() -> Decoder:
+    """A decoder that is large enough for two threads."""
+    config = make_config(vocab_size=700, hidden_size=512, num_heads=8, head_dim=64, ffn_size=1024)
+    return Decoder(config, random_weights(config, BFLOAT16), CpuOps(num_threads=2))
+
+
+def one_pass(model: Decoder) -> tuple[Tensor, Any]:
+    """Hidden states and logits of ten rows, and a law that fills a pooled row."""
+    found = Session(model, max_seq_len=64).run({0: tokens_of(10, 3, 700)})
+    row = found[-1, -700:].numpy().copy()
+    law = native.extension().Sampler(native.processor_isas()[0]).law(row, 1.0, 0, -np.inf, 1.0, 0)[1]
+    return found, law.copy()
+
+
+def compute(model: list[Decoder], expected: tuple[Tensor, Any], num_passes: int) -> None:
+    """In a child. Between two passes its threads have the time to fall asleep."""
+    for _ in range(num_passes):
+        found, law = one_pass(model[0])
+        assert same_bits(found, expected[0])
+        assert law.tobytes() == expected[1].tobytes()
+        time.sleep(0.003)
+
+
+def drop(model: list[Decoder]) -> None:
+    """In a child, whether or not it computed."""
+    died = weakref.ref(model[0].ops)
+    model.clear()
+    gc.collect()
+    assert died() is None
+
+
+def compute_and_drop(model: list[Decoder], expected: tuple[Tensor, Any], num_passes: int) -> None:
+    """In a child, the whole life of a model."""
+    compute(model, expected, num_passes)
+    drop(model)
+
+
+def fork(target: Callable[..., None], *arguments: Any) -> None:
+    child = multiprocessing.get_context("fork").Process(target=target, args=arguments)
+    child.start()
+    child.join(HANGS_S)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        sys.exit("a forked child hung")
+    if child.exitcode != 0:
+        sys.exit(f"a forked child ended with {child.exitcode}")
+
+
+def idle() -> None:
+    """Forks while the threads sleep; and a child of a child."""
+    model = [make_model()]
+    expected = one_pass(model[0])
+    time.sleep(0.1)
+    fork(drop, model)
+    fork(compute_and_drop, model, expected, 20)
+    fork(forks_again, model, expected)
+    assert same_bits(one_pass(model[0])[0], expected[0])
+
+
+def forks_again(model: list[Decoder], expected: tuple[Tensor, Any]) -> None:
+    """In a child."""
+    one_pass(model[0])
+    fork(compute_and_drop, model, expected, 3)
+
+
+def busy() -> None:
+    """Forks while another thread is in the middle of passes, which holds every lock there is at some moment."""
+    model = [make_model()]
+    expected, ends = one_pass(model[0]), threading.Event()
+
+    def work() -> None:
+        while not ends.is_set():
+            model[0].logits(torch.ones(400, 512))
+            one_pass(model[0])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(8):
+            time.sleep(0.011)
+            fork(compute, model, expected, 3)
+    finally:
+        ends.set()
+        thread.join()
+
+
+def llm() -> None:
+    """The shipped pair behind LLM()."""
+    engine, params = LLM(), SamplingParams(max_tokens=12, temperature=0)
+    text = engine.generate("def fib(n):", params)[0].text
+    time.sleep(0.1)
+
+    def child() -> None:
+        assert engine.generate("def fib(n):", params)[0].text == text
+
+    fork(child)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"idle": idle, "busy": busy, "llm": llm}[sys.argv[1]]()

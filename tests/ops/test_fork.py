@@ -1,0 +1,31 @@
+"""A forked child computes what its parent computes, whatever the parent's threads were doing: see forking.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ops.native_cases import needs_native
+
+TESTS = Path(__file__).parents[1]
+TWO_THREADS = {"FORERUN_NUM_THREADS": "2", "OMP_NUM_THREADS": "1"}
+
+
+@needs_native
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+@pytest.mark.parametrize("what", ["idle", "busy", "llm"])
+def test_a_forked_child_computes_the_same_and_ends(what: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ops.forking", what],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=TESTS,
+        env={**os.environ, **TWO_THREADS, "PYTHONPATH": str(TESTS)},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
