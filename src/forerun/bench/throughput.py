@@ -100,7 +100,7 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> None:
     llms = _build(checkpoint, config, plan, prompts)
     ceiling = print_ceiling(checkpoint.model, console)
     _warm_up(llms, prompts)
-    with latency._progress() as progress:
+    with latency.progress_bar() as progress:
         runs = _measure(llms, prompts, plan, progress)
     lines = lines_of(runs, plan.spec_lengths)
     bars = bars_of(lines)
@@ -114,7 +114,7 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> None:
         "widened": plan.shape != "none",
         "plan": {**asdict(plan), "prompt_file": str(plan.prompt_file) if plan.prompt_file else None},
         "draft": config.draft,
-        **record_of([], checkpoint.model, latency._draft_models(_by_variant(llms)), ceiling),
+        **record_of([], checkpoint.model, latency.draft_models(_by_variant(llms)), ceiling),
         "lines": [asdict(line) for line in lines],
         "bars": {name: asdict(bar) for name, bar in bars.items()},
         "runs": [{**asdict(counts), "tokens_per_s": counts.tokens_per_s} for counts in runs],
@@ -184,7 +184,7 @@ def _build(
         "kv_cache_tokens": most * blocks * PAGED_BLOCK_TOKENS if config.kv_cache_backend == "paged" else None,
         "prefix_caching": False,  # the same prompts come again
     }
-    draft = latency._loaded_once(config.draft, checkpoint)
+    draft = latency.loaded_once(config.draft, checkpoint)
     auto = {"pacing": config.pacing or "auto", "spec_length": config.spec_length}
     wanted: dict[str, dict[str, Any]] = {PLAIN: {"draft": "none", "pacing": "fixed", "spec_length": None}}
     for length in plan.spec_lengths:
@@ -231,7 +231,7 @@ class _Meter:
     def __init__(self, variant: str, llm: LLM) -> None:
         self.variant, self.llm = variant, llm
         runner = getattr(llm.engine.drafter.first, "runner", None)
-        self._clock = None if runner is None else latency._ForwardClock(runner)
+        self._clock = None if runner is None else latency.ForwardClock(runner)
         self._grants = None if variant == PLAIN else _Grants(llm.engine.pacing)
         self._counts = Counts(variant, 0, 0)
         self._last = 0.0

@@ -37,7 +37,8 @@ class Advisor:
         drafting = [drafted for drafted, _ in report.rounds if drafted]
         used = round(sum(drafting) / len(drafting))
         shown = f"alpha-hat {report.alpha_hat:.2f} ({report.num_accepted} of {report.num_tested} tested tokens)"
-        return f"{done}; {seq.draft}: {shown}, acceptance rate {report.acceptance_rate:.2f}; {self._advice(request, used)}"
+        rate = f"acceptance rate {report.acceptance_rate:.2f}"
+        return f"{done}; {seq.draft}: {shown}, {rate}; {self._advice(request, used)}"
 
     def _advice(self, request: Request, used: int) -> str:
         """Whether a longer or a shorter draft than the usual one of this request, or none, would have been faster."""
