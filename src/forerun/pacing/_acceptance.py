@@ -33,7 +33,7 @@ class Acceptance:
     memory_rounds: rounds after which a test counts 1/e.
     """
 
-    __slots__ = ("_keep", "_recent", "_trust", "hits", "means", "misses", "parent")
+    __slots__ = ("_is_fresh", "_keep", "_recent", "_trust", "hits", "means", "misses", "parent")
 
     def __init__(self, memory_rounds: float, parent: Acceptance | None = None) -> None:
         self.parent = parent
@@ -58,21 +58,34 @@ class Acceptance:
         self._add(_FOUND, num_drafted > 0, num_drafted == 0)
         if num_drafted:
             self._add(_WENT_ON, num_drafted - 1, num_drafted < granted)
+        if self.parent is None:
+            self._count_tests(num_tested, num_accepted)
+            return False
+        return self._watch(num_tested, num_accepted)
+
+    def _count_tests(self, num_tested: int, num_accepted: int) -> None:
+        self._is_fresh = False
+        for c, (start, end) in enumerate(_CLASSES):
+            if num_tested <= start:
+                break
+            hits = max(0, min(num_accepted, end) - start)
+            self._add(c, hits, min(num_tested, end) - start - hits)
+
+    def _watch(self, num_tested: int, num_accepted: int) -> bool:
+        """Count, and compare with what was expected."""
+        self._count_tests(num_tested, num_accepted)
         all_hits, tests, surprise, variance = (value * _RECENT for value in self._recent)
         for c, (start, end) in enumerate(_CLASSES):
             if num_tested <= start:
                 break
             tested = min(num_tested, end) - start
             hits = max(0, min(num_accepted, end) - start)
-            self._add(c, hits, tested - hits)
             mean = self.means[c]
             all_hits, tests = all_hits + hits, tests + tested
             surprise += hits - tested * mean
             variance += tested * mean * (1 - mean)
         self._recent = (all_hits, tests, surprise, variance)
-        if self.parent is None:
-            self.refresh()
-        elif surprise * surprise > _ALARM * (0.5 + variance):
+        if surprise * surprise > _ALARM * (0.5 + variance):
             self._forget(all_hits / tests)
             return True
         return False
@@ -98,6 +111,9 @@ class Acceptance:
         A drafter that was hardly tested gets the benefit of the doubt: a standard deviation more.
         """
         parent, means = self.parent, self.means
+        self._is_fresh = True
+        if parent is not None and not parent._is_fresh:
+            parent.refresh()
         for c in range(len(means)):
             strength = self._strength(c)
             prior = _FIRST_MEANS[c] if parent is None else parent.means[c]
