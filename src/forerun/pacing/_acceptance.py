@@ -45,11 +45,6 @@ class Acceptance:
         self.means = [0.0] * len(_FIRST_MEANS)
         self.refresh()
 
-    @property
-    def num_tests(self) -> float:
-        """Tests that still count."""
-        return sum(self.hits[:_FOUND]) + sum(self.misses[:_FOUND])
-
     def count(self, granted: int, num_drafted: int, num_tested: int, num_accepted: int) -> bool:
         """One round in which `granted` >= 1 nodes were asked for, of a drafter that had caught up.
 
