@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from forerun import ops
 from forerun.bench import bandwidth, peer_forwards, peers, widen
 from forerun.bench.peer_forwards import ForwardsPlan, OwnForward, text_of
 from forerun.bench.peer_process import WORKERS, Outcome, Pass, PeerError, PeerProcess, Question
@@ -167,7 +168,8 @@ def test_forwards_beside_a_real_peer(
     assert (record["bench"], record["plan"]["rows"], record["plan"]["context"]) == ("peer forwards", [1, 40, 90], 70)
     assert "has no openvino; make an environment with" in record["left_out"].pop("openvino")
     assert not record["left_out"]
-    assert record["engines"]["forerun"].endswith(", 1 threads, bfloat16")
+    num_threads = ops.make("auto", "cpu").num_threads  # those of the first model that this process loaded
+    assert record["engines"]["forerun"].endswith(f", {num_threads} threads, bfloat16")
     assert record["build"] in record["engines"]["forerun"]
     assert len(record["round_bandwidths_bytes_per_s"]) == 3
     lines = record["lines"]

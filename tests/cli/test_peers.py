@@ -67,7 +67,7 @@ SENTENCES = {
     "chat x -n 64": f"llama.cpp's -n is --max-tokens here: tokens of the output, and -1 is not taken; {SEE}",
     "generate x -ngl 99": "llama.cpp's -ngl is --device here: cuda takes the whole model and cpu none of it, "
     f"layers are not split; {SEE}",
-    "generate -t 8 x": f"llama.cpp's -t has no counterpart here: set the variable OMP_NUM_THREADS; {SEE}",
+    "generate -t 8 x": f"llama.cpp's -t has no counterpart here: set the variable FORERUN_NUM_THREADS; {SEE}",
     "generate -p hello": f"llama.cpp's -p is the argument PROMPTS here: {SEE}",
     "generate x -sys hello": f"llama.cpp's -sys is --system of forerun chat here: {SEE}",
     "generate x -cnv": f"llama.cpp's -cnv is forerun chat here: {SEE}",
