@@ -19,7 +19,7 @@ class Advisor:
     """Learns what passes and drafts take, whatever the pacing."""
 
     def __init__(self) -> None:
-        self._times = StepTimes()
+        self._times = StepTimes(every=16)
         self._num_decoding = 1.0  # requests of a step, lately
 
     def observe(self, report: StepReport) -> None:

@@ -5,17 +5,29 @@ from __future__ import annotations
 from forerun.pacing._costs import DraftTime, PassTime
 from forerun.types import StepReport
 
+LEARNING_STEPS = 128  # every one of them counts
+
 
 class StepTimes:
-    """passes: the target's side of a step; drafts: of each drafter, by name. Both in the same, drifting, unit."""
+    """passes: the target's side of a step; drafts: of each drafter, by name. Both in the same, drifting, unit.
 
-    def __init__(self) -> None:
+    every: of steps that repeat the width before them, one in so many is learned from, where that must cost little.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+        self._num_steps = 0
+        self._last_rows = 0
         self.passes = PassTime()
         self.drafts: dict[str, DraftTime] = {}
 
     def observe(self, report: StepReport) -> None:
         """The numbers of a step; those in which nobody decoded say nothing."""
         if not report.num_decoding:
+            return
+        self._num_steps += 1
+        rows, self._last_rows = self._last_rows, report.num_rows
+        if self._num_steps > LEARNING_STEPS and rows == report.num_rows and self._num_steps % self.every:
             return
         seconds, other = report.score_s + report.judge_s + report.commit_s, report.num_prefill_tokens
         rows = report.num_rows - other
