@@ -123,8 +123,8 @@ def test_buffers_and_activations_bound_a_real_pass(name: str, dtype: torch.dtype
     print(
         f"\n{name} {dtype}: planned {planned / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB, {measured / planned:.2f}"
     )
-    # Memory that other tests gave back stays advised to come in huge pages, and one may be counted whole.
-    assert 0.7 * planned <= measured <= planned + HUGE_PAGE_BYTES, (
+    # What other tests gave back stays advised to come in huge pages: two of them, at the ends, may be counted whole.
+    assert 0.7 * planned <= measured <= planned + 2 * HUGE_PAGE_BYTES, (
         f"{planned / 1e6:.2f} MB, {measured / 1e6:.2f} measured"
     )
 
