@@ -198,6 +198,7 @@ class ForwardClock:
         return scores
 
     def take(self) -> float:
+        """Seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
