@@ -21,6 +21,7 @@ from forerun.doctor import doctor
 from forerun.errors import BadOption, ForerunError, UserError
 from forerun.inputs import read_requests
 from forerun.peers import on_command_line
+from forerun.serve.command import batch
 from forerun.train.command import app as train_app
 from forerun.types import SamplingParams
 
@@ -105,6 +106,11 @@ def generate(
     ignore_eos: flags.IgnoreEos = None,
     logprobs: flags.Logprobs = None,
     acceptance: flags.Acceptance = None,
+    n: flags.NumOutputs = None,
+    priority: flags.Priority = None,
+    cache_salt: flags.CacheSalt = None,
+    use_speculative_decoding: flags.UseSpeculativeDecoding = None,
+    extra_drafts: flags.ExtraDrafts = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
     generation_config: flags.GenerationConfig = None,
@@ -114,7 +120,9 @@ def generate(
     kv_cache_tokens: flags.CacheTokens = None,
     max_batch_size: flags.MaxBatchSize = None,
     max_seq_len: flags.MaxSeqLen = None,
+    prefix_caching: flags.PrefixCaching = None,
     prefill_chunk_tokens: flags.PrefillChunkTokens = None,
+    max_num_batched_tokens: flags.MaxNumBatchedTokens = None,
     draft_catchup_tokens: flags.DraftCatchupTokens = None,
     config: flags.ConfigFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per prompt")] = False,
@@ -169,7 +177,7 @@ def _respond(llm: LLM, requests: Seq[Encoded], as_json: bool, rounds: bool) -> N
     elif rounds:
         for prompt, params in requests:
             _print_rounds(llm, prompt, params)
-    elif len(requests) == 1:
+    elif len(requests) == 1 and requests[0][1].n == 1:
         _stream(llm, *requests[0])
     else:
         _print_batch(llm, requests)
@@ -206,8 +214,9 @@ def _summary(output: RequestOutput, seconds: float) -> str:
 
 
 def _print_batch(llm: LLM, requests: Seq[Encoded]) -> None:
+    each = [prompt for prompt, params in requests for _ in range(params.n)]
     for i, output in enumerate(_generate(llm, requests)):
-        prompt = requests[i][0]
+        prompt = each[i]
         text = (prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)).strip()
         typer.echo(f"==> {i + 1}: {text.splitlines()[-1][-60:] if text else ''} <==")
         typer.echo(output.text)
@@ -230,7 +239,7 @@ def _print_rounds(llm: LLM, prompt: str | list[int], params: SamplingParams) -> 
 def _as_json(output: RequestOutput) -> dict[str, Any]:
     report = output.report
     numbers = {name: getattr(report, name) for name in REPORT_FIELDS}
-    fields = {name: getattr(output, name) for name in ("text", "token_ids", "finish_reason", "seed")}
+    fields = {name: getattr(output, name) for name in ("text", "token_ids", "finish_reason", "seed", "index")}
     if output.logprobs is not None:
         fields["logprobs"] = [dataclasses.asdict(position) for position in output.logprobs]
     return {**fields, "report": numbers}
@@ -313,6 +322,7 @@ def drafters() -> None:
     )
 
 
+app.command()(batch)
 app.command()(plan)
 app.command()(doctor)
 

@@ -18,6 +18,9 @@ from forerun.methods import make_options, unknown
 from forerun.native import VARIABLES
 from forerun.peers import by_name, by_value
 
+DEFAULT_SPEC_LENGTH = 5  # of pacing=fixed
+AUTO_SPEC_LENGTH = 16  # the most that pacing=auto grants
+
 
 def _option(default: Any, text: str, **range_: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, **range_})
@@ -31,8 +34,18 @@ class EngineConfig:
     draft: str = _option(
         "auto", "auto, none, a method with options such as lookup:max_n=3, or a draft model's folder or hub id"
     )
-    spec_length: int = _option(5, "tokens drafted per step (K)", min=1, max=64)
-    pacing: str = _option("fixed", "policy that decides how far to draft")
+    extra_drafts: str | None = _option(
+        None, "more drafters that requests may choose, separated by semicolons; lookup and none are always there"
+    )
+    spec_length: int | None = _option(
+        None,
+        "tokens drafted per step (K); none = as many as pay; with pacing=auto the most that are granted",
+        min=1,
+        max=64,
+    )
+    pacing: str | None = _option(
+        None, "policy that decides how far to draft; none = fixed where spec_length is given, else auto"
+    )
     dtype: str = _option("auto", "auto, float32 or bfloat16")
     quantization: str | None = _option(None, "not available yet; must be left out")
     device: str = _option("auto", "auto, cpu or cuda")
@@ -47,7 +60,11 @@ class EngineConfig:
     kv_cache_tokens: int | None = _option(None, "tokens in the KV cache; none = max_batch_size * max_seq_len", min=16)
     max_batch_size: int = _option(8, "sequences that run together at most", min=1, max=1024)
     max_seq_len: int | None = _option(None, "prompt + output tokens; none = the model's, at most 4096", min=2)
+    prefix_caching: bool = _option(True, "let requests share what equal beginnings left in the KV cache (paged only)")
     prefill_chunk_tokens: int = _option(512, "prompt tokens run per step at most", min=1)
+    max_num_batched_tokens: int = _option(
+        1024, "rows of one target pass at most: sequences that decode, prompt tokens and drafts", min=1
+    )
     draft_catchup_tokens: int = _option(
         512, "committed tokens per step that the draft model may run to catch up", min=1
     )
@@ -55,16 +72,32 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.quantization is not None:
             raise BadOption(f"quantization={self.quantization!r} is not available yet: leave it out")
+        if self.max_num_batched_tokens < self.max_batch_size:
+            raise BadOption(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is not possible: it must be at least "
+                f"max_batch_size={self.max_batch_size}, for each sequence decodes one token per step"
+            )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 value = str(getattr(self, name))
                 raise BadOption(by_value(name, value) or unknown(f"{name} called", value, allowed))
 
+    @property
+    def longest_draft(self) -> int:
+        """Tokens drafted per step at most, where requests do not ask for more: what memory is planned for."""
+        return self.spec_length or (AUTO_SPEC_LENGTH if self.pacing_spec.startswith("auto") else DEFAULT_SPEC_LENGTH)
+
+    @property
+    def pacing_spec(self) -> str:
+        """The pacing policy: as named, else fixed where a length was named, else auto."""
+        return self.pacing or ("auto" if self.spec_length is None else "fixed")
+
     @classmethod
     def make(cls, **options: Any) -> EngineConfig:
         """From keyword options, aliases of other engines included. Unknown and contradictory options are refused."""
         values = _resolve_aliases(options)
-        values.pop(_USE, None)
+        if values.pop(_USE, None) and "draft" not in values:
+            raise BadOption(NO_DRAFT)
         known = {f.name for f in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
@@ -83,11 +116,16 @@ class EngineConfig:
         file = variables.pop("config", None) if config_file is None else config_file
         given = {k: v for k, v in flags.items() if v is not None}
         merged: dict[str, Any] = {}
+        needs_draft = False
         for source in (_read_toml(file) if file else {}, variables, given):
             values = _resolve_aliases(source)
-            if values.pop(_USE, None) and merged.get("draft") == _OFF:
+            on = values.pop(_USE, None)
+            if on and merged.get("draft") == _OFF:
                 del merged["draft"]  # a source above switches on again what one below had switched off
             merged |= values
+            needs_draft = needs_draft if on is None else on
+        if needs_draft and "draft" not in merged:
+            raise BadOption(NO_DRAFT)
         return cls.make(**merged)
 
 
@@ -109,6 +147,10 @@ def _as_text(value: Any) -> Any:
 
 
 _USE, _OFF = "use_speculative_decoding", "none"
+NO_DRAFT = (
+    "use_speculative_decoding=True needs a draft: name one, such as draft='auto', 'lookup', or a model's folder; "
+    "without it the engine drafts where that pays"
+)
 _ALIASES = {"draft_model": "draft", "num_speculative_tokens": "spec_length"}
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 # Methods of speculative_config that have another name here; vLLM takes the first two in the place of a model, too.

@@ -23,11 +23,11 @@ from forerun.types import SamplingParams
 
 def _engine(name: str, methods: str | None = None) -> Any:
     """The flag of one field of EngineConfig: its help text, the methods of a room (found by scanning), its default."""
-    field = EngineConfig.__dataclass_fields__[name]
+    field, flag = EngineConfig.__dataclass_fields__[name], name.replace("_", "-")
     known = "" if methods is None else f"; methods: {', '.join(names(methods))}"
     default = "" if field.default is None else f" [default: {field.default}]"
     return typer.Option(
-        f"--{name.replace('_', '-')}",
+        f"--{flag}/--no-{flag}" if isinstance(field.default, bool) else f"--{flag}",
         help=field.metadata["help"] + known + default,
         show_default=False,
         rich_help_panel=ENGINE_OPTION,  # read by peers.py; no help text shows it
@@ -55,7 +55,19 @@ CacheBackend = Annotated[str | None, _engine("kv_cache_backend")]
 MaxSeqLen = Annotated[int | None, _engine("max_seq_len")]
 CacheTokens = Annotated[int | None, _engine("kv_cache_tokens")]
 MaxBatchSize = Annotated[int | None, _engine("max_batch_size")]
+PrefixCaching = Annotated[bool | None, _engine("prefix_caching")]
 PrefillChunkTokens = Annotated[int | None, _engine("prefill_chunk_tokens")]
+MaxNumBatchedTokens = Annotated[int | None, _engine("max_num_batched_tokens")]
+ExtraDrafts = Annotated[str | None, _engine("extra_drafts")]
+UseSpeculativeDecoding = Annotated[
+    bool | None,
+    typer.Option(
+        "--speculative-decoding/--no-speculative-decoding",
+        help="off: the same as --draft none; on: refused where no draft is named [default: as --draft says]",
+        show_default=False,
+        rich_help_panel=ENGINE_OPTION,
+    ),
+]
 DraftCatchupTokens = Annotated[int | None, _engine("draft_catchup_tokens")]
 ConfigFile = Annotated[
     Path | None,
@@ -85,6 +97,11 @@ Logprobs = Annotated[
 ]
 Seed = Annotated[int | None, _sampling("seed", "the same seed, the same text; without one a seed is drawn and shown")]
 Stop = Annotated[list[str] | None, _sampling("stop", "text that ends the output and is cut from it; may be repeated")]
+NumOutputs = Annotated[int | None, _sampling("n", "outputs for each prompt, with seeds of their own")]
+Priority = Annotated[int | None, _sampling("priority", "lower numbers are served first")]
+CacheSalt = Annotated[
+    str | None, _sampling("cache_salt", "share what is in the cache only with prompts of the same salt")
+]
 Acceptance = Annotated[
     str | None, _sampling("acceptance", "verification rule [default: match with a seed and temperature, else ratio]")
 ]
@@ -93,13 +110,14 @@ IgnoreEos = Annotated[bool | None, typer.Option("--ignore-eos", help="go on past
 Prompt = str | list[int] | list[dict[str, Any]]  # a text, ids, or a conversation
 Request = tuple[Prompt, SamplingParams]  # a prompt, and how it is continued
 
+_ENGINE = frozenset({*EngineConfig.__dataclass_fields__, "use_speculative_decoding"})
 _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
-_ENGINE = frozenset(EngineConfig.__dataclass_fields__)
 
 
 def sampling_params(flags: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> SamplingParams:
     """The sampling parameters among a command's arguments, over `fields` of a checkpoint's, over our own defaults."""
-    given = {k: v for k, v in flags.items() if k in _SAMPLING and v is not None}
+    # Where both have a field, such as draft, the flag is the engine's: a request says its own in a prompt file.
+    given = {k: v for k, v in flags.items() if k in _SAMPLING - _ENGINE and v is not None}
     if "logit_bias" in given:
         given["logit_bias"] = _biases(given["logit_bias"])
     return SamplingParams(**{**(fields or {}), **given})

@@ -36,7 +36,12 @@ class SamplingParams:
     ignore_eos: bool = False  # go on past the model's end-of-sequence ids
     seed: int | None = None  # 64 bit; None = one is drawn and reported
     logprobs: int | None = None  # per token: its log-probability and this many alternatives, 0 to 20
+    n: int = 1  # outputs for the prompt, with seeds derived from `seed`; they share what the prompt left in the cache
     acceptance: str | None = None  # a verification rule; None = match for a seed and temperature > 0, else ratio
+    draft: str | None = None  # a drafter that the engine was started with, or none; None = the engine's own choice
+    spec_length: int | None = None  # tokens drafted per step, whatever the engine's pacing; None = as it paces
+    priority: int = 0  # lower numbers are served first, and preempted last
+    cache_salt: str | None = None  # prompts share what is in the cache only with those of the same salt
 
     def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
         """Raises BadOption for what other engines call one of the fields; Python refuses any other unknown name."""
@@ -80,6 +85,8 @@ class SamplingParams:
             self.seed,
             "in 0 .. 2**64 - 1, or left out for one that is drawn",
         )
+        _require(self.n >= 1, "n", self.n, "at least 1")
+        _require(self.spec_length is None or 1 <= self.spec_length <= 64, "spec_length", self.spec_length, "in 1 .. 64")
         _require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "in 0 .. 20")
         for token, bias in (self.logit_bias or {}).items():
             ok = token >= 0 and not math.isnan(bias) and bias < math.inf
@@ -120,13 +127,14 @@ def _biases(value: Any) -> dict[int, float]:
 # What a field takes: how it becomes a plain Python value, and the words for whoever gave something else.
 _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs"), (_integer, "an integer")),
+    **dict.fromkeys(("n", "spec_length", "priority"), (_integer, "an integer")),
     **dict.fromkeys(("temperature", "top_p", "min_p"), (_number, "a number")),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), (_number, "a number")),
     **dict.fromkeys(("stop", "bad_words"), (_texts, "a text or several, in valid UTF-8")),
     "stop_token_ids": (lambda ids: tuple(map(_integer, () if ids is None else ids)), "several integers"),
     "logit_bias": (_biases, "a mapping from integers to numbers"),
     "ignore_eos": (lambda value: _instance(value, bool), "True or False"),
-    "acceptance": (lambda value: _instance(value, str), "a text"),
+    **dict.fromkeys(("acceptance", "draft", "cache_salt"), (lambda value: _instance(value, str), "a text")),
 }
 
 

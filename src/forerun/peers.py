@@ -53,7 +53,7 @@ _LOSSLESS = "acceptance is always exact, and no option trades the model's distri
 _NO_BEAMS = "there is no beam search"
 _NO_CODE = "a checkpoint's own code is never run, and unknown architectures are refused"
 _NO_GRAPHS = "operators always run eagerly, and there are no CUDA graphs"
-_NO_PREFIX = "the KV cache is not shared between requests yet"
+_PREFIX = "on, unless it is switched off; for the paged cache"
 _NO_SERVER = "there is no server yet, but forerun generate reads prompts from a .jsonl file"
 _NO_STOP_TEXT = "a stop text is always cut from the output"
 _NO_TREES = "drafts are chains, not trees yet"
@@ -66,7 +66,7 @@ _QUANTIZED = "weights are read in float32, float16 and bfloat16, quantised ones 
 _SHARED_VOCABULARY = "draft and target must share one vocabulary"
 _SPECIAL = "special tokens are always left out of the text, and token_ids has them"
 _TEMPLATE_FILE = "a file, not the name or the text of a template"
-_STEP_TOKENS = "theirs bounds all tokens of a step, ours the prompt tokens among them"
+_STEP_TOKENS = "all rows of a pass; prefill_chunk_tokens bounds the prompt tokens among them"
 
 _VLLM = _rows(
     VLLM,
@@ -97,14 +97,14 @@ _VLLM = _rows(
     ("--speculative-draft-tensor-parallel-size draft_tensor_parallel_size", "", _ONE_DEVICE),
     ("--max-model-len", "max_seq_len", ""),
     ("--max-num-seqs", "max_batch_size", "sequences that run together"),
-    ("--max-num-batched-tokens", "prefill_chunk_tokens", _STEP_TOKENS),
+    ("--max-num-batched-tokens", "max_num_batched_tokens", _STEP_TOKENS),
     ("--enable-chunked-prefill", "prefill_chunk_tokens", _CHUNKED),
     ("--gpu-memory-utilization", "kv_cache_tokens", _FRACTION),
     ("--kv-cache-memory-bytes", "kv_cache_tokens", "in tokens of all sequences together"),
     ("--num-gpu-blocks-override", "kv_cache_tokens", "in tokens; a block holds 16"),
     ("--block-size", "", "a block of the paged cache holds 16 tokens"),
     ("--kv-cache-dtype", "", _KV_DTYPE),
-    ("--enable-prefix-caching", "", _NO_PREFIX),
+    ("--enable-prefix-caching", "prefix_caching", _PREFIX),
     ("--swap-space --cpu-offload-gb", "", "neither cache nor weights move between devices"),
     ("--tensor-parallel-size -tp", "", _ONE_DEVICE),
     ("--pipeline-parallel-size -pp", "", _ONE_DEVICE),
@@ -164,7 +164,7 @@ _SGLANG = _rows(
     ("--max-prefill-tokens", "prefill_chunk_tokens", "prompt tokens of a step, of all sequences together"),
     ("--page-size", "", "a block of the paged cache holds 16 tokens"),
     ("--kv-cache-dtype", "", _KV_DTYPE),
-    ("--disable-radix-cache", "", _NO_PREFIX),
+    ("--disable-radix-cache", "prefix_caching", _PREFIX),
     ("--disable-cuda-graph", "", _NO_GRAPHS),
     ("--attention-backend", "ops", "which operators compute, attention among them"),
     (
@@ -264,7 +264,7 @@ _LLAMA_CPP = _rows(
     ("-ctk --cache-type-k -ctv --cache-type-v", "", _KV_DTYPE),
     ("-fa --flash-attn", "", "attention is the operators' own matter"),
     ("--keep --context-shift", "", "nothing is dropped from the context, a request ends at max_seq_len"),
-    ("--prompt-cache --cache-prompt --cache-reuse", "", _NO_PREFIX),
+    ("--prompt-cache --cache-prompt --cache-reuse", "prefix_caching", _PREFIX),
     ("--lora --lora-scaled", "", _LORA),
     ("-cnv --conversation -i --interactive -if --interactive-first", "forerun chat", ""),
     ("-no-cnv --no-conversation", "forerun generate", ""),
@@ -351,9 +351,9 @@ _OPENVINO = _rows(
     ("cache_size", "kv_cache_tokens", "in tokens, not in GB"),
     ("num_kv_blocks", "kv_cache_tokens", "in tokens; a block holds 16"),
     ("max_num_seqs", "max_batch_size", "sequences that run together"),
-    ("max_num_batched_tokens", "prefill_chunk_tokens", _STEP_TOKENS),
+    ("max_num_batched_tokens", "max_num_batched_tokens", _STEP_TOKENS),
     ("dynamic_split_fuse", "prefill_chunk_tokens", _CHUNKED),
-    ("enable_prefix_caching", "", _NO_PREFIX),
+    ("enable_prefix_caching", "prefix_caching", _PREFIX),
     (
         "use_cache_eviction cache_eviction_config",
         "",

@@ -34,6 +34,7 @@ Row = npt.NDArray[Any]
 T = TypeVar("T")
 
 PURPOSE_DRAFT, PURPOSE_ACCEPT, PURPOSE_NEXT, PURPOSE_MATCH = 0, 1, 2, 3
+PURPOSE_SEED = 6  # 4 and 5 are left to tree order and exploration (docs/exactness.md)
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -91,6 +92,12 @@ def philox_words(counter: Seq[int], key: tuple[int, int], rounds: int = 10) -> t
 def key_of(seed: int) -> tuple[int, int]:
     """The Philox key of a 64-bit seed: low word, high word."""
     return seed & _MASK, (seed >> 32) & _MASK
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of output `index` of a request for several: its own for the first, unrelated ones behind it."""
+    low, high, *_ = philox_words((index & _MASK, PURPOSE_SEED, 0, 0), key_of(seed))
+    return seed if index == 0 else low | high << 32
 
 
 def uniform53(word0: int, word1: int) -> float:

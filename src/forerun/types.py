@@ -46,6 +46,7 @@ class Sequence:
     max_len: int  # prompt + output tokens at most, by max_tokens and max_seq_len
     end_ids: frozenset[int] = frozenset()  # ids that end the output (end of sequence and stop ids)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    draft: str = "none"  # the drafter that serves it
     round: int = 0  # decode steps so far; part of the random counter, so it survives preemption
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -161,6 +162,27 @@ class Draft:
             starts.append(starts[-1] + len(chain))
         return Draft([t for c in tokens for t in c], parents, starts, [p for c in probs for p in c])
 
+    @staticmethod
+    def joined(drafts: Seq[Draft]) -> Draft:
+        """The drafts of several groups of sequences, one after the other."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        starts, laws = [0], list[Probs]()
+        for draft in drafts:
+            first = len(tokens)
+            tokens += draft.tokens
+            parents += [p if p < 0 else first + p for p in draft.parents]
+            starts += [first + start for start in draft.node_starts[1:]]
+            laws += draft.probs
+        return Draft(tokens, parents, starts, laws)
+
+    def only(self, b: int) -> Draft:
+        """The draft of one sequence, by itself."""
+        own = self.nodes(b)
+        parents = [p if p < 0 else p - own.start for p in self.parents[own.start : own.stop]]
+        cut = slice(own.start, own.stop)
+        return Draft(self.tokens[cut], parents, [0, len(own)], self.probs[cut])
+
     @property
     def num_sequences(self) -> int:
         return len(self.node_starts) - 1
@@ -190,6 +212,11 @@ class Budget:
     num_tokens: list[int]
     catchup_tokens: int
     go_on: Callable[[int, int, Probs], bool]
+
+    def only(self, members: Seq[int]) -> Budget:
+        """The same for some of the sequences, numbered anew."""
+        granted = [self.num_tokens[b] for b in members]
+        return Budget(granted, self.catchup_tokens, lambda i, depth, law: self.go_on(members[i], depth, law))
 
 
 @dataclass(frozen=True)
@@ -282,12 +309,42 @@ class RoundDetail:
     granted: int  # the pacing policy's budget
 
 
+@dataclass(frozen=True)
+class SequenceStep:
+    """What one step did for one decoding sequence. Counts are taken before stop conditions cut."""
+
+    sequence_id: int
+    draft: str  # the drafter that it is served by
+    num_drafted: int
+    num_tested: int
+    num_accepted: int
+
+
+@dataclass
+class DraftStep:
+    """What one drafter did in one step.
+
+    depth: most nodes of one sequence, which is the number of passes that a draft model makes one after another.
+    num_catchup_tokens: committed tokens that it ran before, beyond those of the round before; catchup_s: of `seconds`,
+    what they took.
+    """
+
+    seconds: float = 0.0
+    num_sequences: int = 0  # that got at least one node
+    num_nodes: int = 0
+    depth: int = 0
+    num_catchup_tokens: int = 0
+    catchup_s: float = 0.0
+
+
 @dataclass
 class StepReport:
     """The numbers of one step; metrics, printers, benchmarks and pacing read this and nothing else."""
 
     num_prefill_tokens: int = 0
     num_decoding: int = 0  # sequences that emitted
+    num_rows: int = 0  # of the target pass: prompt chunks, one per decoding sequence, and draft nodes
+    num_context_tokens: int = 0  # in the target's cache before the pass, over the decoding sequences
     num_drafted: int = 0
     num_tested: int = 0
     num_accepted: int = 0
@@ -298,6 +355,8 @@ class StepReport:
     judge_s: float = 0.0
     commit_s: float = 0.0
     target_forward_s: float = 0.0  # the part of score_s inside the model
+    sequences: list[SequenceStep] = field(default_factory=list)  # one for each that decoded
+    drafts: dict[str, DraftStep] = field(default_factory=dict)  # by drafter: those that were asked
     rounds: list[RoundDetail] = field(default_factory=list)  # only when a listener wants detail
 
 

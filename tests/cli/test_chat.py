@@ -123,8 +123,8 @@ def test_through_pipes_standard_output_is_the_answers_alone(cli: Any, talker: Pa
 def test_the_whole_conversation_is_the_next_prompt(talker: Path) -> None:
     llm = LLM(talker, draft="lookup")
     prompts: list[list[int]] = []
-    add = llm.engine.add
-    llm.engine.add = lambda ids, params: (prompts.append(list(ids)), add(ids, params))[1]  # type: ignore[method-assign]
+    add = llm.engine.add_all
+    llm.engine.add_all = lambda ids, params: (prompts.append(list(ids)), add(ids, params))[1]  # type: ignore[method-assign]
     chat = Chat(llm, GREEDY, system="be brief")
     chat.answer("one", io.StringIO())
     out = io.StringIO()

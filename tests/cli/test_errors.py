@@ -89,7 +89,11 @@ def test_a_reader_that_leaves_is_no_error(start: Any, rounds: bool) -> None:
 def test_a_cache_that_no_memory_can_hold(cli: Any) -> None:
     done = cli("generate", "--target", "llama", "--kv-cache-tokens", "1000000000000", "--max-tokens", "2", "x")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1)
-    assert re.match(r"error: there is no memory for a KV cache of \d+\.\d GB on cpu: lower", done.stderr)
+    assert re.match(
+        r"error: there is no memory for this engine: It does not fit: [\d.]+ GB \([\d.]+ GiB\) are needed of [\d.]+ GB "
+        r"\([\d.]+ GiB\)\. It would fit with kv_cache_tokens=\d+",
+        done.stderr,
+    )
 
 
 def test_standard_input_that_is_not_utf8(cli: Any) -> None:

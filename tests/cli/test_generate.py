@@ -74,7 +74,7 @@ def test_variables_and_config_file_are_below_flags(cli: Any, tmp_path: Path) -> 
     assert "nowhere" in cli(*base).stderr
     from_variable = cli(*base, FORERUN_TARGET="llama")
     assert json.loads(from_variable.stdout)["report"]["num_drafted"] == 0
-    from_flag = cli(*base, "--draft", "./draft", FORERUN_TARGET="llama", FORERUN_DRAFT="lookup")
+    from_flag = cli(*base, "--draft", "./draft", "--spec-length", "5", FORERUN_TARGET="llama", FORERUN_DRAFT="lookup")
     assert json.loads(from_flag.stdout)["report"]["num_drafted"] > 12
 
 
@@ -140,7 +140,8 @@ def rounds(cli: Any, *more: str, **env: str) -> list[str]:
 
 
 def test_rounds_count_tokens_and_runs(cli: Any) -> None:
-    lines = rounds(cli, "--draft", "./llama", "def f(n):")  # the target drafts for itself: everything is accepted
+    # The target drafts for itself: everything is accepted.
+    lines = rounds(cli, "--draft", "./llama", "--spec-length", "5", "def f(n):")
     assert lines[0].startswith("   1  5/5")
     assert "[-" not in "".join(lines[:-1])
     assert lines[-2] == "40 tokens in 7 target runs"

@@ -150,6 +150,7 @@ def test_a_flag_of_another_command(refused: Any, line: str) -> None:
 def test_the_variable_that_is_named_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each flag of the engine that `forerun chat` and `forerun demo` have not."""
     words = {"ops": "reference", "kv_cache_backend": "contiguous", "generation_config": "model"}
+    words["prefix_caching"] = "False"
     for command in ("chat", "demo"):
         missing = FLAGS["generate"].keys() - {p.name for p in ROOT.commands[command].params}
         for name in missing & EngineConfig.__dataclass_fields__.keys():
@@ -244,7 +245,12 @@ def test_every_spelling_is_answered_as_a_keyword() -> None:
     for name in names - aliases - fields:
         with pytest.raises(BadOption, match=f" {name} (is .* here|has no counterpart here: ).*{SEE}$"):
             EngineConfig.make(**{name: 1})
-    assert {name for name in names if name in fields} == {"quantization", "generation_config", "chat_template"}
+    assert {name for name in names if name in fields} == {
+        "quantization",
+        "generation_config",
+        "chat_template",
+        "max_num_batched_tokens",
+    }
 
 
 def test_a_key_of_speculative_config() -> None:
@@ -285,7 +291,7 @@ def test_a_variable(monkeypatch: pytest.MonkeyPatch, refused: Any, variable: str
         ("max_completion_tokens", f"the OpenAI API's max_completion_tokens is max_tokens here: {SEE}"),
         ("max_model_len", f"vLLM's max_model_len is max_seq_len of LLM here: {SEE}"),
         ("text", f"SGLang's text is prompt here: a text or ids; {SEE}"),
-        ("prompt_lookup", f'OpenVINO GenAI\'s prompt_lookup is draft="lookup" of LLM here: {SEE}'),
+        ("prompt_lookup", f'OpenVINO GenAI\'s prompt_lookup is draft="lookup" here: {SEE}'),
     ],
 )
 def test_a_field_of_a_request(field: str, sentence: str) -> None:

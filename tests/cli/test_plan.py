@@ -51,6 +51,7 @@ def planned(cli: Any, *arguments: str, code: int = 0) -> dict[str, Any]:
 def test_a_published_pair_from_config_json_alone(cli: Any, llamas: tuple[str, str]) -> None:
     target, draft = llamas
     base = ("--target", target, "--draft", draft, "--dtype", "bfloat16", "--device", "cpu", "--ops", "reference")
+    base = (*base, "--spec-length", "5")
     done = cli("plan", *base, "--memory", "16GB")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -98,7 +99,7 @@ def test_a_plan_for_the_native_operators(cli: Any, llamas: tuple[str, str]) -> N
     done = cli("plan", *base)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "8 sequences of 4,096 tokens, 5 drafted per step, bfloat16 on cpu (native)"
+    assert lines[0] == "8 sequences of 4,096 tokens, 16 drafted per step, bfloat16 on cpu (native)"
     assert "draft KV cache           1.074   1.000  8 x 4,096 tokens x 32,768 bytes" in lines
     assert "In time, on top" not in done.stdout
     assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
@@ -114,7 +115,7 @@ def test_a_plan_is_what_the_engine_allocates(cli: Any, checkpoints: Path, ops: s
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     found = planned(cli, "--target", "llama", "--draft", "./draft", *flags)
     llm = LLM(checkpoints / "llama", draft=str(checkpoints / "draft"), **options)
-    runners = {"target": llm.engine.runner, "draft": llm.engine.drafter.runner}
+    runners = {"target": llm.engine.runner, "draft": llm.engine.drafter.first.runner}
     for name, runner in runners.items():
         assert found["parts"][f"{name} weights"] == runner.model.bytes_per_pass  # its embedding is tied
         pools = (*runner.cache.keys, *runner.cache.values)

@@ -57,7 +57,7 @@ def one_pass(config: DecoderConfig, options: EngineConfig, dtype: torch.dtype) -
     length, batch = options.max_seq_len or 0, options.max_batch_size
     sizes: dict[str, Any] = {"max_batch_size": batch, "max_seq_len": length, "dtype": dtype}
     cache = KVCache.create(config.cache_shape, options.kv_cache_backend, **sizes)  # type: ignore[arg-type]
-    verified = 1 if options.draft == "none" else options.spec_length + 1
+    verified = 1 if options.draft == "none" else options.longest_draft + 1
     counts = [options.prefill_chunk_tokens] + [verified] * (batch - 1)
     for slot in range(batch):
         cache.open(slot)

@@ -24,7 +24,7 @@ TIMEOUT_S = 120
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM()
+    return LLM(spec_length=5)
 
 
 def params(max_tokens: int = 24) -> SamplingParams:
@@ -43,7 +43,7 @@ def assert_idle(llm: LLM) -> None:
     """No request is left, and every block of both caches is free."""
     assert not llm.engine.scheduler.running
     assert not llm.engine.scheduler.waiting
-    for cache in (llm.engine.runner.cache, llm.engine.drafter.runner.cache):  # type: ignore[attr-defined]
+    for cache in (llm.engine.runner.cache, llm.engine.drafter.first.runner.cache):  # type: ignore[attr-defined]
         cache.check_integrity()
         assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
 
@@ -266,8 +266,8 @@ def test_ctrl_c_waits_for_the_end_of_the_step(llm: LLM) -> None:
 class StubEngine:
     """What SharedEngine calls, and no more."""
 
-    def add(self, prompt: list[int], params: SamplingParams) -> object:
-        return object()
+    def add_all(self, prompt: list[int], params: SamplingParams) -> list[object]:
+        return [object()]
 
     def step(self) -> None:
         pass

@@ -23,7 +23,8 @@ def test_aliases_of_other_engines_mean_the_same():
     assert EngineConfig.make(use_speculative_decoding=False).draft == "none"
     assert EngineConfig.make(draft=None).draft == "auto"
     assert EngineConfig.make(draft_model=None, num_speculative_tokens=None, speculative_config=None) == EngineConfig()
-    assert EngineConfig.make(use_speculative_decoding=None) == EngineConfig.make(use_speculative_decoding=True)
+    assert EngineConfig.make(use_speculative_decoding=None) == EngineConfig()
+    assert EngineConfig.make(use_speculative_decoding=True, draft="auto") == EngineConfig()
     assert EngineConfig.make(speculative_config={"method": "draft_model", "model": "./d"}).draft == "./d"
     assert EngineConfig.make(spec_length=numpy.int64(3)).spec_length == 3
     assert EngineConfig.make(max_seq_len=None).max_seq_len is None
@@ -116,9 +117,9 @@ def test_no_value_that_works_here_is_answered_as_a_peers():
         ({"speculative_config": {"eagle": 1}}, "there is no option 'eagle'"),
         ({"speculative_config": "lookup"}, "speculative_config='lookup' is not possible: it must be a dictionary"),
         ({"speculative_config": {"method": "lookup", "model": "x"}}, "drop one of them"),
+        ({"use_speculative_decoding": True}, "use_speculative_decoding=True needs a draft: name one"),
         ({"use_speculative_decoding": "no"}, "use_speculative_decoding='no' is not possible"),
         ({"use_speculative_decoding": 0}, "use_speculative_decoding=0 is not possible"),
-        ({"spec_length": None}, "spec_length=None is not possible"),
         ({"max_batch_size": True}, "max_batch_size=True is not possible"),
         ({"draft": 3}, "draft=3 is not possible"),
     ],
@@ -164,7 +165,9 @@ def test_aliases_are_resolved_within_their_source(tmp_path, monkeypatch):
         merged(tmp_path, "num_speculative_tokens = 3\nspec_length = 4", spec_length=5)
     monkeypatch.setenv("FORERUN_NUM_SPECULATIVE_TOKENS", "4")
     monkeypatch.setenv("FORERUN_USE_SPECULATIVE_DECODING", "1")
-    config = merged(tmp_path, "spec_length = 3\ndraft = 'none'")
+    with pytest.raises(BadOption, match="needs a draft"):
+        merged(tmp_path, "spec_length = 3\ndraft = 'none'")
+    config = merged(tmp_path, "spec_length = 3\ndraft = 'none'", draft="auto")
     assert (config.spec_length, config.draft) == (4, "auto")
     assert merged(tmp_path, "draft = 'lookup'").draft == "lookup"
     assert merged(tmp_path, "", draft="none").draft == "none"

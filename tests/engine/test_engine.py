@@ -134,7 +134,7 @@ def test_without_listeners_no_detail_is_made():
 @pytest.mark.parametrize("draft", ["none", "model", "lookup"])
 def test_aborting_at_any_time_leaks_no_block(draft):
     engine = engine_for(random_decoder(1), draft, max_batch_size=2)
-    caches = [engine.runner.cache] + ([engine.drafter.runner.cache] if draft == "model" else [])
+    caches = [engine.runner.cache] + ([engine.drafter.first.runner.cache] if draft == "model" else [])
     requests = [engine.add([i] * 20, GREEDY) for i in range(4)]
     for victim in requests:
         engine.step()
@@ -198,7 +198,7 @@ def test_the_draft_model_stops_at_its_own_last_position():
     """Sequences beyond the draft model's positions go on, plainly."""
     engine = engine_for(random_decoder(1), "model")
     alone = serve(plain := engine_for(random_decoder(1)), plain.add([1, 2], SamplingParams(60, temperature=0.0)))
-    model = engine.drafter.runner.model
+    model = engine.drafter.first.runner.model
     model.config = type(model.config)(**{**model.config.__dict__, "max_positions": 30})
     steps = []
     engine.listen(steps.append, detail=True)

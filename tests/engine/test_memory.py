@@ -40,7 +40,8 @@ from tiny import write_tiny
 @pytest.mark.parametrize("ops", OPS)
 def test_llama_3b_with_1b_at_eight_times_4096_tokens(ops: str) -> None:
     """The published shapes: about 6.4 GB and 2.5 GB of weights, exactly 3.5 GiB and 1.0 GiB of keys and values."""
-    plan = memory_plan(LLAMA_3B, LLAMA_1B, EngineConfig(draft="./1b", ops=ops), dtype=BF16, available_bytes=16 * 10**9)
+    options = EngineConfig(draft="./1b", ops=ops, spec_length=5)
+    plan = memory_plan(LLAMA_3B, LLAMA_1B, options, dtype=BF16, available_bytes=16 * 10**9)
     parts = bytes_by_name(plan)
     wider = 2 if ops == "native" else 0  # bytes of each number of a norm
     assert parts["target weights"] == 2 * 3_212_749_824 + wider * (2 * 28 + 1) * 3072
@@ -320,7 +321,7 @@ def measure(target, draft, small, ops, dtype):
     options = {"max_seq_len": 512, "prefill_chunk_tokens": 256, "ops": ops, "dtype": dtype}
     llm, num_drafted = run(target, draft, 472, **options)
     peak = status("VmHWM") - before
-    model, drafter = llm.checkpoint.model, llm.engine.drafter.runner.model
+    model, drafter = llm.checkpoint.model, llm.engine.drafter.first.runner.model
     plan = memory_plan(model.config, drafter.config, llm.config, dtype=model.dtype)
     later = sum(part.bytes for part in plan.later)
     return {"peak": peak, "planned": plan.total_bytes, "later": later, "num_drafted": num_drafted}

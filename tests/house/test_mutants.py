@@ -173,7 +173,7 @@ def cache_errors(of: Case) -> int:
     errors = 0
     while request.seq.finish_reason is None:
         engine.step()
-        for runner in (engine.runner, engine.drafter.runner):
+        for runner in (engine.runner, engine.drafter.first.runner):
             if request.seq.finish_reason is None:
                 errors += wrong_rows(runner.cache, request.seq.id, request.seq.tokens)
     return errors

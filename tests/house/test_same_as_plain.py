@@ -5,6 +5,7 @@ Run on the operators whose rows do not depend on how they were batched: the row-
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from functools import cache
 
@@ -74,7 +75,7 @@ def engine_on(ops: str, draft: str = "none", **options) -> Engine:
         return engine_for(model, draft, **options)
     weights = {name: weight.to(getattr(torch, ops)) for name, weight in model.weights.items()}
     engine = engine_for(Decoder(model.config, weights, model.ops), draft, **options)
-    for runner in (engine.runner, getattr(engine.drafter, "runner", None)):
+    for runner in (engine.runner, getattr(engine.drafter.first, "runner", None)):
         if runner is not None:
             runner.model = Decoder(runner.model.config, runner.model.weights, CpuOps())
     return engine
@@ -121,7 +122,7 @@ def test_the_draft_cache_equals_one_rebuilt_from_the_committed_tokens(ops, catch
     """Book 1.5 and mutant m17: stale rows after a rejection or a full acceptance would only lower acceptance."""
     engine = engine_on(ops, "model", catchup_tokens=catchup_tokens)
     request = engine.add(prompts()[4], SamplingParams(max_tokens=40, temperature=0.8, seed=5))
-    drafter = engine.drafter
+    drafter = engine.drafter.first
     lengths = set()
     while request.seq.finish_reason is None:
         engine.step()
@@ -137,7 +138,8 @@ def check_draft_cache(drafter, seq) -> int:
     held = drafter.runner.cache.length(seq.id)
     assert held <= len(seq.tokens) - 1
     rebuilt = type(drafter)(drafter.runner, drafter.options)
-    shadow = type(seq)(-1, list(seq.tokens), seq.num_prompt_tokens, seq.params, seq.seed, seq.max_len)
+    own = dataclasses.replace(seq.params, cache_salt="nothing shared")
+    shadow = type(seq)(-1, list(seq.tokens), seq.num_prompt_tokens, own, seq.seed, seq.max_len)
     rebuilt.begin(shadow)
     if held:
         rebuilt._feed({0: (shadow, shadow.tokens[:held])})

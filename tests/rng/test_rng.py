@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 
@@ -202,3 +203,11 @@ def test_enumerated_picks_agree_with_the_generator():
 def test_more_than_three_ids_cannot_be_picked_exactly():
     with pytest.raises(InternalError, match="at most 3 ids"):
         enumerate_outcomes(lambda c: c.pick(law(*P), 0))
+
+
+def test_derived_seeds_are_64_bits_and_unlike_each_other():
+    seeds = [rng.derived_seed(seed, index) for seed in (0, 1, 2**64 - 1) for index in range(100)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert [rng.derived_seed(seed, 0) for seed in (0, 1, 2**64 - 1)] == [0, 1, 2**64 - 1]
+    assert min((a ^ b).bit_count() for a, b in itertools.pairwise(seeds)) > 8

@@ -133,3 +133,14 @@ def test_impossible_arguments(call):
 def test_theory_needs_numpy_alone():
     code = "import sys, forerun.theory.formulas, forerun.theory.simulate; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_expected_tokens_of_counts_are_the_posterior_mean():
+    """Book 7.4: Beta(8, 2) says 2.4545 at two tokens, where its mean of 0.8 would say 2.44."""
+    assert formulas.expected_tokens_beta(8, 2, 2) == pytest.approx(1 + 0.8 + 0.8 * 9 / 11)
+    assert round(formulas.expected_tokens_beta(8, 2, 2), 4) == 2.4545
+    assert formulas.expected_tokens_beta(8, 2, 0) == 1
+    draws = np.random.default_rng(1).beta(3.0, 2.0, 400_000)
+    assert formulas.expected_tokens_beta(3, 2, 5) == pytest.approx(sum((draws**i).mean() for i in range(6)), abs=0.01)
+    with pytest.raises(ValueError, match="impossible"):
+        formulas.expected_tokens_beta(-1, 2, 2)

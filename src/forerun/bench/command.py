@@ -184,6 +184,51 @@ def peers(
 
 
 @app.command()
+def throughput(
+    target: flags.Target = None,
+    draft: flags.Draft = None,
+    shape: Annotated[str, typer.Option(help=f"the target is widened to it in memory: {SHAPE_NAMES}, or none")] = "none",
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(help="requests at once; may be repeated [default: 1, 2, 4, 8, 16 and 32]", min=1),
+    ] = None,
+    spec_length: Annotated[
+        list[int] | None,
+        typer.Option(help="fixed draft length to compare with; may be repeated [default: 1, 3, 5 and 8]", min=1),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="tokens per request", min=2)] = 48,
+    repeats: Annotated[int, typer.Option(help="times everything is run, each time on other prompts", min=2)] = 3,
+    temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help='JSON lines with "id" and "text" [default: the shipped ones]')
+    ] = None,
+    wrong_drafter: Annotated[bool, typer.Option(help="measure auto with a drafter that is always wrong, too")] = True,
+    seed: Annotated[int, typer.Option(help="of the sampled runs; each prompt adds its index")] = 1,
+    device: flags.Device = None,
+    dtype: flags.Dtype = None,
+    ops: flags.Ops = None,
+    kv_cache_backend: flags.CacheBackend = None,
+    config: flags.ConfigFile = None,
+) -> None:
+    """Many requests at once: plain decoding, fixed draft lengths and pacing=auto, in tokens per second."""
+    engine = flags.engine_config({k: v for k, v in locals().items() if k != "spec_length"}, config)
+    from forerun.bench import throughput as bench
+
+    lists = {"concurrencies": tuple(concurrency or ()), "spec_lengths": tuple(spec_length or ())}
+    plan = bench.ThroughputPlan(
+        shape=shape,
+        max_tokens=max_tokens,
+        num_repeats=repeats,
+        temperature=temperature,
+        prompt_file=prompt_file,
+        wrong_drafter=wrong_drafter,
+        seed=seed,
+        **{name: values for name, values in lists.items() if values},
+    )
+    bench.run(engine, plan)
+
+
+@app.command()
 def kernels(
     shape: Annotated[str, typer.Option(help="random-1.24b (Llama 3.2 1B), or demo; random weights")] = "random-1.24b",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",

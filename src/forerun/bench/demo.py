@@ -46,7 +46,8 @@ def run(config: EngineConfig, params: SamplingParams, shape: str, prompt: str | 
     console = make_console()
     checkpoint = load_widened(config, shape, console)
     prompt = prompt if prompt is not None else default_prompt()
-    llms = {draft: LLM(checkpoint, **{**engine_options(config), "draft": draft}) for draft in ("none", _draft(config))}
+    options = {**engine_options(config), "prefix_caching": False}  # the warm-up must not shorten what is shown
+    llms = {draft: LLM(checkpoint, **{**options, "draft": draft}) for draft in ("none", _draft(config))}
     outcomes = []
     for llm, title in zip(llms.values(), ("plain decoding", "with speculation"), strict=True):
         _warm_up(llm, prompt, params)

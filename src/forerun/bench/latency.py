@@ -30,7 +30,7 @@ from forerun.bench.results import (
     table_of,
 )
 from forerun.bench.widen import describe, num_parameters
-from forerun.config import EngineConfig
+from forerun.config import DEFAULT_SPEC_LENGTH, EngineConfig
 from forerun.engine.llm import LLM
 from forerun.engine.opening import SHIPPED_DRAFT, is_shipped
 from forerun.errors import BadOption, NotFound, UserError
@@ -102,7 +102,7 @@ def run(config: EngineConfig, plan: Plan) -> None:
     checkpoint = load_widened(config, plan.shape, console)
     llms = _build(checkpoint, config, plan, console)
     ceiling = print_ceiling(checkpoint.model, console)
-    drafts = _draft_models(llms)
+    drafts = draft_models(llms)
     for model in drafts:
         share = model.bytes_per_pass / ceiling.bytes_per_pass
         console.print(
@@ -111,7 +111,7 @@ def run(config: EngineConfig, plan: Plan) -> None:
         )
     for llm in llms.values():
         llm.generate(prompts[0][1], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))  # warm up
-    with _progress() as progress:
+    with progress_bar() as progress:
         lines = _measure(llms, prompts, plan, progress)
     console.print(table_of(lines))
     print_notes(lines, ceiling, console)
@@ -145,7 +145,8 @@ def read_prompts(plan: Plan) -> list[tuple[str, str]]:
 
 def _build(checkpoint: Checkpoint, config: EngineConfig, plan: Plan, console: Console) -> dict[Variant, LLM]:
     """One engine per drafter and length over the same weights, plain decoding first."""
-    options = {**engine_options(config), "draft": "none"}
+    # A prompt's second run would find most of the first one's cache.
+    options = {**engine_options(config), "draft": "none", "prefix_caching": False}
     llms = {PLAIN: LLM(checkpoint, **options)}
     drafts: dict[str, str | Checkpoint] = {name: name for name in plan.drafts}
     if plan.draft_shape != "none":
@@ -153,9 +154,9 @@ def _build(checkpoint: Checkpoint, config: EngineConfig, plan: Plan, console: Co
     elif not drafts:
         drafts = {name: name for name in methods.names("forerun.drafters") if name != "none"}
     for name, draft in drafts.items():
-        for spec_length in plan.spec_lengths or (config.spec_length,):
+        for spec_length in plan.spec_lengths or (config.spec_length or DEFAULT_SPEC_LENGTH,):
             try:
-                draft = _loaded_once(draft, checkpoint)
+                draft = loaded_once(draft, checkpoint)
                 llm = LLM(checkpoint, **{**options, "draft": draft, "spec_length": spec_length})
                 llms[Variant(name, spec_length)] = llm
             except UserError as error:
@@ -166,7 +167,7 @@ def _build(checkpoint: Checkpoint, config: EngineConfig, plan: Plan, console: Co
     return llms
 
 
-def _loaded_once(draft: str | Checkpoint, target: Checkpoint) -> str | Checkpoint:
+def loaded_once(draft: str | Checkpoint, target: Checkpoint) -> str | Checkpoint:
     """A draft model without options of its own is loaded here, for all lengths; anything else stays as it is named."""
     if isinstance(draft, Checkpoint):
         return draft
@@ -178,13 +179,13 @@ def _loaded_once(draft: str | Checkpoint, target: Checkpoint) -> str | Checkpoin
     return load_checkpoint(path, dtype=model.dtype, device=model.device, ops=model.ops, with_tokenizer=True)
 
 
-def _draft_models(llms: dict[Variant, LLM]) -> list[Decoder]:
+def draft_models(llms: dict[Variant, LLM]) -> list[Decoder]:
     """Every draft model once."""
-    runners = [getattr(llm.engine.drafter, "runner", None) for llm in llms.values()]
+    runners = [getattr(llm.engine.drafter.first, "runner", None) for llm in llms.values()]
     return list({id(runner.model): runner.model for runner in runners if runner is not None}.values())
 
 
-class _ForwardClock:
+class ForwardClock:
     """Seconds inside a runner's forward passes since the last `take`."""
 
     def __init__(self, runner: Runner) -> None:
@@ -197,6 +198,7 @@ class _ForwardClock:
         return scores
 
     def take(self) -> float:
+        """Seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -204,8 +206,8 @@ class _ForwardClock:
 def _measure(llms: dict[Variant, LLM], prompts: list[tuple[str, str]], plan: Plan, progress: Progress) -> list[Line]:
     clocks = {}
     for variant, llm in llms.items():
-        runner = getattr(llm.engine.drafter, "runner", None)
-        clocks[variant] = None if runner is None else _ForwardClock(runner)
+        runner = getattr(llm.engine.drafter.first, "runner", None)
+        clocks[variant] = None if runner is None else ForwardClock(runner)
     tallies = {(t, variant): Tally(variant, t) for t in plan.temperatures for variant in llms}
     task = progress.add_task("measuring", total=len(tallies) * len(prompts) * plan.num_repeats)
     for repeat, (i, (_, text)), t in _runs(plan, prompts):
@@ -231,7 +233,7 @@ def _runs(plan: Plan, prompts: list[tuple[str, str]]) -> Iterator[tuple[int, tup
                 yield repeat, prompt, t
 
 
-def _run_once(llm: LLM, text: str, params: SamplingParams, tally: Tally, clock: _ForwardClock | None) -> None:
+def _run_once(llm: LLM, text: str, params: SamplingParams, tally: Tally, clock: ForwardClock | None) -> None:
     """One prompt; the clock runs from the end of the prompt's prefill, which both sides pay alike."""
     if clock is not None:
         clock.take()
@@ -254,7 +256,7 @@ def _run_once(llm: LLM, text: str, params: SamplingParams, tally: Tally, clock: 
     tally.seconds_per_token.append(seconds / len(output.token_ids))
 
 
-def _progress() -> Progress:
+def progress_bar() -> Progress:
     """On standard error, and only where that is a terminal."""
     console = make_console(stderr=True)
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

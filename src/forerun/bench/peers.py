@@ -238,7 +238,8 @@ class OwnEngine:
         model = checkpoint.model
         self.name, self.idle_cpu_s, self.checkpoint = OWN, 0.0, checkpoint
         self.draft: Checkpoint | None = None
-        options = {**engine_options(config), "max_batch_size": 1}
+        # A prompt that was run before would be found in the cache; the others have no such cache either.
+        options = {**engine_options(config), "max_batch_size": 1, "prefix_caching": False}
         drafts: dict[str, str | Checkpoint] = {"lookup": f"lookup:max_n={LOOKUP_MAX_N}"}
         if draft is not None:
             self.draft = load_checkpoint(

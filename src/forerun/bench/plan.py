@@ -80,16 +80,17 @@ class Models:
     def of(cls, config: EngineConfig, shape: str | None, draft_shape: str | None) -> Models:
         """Read from the config.json that the configuration names. Raises UserError for what LLM would not load."""
         from forerun.engine.opening import SHIPPED_TARGET
+        from forerun.engine.planning import device_of, draft_name, dtype_of
 
         raw = _config_of(config.target or str(SHIPPED_TARGET))
-        name = _draft_name(config)
+        name = draft_name(config)
         if draft_shape is not None and name is None:
             raise BadOption(f"draft_shape={draft_shape!r} needs a draft model, and draft={config.draft!r} has none")
-        device = _device(config)
+        device = device_of(config)
         return cls(
             target=_shaped(raw, shape),
             draft=None if name is None else _shaped(_config_of(name), draft_shape),
-            dtype=_dtype(config, device, raw),
+            dtype=dtype_of(config, device, raw),
             device=device,
         )
 
@@ -97,9 +98,10 @@ class Models:
         """The plan, against what this machine has where nobody says what is available."""
         from forerun.engine.machine import available_bytes
         from forerun.engine.memory import memory_plan
+        from forerun.engine.planning import device_of
 
         if available is None:
-            if self.device == "cuda" and _device(EngineConfig()) != "cuda":
+            if self.device == "cuda" and device_of(EngineConfig()) != "cuda":
                 raise BadOption("device='cuda' needs memory=... here: torch sees no CUDA device that could be asked")
             available = available_bytes(self.device)
         return memory_plan(
@@ -114,7 +116,7 @@ class Models:
         return {
             "max_batch_size": config.max_batch_size,
             "max_seq_len": resolve_max_seq_len(config.max_seq_len, self.target.max_positions),
-            "spec_length": 0 if config.draft == "none" else config.spec_length,
+            "spec_length": 0 if config.draft == "none" else config.longest_draft,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": self.device,
             "ops": ops.resolve(config.ops, self.device),
@@ -154,41 +156,6 @@ def _shaped(raw: Mapping[str, Any], shape: str | None) -> DecoderConfig:
 
     config = read_config(raw)
     return config if shape is None else wide_config(config, shape_named(shape, config))
-
-
-def _draft_name(config: EngineConfig) -> str | None:
-    """The draft model that LLM would load; None for a drafter without a model."""
-    from forerun import drafters
-    from forerun.engine.opening import SHIPPED_DRAFT, is_shipped as shipped
-
-    is_shipped = shipped(config.target)
-    method, options = drafters.resolve(config.draft, is_shipped)
-    if method != "model":
-        return None
-    name: str | None = options.path or (str(SHIPPED_DRAFT) if is_shipped else None)
-    if name is None:
-        raise BadOption("the drafter 'model' needs a draft model: give its folder, as in draft='path/to/draft'")
-    return name
-
-
-def _device(config: EngineConfig) -> str:
-    """As LLM chooses; "cuda" may be planned for where there is none."""
-    import torch
-
-    return config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _dtype(config: EngineConfig, device: str, raw: Mapping[str, Any]) -> torch.dtype:
-    """As the operators choose that LLM would take, with what config.json says in place of the stored weights."""
-    import torch
-
-    from forerun import ops
-    from forerun.models.loading import DTYPES
-
-    if config.dtype != "auto":
-        return DTYPES[config.dtype]
-    stored = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), None)
-    return ops.make(config.ops, device).auto_dtype(device, stored if isinstance(stored, torch.dtype) else torch.float32)
 
 
 # ------------------------------------------------------------------------------------------------------- what is shown

@@ -8,9 +8,10 @@ weight is read. Nothing else has to change for a new method.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption
@@ -27,7 +28,14 @@ if TYPE_CHECKING:
 
 
 class Drafter:
-    """Makes drafts. Only `propose` is required; the rest has empty defaults."""
+    """Makes drafts. Only `propose` is required; the rest has empty defaults.
+
+    caught_up, catchup_s: of the last call of `propose` or `catch_up`, by sequence the committed tokens that were run
+    only to catch up (not those that every round feeds), and the seconds that it took.
+    """
+
+    caught_up: Mapping[int, int] = MappingProxyType({})
+    catchup_s = 0.0
 
     def begin(self, seq: Sequence) -> None:
         """A sequence was admitted."""
@@ -50,6 +58,16 @@ class Drafter:
     def end(self, seq: Sequence) -> None:
         """A sequence is finished or aborted: forget it."""
 
+    def lag(self, seq: Sequence) -> int:
+        """Committed tokens that have to be run before anything can be drafted for `seq`, beyond what a round leaves."""
+        return 0
+
+    def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
+        """Run at most so many committed tokens of these sequences, in order, without drafting.
+
+        Called while the target runs their prompts, so that the first draft need not wait for a prompt of the drafter's.
+        """
+
     def free_tokens(self) -> int | None:
         """Tokens that still fit into the drafter's own cache; None = no limit of its own."""
         return None
@@ -68,6 +86,7 @@ class Target:
     max_seq_len: int  # tokens
     kv_cache_backend: Backend
     kv_cache_tokens: int | None = None  # tokens in a cache of the drafter's own; None = room for everybody
+    prefix_caching: bool = True  # in a cache of the drafter's own
     shipped_draft: str | None = None  # folder of the draft model that belongs to this target, if one ships with it
     loaded_draft: Checkpoint | None = None  # a draft model that the caller has loaded; it comes before the shipped one
 

@@ -12,6 +12,7 @@ up within a budget; until then the sequence drafts nothing and decodes plainly.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ from forerun.models.runner import Run, Runner
 from forerun.sampling import History, probs
 from forerun.text.tokenizer import Tokenizer, compare
 from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence
+
+ROUND_TOKENS = 2  # committed tokens that a round leaves unfed: one, or two where everything was accepted
 
 
 @dataclass(frozen=True)
@@ -63,19 +66,37 @@ class _Chain:
     probs: list[Probs] = field(default_factory=list)
 
 
+class _Room:
+    """What a pass may still reserve, so that its sequences together find room."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache, self.num_blocks = cache, cache.free_tokens() // cache.block_tokens
+
+    def take(self, slot: int, num_tokens: int) -> int:
+        """Set aside what `num_tokens` more rows of a slot need; returns how many of them there is room for."""
+        missing = self.cache.missing_blocks(slot, num_tokens)
+        if missing > self.num_blocks:
+            missing = self.num_blocks
+            own = self.cache.num_reserved_tokens(slot) - self.cache.length(slot)
+            num_tokens = own + missing * self.cache.block_tokens
+        self.num_blocks -= missing
+        return num_tokens
+
+
 class ModelDrafter(Drafter):
     """Runs `runner`'s model ahead of the target."""
 
     def __init__(self, runner: Runner, options: Options | None = None) -> None:
         self.runner = runner
         self.options = options or Options()
+        self.caught_up: dict[int, int] = {}
         self._fed: dict[int, _Fed] = {}
         self._params: dict[int, SamplingParams] = {}
 
     def begin(self, seq: Sequence) -> None:
-        self._fed[seq.id] = _Fed()
+        found = self.runner.cache.open(seq.id, seq.tokens, seq.params.cache_salt)
+        self._fed[seq.id] = _Fed(seq.tokens[:found], found)
         self._params[seq.id] = self._draft_params(seq.params)
-        self.runner.cache.open(seq.id)
 
     def end(self, seq: Sequence) -> None:
         self._fed.pop(seq.id, None)
@@ -85,8 +106,19 @@ class ModelDrafter(Drafter):
     def free_tokens(self) -> int | None:
         return self.runner.cache.free_tokens()
 
+    def lag(self, seq: Sequence) -> int:
+        self._forget_rejected(seq)
+        return max(0, len(seq.tokens) - ROUND_TOKENS - len(self._fed[seq.id].tokens))
+
+    def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
+        for seq in seqs:
+            self._forget_rejected(seq)
+        # The last token is left to the round, which wants what follows it.
+        self._run_committed(seqs, [len(seq.tokens) - 1 for seq in seqs], num_tokens, "none")
+
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        limits = [self._limit(seq, budget.num_tokens[b]) for b, seq in enumerate(seqs)]
+        room = _Room(self.runner.cache)
+        limits = [self._limit(seq, budget.num_tokens[b], room) for b, seq in enumerate(seqs)]
         chains = [_Chain() for _ in seqs]
         logits = self._catch_up(seqs, limits, budget.catchup_tokens)
         depth = 0
@@ -113,15 +145,15 @@ class ModelDrafter(Drafter):
         chain.probs.append(law)
         return True
 
-    def _limit(self, seq: Sequence, granted: int) -> int:
+    def _limit(self, seq: Sequence, granted: int, room: _Room) -> int:
         """Tokens to draft, given the model's positions and the cache: token i is fed at index L + i - 1 (i from 1)."""
-        room = self.runner.model.config.max_positions - len(seq.tokens) + 1
-        limit = max(0, min(granted, room))
+        config = self.runner.model.config
         self._forget_rejected(seq)
         missing = seq.tokens[len(self._fed[seq.id].tokens) :]
-        if max(missing) >= self.runner.model.config.vocab_size:
+        limit = min(granted, config.max_positions - len(seq.tokens) + 1)
+        if limit <= 0 or max(missing) >= config.vocab_size:
             return 0  # an id that this model has no row for: the sequence goes on without drafts
-        return limit if self.runner.cache.can_reserve(seq.id, len(missing) + max(0, limit - 1)) else 0
+        return max(0, room.take(seq.id, len(missing) + limit - 1) - len(missing) + 1)
 
     def _forget_rejected(self, seq: Sequence) -> None:
         """Cut the cache to the committed tokens it holds, at most all but the last, which is fed next."""
@@ -134,28 +166,50 @@ class ModelDrafter(Drafter):
         fed.num_sure = same
         self.runner.cache.truncate_to(seq.id, same)
 
-    def _catch_up(self, seqs: Seq[Sequence], limits: list[int], catchup_tokens: int) -> dict[int, Tensor]:
-        """Feed committed tokens that the cache lacks, first come first served; logits of whoever has caught up."""
-        feeds: dict[int, tuple[Sequence, list[int]]] = {}
-        for b, seq in enumerate(seqs):
-            num_fed = len(self._fed[seq.id].tokens)
-            take = min(len(seq.tokens) - num_fed, catchup_tokens)
-            if limits[b] > 0 and take > 0:
-                feeds[b] = (seq, seq.tokens[num_fed : num_fed + take])
-                catchup_tokens -= take
-        logits = self._feed(feeds)
+    def _catch_up(self, seqs: Seq[Sequence], limits: list[int], num_tokens: int) -> dict[int, Tensor]:
+        """Feed what the cache lacks of the sequences that may draft; logits of those that have caught up."""
+        ends = [len(seq.tokens) if limits[b] > 0 else 0 for b, seq in enumerate(seqs)]
+        logits = self._run_committed(seqs, ends, num_tokens, "last")
         return {b: row for b, row in logits.items() if len(self._fed[seqs[b].id].tokens) == len(seqs[b].tokens)}
 
-    def _feed(self, feeds: dict[int, tuple[Sequence, list[int]]]) -> dict[int, Tensor]:
-        """Run these tokens and keep them; logits [V] of each sequence's last row."""
+    def _run_committed(self, seqs: Seq[Sequence], ends: Seq[int], num_tokens: int, wanted: str) -> dict[int, Tensor]:
+        """Feed committed tokens up to ends[b], first come first served, and let other sequences share them."""
+        feeds: dict[int, tuple[Sequence, list[int]]] = {}
+        self.caught_up = {}
+        room = _Room(self.runner.cache)
+        for b, seq in enumerate(seqs):
+            num_fed = len(self._fed[seq.id].tokens)
+            take = self._known(seq, num_fed, min(ends[b] - num_fed, num_tokens))
+            take = room.take(seq.id, take) if take > 0 else 0
+            if take > 0:
+                feeds[b] = (seq, seq.tokens[num_fed : num_fed + take])
+                num_tokens -= take
+                if take > ROUND_TOKENS:
+                    self.caught_up[seq.id] = take
+        started = time.perf_counter()
+        logits = self._feed(feeds, wanted)
+        self.catchup_s = time.perf_counter() - started if self.caught_up else 0.0
+        for seq, _ in feeds.values():
+            fed = self._fed[seq.id]
+            fed.num_sure = len(fed.tokens)
+            self.runner.cache.publish(seq.id, fed.tokens)
+        return logits
+
+    def _known(self, seq: Sequence, start: int, num_tokens: int) -> int:
+        """How many of these tokens can be run: all, or none where this model has no positions or rows for them."""
+        config = self.runner.model.config
+        inside = num_tokens > 0 and start + num_tokens <= config.max_positions
+        return num_tokens if inside and max(seq.tokens[start : start + num_tokens]) < config.vocab_size else 0
+
+    def _feed(self, feeds: dict[int, tuple[Sequence, list[int]]], wanted: str = "last") -> dict[int, Tensor]:
+        """Run these tokens and keep them; logits [V] of each sequence's last row, where they are wanted."""
         if not feeds:
             return {}
-        runs = [Run(seq.id, tokens, logits="last") for seq, tokens in feeds.values()]
-        scores = self.runner.forward(runs)
+        scores = self.runner.forward([Run(seq.id, tokens, wanted) for seq, tokens in feeds.values()])
         for seq, tokens in feeds.values():
             self.runner.cache.keep(seq.id, list(range(len(tokens))))
             self._fed[seq.id].tokens += tokens
-        return {b: scores.logits[i][-1] for i, b in enumerate(feeds)}
+        return {b: scores.logits[i][-1] for i, b in enumerate(feeds)} if wanted == "last" else {}
 
     def _draft_params(self, params: SamplingParams) -> SamplingParams:
         """With the drafter's own knobs, and without biases of ids that the draft model has no row for."""
@@ -194,6 +248,7 @@ def build(options: Options, target: Target) -> Drafter:
         num_tokens=target.kv_cache_tokens,
         dtype=model.dtype,
         device=model.device,
+        prefix_caching=target.prefix_caching,
     )
     return ModelDrafter(Runner(model, cache, target.num_ids, _holes(checkpoint, target)), options)
 

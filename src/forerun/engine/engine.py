@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from forerun import verify
 from forerun.drafters import Drafter
+from forerun.engine.advice import Advisor
+from forerun.engine.crew import Crew
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.step import RequestFailed, Stepper
@@ -21,7 +23,7 @@ from forerun.errors import BadOption, CapacityError, PromptTooLong
 from forerun.methods import unknown
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing
-from forerun.rng import PhiloxCoins
+from forerun.rng import PhiloxCoins, derived_seed
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Coins, Listener, SamplingParams, Sequence, StepReport
@@ -57,18 +59,22 @@ class Engine:
         max_seq_len: int = 4096,
         max_batch_size: int = 8,
         prefill_chunk_tokens: int = 512,
+        max_num_batched_tokens: int = 1024,
         catchup_tokens: int = 512,
         coins: Callable[[Sequence], Coins] = philox_coins,
     ) -> None:
         self.tokenizer, self.end_ids, self.max_seq_len = tokenizer, end_ids, max_seq_len
-        self.runner, self.drafter = runner, drafter
-        self.stepper = Stepper(runner, drafter, pacing, coins, catchup_tokens)
+        self.runner, self.pacing = runner, pacing
+        self.drafter = drafter if isinstance(drafter, Crew) else Crew({"drafter": drafter})
+        self.stepper = Stepper(runner, self.drafter, pacing, coins, catchup_tokens)
         self.scheduler = Scheduler(
             runner.cache,
-            drafter,
+            self.drafter,
             max_batch_size=max_batch_size,
             prefill_chunk_tokens=prefill_chunk_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
         )
+        self._advisor = Advisor()
         self._listeners: list[_Entry] = []
         self._ids = itertools.count()
 
@@ -86,25 +92,39 @@ class Engine:
         return end
 
     def add(self, prompt_ids: Seq[int], params: SamplingParams) -> Request:
-        """Queue one prompt. Raises UserError, before anything runs, for what cannot be honoured."""
-        ids = list(prompt_ids)
-        seq = Sequence(
+        """Queue one prompt for one output. Raises UserError, before anything runs, for what cannot be honoured."""
+        if params.n != 1:
+            raise BadOption(f"n={params.n} is not possible here: add_all returns several requests")
+        return self.add_all(prompt_ids, params)[0]
+
+    def add_all(self, prompt_ids: Seq[int], params: SamplingParams) -> list[Request]:
+        """Queue one prompt, for params.n outputs. Raises as `add`."""
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        made: list[Request] = []
+        for index in range(params.n):
+            seq = self._sequence(list(prompt_ids), params, derived_seed(seed, index))
+            if not made:
+                self._check(seq)
+            detokenizer = None
+            if self.tokenizer is not None:
+                detokenizer = Detokenizer(self.tokenizer, seq.tokens, params.stop)
+            made.append(Request(seq, detokenizer, index=index, leader=made[0] if made else None))
+        for request in made:
+            self.scheduler.add(request)
+        return made
+
+    def _sequence(self, ids: list[int], params: SamplingParams, seed: int) -> Sequence:
+        return Sequence(
             id=next(self._ids),
             tokens=ids,
             num_prompt_tokens=len(ids),
             params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            seed=seed,
             max_len=self._max_len(ids, params),
             end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),
             bad_word_ids=self._bad_word_ids(params),
+            draft=self.drafter.chosen(params.draft),
         )
-        self._check(seq)
-        detokenizer = None
-        if self.tokenizer is not None:
-            detokenizer = Detokenizer(self.tokenizer, ids, params.stop)
-        request = Request(seq, detokenizer)
-        self.scheduler.add(request)
-        return request
 
     def step(self) -> list[Request]:
         """One step of the continuous batch; returns the requests that it finished.
@@ -112,7 +132,7 @@ class Engine:
         A request that cannot go on is aborted, with its `error` set, and does not disturb the others.
         """
         for request in [r for r in self.scheduler.running if r.seq.finish_reason is not None]:
-            self.scheduler.finish(request)  # left over from a step that was interrupted
+            self._finish(request)  # left over from a step that was interrupted
         plan = self.scheduler.plan()
         self.stepper.wants_detail = any(entry.detail for entry in self._listeners)
         try:
@@ -123,8 +143,10 @@ class Engine:
             self.abort(request)
             return [request]
         finished = [r for r in plan.decode if r.seq.finish_reason is not None]
+        self._advisor.observe(report)
         for request in finished:
-            self.scheduler.finish(request)
+            LOG.info("%s", self._advisor.sentence(request))
+            self._finish(request)
         self._tell(report)
         return finished
 
@@ -134,7 +156,11 @@ class Engine:
             if request.seq.finish_reason is None:
                 request.abort()
         finally:
-            self.scheduler.finish(request)
+            self._finish(request)
+
+    def _finish(self, request: Request) -> None:
+        self.scheduler.finish(request)
+        self.pacing.end(request.seq)
 
     def _tell(self, report: StepReport) -> None:
         """Every listener hears it. One that fails ends the call that stepped, if that was made by the same thread.

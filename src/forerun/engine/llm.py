@@ -9,19 +9,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from forerun import drafters, pacing
 from forerun.config import EngineConfig
-from forerun.engine.engine import Engine
-from forerun.engine.memory import resolve_max_seq_len
-from forerun.engine.opening import SHIPPED_DRAFT, check_loaded, is_shipped, load_target, refuse_early
+from forerun.engine.building import build
+from forerun.engine.opening import check_loaded, load_target, refuse_early
+from forerun.engine.planning import refuse_what_does_not_fit
 from forerun.engine.prompts import Message, Prompt, as_list, conversations, only_one, params_for
 from forerun.engine.request import Chunk, Request, RequestOutput
 from forerun.engine.shared import SharedEngine
-from forerun.errors import UserError
-from forerun.kv.cache import KVCache
+from forerun.errors import BadOption, UserError
 from forerun.models.generation import sampling_defaults
 from forerun.models.loading import Checkpoint
-from forerun.models.runner import Runner
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Listener, SamplingParams
@@ -64,6 +61,8 @@ class LLM:
         tokenizer = None
         if loaded is None:
             tokenizer = refuse_early(self.config, self._loaded_draft is not None)
+            if self._loaded_draft is None:
+                refuse_what_does_not_fit(self.config)
         else:
             check_loaded(loaded, self.config)
         self.checkpoint = loaded or load_target(self.config, with_tokenizer=False)
@@ -75,7 +74,7 @@ class LLM:
             self.default_params = sampling_defaults(self.checkpoint.folder)
         if self.config.chat_template is not None:
             _ = self.chat_template  # a file that cannot be read is refused here
-        self.engine = self._build()
+        self.engine = build(self.checkpoint, self.tokenizer, self.config, self._loaded_draft)
         self._shared = SharedEngine(self.engine)
 
     @classmethod
@@ -87,17 +86,39 @@ class LLM:
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Outputs in the order of the prompts. A prompt is a text or token ids; params: one, or one per prompt."""
+        """Outputs in the order of the prompts. A prompt is a text or token ids; params: one, or one per prompt.
+
+        Where params.n asks for several outputs, those of one prompt follow each other.
+        """
         requests = self._add(as_list(prompts), params)
         try:
             while any(r.seq.finish_reason is None for r in requests):
                 self._shared.step()
         finally:
             self._shared.end(requests)
-        for i, request in enumerate(requests):
-            if request.error is not None:
-                raise type(request.error)(f"prompt {i + 1}: {request.error}") from request.error
+        failed = next((request for request in requests if request.error is not None), None)
+        if failed is not None and failed.error is not None:
+            number = 1 + sum(request.index == 0 for request in requests[1 : requests.index(failed) + 1])
+            raise type(failed.error)(f"prompt {number}: {failed.error}") from failed.error
         return [request.output() for request in requests]
+
+    def submit(
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[Request]:
+        """Queue prompts, all or none, and return at once: params.n requests for each of them, in order.
+
+        Each `step` brings them on; one is over when its `seq.finish_reason` is set, and then has its `output()`, or the
+        `error` that ended it. Requests that nobody waits for any more are to be given to `end`.
+        """
+        return self._add(as_list(prompts), params)
+
+    def step(self) -> None:
+        """One step of the batch, for every request that is queued or running."""
+        self._shared.step()
+
+    def end(self, requests: Seq[Request]) -> None:
+        """End submitted requests and free what they hold; those that are over are left as they are."""
+        self._shared.end(requests)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, every_step: bool = False
@@ -106,7 +127,7 @@ class LLM:
 
         every_step: yield an empty chunk, too, after a step that brought nothing, such as one of a long prompt's.
         """
-        requests = self._add([only_one(prompt)], params)
+        requests = self._add([only_one(prompt)], params, one=True)
         try:
             finished = False
             while not finished:
@@ -127,7 +148,7 @@ class LLM:
         loop, held = asyncio.get_running_loop(), _Held(self._shared)
 
         def add() -> None:
-            held.requests = self._add([only_one(prompt)], params)
+            held.requests = self._add([only_one(prompt)], params, one=True)
 
         try:
             await loop.run_in_executor(self._worker, add)
@@ -181,46 +202,10 @@ class LLM:
         """One thread for all asynchronous streams: each thread of its own would get a pool of torch threads."""
         return ThreadPoolExecutor(1, thread_name_prefix="forerun")
 
-    def _add(self, prompts: list[Prompt], params: SamplingParams | Seq[SamplingParams] | None) -> list[Request]:
+    def _add(
+        self, prompts: list[Prompt], params: SamplingParams | Seq[SamplingParams] | None, *, one: bool = False
+    ) -> list[Request]:
         each = params_for(len(prompts), params, self.default_params)
+        if one and each[0].n > 1:
+            raise BadOption(f"n={each[0].n} is not possible for a stream, which has one output: start several streams")
         return self._shared.add([self.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts], each)
-
-    def _build(self) -> Engine:
-        config, checkpoint = self.config, self.checkpoint
-        model = checkpoint.model
-        max_seq_len = resolve_max_seq_len(config.max_seq_len, model.config.max_positions)
-        cache = KVCache.create(
-            model.config.cache_shape,
-            config.kv_cache_backend,  # type: ignore[arg-type]
-            max_batch_size=config.max_batch_size,
-            max_seq_len=max_seq_len,
-            num_tokens=config.kv_cache_tokens,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        num_ids = min(self.tokenizer.num_ids, model.config.vocab_size)
-        runner = Runner(model, cache, num_ids, sorted(self.tokenizer.holes))
-        target = drafters.Target(
-            model=model,
-            tokenizer=self.tokenizer,
-            end_ids=checkpoint.end_ids,
-            num_ids=num_ids,
-            holes=tuple(sorted(self.tokenizer.holes)),
-            max_batch_size=config.max_batch_size,
-            max_seq_len=max_seq_len,
-            kv_cache_backend=config.kv_cache_backend,  # type: ignore[arg-type]
-            kv_cache_tokens=config.kv_cache_tokens,
-            shipped_draft=str(SHIPPED_DRAFT) if is_shipped(checkpoint.folder) else None,
-            loaded_draft=self._loaded_draft,
-        )
-        return Engine(
-            runner,
-            drafters.make(config.draft, target),
-            pacing.make(config.pacing, config.spec_length),
-            tokenizer=self.tokenizer,
-            end_ids=checkpoint.end_ids,
-            max_seq_len=max_seq_len,
-            max_batch_size=config.max_batch_size,
-            prefill_chunk_tokens=config.prefill_chunk_tokens,
-            catchup_tokens=config.draft_catchup_tokens,
-        )

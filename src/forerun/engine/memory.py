@@ -150,7 +150,7 @@ class _Needs:
 
     @property
     def spec_length(self) -> int:
-        return 0 if self.config.draft == "none" else self.config.spec_length
+        return 0 if self.config.draft == "none" else self.config.longest_draft
 
     @property
     def num_pool_tokens(self) -> int:
@@ -211,6 +211,7 @@ class _Needs:
         verified = self.spec_length + 1
         prompt = min(self.config.prefill_chunk_tokens, batch * length, pool)
         num_rows = max(prompt + (batch - 1) * verified, batch * verified)
+        num_rows = min(num_rows, self.config.max_num_batched_tokens)
         return Pass(
             "target",
             self.target,

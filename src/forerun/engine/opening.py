@@ -49,7 +49,7 @@ def make_ops(config: EngineConfig) -> ReferenceOps:
 def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokenizer:
     """Raise UserError for whatever the small files of both models show; returns the target's tokenizer."""
     ops.resolve(config.ops, _device(config.device).type)
-    pacing.make(config.pacing, config.spec_length)
+    pacing.make(config.pacing_spec, config.spec_length)
     method, options = drafters.resolve(config.draft, is_shipped(config.target) or has_loaded_draft)
     folder = target_files(config)
     max_positions = read_config(read_raw_config(folder)).max_positions

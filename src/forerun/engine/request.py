@@ -25,6 +25,15 @@ class RequestReport:
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)  # one per output token
+    rounds: list[tuple[int, int]] = field(default_factory=list)  # per step: tokens drafted, and accepted
+    draft_prefill_s: float = 0.0  # its share of the time that the draft model took to catch up with it
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    num_preemptions: int = 0
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """Accepted / drafted tokens of each round that drafted; each is divided by what it really drafted."""
+        return [accepted / drafted for drafted, accepted in self.rounds if drafted]
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -49,6 +58,7 @@ class RequestReport:
     def count(self, num_drafted: int, num_accepted: int, trials: Seq[Trial]) -> None:
         """Add one round of a chain."""
         self.num_steps += 1
+        self.rounds.append((num_drafted, num_accepted))
         self.num_drafted += num_drafted
         self.num_tested += len(trials)
         self.num_accepted += num_accepted
@@ -70,6 +80,7 @@ class RequestOutput:
     logprobs: list[TokenLogprob] | None
     seed: int
     report: RequestReport
+    index: int = 0  # among the outputs of one prompt, where SamplingParams.n asked for several
 
 
 @dataclass
@@ -85,8 +96,11 @@ class Chunk:
 class Request:
     """A sequence plus what surrounds it. `commit` is where stop conditions cut, token by token, in order."""
 
-    def __init__(self, seq: Sequence, detokenizer: Detokenizer | None) -> None:
-        self.seq = seq
+    def __init__(
+        self, seq: Sequence, detokenizer: Detokenizer | None, *, index: int = 0, leader: Request | None = None
+    ) -> None:
+        self.seq, self.index = seq, index
+        self._leader = leader  # the first of several outputs for one prompt
         self.report = RequestReport(origins=seq.origins)
         self.text = ""
         self.error: UserError | None = None  # why it was aborted, where that was not the user's wish
@@ -113,6 +127,12 @@ class Request:
         self._flush()
 
     @property
+    def waits(self) -> bool:
+        """True until the request that runs the same prompt first has run it."""
+        leader = self._leader
+        return leader is not None and leader.seq.finish_reason is None and leader.report.num_steps == 0
+
+    @property
     def has_news(self) -> bool:
         """True where `chunk` would have tokens."""
         return self.seq.num_output_tokens > self._streamed_tokens
@@ -129,7 +149,9 @@ class Request:
         seq = self.seq
         logprobs = seq.logprobs if seq.params.logprobs is not None else None
         prompt = seq.tokens[: seq.num_prompt_tokens]
-        return RequestOutput(prompt, self.text, seq.output_ids, seq.finish_reason, logprobs, seq.seed, self.report)
+        return RequestOutput(
+            prompt, self.text, seq.output_ids, seq.finish_reason, logprobs, seq.seed, self.report, self.index
+        )
 
     def _finish_reason(self, token: int) -> FinishReason | None:
         """The end id and stop ids are kept in token_ids and never appear in the text."""

@@ -35,7 +35,7 @@ class SharedEngine:
         try:
             with self._holding():
                 for prompt, param in zip(prompts, params, strict=True):
-                    added.append(self._engine.add(prompt, param))
+                    added += self._engine.add_all(prompt, param)
         except BaseException:
             self.end(added)
             raise

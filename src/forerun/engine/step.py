@@ -20,13 +20,25 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forerun import sampling, verify
-from forerun.drafters import Drafter
+from forerun.engine.crew import NONE, Crew
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Plan
 from forerun.errors import InternalError, UserError
 from forerun.models.runner import Run, Runner, Scores
 from forerun.pacing import Pacing
-from forerun.types import Budget, Coins, Draft, Origin, Probs, RoundDetail, Sequence, StepReport, TokenLogprob, Verdict
+from forerun.types import (
+    Budget,
+    Coins,
+    Draft,
+    Origin,
+    Probs,
+    RoundDetail,
+    Sequence,
+    SequenceStep,
+    StepReport,
+    TokenLogprob,
+    Verdict,
+)
 
 
 class RequestFailed(Exception):
@@ -42,7 +54,7 @@ class Stepper:
     """What a step works with. coins(seq) makes the randomness of one sequence's next round."""
 
     runner: Runner
-    drafter: Drafter
+    drafter: Crew
     pacing: Pacing
     coins: Callable[[Sequence], Coins]
     catchup_tokens: int
@@ -53,11 +65,12 @@ class Stepper:
 
         Raises RequestFailed, with nothing committed, where a sequence has no token left that it may emit.
         """
+        self.drafter.take_steps()  # what an interrupted step left
         clock = [time.perf_counter()]
         seqs = [request.seq for request in plan.decode]
         coins = [self.coins(seq) for seq in seqs]
 
-        draft, granted = self._propose(seqs, coins)
+        draft, granted = self._propose(plan, seqs, coins)
         clock.append(time.perf_counter())
         scores = self._score(plan, draft)
         clock.append(time.perf_counter())
@@ -71,19 +84,30 @@ class Stepper:
             after - before for before, after in itertools.pairwise(clock)
         )
         report.target_forward_s = scores.forward_s
+        for request in (*plan.decode, *(request for request, _ in plan.prefill)):
+            request.report.draft_prefill_s += self.drafter.shares_s.get(request.seq.id, 0.0)
+        report.drafts = self.drafter.take_steps()
         self.pacing.observe(report)
         return report
 
-    def _propose(self, seqs: Seq[Sequence], coins: Seq[Coins]) -> tuple[Draft, list[int]]:
-        """A draft of at most (tokens still wanted - 1) nodes each: the step itself adds one more (docs/journey.md)."""
-        paced = self.pacing.budget(seqs)
-        granted = [max(0, min(p, seq.max_len - len(seq.tokens) - 1)) for p, seq in zip(paced, seqs, strict=True)]
+    def _propose(self, plan: Plan, seqs: Seq[Sequence], coins: Seq[Coins]) -> tuple[Draft, list[int]]:
+        """A draft within the limits of the plan; the drafters of running prompts run them, too, where it may pay."""
+        prompts = [(request.seq, take) for request, take in plan.prefill if self.pacing.prepares(request.seq)]
+        if prompts:
+            self.drafter.catch_up([seq for seq, _ in prompts], min(self.catchup_tokens, sum(t for _, t in prompts)))
+        lags = [self.drafter.lag(seq) if seq.draft != NONE else 0 for seq in seqs]
+        num_other_rows = sum(take for _, take in plan.prefill)
+        paced = self.pacing.budget(seqs, plan.draft_limits, lags, num_other_rows)
+        granted = [
+            max(0, min(pair)) if seq.draft != NONE else 0
+            for seq, *pair in zip(seqs, paced, plan.draft_limits, strict=True)
+        ]
         if not any(granted):
             return Draft.empty(len(seqs)), granted
         budget = Budget(granted, self.catchup_tokens, lambda b, depth, law: self.pacing.go_on(seqs[b], depth, law))
         draft = self.drafter.propose(seqs, budget, coins)
         if any(len(draft.nodes(b)) > granted[b] for b in range(len(seqs))):
-            raise InternalError(f"{type(self.drafter).__name__} drafted more than it was granted")
+            raise InternalError("a drafter drafted more than it was granted")
         return draft, granted
 
     def _score(self, plan: Plan, draft: Draft) -> Scores:
@@ -105,6 +129,8 @@ class Stepper:
     ) -> StepReport:
         report = StepReport(num_decoding=len(plan.decode), num_drafted=len(draft.tokens))
         report.num_prefill_tokens = sum(take for _, take in plan.prefill)
+        report.num_rows = report.num_prefill_tokens + report.num_decoding + report.num_drafted
+        report.num_context_tokens = sum(self.runner.cache.length(request.seq.id) for request in plan.decode)
         for b, request in enumerate(plan.decode):
             if self.wants_detail:
                 report.rounds.append(_detail(request.seq, draft, laws[b], verdict, b, granted[b]))
@@ -112,6 +138,8 @@ class Stepper:
         for request, take in plan.prefill:
             self.runner.cache.keep(request.seq.id, list(range(take)))
         seqs = [request.seq for request in plan.decode] + [request.seq for request, _ in plan.prefill]
+        for seq in seqs:
+            self.runner.cache.publish(seq.id, seq.tokens)
         self.drafter.observe(seqs, scores.rows, scores.hidden, verdict)
         return report
 
@@ -129,6 +157,9 @@ class Stepper:
         committed = request.commit(emitted, _origins(len(path), bool(nodes), len(nodes) == len(path)), logprobs)
         request.seq.round += 1
         self.runner.cache.keep(request.seq.id, rows[:committed])
+        report.sequences.append(
+            SequenceStep(request.seq.id, request.seq.draft, len(nodes), len(verdict.trials[b]), len(path))
+        )
         report.num_tested += len(verdict.trials[b])
         report.num_accepted += len(path)
         report.num_emitted += len(emitted)

@@ -11,10 +11,27 @@ by the next run (docs/journey.md). Half-open ranges everywhere:
     [0, length)                 kept rows, read by every run of the slot
     [length, length + n)        the run being verified, owned by the step
     [.., len(table)*block)      reserved, unused
+
+Sequences that begin with the same tokens share blocks (kv/prefix.py). `publish` lets others find the full blocks of
+committed tokens, `open` finds them. Each block is in one of three states: free (nobody's and not findable), evictable
+(findable, used by no slot) or referenced by one slot or several. Only a block with one reference that is not
+published is written to, which `view` and `keep` assert. Two cases look as if they could break that:
+
+*A slot is cut inside of a published block.* `truncate_to` leaves the block as it is, for its rows are still right and
+others may be reading them. Whoever wants to write behind the cut reserves first, and `reserve` makes the block
+private: it withdraws it where this slot is its only user, else copies the kept rows into a new block. So a cut never
+needs memory and cannot fail, and a slot that is cut again or released copies nothing.
+
+*Two slots computed the same block.* The first to publish it is found; the other's stays private, and what the other
+publishes later follows the first one's node. When the first one's block is evicted, those later blocks can no longer be
+found, though their slot still uses them. That costs hits and nothing else: they are evictable when their slot ends.
+Apart from these, a slot that uses a block uses all blocks before it, so they are not evictable.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +39,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import BadOption, CapacityError, InternalError
+from forerun.kv.prefix import Path, PrefixIndex
 from forerun.types import CacheView, RaggedBatch
 
 Backend = Literal["paged", "contiguous"]
@@ -44,30 +62,34 @@ class CacheShape:
 class KVCache:
     """Keys and values of every sequence of one model.
 
-    keys, values: per layer [num_blocks * block_tokens, num_kv_heads, head_dim].
+    keys, values: per layer [num_blocks * block_tokens, num_kv_heads, head_dim]. prefix_caching: whether sequences
+    share blocks. prefix_queries_tokens, prefix_hit_tokens: tokens that `open` was asked for and found, in all so far.
     """
 
     def __init__(
-        self, shape: CacheShape, *, block_tokens: int, num_blocks: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: CacheShape,
+        *,
+        block_tokens: int,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefix_caching: bool = True,
     ) -> None:
         self.shape = shape
         self.block_tokens = block_tokens
         self.num_blocks = num_blocks
-        pool = (num_blocks * block_tokens, shape.num_kv_heads, shape.head_dim)
-        # Not zeroed: untouched pages cost no memory on a CPU, and nothing reads a row before it was written.
-        try:
-            self.keys = [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
-            self.values = [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
-        except RuntimeError as error:  # torch's OutOfMemoryError is one, and a CPU's refusal is a plain one
-            num_gb = num_blocks * block_tokens * shape.bytes_per_token(dtype) / 1e9
-            raise CapacityError(
-                f"there is no memory for a KV cache of {num_gb:.1f} GB on {device}: lower max_batch_size, max_seq_len "
-                "or kv_cache_tokens; forerun plan says what fits"
-            ) from error
         self.device = device
+        self.keys, self.values = _pools(shape, num_blocks * block_tokens, dtype, device)
+        self.prefix_caching = prefix_caching
+        self.prefix_queries_tokens = 0
+        self.prefix_hit_tokens = 0
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._num_users = [0] * num_blocks  # slots that have the block in their table
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
+        self._paths: dict[int, Path] = {}
+        self._prefixes = PrefixIndex(block_tokens)
 
     @classmethod
     def create(
@@ -80,6 +102,7 @@ class KVCache:
         num_tokens: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        prefix_caching: bool = True,
     ) -> KVCache:
         """A pool for `max_batch_size` sequences of `max_seq_len` tokens, or for `num_tokens` in all.
 
@@ -92,49 +115,152 @@ class KVCache:
             raise BadOption(
                 f"kv_cache_tokens={num_tokens} is less than one block of {block} tokens: raise it, or lower max_seq_len"
             )
-        return cls(shape, block_tokens=block, num_blocks=num_blocks, dtype=dtype, device=torch.device(device))
+        return cls(
+            shape,
+            block_tokens=block,
+            num_blocks=num_blocks,
+            dtype=dtype,
+            device=torch.device(device),
+            prefix_caching=prefix_caching,
+        )
 
     # ------------------------------------------------------------------------------------------------ life of a slot
 
-    def open(self, slot: int) -> None:
-        """Begin an empty sequence."""
+    def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
+        """Begin a sequence with what is published of `tokens`, at most all but the last; returns how many those are.
+
+        tokens: the committed ones, from the beginning. Only blocks that were published under the same salt count.
+        """
         if slot in self._tables:
             raise InternalError(f"cache slot {slot} is open already")
-        self._tables[slot], self._lengths[slot] = [], 0
+        path = self._prefixes.find(tokens, salt) if self.prefix_caching else Path(salt)
+        table = [node.block for node in path.nodes]
+        for block in table:
+            self._prefixes.wake(block)
+            self._num_users[block] += 1
+        self._tables[slot], self._paths[slot] = table, path
+        self._lengths[slot] = found = len(table) * self.block_tokens
+        if self.prefix_caching:
+            self.prefix_queries_tokens += len(tokens)
+            self.prefix_hit_tokens += found
+        return found
+
+    def publish(self, slot: int, tokens: Seq[int]) -> None:
+        """Let others find the slot's full blocks; to be called after each step, without cost where none was filled.
+
+        tokens: the committed ones, from the beginning. The kept rows below len(tokens) must be theirs: a draft's cache
+        is cut to what was accepted before, rows behind the last committed token may be anything. Raises InternalError
+        for a slot that is not open.
+        """
+        path = self._paths.get(slot)
+        if path is None:
+            raise InternalError(f"cache slot {slot} is not open, so it has nothing to publish")
+        num_full = min(self._lengths[slot], len(tokens)) // self.block_tokens
+        if num_full > len(path.nodes) and self.prefix_caching:
+            self._prefixes.extend(path, tokens, self._tables[slot][:num_full])
 
     def release(self, slot: int) -> None:
-        """End a sequence and give its blocks back; unknown slots are ignored."""
-        self._free.extend(reversed(self._tables.pop(slot, [])))
-        self._lengths.pop(slot, None)
+        """End a sequence and give its blocks back; unknown slots are ignored.
+
+        Blocks are given back deepest first, so that the tail of a sequence is evicted before what it follows.
+        """
+        if slot not in self._tables:
+            return
+        table, nodes = self._tables.pop(slot), self._paths.pop(slot).nodes
+        del self._lengths[slot]
+        for i in range(len(table) - 1, -1, -1):
+            self._drop(table[i])
+            if i < len(nodes) and nodes[i].block != table[i]:
+                self._prefixes.touch(nodes[i])
+
+    def clear_prefixes(self) -> None:
+        """Free every published block that no slot uses: what follows finds nothing but what is in use."""
+        while self._prefixes.num_evictable:
+            self._free.append(self._prefixes.evict())
+        self._free.sort(reverse=True)  # handed out from block 0 on, as by a new pool
 
     def length(self, slot: int) -> int:
         """Kept tokens of the slot; 0 for a slot that is not open."""
         return self._lengths.get(slot, 0)
 
     def free_tokens(self) -> int:
-        """Tokens that fit into blocks nobody owns."""
-        return len(self._free) * self.block_tokens
+        """Tokens that fit into blocks no slot uses, evictable ones included."""
+        return self._num_available() * self.block_tokens
+
+    def num_reserved_tokens(self, slot: int) -> int:
+        """Tokens that the slot's blocks have room for, without a last one that it has to copy before it may write."""
+        table = self._tables.get(slot, [])
+        return (len(table) - (bool(table) and self._num_copies(slot))) * self.block_tokens
+
+    def missing_blocks(self, slot: int, num_tokens: int) -> int:
+        """Blocks that `reserve` would take from the pool: for new rows, and for a copy of a shared last one."""
+        if not num_tokens:
+            return 0
+        blocks = -(-(self._lengths[slot] + num_tokens) // self.block_tokens)
+        return max(0, blocks - len(self._tables[slot])) + self._num_copies(slot)
 
     def can_reserve(self, slot: int, num_tokens: int) -> bool:
         """True where `reserve` would succeed."""
-        return self._missing_blocks(slot, num_tokens) <= len(self._free)
+        return self.missing_blocks(slot, num_tokens) <= self._num_available()
 
     def reserve(self, slot: int, num_tokens: int) -> None:
-        """Own blocks for `num_tokens` rows behind the kept ones.
+        """Own blocks for `num_tokens` rows behind the kept ones, free ones first, then the longest unused.
 
         Raises CapacityError when the pool is exhausted; nothing is reserved then.
         """
-        missing = self._missing_blocks(slot, num_tokens)
-        if missing > len(self._free):
+        missing = self.missing_blocks(slot, num_tokens)
+        if missing > self._num_available():
             raise CapacityError(
                 f"the KV cache has {self.free_tokens()} free tokens and {missing * self.block_tokens} are needed: "
                 "lower max_batch_size or max_seq_len, or raise kv_cache_tokens"
             )
-        self._tables[slot] += [self._free.pop() for _ in range(missing)]
+        if num_tokens and (block := self._cut_block(slot)) is not None:
+            missing -= self._make_private(slot, block)
+        self._tables[slot] += [self._take() for _ in range(missing)]
 
-    def _missing_blocks(self, slot: int, num_tokens: int) -> int:
-        blocks = -(-(self._lengths[slot] + num_tokens) // self.block_tokens)
-        return max(0, blocks - len(self._tables[slot]))
+    def _num_available(self) -> int:
+        return len(self._free) + self._prefixes.num_evictable
+
+    def _cut_block(self, slot: int) -> int | None:
+        """The published block inside of which the slot was cut, if it was."""
+        i, inside = divmod(self._lengths[slot], self.block_tokens)
+        if not inside:
+            return None
+        block = self._tables[slot][i]
+        return block if self._prefixes.holds(block) else None
+
+    def _num_copies(self, slot: int) -> bool:
+        """Whether the slot has to copy its last block before it may write: 0 or 1 blocks."""
+        block = self._cut_block(slot)
+        return block is not None and self._num_users[block] > 1
+
+    def _make_private(self, slot: int, block: int) -> bool:
+        """Withdraw a block inside of which the slot was cut, or put a copy of its kept rows in its place if shared.
+
+        Returns whether a block was taken for the copy.
+        """
+        if self._num_users[block] == 1:
+            self._prefixes.remove(block)
+            return False
+        i, inside = divmod(self._lengths[slot], self.block_tokens)
+        copy = self._tables[slot][i] = self._take()
+        source, target = block * self.block_tokens, copy * self.block_tokens
+        for pool in (*self.keys, *self.values):
+            pool[target : target + inside] = pool[source : source + inside]
+        self._drop(block)
+        return True
+
+    def _take(self) -> int:
+        """A block of one's own."""
+        block = self._free.pop() if self._free else self._prefixes.evict()
+        self._num_users[block] = 1
+        return block
+
+    def _drop(self, block: int) -> None:
+        """One user less; without any, a published block is evictable and another one free."""
+        self._num_users[block] -= 1
+        if self._num_users[block] == 0 and not self._prefixes.rest(block):
+            self._free.append(block)
 
     # --------------------------------------------------------------------------------------------------- one forward
 
@@ -173,7 +299,15 @@ class KVCache:
             raise InternalError(f"slot {slot} holds {self.length(slot)} tokens, the batch says {cached}")
         if end > len(self._tables[slot]) * self.block_tokens:
             raise InternalError(f"slot {slot} has no rows for {end} tokens: reserve them first")
+        self._check_private(slot, cached, end)
         return end
+
+    def _check_private(self, slot: int, start: int, end: int) -> None:
+        """Positions start .. end-1 of the slot may be written: nobody else reads their blocks, now or later."""
+        size = self.block_tokens
+        for block in self._tables[slot][start // size : -(-end // size)]:
+            if self._num_users[block] != 1 or self._prefixes.holds(block):
+                raise InternalError(f"slot {slot} would write into block {block}, which is published: reserve first")
 
     def keep(self, slot: int, kept: list[int]) -> None:
         """Keep these rows of the run just written (indices within the run, ascending), in order; drop the others.
@@ -184,6 +318,7 @@ class KVCache:
         start = self._lengths[slot]
         moved = [(i, j) for i, j in enumerate(kept) if i != j]
         if moved:
+            self._check_private(slot, start, start + kept[-1] + 1)
             run = self.rows(slot, start, start + kept[-1] + 1)
             source, target = run[[j for _, j in moved]], run[[i for i, _ in moved]]
             for pool in (*self.keys, *self.values):
@@ -191,23 +326,71 @@ class KVCache:
         self.truncate_to(slot, start + len(kept), written=True)
 
     def truncate_to(self, slot: int, length: int, *, written: bool = False) -> None:
-        """Set the absolute length and free every block at index >= ceil(length / block_tokens).
+        """Set the absolute length and give back every block at index >= ceil(length / block_tokens).
 
         Raises InternalError for a length beyond what was written: rows up there are somebody's old numbers.
         """
         if not written and length > self._lengths[slot]:
             raise InternalError(f"slot {slot} holds {self._lengths[slot]} tokens and cannot be extended to {length}")
         self._lengths[slot] = length
-        table = self._tables[slot]
+        table, nodes = self._tables[slot], self._paths[slot].nodes
         needed = -(-length // self.block_tokens)
-        self._free.extend(reversed(table[needed:]))
-        del table[needed:]
+        if needed < len(table):
+            for block in reversed(table[needed:]):
+                self._drop(block)
+            del table[needed:]
+        if len(nodes) * self.block_tokens > length:
+            del nodes[length // self.block_tokens :]
+
+    # ------------------------------------------------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
-        """Every block is free or owned once, and every table is long enough. Raises InternalError otherwise."""
-        owned = [block for table in self._tables.values() for block in table]
-        if sorted(owned + self._free) != list(range(self.num_blocks)):
+        """Every promise about blocks, in time proportional to the pool. Raises InternalError where one is broken.
+
+        A block is free, evictable or used, and used as often as the tables say; what is shared is published; what is
+        published is in the index as what it holds; tables are long enough.
+        """
+        users = Counter(block for table in self._tables.values() for block in table)
+        if sorted([*users, *self._free, *self._prefixes.evictable()]) != list(range(self.num_blocks)):
             raise InternalError("the KV cache lost a block or owns one twice")
-        for slot, length in self._lengths.items():
-            if length > len(self._tables[slot]) * self.block_tokens:
-                raise InternalError(f"slot {slot} is longer than its blocks")
+        if any(users[block] != num for block, num in enumerate(self._num_users)):
+            raise InternalError("the KV cache counts other users of a block than the tables name")
+        self._prefixes.check_integrity()
+        for block in self._free:
+            if self._prefixes.holds(block):
+                raise InternalError(f"block {block} of the KV cache is free and published")
+        for block, num in users.items():
+            if num > 1 and not self._prefixes.holds(block):
+                raise InternalError(f"block {block} of the KV cache is shared and was not published")
+        for slot in self._tables:
+            self._check_slot(slot)
+
+    def _check_slot(self, slot: int) -> None:
+        length, table, path = self._lengths[slot], self._tables[slot], self._paths[slot]
+        if length > len(table) * self.block_tokens:
+            raise InternalError(f"slot {slot} is longer than its blocks")
+        if len(set(table)) < len(table):
+            raise InternalError(f"slot {slot} has a block twice")
+        if len(path.nodes) * self.block_tokens > length:
+            raise InternalError(f"slot {slot} published more blocks than it filled")
+        self._prefixes.check_path(path, table)
+        # Only the block that the slot was cut inside of may be published beyond the path.
+        for block in table[len(path.nodes) :]:
+            if self._prefixes.holds(block) and block != self._cut_block(slot):
+                raise InternalError(f"slot {slot} uses the published block {block} as a private one")
+
+
+def _pools(
+    shape: CacheShape, num_rows: int, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values per layer, not zeroed: untouched pages cost no memory on a CPU, and no row is read unwritten."""
+    pool = (num_rows, shape.num_kv_heads, shape.head_dim)
+    try:
+        keys = [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        return keys, [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+    except RuntimeError as error:  # torch's OutOfMemoryError is one, and a CPU's refusal is a plain one
+        num_gb = num_rows * shape.bytes_per_token(dtype) / 1e9
+        raise CapacityError(
+            f"there is no memory for a KV cache of {num_gb:.1f} GB on {device}: lower max_batch_size, max_seq_len "
+            "or kv_cache_tokens; forerun plan says what fits"
+        ) from error

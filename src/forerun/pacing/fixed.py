@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from forerun.config import DEFAULT_SPEC_LENGTH
 from forerun.pacing import Pacing
 from forerun.types import Sequence
 
@@ -15,15 +16,16 @@ class Options:
 
 
 class FixedPacing(Pacing):
-    """Grants `spec_length` tokens to everybody."""
+    """Grants `spec_length` tokens to everybody who does not ask for another length."""
 
     def __init__(self, spec_length: int) -> None:
         self.spec_length = spec_length
 
-    def budget(self, seqs: Seq[Sequence]) -> list[int]:
-        return [self.spec_length] * len(seqs)
+    def budget(self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int) -> list[int]:
+        wanted = (seq.params.spec_length or self.spec_length for seq in seqs)
+        return [min(pair) for pair in zip(wanted, limits, strict=True)]
 
 
-def build(options: Options, spec_length: int) -> Pacing:
-    """A policy that always grants `spec_length` tokens."""
-    return FixedPacing(spec_length)
+def build(options: Options, spec_length: int | None) -> Pacing:
+    """A policy that always grants as many tokens: the request's spec_length, else the engine's, else 5."""
+    return FixedPacing(spec_length or DEFAULT_SPEC_LENGTH)

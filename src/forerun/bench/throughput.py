@@ -1,0 +1,302 @@
+"""`forerun bench throughput`: many requests at once, decoded plainly, with fixed draft lengths and with pacing=auto.
+
+In every repeat and at every concurrency the variants take turns on the same held-out prompts, another one first each
+time, because a shared machine is faster in one minute than in the next. The engine of a variant lives through the
+whole benchmark, as a server's does, and so does what its pacing has learned. Beside the real drafter stands one that
+is always wrong and takes no time: with it, auto has to cost nothing. throughput_results.py makes numbers of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from forerun import drafters
+from forerun.bench import latency
+from forerun.bench.demo import load_widened
+from forerun.bench.results import Variant, print_ceiling, record_of
+from forerun.bench.throughput_results import (
+    AUTO,
+    NOTES,
+    PLAIN,
+    WRONG,
+    Counts,
+    bars_of,
+    costs_table,
+    fixed_name,
+    lines_of,
+    print_bars,
+    rates_table,
+)
+from forerun.config import EngineConfig
+from forerun.drafters import Drafter
+from forerun.engine.llm import LLM
+from forerun.engine.opening import is_shipped
+from forerun.errors import BadOption
+from forerun.flags import engine_options
+from forerun.kv.cache import PAGED_BLOCK_TOKENS
+from forerun.models.loading import Checkpoint
+from forerun.models.runner import Run, Runner
+from forerun.pacing import Pacing
+from forerun.show import make_console
+from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence, StepReport
+
+PROBE_SLOT = -1  # of the cache, for a pass before any request
+
+
+@dataclass(frozen=True)
+class ThroughputPlan:
+    """What to measure. spec_lengths: the fixed lengths that auto is compared with.
+
+    Raises BadOption for what leaves nothing to compare.
+    """
+
+    shape: str = "none"
+    concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    spec_lengths: tuple[int, ...] = (1, 3, 5, 8)
+    max_tokens: int = 48
+    num_repeats: int = 3
+    temperature: float = 0.0
+    prompt_file: Path | None = None
+    wrong_drafter: bool = True
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_repeats < 2:
+            raise BadOption(
+                f"--repeats {self.num_repeats} is not possible: the best fixed length of a repeat is chosen on the "
+                "others, so there must be 2"
+            )
+        if self.max_tokens < 2:
+            raise BadOption(f"--max-tokens {self.max_tokens} is not possible: it must be at least 2")
+        for name in ("concurrencies", "spec_lengths"):
+            values = getattr(self, name)
+            if not values or min(values) < 1 or len(set(values)) < len(values):
+                flag = {"concurrencies": "--concurrency", "spec_lengths": "--spec-length"}[name]
+                said = " ".join(map(str, values)) or "nothing"
+                raise BadOption(f"{flag} {said} is not possible: each must be at least 1, and none twice")
+
+
+def run(config: EngineConfig, plan: ThroughputPlan) -> None:
+    """Measure and print: ceiling, tables, summary, one line of JSON. Raises UserError for what cannot be measured.
+
+    Batch size, lengths and caches of the engines are what the plan needs, whatever the configuration says.
+    """
+    _refuse(config)
+    texts = _read_prompts(plan)
+    console = make_console()
+    checkpoint = load_widened(config, plan.shape, console)
+    assert checkpoint.tokenizer is not None
+    prompts = [checkpoint.tokenizer.encode(text) for text in texts]
+    llms = _build(checkpoint, config, plan, prompts)
+    ceiling = print_ceiling(checkpoint.model, console)
+    _warm_up(llms, prompts)
+    with latency.progress_bar() as progress:
+        runs = _measure(llms, prompts, plan, progress)
+    lines = lines_of(runs, plan.spec_lengths)
+    bars = bars_of(lines)
+    for shown in (rates_table(lines), "", costs_table(lines), NOTES):
+        console.print(shown)
+    print_bars(bars, console)
+    _print_hits(runs, console)
+    record = {
+        "bench": "throughput",
+        "target": checkpoint.name,
+        "widened": plan.shape != "none",
+        "plan": {**asdict(plan), "prompt_file": str(plan.prompt_file) if plan.prompt_file else None},
+        "draft": config.draft,
+        **record_of([], checkpoint.model, latency.draft_models(_by_variant(llms)), ceiling),
+        "lines": [asdict(line) for line in lines],
+        "bars": {name: asdict(bar) for name, bar in bars.items()},
+        "runs": [{**asdict(counts), "tokens_per_s": counts.tokens_per_s} for counts in runs],
+    }
+    print(json.dumps(record), flush=True)
+
+
+def _refuse(config: EngineConfig) -> None:
+    """Raise BadOption, before anything is loaded, for a drafter or a pacing policy that leaves nothing to compare."""
+    if drafters.resolve(config.draft, is_shipped(config.target))[0] == "none":
+        raise BadOption(f"draft={config.draft!r} leaves nothing to compare with plain decoding: name a drafter")
+    if not config.pacing_spec.startswith("auto") and config.pacing is not None:
+        raise BadOption(f"pacing={config.pacing!r} is not what is measured here: leave it out, or name auto's options")
+
+
+def _read_prompts(plan: ThroughputPlan) -> list[str]:
+    """Different ones for every repeat where there are enough. Raises as `latency.read_prompts`, and BadOption."""
+    most = max(plan.concurrencies)
+    found = latency.read_prompts(latency.Plan(num_prompts=most * plan.num_repeats, prompt_file=plan.prompt_file))
+    if len(found) < most:
+        raise BadOption(
+            f"--concurrency {most} needs as many prompts, and the prompt file has {len(found)}: lower it, or name a "
+            "longer --prompt-file"
+        )
+    return [text for _, text in found]
+
+
+# ---------------------------------------------------------------------------------------------------------- engines
+
+
+class AlwaysWrong(Drafter):
+    """Proposes one id again and again, as far as it may: one that the target never emits. Takes no time for it."""
+
+    def __init__(self, token: int) -> None:
+        self._token, self._law = token, Probs(point=token)
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        sizes = [self._size(b, budget) for b in range(len(seqs))]
+        return Draft.chains([[self._token] * size for size in sizes], [[self._law] * size for size in sizes])
+
+    def _size(self, b: int, budget: Budget) -> int:
+        most = budget.num_tokens[b]
+        return next((depth for depth in range(most) if not budget.go_on(b, depth, self._law)), most)
+
+
+def never_emitted(runner: Runner, prompt: Seq[int]) -> int:
+    """The id that is furthest from being the likeliest one at any place of a prompt."""
+    runner.cache.open(PROBE_SLOT, prompt)
+    try:
+        (logits,) = runner.forward([Run(PROBE_SLOT, prompt)]).logits
+    finally:
+        runner.cache.release(PROBE_SLOT)
+    behind = logits - logits.max(dim=1, keepdim=True).values
+    return int(torch.argmin(behind.max(dim=0).values))
+
+
+def _build(
+    checkpoint: Checkpoint, config: EngineConfig, plan: ThroughputPlan, prompts: Seq[Seq[int]]
+) -> dict[str, LLM]:
+    """One engine per variant over the same weights, each with room for the largest batch and no more."""
+    longest, most = max(map(len, prompts)) + plan.max_tokens, max(plan.concurrencies)
+    blocks = -(-longest // PAGED_BLOCK_TOKENS) + 1  # nobody is admitted without a block to spare for all that may grow
+    options: dict[str, Any] = {
+        **engine_options(config),
+        "max_batch_size": most,
+        "max_seq_len": min(longest, checkpoint.model.config.max_positions),
+        "kv_cache_tokens": most * blocks * PAGED_BLOCK_TOKENS if config.kv_cache_backend == "paged" else None,
+        "prefix_caching": False,  # the same prompts come again
+    }
+    draft = latency.loaded_once(config.draft, checkpoint)
+    auto = {"pacing": config.pacing or "auto", "spec_length": config.spec_length}
+    wanted: dict[str, dict[str, Any]] = {PLAIN: {"draft": "none", "pacing": "fixed", "spec_length": None}}
+    for length in plan.spec_lengths:
+        wanted[fixed_name(length)] = {"draft": draft, "pacing": "fixed", "spec_length": length}
+    wanted[AUTO] = {"draft": draft, **auto}
+    if plan.wrong_drafter:
+        wanted[WRONG] = {"draft": "lookup", **auto}
+    llms = {name: LLM(checkpoint, **{**options, **own}) for name, own in wanted.items()}
+    if plan.wrong_drafter:
+        engine = llms[WRONG].engine
+        engine.drafter.members[engine.drafter.main] = AlwaysWrong(never_emitted(engine.runner, prompts[0]))
+    return llms
+
+
+def _by_variant(llms: dict[str, LLM]) -> dict[Variant, LLM]:
+    return {Variant(name, 0): llm for name, llm in llms.items()}
+
+
+def _warm_up(llms: dict[str, LLM], prompts: Seq[list[int]]) -> None:
+    """First runs pay for page faults and for kernels being chosen; that is no part of any variant."""
+    for llm in llms.values():
+        llm.generate(prompts[0], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+
+
+class _Grants:
+    """Tokens that a pacing policy granted in the last step, over all sequences."""
+
+    def __init__(self, pacing: Pacing) -> None:
+        self._budget, self.last = pacing.budget, 0
+        pacing.budget = self  # type: ignore[method-assign]
+
+    def __call__(self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int) -> list[int]:
+        granted = self._budget(seqs, limits, lags, num_other_rows)
+        self.last = sum(min(pair) for pair in zip(granted, limits, strict=True))
+        return granted
+
+
+class _Meter:
+    """Hears the steps of one engine and counts those without prompt tokens, from the end of the step before."""
+
+    def __init__(self, variant: str, llm: LLM) -> None:
+        self.variant, self.llm = variant, llm
+        runner = getattr(llm.engine.drafter.first, "runner", None)
+        self._clock = None if runner is None else latency.ForwardClock(runner)
+        self._grants = None if variant == PLAIN else _Grants(llm.engine.pacing)
+        self._counts = Counts(variant, 0, 0)
+        self._last = 0.0
+
+    def run(self, prompts: list[Seq[int]], params: list[SamplingParams], repeat: int) -> Counts:
+        """Submit the prompts at once and count until all of them are done."""
+        self._counts = Counts(self.variant, len(prompts), repeat)
+        if self._clock is not None:
+            self._clock.take()
+        end = self.llm.listen(self._note)
+        self._last = time.perf_counter()
+        try:
+            self.llm.generate([list(prompt) for prompt in prompts], params)
+        finally:
+            end()
+        return self._counts
+
+    def _note(self, report: StepReport) -> None:
+        now, draft_s = time.perf_counter(), 0.0 if self._clock is None else self._clock.take()
+        seconds, self._last = now - self._last, now
+        if report.num_prefill_tokens:
+            return
+        had = self._counts
+        self._counts = replace(
+            had,
+            num_steps=had.num_steps + 1,
+            num_sequence_steps=had.num_sequence_steps + report.num_decoding,
+            num_committed=had.num_committed + report.num_committed,
+            num_granted=had.num_granted + (0 if self._grants is None else self._grants.last),
+            num_drafted=had.num_drafted + report.num_drafted,
+            num_accepted=had.num_accepted + report.num_accepted,
+            seconds=had.seconds + seconds,
+            forward_s=had.forward_s + report.target_forward_s + draft_s,
+        )
+
+
+def _measure(llms: dict[str, LLM], prompts: Seq[Seq[int]], plan: ThroughputPlan, progress: Progress) -> list[Counts]:
+    meters = [_Meter(name, llm) for name, llm in llms.items()]
+    task = progress.add_task("measuring", total=plan.num_repeats * len(plan.concurrencies) * len(meters))
+    runs = []
+    for repeat, concurrency, first in _turns(plan):
+        begin = repeat * max(plan.concurrencies)
+        chosen = [(begin + i) % len(prompts) for i in range(concurrency)]
+        params = [
+            SamplingParams(
+                max_tokens=plan.max_tokens, temperature=plan.temperature, seed=plan.seed + i, ignore_eos=True
+            )
+            for i in chosen
+        ]
+        for i in range(len(meters)):
+            meter = meters[(first + i) % len(meters)]
+            progress.update(task, description=f"{concurrency} at once: {meter.variant}")
+            runs.append(meter.run([prompts[i] for i in chosen], params, repeat))
+            progress.advance(task)
+    return runs
+
+
+def _turns(plan: ThroughputPlan) -> Iterator[tuple[int, int, int]]:
+    """(repeat, concurrency, which variant goes first), another one each time."""
+    pairs = itertools.product(range(plan.num_repeats), plan.concurrencies)
+    return ((repeat, concurrency, turn) for turn, (repeat, concurrency) in enumerate(pairs))
+
+
+def _print_hits(runs: Seq[Counts], console: Console) -> None:
+    """Say so where the drafter that is to be always wrong was right."""
+    hits = sum(counts.num_accepted for counts in runs if counts.variant == WRONG)
+    if hits:
+        console.print(f"the drafter that is to be always wrong was right {hits} times")

@@ -1,0 +1,131 @@
+"""Several drafters in one batch: each sequence is served by the one that its request chose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence as Seq
+from typing import TYPE_CHECKING
+
+from forerun import drafters
+from forerun.drafters import Drafter, Target
+from forerun.errors import BadOption
+from forerun.methods import unknown
+from forerun.types import Budget, Coins, Draft, DraftStep, Sequence, Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NONE = "none"  # the drafter of requests that are decoded plainly; there is always one
+LOOKUP = "lookup"  # costs no weights and no cache: there is always one, too
+
+
+class Crew(Drafter):
+    """Hands every sequence to the drafter that `seq.draft` names, and joins their drafts.
+
+    members: by name, the first of them for requests that choose none. aliases: other names of theirs. shares_s: of
+    this step so far, what catching up took for each sequence.
+    """
+
+    def __init__(self, members: Mapping[str, Drafter], aliases: Mapping[str, str] | None = None) -> None:
+        self.members = {**members, NONE: members.get(NONE, Drafter())}
+        self.main = next(iter(self.members))
+        self._aliases = {"auto": self.main, **(aliases or {})}
+        self._steps: dict[str, DraftStep] = {}
+        self.shares_s: dict[int, float] = {}
+
+    @property
+    def first(self) -> Drafter:
+        """The drafter of requests that choose none."""
+        return self.members[self.main]
+
+    def chosen(self, wanted: str | None) -> str:
+        """The name of the drafter that a request asks for. Raises BadOption for one that the engine has not."""
+        name = self.main if wanted is None else self._aliases.get(wanted, wanted)
+        if name not in self.members:
+            known = unknown("drafter in this engine", name, self.members)
+            raise BadOption(f"{known}; start it with draft={name!r} or extra_drafts={name!r}")
+        return name
+
+    def of(self, seq: Sequence) -> Drafter:
+        """The drafter that serves a sequence."""
+        return self.members[seq.draft]
+
+    def begin(self, seq: Sequence) -> None:
+        self.of(seq).begin(seq)
+
+    def end(self, seq: Sequence) -> None:
+        self.of(seq).end(seq)
+
+    def lag(self, seq: Sequence) -> int:
+        return self.of(seq).lag(seq)
+
+    def free_tokens(self) -> int | None:
+        """The least of those that have a cache of their own."""
+        found = (drafter.free_tokens() for drafter in self.members.values())
+        return min((free for free in found if free is not None), default=None)
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        parts = [Draft.empty(1)] * len(seqs)
+        for name, members in _groups(seqs, budget.num_tokens).items():
+            drafter, start = self.members[name], time.perf_counter()
+            draft = drafter.propose([seqs[b] for b in members], budget.only(members), [coins[b] for b in members])
+            step = self._count(name, time.perf_counter() - start)
+            for i, b in enumerate(members):
+                parts[b] = draft.only(i)
+                step.num_sequences += len(parts[b].tokens) > 0
+                step.num_nodes += len(parts[b].tokens)
+                step.depth = max(step.depth, len(parts[b].tokens))
+        return Draft.joined(parts)
+
+    def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
+        for name, members in _groups(seqs, [num_tokens] * len(seqs)).items():
+            drafter, start = self.members[name], time.perf_counter()
+            drafter.catch_up([seqs[b] for b in members], num_tokens)
+            if drafter.caught_up:
+                self._count(name, time.perf_counter() - start)
+                num_tokens -= sum(drafter.caught_up.values())
+
+    def observe(self, seqs: Seq[Sequence], runs: Seq[range], hidden: Tensor, verdict: Verdict | None = None) -> None:
+        for drafter in self.members.values():
+            drafter.observe(seqs, runs, hidden, verdict)
+
+    def _count(self, name: str, seconds: float) -> DraftStep:
+        """Add a call of a drafter to what it did in this step."""
+        drafter, step = self.members[name], self._steps.setdefault(name, DraftStep())
+        caught_up = sum(drafter.caught_up.values())
+        step.seconds += seconds
+        step.num_catchup_tokens += caught_up
+        step.catchup_s += drafter.catchup_s
+        for sequence_id, num_tokens in drafter.caught_up.items():
+            had = self.shares_s.get(sequence_id, 0.0)
+            self.shares_s[sequence_id] = had + drafter.catchup_s * num_tokens / caught_up
+        return step
+
+    def take_steps(self) -> dict[str, DraftStep]:
+        """What each drafter did since the last call."""
+        steps, self._steps, self.shares_s = self._steps, {}, {}
+        return steps
+
+
+def _groups(seqs: Seq[Sequence], granted: Seq[int]) -> dict[str, list[int]]:
+    """By drafter: the sequences that may draft. Nobody drafts for those that want none."""
+    groups: dict[str, list[int]] = {}
+    for b, seq in enumerate(seqs):
+        if granted[b] > 0 and seq.draft != NONE:
+            groups.setdefault(seq.draft, []).append(b)
+    return groups
+
+
+def make(spec: str, extra: str | None, target: Target) -> Crew:
+    """The engine's drafter, those of `extra` (separated by semicolons), and the two that cost nothing: lookup, none.
+
+    Each is called by its method's name, or by its whole text where two are of one method. Raises BadOption.
+    """
+    members: dict[str, Drafter] = {}
+    aliases: dict[str, str] = {}
+    for text in (spec, *filter(None, (part.strip() for part in (extra or "").split(";")))):
+        method, _ = drafters.resolve(text, target.shipped_draft is not None or target.loaded_draft is not None)
+        name = text if method in members else method
+        members[name], aliases[text] = drafters.make(text, target), name
+    members.setdefault(LOOKUP, drafters.make(LOOKUP, target))
+    return Crew(members, aliases)

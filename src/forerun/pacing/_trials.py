@@ -1,0 +1,201 @@
+"""Trying what the plan does not use, rarely and within an allowance of time.
+
+Two things go stale when they are not used: the time of other widths, which is tried by running another plan for a step,
+and the acceptance of a drafter that does not pay, which is tried by one token for one request at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+
+from forerun.pacing._acceptance import Acceptance
+from forerun.pacing._costs import DraftTime, PassTime
+from forerun.pacing._plan import Mark, Plan, Search
+
+_FIRST_ALLOWANCE = 6.0  # steps of plain decoding
+_MOST_ALLOWANCE = 8.0
+_EARLY_STEPS, _EARLY_SPACING, _SPACING = 48, 2, 84  # steps from one trial of a width to the next
+_TRIAL_STEPS = 8  # of a trial that costs little
+_PLAIN_STEPS, _PLAIN_SPACING = 2, 300  # plain decoding is measured so often, and anew, whatever is hoped of it
+_OPTIMISM = 1.5  # standard deviations
+_WORTH_TRYING = 1.02  # hoped-for gain
+_OTHER_WIDTH = 0.12  # relative difference from the present width, below which a trial would teach nothing
+_PROBE_SPACING = (8, 72, 256)  # steps from one probe of a drafter to the next: least, most, most for a bad one
+_BAD = 0.3  # acceptance of first tokens, over all requests, below which a drafter is one
+_GIVEN_UP = 64  # from which on its requests are not prepared for it
+_PROBE_CREDIT, _MOST_CREDIT = 2, 4  # rejections that end a probe: at first, and after acceptances
+_PROBE_TESTS, _PROBE_STEPS = 8, 64  # after which a drafter that does not pay yet will not
+_PROBE_HOPE = 0.5  # tokens per step that a probe may turn out to be worth
+
+
+@dataclass(slots=True)
+class Request:
+    """What the policy knows of one request. asked: its own spec_length; length: what it is paced at, None = new."""
+
+    draft: str
+    acceptance: Acceptance
+    asked: int | None
+    begun: int
+    length: int | None = None
+    changed: int = 0
+    limit: int = 0
+    lag: int = 0
+    remaining: float = 0.0
+    granted: int = 0
+    num_probes: int = 0
+    gains: list[float] = field(default_factory=list)
+
+    def paced(self) -> int:
+        """Its nodes within the limit of this step."""
+        return min(self.limit, (self.length or 0) if self.asked is None else self.asked)
+
+
+@dataclass(slots=True)
+class _Probe:
+    """One drafter's probes: the request that is being asked, and when the next one may be."""
+
+    spacing: int = _PROBE_SPACING[0]
+    next_step: int = 0
+    request: Request | None = None
+    credit: int = 0
+    begun: int = 0
+    last_step: int = 0
+    num_tests: int = 0
+    cost: float = 0.0  # of a step
+
+    def stop(self, step: int, failed: bool) -> None:
+        known = self.request.acceptance.parent if self.request else None
+        is_bad = known is not None and known.means[0] < _BAD
+        self.request = None
+        self.spacing = min(2 * self.spacing, _PROBE_SPACING[2 if is_bad else 1]) if failed else _PROBE_SPACING[0]
+        self.next_step = step + self.spacing
+
+
+class Trials:
+    """share: of all time, what trials may cost."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._allowance = _FIRST_ALLOWANCE
+        self._next_trial = 0
+        self._plain_step = 0  # when plain decoding was last seen
+        self._trial: dict[int, int] = {}  # by id() of a request
+        self._left = 0  # steps of it
+        self._probes: dict[str, _Probe] = {}
+
+    def has_given_up(self, draft: str) -> bool:
+        """Whether a drafter's probes have failed for long."""
+        probe = self._probes.get(draft)
+        return probe is not None and probe.spacing > _GIVEN_UP
+
+    def consider(
+        self,
+        step: int,
+        requests: Seq[Request],
+        search: Search,
+        plan: Plan,
+        passes: PassTime,
+        drafts: Mapping[str, DraftTime],
+    ) -> None:
+        """Choose the width that may, with some luck, be better than the present one."""
+        if step < self._next_trial or not passes.num_steps or not passes.is_settled:
+            return
+        if plan.rows <= search.marks[0].rows:
+            self._plain_step = step
+        chosen, cost = self._choose(step, search, plan, passes)
+        if chosen is None:
+            return
+        lengths = search.plan(chosen).lengths
+        free = [(r, k) for r, k in zip(requests, lengths, strict=True) if r.asked is None]
+        catchup = sum(drafts[r.draft].catchup(r.lag) for r, k in free if k and r.lag)
+        if cost + catchup > self._allowance:
+            return
+        is_early = passes.num_steps < _EARLY_STEPS
+        most = _PLAIN_STEPS if chosen is search.marks[0] else 3 if is_early else _TRIAL_STEPS
+        self._left = max(1, min(most, int(self._allowance / 4 / max(cost, 1e-3))))
+        self._allowance -= cost * self._left + catchup
+        self._next_trial = step + (_EARLY_SPACING if is_early else _SPACING)
+        self._trial = {id(r): k for r, k in free}
+
+    def _choose(self, step: int, search: Search, plan: Plan, passes: PassTime) -> tuple[Mark | None, float]:
+        """The mark of highest hope, and what a step of it may cost."""
+        plain = search.marks[0]
+        if plain.rows < plan.rows:
+            is_due = passes.num_seen(round(plain.rows)) < _PLAIN_STEPS or step - self._plain_step >= _PLAIN_SPACING
+            if is_due:
+                self._plain_step = step
+                return plain, max(0.0, 1 - plain.goodput / plan.goodput)
+        hope, chosen, cost = plan.goodput * _WORTH_TRYING, None, 0.0
+        for mark in search.marks:
+            if abs(mark.rows - plan.rows) < _OTHER_WIDTH * plan.rows:
+                continue
+            spread = min(1.0, passes.spread(mark.rows, plan.rows, mark.seconds, plan.seconds))
+            hoped = mark.goodput * math.exp(_OPTIMISM * spread)
+            loss = max(0.0, mark.seconds * (math.exp(spread) - mark.goodput / plan.goodput))
+            if hoped > hope and loss < self._allowance:
+                hope, chosen, cost = hoped, mark, loss
+        return chosen, cost
+
+    def lengths(
+        self,
+        step: int,
+        requests: Seq[Request],
+        granted: list[int],
+        passes: PassTime,
+        drafts: Mapping[str, DraftTime],
+        plan: Plan,
+    ) -> list[int]:
+        """The lengths of this step: those of the plan, or of what is being tried."""
+        self._allowance = min(self._allowance + self._share * plan.seconds, _MOST_ALLOWANCE)
+        if self._left:
+            self._left, trial = self._left - 1, self._trial
+            return [min(trial.get(id(r), k), r.limit) for r, k in zip(requests, granted, strict=True)]
+        idle: dict[str, list[int]] = {}
+        for i, r in enumerate(requests):
+            if r.length == 0 and r.asked is None and r.limit:
+                idle.setdefault(r.draft, []).append(i)
+        for draft, members in idle.items():
+            probe = self._probes.setdefault(draft, _Probe(next_step=step + _PROBE_SPACING[0]))
+            if probe.request is None and step >= probe.next_step:
+                self._start(step, probe, [requests[i] for i in members], passes, drafts[draft], plan)
+            for i in members:
+                if requests[i] is probe.request:
+                    granted[i] = 1
+                    probe.last_step = step
+                    self._allowance -= probe.cost
+        for probe in self._probes.values():
+            if probe.request is not None and probe.last_step < step:  # the plan uses it now, or it has ended
+                probe.stop(step, failed=not probe.request.length)
+        return granted
+
+    def _start(
+        self, step: int, probe: _Probe, members: Seq[Request], passes: PassTime, drafts: DraftTime, plan: Plan
+    ) -> None:
+        """Ask for the request that was asked least, of those that are nearly caught up."""
+        r = min(members, key=lambda r: (r.num_probes, r.lag))
+        catchup = drafts.catchup(r.lag)
+        cost = passes.rows(plan.rows + 1) - passes.rows(plan.rows) + drafts.of(1, 1)
+        if catchup + _PROBE_CREDIT * cost > self._allowance or catchup * plan.goodput > _PROBE_HOPE * r.remaining:
+            return
+        self._allowance -= catchup
+        r.num_probes += 1
+        probe.request, probe.credit, probe.begun, probe.last_step = r, _PROBE_CREDIT, step, step
+        probe.num_tests, probe.cost = 0, cost
+
+    def observe(self, step: int, r: Request, num_tested: int, num_accepted: int) -> None:
+        """A probed request was tested: go on while its tokens are accepted."""
+        probe = self._probes.get(r.draft)
+        if probe is None or probe.request is not r:
+            return
+        if num_tested:
+            probe.num_tests += 1
+            probe.credit = min(_MOST_CREDIT, probe.credit + (1 if num_accepted else -1))
+        if (
+            probe.credit <= 0
+            or probe.num_tests >= _PROBE_TESTS
+            or step - probe.begun >= _PROBE_STEPS
+            or self._allowance < 0
+        ):
+            probe.stop(step, failed=True)

@@ -1,0 +1,202 @@
+"""As many tokens as pay, none where none do: the plan of most expected tokens per second, from what was measured.
+
+Acceptance is learned per request (_acceptance.py), the time of passes and drafts per engine (_costs.py), and a plan for
+the whole batch follows from both (_plan.py). What the plan does not use is tried now and then (_trials.py), because
+nothing else would tell that it has become worth using. Seconds come from StepReports alone; nothing is drawn at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from forerun.pacing import Pacing
+from forerun.pacing._acceptance import Acceptance
+from forerun.pacing._costs import DraftTime
+from forerun.pacing._plan import Batch, Candidate, Plan, Search, evaluate
+from forerun.pacing._times import StepTimes
+from forerun.pacing._trials import Request, Trials
+from forerun.types import Sequence, StepReport
+
+_DRAFTER_MEMORY = 10  # an engine remembers so many times longer than a request
+_UNSEEN_ROWS = 16  # rows that are taken for affordable before anything was measured, and
+_UNSEEN_NODES = 5  # nodes
+_WIDER = 1.5  # and how much wider than ever seen a pass may become at once
+_LEARNING_STEPS = 32  # of a request, in which its length may change in every step
+_PLAN_STEPS = 4  # from one plan to the next
+_CLEAR_GAIN = 1.1  # for which a length may change before its time
+_SINGLE_CHANGES = 4  # requests per plan that are considered one by one
+
+
+@dataclass(frozen=True)
+class Options:
+    """How eagerly lengths change, and what may be spent on finding out."""
+
+    max_spec_length: int = field(
+        default=16, metadata={"help": "most tokens drafted per request and step", "min": 1, "max": 64}
+    )
+    margin: float = field(
+        default=0.01,
+        metadata={"help": "relative gain in tokens per second below which nothing changes", "min": 0.0, "max": 1.0},
+    )
+    hold_steps: int = field(
+        default=32, metadata={"help": "steps that a request keeps its length, unless much has changed", "min": 1}
+    )
+    memory_rounds: int = field(
+        default=80, metadata={"help": "rounds after which a test of acceptance counts 1/e", "min": 5, "max": 10000}
+    )
+    trial_share: float = field(
+        default=0.01, metadata={"help": "share of the time that trials may cost", "min": 0.0, "max": 0.5}
+    )
+
+
+class AutoPacing(Pacing):
+    """Plans anew every few steps and whenever requests come or go."""
+
+    def __init__(self, options: Options, max_length: int) -> None:
+        self.options, self.max_length = options, max_length
+        self._times = StepTimes()
+        self._passes, self._drafts = self._times.passes, self._times.drafts
+        self._known: dict[str, Acceptance] = {}
+        self._requests: dict[int, Request] = {}
+        self._trials = Trials(options.trial_share)
+        self._step = self._next_plan = 0
+        self._ids: list[int] = []
+        self._plan = Plan([], 0.0, 1.0, 0.0)
+
+    def budget(self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int) -> list[int]:
+        self._step += 1
+        requests = [self._request(*each) for each in zip(seqs, limits, lags, strict=True)]
+        ids = [seq.id for seq in seqs]
+        if requests and (ids != self._ids or self._step >= self._next_plan):
+            is_new = ids != self._ids
+            self._ids = ids
+            self._decide(requests, is_new)
+        granted = [r.paced() for r in requests]
+        if num_other_rows:
+            granted = self._beside_prompts(requests, granted)
+        else:
+            granted = self._trials.lengths(self._step, requests, granted, self._passes, self._drafts, self._plan)
+        for r, length in zip(requests, granted, strict=True):
+            r.granted = length
+        return granted
+
+    def prepares(self, seq: Sequence) -> bool:
+        """No, while this engine's requests find that the drafter does not pay."""
+        return seq.params.spec_length is not None or not self._trials.has_given_up(seq.draft)
+
+    def end(self, seq: Sequence) -> None:
+        self._requests.pop(seq.id, None)
+
+    def observe(self, report: StepReport) -> None:
+        for step in report.sequences:
+            r = self._requests.get(step.sequence_id)
+            if r is None or not r.granted or (r.lag and not step.num_drafted):
+                continue
+            numbers = (r.granted, step.num_drafted, step.num_tested, step.num_accepted)
+            if r.acceptance.count(*numbers):
+                r.begun, self._next_plan = self._step, 0  # it learns as a new request does
+            self._known[r.draft].count(*numbers)
+            self._trials.observe(self._step, r, step.num_tested, step.num_accepted)
+        self._times.observe(report)
+
+    def _request(self, seq: Sequence, limit: int, lag: int) -> Request:
+        r = self._requests.get(seq.id)
+        if r is None or r.draft != seq.draft:
+            known = self._known.get(seq.draft)
+            if known is None:
+                known = self._known[seq.draft] = Acceptance(self.options.memory_rounds * _DRAFTER_MEMORY)
+                self._drafts.setdefault(seq.draft, DraftTime())
+            asked = 0 if seq.draft == "none" else seq.params.spec_length
+            r = Request(seq.draft, Acceptance(self.options.memory_rounds, known), asked, self._step)
+            self._requests[seq.id] = r
+        r.limit = limit if r.asked is not None else min(limit, self.max_length)
+        r.lag, r.remaining = lag, (seq.max_len - len(seq.tokens)) / 2  # nobody knows where a text will end
+        return r
+
+    def _decide(self, requests: list[Request], is_new: bool) -> None:
+        """A new plan, and new lengths where it is better enough."""
+        candidates = []
+        for r in requests:
+            r.gains, found = r.acceptance.gains(r.limit if r.asked is None else min(r.asked, r.limit))
+            candidates.append(Candidate(r.draft, r.gains, found, None if r.asked is None else r.paced()))
+        batch = Batch(candidates, self._passes, self._drafts)
+        search = self._search(batch, requests)
+        best = search.best.lengths
+        for r, length in zip(requests, best, strict=True):
+            if r.length is None:
+                r.length = length
+        self._plan = evaluate(batch, [r.paced() for r in requests])
+        gain = search.best.goodput / self._plan.goodput
+        if gain > 1 + self.options.margin:
+            changed = [i for i, r in enumerate(requests) if is_new or gain > _CLEAR_GAIN or self._may_change(r)]
+            self._change(batch, requests, {i: best[i] for i in changed})
+        else:
+            self._change_single(batch, requests, best)
+        is_early = self._passes.num_steps < _LEARNING_STEPS
+        self._next_plan = self._step + (1 if is_early else _PLAN_STEPS)
+        self._trials.consider(self._step, requests, search, self._plan, self._passes, self._drafts)
+
+    def _search(self, batch: Batch, requests: list[Request]) -> Search:
+        """The best plan in which no drafter catches up for a request that will not repay it."""
+        max_rows = max(min(_UNSEEN_ROWS, len(requests) + _UNSEEN_NODES), _WIDER * self._passes.widest)
+        search = Search(batch, max_rows)
+        hopeless = [
+            i
+            for i, r in enumerate(requests)
+            if r.lag and r.asked is None and not self._repays(batch, search.best, i, r)
+        ]
+        if not hopeless:
+            return search
+        for i in hopeless:
+            batch.candidates[i].fixed = 0
+        return Search(batch, max_rows)
+
+    def _repays(self, batch: Batch, plan: Plan, i: int, r: Request) -> bool:
+        """Whether what speculation saves until the likely end of a request exceeds what catching up takes."""
+        length = plan.lengths[i]
+        if not length:
+            return True
+        without = evaluate(batch, [0 if j == i else k for j, k in enumerate(plan.lengths)])
+        gain = sum(r.gains[:length])
+        net = gain - without.goodput * (plan.seconds - without.seconds)
+        return net * r.remaining / (1 + gain) > without.goodput * self._drafts[r.draft].catchup(r.lag)
+
+    def _may_change(self, r: Request) -> bool:
+        return self._step - r.begun < _LEARNING_STEPS or self._step - r.changed >= self.options.hold_steps
+
+    def _change(self, batch: Batch, requests: list[Request], lengths: dict[int, int]) -> None:
+        for i, length in lengths.items():
+            r = requests[i]
+            if r.asked is None and r.length != length:
+                r.length, r.changed = length, self._step
+        self._plan = evaluate(batch, [r.paced() for r in requests])
+
+    def _change_single(self, batch: Batch, requests: list[Request], best: Seq[int]) -> None:
+        """Where the batch as a whole is well served: the requests whose own length is furthest off."""
+        off = [
+            (abs(k - r.paced()), i)
+            for i, (r, k) in enumerate(zip(requests, best, strict=True))
+            if r.asked is None and k != r.paced()
+        ]
+        for _, i in sorted(off, reverse=True)[:_SINGLE_CHANGES]:
+            if len(requests) == 1 or not self._may_change(requests[i]):
+                continue
+            other = evaluate(batch, [best[i] if j == i else r.paced() for j, r in enumerate(requests)])
+            if other.goodput > self._plan.goodput * (1 + self.options.margin / len(requests)):
+                self._change(batch, requests, {i: best[i]})
+
+    def _beside_prompts(self, requests: list[Request], granted: list[int]) -> list[int]:
+        """Rows beside a prompt chunk cost as much as its own: keep those that are worth it at the usual speed."""
+        least = self._plan.goodput * self._passes.per_other_row()
+        lengths = []
+        for r, length in zip(requests, granted, strict=True):
+            while length and r.asked is None and (length > len(r.gains) or r.gains[length - 1] < least):
+                length -= 1
+            lengths.append(length)
+        return lengths
+
+
+def build(options: Options, spec_length: int | None) -> AutoPacing:
+    """A policy that decides by itself. spec_length, where given, is the most that it grants."""
+    return AutoPacing(options, min(options.max_spec_length, spec_length or options.max_spec_length))

@@ -1,0 +1,216 @@
+"""`forerun batch`: a file of requests in the OpenAI batch format, answered in one continuous batch.
+
+The input is read twice: to check all of it, then request by request as places come free. Each answer is appended when
+its last token is there, so the output is in the order of finishing, and a run that ends early, however it ends, is
+taken up by the next one. torch is imported when the input is known to be sound.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from forerun.config import EngineConfig
+from forerun.errors import CapacityError, UserError
+from forerun.serve.answers import ID_PREFIX, AnswerFile
+from forerun.serve.openai import (
+    Job,
+    Prompt,
+    Refused,
+    answer_body,
+    error_answer,
+    model_names,
+    read_body,
+)
+from forerun.serve.progress import Progress
+from forerun.serve.requests import BatchRequest, RequestFile
+
+if TYPE_CHECKING:
+    from forerun.engine.llm import LLM
+    from forerun.engine.request import Request
+    from forerun.types import StepReport
+
+ALL_ANSWERED, SOME_REFUSED = 0, 2  # exit codes; 2 is that of errors which the caller can mend
+WINDOW_BATCHES = 4  # requests in the engine at most, in batches: the scheduler always has some to choose from
+SEED_BITS = 53  # of a seed that nobody gave: an integer that every JSON reader keeps
+
+
+def run(input_path: Path, output_path: Path, config: EngineConfig) -> int:
+    """Answer every request of the input that the output has no answer to. Returns the exit code.
+
+    Raises UserError, with nothing run, for an input that is malformed, an output of another input, and options that
+    cannot be honoured; KeyboardInterrupt after saying how to go on.
+    """
+    requests = RequestFile(input_path)
+    num_lines = len(requests.line_of)
+    with AnswerFile(output_path) as answers:
+        answers.recover(requests.line_of)
+        num_before, numbers = len(answers.finished), Numbers()
+        try:
+            if num_before < num_lines:
+                _answer(requests, answers, config, numbers)
+        except KeyboardInterrupt:
+            done = f"{len(answers.finished):,} of {num_lines:,} requests have their answer"
+            typer.echo(f"stopped: {done}; the same command goes on from here", err=True)
+            raise
+        typer.echo(numbers.summary(num_lines, num_before, answers.num_failed), err=True)
+    return SOME_REFUSED if answers.num_failed else ALL_ANSWERED
+
+
+def seed_of(custom_id: str) -> int:
+    """The seed of a request that gives none: the same in every run, so that a run that is taken up says the same."""
+    digest = hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
+
+
+@dataclass
+class Numbers:
+    """A listener: what this run has generated, and how long it took."""
+
+    started_s: float = field(default_factory=time.perf_counter)
+    num_tokens: int = 0
+
+    def __call__(self, report: StepReport) -> None:
+        self.num_tokens += report.num_committed
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Since the model was loaded."""
+        return self.num_tokens / max(time.perf_counter() - self.started_s, 1e-9)
+
+    def summary(self, num_lines: int, num_before: int, num_failed: int) -> str:
+        """[100 requests: 98 answered, 2 refused; 40 of them before; 5,120 tokens in 12.3 s, 416.3 tokens/s]."""
+        noun = "request" if num_lines == 1 else "requests"
+        parts = [f"{num_lines:,} {noun}: {num_lines - num_failed:,} answered, {num_failed:,} refused"]
+        parts += [f"{num_before:,} of them before"] if num_before else []
+        seconds = time.perf_counter() - self.started_s
+        if self.num_tokens:
+            parts.append(f"{self.num_tokens:,} tokens in {seconds:.1f} s, {self.tokens_per_s:.1f} tokens/s")
+        return f"[{'; '.join(parts)}]"
+
+
+@dataclass
+class _Running:
+    """A request of the file with those of the engine that make its choices."""
+
+    custom_id: str
+    job: Job
+    choices: list[Request]
+
+    @property
+    def is_over(self) -> bool:
+        """True where every choice has ended, or one of them has failed."""
+        return any(c.error is not None for c in self.choices) or all(
+            c.seq.finish_reason is not None for c in self.choices
+        )
+
+
+class Runner:
+    """Keeps `window` requests in an engine and turns those that have ended into answers.
+
+    names: what bodies may call the model. defaults: fields of SamplingParams below what the bodies say.
+    """
+
+    def __init__(self, llm: LLM, names: tuple[str, ...], defaults: Mapping[str, Any], window: int) -> None:
+        self._llm, self._names, self._defaults, self._window = llm, names, defaults, window
+        self._running: list[_Running] = []
+
+    def run(self, requests: Iterator[BatchRequest], answers: AnswerFile, on_step: Callable[[], None]) -> None:
+        """Answer all of them; what ended in one step is appended together. Raises what ends the engine."""
+        try:
+            while True:
+                refused = self._fill(requests)
+                if self._running:
+                    self._llm.step()
+                elif not refused:
+                    return
+                answers.append([*refused, *self._land()])
+                on_step()
+        except KeyboardInterrupt:
+            answers.append(self._land())
+            raise
+        finally:
+            self._llm.end([choice for running in self._running for choice in running.choices])
+
+    def _fill(self, requests: Iterator[BatchRequest]) -> list[dict[str, Any]]:
+        """Start requests until the window is full. Returns the answers to those that cannot be honoured."""
+        refused: list[dict[str, Any]] = []
+        num_running = sum(len(running.choices) for running in self._running)
+        while num_running < self._window and len(refused) < self._window:
+            request = next(requests, None)
+            if request is None:
+                break
+            try:
+                self._running.append(self._start(request))
+                num_running += len(self._running[-1].choices)
+            except (UserError, CapacityError) as error:
+                refused.append(_answer_line(request.custom_id, *error_answer(error)))
+            except RecursionError:  # nobody else's requests are to wait for this one to be mended
+                too_deep = Refused("the body is nested too deeply to be read: make it flatter")
+                refused.append(_answer_line(request.custom_id, *error_answer(too_deep)))
+        return refused
+
+    def _start(self, request: BatchRequest) -> _Running:
+        defaults = {**self._defaults, "seed": seed_of(request.custom_id)}
+        job = read_body(request.url, request.body, self._names, defaults)
+        if job.stream:
+            raise Refused("stream=True is not possible: a batch writes whole answers; leave it out", "stream")
+        prompts: list[Prompt] = list(job.prompts)
+        if job.messages is not None:
+            prompts = [self._llm.apply_chat_template(job.messages, **job.variables)]
+        return _Running(request.custom_id, job, self._llm.submit(prompts, job.params))
+
+    def _land(self) -> list[dict[str, Any]]:
+        """The answers to those that are over. They are forgotten before they are written, so never written twice."""
+        over = [running for running in self._running if running.is_over]
+        if over:
+            self._running = [running for running in self._running if not running.is_over]
+        return [self._answer(running) for running in over]
+
+    def _answer(self, running: _Running) -> dict[str, Any]:
+        error = next((choice.error for choice in running.choices if choice.error is not None), None)
+        if error is not None:
+            self._llm.end(running.choices)
+            return _answer_line(running.custom_id, *error_answer(error))
+        outputs = [choice.output() for choice in running.choices]
+        body = answer_body(
+            running.job,
+            outputs,
+            self._llm.tokenizer,
+            answer_id=secrets.token_hex(12),
+            created_s=int(time.time()),
+        )
+        return _answer_line(running.custom_id, 200, body)
+
+
+def _answer(requests: RequestFile, answers: AnswerFile, config: EngineConfig, numbers: Numbers) -> None:
+    """Load the model and answer what is missing."""
+    from forerun.engine.llm import LLM
+    from forerun.engine.opening import refuse_without_template, suggested_fields
+
+    if requests.has_chats:
+        refuse_without_template(config)
+    defaults = suggested_fields(config)
+    llm = LLM.from_config(config)
+    missing = (request for request in requests if request.custom_id not in answers.finished)
+    runner = Runner(llm, model_names(config.target), defaults, WINDOW_BATCHES * config.max_batch_size)
+    numbers.started_s = time.perf_counter()
+    end = llm.listen(numbers)
+    try:
+        with Progress(len(requests.line_of), len(answers.finished)) as progress:
+            runner.run(missing, answers, lambda: progress.show(len(answers.finished), numbers.tokens_per_s))
+    finally:
+        end()
+
+
+def _answer_line(custom_id: str, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of the output. It begins with the id: answers.py knows its own lines by it."""
+    response = {"status_code": status, "request_id": f"req_{secrets.token_hex(12)}", "body": body}
+    return {"id": f"{ID_PREFIX}{secrets.token_hex(12)}", "custom_id": custom_id, "response": response, "error": None}

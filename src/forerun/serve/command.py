@@ -1,0 +1,50 @@
+"""The command `forerun batch`: parse and call. torch is imported when a command runs, not to print help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forerun import flags
+
+INPUT_HELP = (
+    'requests, one JSON object per line: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions" or '
+    '"/v1/completions", "body": {...}}'
+)
+OUTPUT_HELP = "answers, appended one per line as they come; what is there already is not asked again"
+
+
+def batch(
+    requests: Annotated[Path, typer.Argument(help=INPUT_HELP, metavar="IN.JSONL", show_default=False)],
+    answers: Annotated[Path, typer.Argument(help=OUTPUT_HELP, metavar="OUT.JSONL", show_default=False)],
+    target: flags.Target = None,
+    draft: flags.Draft = None,
+    use_speculative_decoding: flags.UseSpeculativeDecoding = None,
+    extra_drafts: flags.ExtraDrafts = None,
+    spec_length: flags.SpecLength = None,
+    pacing: flags.Pacing = None,
+    device: flags.Device = None,
+    dtype: flags.Dtype = None,
+    generation_config: flags.GenerationConfig = None,
+    chat_template: flags.ChatTemplate = None,
+    ops: flags.Ops = None,
+    kv_cache_backend: flags.CacheBackend = None,
+    kv_cache_tokens: flags.CacheTokens = None,
+    max_batch_size: flags.MaxBatchSize = None,
+    max_seq_len: flags.MaxSeqLen = None,
+    prefix_caching: flags.PrefixCaching = None,
+    max_num_batched_tokens: flags.MaxNumBatchedTokens = None,
+    prefill_chunk_tokens: flags.PrefillChunkTokens = None,
+    draft_catchup_tokens: flags.DraftCatchupTokens = None,
+    config: flags.ConfigFile = None,
+) -> None:
+    """Answer a file of requests in the OpenAI batch format; the same command goes on where a run was stopped.
+
+    Exit code 2: a request was refused (its line says why), or nothing was run.
+    """
+    engine = flags.engine_config(dict(locals()), config)
+    from forerun.serve.batch import run
+
+    raise typer.Exit(run(requests, answers, engine))

@@ -1,0 +1,45 @@
+"""The bar of a batch on standard error: requests done, tokens per second, time left. Nothing where no terminal is."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich import progress
+
+from forerun.show import make_console
+
+INTERVAL_S = 0.1  # between two drawings
+
+
+class Progress:
+    """num_before: of num_lines, those that an earlier run has done; they count as done and not for the time left."""
+
+    def __init__(self, num_lines: int, num_before: int) -> None:
+        console = make_console(stderr=True)
+        columns = (
+            progress.BarColumn(bar_width=None),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[rate]}"),
+            progress.TimeRemainingColumn(),
+        )
+        self._is_shown = console.is_terminal
+        self._bar = progress.Progress(*columns, console=console, auto_refresh=False, disable=not self._is_shown)
+        self._task = self._bar.add_task("", total=num_lines, completed=num_before, rate="")
+        self._drawn_s = 0.0
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def show(self, num_done: int, tokens_per_s: float) -> None:
+        """Take new numbers, and draw them at most every INTERVAL_S; the last ones are drawn on leaving."""
+        if not self._is_shown:
+            return
+        now_s = time.perf_counter()
+        is_due = now_s - self._drawn_s >= INTERVAL_S
+        self._drawn_s = now_s if is_due else self._drawn_s
+        self._bar.update(self._task, completed=num_done, rate=f"{tokens_per_s:.1f} tokens/s", refresh=is_due)

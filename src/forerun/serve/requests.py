@@ -1,0 +1,109 @@
+"""The input of a batch: one request per line, all of them checked before any model is loaded, none of them kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from forerun.errors import BadOption, NotFound
+from forerun.methods import unknown
+from forerun.serve.openai import CHAT, URLS
+
+KEYS = ("custom_id", "method", "url", "body")
+NUM_SHOWN = 5  # malformed lines that the refusal names
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """One line of the input."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+class RequestFile:
+    """The requests of a file, read line by line as often as they are iterated over.
+
+    line_of: custom_id -> number of its line. Raises NotFound for a file that is not there; BadOption naming the first
+    malformed lines, one without any request, and what is no file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.line_of: dict[str, int] = {}
+        self.has_chats = False
+        if not path.exists():
+            raise NotFound(f"the input file {str(path)!r} does not exist: check its name")
+        if not path.is_file():
+            raise BadOption(f"the input {str(path)!r} is not a file: it is read twice, so write it to one first")
+        self._check()
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        """Raises BadOption where the file is not what it was when it was checked."""
+        for number, line in self._lines():
+            try:
+                request = _read(line)
+            except BadOption:
+                request = None
+            if request is None or self.line_of.get(request.custom_id) != number:
+                raise BadOption(f"line {number} of {str(self.path)!r} has changed since the run began: begin anew")
+            yield request
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """The lines that are not empty, with their numbers from 1 on."""
+        with self.path.open("rb") as file:  # as bytes, a line ends at a line feed and nowhere else
+            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+
+    def _check(self) -> None:
+        problems: list[str] = []
+        for number, line in self._lines():
+            try:
+                request = _read(line)
+                first = self.line_of.setdefault(request.custom_id, number)
+                if first != number:
+                    raise BadOption(f"has the custom_id {request.custom_id!r:.80} of line {first}")
+                self.has_chats |= request.url == CHAT
+            except BadOption as error:
+                problems.append(f"line {number} {error}")
+        if problems:
+            more = f"; and {len(problems) - NUM_SHOWN} more lines" if len(problems) > NUM_SHOWN else ""
+            raise BadOption(f"{self.path}: {'; '.join(problems[:NUM_SHOWN])}{more}: mend the input, nothing was run")
+        if not self.line_of:
+            raise BadOption(f"{self.path} has no request: write one per line, {_EXAMPLE}")
+
+
+_EXAMPLE = '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def f("}}'
+
+
+def _read(line: bytes) -> BatchRequest:
+    """One line. Raises BadOption, whose message goes on behind the line's number."""
+    try:
+        fields = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise BadOption("is not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise BadOption(f"is not valid JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise BadOption("is not a JSON object")
+    for name in fields:
+        if name not in KEYS:
+            raise BadOption(f"is not a request: {unknown('key', name, KEYS)}")
+    custom_id, url, body = (fields.get(name) for name in ("custom_id", "url", "body"))
+    if not isinstance(custom_id, str) or not custom_id:
+        _missing("custom_id", custom_id, "a text of its own")
+    if fields.get("method") != "POST":
+        _missing("method", fields.get("method"), "POST")
+    if url not in URLS:
+        _missing("url", url, " or ".join(URLS))
+    if not isinstance(body, dict):
+        _missing("body", body, "an object")
+    return BatchRequest(custom_id, url, body)
+
+
+def _missing(name: str, value: Any, what: str) -> NoReturn:
+    has = f"has no {name}" if value is None else f"has the {name} {value!r:.60}"
+    raise BadOption(f"{has} (it must be {what})")

@@ -1,0 +1,107 @@
+"""Mixed requests for one engine, and the same requests alone: what the batch may never change."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from forerun import pacing
+from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
+from forerun.drafters.model import ModelDrafter, Options
+from forerun.engine.crew import Crew
+from forerun.engine.engine import Engine
+from forerun.engine.request import Request
+from forerun.kv.cache import KVCache
+from forerun.models.layers import Decoder
+from forerun.models.runner import Runner
+from forerun.types import SamplingParams
+from support import VOCAB, noisy_copy, random_decoder
+
+MODEL = random_decoder(3, row_by_row=True, layers=1, hidden=16)
+DRAFT = noisy_copy(MODEL, 7)
+
+
+def runner_with(model: Decoder, num_tokens: int, backend: str = "paged", prefix_caching: bool = True) -> Runner:
+    """A runner whose cache holds so many tokens in all."""
+    cache = KVCache.create(
+        model.config.cache_shape,
+        backend,  # type: ignore[arg-type]
+        max_batch_size=8,
+        max_seq_len=128,
+        num_tokens=num_tokens,
+        prefix_caching=prefix_caching,
+    )
+    return Runner(model, cache)
+
+
+def engine_with(num_tokens: int = 1024, *, spec_length: int = 4, policy: str = "fixed", **options: Any) -> Engine:
+    """A target and a draft model with caches of so many tokens, and lookup beside them."""
+    backend, sharing = options.pop("backend", "paged"), options.pop("prefix_caching", True)
+    crew = Crew(
+        {
+            "model": ModelDrafter(runner_with(DRAFT, num_tokens, backend, sharing), Options()),
+            "lookup": LookupDrafter(LookupOptions()),
+        }
+    )
+    return Engine(
+        runner_with(options.pop("model", MODEL), num_tokens, backend, sharing),
+        crew,
+        pacing.make(policy, spec_length),
+        **{"max_seq_len": 128, **options},
+    )
+
+
+def mixed(seed: int, num_requests: int, longest: int = 60) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts, some of which begin alike, with every kind of sampling, drafter and length; greedy or seeded."""
+    random_ = random.Random(seed)
+    heads = [[random_.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
+    made = []
+    for i in range(num_requests):
+        own = [random_.randrange(VOCAB) for _ in range(random_.randint(1, 20))]
+        prompt = random_.choice(heads)[: random_.randint(0, 40)] + own
+        params: dict[str, Any] = {
+            "max_tokens": random_.randint(1, longest),
+            "temperature": random_.choice((0.0, 0.7, 1.2)),
+            "seed": i,
+            "draft": random_.choice((None, "none", "lookup", "model")),
+            "spec_length": random_.choice((None, 1, 3, 9)),
+            "priority": random_.choice((0, 0, 1)),
+        }
+        if random_.random() < 0.3:
+            params |= {"top_k": 7, "top_p": 0.9, "repetition_penalty": 1.2}
+        made.append((prompt, SamplingParams(**params)))
+    return made
+
+
+def run(engine: Engine, requests: list[Request], max_steps: int = 100_000) -> list[list[int]]:
+    """Step until all are finished; the caches are sound after every step."""
+    for _ in range(max_steps):
+        if all(request.seq.finish_reason is not None for request in requests):
+            return [request.seq.output_ids for request in requests]
+        engine.step()
+        check(engine)
+    raise AssertionError("the requests did not finish")
+
+
+def check(engine: Engine) -> None:
+    """No cache lost a block, and no sequence's cache runs ahead of its committed tokens."""
+    for cache in caches(engine):
+        cache.check_integrity()
+    for request in engine.scheduler.running:
+        assert engine.runner.cache.length(request.seq.id) <= len(request.seq.tokens) - 1
+
+
+def caches(engine: Engine) -> list[KVCache]:
+    """The target's, and those of its drafters."""
+    runners = [getattr(drafter, "runner", None) for drafter in engine.drafter.members.values()]
+    return [engine.runner.cache, *(runner.cache for runner in runners if runner is not None)]
+
+
+def alone(wanted: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    """Each request by itself: no drafts, no neighbours, nothing shared."""
+    outputs = []
+    for prompt, params in wanted:
+        engine = engine_with(prefix_caching=False)
+        plain = SamplingParams(**{**vars(params), "draft": "none"})
+        outputs += run(engine, [engine.add(prompt, plain)])
+    return outputs

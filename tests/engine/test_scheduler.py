@@ -1,0 +1,247 @@
+"""Many requests in little memory: budgets, priorities, preemption, drafts that step aside, shared prompts, aborts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.load import MODEL, alone, caches, check, engine_with, mixed, run
+from forerun.errors import BadOption
+from forerun.types import SamplingParams, StepReport
+
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
+
+
+@pytest.mark.parametrize("policy", ["fixed", "auto"])
+def test_mixed_requests_in_little_memory_write_what_each_writes_alone(policy: str) -> None:
+    wanted = mixed(1, 24)
+    engine = engine_with(160, policy=policy, prefill_chunk_tokens=16)
+    outputs = run(engine, requests := [engine.add(*one) for one in wanted])
+    assert engine.scheduler.num_preemptions > 0
+    assert sum(request.report.num_cached_tokens for request in requests) > 0
+    assert sum(request.report.num_accepted for request in requests) > 0
+    assert outputs == alone(wanted)
+    for request, (_, params) in zip(requests, wanted, strict=True):
+        assert (request.report.num_drafted == 0) >= (params.draft == "none")
+
+
+def test_a_preempted_request_goes_on_where_it_was() -> None:
+    engine = engine_with(96, max_batch_size=2)
+    first, second = engine.add([1] * 20, GREEDY), engine.add([2] * 20, GREEDY)
+    while not engine.scheduler.num_preemptions:
+        engine.step()
+    had = list(second.seq.tokens)
+    assert second in engine.scheduler.waiting
+    assert first in engine.scheduler.running
+    assert all(cache.length(second.seq.id) == 0 for cache in caches(engine))
+    outputs = run(engine, [first, second])
+    assert second.seq.tokens[: len(had)] == had
+    assert second.report.num_preemptions == 1
+    assert outputs == alone([([1] * 20, GREEDY), ([2] * 20, GREEDY)])
+
+
+@pytest.mark.parametrize("tokens", [64, 80, 96, 128])
+def test_drafts_preempt_nobody(tokens: int) -> None:
+    """Somebody is preempted only where the running ones have no room for one token each, drafts or not."""
+    wanted = [([i] * 10, SamplingParams(max_tokens=30, temperature=0.0)) for i in range(5)]
+    engine = engine_with(tokens, spec_length=9, prefix_caching=False)
+    requests = [engine.add(*one) for one in wanted]
+    scheduler, cache, times = engine.scheduler, engine.runner.cache, 0
+    while any(request.seq.finish_reason is None for request in requests):
+        needed = sum(cache.missing_blocks(r.seq.id, 1) for r in scheduler.running if r.report.num_steps)
+        free = scheduler.free_kv_tokens // cache.block_tokens
+        engine.step()
+        check(engine)
+        assert scheduler.num_preemptions == times or needed > free
+        times = scheduler.num_preemptions
+    assert [request.seq.output_ids for request in requests] == alone(wanted)
+    assert times > 0
+    assert sum(request.report.num_accepted for request in requests) > 0
+
+
+def test_a_pass_has_no_more_rows_than_the_budget() -> None:
+    engine = engine_with(max_num_batched_tokens=16, prefill_chunk_tokens=12, spec_length=9)
+    reports: list[StepReport] = []
+    engine.listen(reports.append)
+    run(engine, [engine.add(*one) for one in mixed(2, 12)])
+    assert max(report.num_rows for report in reports) == 16
+    assert max(report.num_prefill_tokens for report in reports) == 12
+    for report in reports:
+        assert report.num_rows == report.num_prefill_tokens + report.num_decoding + report.num_drafted
+
+
+def test_lower_priority_numbers_are_served_first_and_take_a_place() -> None:
+    engine = engine_with(max_batch_size=1)
+    late = engine.add([1, 2], SamplingParams(max_tokens=20, temperature=0.0, priority=1))
+    engine.step()
+    engine.step()
+    urgent = engine.add([3, 4], SamplingParams(max_tokens=5, temperature=0.0, priority=-1))
+    usual = engine.add([5, 6], SamplingParams(max_tokens=5, temperature=0.0))
+    order = []
+    while len(order) < 3:
+        order += engine.step()
+        check(engine)
+    assert order == [urgent, usual, late]
+    assert late.report.num_preemptions >= 1
+    assert usual.report.num_preemptions == 0
+
+
+def test_equal_priorities_do_not_take_places() -> None:
+    engine = engine_with(max_batch_size=1)
+    requests = [engine.add([i], SamplingParams(max_tokens=3, temperature=0.0)) for i in range(4)]
+    order = []
+    while len(order) < 4:
+        order += engine.step()
+    assert order == requests
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_the_cache_of_a_drafter_counts_for_admission() -> None:
+    engine = engine_with(256)
+    assert engine.scheduler.free_kv_tokens == 256
+    runner = engine.drafter.members["model"].runner  # type: ignore[attr-defined]
+    runner.cache.open(-1)
+    runner.cache.reserve(-1, 200)
+    assert engine.scheduler.free_kv_tokens == 48
+    waiting = engine.add([1] * 60, GREEDY)
+    running = engine.add([2] * 10, GREEDY)
+    engine.step()
+    assert waiting in engine.scheduler.running  # alone it must run: nobody would ever make more room
+    assert running in engine.scheduler.waiting
+    runner.cache.release(-1)
+    run(engine, [waiting, running])
+
+
+# ------------------------------------------------------------------------------------------------- shared prompts
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 32, 33, 47, 64])
+def test_a_repeated_prompt_is_found_up_to_its_last_token(length: int) -> None:
+    engine = engine_with()
+    prompt = [i % 7 for i in range(length)]
+    outputs, cached = [], []
+    for _ in range(3):
+        outputs += run(engine, [request := engine.add(prompt, GREEDY)])
+        cached.append(request.report.num_cached_tokens)
+    assert cached == [0, *[(length - 1) // 16 * 16] * 2]
+    assert outputs == alone([(prompt, GREEDY)]) * 3
+
+
+def test_nothing_is_shared_between_salts_or_with_sharing_switched_off() -> None:
+    engine, prompt = engine_with(), list(range(40))
+    for salt, found in ((None, 0), ("a", 0), ("a", 32), ("b", 0), (None, 32)):
+        params = SamplingParams(max_tokens=4, temperature=0.0, cache_salt=salt)
+        run(engine, [request := engine.add(prompt, params)])
+        assert request.report.num_cached_tokens == found
+    for options in ({"prefix_caching": False}, {"backend": "contiguous"}):
+        engine = engine_with(**options)
+        for _ in range(2):
+            run(engine, [request := engine.add(prompt, GREEDY)])
+            assert request.report.num_cached_tokens == 0
+
+
+def test_an_answer_is_found_when_the_conversation_goes_on() -> None:
+    engine = engine_with()
+    (answer,) = run(engine, [engine.add(list(range(20)), GREEDY)])
+    longer = [*range(20), *answer, 5, 6]
+    outputs = run(engine, [request := engine.add(longer, GREEDY)])
+    assert request.report.num_cached_tokens == (20 + len(answer) - 1) // 16 * 16
+    assert outputs == alone([(longer, GREEDY)])
+
+
+def test_several_outputs_of_one_prompt_have_seeds_of_their_own_and_share_its_cache() -> None:
+    engine, prompt = engine_with(), list(range(40))
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=3)
+    outputs = run(engine, requests := engine.add_all(prompt, params))
+    assert [request.index for request in requests] == [0, 1, 2]
+    assert [request.report.num_cached_tokens for request in requests] == [0, 32, 32]
+    seeds = [request.seq.seed for request in requests]
+    assert seeds[0] == 5
+    assert len(set(seeds)) == len(set(map(tuple, outputs))) == 3
+    ones = [(prompt, SamplingParams(max_tokens=12, temperature=1.0, seed=seed)) for seed in seeds]
+    assert outputs == alone(ones)
+    with pytest.raises(BadOption, match="n=3"):
+        engine.add(prompt, params)
+
+
+# ----------------------------------------------------------------------------------------------- choices of a request
+
+
+def test_a_request_may_choose_only_what_the_engine_has() -> None:
+    engine = engine_with()
+    with pytest.raises(BadOption, match=r"'eagle'.*lookup, model, none.*extra_drafts"):
+        engine.add([1], SamplingParams(max_tokens=9, draft="eagle"))
+    for wanted, given in ((None, "model"), ("auto", "model"), ("lookup", "lookup"), ("none", "none")):
+        assert engine.add([1], SamplingParams(max_tokens=9, draft=wanted)).seq.draft == given
+
+
+def test_methods_and_lengths_stand_side_by_side_in_one_pass() -> None:
+    engine = engine_with(spec_length=4)
+    reports: list[StepReport] = []
+    engine.listen(reports.append)
+    choices = [("none", None), ("lookup", 3), ("model", None), ("model", 2)]
+    for draft, length in choices:
+        params = SamplingParams(max_tokens=30, temperature=0.0, draft=draft, spec_length=length)
+        engine.add([1, 2, 3, 1, 2, 3, 1, 2], params)
+    engine.step()
+    engine.step()
+    drafted = {(s.draft, s.num_drafted) for s in reports[-1].sequences}
+    assert drafted == {("none", 0), ("lookup", 3), ("model", 4), ("model", 2)}
+    assert set(reports[-1].drafts) == {"lookup", "model"}
+    assert reports[-1].drafts["model"].depth == 4
+    assert reports[-1].drafts["model"].num_nodes == 6
+
+
+def test_a_request_that_is_nearly_full_decodes_plainly_beside_others() -> None:
+    engine = engine_with(spec_length=9)
+    reports: list[StepReport] = []
+    engine.listen(reports.append)
+    engine.add([1] * 126, SamplingParams(max_tokens=2, temperature=0.0))
+    engine.add([2] * 5, GREEDY)
+    while not any(len(report.sequences) == 2 for report in reports):
+        engine.step()
+    both = next(report for report in reports if len(report.sequences) == 2)
+    assert [s.num_drafted for s in both.sequences] == [1, 9] or [s.num_drafted for s in both.sequences] == [0, 9]
+
+
+def test_the_draft_model_runs_a_long_prompt_beside_the_target() -> None:
+    engine = engine_with(prefill_chunk_tokens=16, catchup_tokens=16)
+    reports: list[StepReport] = []
+    engine.listen(reports.append)
+    run(engine, [request := engine.add([i % 9 for i in range(100)], SamplingParams(max_tokens=9, temperature=0.0))])
+    prefill = [report for report in reports if report.num_prefill_tokens]
+    assert [report.drafts["model"].num_catchup_tokens for report in prefill] == [16] * 6 + [3]
+    first = next(report for report in reports if report.num_decoding)
+    assert first.num_drafted > 0
+    assert first.drafts["model"].num_catchup_tokens == 0
+    assert request.report.draft_prefill_s > 0
+
+
+# ------------------------------------------------------------------------------------------------------------- load
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_arrivals_and_aborts_lose_no_block_and_answer_everybody_once(seed: int) -> None:
+    random_ = random.Random(seed)
+    engine = engine_with(random_.choice((128, 192)), policy="auto", prefill_chunk_tokens=random_.choice((5, 64)))
+    wanted = mixed(seed, 150, longest=20)
+    requests, finished = [], []
+    while len(finished) < len(wanted):
+        if len(requests) < len(wanted) and random_.random() < 0.6:
+            requests.append(engine.add(*wanted[len(requests)]))
+        if requests and random_.random() < 0.15:
+            victim = random_.choice(requests)
+            if victim.seq.finish_reason is None:
+                engine.abort(victim)
+                finished.append(victim)
+        finished += engine.step()
+        check(engine)
+    assert sorted(r.seq.id for r in finished) == sorted(r.seq.id for r in requests)
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+    for cache in caches(engine):
+        assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
+        cache.clear_prefixes()
+        cache.check_integrity()
+    assert MODEL is engine.runner.model

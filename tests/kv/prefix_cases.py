@@ -1,0 +1,108 @@
+"""A cache driven as a model drives it, where every row says which tokens it was computed from.
+
+The number written into a row stands for the salt and all tokens up to that row, so a row that is shared wrongly, or
+overwritten while somebody else reads it, is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from forerun.kv.cache import CacheShape, KVCache
+from forerun.types import RaggedBatch
+
+SHAPE = CacheShape(num_layers=1, num_kv_heads=1, head_dim=1)
+BLOCK = 4  # tokens
+PROMPT = list(range(100, 116))  # four blocks
+
+
+def pool(num_blocks: int = 16) -> KVCache:
+    device = torch.device("cpu")
+    return KVCache(SHAPE, block_tokens=BLOCK, num_blocks=num_blocks, dtype=torch.float32, device=device)
+
+
+def batch_of(cache: KVCache, slot: int, num_tokens: int) -> RaggedBatch:
+    tokens = torch.zeros(num_tokens, dtype=torch.int64)
+    return RaggedBatch(tokens, tokens, [0, num_tokens], [slot], [cache.length(slot)])
+
+
+class Driven:
+    """A cache and what each of its slots must hold: `kept` tokens by slot, under a salt."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.kept: dict[int, list[int]] = {}
+        self.salts: dict[int, str | None] = {}
+        self._runs: dict[int, list[list[int]]] = {}  # per row of the run, the tokens from the beginning up to it
+        self._numbers: dict[tuple[str | None, tuple[int, ...]], int] = {}
+
+    def number(self, salt: str | None, tokens: Seq[int]) -> int:
+        return self._numbers.setdefault((salt, tuple(tokens)), len(self._numbers) + 1)
+
+    def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
+        found = self.cache.open(slot, tokens, salt)
+        assert found == self.cache.length(slot) <= max(0, len(tokens) - 1)
+        self.kept[slot], self.salts[slot] = list(tokens[:found]), salt
+        return found
+
+    def write(self, slot: int, tokens: Seq[int], parents: Seq[int] | None = None) -> None:
+        """One pass, nothing kept yet. Raises CapacityError as the cache does."""
+        self.cache.reserve(slot, len(tokens))
+        view = self.cache.view(batch_of(self.cache, slot, len(tokens)))
+        chains: list[list[int]] = []
+        for token, parent in zip(tokens, parents or range(-1, len(tokens) - 1), strict=True):
+            chains.append([*(self.kept[slot] if parent < 0 else chains[parent]), token])
+        numbers = torch.tensor([self.number(self.salts[slot], chain) for chain in chains], dtype=torch.float32)
+        for rows in (*self.cache.keys, *self.cache.values):
+            rows[view.write_rows] = numbers[:, None, None]
+        self._runs[slot] = chains
+
+    def keep(self, slot: int, path: list[int]) -> None:
+        self.cache.keep(slot, path)
+        if path:
+            self.kept[slot] = self._runs[slot][path[-1]]
+        del self._runs[slot]
+
+    def feed(self, slot: int, tokens: Seq[int]) -> None:
+        """Run a chain and keep all of it."""
+        self.write(slot, tokens)
+        self.keep(slot, list(range(len(tokens))))
+
+    def start(self, slot: int, tokens: Seq[int], salt: str | None = None) -> int:
+        """Open, run whatever was not found, publish; returns what was found."""
+        found = self.open(slot, tokens, salt)
+        self.feed(slot, tokens[found:])
+        self.cache.publish(slot, tokens)
+        return found
+
+    def truncate(self, slot: int, length: int) -> None:
+        self.cache.truncate_to(slot, length)
+        self.kept[slot] = self.kept[slot][:length]
+        self._runs.pop(slot, None)
+
+    def release(self, slot: int) -> None:
+        self.cache.release(slot)
+        for of_slots in (self.kept, self.salts, self._runs):
+            of_slots.pop(slot, None)  # type: ignore[attr-defined]
+
+    def found(self, tokens: Seq[int], salt: str | None = None) -> int:
+        """What a new sequence would find; it is not kept open. Counts as a use of what is found."""
+        found = self.open(-1, tokens, salt)
+        self.release(-1)
+        return found
+
+    def check(self) -> None:
+        """Every slot holds what it must, and the cache keeps its own promises."""
+        self.cache.check_integrity()
+        for slot, kept in self.kept.items():
+            assert self.cache.length(slot) == len(kept)
+            rows = self.cache.rows(slot, 0, len(kept))
+            wanted = [self.number(self.salts[slot], kept[: i + 1]) for i in range(len(kept))]
+            for held in (*self.cache.keys, *self.cache.values):
+                assert held[rows, 0, 0].int().tolist() == wanted
+
+
+def driven(num_blocks: int = 16) -> Driven:
+    return Driven(pool(num_blocks))

@@ -1,0 +1,117 @@
+"""auto against the best fixed length, plain decoding included, on simulated machines: learning is part of the bill.
+
+Rates have no noise (expected tokens, mean seconds of what was granted); what the policy is told has 10 % of it, bursts
+of slow steps, and a speed that drifts by a factor of two.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from forerun.pacing import auto
+from pacing.simulator import COMPUTE_BOUND, CPU, GPU, PER_ROW, Machine, Track, World, fixed_rate, oracle
+
+STEPS = 2000
+
+
+def run(world: World, num_steps: int = STEPS) -> Track:
+    return world.run(auto.build(auto.Options(), None), num_steps)
+
+
+def check(ratios: list[float], mean: float, least: float) -> None:
+    assert math.prod(ratios) ** (1 / len(ratios)) >= mean, ratios
+    assert min(ratios) >= least, ratios
+
+
+def test_one_request():
+    """2 % regret over all machines and drafters, over 2,000 rounds that begin with nothing known."""
+    cases = [(CPU, 0.3, 0.006), (CPU, 0.6, 0.002), (CPU, 0.8, 0.002), (CPU, 0.95, 0.002), (PER_ROW, 0.3, 0.0003)]
+    cases += [(PER_ROW, 0.8, 0.002), (GPU, 0.8, 0.0003), (GPU, 1.0, 0.002), (COMPUTE_BOUND, 0.6, 0.002)]
+    ratios = []
+    for curve, alpha, pass_s in cases:
+        for seed in range(2):
+            world = World(lambda step, b, a=alpha: a, machine=Machine(curve, pass_s=pass_s), seed=seed)
+            ratios.append(run(world).rate() / oracle(world, 0, 1))
+    check(ratios, mean=0.985, least=0.95)
+
+
+def test_batches():
+    """The same over 800 rounds, of which the first 200 are for learning what wide passes cost."""
+    cases = [(2, PER_ROW, 0.8), (4, CPU, 0.8), (8, CPU, 0.5), (8, GPU, 0.5), (16, PER_ROW, 0.5), (32, GPU, 0.8)]
+    ratios = []
+    for num, curve, alpha in cases:
+        for seed in range(1 if num == 32 else 2):
+            world = World(lambda step, b, a=alpha: a, num, Machine(curve, pass_s=0.002), seed=seed)
+            ratios.append(run(world, 800).rate(200) / oracle(world, 0, 1))
+    check(ratios, mean=0.98, least=0.93)
+
+
+@pytest.mark.parametrize(("num", "curve"), [(1, CPU), (1, COMPUTE_BOUND), (8, CPU), (16, GPU)])
+@pytest.mark.parametrize("draft", ["model", "lookup"])
+def test_always_wrong(num, curve, draft):
+    """A drafter that is never right costs less than 2 % of plain decoding."""
+    world = World(lambda step, b: 0.0, num, Machine(curve, pass_s=0.002), seed=num, draft=draft)
+    num_steps = STEPS if num == 1 else 500
+    assert run(world, num_steps).rate() / fixed_rate(world, 0, 0, 1) >= 0.98
+
+
+def bursty(step: int, b: int) -> float:
+    return 0.9 if step // 150 % 2 else 0.2
+
+
+def drifting(step: int, b: int) -> float:
+    return 0.55 + 0.4 * math.sin(step / 150)
+
+
+@pytest.mark.parametrize("alpha", [bursty, drifting])
+def test_changing_acceptance_beats_every_fixed_length(alpha):
+    worlds = [World(alpha, machine=Machine(CPU, pass_s=0.004), seed=seed) for seed in range(2)]
+    best = oracle(worlds[0], 0, 1500, max_length=8)
+    check([run(world, 1500).rate() / best for world in worlds], mean=1.0, least=1.0)
+
+
+def test_good_and_bad_requests_side_by_side():
+    """Half of the batch is never right, half nearly always: lengths of their own beat any common one."""
+    world = World(lambda step, b: 0.9 if b % 2 else 0.0, 4, Machine(CPU, pass_s=0.002))
+    track = run(world, 1000)
+    assert track.rate() >= 1.05 * oracle(world, 0, 1)
+    assert sum(granted[0] == 0 for granted in track.granted[200:]) > 600
+
+
+@pytest.mark.parametrize(("rate", "alpha"), [(0.2, 0.9), (0.1, 0.3), (0.6, 0.6)])
+def test_lookup_that_mostly_finds_nothing(rate, alpha):
+    """Finds come in runs, as they do in a text that repeats itself; drafting costs nothing, verifying does."""
+    world = World(lambda step, b: alpha, machine=Machine(PER_ROW, pass_s=1e-5), draft="lookup")
+    world.found = lambda step, b: (step // 8 * 7919 + b) % 100 < 100 * rate
+    assert run(world).rate() >= 0.98 * oracle(world, 0, STEPS)
+
+
+def test_requests_come_and_go():
+    """Concurrency changes every 40 steps from 1 to 12, each time with other requests."""
+
+    def batch(step: int) -> range:
+        start = step // 40 * 5
+        return range(start, start + (1, 4, 12, 2, 8)[step // 40 % 5])
+
+    world = World(lambda step, b: 0.75, machine=Machine(CPU, pass_s=0.002), batch=batch)
+    track = run(world, 1600)
+    for length in range(8):  # seconds that it takes to emit as much in each stretch
+        seconds = 0.0
+        for first in range(0, 1600, 40):
+            seconds += sum(track.tokens[first : first + 40]) / fixed_rate(world, length, first, first + 1)
+        assert seconds >= 0.98 * sum(track.seconds)
+
+
+def test_prompts_beside_decoding():
+    """Every third step also runs a chunk of 256 prompt rows, in which rows are dear."""
+    world = World(lambda step, b: 0.7, 4, Machine(CPU, pass_s=0.002))
+    world.num_prompt_rows = lambda step: 256 if step % 3 == 0 else 0
+    track = run(world, 1000)
+    assert track.rate() >= 0.98 * oracle(world, 0, 999)
+
+
+def test_the_same_reports_give_the_same_lengths():
+    worlds = [World(drifting, 3, Machine(CPU), seed=5) for _ in range(2)]
+    assert run(worlds[0], 300).granted == run(worlds[1], 300).granted

@@ -1,0 +1,281 @@
+"""`forerun batch` as a user runs it: answers equal to generate's, kills, Ctrl-C, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.serve.batch import seed_of
+from forerun.serve.openai import CHAT, COMPLETIONS
+
+GREEDY = {"temperature": 0, "max_tokens": 24}
+CODE = (
+    "def fib(n):",
+    "class Stack:",
+    "import os\n",
+    "for i in range(",
+    "x = [",
+    "try:\n    ",
+    "while True:",
+    "return ",
+)
+
+
+def messages(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth else []
+
+
+# ---------------------------------------------------------------------------------------------------------- answers
+
+
+def test_answers_are_those_of_generate(process: Any, write: Any, answers_in: Any, llm: LLM, tmp_path: Path) -> None:
+    """Greedy and drawn, both urls, several prompts and choices, a seed given and one taken from the custom_id."""
+    ids = llm.tokenizer.encode("def f(")
+    requests = write(
+        ("greedy", COMPLETIONS, {"prompt": "def fib(n):", **GREEDY, "logprobs": 1}),
+        ("drawn", COMPLETIONS, {"prompt": "def fib(n):"}),
+        ("ids", COMPLETIONS, {"prompt": ids, "temperature": 0.7, "seed": 5, "model": "shipped", "top_k": 20}),
+        ("texts", COMPLETIONS, {"prompt": ["class A:", "import "], "n": 2, "seed": 2**64 - 1, "max_tokens": 6}),
+        ("chat", CHAT, {"messages": messages("class Stack:"), **GREEDY, "logprobs": True, "top_logprobs": 2}),
+    )
+    out = tmp_path / "out.jsonl"
+    done = process("batch", str(requests), str(out))
+    assert (done.returncode, done.stdout) == (0, "")
+    assert re.fullmatch(
+        r"\[5 requests: 5 answered, 0 refused; 104 tokens in \d+\.\d s, \d+\.\d tokens/s\]\n", done.stderr
+    )
+    got = {custom_id: response["body"] for custom_id, response in answers_in(out).items()}
+
+    expected = llm.generate("def fib(n):", SamplingParams(temperature=0, max_tokens=24, logprobs=1))[0]
+    assert got["greedy"]["choices"][0]["text"] == expected.text
+    assert got["greedy"]["choices"][0]["finish_reason"] == expected.finish_reason == "length"
+    assert got["greedy"]["choices"][0]["logprobs"]["token_logprobs"] == [p.logprob for p in expected.logprobs or ()]
+    assert got["greedy"]["usage"]["completion_tokens"] == 24
+    drawn = llm.generate("def fib(n):", SamplingParams(max_tokens=16, seed=seed_of("drawn")))[0]
+    assert got["drawn"]["choices"][0]["text"] == drawn.text
+    assert got["drawn"]["forerun"]["seed"] == seed_of("drawn")
+    of_ids = llm.generate([ids], SamplingParams(max_tokens=16, temperature=0.7, seed=5, top_k=20))[0]
+    assert (got["ids"]["choices"][0]["text"], got["ids"]["model"]) == (of_ids.text, "shipped")
+    texts = llm.generate(["class A:", "import "], SamplingParams(max_tokens=6, n=2, seed=2**64 - 1))
+    assert [choice["text"] for choice in got["texts"]["choices"]] == [output.text for output in texts]
+    assert len({choice["text"] for choice in got["texts"]["choices"]}) == 4
+    chat = llm.chat([messages("class Stack:")[0]], SamplingParams(temperature=0, max_tokens=24))[0]
+    assert got["chat"]["choices"][0]["message"] == {"role": "assistant", "content": chat.text, "refusal": None}
+    assert got["chat"]["object"] == "chat.completion"
+    assert len(got["chat"]["choices"][0]["logprobs"]["content"]) == 24
+
+
+def test_refused_requests_have_their_line_and_the_others_their_answer(
+    cli: Any, write: Any, answers_in: Any, tmp_path: Path
+) -> None:
+    """Refused by the body, by the tokenizer, by the engine, for want of room, and on the way."""
+    no_token_left = {"logit_bias": {str(i): "-inf" for i in range(3)}}
+    cases: list[tuple[str, str, dict[str, Any], int, str | None]] = [
+        ("stream", COMPLETIONS, {"prompt": "x", "stream": True}, 400, "stream"),
+        ("tools", CHAT, {"messages": messages("x"), "tools": [{"type": "function"}]}, 400, "tools"),
+        ("model", COMPLETIONS, {"prompt": "x", "model": "gpt-4o"}, 404, "model"),
+        ("unknown", COMPLETIONS, {"prompt": "x", "frequency": 1}, 400, "frequency"),
+        ("empty", COMPLETIONS, {"prompt": ""}, 400, None),
+        ("surrogate", COMPLETIONS, {"prompt": "\ud800"}, 400, None),
+        ("template", CHAT, {"messages": messages("x"), "chat_template_kwargs": {"enable_thinking": True}}, 400, None),
+        ("ids", COMPLETIONS, {"prompt": [1, 4096]}, 400, None),
+        ("rule", COMPLETIONS, {"prompt": "x", "acceptance": "always"}, 400, None),
+        ("long", COMPLETIONS, {"prompt": "x", "max_tokens": 4000}, 400, None),
+        ("deep", CHAT, {"messages": [{"role": "user", "content": "x", "extra": nested(900)}]}, 400, None),
+        ("self", CHAT, {"messages": messages("x"), "chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs"),
+        ("room", COMPLETIONS, {"prompt": "x", "max_tokens": 600}, 503, None),
+        ("bias", COMPLETIONS, {"prompt": "x", **no_token_left}, 400, "logit_bias"),
+        ("on the way", COMPLETIONS, {"prompt": "x", "logit_bias": {str(i): -1e999 for i in range(4096)}}, 400, None),
+    ]
+    fine = [(f"fine {i}", COMPLETIONS, {"prompt": "x =", "max_tokens": 4}) for i in range(3)]
+    refused = [(custom_id, url, body) for custom_id, url, body, _, _ in cases]
+    requests, out = write(fine[0], *refused, *fine[1:]), tmp_path / "out.jsonl"
+    done = cli("batch", str(requests), str(out), "--kv-cache-tokens", "512")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"[{len(cases) + 3} requests: 3 answered, {len(cases)} refused; ")
+    answers = answers_in(out)
+    assert [answers[custom_id]["status_code"] for custom_id, _, _ in fine] == [200] * 3
+    for custom_id, _, _, status, param in cases:
+        error = answers[custom_id]["body"]["error"]
+        assert (answers[custom_id]["status_code"], error["param"]) == (status, param), (custom_id, error)
+        assert error["message"]
+    assert answers["long"]["body"]["error"]["code"] == "context_length_exceeded"
+    again = cli("batch", str(requests), str(out), "--target", "nowhere")  # nothing is missing: no model is asked for
+    assert (again.returncode, again.stderr) == (
+        2,
+        f"[{len(cases) + 3} requests: 3 answered, {len(cases)} refused; {len(cases) + 3} of them before]\n",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ interrupted
+
+
+def many() -> list[tuple[str, str, dict[str, Any]]]:
+    """40 requests, each third one drawn."""
+    return [
+        (
+            f"request-{i}",
+            COMPLETIONS,
+            {"prompt": f"# {i}\n{CODE[i % 8]}", "max_tokens": 16, "temperature": int(i % 3 == 0)},
+        )
+        for i in range(40)
+    ]
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_killed_at_any_moment_a_run_goes_on(
+    start: Any, process: Any, write: Any, answers_in: Any, llm: LLM, tmp_path: Path
+) -> None:
+    """kill -9 at three random moments; then every request is answered exactly once, and as if nothing had been."""
+    requests, out = write(*many()), tmp_path / "out.jsonl"
+    moments = sorted(random.sample(range(1, 21), 3))
+    kept = b""
+    for moment in moments:
+        run = start("batch", str(requests), str(out))
+        while num_lines(out) < moment and run.poll() is None:
+            time.sleep(0.001)
+        time.sleep(random.random() * 0.03)
+        run.kill()
+        assert run.wait() in (-signal.SIGKILL, 0)  # it may have been done just before
+        content = out.read_bytes()
+        assert content.startswith(kept), f"a finished line was lost or changed, killed at {moments}"
+        kept = content[: content.rfind(b"\n") + 1]
+    with out.open("ab") as file:
+        file.write(b'{"id": "batch_req_0123", "custom_id": "request-5", "resp')
+    done = process("batch", str(requests), str(out))
+    assert done.returncode == 0, done.stderr
+    num_before = kept.count(b"\n")
+    assert f"; {num_before} of them before; " in done.stderr
+    assert out.read_bytes().startswith(kept)
+    answers = answers_in(out)
+    assert answers.keys() == {custom_id for custom_id, _, _ in many()}
+    params = [
+        SamplingParams(max_tokens=16, temperature=body["temperature"], seed=seed_of(custom_id))
+        for custom_id, _, body in many()
+    ]
+    outputs = llm.generate([body["prompt"] for _, _, body in many()], params)
+    for (custom_id, _, _), output in zip(many(), outputs, strict=True):
+        assert answers[custom_id]["body"]["choices"][0]["text"] == output.text, (custom_id, moments)
+
+
+def test_ctrl_c_in_a_terminal_that_shows_a_bar(cli: Any, write: Any, answers_in: Any, tmp_path: Path) -> None:
+    """It says how to go on; and while the run lives, a second one is kept out."""
+    long = [(f"long-{i}", COMPLETIONS, {"prompt": "x", "max_tokens": 1500, "ignore_eos": True}) for i in range(40)]
+    short = [(f"short-{i}", COMPLETIONS, {"prompt": "x", "max_tokens": 2}) for i in range(2)]
+    requests, out = write(*short, *long), tmp_path / "out.jsonl"
+    command = ["-m", "forerun.cli", "batch", str(requests), str(out)]
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=90, env=env, dimensions=(24, 100))
+    child.expect(r"2/42\D.* \d+\.\d tokens/s")
+    other = cli("batch", str(requests), str(out), "--target", "nowhere")
+    assert other.returncode == 2
+    assert "another process is writing" in other.stderr
+    child.sendintr()
+    child.expect_exact("stopped: 2 of 42 requests have their answer; the same command goes on from here\r\n")
+    child.expect(pexpect.EOF)
+    assert "Traceback" not in (child.before or "")
+    child.close()
+    assert child.exitstatus == 130
+    assert answers_in(out).keys() == {"short-0", "short-1"}
+
+
+# ---------------------------------------------------------------------------------------------------- at the door
+
+LINE = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": {"prompt": "x"}}
+GOOD = json.dumps(LINE)
+MALFORMED = {
+    "no JSON": ("{", "line 2 is not valid JSON"),
+    "a list": ("[]", "line 2 is not a JSON object"),
+    "no custom_id": (json.dumps({**LINE, "custom_id": None}), "line 2 has no custom_id"),
+    "an empty custom_id": (json.dumps({**LINE, "custom_id": ""}), "line 2 has the custom_id ''"),
+    "a twin": (GOOD, "line 2 has the custom_id 'a' of line 1"),
+    "a number": (json.dumps({**LINE, "custom_id": 7}), "line 2 has the custom_id 7 (it must be a text"),
+    "another url": (json.dumps({**LINE, "custom_id": "b", "url": "/v1/embeddings"}), "line 2 has the url '/v1/emb"),
+    "another method": (json.dumps({**LINE, "custom_id": "b", "method": "GET"}), "line 2 has the method 'GET'"),
+    "no body": (json.dumps({**LINE, "custom_id": "b", "body": None}), "line 2 has no body"),
+    "another key": (
+        json.dumps({**LINE, "custom_id": "b", "bodi": {}}),
+        "there is no key 'bodi' (did you mean 'body'?)",
+    ),
+    "deep": ("[" * 100_000, "line 2 is not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_lines_are_refused_before_anything_is_run(cli: Any, tmp_path: Path, case: str) -> None:
+    line, sentence = MALFORMED[case]
+    requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_text(f"{GOOD}\n{line}\n", encoding="utf-8")
+    done = cli("batch", str(requests), str(out), "--target", "nowhere")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert sentence in done.stderr
+    assert done.stderr.endswith(": mend the input, nothing was run\n")
+    assert not out.exists()
+
+
+def test_the_first_malformed_lines_are_named(cli: Any, tmp_path: Path) -> None:
+    requests = tmp_path / "in.jsonl"
+    requests.write_bytes(GOOD.encode() + b"\n\n" + b"\xff\n" * 7)
+    done = cli("batch", str(requests), str(tmp_path / "out.jsonl"))
+    assert done.returncode == 2
+    assert "line 3 is not UTF-8; line 4 is not UTF-8" in done.stderr
+    assert "line 7 is not UTF-8; and 2 more lines" in done.stderr
+    requests.write_bytes(b"\n")
+    assert "has no request" in cli("batch", str(requests), str(tmp_path / "out.jsonl")).stderr
+    assert "does not exist" in cli("batch", "nowhere.jsonl", str(tmp_path / "out.jsonl")).stderr
+    assert "is not a file" in cli("batch", "/dev/null", str(tmp_path / "out.jsonl")).stderr
+
+
+def test_wrong_outputs_and_models_without_a_template(cli: Any, write: Any, tmp_path: Path) -> None:
+    requests, out = write(("a", CHAT, {"messages": messages("x")})), tmp_path / "out.jsonl"
+    before = requests.read_bytes()
+    done = cli("batch", str(requests), str(requests), "--target", "nowhere")
+    assert done.returncode == 2
+    assert "is not an answer of forerun batch: name the output file" in done.stderr
+    assert requests.read_bytes() == before
+    done = cli("batch", str(requests), str(out), "--target", "llama")
+    assert (done.returncode, "chat template" in done.stderr) == (2, True)
+
+
+# -------------------------------------------------------------------------------------------------------------- help
+
+
+def test_every_option_of_the_engine_that_generate_has(cli: Any) -> None:
+    """Those of sampling are in the bodies; what generate prints and reads is not here."""
+    flags = {
+        name: set(re.findall(r"^  (--[\w-]+)", cli(name, "--help").stdout, re.M)) for name in ("generate", "batch")
+    }
+    sampling = {f"--{name.replace('_', '-')}" for name in SamplingParams.__dataclass_fields__} - {
+        "--draft",
+        "--spec-length",
+    }
+    sampling |= {"--bad-word", "--stop-token-id"}
+    assert flags["generate"] - sampling - {"--prompt-file", "--json", "--rounds"} == flags["batch"]
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom forerun.cli import main\ntry:\n    main(['batch', '--help'])\nexcept SystemExit:\n    pass\n"
+    )
+    code += "print([name for name in ('torch', 'tokenizers', 'jinja2') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("[]\n")

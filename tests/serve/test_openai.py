@@ -1,0 +1,245 @@
+"""Bodies of the OpenAI API: what is honoured, what is refused and by which name, and what answers look like."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.errors import BadOption, CapacityError, InternalError, NotFound, PromptTooLong
+from forerun.serve.openai import CHAT, COMPLETIONS, Refused, answer_body, error_answer, model_names, read_body
+
+HELLO = [{"role": "user", "content": "hello"}]
+NAMES = ("small", "models/small")
+
+
+def read(url: str, **body: Any) -> Any:
+    asked = {"messages": HELLO} if url == CHAT else {"prompt": "hello"}
+    return read_body(url, {**asked, **body}, NAMES)
+
+
+# ------------------------------------------------------------------------------------------------------- honoured
+
+
+def test_defaults_are_those_of_the_api() -> None:
+    assert read(COMPLETIONS).params == SamplingParams(max_tokens=16)
+    assert read(CHAT).params == SamplingParams(max_tokens=None)
+    given = {"max_tokens": 7, "seed": 3, "top_k": 5}
+    for url in (CHAT, COMPLETIONS):
+        job = read_body(url, {"messages": HELLO} if url == CHAT else {"prompt": "x", "top_k": None}, NAMES, given)
+        assert job.params == SamplingParams(**given)
+        assert (job.model, job.stream, job.include_usage) == ("small", False, False)
+
+
+HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 0, "top_p": 0.5, "n": 3, "seed": 7}, {"temperature": 0, "top_p": 0.5, "n": 3, "seed": 7}),
+    ({"stop": "a"}, {"stop": ("a",)}),
+    ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
+    ({"presence_penalty": 1, "frequency_penalty": -1.5}, {"presence_penalty": 1, "frequency_penalty": -1.5}),
+    ({"logit_bias": {"7": -100, "8": 2}}, {"logit_bias": {7: -100, 8: 2}}),
+    ({"max_completion_tokens": 4}, {"max_tokens": 4}),
+    ({"max_completion_tokens": 4, "max_tokens": 4}, {"max_tokens": 4}),
+    ({"top_k": 2, "min_p": 0.1, "repetition_penalty": 1.2}, {"top_k": 2, "min_p": 0.1, "repetition_penalty": 1.2}),
+    ({"min_tokens": 2, "ignore_eos": True}, {"min_tokens": 2, "ignore_eos": True}),
+    ({"bad_words": ["x"], "stop_token_ids": [5]}, {"bad_words": ("x",), "stop_token_ids": (5,)}),
+    ({"acceptance": "ratio", "draft": "none"}, {"acceptance": "ratio", "draft": "none"}),
+    ({"spec_length": 2}, {"spec_length": 2}),
+    ({"priority": 3, "cache_salt": "s"}, {"priority": 3, "cache_salt": "s"}),
+    ({"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "flex"}, {}),
+    ({"temperature": None, "stop": None, "logprobs": None, "max_tokens": None, "stream": None}, {}),
+]
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(("body", "fields"), HONOURED, ids=lambda value: "-".join(value))
+def test_fields_become_sampling_params(url: str, body: dict[str, Any], fields: dict[str, Any]) -> None:
+    longest = None if url == CHAT else 16
+    assert read(url, **body).params == SamplingParams(**{"max_tokens": longest, **fields})
+
+
+def test_every_field_of_sampling_params_can_be_said() -> None:
+    """A field that is added to SamplingParams is a field of a body, unless somebody decides otherwise."""
+    for name in SamplingParams.__dataclass_fields__.keys() - {"logprobs"}:
+        assert read(COMPLETIONS, **{name: None}).params == SamplingParams(max_tokens=16)
+
+
+def test_logprobs_have_two_styles() -> None:
+    assert read(COMPLETIONS, logprobs=0).params.logprobs == 0
+    assert read(COMPLETIONS, logprobs=5).params.logprobs == 5
+    assert read(CHAT, logprobs=False).params.logprobs is None
+    assert read(CHAT, logprobs=True).params.logprobs == 0
+    assert read(CHAT, logprobs=True, top_logprobs=20).params.logprobs == 20
+
+
+def test_prompts_and_conversations() -> None:
+    for prompt, several in (("a", ("a",)), ([1, 2], ([1, 2],)), (["a", "b"], ("a", "b")), ([[1], [2]], ([1], [2]))):
+        assert read(COMPLETIONS, prompt=prompt).prompts == several
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    job = read(CHAT, messages=parts, chat_template_kwargs={"enable_thinking": False})
+    assert (job.messages, job.prompts, job.variables) == (parts, (), {"enable_thinking": False})
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    chat = {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "modalities": ["text"]}
+    assert read(CHAT, **chat).params == SamplingParams(max_tokens=None)
+    assert read(COMPLETIONS, echo=False, suffix="", best_of=2, n=2).params == SamplingParams(max_tokens=16, n=2)
+    job = read(CHAT, stream=True, stream_options={"include_usage": True})
+    assert (job.stream, job.include_usage) == (True, True)
+
+
+def test_names_of_a_model(tmp_path: Path) -> None:
+    assert model_names(None) == ("shipped",)
+    (tmp_path / "small").mkdir()
+    assert model_names(str(tmp_path / "small")) == ("small", str(tmp_path / "small"))
+    assert model_names("org/name@v2") == ("org/name", "org/name@v2")
+    assert read(CHAT, model="models/small").model == "models/small"
+
+
+# -------------------------------------------------------------------------------------------------------- refused
+
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    (CHAT, {"model": "gpt-4o"}, "model", "it must be 'small' or 'models/small', or left out"),
+    (CHAT, {"messages": []}, "messages", "must be a list such as"),
+    (CHAT, {"messages": [{"content": "x"}]}, "messages", "must be a list such as"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content",
+        "the model reads texts alone",
+    ),
+    (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "the template's own variables"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools", "calls none"),
+    (CHAT, {"tool_choice": "auto"}, "tool_choice", "calls none"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "grammar or schema"),
+    (CHAT, {"logprobs": 3}, "logprobs", "must be true or false"),
+    (CHAT, {"top_logprobs": 3}, "top_logprobs", "needs logprobs=true"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs=21 is not possible"),
+    (CHAT, {"prompt": "x"}, "prompt", "a field of /v1/completions"),
+    (CHAT, {"reasoning_effort": "low"}, "reasoning_effort", "there is no field 'reasoning_effort'"),
+    (CHAT, {"temprature": 1}, "temprature", "did you mean 'temperature'"),
+    (CHAT, {"max_model_len": 1}, "max_model_len", "vLLM's max_model_len is max_seq_len of the engine here"),
+    (CHAT, {"max_completion_tokens": 3, "max_tokens": 4}, "max_completion_tokens", "two names of one limit"),
+    (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens=0 is not possible"),
+    (CHAT, {"temperature": 2.5e400}, "temperature", "temperature=inf is not possible"),
+    (CHAT, {"temperature": "hot"}, "temperature", "must be a number"),
+    (CHAT, {"n": 0}, "n", "n=0 is not possible"),
+    (CHAT, {"n": 129}, "n", "at most 128"),
+    (CHAT, {"seed": -1}, "seed", "seed=-1 is not possible"),
+    (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+    (CHAT, {"logit_bias": [1]}, "logit_bias", "a mapping"),
+    (CHAT, {"stream": "yes"}, "stream", "true or false"),
+    (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "with a stream"),
+    (COMPLETIONS, {"prompt": []}, "prompt", "must be a text"),
+    (COMPLETIONS, {"prompt": ["a", [1]], "stop": [""]}, "stop", "texts that are not empty"),
+    (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "must be a text"),
+    (COMPLETIONS, {"prompt": None}, "prompt", "must be a text"),
+    (COMPLETIONS, {"messages": HELLO}, "messages", "a field of /v1/chat/completions"),
+    (COMPLETIONS, {"echo": True}, "echo", "does not repeat its prompt"),
+    (COMPLETIONS, {"suffix": "x"}, "suffix", "not filled in"),
+    (COMPLETIONS, {"best_of": 2}, "best_of", "use n"),
+    (COMPLETIONS, {"logprobs": True}, "logprobs", "an integer"),
+    (COMPLETIONS, {"user": None, "functions": []}, "functions", "a field of /v1/chat/completions"),
+]
+
+
+@pytest.mark.parametrize(("url", "body", "param", "sentence"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_honoured_is_refused_by_name(url: str, body: dict[str, Any], param: str, sentence: str) -> None:
+    with pytest.raises(Refused) as error:
+        read(url, **body)
+    assert sentence in str(error.value)
+    status, answer = error_answer(error.value)
+    assert status == (404 if param == "model" else 400)
+    assert answer["error"] == {
+        "message": str(error.value),
+        "type": "invalid_request_error",
+        "param": param,
+        "code": error.value.code,
+    }
+
+
+def test_errors_of_the_engine_have_a_status() -> None:
+    cases = [
+        (BadOption("a"), 400, None),
+        (NotFound("a"), 400, None),
+        (PromptTooLong("a"), 400, "context_length_exceeded"),
+    ]
+    for error, status, code in [
+        *cases,
+        (CapacityError("a"), 503, "capacity"),
+        (InternalError("a"), 500, "internal_error"),
+    ]:
+        got, body = error_answer(error)
+        assert (got, body["error"]["code"], body["error"]["message"]) == (status, code, "a")
+
+
+# --------------------------------------------------------------------------------------------------------- answers
+
+
+def test_an_answer_counts_its_prompts_once(llm: LLM) -> None:
+    job = read(COMPLETIONS, prompt=["def f(", "class A:"], n=2, seed=1, max_tokens=5)
+    outputs = llm.generate(list(job.prompts), job.params)
+    body = answer_body(job, outputs, llm.tokenizer, answer_id="00ff", created_s=5)
+    assert (body["id"], body["object"], body["created"], body["model"]) == ("cmpl-00ff", "text_completion", 5, "small")
+    assert [choice["text"] for choice in body["choices"]] == [output.text for output in outputs]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    num_prompt = sum(len(llm.tokenizer.encode(prompt)) for prompt in ("def f(", "class A:"))
+    assert body["usage"] == {"prompt_tokens": num_prompt, "completion_tokens": 20, "total_tokens": num_prompt + 20}
+    report = body["forerun"]
+    assert report["seed"] == 1
+    assert report["num_steps"] == sum(output.report.num_steps for output in outputs)
+    assert report["mean_accepted_length"] == report["num_emitted"] / report["num_steps"]
+
+
+def test_logprobs_spell_the_text(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=30, seed=3, logprobs=2)
+    output = llm.generate("def f(x):\n    return", params)[0]
+    text = answer_body(read(COMPLETIONS, logprobs=2), [output], llm.tokenizer, answer_id="0", created_s=0)["choices"][
+        0
+    ]["logprobs"]
+    assert "".join(text["tokens"]) == output.text
+    assert [output.text[at:].startswith(t) for at, t in zip(text["text_offset"], text["tokens"], strict=True)] == [
+        True
+    ] * 30
+    assert text["token_logprobs"] == [position.logprob for position in output.logprobs or ()]
+    for token, logprob, top in zip(text["tokens"], text["token_logprobs"], text["top_logprobs"], strict=True):
+        assert top[token] == logprob
+        assert len(top) in (2, 3)
+        assert max(top.values()) == next(iter(top.values()))
+    chat = answer_body(read(CHAT, logprobs=True), [output], llm.tokenizer, answer_id="0", created_s=0)["choices"][0][
+        "logprobs"
+    ]["content"]
+    assert [entry["token"] for entry in chat] == text["tokens"]
+    assert b"".join(bytes(entry["bytes"]) for entry in chat).decode() == output.text
+    assert all(len(entry["top_logprobs"]) == 2 for entry in chat)
+
+
+def test_a_token_that_is_part_of_a_character_is_called_by_its_bytes(checkpoints: Path) -> None:
+    """A model whose tokens are bytes, made to write characters of two and three bytes, and the end."""
+    llm = LLM(checkpoints / "llama", draft="none")
+    ids = llm.tokenizer.encode("é€")
+    prompt = llm.tokenizer.encode("a")
+    for i in range(len(ids)):
+        bias = {ids[i]: 1e9}
+        output = llm.generate(
+            [[*prompt, *ids[:i]]], SamplingParams(max_tokens=1, temperature=0, logit_bias=bias, logprobs=0)
+        )
+        job = read(COMPLETIONS, logprobs=0)
+        shown = answer_body(job, output, llm.tokenizer, answer_id="0", created_s=0)["choices"][0]["logprobs"]["tokens"]
+        assert shown == [f"bytes:\\x{'é€'.encode()[i]:02x}"]
+    output = llm.generate("a", SamplingParams(max_tokens=4, logit_bias={0: 1e9}, logprobs=0))[0]
+    entry = answer_body(read(CHAT, logprobs=True), [output], llm.tokenizer, answer_id="0", created_s=0)["choices"][0]
+    assert entry["logprobs"]["content"][0]["token"] == "<|end|>"
+    assert (entry["message"]["content"], entry["finish_reason"]) == ("", "stop")
+
+
+def test_bytes_of_random_tokens_are_those_of_the_text(checkpoints: Path) -> None:
+    """The random model writes any bytes: what the entries hold, decoded together, is the text."""
+    llm = LLM(checkpoints / "llama", draft="none")
+    params = SamplingParams(max_tokens=60, temperature=5.0, seed=11, ignore_eos=True, logit_bias={0: -1e9}, logprobs=1)
+    output = llm.generate("é", params)[0]
+    body = answer_body(read(CHAT, logprobs=True), [output], llm.tokenizer, answer_id="0", created_s=0)
+    raw = b"".join(bytes(entry["bytes"]) for entry in body["choices"][0]["logprobs"]["content"])
+    assert codecs.decode(raw, "utf-8", "replace") == output.text
