@@ -28,7 +28,7 @@ class Spoken:
 
 def spoken(target: Checkpoint, draft: Checkpoint) -> Spoken:
     lines = (DATA / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_PROMPTS]
-    llm = LLM(target, draft=draft, max_seq_len=512)
+    llm = LLM(target, draft=draft, max_seq_len=512, spec_length=5)
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     outs = llm.generate([json.loads(line)["text"] for line in lines], params)
     accepted, tested = (sum(getattr(o.report, name) for o in outs) for name in ("num_accepted", "num_tested"))

@@ -132,9 +132,9 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_best_is_the_default_and_variables_of_ours_are_no_engine_options() -> None:
     assert printed(ISA) == native.available_isas()[0]
-    code = "from forerun.config import EngineConfig; print(EngineConfig.from_sources({}).spec_length)"
+    code = "from forerun.config import EngineConfig; print(EngineConfig.from_sources({}).max_batch_size)"
     variables = dict.fromkeys(native.VARIABLES, "1")
-    assert printed(code, **variables) == "5"
+    assert printed(code, **variables) == "8"
     done = run(code, FORERUN_NUM_THREAD="2")
     assert "did you mean 'FORERUN_NUM_THREADS'?" in done.stderr
 
