@@ -40,7 +40,7 @@ def params(mode: str) -> list[SamplingParams]:
 @cache
 def run(draft: str, mode: str) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, output ids) of every prompt."""
-    outs = LLM(draft=draft, ops="reference", dtype="float32").generate(prompts(), params(mode))
+    outs = LLM(draft=draft, ops="reference", dtype="float32", spec_length=5).generate(prompts(), params(mode))
     return [(out.prompt_ids, out.token_ids) for out in outs]
 
 

@@ -121,7 +121,7 @@ def alpha_hat(pair: dict[str, Path], temperature: float) -> tuple[float, int]:
     """
     target = load_checkpoint(pair["target"], dtype="float32", with_tokenizer=True)
     draft = load_checkpoint(pair["draft"], dtype="bfloat16", with_tokenizer=True)
-    llm = LLM(target, draft=draft, max_seq_len=512)
+    llm = LLM(target, draft=draft, max_seq_len=512, spec_length=5)
     seeds = [None if temperature == 0 else 1000 + i for i in range(NUM_PROMPTS)]
     params = [
         SamplingParams(max_tokens=NUM_DRAFTED_TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
