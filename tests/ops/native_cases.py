@@ -32,6 +32,8 @@ TINY = 2.0**-126  # the smallest normal float32
 IS_THERE = native.extension() is not None
 ISAS = native.processor_isas() if IS_THERE or os.environ.get("FORERUN_REQUIRE_NATIVE") == "1" else []
 needs_native = pytest.mark.skipif(not ISAS, reason=f"no native operators here: {native.why_not()}")
+# Of what a process of its own takes by default.
+runs_native = pytest.mark.skipif(native.isa() == "reference", reason=f"torch computes here: {native.why_not()}")
 
 
 @cache

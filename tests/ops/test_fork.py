@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ops.native_cases import needs_native
+from ops.native_cases import needs_native, runs_native
 
 TESTS = Path(__file__).parents[1]
 TWO_THREADS = {"FORERUN_NUM_THREADS": "2", "OMP_NUM_THREADS": "1"}
 
 
 @needs_native
+@runs_native
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 @pytest.mark.parametrize("what", ["idle", "busy", "llm"])
 def test_a_forked_child_computes_the_same_and_ends(what: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.native_cases import needs_native
+from ops.native_cases import needs_native, runs_native
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
@@ -88,6 +88,7 @@ def test_whoever_throws_the_pass_ends_and_the_next_one_runs(driver: Driver) -> N
 
 
 @needs_native
+@runs_native
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the address space in use is read from /proc")
 def test_threads_that_cannot_be_started_are_refused_and_may_be_had_later() -> None:
     done = subprocess.run(
