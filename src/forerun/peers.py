@@ -54,11 +54,11 @@ _NO_BEAMS = "there is no beam search"
 _NO_CODE = "a checkpoint's own code is never run, and unknown architectures are refused"
 _NO_GRAPHS = "operators always run eagerly, and there are no CUDA graphs"
 _PREFIX = "on, unless it is switched off; for the paged cache"
-_NO_SERVER = "there is no server yet, but forerun generate reads prompts from a .jsonl file"
+_NO_SERVER = "there is no server yet, but forerun batch answers a file of requests"
 _NO_STOP_TEXT = "a stop text is always cut from the output"
 _NO_TREES = "drafts are chains, not trees yet"
 _ONE_DEVICE = "a model runs in one process on one device"
-_ONE_OUTPUT = "a request has one output, so give the prompt several times, with other seeds"
+_OUTPUTS = "the outputs of one prompt follow each other"
 _OWN_DRAFT_DEVICE = "the draft model runs where the target runs"
 _PACING = "how far to draft is fixed so far, and nothing stops a draft that looks unlikely"
 _PROMPT_LOGPROBS = "log-probabilities are of the output alone"
@@ -125,7 +125,7 @@ _VLLM = _rows(
     ("--tokenizer", "", "the tokenizer is tokenizer.json beside the weights"),
     ("--enable-lora --lora-modules", "", _LORA),
     ("--host --port --api-key --served-model-name", "", _NO_SERVER),
-    ("n", "", _ONE_OUTPUT),
+    ("n", "n", _OUTPUTS),
     ("prompt_logprobs", "", _PROMPT_LOGPROBS),
     ("structured_outputs", "", _GRAMMAR),
     ("allowed_token_ids", "", "logit_bias raises or bans single ids"),
@@ -191,7 +191,7 @@ _SGLANG = _rows(
     ("max_new_tokens", "max_tokens", ""),
     ("min_new_tokens", "min_tokens", ""),
     ("return_logprob top_logprobs_num", "logprobs", "0 is the token's own, N adds the N likeliest"),
-    ("n", "", _ONE_OUTPUT),
+    ("n", "n", _OUTPUTS),
     ("json_schema regex ebnf structural_tag", "", _GRAMMAR),
     ("no_stop_trim", "", _NO_STOP_TEXT),
     ("skip_special_tokens", "", _SPECIAL),
@@ -295,7 +295,7 @@ _TRANSFORMERS = _rows(
     ("min_length", "min_tokens", _LEN_OUTPUT),
     ("do_sample", "temperature", _GREEDY),
     ("num_beams early_stopping length_penalty num_beam_groups diversity_penalty", "", _NO_BEAMS),
-    ("num_return_sequences", "", _ONE_OUTPUT),
+    ("num_return_sequences", "n", _OUTPUTS),
     ("no_repeat_ngram_size", "", "penalties are repetition, presence and frequency"),
     ("typical_p epsilon_cutoff eta_cutoff top_h", "", _FILTERS),
     ("stop_strings", "stop", "the text is cut from the output"),
@@ -338,7 +338,7 @@ _OPENVINO = _rows(
     ("do_sample", "temperature", _GREEDY),
     ("rng_seed", "seed", "without one a seed is drawn and shown"),
     ("num_beams num_beam_groups diversity_penalty length_penalty", "", _NO_BEAMS),
-    ("num_return_sequences", "", _ONE_OUTPUT),
+    ("num_return_sequences", "n", _OUTPUTS),
     ("no_repeat_ngram_size", "", "penalties are repetition, presence and frequency"),
     ("stop_strings", "stop", "the text is cut from the output"),
     ("include_stop_str_in_output", "", _NO_STOP_TEXT),
@@ -366,7 +366,7 @@ _OPENAI = _rows(
     OPENAI,
     ("max_completion_tokens", "max_tokens", ""),
     ("top_logprobs", "logprobs", "0 is the token's own, N adds the N likeliest"),
-    ("n", "", _ONE_OUTPUT),
+    ("n", "n", _OUTPUTS),
     ("response_format", "", _GRAMMAR),
     ("stream stream_options", "LLM.stream", "on the command line a single prompt is always streamed"),
 )
