@@ -150,8 +150,8 @@ class PhiloxCoins:
         return uniform53(words[0], words[1])
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """U < prob: never for 0, always for 1."""
-        return self._uniform(PURPOSE_ACCEPT, depth, lane) < prob
+        """U < prob: never for 0, always for 1, which no coin is tossed for."""
+        return prob >= 1 or (prob > 0 and self._uniform(PURPOSE_ACCEPT, depth, lane) < prob)
 
     def draw(self, probs: Probs, depth: int) -> int:
         """A correction or a bonus with the law `probs`."""

@@ -179,14 +179,14 @@ def _ends_with(tokens: Seq[int], ending: tuple[int, ...]) -> bool:
     return n <= length and all(tokens[length - n + i] == ending[i] for i in range(n))
 
 
-def takes_the_best(seq: Sequence) -> bool:
-    """Whether the law of every row of this sequence is a point at the row's largest logit, whatever the history.
+def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> bool:
+    """Whether the law of every row is a point at the row's largest logit, whatever the history.
 
     Then nobody needs the other logits: `probs` would look at them and return that point.
     """
-    p = seq.params
+    p = params
     penalties = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
-    masks = p.logit_bias or seq.bad_word_ids or p.min_tokens > 0
+    masks = p.logit_bias or bad_word_ids or p.min_tokens > 0
     return p.greedy and p.logprobs is None and not penalties and not masks
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from forerun.errors import InternalError
 from forerun.params import SamplingParams as SamplingParams
@@ -251,7 +251,7 @@ class RaggedBatch:
 
     tokens [T] and positions [T] (int64), run_starts [B+1], slots [B] (cache slot of each run), cached [B] (tokens of
     the slot that are in the cache already). parents [T]: row of the parent in this batch, -1 = the committed context;
-    None = every row follows the row before it. logit_rows: rows of T whose logits are wanted.
+    None = every row follows the row before it.
     """
 
     tokens: Tensor
@@ -260,7 +260,6 @@ class RaggedBatch:
     slots: list[int]
     cached: list[int]
     parents: list[int] | None = None
-    logit_rows: list[int] = field(default_factory=list)
 
     def run(self, b: int) -> range:
         """Rows of run b."""
@@ -309,8 +308,7 @@ class RoundDetail:
     granted: int  # the pacing policy's budget
 
 
-@dataclass(frozen=True)
-class SequenceStep:
+class SequenceStep(NamedTuple):
     """What one step did for one decoding sequence. Counts are taken before stop conditions cut."""
 
     sequence_id: int

@@ -171,6 +171,6 @@ def test_biases_of_ids_that_the_draft_does_not_have_do_not_keep_it_from_drafting
     for bias, kept in (({1: 2.0, 4: 9.0}, {1: 2.0}), ({3: 1.0}, {}), ({0: 1.0}, {0: 1.0})):
         seq = Sequence(0, [0, 1], 2, SamplingParams(logit_bias=bias), 0, 9)
         drafter.begin(seq)
-        assert dict(drafter._params[0].logit_bias) == kept
-        assert probs(torch.zeros(3), drafter._params[0]).dense.shape == (3,)
+        assert dict(drafter._fed[0].params.logit_bias) == kept
+        assert probs(torch.zeros(3), drafter._fed[0].params).dense.shape == (3,)
         drafter.end(seq)

@@ -24,9 +24,11 @@ from forerun.errors import BadOption
 from forerun.kv.cache import KVCache
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
 from forerun.models.runner import Run, Runner
-from forerun.sampling import History, probs
+from forerun.sampling import History, probs, takes_the_best
 from forerun.text.tokenizer import Tokenizer, compare
 from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence
+
+Row = Tensor | int  # what follows a sequence: logits [V], or the id of the largest one
 
 ROUND_TOKENS = 2  # committed tokens that a round leaves unfed: one, or two where everything was accepted
 
@@ -50,15 +52,20 @@ class Options:
             raise BadOption(f"model:draft_temperature={self.draft_temperature} must be 0 (greedy) or at least 1e-5")
 
 
-@dataclass
+@dataclass(slots=True)
 class _Fed:
-    """What the draft's cache holds of one sequence: `tokens`, of which the first `num_sure` are committed."""
+    """What the draft's cache holds of one sequence: `tokens`, of which the first `num_sure` are committed.
 
-    tokens: list[int] = field(default_factory=list)
-    num_sure: int = 0
+    best_only: whether the largest logit is all that its draws look at.
+    """
+
+    tokens: list[int]
+    num_sure: int
+    params: SamplingParams
+    best_only: bool
 
 
-@dataclass
+@dataclass(slots=True)
 class _Chain:
     """The growing guess for one sequence."""
 
@@ -91,16 +98,15 @@ class ModelDrafter(Drafter):
         self.options = options or Options()
         self.caught_up: dict[int, int] = {}
         self._fed: dict[int, _Fed] = {}
-        self._params: dict[int, SamplingParams] = {}
 
     def begin(self, seq: Sequence) -> None:
         found = self.runner.cache.open(seq.id, seq.tokens, seq.params.cache_salt)
-        self._fed[seq.id] = _Fed(seq.tokens[:found], found)
-        self._params[seq.id] = self._draft_params(seq.params)
+        params = self._draft_params(seq.params)
+        best_only = self.runner.finds_best and takes_the_best(params, seq.bad_word_ids)
+        self._fed[seq.id] = _Fed(seq.tokens[:found], found, params, best_only)
 
     def end(self, seq: Sequence) -> None:
         self._fed.pop(seq.id, None)
-        self._params.pop(seq.id, None)
         self.runner.cache.release(seq.id)
 
     def free_tokens(self) -> int | None:
@@ -120,21 +126,19 @@ class ModelDrafter(Drafter):
         room = _Room(self.runner.cache)
         limits = [self._limit(seq, budget.num_tokens[b], room) for b, seq in enumerate(seqs)]
         chains = [_Chain() for _ in seqs]
-        logits = self._catch_up(seqs, limits, budget.catchup_tokens)
+        rows = self._catch_up(seqs, limits, budget.catchup_tokens)
         depth = 0
-        while logits:
-            grown = [b for b, row in logits.items() if self._grow(chains[b], row, seqs[b], b, depth, budget, coins[b])]
+        while rows:
+            grown = [b for b, row in rows.items() if self._grow(chains[b], row, seqs[b], b, depth, budget, coins[b])]
             depth += 1
             # The last token of a full chain is not fed: nobody asks what follows it.
-            logits = self._feed({b: (seqs[b], [chains[b].tokens[-1]]) for b in grown if depth < limits[b]})
+            rows = self._feed({b: (seqs[b], [chains[b].tokens[-1]]) for b in grown if depth < limits[b]})
         return Draft.chains([c.tokens for c in chains], [c.probs for c in chains])
 
-    def _grow(
-        self, chain: _Chain, logits: Tensor, seq: Sequence, b: int, depth: int, budget: Budget, coins: Coins
-    ) -> bool:
+    def _grow(self, chain: _Chain, row: Row, seq: Sequence, b: int, depth: int, budget: Budget, coins: Coins) -> bool:
         """Draw one more token for a sequence, unless the pacing policy stops here or its masks leave no token."""
         try:
-            law = probs(logits, self._params[seq.id], History.of(seq, chain.tokens))
+            law = self._law(row, seq, chain)
         except BadOption:
             return False  # whether the target has a token left is the target's to say
         if not budget.go_on(b, depth, law):
@@ -144,6 +148,11 @@ class ModelDrafter(Drafter):
         chain.tokens.append(draw(law, depth))
         chain.probs.append(law)
         return True
+
+    def _law(self, row: Row, seq: Sequence, chain: _Chain) -> Probs:
+        if isinstance(row, int):
+            return Probs(point=row)
+        return probs(row, self._fed[seq.id].params, History.of(seq, chain.tokens))
 
     def _limit(self, seq: Sequence, granted: int, room: _Room) -> int:
         """Tokens to draft, given the model's positions and the cache: token i is fed at index L + i - 1 (i from 1)."""
@@ -166,13 +175,13 @@ class ModelDrafter(Drafter):
         fed.num_sure = same
         self.runner.cache.truncate_to(seq.id, same)
 
-    def _catch_up(self, seqs: Seq[Sequence], limits: list[int], num_tokens: int) -> dict[int, Tensor]:
-        """Feed what the cache lacks of the sequences that may draft; logits of those that have caught up."""
+    def _catch_up(self, seqs: Seq[Sequence], limits: list[int], num_tokens: int) -> dict[int, Row]:
+        """Feed what the cache lacks of the sequences that may draft; last rows of those that have caught up."""
         ends = [len(seq.tokens) if limits[b] > 0 else 0 for b, seq in enumerate(seqs)]
-        logits = self._run_committed(seqs, ends, num_tokens, "last")
-        return {b: row for b, row in logits.items() if len(self._fed[seqs[b].id].tokens) == len(seqs[b].tokens)}
+        rows = self._run_committed(seqs, ends, num_tokens, "last")
+        return {b: row for b, row in rows.items() if len(self._fed[seqs[b].id].tokens) == len(seqs[b].tokens)}
 
-    def _run_committed(self, seqs: Seq[Sequence], ends: Seq[int], num_tokens: int, wanted: str) -> dict[int, Tensor]:
+    def _run_committed(self, seqs: Seq[Sequence], ends: Seq[int], num_tokens: int, wanted: str) -> dict[int, Row]:
         """Feed committed tokens up to ends[b], first come first served, and let other sequences share them."""
         feeds: dict[int, tuple[Sequence, list[int]]] = {}
         self.caught_up = {}
@@ -187,13 +196,13 @@ class ModelDrafter(Drafter):
                 if take > ROUND_TOKENS:
                     self.caught_up[seq.id] = take
         started = time.perf_counter()
-        logits = self._feed(feeds, wanted)
+        rows = self._feed(feeds, wanted)
         self.catchup_s = time.perf_counter() - started if self.caught_up else 0.0
         for seq, _ in feeds.values():
             fed = self._fed[seq.id]
             fed.num_sure = len(fed.tokens)
             self.runner.cache.publish(seq.id, fed.tokens)
-        return logits
+        return rows
 
     def _known(self, seq: Sequence, start: int, num_tokens: int) -> int:
         """How many of these tokens can be run: all, or none where this model has no positions or rows for them."""
@@ -201,20 +210,29 @@ class ModelDrafter(Drafter):
         inside = num_tokens > 0 and start + num_tokens <= config.max_positions
         return num_tokens if inside and max(seq.tokens[start : start + num_tokens]) < config.vocab_size else 0
 
-    def _feed(self, feeds: dict[int, tuple[Sequence, list[int]]], wanted: str = "last") -> dict[int, Tensor]:
-        """Run these tokens and keep them; logits [V] of each sequence's last row, where they are wanted."""
+    def _feed(self, feeds: dict[int, tuple[Sequence, list[int]]], wanted: str = "last") -> dict[int, Row]:
+        """Run these tokens and keep them; what each sequence's last row says, where that is wanted."""
         if not feeds:
             return {}
-        scores = self.runner.forward([Run(seq.id, tokens, wanted) for seq, tokens in feeds.values()])
-        for seq, tokens in feeds.values():
+        fed = [self._fed[seq.id] for seq, _ in feeds.values()]
+        scores = self.runner.forward(
+            [
+                Run(seq.id, tokens, wanted, None, own.best_only)
+                for (seq, tokens), own in zip(feeds.values(), fed, strict=True)
+            ]
+        )
+        for (seq, tokens), own in zip(feeds.values(), fed, strict=True):
             self.runner.cache.keep(seq.id, list(range(len(tokens))))
-            self._fed[seq.id].tokens += tokens
-        return {b: scores.logits[i][-1] for i, b in enumerate(feeds)} if wanted == "last" else {}
+            own.tokens += tokens
+        if wanted != "last":
+            return {}
+        last = [scores.best[i][0] if own.best_only else scores.logits[i][-1] for i, own in enumerate(fed)]
+        return dict(zip(feeds, last, strict=True))
 
     def _draft_params(self, params: SamplingParams) -> SamplingParams:
-        """With the drafter's own knobs, and without biases of ids that the draft model has no row for."""
+        """With the drafter's own knobs, and without what is the target's: log-probabilities, biases of other ids."""
         o = self.options
-        changed: dict[str, Any] = {}
+        changed: dict[str, Any] = {} if params.logprobs is None else {"logprobs": None}
         if params.logit_bias:
             changed["logit_bias"] = {i: bias for i, bias in params.logit_bias.items() if i < self.runner.width}
         if o.draft_temperature is not None:

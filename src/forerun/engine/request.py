@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from forerun.errors import UserError
+from forerun.sampling import takes_the_best
 from forerun.text.detokenizer import Detokenizer
 from forerun.types import FinishReason, Origin, Sequence, TokenLogprob, Trial
 
@@ -101,6 +102,7 @@ class Request:
     ) -> None:
         self.seq, self.index = seq, index
         self._leader = leader  # the first of several outputs for one prompt
+        self.takes_the_best = takes_the_best(seq.params, seq.bad_word_ids)
         self.report = RequestReport(origins=seq.origins)
         self.text = ""
         self.error: UserError | None = None  # why it was aborted, where that was not the user's wish
@@ -114,7 +116,8 @@ class Request:
         for i, token in enumerate(tokens):
             seq.commit([token])
             seq.origins.append(origins[i])
-            seq.logprobs.extend(logprobs[i : i + 1])
+            if logprobs:
+                seq.logprobs.append(logprobs[i])
             seq.finish_reason = self._finish_reason(token)
             if seq.finish_reason is not None:
                 self._flush()

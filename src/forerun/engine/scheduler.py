@@ -31,6 +31,16 @@ class Plan:
     draft_limits: list[int] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Stand:
+    """A running request and its cache. slack: tokens that it can take with the blocks that it has."""
+
+    request: Request
+    num_remaining: int  # tokens to run before it decodes
+    slack: int
+    next_blocks: int  # that one more token takes
+
+
 class Scheduler:
     """Admits, preempts, and splits prompts into chunks.
 
@@ -61,21 +71,23 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Admit and preempt, then share the rows of one pass."""
-        self._admit()
-        decode = self._make_room()
+        if self.waiting:
+            self._admit()
+        stands = self._make_room()
+        decode = [stand for stand in stands if stand.num_remaining == 0]
         budget = min(self.prefill_chunk_tokens, self.max_num_batched_tokens - len(decode))
-        blocks = self._free_blocks() - sum(self._blocks_for_next(request.seq) for request in decode)
+        blocks = self._free_blocks() - sum([stand.next_blocks for stand in decode])
         prefill = []
-        for request in self.running:
-            take = min(self._remaining(request), budget)
+        for stand in stands:
+            take = min(stand.num_remaining, budget)
             if take > 0:
-                take = min(take, self._fits(request.seq, blocks))
-                blocks -= self.cache.missing_blocks(request.seq.id, take)
+                take = min(take, self._fits(stand, blocks))
+                blocks -= self.cache.missing_blocks(stand.request.seq.id, take)
             if take > 0:
                 budget -= take
-                prefill.append((request, take))
-        rows = self.max_num_batched_tokens - len(decode) - sum(take for _, take in prefill)
-        return Plan(prefill, decode, self._draft_limits(decode, rows, blocks))
+                prefill.append((stand.request, take))
+        rows = self.max_num_batched_tokens - len(decode) - sum([take for _, take in prefill])
+        return Plan(prefill, [stand.request for stand in decode], self._draft_limits(decode, rows, blocks))
 
     def finish(self, request: Request) -> None:
         """Forget a request, wherever it is, and free what it held; unknown requests are ignored."""
@@ -138,15 +150,21 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------- room in caches
 
-    def _make_room(self) -> list[Request]:
-        """Who decodes, all with room for one more token: until that is so, the last in rank is preempted."""
+    def _make_room(self) -> list[_Stand]:
+        """Who runs, all that decode with room for one more token: until that is so, the last in rank is preempted."""
         while True:
-            decode = [request for request in self.running if self._remaining(request) == 0]
-            needed = sum(self._blocks_for_next(request.seq) for request in decode)
-            stuck = not decode and not any(self._fits(r.seq, self._free_blocks()) for r in self.running)
-            if len(self.running) <= 1 or (needed <= self._free_blocks() and not stuck):
-                return decode
+            stands = [self._stand(request) for request in self.running]
+            decode, free = [stand for stand in stands if stand.num_remaining == 0], self._free_blocks()
+            stuck = not decode and not any(self._fits(stand, free) for stand in stands)
+            if len(stands) <= 1 or (sum([stand.next_blocks for stand in decode]) <= free and not stuck):
+                return stands
             self._preempt(self.running[-1])
+
+    def _stand(self, request: Request) -> _Stand:
+        slot, cache = request.seq.id, self.cache
+        length, reserved = cache.length(slot), cache.num_reserved_tokens(slot)
+        next_blocks = 0 if length < reserved else cache.missing_blocks(slot, 1)
+        return _Stand(request, len(request.seq.tokens) - 1 - length, reserved - length, next_blocks)
 
     def _remaining(self, request: Request) -> int:
         """Tokens to run before a request decodes."""
@@ -164,28 +182,21 @@ class Scheduler:
         """Blocks that a running request's prompt, or tokens to recompute, will still take."""
         return self.cache.missing_blocks(request.seq.id, max(0, self._remaining(request)) + 1)
 
-    def _blocks_for_next(self, seq: Sequence) -> int:
-        return self.cache.missing_blocks(seq.id, 1)
-
-    def _fits(self, seq: Sequence, num_blocks: int) -> int:
+    def _fits(self, stand: _Stand, num_blocks: int) -> int:
         """Tokens that a sequence can take with that many more blocks."""
-        return self._slack(seq) + max(0, num_blocks) * self.cache.block_tokens
+        return stand.slack + max(0, num_blocks) * self.cache.block_tokens
 
-    def _slack(self, seq: Sequence) -> int:
-        """Tokens that a sequence can take with the blocks it has."""
-        return self.cache.num_reserved_tokens(seq.id) - self.cache.length(seq.id)
-
-    def _draft_limits(self, decode: Seq[Request], num_rows: int, num_blocks: int) -> list[int]:
+    def _draft_limits(self, decode: Seq[_Stand], num_rows: int, num_blocks: int) -> list[int]:
         """Nodes that each may have, so that all could have them together: rows and blocks are shared out evenly."""
         if not decode:
             return []
-        rows = max(0, num_rows) // len(decode)
+        rows = max(0, min(MAX_SPEC_LENGTH, num_rows // len(decode)))
         block, share = self.cache.block_tokens, max(0, num_blocks) // len(decode)
         limits = []
-        for request in decode:
-            seq = request.seq
-            own = self._slack(seq) + (self._blocks_for_next(seq) + share) * block - 1
-            limits.append(max(0, min(MAX_SPEC_LENGTH, rows, own, seq.max_len - len(seq.tokens) - 1)))
+        for stand in decode:
+            seq = stand.request.seq
+            own = stand.slack + (stand.next_blocks + share) * block
+            limits.append(max(0, min(rows, own - 1, seq.max_len - len(seq.tokens) - 1)))
         return limits
 
 

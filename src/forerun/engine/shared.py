@@ -82,6 +82,8 @@ class SharedEngine:
                 self._settle()  # somebody may have put a request down after the last look
 
     def _settle(self) -> None:
+        if not self._ended:
+            return
         with _uninterrupted():
             while self._ended and self._lock.acquire(blocking=False):
                 try:

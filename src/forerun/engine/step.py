@@ -112,13 +112,8 @@ class Stepper:
 
     def _score(self, plan: Plan, draft: Draft) -> Scores:
         """One pass over [last committed token, draft nodes] of every decoding sequence and over the prompt chunks."""
-        runs = []
-        for b, request in enumerate(plan.decode):
-            nodes = draft.nodes(b)
-            tokens = [request.seq.tokens[-1], *(draft.tokens[n] for n in nodes)]
-            parents = [-1, *(0 if draft.parents[n] < 0 else draft.parents[n] - nodes.start + 1 for n in nodes)]
-            best_only = self.runner.finds_best and sampling.takes_the_best(request.seq)
-            runs.append(Run(request.seq.id, tokens, "all", parents, best_only))
+        best = self.runner.finds_best
+        runs = [_run(request, draft, b, best and request.takes_the_best) for b, request in enumerate(plan.decode)]
         for request, take in plan.prefill:
             done = self.runner.cache.length(request.seq.id)
             runs.append(Run(request.seq.id, request.seq.tokens[done : done + take], "none"))
@@ -194,6 +189,16 @@ class _Laws(Seq[Probs]):
         """Probability of `token` at `row`, None where nobody asked for that row: watching must not compute more."""
         law = self._rows[row]
         return None if law is None else law.at(token)
+
+
+def _run(request: Request, draft: Draft, b: int, best_only: bool) -> Run:
+    """The last committed token of a request, then its draft."""
+    seq, nodes = request.seq, draft.nodes(b)
+    if not nodes:
+        return Run(seq.id, seq.tokens[-1:], "all", None, best_only)
+    tokens = [seq.tokens[-1], *draft.tokens[nodes.start : nodes.stop]]
+    parents = [-1, *(0 if p < 0 else p - nodes.start + 1 for p in draft.parents[nodes.start : nodes.stop])]
+    return Run(seq.id, tokens, "all", parents, best_only)
 
 
 def _origins(num_accepted: int, drafted: bool, all_accepted: bool) -> list[Origin]:

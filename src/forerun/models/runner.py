@@ -6,12 +6,13 @@ drafter catching up are one thing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,8 +48,7 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """New tokens of one sequence for one pass.
 
     parents [n]: index within the run of each token's parent, -1 = the cached context; None = a chain.
@@ -62,14 +62,14 @@ class Run:
     parents: Seq[int] | None = None
     best_only: bool = False
 
-    def depths(self) -> list[int]:
-        """Depth of each token below the cached context, 0 = directly behind it."""
+    def positions(self, past: int) -> Seq[int]:
+        """Position of each token behind `past` cached ones: as deep as it is in the draft."""
         if self.parents is None:
-            return list(range(len(self.tokens)))
-        depths: list[int] = []
+            return range(past, past + len(self.tokens))
+        positions: list[int] = []
         for parent in self.parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return depths
+            positions.append(past if parent < 0 else positions[parent] + 1)
+        return positions
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ class Runner:
         self.num_ids = model.config.vocab_size if num_ids is None else num_ids
         self.width = min(self.num_ids, model.config.vocab_size)  # of a row of logits
         self.holes = [i for i in holes if i < self.width]
+        # Whether the largest logit can be had without the others being written.
+        self.finds_best = not self.holes and getattr(model, "compiled", None) is not None
 
     @torch.inference_mode()
     def forward(self, runs: Seq[Run]) -> Scores:
@@ -112,18 +114,11 @@ class Runner:
         batch = pack(runs, self.cache, self.model.device)
         hidden = self.model.forward(batch, self.cache)
         rows = [batch.run(b) for b in range(len(runs))]
-        wanted = [own[len(own) - _num_wanted(run) :] for own, run in zip(rows, runs, strict=True)]
-        full = [own if not run.best_only else range(0) for own, run in zip(wanted, runs, strict=True)]
-        few = [own if run.best_only else range(0) for own, run in zip(wanted, runs, strict=True)]
-        logits = torch.split(self._logits(hidden, list(chain(*full))), [len(own) for own in full])
-        ids = iter(self._best(hidden, list(chain(*few))))
-        best = [list(islice(ids, len(own))) for own in few]
-        return Scores(hidden, rows, list(logits), best, time.perf_counter() - started)
-
-    @property
-    def finds_best(self) -> bool:
-        """Whether the largest logit can be had without the others being written."""
-        return not self.holes and getattr(self.model, "compiled", None) is not None
+        full, few = list[int](), list[int]()
+        for own, run in zip(rows, runs, strict=True):
+            (few if run.best_only else full).extend(own[len(own) - _num_wanted(run) :])
+        logits, best = _by_run(runs, self._logits(hidden, full), self._best(hidden, few))
+        return Scores(hidden, rows, logits, best, time.perf_counter() - started)
 
     def _best(self, hidden: Tensor, rows: list[int]) -> list[int]:
         """Ids of the largest logits, lowest id on ties. Raises InternalError where they are no numbers."""
@@ -131,7 +126,7 @@ class Runner:
             return []
         wanted = hidden if len(rows) == len(hidden) else hidden[rows]
         ids, values = self.model.best(wanted, self.width)  # type: ignore[attr-defined]
-        if not torch.isfinite(values).all():
+        if not all(map(math.isfinite, values.tolist())):
             raise InternalError(f"the model returned logits that are no numbers (their maxima are {values.tolist()})")
         return ids.tolist()  # type: ignore[no-any-return]
 
@@ -146,32 +141,46 @@ class Runner:
 
 
 def _num_wanted(run: Run) -> int:
-    return {"all": len(run.tokens), "last": 1, "none": 0}[run.logits]
+    return len(run.tokens) if run.logits == "all" else 1 if run.logits == "last" else 0
+
+
+def _by_run(runs: Seq[Run], logits: Tensor, best: list[int]) -> tuple[list[Tensor], list[list[int]]]:
+    """What was computed for the wanted rows, one after the other, as the two lists of `Scores`."""
+    some_logits, some_best = list[Tensor](), list[list[int]]()
+    at, at_best, none = 0, 0, logits[:0]
+    for run in runs:
+        num = _num_wanted(run)
+        some_best.append(best[at_best : at_best + num] if run.best_only else [])
+        some_logits.append(none if run.best_only or not num else logits[at : at + num])
+        at, at_best = (at, at_best + num) if run.best_only else (at + num, at_best)
+    return some_logits, some_best
 
 
 def pack(runs: Seq[Run], cache: KVCache, device: torch.device) -> RaggedBatch:
     """Runs -> one ragged batch; nothing is padded."""
-    starts, parents = [0], []
-    tokens: list[int] = []
-    positions: list[int] = []
-    wanted: list[int] = []
+    starts, tokens, positions = [0], list[int](), list[int]()
     cached = [cache.length(run.slot) for run in runs]
     for run, past in zip(runs, cached, strict=True):
-        start = starts[-1]
         tokens += run.tokens
-        positions += [past + depth for depth in run.depths()]
-        parents += [p if p < 0 else start + p for p in run.parents or range(-1, len(run.tokens) - 1)]
-        starts.append(start + len(run.tokens))
-        wanted += range(starts[-1] - _num_wanted(run), starts[-1])
+        positions += run.positions(past)
+        starts.append(len(tokens))
+    ids = torch.from_numpy(np.array([tokens, positions], dtype=np.int64)).to(device)
     return RaggedBatch(
-        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        tokens=ids[0],
+        positions=ids[1],
         run_starts=starts,
         slots=[run.slot for run in runs],
         cached=cached,
-        parents=parents if any(_is_tree(run) for run in runs) else None,
-        logit_rows=wanted,
+        parents=_parents(runs, starts) if any(_is_tree(run) for run in runs) else None,
     )
+
+
+def _parents(runs: Seq[Run], starts: Seq[int]) -> list[int]:
+    """Row of each row's parent in the batch, -1 = the cached context."""
+    parents: list[int] = []
+    for run, start in zip(runs, starts, strict=False):
+        parents += [p if p < 0 else start + p for p in run.parents or range(-1, len(run.tokens) - 1)]
+    return parents
 
 
 def _is_tree(run: Run) -> bool:

@@ -138,6 +138,8 @@ class Detokenizer:
 
     def _release(self, new: str) -> str:
         """Certain text in, text that cannot belong to a stop string out; notes the first stop string."""
+        if not self._stops:
+            return new
         text = self._held + new
         found = _first_stop(text, self._stops) if new else None
         if found is not None:
