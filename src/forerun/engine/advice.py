@@ -16,20 +16,22 @@ WORTH_SAYING = 1.02  # times as fast
 
 
 class Advisor:
-    """Learns what passes and drafts take, whatever the pacing."""
+    """times: what steps take, where the pacing policy learns that; else it is learned here."""
 
-    def __init__(self) -> None:
-        self._times = StepTimes(every=16)
+    def __init__(self, times: StepTimes | None = None) -> None:
+        self._learns, self._times = times is None, times or StepTimes()
         self._num_decoding = 1.0  # requests of a step, lately
 
     def observe(self, report: StepReport) -> None:
         """The numbers of a step."""
-        self._times.observe(report)
+        if self._learns:
+            self._times.observe(report)
         if report.num_decoding:
             self._num_decoding += 0.1 * (report.num_decoding - self._num_decoding)
 
     def sentence(self, request: Request) -> str:
         """For the log, when a request has finished."""
+        self._times.learn()
         seq, report = request.seq, request.report
         done = f"request {seq.id}: {seq.num_output_tokens} tokens in {report.num_steps} steps ({seq.finish_reason})"
         if report.alpha_hat is None:

@@ -74,7 +74,7 @@ class Engine:
             prefill_chunk_tokens=prefill_chunk_tokens,
             max_num_batched_tokens=max_num_batched_tokens,
         )
-        self._advisor = Advisor()
+        self._advisor = Advisor(pacing.times)
         self._listeners: list[_Entry] = []
         self._ids = itertools.count()
 
@@ -145,7 +145,8 @@ class Engine:
         finished = [r for r in plan.decode if r.seq.finish_reason is not None]
         self._advisor.observe(report)
         for request in finished:
-            LOG.info("%s", self._advisor.sentence(request))
+            if LOG.isEnabledFor(logging.INFO):
+                LOG.info("%s", self._advisor.sentence(request))
             self._finish(request)
         self._tell(report)
         return finished

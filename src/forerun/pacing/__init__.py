@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from forerun.methods import load, make_options, parse_spec
+from forerun.pacing._times import StepTimes
 from forerun.types import Probs, Sequence, StepReport
 
 
@@ -17,7 +18,13 @@ class Pacing:
 
     Admissible control only: a decision may depend on everything known before the token in question is
     drawn, never on that token.
+
+    times: what steps took, where a policy learns that; who reads it calls its `learn` first.
     """
+
+    @property
+    def times(self) -> StepTimes | None:
+        return None
 
     def budget(self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int) -> list[int]:
         """Most draft nodes for each decoding sequence of this step, [B].

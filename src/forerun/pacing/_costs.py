@@ -104,8 +104,8 @@ class PassTime:
             new = min(new, 2 * old)
         self._per_other_row += max(1 / self._num_mixed, 0.1) * (new - old)
 
-    def observe(self, seconds: float, num_rows: int, num_sequences: int) -> None:
-        """A pass of decoding sequences alone."""
+    def observe(self, seconds: float, num_rows: int, num_sequences: int, num_passes: int = 1) -> None:
+        """A pass of decoding sequences alone, or the median of several lately."""
         self._widen(num_rows)
         total = self.rows(num_rows)
         slope = [1.0, *[0.0] * (len(self._state) - 1)]
@@ -113,7 +113,7 @@ class PassTime:
             if i:
                 slope[i] = weight * self._values[i] / total
         place = bisect_right(KNOTS, num_rows)
-        self._num_seen[place] += 1
+        self._num_seen[place] += num_passes
         level = math.log(max(seconds, 1e-9) / total)
         if not self.num_steps:
             self._state[0] = level
@@ -122,8 +122,8 @@ class PassTime:
             self._num_sequences = num_sequences
         doubt = _SWITCH_DOUBT * min(1.0, abs(math.log(num_rows / (self._rows_before or num_rows))))
         self._rows_before = num_rows
-        self._correct(slope, level - self._state[0], self._num_seen[place], doubt)
-        self.num_steps += 1
+        self._correct(slope, level - self._state[0], self._num_seen[place], doubt, num_passes)
+        self.num_steps += num_passes
         self.widest = max(self.widest, num_rows)
         self._smooth()
 
@@ -135,17 +135,17 @@ class PassTime:
         share = (num_rows - KNOTS[i]) / (KNOTS[i + 1] - KNOTS[i])
         return [(i, 1 - share), (i + 1, share)]
 
-    def _correct(self, slope: list[float], error: float, num_seen: int, doubt: float) -> None:
+    def _correct(self, slope: list[float], error: float, num_seen: int, doubt: float, num_passes: int) -> None:
         """One step of the filter: less weight for outliers, a new speed after several of them.
 
         doubt: how much an outlier may be due to what was believed of this width and of the one before.
         """
         state, cov = self._state, self._cov
-        cov[0][0] += _UNIT_DRIFT**2
+        cov[0][0] += num_passes * _UNIT_DRIFT**2
         for i in range(1, len(state)):
-            cov[i][i] += _CURVE_DRIFT**2
+            cov[i][i] += num_passes * _CURVE_DRIFT**2
         used = [(i, s) for i, s in enumerate(slope) if s]
-        noise = _NEW_NOISE**2 if num_seen == 1 else self._noise
+        noise = _NEW_NOISE**2 if num_seen == 1 else self._noise / num_passes
         before, self._used = self._used, used
         cross, prior = self._spread_of(used)
         square, limit = error * error, _OUTLIER**2 * (prior + noise)
@@ -154,10 +154,10 @@ class PassTime:
                 cov[i][i] += doubt * doubt
             cross, prior = self._spread_of(used)
         elif num_seen > _NEW_STEPS:
-            learned = self._noise + 0.03 * (min(square, limit / 2) - prior - self._noise)
+            learned = self._noise + 0.03 * num_passes * (num_passes * (min(square, limit / 2) - prior) - self._noise)
             self._noise = min(max(learned, _NOISE[1] ** 2), _NOISE[2] ** 2)
             if square > limit:
-                if self._jumped(error):
+                if self._jumped(error, num_passes):
                     for i in range(len(state)):
                         cov[i][i] += (_JUMP_DOUBT if i else _JUMP) ** 2
                     return
@@ -176,9 +176,9 @@ class PassTime:
         cross = [sum([row[i] * s for i, s in used]) for row in self._cov]
         return cross, sum([cross[i] * s for i, s in used])
 
-    def _jumped(self, error: float) -> bool:
+    def _jumped(self, error: float, num_passes: int) -> bool:
         """Count outliers to one side."""
-        sign = 1 if error > 0 else -1
+        sign = min(num_passes, _JUMP_STEPS // 2) * (1 if error > 0 else -1)
         self._outliers = self._outliers + sign if self._outliers * sign > 0 else sign
         if abs(self._outliers) < _JUMP_STEPS:
             return False
@@ -239,14 +239,14 @@ class DraftTime:
             return num_tokens * self._catchup_s / self._catchup_tokens
         return num_tokens * max(0.0, self._state[1]) * 0.03
 
-    def observe(self, relative: float, depth: int, num_nodes: int) -> None:
-        """What one call took, without catching up."""
+    def observe(self, relative: float, depth: int, num_nodes: int, num_calls: int = 1) -> None:
+        """What one call took, without catching up, or the median of several lately."""
         slope = (1.0, float(depth), float(num_nodes))
         state, cov = self._state, self._cov
-        cov[1][1] += _DRAFT_DRIFT
+        cov[1][1] += num_calls * _DRAFT_DRIFT
         expected = sum(a * b for a, b in zip(state, slope, strict=True))
-        noise = (0.003 + (0.15 if self._num_calls else 0.5) * max(relative, expected)) ** 2
-        self._num_calls += 1
+        noise = (0.003 + (0.15 if self._num_calls else 0.5) * max(relative, expected)) ** 2 / num_calls
+        self._num_calls += num_calls
         cross = [sum(a * b for a, b in zip(row, slope, strict=True)) for row in cov]
         prior = sum(a * b for a, b in zip(cross, slope, strict=True))
         error = relative - expected

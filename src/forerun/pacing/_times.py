@@ -1,47 +1,63 @@
-"""What the steps of an engine take, learned from their reports: for the policy that paces, and for the log."""
+"""What the steps of an engine take, learned from their reports: for the policy that paces, and for the log.
+
+Reports are kept until somebody wants to know, and those of steps that did the same are learned from together: their
+median says as much, and learning from each one by itself, between two passes, would cost more than some drafts do.
+"""
 
 from __future__ import annotations
+
+from statistics import median
 
 from forerun.pacing._costs import DraftTime, PassTime
 from forerun.types import StepReport
 
-LEARNING_STEPS = 128  # every one of them counts
+MOST_WAITING = 32  # reports
 
 
 class StepTimes:
-    """passes: the target's side of a step; drafts: of each drafter, by name. Both in the same, drifting, unit.
+    """passes: the target's side of a step; drafts: of each drafter, by name. Both in the same, drifting, unit."""
 
-    every: of steps that repeat the width before them, one in so many is learned from, where that must cost little.
-    """
-
-    def __init__(self, every: int = 1) -> None:
-        self.every = every
-        self._num_steps = 0
-        self._last_rows = 0
+    def __init__(self) -> None:
         self.passes = PassTime()
         self.drafts: dict[str, DraftTime] = {}
+        self._waiting: list[StepReport] = []
 
     def observe(self, report: StepReport) -> None:
         """The numbers of a step; those in which nobody decoded say nothing."""
-        if not report.num_decoding:
-            return
-        self._num_steps += 1
-        rows, self._last_rows = self._last_rows, report.num_rows
-        if self._num_steps > LEARNING_STEPS and rows == report.num_rows and self._num_steps % self.every:
-            return
-        seconds, other = report.score_s + report.judge_s + report.commit_s, report.num_prefill_tokens
-        rows = report.num_rows - other
-        if other:
-            self.passes.observe_mixed(seconds, other, rows)
-        else:
-            self.passes.observe(seconds, rows, report.num_decoding)
-        unit_s = self.passes.unit_s(seconds, other, rows)
-        for name, draft in report.drafts.items():
-            costs = self.drafts.setdefault(name, DraftTime())
-            if draft.num_catchup_tokens:
-                costs.observe_catchup(draft.catchup_s / unit_s, draft.num_catchup_tokens)
-            if draft.num_nodes or not draft.num_catchup_tokens:
-                costs.observe((draft.seconds - draft.catchup_s) / unit_s, draft.depth, draft.num_nodes)
+        if report.num_decoding:
+            self._waiting.append(report)
+            if len(self._waiting) >= MOST_WAITING:
+                self.learn()
+
+    def learn(self) -> None:
+        """Learn from the reports that came since."""
+        reports, self._waiting = self._waiting, []
+        alike: dict[tuple[int, int], list[float]] = {}
+        for report in reports:
+            other = report.num_prefill_tokens
+            if other:
+                self.passes.observe_mixed(_pass_s(report), other, report.num_rows - other)
+            else:
+                alike.setdefault((report.num_rows, report.num_decoding), []).append(_pass_s(report))
+        for (rows, num_sequences), seconds in alike.items():
+            self.passes.observe(median(seconds), rows, num_sequences, len(seconds))
+        self._learn_drafts(reports)
+
+    def _learn_drafts(self, reports: list[StepReport]) -> None:
+        """What drafters took, in units of the passes of the same steps."""
+        alike: dict[tuple[str, int, int], list[float]] = {}
+        for report in reports:
+            other = report.num_prefill_tokens
+            unit_s = self.passes.unit_s(_pass_s(report), other, report.num_rows - other)
+            for name, draft in report.drafts.items():
+                if draft.num_catchup_tokens:
+                    costs = self.drafts.setdefault(name, DraftTime())
+                    costs.observe_catchup(draft.catchup_s / unit_s, draft.num_catchup_tokens)
+                if draft.num_nodes or not draft.num_catchup_tokens:
+                    relative = (draft.seconds - draft.catchup_s) / unit_s
+                    alike.setdefault((name, draft.depth, draft.num_nodes), []).append(relative)
+        for (name, depth, num_nodes), relatives in alike.items():
+            self.drafts.setdefault(name, DraftTime()).observe(median(relatives), depth, num_nodes, len(relatives))
 
     def step(self, draft: str, num_sequences: float, length: int) -> float:
         """Relative seconds of a step in which so many sequences draft so many tokens each."""
@@ -49,3 +65,8 @@ class StepTimes:
         if length and draft in self.drafts:
             seconds += self.drafts[draft].of(length, num_sequences * length)
         return seconds
+
+
+def _pass_s(report: StepReport) -> float:
+    """The target's side of a step."""
+    return report.score_s + report.judge_s + report.commit_s

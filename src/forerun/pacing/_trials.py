@@ -23,6 +23,7 @@ _OPTIMISM = 1.5  # standard deviations
 _WORTH_TRYING = 1.02  # hoped-for gain
 _OTHER_WIDTH = 0.12  # relative difference from the present width, below which a trial would teach nothing
 _PROBE_SPACING = (8, 72, 256)  # steps from one probe of a drafter to the next: least, most, most for a bad one
+_PROBE_RETRY = 4  # steps after which a probe that could not begin is considered again
 _BAD = 0.3  # acceptance of first tokens, over all requests, below which a drafter is one
 _GIVEN_UP = 64  # from which on its requests are not prepared for it
 _PROBE_CREDIT, _MOST_CREDIT = 2, 4  # rejections that end a probe: at first, and after acceptances
@@ -43,13 +44,16 @@ class Request:
     limit: int = 0
     lag: int = 0
     remaining: float = 0.0
-    granted: int = 0
     num_probes: int = 0
     gains: list[float] = field(default_factory=list)
 
+    def wanted(self) -> int:
+        """Its nodes where there is room for them."""
+        return (self.length or 0) if self.asked is None else self.asked
+
     def paced(self) -> int:
         """Its nodes within the limit of this step."""
-        return min(self.limit, (self.length or 0) if self.asked is None else self.asked)
+        return min(self.limit, self.wanted())
 
 
 @dataclass(slots=True)
@@ -84,6 +88,11 @@ class Trials:
         self._trial: dict[int, int] = {}  # by id() of a request
         self._left = 0  # steps of it
         self._probes: dict[str, _Probe] = {}
+        self.next_step = 0  # at which `lengths` wants to be asked
+
+    def earn(self, seconds: float) -> None:
+        """The share of a step that takes so many units of time."""
+        self._allowance = min(self._allowance + self._share * seconds, _MOST_ALLOWANCE)
 
     def has_given_up(self, draft: str) -> bool:
         """Whether a drafter's probes have failed for long."""
@@ -98,26 +107,27 @@ class Trials:
         plan: Plan,
         passes: PassTime,
         drafts: Mapping[str, DraftTime],
-    ) -> None:
-        """Choose the width that may, with some luck, be better than the present one."""
+    ) -> bool:
+        """Choose the width that may, with some luck, be better than the present one; True where one is to be tried."""
         if step < self._next_trial or not passes.num_steps or not passes.is_settled:
-            return
+            return False
         if plan.rows <= search.marks[0].rows:
             self._plain_step = step
         chosen, cost = self._choose(step, search, plan, passes)
         if chosen is None:
-            return
+            return False
         lengths = search.plan(chosen).lengths
         free = [(r, k) for r, k in zip(requests, lengths, strict=True) if r.asked is None]
         catchup = sum(drafts[r.draft].catchup(r.lag) for r, k in free if k and r.lag)
         if cost + catchup > self._allowance:
-            return
+            return False
         is_early = passes.num_steps < _EARLY_STEPS
         most = _PLAIN_STEPS if chosen is search.marks[0] else 3 if is_early else _TRIAL_STEPS
         self._left = max(1, min(most, int(self._allowance / 4 / max(cost, 1e-3))))
         self._allowance -= cost * self._left + catchup
         self._next_trial = step + (_EARLY_SPACING if is_early else _SPACING)
         self._trial = {id(r): k for r, k in free}
+        return True
 
     def _choose(self, step: int, search: Search, plan: Plan, passes: PassTime) -> tuple[Mark | None, float]:
         """The mark of highest hope, and what a step of it may cost."""
@@ -148,9 +158,9 @@ class Trials:
         plan: Plan,
     ) -> list[int]:
         """The lengths of this step: those of the plan, or of what is being tried."""
-        self._allowance = min(self._allowance + self._share * plan.seconds, _MOST_ALLOWANCE)
         if self._left:
             self._left, trial = self._left - 1, self._trial
+            self.next_step = step + 1
             return [min(trial.get(id(r), k), r.limit) for r, k in zip(requests, granted, strict=True)]
         idle: dict[str, list[int]] = {}
         for i, r in enumerate(requests):
@@ -168,6 +178,8 @@ class Trials:
         for probe in self._probes.values():
             if probe.request is not None and probe.last_step < step:  # the plan uses it now, or it has ended
                 probe.stop(step, failed=not probe.request.length)
+        due = [step + 1 if p.request else max(p.next_step, step + _PROBE_RETRY) for p in self._probes.values()]
+        self.next_step = min(due, default=step + _PROBE_RETRY)
         return granted
 
     def _start(

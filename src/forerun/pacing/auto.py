@@ -23,7 +23,8 @@ _UNSEEN_ROWS = 16  # rows that are taken for affordable before anything was meas
 _UNSEEN_NODES = 5  # nodes
 _WIDER = 1.5  # and how much wider than ever seen a pass may become at once
 _LEARNING_STEPS = 32  # of a request, in which its length may change in every step
-_PLAN_STEPS = 4  # from one plan to the next
+_LOOK_STEPS = 4  # from one look at what was measured to the next, and from one plan to the next at least
+_PLAN_STEPS = 32  # and at most
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
 _SINGLE_CHANGES = 4  # requests per plan that are considered one by one
 
@@ -60,26 +61,46 @@ class AutoPacing(Pacing):
         self._known: dict[str, Acceptance] = {}
         self._requests: dict[int, Request] = {}
         self._trials = Trials(options.trial_share)
-        self._step = self._next_plan = 0
+        self._step = self._next_look = self._next_plan = 0
+        self._spacing = _LOOK_STEPS
         self._ids: list[int] = []
+        self._lengths: list[int] = []  # what each is paced at, whatever its limit
         self._plan = Plan([], 0.0, 1.0, 0.0)
+        self._asked: list[tuple[int, Request, int, int]] = []  # of this step: place, request, granted, lag
+        self._rounds: list[tuple[Request, tuple[int, int, int, int]]] = []  # that were not looked at yet
+
+    @property
+    def times(self) -> StepTimes:
+        return self._times
 
     def budget(self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int) -> list[int]:
         self._step += 1
-        requests = [self._request(*each) for each in zip(seqs, limits, lags, strict=True)]
         ids = [seq.id for seq in seqs]
-        if requests and (ids != self._ids or self._step >= self._next_plan):
-            is_new = ids != self._ids
-            self._ids = ids
+        is_new = ids != self._ids
+        if is_new or num_other_rows or self._step >= min(self._next_look, self._trials.next_step):
+            granted = self._consider(seqs, limits, lags, num_other_rows, is_new)
+        else:
+            self._trials.earn(self._plan.seconds)
+            granted = [min(pair) for pair in zip(limits, self._lengths, strict=True)]
+        requests = self._requests
+        self._asked = [(b, requests[ids[b]], num, lags[b]) for b, num in enumerate(granted) if num]
+        return granted
+
+    def _consider(
+        self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int, is_new: bool
+    ) -> list[int]:
+        """Look at what was measured, plan anew where it is time, and try something where that is due."""
+        self._learn()
+        self._ids = [seq.id for seq in seqs]
+        requests = [self._request(*each) for each in zip(seqs, limits, lags, strict=True)]
+        if requests and (is_new or self._step >= self._next_plan):
             self._decide(requests, is_new)
+        self._lengths = [r.wanted() for r in requests]
         granted = [r.paced() for r in requests]
         if num_other_rows:
-            granted = self._beside_prompts(requests, granted)
-        else:
-            granted = self._trials.lengths(self._step, requests, granted, self._passes, self._drafts, self._plan)
-        for r, length in zip(requests, granted, strict=True):
-            r.granted = length
-        return granted
+            return self._beside_prompts(requests, granted)
+        self._trials.earn(self._plan.seconds)
+        return self._trials.lengths(self._step, requests, granted, self._passes, self._drafts, self._plan)
 
     def prepares(self, seq: Sequence) -> bool:
         """No, while this engine's requests find that the drafter does not pay."""
@@ -89,16 +110,28 @@ class AutoPacing(Pacing):
         self._requests.pop(seq.id, None)
 
     def observe(self, report: StepReport) -> None:
-        for step in report.sequences:
-            r = self._requests.get(step.sequence_id)
-            if r is None or not r.granted or (r.lag and not step.num_drafted):
+        for b, r, granted, lag in self._asked:
+            step = report.sequences[b]
+            if lag and not step.num_drafted:
                 continue
-            numbers = (r.granted, step.num_drafted, step.num_tested, step.num_accepted)
+            self._rounds.append((r, (granted, step.num_drafted, step.num_tested, step.num_accepted)))
+            self._trials.observe(self._step, r, step.num_tested, step.num_accepted)
+        self._asked = []
+        self._times.observe(report)
+
+    def _learn(self) -> None:
+        """Count the rounds since the last look."""
+        for r, numbers in self._rounds:
             if r.acceptance.count(*numbers):
                 r.begun, self._next_plan = self._step, 0  # it learns as a new request does
             self._known[r.draft].count(*numbers)
-            self._trials.observe(self._step, r, step.num_tested, step.num_accepted)
-        self._times.observe(report)
+        self._rounds = []
+        self._times.learn()
+        self._next_look = self._step + (1 if self._is_early else _LOOK_STEPS)
+
+    @property
+    def _is_early(self) -> bool:
+        return self._passes.num_steps < _LEARNING_STEPS
 
     def _request(self, seq: Sequence, limit: int, lag: int) -> Request:
         r = self._requests.get(seq.id)
@@ -122,7 +155,7 @@ class AutoPacing(Pacing):
             candidates.append(Candidate(r.draft, r.gains, found, None if r.asked is None else r.paced()))
         batch = Batch(candidates, self._passes, self._drafts)
         search = self._search(batch, requests)
-        best = search.best.lengths
+        best, before = search.best.lengths, self._lengths
         for r, length in zip(requests, best, strict=True):
             if r.length is None:
                 r.length = length
@@ -133,9 +166,14 @@ class AutoPacing(Pacing):
             self._change(batch, requests, {i: best[i] for i in changed})
         else:
             self._change_single(batch, requests, best)
-        is_early = self._passes.num_steps < _LEARNING_STEPS
-        self._next_plan = self._step + (1 if is_early else _PLAN_STEPS)
-        self._trials.consider(self._step, requests, search, self._plan, self._passes, self._drafts)
+        tries = self._trials.consider(self._step, requests, search, self._plan, self._passes, self._drafts)
+        self._settle(tries or is_new or before != [r.wanted() for r in requests])
+
+    def _settle(self, is_lively: bool) -> None:
+        """The next plan is further away while nothing happens, up to as many steps as there are requests."""
+        furthest = max(_LOOK_STEPS, min(_PLAN_STEPS, len(self._ids)))
+        self._spacing = _LOOK_STEPS if is_lively else min(2 * self._spacing, furthest)
+        self._next_plan = self._step + (1 if self._is_early else self._spacing)
 
     def _search(self, batch: Batch, requests: list[Request]) -> Search:
         """The best plan in which no drafter catches up for a request that will not repay it."""
