@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from forerun.bench.command import app
-from forerun.bench.throughput import AlwaysWrong, ThroughputPlan, never_emitted, run
+from forerun.bench.throughput import LENGTHS, AlwaysWrong, ThroughputPlan, never_emitted, run
 from forerun.bench.throughput_results import AUTO, PLAIN, WRONG, Counts, bars_of, best_of, fixed_name, lines_of
 from forerun.config import EngineConfig
 from forerun.engine.engine import Engine
@@ -48,8 +48,9 @@ def measured(capsys: pytest.CaptureFixture[str], config: EngineConfig, plan: Thr
 def test_the_command_on_a_target_that_drafts_for_itself(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every draft is right, and no step is left out but those of the prompts: all counts are known."""
+    """Every draft is right and no step is left out: all counts of single requests are known."""
     plan = ThroughputPlan(
+        num_waves=5,
         concurrencies=(1, 3),
         spec_lengths=(1, 2),
         max_tokens=TOKENS,
@@ -78,12 +79,18 @@ def test_the_command_on_a_target_that_drafts_for_itself(
 
 def check_counts(counts: Counts) -> None:
     """Of a drafter that is always right, in a run of which no decoding is left out."""
-    assert counts.num_committed == TOKENS * counts.concurrency
+    lengths = [round(share * TOKENS) for share in LENGTHS]
+    assert sorted(lengths) == [4, 7, 9, 11, 14], "five waves of one request: one of each length"
+    if counts.concurrency == 1:
+        assert counts.num_committed == sum(lengths)
+    else:  # some are cut off, and the batch is full in every step behind the prompts
+        assert 5 * 3 * min(lengths) < counts.num_committed < 3 * sum(lengths)
     assert 0 < counts.forward_s < counts.seconds
     assert counts.num_drafted <= counts.num_granted or counts.variant == PLAIN
-    sequence_steps = {PLAIN: TOKENS, "K=1": 5, "K=2": 3}.get(counts.variant)
-    if sequence_steps is not None:
-        assert (counts.num_steps, counts.num_sequence_steps) == (sequence_steps, sequence_steps * counts.concurrency)
+    per_step = {PLAIN: 1, "K=1": 2, "K=2": 3}.get(counts.variant)
+    if per_step is not None and counts.concurrency == 1:
+        num_steps = sum(-(-length // per_step) for length in lengths)
+        assert (counts.num_steps, counts.num_sequence_steps) == (num_steps, num_steps)
     if counts.variant in (PLAIN, WRONG):
         assert counts.num_accepted == 0
         assert counts.num_sequence_steps == counts.num_committed
@@ -101,12 +108,12 @@ def as_json(made: Any) -> Any:
     return json.loads(json.dumps(made, default=vars))
 
 
-def test_steps_that_run_prompt_tokens_are_left_out(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 and 20 tokens of prompts in chunks of 8: the first request decodes in two steps that are not counted."""
+def test_prompts_are_part_of_a_run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 and 20 tokens of prompts in chunks of 8: the first request decodes in two steps beside the second's prompt."""
     monkeypatch.setenv("FORERUN_PREFILL_CHUNK_TOKENS", "8")
     file = prompt_file(tmp_path, "a" * 5, "b" * 21)
     base = ("--target", str(tiny), "--draft", "lookup", "--prompt-file", str(file), "--repeats", "2")
-    sizes = ("--concurrency", "2", "--spec-length", "1", "--spec-length", "4", "--max-tokens", "6")
+    sizes = ("--concurrency", "2", "--spec-length", "1", "--spec-length", "4", "--max-tokens", "6", "--waves", "1")
     done = CliRunner().invoke(app, ["throughput", *base, *sizes, "--no-wrong-drafter", "--temperature", "0.5"])
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout.splitlines()[-1])
@@ -114,7 +121,9 @@ def test_steps_that_run_prompt_tokens_are_left_out(tiny: Path, tmp_path: Path, m
     assert record["plan"].items() >= plan.items()
     assert (record["bench"], record["draft"]) == ("throughput", "lookup")
     plain = [run for run in record["runs"] if run["variant"] == PLAIN]
-    assert [(run["num_committed"], run["num_steps"]) for run in plain] == [(2 * 6 - 2, 6)] * 2
+    # A step of prompts, five in which the first request decodes, two of them beside the other's prompt; with the third
+    # token of the second request the run is over.
+    assert (plain[0]["num_committed"], plain[0]["num_steps"]) == (5 + 3, 6)
     assert {run["variant"] for run in record["runs"]} == {PLAIN, "K=1", "K=4", AUTO}
     assert [line["wrong_over_plain"] for line in record["lines"]] == [None]
     assert sorted(record["bars"]) == ["auto_over_better", "auto_over_max"]

@@ -196,7 +196,8 @@ def throughput(
         list[int] | None,
         typer.Option(help="fixed draft length to compare with; may be repeated [default: 1, 3, 5 and 8]", min=1),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="tokens per request", min=2)] = 48,
+    max_tokens: Annotated[int, typer.Option(help="tokens per request, on average", min=2)] = 48,
+    waves: Annotated[int, typer.Option(help="requests of a run, over those at once", min=1)] = 3,
     repeats: Annotated[int, typer.Option(help="times everything is run, each time on other prompts", min=2)] = 3,
     temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
     prompt_file: Annotated[
@@ -219,6 +220,7 @@ def throughput(
         shape=shape,
         max_tokens=max_tokens,
         num_repeats=repeats,
+        num_waves=waves,
         temperature=temperature,
         prompt_file=prompt_file,
         wrong_drafter=wrong_drafter,

@@ -1,5 +1,10 @@
 """`forerun bench throughput`: many requests at once, decoded plainly, with fixed draft lengths and with pacing=auto.
 
+A run keeps so many requests going: where one ends, the next begins, and when there is none left the run is over. What
+is still going then is cut off: a batch that empties would be another, smaller concurrency. Lengths differ, so that
+requests do not end together. Prompts are part of the run, as they are of a server's day, and so is what the drafter
+takes for them.
+
 In every repeat and at every concurrency the variants take turns on the same held-out prompts, another one first each
 time, because a shared machine is faster in one minute than in the next. The engine of a variant lives through the
 whole benchmark, as a server's does, and so does what its pacing has learned. Beside the real drafter stands one that
@@ -41,6 +46,7 @@ from forerun.config import EngineConfig
 from forerun.drafters import Drafter
 from forerun.engine.llm import LLM
 from forerun.engine.opening import is_shipped
+from forerun.engine.request import Request
 from forerun.errors import BadOption
 from forerun.flags import engine_options
 from forerun.kv.cache import PAGED_BLOCK_TOKENS
@@ -51,11 +57,13 @@ from forerun.show import make_console
 from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence, StepReport
 
 PROBE_SLOT = -1  # of the cache, for a pass before any request
+LENGTHS = (1.0, 0.5, 1.5, 0.75, 1.25)  # of one request after the other, over max_tokens
 
 
 @dataclass(frozen=True)
 class ThroughputPlan:
-    """What to measure. spec_lengths: the fixed lengths that auto is compared with.
+    """What to measure. spec_lengths: the fixed lengths that auto is compared with. num_waves: requests of a run, over
+    those at once. max_tokens: of a request, on average.
 
     Raises BadOption for what leaves nothing to compare.
     """
@@ -65,6 +73,7 @@ class ThroughputPlan:
     spec_lengths: tuple[int, ...] = (1, 3, 5, 8)
     max_tokens: int = 48
     num_repeats: int = 3
+    num_waves: int = 3
     temperature: float = 0.0
     prompt_file: Path | None = None
     wrong_drafter: bool = True
@@ -78,6 +87,8 @@ class ThroughputPlan:
             )
         if self.max_tokens < 2:
             raise BadOption(f"--max-tokens {self.max_tokens} is not possible: it must be at least 2")
+        if self.num_waves < 1:
+            raise BadOption(f"--waves {self.num_waves} is not possible: it must be at least 1")
         for name in ("concurrencies", "spec_lengths"):
             values = getattr(self, name)
             if not values or min(values) < 1 or len(set(values)) < len(values):
@@ -133,7 +144,8 @@ def _refuse(config: EngineConfig) -> None:
 def _read_prompts(plan: ThroughputPlan) -> list[str]:
     """Different ones for every repeat where there are enough. Raises as `latency.read_prompts`, and BadOption."""
     most = max(plan.concurrencies)
-    found = latency.read_prompts(latency.Plan(num_prompts=most * plan.num_repeats, prompt_file=plan.prompt_file))
+    wanted = most * plan.num_waves * plan.num_repeats
+    found = latency.read_prompts(latency.Plan(num_prompts=wanted, prompt_file=plan.prompt_file))
     if len(found) < most:
         raise BadOption(
             f"--concurrency {most} needs as many prompts, and the prompt file has {len(found)}: lower it, or name a "
@@ -175,7 +187,7 @@ def _build(
     checkpoint: Checkpoint, config: EngineConfig, plan: ThroughputPlan, prompts: Seq[Seq[int]]
 ) -> dict[str, LLM]:
     """One engine per variant over the same weights, each with room for the largest batch and no more."""
-    longest, most = max(map(len, prompts)) + plan.max_tokens, max(plan.concurrencies)
+    longest, most = max(map(len, prompts)) + round(max(LENGTHS) * plan.max_tokens), max(plan.concurrencies)
     blocks = -(-longest // PAGED_BLOCK_TOKENS) + 1  # nobody is admitted without a block to spare for all that may grow
     options: dict[str, Any] = {
         **engine_options(config),
@@ -226,7 +238,7 @@ class _Grants:
 
 
 class _Meter:
-    """Hears the steps of one engine and counts those without prompt tokens, from the end of the step before."""
+    """Hears the steps of one engine and counts them, each from the end of the step before."""
 
     def __init__(self, variant: str, llm: LLM) -> None:
         self.variant, self.llm = variant, llm
@@ -236,24 +248,28 @@ class _Meter:
         self._counts = Counts(variant, 0, 0)
         self._last = 0.0
 
-    def run(self, prompts: list[Seq[int]], params: list[SamplingParams], repeat: int) -> Counts:
-        """Submit the prompts at once and count until all of them are done."""
-        self._counts = Counts(self.variant, len(prompts), repeat)
+    def run(self, wanted: Seq[tuple[Seq[int], SamplingParams]], concurrency: int, repeat: int) -> Counts:
+        """Keep `concurrency` of the wanted requests going, and count, until there are fewer."""
+        self._counts = Counts(self.variant, concurrency, repeat)
         if self._clock is not None:
             self._clock.take()
-        end = self.llm.listen(self._note)
+        end, waiting, going = self.llm.listen(self._note), iter(wanted), list[Request]()
         self._last = time.perf_counter()
         try:
-            self.llm.generate([list(prompt) for prompt in prompts], params)
+            while True:
+                going = [request for request in going if request.seq.finish_reason is None]
+                for prompt, params in itertools.islice(waiting, concurrency - len(going)):
+                    going += self.llm.submit([list(prompt)], params)
+                if len(going) < concurrency:
+                    return self._counts
+                self.llm.step()
         finally:
             end()
-        return self._counts
+            self.llm.end(going)
 
     def _note(self, report: StepReport) -> None:
         now, draft_s = time.perf_counter(), 0.0 if self._clock is None else self._clock.take()
         seconds, self._last = now - self._last, now
-        if report.num_prefill_tokens:
-            return
         had = self._counts
         self._counts = replace(
             had,
@@ -273,20 +289,22 @@ def _measure(llms: dict[str, LLM], prompts: Seq[Seq[int]], plan: ThroughputPlan,
     task = progress.add_task("measuring", total=plan.num_repeats * len(plan.concurrencies) * len(meters))
     runs = []
     for repeat, concurrency, first in _turns(plan):
-        begin = repeat * max(plan.concurrencies)
-        chosen = [(begin + i) % len(prompts) for i in range(concurrency)]
-        params = [
-            SamplingParams(
-                max_tokens=plan.max_tokens, temperature=plan.temperature, seed=plan.seed + i, ignore_eos=True
-            )
-            for i in chosen
-        ]
+        begin = repeat * max(plan.concurrencies) * plan.num_waves
+        wanted = [_wanted(prompts, begin + i, plan) for i in range(concurrency * plan.num_waves)]
         for i in range(len(meters)):
             meter = meters[(first + i) % len(meters)]
             progress.update(task, description=f"{concurrency} at once: {meter.variant}")
-            runs.append(meter.run([prompts[i] for i in chosen], params, repeat))
+            runs.append(meter.run(wanted, concurrency, repeat))
             progress.advance(task)
     return runs
+
+
+def _wanted(prompts: Seq[Seq[int]], i: int, plan: ThroughputPlan) -> tuple[Seq[int], SamplingParams]:
+    """The i-th request of all."""
+    max_tokens = round(LENGTHS[i % len(LENGTHS)] * plan.max_tokens)
+    i %= len(prompts)
+    params = SamplingParams(max_tokens=max_tokens, temperature=plan.temperature, seed=plan.seed + i, ignore_eos=True)
+    return prompts[i], params
 
 
 def _turns(plan: ThroughputPlan) -> Iterator[tuple[int, int, int]]:

@@ -24,7 +24,7 @@ def fixed_name(spec_length: int) -> str:
 
 @dataclass(frozen=True)
 class Counts:
-    """One run of one variant: sums over its steps without prompt tokens.
+    """One run of one variant: sums over its steps.
 
     num_sequence_steps: sequences that decoded, summed over the steps. seconds: from the end of the step before each of
     them, so what happens between steps is in it. forward_s: inside the models' forward passes.
@@ -228,7 +228,7 @@ def _ratio(ratio: Ratio | None) -> tuple[str, str]:
 
 
 NOTES = """\
-at once: requests submitted together; rates: committed tokens per second over the steps without prompt tokens; better: \
+at once: requests that are kept going; rates: committed tokens per second of everything, prompts included; better: \
 plain or the best fixed K, chosen on the other repeats; max: the faster of these two in the same repeat; wrong: auto \
 with a drafter that is always wrong.
 Auto learns while it runs and keeps what it learned from one concurrency to the next: its first run at each \
