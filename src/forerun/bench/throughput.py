@@ -5,10 +5,11 @@ is still going then is cut off: a batch that empties would be another, smaller c
 requests do not end together. Prompts are part of the run, as they are of a server's day, and so is what the drafter
 takes for them.
 
-In every repeat and at every concurrency the variants take turns on the same held-out prompts, another one first each
-time, because a shared machine is faster in one minute than in the next. The engine of a variant lives through the
-whole benchmark, as a server's does, and so does what its pacing has learned. Beside the real drafter stands one that
-is always wrong and takes no time: with it, auto has to cost nothing. throughput_results.py makes numbers of it.
+In every repeat and at every concurrency the variants do the same work side by side: the one that is furthest behind
+steps next, for a twentieth of a second, because a shared machine is faster in one second than in the next. The engine
+of a variant lives through the whole benchmark, as a server's does, and so does what its pacing has learned. Beside the
+real drafter stands one that is always wrong and takes no time: with it, auto has to cost nothing.
+throughput_results.py makes numbers of it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from forerun.show import make_console
 from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence, StepReport
 
 PROBE_SLOT = -1  # of the cache, for a pass before any request
+SLICE_S = 0.05  # that one variant steps before another one does
 LENGTHS = (1.0, 0.5, 1.5, 0.75, 1.25)  # of one request after the other, over max_tokens
 
 
@@ -245,33 +247,44 @@ class _Meter:
         runner = getattr(llm.engine.drafter.first, "runner", None)
         self._clock = None if runner is None else latency.ForwardClock(runner)
         self._grants = None if variant == PLAIN else _Grants(llm.engine.pacing)
-        self._counts = Counts(variant, 0, 0)
+        self.counts = Counts(variant, 0, 0)
+        self._going: list[Request] = []
+        self._waiting: Iterator[tuple[Seq[int], SamplingParams]] = iter(())
         self._last = 0.0
 
-    def run(self, wanted: Seq[tuple[Seq[int], SamplingParams]], concurrency: int, repeat: int) -> Counts:
-        """Keep `concurrency` of the wanted requests going, and count, until there are fewer."""
-        self._counts = Counts(self.variant, concurrency, repeat)
+    def begin(self, wanted: Seq[tuple[Seq[int], SamplingParams]], concurrency: int, repeat: int) -> None:
+        """Get ready to keep `concurrency` of the wanted requests going."""
+        self.counts = Counts(self.variant, concurrency, repeat)
+        self._waiting, self._going = iter(wanted), list[Request]()
+
+    def advance(self) -> bool:
+        """Step for a slice of time, and count; False when fewer are going than there should be, and cut these off."""
         if self._clock is not None:
             self._clock.take()
-        end, waiting, going = self.llm.listen(self._note), iter(wanted), list[Request]()
-        self._last = time.perf_counter()
+        end, began = self.llm.listen(self._note), time.perf_counter()
+        self._last = began
         try:
-            while True:
-                going = [request for request in going if request.seq.finish_reason is None]
-                for prompt, params in itertools.islice(waiting, concurrency - len(going)):
-                    going += self.llm.submit([list(prompt)], params)
-                if len(going) < concurrency:
-                    return self._counts
+            while self._last - began < SLICE_S:
+                if not self._fill():
+                    self.llm.end(self._going)
+                    return False
                 self.llm.step()
         finally:
             end()
-            self.llm.end(going)
+        return True
+
+    def _fill(self) -> bool:
+        """Let the next requests begin where others have ended; False where there are not enough."""
+        self._going = [request for request in self._going if request.seq.finish_reason is None]
+        for prompt, params in itertools.islice(self._waiting, self.counts.concurrency - len(self._going)):
+            self._going += self.llm.submit([list(prompt)], params)
+        return len(self._going) == self.counts.concurrency
 
     def _note(self, report: StepReport) -> None:
         now, draft_s = time.perf_counter(), 0.0 if self._clock is None else self._clock.take()
         seconds, self._last = now - self._last, now
-        had = self._counts
-        self._counts = replace(
+        had = self.counts
+        self.counts = replace(
             had,
             num_steps=had.num_steps + 1,
             num_sequence_steps=had.num_sequence_steps + report.num_decoding,
@@ -291,11 +304,16 @@ def _measure(llms: dict[str, LLM], prompts: Seq[Seq[int]], plan: ThroughputPlan,
     for repeat, concurrency, first in _turns(plan):
         begin = repeat * max(plan.concurrencies) * plan.num_waves
         wanted = [_wanted(prompts, begin + i, plan) for i in range(concurrency * plan.num_waves)]
-        for i in range(len(meters)):
-            meter = meters[(first + i) % len(meters)]
+        behind = [*meters[first % len(meters) :], *meters[: first % len(meters)]]
+        for meter in behind:
+            meter.begin(wanted, concurrency, repeat)
+        while behind:
+            meter = min(behind, key=lambda meter: meter.counts.num_committed)
             progress.update(task, description=f"{concurrency} at once: {meter.variant}")
-            runs.append(meter.run(wanted, concurrency, repeat))
-            progress.advance(task)
+            if not meter.advance():
+                behind.remove(meter)
+                runs.append(meter.counts)
+                progress.advance(task)
     return runs
 
 

@@ -53,7 +53,7 @@ class StepTimes:
                 if draft.num_catchup_tokens:
                     costs = self.drafts.setdefault(name, DraftTime())
                     costs.observe_catchup(draft.catchup_s / unit_s, draft.num_catchup_tokens)
-                if draft.num_nodes or not draft.num_catchup_tokens:
+                if not other and (draft.num_nodes or not draft.num_catchup_tokens):
                     relative = (draft.seconds - draft.catchup_s) / unit_s
                     alike.setdefault((name, draft.depth, draft.num_nodes), []).append(relative)
         for (name, depth, num_nodes), relatives in alike.items():

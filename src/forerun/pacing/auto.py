@@ -63,6 +63,7 @@ class AutoPacing(Pacing):
         self._trials = Trials(options.trial_share)
         self._step = self._next_look = self._next_plan = 0
         self._spacing = _LOOK_STEPS
+        self._saving = 0.0  # units of time per token, by drafting
         self._ids: list[int] = []
         self._lengths: list[int] = []  # what each is paced at, whatever its limit
         self._plan = Plan([], 0.0, 1.0, 0.0)
@@ -103,8 +104,13 @@ class AutoPacing(Pacing):
         return self._trials.lengths(self._step, requests, granted, self._passes, self._drafts, self._plan)
 
     def prepares(self, seq: Sequence) -> bool:
-        """No, while this engine's requests find that the drafter does not pay."""
-        return seq.params.spec_length is not None or not self._trials.has_given_up(seq.draft)
+        """Whether what drafting saves at present, until the likely end of a sequence, exceeds what preparing takes."""
+        if seq.params.spec_length is not None or not self._passes.num_steps:
+            return True
+        costs = self._drafts.get(seq.draft)
+        if costs is None or self._trials.has_given_up(seq.draft):
+            return costs is None
+        return self._saving * (seq.max_len - len(seq.tokens)) / 2 > costs.catchup(len(seq.tokens))
 
     def end(self, seq: Sequence) -> None:
         self._requests.pop(seq.id, None)
@@ -154,18 +160,21 @@ class AutoPacing(Pacing):
             r.gains, found = r.acceptance.gains(r.limit if r.asked is None else min(r.asked, r.limit))
             candidates.append(Candidate(r.draft, r.gains, found, None if r.asked is None else r.paced()))
         batch = Batch(candidates, self._passes, self._drafts)
-        search = self._search(batch, requests)
-        best, before = search.best.lengths, self._lengths
+        search, found = self._search(batch, requests)
+        best, before = found.lengths, self._lengths
         for r, length in zip(requests, best, strict=True):
             if r.length is None:
                 r.length = length
         self._plan = evaluate(batch, [r.paced() for r in requests])
-        gain = search.best.goodput / self._plan.goodput
+        gain = found.goodput / self._plan.goodput
         if gain > 1 + self.options.margin:
             changed = [i for i, r in enumerate(requests) if is_new or gain > _CLEAR_GAIN or self._may_change(r)]
             self._change(batch, requests, {i: best[i] for i in changed})
         else:
             self._change_single(batch, requests, best)
+        plain = evaluate(batch, [0] * len(requests))
+        is_idle = any(r.asked is None and not r.lag and r.limit and not r.length for r in requests)
+        self._saving = 0.0 if is_idle else 1 / plain.goodput - 1 / self._plan.goodput
         tries = self._trials.consider(self._step, requests, search, self._plan, self._passes, self._drafts)
         self._settle(tries or is_new or before != [r.wanted() for r in requests])
 
@@ -175,30 +184,32 @@ class AutoPacing(Pacing):
         self._spacing = _LOOK_STEPS if is_lively else min(2 * self._spacing, furthest)
         self._next_plan = self._step + (1 if self._is_early else self._spacing)
 
-    def _search(self, batch: Batch, requests: list[Request]) -> Search:
-        """The best plan in which no drafter catches up for a request that will not repay it."""
+    def _search(self, batch: Batch, requests: list[Request]) -> tuple[Search, Plan]:
+        """All plans, and the best one in which no drafter catches up for a request that will not repay it."""
         max_rows = max(min(_UNSEEN_ROWS, len(requests) + _UNSEEN_NODES), _WIDER * self._passes.widest)
+        late = [i for i, r in enumerate(requests) if r.lag and r.asked is None]
         search = Search(batch, max_rows)
-        hopeless = [
-            i
-            for i, r in enumerate(requests)
-            if r.lag and r.asked is None and not self._repays(batch, search.best, i, r)
-        ]
-        if not hopeless:
-            return search
-        for i in hopeless:
+        if not any(search.best.lengths[i] for i in late):
+            return search, search.best
+        for i in late:
             batch.candidates[i].fixed = 0
-        return Search(batch, max_rows)
+        ready = Search(batch, max_rows).best
+        used = [i for i in late if search.best.lengths[i]]
+        gain = (search.best.goodput - ready.goodput) / len(used)
+        repaid = [i for i in used if self._repays(gain, search.best, ready, i, requests[i])]
+        if len(repaid) == len(used):
+            return search, search.best
+        for i in repaid:
+            batch.candidates[i].fixed = None
+        return search, Search(batch, max_rows).best if repaid else ready
 
-    def _repays(self, batch: Batch, plan: Plan, i: int, r: Request) -> bool:
-        """Whether what speculation saves until the likely end of a request exceeds what catching up takes."""
-        length = plan.lengths[i]
-        if not length:
-            return True
-        without = evaluate(batch, [0 if j == i else k for j, k in enumerate(plan.lengths)])
-        gain = sum(r.gains[:length])
-        net = gain - without.goodput * (plan.seconds - without.seconds)
-        return net * r.remaining / (1 + gain) > without.goodput * self._drafts[r.draft].catchup(r.lag)
+    def _repays(self, gain: float, plan: Plan, ready: Plan, i: int, r: Request) -> bool:
+        """Whether catching up costs less than it brings until the likely end of a request.
+
+        gain: tokens per unit of time, over `ready`, the best plan in which nobody catches up.
+        """
+        seconds = plan.seconds * r.remaining / (1 + sum(r.gains[: plan.lengths[i]]))
+        return gain * seconds > ready.goodput * self._drafts[r.draft].catchup(r.lag)
 
     def _may_change(self, r: Request) -> bool:
         return self._step - r.begun < _LEARNING_STEPS or self._step - r.changed >= self.options.hold_steps
