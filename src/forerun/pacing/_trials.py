@@ -17,7 +17,7 @@ from forerun.pacing._plan import Mark, Plan, Search
 _FIRST_ALLOWANCE = 6.0  # steps of plain decoding
 _MOST_ALLOWANCE = 8.0
 _EARLY_STEPS, _EARLY_SPACING, _SPACING = 48, 2, 84  # steps from one trial of a width to the next
-_TRIAL_STEPS = 8  # of a trial that costs little
+_TRIAL_STEPS = 4  # of a trial that costs little
 _PLAIN_STEPS, _PLAIN_SPACING = 2, 300  # plain decoding is measured so often, and anew, whatever is hoped of it
 _OPTIMISM = 1.5  # standard deviations
 _WORTH_TRYING = 1.02  # hoped-for gain

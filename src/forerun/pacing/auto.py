@@ -24,7 +24,8 @@ _UNSEEN_NODES = 5  # nodes
 _WIDER = 1.5  # and how much wider than ever seen a pass may become at once
 _LEARNING_STEPS = 32  # of a request, in which its length may change in every step
 _LOOK_STEPS = 4  # from one look at what was measured to the next, and from one plan to the next at least
-_PLAN_STEPS = 32  # and at most
+_PLAN_STEPS = 16  # and at most
+_SAME_BATCH = 1 / 8  # share of the requests that may come or go before the others are planned anew
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
 _SINGLE_CHANGES = 4  # requests per plan that are considered one by one
 
@@ -63,6 +64,7 @@ class AutoPacing(Pacing):
         self._trials = Trials(options.trial_share)
         self._step = self._next_look = self._next_plan = 0
         self._spacing = _LOOK_STEPS
+        self._num_changed = 0  # requests that came or went since the last plan
         self._saving = 0.0  # units of time per token, by drafting
         self._ids: list[int] = []
         self._lengths: list[int] = []  # what each is paced at, whatever its limit
@@ -92,10 +94,15 @@ class AutoPacing(Pacing):
     ) -> list[int]:
         """Look at what was measured, plan anew where it is time, and try something where that is due."""
         self._learn()
-        self._ids = [seq.id for seq in seqs]
+        if is_new:
+            ids = [seq.id for seq in seqs]
+            self._num_changed += len(set(ids).symmetric_difference(self._ids))
+            self._ids, self._next_plan = ids, min(self._next_plan, self._step + _LOOK_STEPS)
         requests = [self._request(*each) for each in zip(seqs, limits, lags, strict=True)]
-        if requests and (is_new or self._step >= self._next_plan):
-            self._decide(requests, is_new)
+        is_other = self._num_changed > _SAME_BATCH * len(seqs)
+        if requests and (is_other or self._step >= self._next_plan):
+            self._num_changed = 0
+            self._decide(requests, is_other)
         self._lengths = [r.wanted() for r in requests]
         granted = [r.paced() for r in requests]
         if num_other_rows:
@@ -160,13 +167,13 @@ class AutoPacing(Pacing):
             r.gains, found = r.acceptance.gains(r.limit if r.asked is None else min(r.asked, r.limit))
             candidates.append(Candidate(r.draft, r.gains, found, None if r.asked is None else r.paced()))
         batch = Batch(candidates, self._passes, self._drafts)
-        search, found = self._search(batch, requests)
-        best, before = found.lengths, self._lengths
+        search, ideal = self._search(batch, requests)
+        best, before = ideal.lengths, self._lengths
         for r, length in zip(requests, best, strict=True):
             if r.length is None:
                 r.length = length
         self._plan = evaluate(batch, [r.paced() for r in requests])
-        gain = found.goodput / self._plan.goodput
+        gain = ideal.goodput / self._plan.goodput
         if gain > 1 + self.options.margin:
             changed = [i for i, r in enumerate(requests) if is_new or gain > _CLEAR_GAIN or self._may_change(r)]
             self._change(batch, requests, {i: best[i] for i in changed})
@@ -179,9 +186,8 @@ class AutoPacing(Pacing):
         self._settle(tries or is_new or before != [r.wanted() for r in requests])
 
     def _settle(self, is_lively: bool) -> None:
-        """The next plan is further away while nothing happens, up to as many steps as there are requests."""
-        furthest = max(_LOOK_STEPS, min(_PLAN_STEPS, len(self._ids)))
-        self._spacing = _LOOK_STEPS if is_lively else min(2 * self._spacing, furthest)
+        """The next plan is further away while nothing happens."""
+        self._spacing = _LOOK_STEPS if is_lively else min(2 * self._spacing, _PLAN_STEPS)
         self._next_plan = self._step + (1 if self._is_early else self._spacing)
 
     def _search(self, batch: Batch, requests: list[Request]) -> tuple[Search, Plan]:
