@@ -10,6 +10,8 @@ from forerun.engine.advice import Advisor
 from forerun.engine.request import Request
 from forerun.types import DraftStep, SamplingParams, Sequence, SequenceStep, StepReport
 
+pytestmark = pytest.mark.once("no engine runs: the advisor alone")
+
 
 def advisor(per_row_s: float, per_draft_pass_s: float) -> Advisor:
     """Has seen steps of one request at many lengths: a pass takes 1 s + so much per row behind the first."""

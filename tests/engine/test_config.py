@@ -15,6 +15,8 @@ from forerun.errors import BadOption, NotFound
 from forerun.peers import VALUES, by_value
 from forerun.types import SamplingParams
 
+pytestmark = pytest.mark.once("no engine runs: options alone")
+
 
 def test_aliases_of_other_engines_mean_the_same():
     plain = EngineConfig.make(draft="lookup", spec_length=3)
