@@ -58,16 +58,15 @@ def test_a_prompt_that_is_still_being_read_keeps_its_room() -> None:
     assert engine.scheduler.num_preemptions == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_small_chunks_in_little_memory_never_take_the_block_that_a_decoding_request_needs(seed: int) -> None:
+@pytest.mark.parametrize(("num_tokens", "chunk", "seed"), [(80, 3, 0), (96, 2, 1), (112, 1, 6), (112, 1, 10)])
+def test_small_chunks_in_little_memory_never_take_the_block_that_a_decoding_request_needs(
+    num_tokens: int, chunk: int, seed: int
+) -> None:
     """A pass that reserves more than there is would fail; and nobody is left without a step for ever."""
     random_ = random.Random(seed)
-    num_tokens, chunk = random_.choice((80, 96, 112)), random_.choice((1, 2, 3))
-    engine = engine_with(num_tokens, prefill_chunk_tokens=chunk, prefix_caching=random_.random() < 0.5)
-    wanted = []
-    for _ in range(12):
-        prompt = [random_.randrange(VOCAB) for _ in range(random_.randint(1, 50))]
-        wanted.append((prompt, greedy(random_.randint(1, 80 - len(prompt)))))
+    engine = engine_with(num_tokens, prefill_chunk_tokens=chunk, prefix_caching=False)
+    lengths = [random_.choice((2, 3, 30, 45)) for _ in range(10)]
+    wanted = [([random_.randrange(VOCAB)] * length, greedy(80 - length, draft="none")) for length in lengths]
     requests: list[Request] = []
     while len(requests) < len(wanted) or any(request.seq.finish_reason is None for request in requests):
         if len(requests) < len(wanted) and random_.random() < 0.2:
@@ -135,7 +134,7 @@ def test_an_urgent_request_takes_the_place_of_the_worst_one_alone() -> None:
 def test_no_more_have_to_go_than_an_urgent_request_needs() -> None:
     """The last in rank had most of its prompt to come: what was promised to it is free again when it has gone."""
     engine = engine_with(208, max_batch_size=3, prefill_chunk_tokens=16, prefix_caching=False)
-    running = [engine.add([i + 1] * 20, greedy(11, draft="none")) for i in range(2)]
+    running = [engine.add([i + 1] * 20, greedy(20, draft="none")) for i in range(2)]
     while not all(request.report.num_steps for request in running):
         engine.step()
     last = engine.add([3] * 100, greedy(5))

@@ -8,6 +8,7 @@ import pytest
 
 from engine.load import DRAFT, MODEL, alone, engine_with, mixed, run, runner_with
 from forerun.drafters.model import ModelDrafter
+from forerun.engine.advice import Advisor
 from forerun.engine.crew import Crew
 from forerun.engine.engine import Engine
 from forerun.pacing import Pacing, make
@@ -142,6 +143,13 @@ def test_the_step_after_an_interrupted_one_reports_itself_alone(monkeypatch: pyt
     assert run(engine, requests) == alone([(r.seq.tokens[:2], greedy(r.seq.max_len - 2)) for r in requests])
 
 
+@pytest.mark.once("about drafts of a fixed length")
+def test_advice_rests_on_what_the_steps_of_this_engine_took() -> None:
+    engine = engine_with(policy="fixed")
+    run(engine, [request := engine.add([1, 2, 3], greedy(40, draft="model"))])
+    assert engine._advisor.tokens_per_unit(request, 4) != Advisor().tokens_per_unit(request, 4)
+
+
 # ----------------------------------------------------------------------------------------------------------- pacing
 
 
@@ -229,6 +237,16 @@ def test_draft_models_together_keep_to_the_budget_of_a_step(names: str) -> None:
     caught_up = [sum(draft.num_catchup_tokens for draft in report.drafts.values()) for report in reading]
     assert caught_up == [16] * len(reading)
     assert len(reading) > 1
+
+
+@pytest.mark.once("about draft models")
+@pytest.mark.parametrize("sizes", [(512, 64, 256), (64, 512, 256), (512, 256, 64)])
+def test_the_smallest_of_several_caches_decides_who_is_let_in(sizes: tuple[int, ...]) -> None:
+    target, *drafts = sizes
+    crew = Crew({name: ModelDrafter(runner_with(DRAFT, size)) for name, size in zip("ab", drafts, strict=True)})
+    engine = Engine(runner_with(MODEL, target), crew, make("fixed", 3), max_seq_len=128)
+    assert engine.scheduler.free_kv_tokens == 64
+    assert Crew({}).free_tokens() is None
 
 
 @pytest.mark.once("about the draft model")
