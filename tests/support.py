@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from forerun import pacing
 from forerun.drafters import Drafter, Target
 from forerun.drafters.model import ModelDrafter, Options
 from forerun.engine.engine import Engine
@@ -15,6 +14,7 @@ from forerun.methods import load, make_options
 from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
 from forerun.models.runner import Runner
 from forerun.ops.reference import ReferenceOps
+from speculation import draft_of, pacing_of
 
 VOCAB = 61
 
@@ -55,11 +55,12 @@ def drafter_for(name: str, model: Decoder, backend: str = "paged", **options: An
 
 
 def engine_for(
-    model: Decoder, draft: str = "none", *, backend: str = "paged", spec_length: int = 4, **options: Any
+    model: Decoder, draft: str | None = None, *, backend: str = "paged", spec_length: int | None = None, **options: Any
 ) -> Engine:
+    """An engine with the drafter and the pacing that speculation.py gives where they are not asked for."""
     return Engine(
         runner_for(model, backend),
-        drafter_for(draft, model, backend),
-        pacing.make("fixed", spec_length),
+        drafter_for(draft_of(draft), model, backend),
+        pacing_of(spec_length),
         **{"max_seq_len": 256, **options},
     )

@@ -88,6 +88,11 @@ class EngineConfig:
         return self.spec_length or (AUTO_SPEC_LENGTH if self.pacing_spec.startswith("auto") else DEFAULT_SPEC_LENGTH)
 
     @property
+    def extra_draft_specs(self) -> tuple[str, ...]:
+        """Each of `extra_drafts`, in order."""
+        return tuple(filter(None, (part.strip() for part in (self.extra_drafts or "").split(";"))))
+
+    @property
     def pacing_spec(self) -> str:
         """The pacing policy: as named, else fixed where a length was named, else auto."""
         return self.pacing or ("auto" if self.spec_length is None else "fixed")

@@ -96,6 +96,21 @@ def test_a_cache_that_no_memory_can_hold(cli: Any) -> None:
     )
 
 
+def test_extra_drafts_are_refused_before_anything_is_loaded(cli: Any) -> None:
+    """One that no memory can hold is named, as is one that has another vocabulary or does not exist."""
+    big = ("--kv-cache-tokens", "1000000000000")
+    for extra, code, sentence in (
+        ("./draft", 3, "Weights and KV cache of extra_drafts='./draft' are "),
+        ("lookup;./stranger", 2, "stranger"),
+        ("./nowhere", 2, "nowhere"),
+        ("eagle", 2, "eagle"),
+    ):
+        words = ("generate", "--target", "llama", "--extra-drafts", extra, *(big if code == 3 else ()), "x")
+        done = cli(*words, "--max-tokens", "2")
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1)
+        assert sentence in done.stderr
+
+
 def test_standard_input_that_is_not_utf8(cli: Any) -> None:
     done = cli("generate", "--target", "llama", stdin=b"caf\xe9")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

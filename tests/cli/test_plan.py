@@ -125,6 +125,36 @@ def test_a_plan_is_what_the_engine_allocates(cli: Any, checkpoints: Path, ops: s
     assert found["dtype"] == str(llm.checkpoint.model.dtype).removeprefix("torch.")
 
 
+def test_extra_draft_models_have_lines_of_their_own(cli: Any, checkpoints: Path) -> None:
+    """Those that an engine really loads beside its own: each with its weights and its cache, lookup with neither."""
+    options = {"max_batch_size": 3, "max_seq_len": 100, "dtype": "float32"}
+    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    specs = ["./draft", "lookup:max_n=2", "model:path=mistral,draft_top_k=9"]
+    base = ("--target", "llama", "--draft", "draft", *flags)
+    extra = ("--extra-drafts", ";".join(specs))
+    found = planned(cli, *base, *extra)
+    full = [spec.replace("path=", f"path={checkpoints}/").replace("./", f"{checkpoints}/") for spec in specs]
+    llm = LLM(checkpoints / "llama", draft=str(checkpoints / "draft"), extra_drafts=";".join(full), **options)
+    members = llm.engine.drafter.members
+    for label, name in {"draft": "model", "extra draft": full[0], "extra draft 2": full[2]}.items():
+        runner = members[name].runner  # type: ignore[attr-defined]
+        assert found["parts"][f"{label} weights"] == runner.model.bytes_per_pass
+        assert found["parts"][f"{label} KV cache"] == sum(p.nbytes for p in (*runner.cache.keys, *runner.cache.values))
+    assert found["extra_drafts"] == {"extra draft": specs[0], "extra draft 2": specs[2]}
+    assert not any(name.startswith("extra draft 3") for name in found["parts"])
+
+    lines = cli("plan", *base, *extra).stdout.splitlines()
+    assert lines[1:3] == [f"extra draft: {specs[0]}", f"extra draft 2: {specs[2]}"]
+    assert sum(line.startswith("extra draft KV cache ") for line in lines) == 1
+    assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
+
+    fitting = str(planned(cli, *base)["total_bytes"])
+    assert planned(cli, *base, "--memory", fitting)["fits"]
+    done = cli("plan", *base, *extra, "--memory", fitting)
+    assert done.returncode == 3
+    assert f"Weights and KV cache of extra_drafts='{specs[0]}; {specs[2]}' are " in " ".join(done.stdout.split())
+
+
 def test_the_draft_is_the_one_that_the_engine_would_choose(cli: Any, checkpoints: Path) -> None:
     shipped, given = planned(cli), planned(cli, "--target", "llama")
     assert shipped["parts"]["draft weights"] > 0  # the shipped target has a draft model of its own
@@ -172,6 +202,8 @@ REFUSED = {
     "a shape without a draft": (("--draft", "none", "--draft-shape", "demo"), "draft_shape='demo' needs a draft model"),
     "an unknown shape": (("--shape", "llama-3.2-2b"), "did you mean 'llama-3.2-"),
     "an unknown drafter": (("--draft", "lokup"), "there is no drafter 'lokup' (did you mean 'lookup'?)"),
+    "an unknown extra drafter": (("--extra-drafts", "lookup; lokup"), "there is no drafter 'lokup'"),
+    "an extra model without a name": (("--target", "llama", "--extra-drafts", "model"), "needs a draft model"),
     "a wrong option": (("--draft", "lookup:max_n=0"), "lookup:max_n=0 is not possible"),
     "no draft model": (("--target", "llama", "--draft", "model"), "the drafter 'model' needs a draft model"),
     "too long": (("--max-seq-len", "100000"), "max_seq_len=100000 is not possible: the model has 2048 positions"),

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from forerun import pacing
+from forerun.drafters import Drafter
 from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
 from forerun.drafters.model import ModelDrafter, Options
 from forerun.engine.crew import Crew
@@ -14,7 +15,9 @@ from forerun.engine.request import Request
 from forerun.kv.cache import KVCache
 from forerun.models.layers import Decoder
 from forerun.models.runner import Runner
+from forerun.pacing import Pacing
 from forerun.types import SamplingParams
+from speculation import mode, pacing_of
 from support import VOCAB, noisy_copy, random_decoder
 
 MODEL = random_decoder(3, row_by_row=True, layers=1, hidden=16)
@@ -34,11 +37,18 @@ def runner_with(model: Decoder, num_tokens: int, backend: str = "paged", prefix_
     return Runner(model, cache)
 
 
-def engine_with(num_tokens: int = 1024, *, spec_length: int = 4, policy: str = "fixed", **options: Any) -> Engine:
-    """A target and a draft model with caches of so many tokens, and lookup beside them."""
+def engine_with(
+    num_tokens: int = 1024, *, spec_length: int | None = None, policy: str | Pacing | None = None, **options: Any
+) -> Engine:
+    """A target and a draft model with caches of so many tokens, and lookup beside them.
+
+    With speculation off, requests that choose no drafter are decoded plainly. policy: None = that of speculation.py.
+    """
+    paced = pacing_of(spec_length) if policy is None else policy
     backend, sharing = options.pop("backend", "paged"), options.pop("prefix_caching", True)
     crew = Crew(
-        {
+        ({"none": Drafter()} if mode() == "off" else {})
+        | {
             "model": ModelDrafter(runner_with(DRAFT, num_tokens, backend, sharing), Options()),
             "lookup": LookupDrafter(LookupOptions()),
         }
@@ -46,7 +56,7 @@ def engine_with(num_tokens: int = 1024, *, spec_length: int = 4, policy: str = "
     return Engine(
         runner_with(options.pop("model", MODEL), num_tokens, backend, sharing),
         crew,
-        pacing.make(policy, spec_length),
+        pacing.make(paced, spec_length) if isinstance(paced, str) else paced,
         **{"max_seq_len": 128, **options},
     )
 

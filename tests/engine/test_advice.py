@@ -10,17 +10,19 @@ from forerun.engine.advice import Advisor
 from forerun.engine.request import Request
 from forerun.types import DraftStep, SamplingParams, Sequence, SequenceStep, StepReport
 
+pytestmark = pytest.mark.once("no engine runs: the advisor alone")
 
-def advisor(per_row_s: float, per_draft_pass_s: float) -> Advisor:
-    """Has seen steps of one request at many lengths: a pass takes 1 s + so much per row behind the first."""
+
+def advisor(per_row_s: float, per_draft_pass_s: float, num: int = 1) -> Advisor:
+    """Has seen steps of `num` requests at many lengths: a pass takes 1 s + so much per row behind the first."""
     made = Advisor()
     for i in range(400):
         length = i % 12
-        report = StepReport(num_decoding=1, num_rows=1 + length, num_drafted=length)
-        report.score_s = 1 + per_row_s * length
-        report.sequences = [SequenceStep(0, "model", length, length, length)]
+        report = StepReport(num_decoding=num, num_rows=num * (1 + length), num_drafted=num * length)
+        report.score_s = 1 + per_row_s * (report.num_rows - 1)
+        report.sequences = [SequenceStep(b, "model", length, length, length) for b in range(num)]
         if length:
-            step = DraftStep(per_draft_pass_s * length, 1, length, length)
+            step = DraftStep(per_draft_pass_s * length, num, num * length, length)
             report.drafts, report.draft_s = {"model": step}, step.seconds
         made.observe(report)
     return made
@@ -57,3 +59,12 @@ def test_a_length_that_was_right_is_called_so_and_no_draft_is_no_advice() -> Non
     request.report.rounds = [(best, 2)] * 200
     assert f"{best} tokens per draft were about right" in made.sentence(request)
     assert made.sentence(finished(0, 1, 0)).endswith("; nothing was drafted")
+
+
+def test_advice_knows_tested_tokens_the_cost_of_drafts_and_how_many_requests_there_are() -> None:
+    """Tokens behind a rejection say nothing; a dear drafter and many neighbours each make a draft worth less."""
+    made, request = advisor(0.05, 0.01), finished(200, 2, 1)
+    assert made.tokens_per_unit(finished(200, 10, 1), 4) == made.tokens_per_unit(request, 4)
+    ratio = made.tokens_per_unit(request, 4) / made.tokens_per_unit(request, 0)
+    for other in (advisor(0.05, 0.3), advisor(0.05, 0.01, num=12)):
+        assert other.tokens_per_unit(request, 4) / other.tokens_per_unit(request, 0) < 0.8 * ratio

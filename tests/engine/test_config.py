@@ -15,6 +15,8 @@ from forerun.errors import BadOption, NotFound
 from forerun.peers import VALUES, by_value
 from forerun.types import SamplingParams
 
+pytestmark = pytest.mark.once("no engine runs: options alone")
+
 
 def test_aliases_of_other_engines_mean_the_same():
     plain = EngineConfig.make(draft="lookup", spec_length=3)
@@ -121,6 +123,10 @@ def test_no_value_that_works_here_is_answered_as_a_peers():
         ({"use_speculative_decoding": "no"}, "use_speculative_decoding='no' is not possible"),
         ({"use_speculative_decoding": 0}, "use_speculative_decoding=0 is not possible"),
         ({"max_batch_size": True}, "max_batch_size=True is not possible"),
+        (
+            {"max_num_batched_tokens": 7},
+            "max_num_batched_tokens=7 is not possible: it must be at least max_batch_size=8",
+        ),
         ({"draft": 3}, "draft=3 is not possible"),
     ],
 )
@@ -208,6 +214,13 @@ def test_a_folder_with_a_colon_in_its_name_is_a_draft_model(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("n", 0),
+        ("spec_length", 0),
+        ("spec_length", 65),
+        ("priority", 0.5),
+        ("priority", "high"),
+        ("cache_salt", 3),
+        ("draft", 3),
         ("temperature", -1.0),
         ("temperature", 1e-6),
         ("temperature", float("nan")),

@@ -34,6 +34,8 @@ from forerun.models.layers import DecoderConfig, empty_weights
 from forerun.models.weights import BLOCK_BYTES
 from tiny import write_tiny
 
+pytestmark = pytest.mark.once("plans, and processes that name their drafters")
+
 # ------------------------------------------------------------------------------------------------ exact to the byte
 
 

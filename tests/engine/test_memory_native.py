@@ -20,7 +20,7 @@ from forerun.engine.memory import memory_plan
 from forerun.engine.memory_native import GIVE_BACK_BYTES, HUGE_PAGE_BYTES, packed_bytes
 from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.once("plans, and passes without an engine")]
 CSRC = Path(__file__).parents[2] / "csrc"
 ODD = {"vocab_size": 2011, "hidden_size": 99, "num_heads": 5, "num_kv_heads": 1, "head_dim": 18, "ffn_size": 131}
 BIASED = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}

@@ -13,10 +13,10 @@ from forerun.types import SamplingParams, StepReport
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
 
 
-@pytest.mark.parametrize("policy", ["fixed", "auto"])
-def test_mixed_requests_in_little_memory_write_what_each_writes_alone(policy: str) -> None:
+@pytest.mark.speculation("off", "fixed", "auto")
+def test_mixed_requests_in_little_memory_write_what_each_writes_alone() -> None:
     wanted = mixed(1, 24)
-    engine = engine_with(160, policy=policy, prefill_chunk_tokens=16)
+    engine = engine_with(160, prefill_chunk_tokens=16)
     outputs = run(engine, requests := [engine.add(*one) for one in wanted])
     assert engine.scheduler.num_preemptions > 0
     assert sum(request.report.num_cached_tokens for request in requests) > 0
@@ -41,6 +41,7 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
     assert outputs == alone([([1] * 20, GREEDY), ([2] * 20, GREEDY)])
 
 
+@pytest.mark.once("about drafts of a fixed length")
 @pytest.mark.parametrize("tokens", [64, 80, 96, 128])
 def test_drafts_preempt_nobody(tokens: int) -> None:
     """Somebody is preempted only where the running ones have no room for one token each, drafts or not."""
@@ -168,6 +169,7 @@ def test_several_outputs_of_one_prompt_have_seeds_of_their_own_and_share_its_cac
 # ----------------------------------------------------------------------------------------------- choices of a request
 
 
+@pytest.mark.once("about the choice of a drafter")
 def test_a_request_may_choose_only_what_the_engine_has() -> None:
     engine = engine_with()
     with pytest.raises(BadOption, match=r"'eagle'.*lookup, model, none.*extra_drafts"):
@@ -176,6 +178,7 @@ def test_a_request_may_choose_only_what_the_engine_has() -> None:
         assert engine.add([1], SamplingParams(max_tokens=9, draft=wanted)).seq.draft == given
 
 
+@pytest.mark.once("about drafts of fixed lengths")
 def test_methods_and_lengths_stand_side_by_side_in_one_pass() -> None:
     engine = engine_with(spec_length=4)
     reports: list[StepReport] = []
@@ -193,6 +196,7 @@ def test_methods_and_lengths_stand_side_by_side_in_one_pass() -> None:
     assert reports[-1].drafts["model"].num_nodes == 6
 
 
+@pytest.mark.once("about drafts of a fixed length")
 def test_a_request_that_is_nearly_full_decodes_plainly_beside_others() -> None:
     engine = engine_with(spec_length=9)
     reports: list[StepReport] = []
@@ -205,16 +209,19 @@ def test_a_request_that_is_nearly_full_decodes_plainly_beside_others() -> None:
     assert [s.num_drafted for s in both.sequences] == [1, 9] or [s.num_drafted for s in both.sequences] == [0, 9]
 
 
-def test_the_draft_model_runs_a_long_prompt_beside_the_target() -> None:
-    engine = engine_with(prefill_chunk_tokens=16, catchup_tokens=16)
+@pytest.mark.once("about the draft model")
+@pytest.mark.parametrize("catchup_tokens", [16, 512])
+def test_the_draft_model_runs_a_long_prompt_beside_the_target(catchup_tokens: int) -> None:
+    """As many tokens as the target, not ahead of it: its steps would be the longer for it."""
+    engine = engine_with(prefill_chunk_tokens=16, catchup_tokens=catchup_tokens)
     reports: list[StepReport] = []
     engine.listen(reports.append)
     run(engine, [request := engine.add([i % 9 for i in range(100)], SamplingParams(max_tokens=9, temperature=0.0))])
     prefill = [report for report in reports if report.num_prefill_tokens]
     assert [report.drafts["model"].num_catchup_tokens for report in prefill] == [16] * 6 + [3]
-    first = next(report for report in reports if report.num_decoding)
-    assert first.num_drafted > 0
-    assert first.drafts["model"].num_catchup_tokens == 0
+    decoding = [report for report in reports if report.num_decoding]
+    assert decoding[0].num_drafted > 0
+    assert [report.drafts["model"].num_catchup_tokens for report in decoding if report.drafts] == [0] * len(decoding)
     assert request.report.draft_prefill_s > 0
 
 
@@ -224,7 +231,7 @@ def test_the_draft_model_runs_a_long_prompt_beside_the_target() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_random_arrivals_and_aborts_lose_no_block_and_answer_everybody_once(seed: int) -> None:
     random_ = random.Random(seed)
-    engine = engine_with(random_.choice((128, 192)), policy="auto", prefill_chunk_tokens=random_.choice((5, 64)))
+    engine = engine_with(random_.choice((128, 192)), prefill_chunk_tokens=random_.choice((5, 64)))
     wanted = mixed(seed, 150, longest=20)
     requests, finished = [], []
     while len(finished) < len(wanted):

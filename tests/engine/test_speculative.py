@@ -22,6 +22,8 @@ from forerun.rng import Branching, enumerate_outcomes
 from forerun.types import Draft, Probs
 from forerun.verify import chain
 
+pytestmark = pytest.mark.once("each compares plain decoding with speculation itself")
+
 
 @cache
 def make(**options: Any) -> LLM:

@@ -13,6 +13,7 @@ from forerun.pacing._acceptance import Acceptance
 from forerun.pacing._costs import DraftTime, PassTime
 from forerun.pacing._plan import Batch, Candidate, Search, evaluate
 from forerun.theory import formulas
+from forerun.types import SequenceStep, StepReport
 from pacing.simulator import CPU, GPU, QUIET, Machine, Track, World
 
 
@@ -155,6 +156,18 @@ def test_prompts_are_not_prepared_for_a_drafter_that_never_pays():
     world.run(pacing, 600)
     assert not pacing.prepares(world.sequence(0))
     assert pacing.prepares(World(lambda step, b: 0.0).sequence(1, spec_length=3))
+
+
+def test_a_drafter_that_is_still_behind_has_not_failed_to_find_anything():
+    pacing = auto.build(auto.Options(), None)
+    seq = World(lambda step, b: 0.8).sequence(0, spec_length=4)
+    for _ in range(20):
+        assert pacing.budget([seq], [16], [500], 0) == [4]
+        pacing.observe(
+            StepReport(num_decoding=1, num_rows=1, score_s=0.01, sequences=[SequenceStep(0, "model", 0, 0, 0)])
+        )
+    _, found = pacing._known["model"].gains(4)
+    assert found == pytest.approx(0.9), "what is believed before anything is known"
 
 
 # ---------------------------------------------------------------------------------------------------------- the parts

@@ -1,4 +1,4 @@
-"""The command line of tests/cli, and the shipped pair, loaded once."""
+"""The command line of tests/cli, and the shipped pair; what runs an engine runs with speculation off and auto."""
 
 from __future__ import annotations
 
@@ -9,16 +9,30 @@ from typing import Any
 
 import pytest
 
-from cli.conftest import checkpoints, cli, process, start
+from cli.conftest import checkpoints, cli as any_cli, process, start as any_start
 from forerun import LLM
+from speculation import environment, llm_options, pytest_generate_tests, speculation
 
-__all__ = ["checkpoints", "cli", "process", "start"]  # fixtures, found here by their names
+# Found here by their names.
+__all__ = ["any_cli", "any_start", "checkpoints", "process", "pytest_generate_tests", "speculation"]
 
 
-@pytest.fixture(scope="session")
-def llm() -> LLM:
-    """The shipped target with its shipped drafter."""
-    return LLM()
+@pytest.fixture
+def cli(any_cli: Callable[..., Any]) -> Callable[..., Any]:
+    """`forerun ...` in this process, with or without speculation where its arguments do not say so."""
+    return lambda *arguments, **env: any_cli(*arguments, **{**environment(), **env})
+
+
+@pytest.fixture
+def start(any_start: Callable[..., Any]) -> Callable[..., Any]:
+    """The same as a process of its own, which `process` runs to its end."""
+    return lambda *arguments, **env: any_start(*arguments, **{**environment(), **env})
+
+
+@pytest.fixture(scope="module")
+def llm(speculation: str | None) -> LLM:
+    """The shipped target, with its shipped drafter or without."""
+    return LLM(**llm_options())
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ import pytest
 from forerun.errors import BadOption, CapacityError
 from forerun.serve.answers import AnswerFile
 
+pytestmark = pytest.mark.once("no engine runs: the file of answers alone")
+
 
 def answer(custom_id: str, status: int = 200) -> dict[str, Any]:
     response = {"status_code": status, "request_id": "req_0", "body": {"text": "é\u2028\n" * 3}}

@@ -19,6 +19,7 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.serve.batch import seed_of
 from forerun.serve.openai import CHAT, COMPLETIONS
+from speculation import environment
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
 CODE = (
@@ -183,7 +184,7 @@ def test_ctrl_c_in_a_terminal_that_shows_a_bar(cli: Any, write: Any, answers_in:
     short = [(f"short-{i}", COMPLETIONS, {"prompt": "x", "max_tokens": 2}) for i in range(2)]
     requests, out = write(*short, *long), tmp_path / "out.jsonl"
     command = ["-m", "forerun.cli", "batch", str(requests), str(out)]
-    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    env = {**os.environ, **environment(), "TERM": "xterm-256color", "COLUMNS": "100"}
     child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=90, env=env, dimensions=(24, 100))
     child.expect(r"2/42\D.* \d+\.\d tokens/s")
     other = cli("batch", str(requests), str(out), "--target", "nowhere")
@@ -220,6 +221,7 @@ MALFORMED = {
 }
 
 
+@pytest.mark.once("nothing is run")
 @pytest.mark.parametrize("case", MALFORMED)
 def test_malformed_lines_are_refused_before_anything_is_run(cli: Any, tmp_path: Path, case: str) -> None:
     line, sentence = MALFORMED[case]
@@ -232,6 +234,7 @@ def test_malformed_lines_are_refused_before_anything_is_run(cli: Any, tmp_path: 
     assert not out.exists()
 
 
+@pytest.mark.once("nothing is run")
 def test_the_first_malformed_lines_are_named(cli: Any, tmp_path: Path) -> None:
     requests = tmp_path / "in.jsonl"
     requests.write_bytes(GOOD.encode() + b"\n\n" + b"\xff\n" * 7)
@@ -245,6 +248,7 @@ def test_the_first_malformed_lines_are_named(cli: Any, tmp_path: Path) -> None:
     assert "is not a file" in cli("batch", "/dev/null", str(tmp_path / "out.jsonl")).stderr
 
 
+@pytest.mark.once("nothing is run")
 def test_wrong_outputs_and_models_without_a_template(cli: Any, write: Any, tmp_path: Path) -> None:
     requests, out = write(("a", CHAT, {"messages": messages("x")})), tmp_path / "out.jsonl"
     before = requests.read_bytes()
@@ -259,6 +263,7 @@ def test_wrong_outputs_and_models_without_a_template(cli: Any, write: Any, tmp_p
 # -------------------------------------------------------------------------------------------------------------- help
 
 
+@pytest.mark.once("nothing is run")
 def test_every_option_of_the_engine_that_generate_has(cli: Any) -> None:
     """Those of sampling are in the bodies; what generate prints and reads is not here."""
     flags = {
@@ -272,6 +277,7 @@ def test_every_option_of_the_engine_that_generate_has(cli: Any) -> None:
     assert flags["generate"] - sampling - {"--prompt-file", "--json", "--rounds"} == flags["batch"]
 
 
+@pytest.mark.once("nothing is run")
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom forerun.cli import main\ntry:\n    main(['batch', '--help'])\nexcept SystemExit:\n    pass\n"

@@ -11,7 +11,9 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.errors import BadOption, CapacityError, InternalError, NotFound, PromptTooLong
 from forerun.serve.openai import CHAT, COMPLETIONS, Refused, answer_body, error_answer, model_names, read_body
+from speculation import llm_options
 
+pytestmark = pytest.mark.once("no engine runs: bodies alone")  # except where a test says otherwise
 HELLO = [{"role": "user", "content": "hello"}]
 NAMES = ("small", "models/small")
 
@@ -178,6 +180,7 @@ def test_errors_of_the_engine_have_a_status() -> None:
 # --------------------------------------------------------------------------------------------------------- answers
 
 
+@pytest.mark.speculation("off", "auto")
 def test_an_answer_counts_its_prompts_once(llm: LLM) -> None:
     job = read(COMPLETIONS, prompt=["def f(", "class A:"], n=2, seed=1, max_tokens=5)
     outputs = llm.generate(list(job.prompts), job.params)
@@ -193,6 +196,7 @@ def test_an_answer_counts_its_prompts_once(llm: LLM) -> None:
     assert report["mean_accepted_length"] == report["num_emitted"] / report["num_steps"]
 
 
+@pytest.mark.speculation("off", "auto")
 def test_logprobs_spell_the_text(llm: LLM) -> None:
     params = SamplingParams(max_tokens=30, seed=3, logprobs=2)
     output = llm.generate("def f(x):\n    return", params)[0]
@@ -216,9 +220,10 @@ def test_logprobs_spell_the_text(llm: LLM) -> None:
     assert all(len(entry["top_logprobs"]) == 2 for entry in chat)
 
 
+@pytest.mark.speculation("off", "auto")
 def test_a_token_that_is_part_of_a_character_is_called_by_its_bytes(checkpoints: Path) -> None:
     """A model whose tokens are bytes, made to write characters of two and three bytes, and the end."""
-    llm = LLM(checkpoints / "llama", draft="none")
+    llm = LLM(checkpoints / "llama", **llm_options())
     ids = llm.tokenizer.encode("é€")
     prompt = llm.tokenizer.encode("a")
     for i in range(len(ids)):
@@ -235,9 +240,10 @@ def test_a_token_that_is_part_of_a_character_is_called_by_its_bytes(checkpoints:
     assert (entry["message"]["content"], entry["finish_reason"]) == ("", "stop")
 
 
+@pytest.mark.speculation("off", "auto")
 def test_bytes_of_random_tokens_are_those_of_the_text(checkpoints: Path) -> None:
     """The random model writes any bytes: what the entries hold, decoded together, is the text."""
-    llm = LLM(checkpoints / "llama", draft="none")
+    llm = LLM(checkpoints / "llama", **llm_options())
     params = SamplingParams(max_tokens=60, temperature=5.0, seed=11, ignore_eos=True, logit_bias={0: -1e9}, logprobs=1)
     output = llm.generate("é", params)[0]
     body = answer_body(read(CHAT, logprobs=True), [output], llm.tokenizer, answer_id="0", created_s=0)

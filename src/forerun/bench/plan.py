@@ -38,6 +38,7 @@ MEMORY_HELP = "what there is, as 16GB, 16GiB or 8e9 [default: what this machine 
 def plan(
     target: flags.Target = None,
     draft: flags.Draft = None,
+    extra_drafts: flags.ExtraDrafts = None,
     shape: Annotated[str | None, typer.Option(help=f"the target {SHAPE_HELP}", show_default=False)] = None,
     draft_shape: Annotated[str | None, typer.Option(help=f"the draft model {SHAPE_HELP}", show_default=False)] = None,
     spec_length: flags.SpecLength = None,
@@ -69,10 +70,14 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """The models of a configuration, the type they are computed in and the device: "cpu" or "cuda"."""
+    """The models of a configuration, the type they are computed in and the device: "cpu" or "cuda".
+
+    extra_drafts: by what they are called in the configuration.
+    """
 
     target: DecoderConfig
     draft: DecoderConfig | None
+    extra_drafts: Mapping[str, DecoderConfig]
     dtype: torch.dtype
     device: str
 
@@ -80,7 +85,7 @@ class Models:
     def of(cls, config: EngineConfig, shape: str | None, draft_shape: str | None) -> Models:
         """Read from the config.json that the configuration names. Raises UserError for what LLM would not load."""
         from forerun.engine.opening import SHIPPED_TARGET
-        from forerun.engine.planning import device_of, draft_name, dtype_of
+        from forerun.engine.planning import device_of, draft_name, dtype_of, extra_draft_names
 
         raw = _config_of(config.target or str(SHIPPED_TARGET))
         name = draft_name(config)
@@ -90,6 +95,7 @@ class Models:
         return cls(
             target=_shaped(raw, shape),
             draft=None if name is None else _shaped(_config_of(name), draft_shape),
+            extra_drafts={spec: _shaped(_config_of(path), None) for spec, path in extra_draft_names(config).items()},
             dtype=dtype_of(config, device, raw),
             device=device,
         )
@@ -105,7 +111,13 @@ class Models:
                 raise BadOption("device='cuda' needs memory=... here: torch sees no CUDA device that could be asked")
             available = available_bytes(self.device)
         return memory_plan(
-            self.target, self.draft, config, dtype=self.dtype, device=self.device, available_bytes=available
+            self.target,
+            self.draft,
+            config,
+            dtype=self.dtype,
+            device=self.device,
+            available_bytes=available,
+            extra_drafts=self.extra_drafts,
         )
 
     def settings(self, config: EngineConfig) -> dict[str, Any]:
@@ -116,7 +128,7 @@ class Models:
         return {
             "max_batch_size": config.max_batch_size,
             "max_seq_len": resolve_max_seq_len(config.max_seq_len, self.target.max_positions),
-            "spec_length": 0 if config.draft == "none" else config.longest_draft,
+            "spec_length": 0 if config.draft == "none" and not self.extra_drafts else config.longest_draft,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": self.device,
             "ops": ops.resolve(config.ops, self.device),
@@ -175,6 +187,7 @@ def plan_lines(settings: Mapping[str, Any], plan: MemoryPlan) -> Iterator[str]:
         f"drafted per step, {settings['dtype']} on {settings['device']} ({settings['ops']})",
         WIDTH,
     )
+    yield from (textwrap.fill(f"{label}: {spec}", WIDTH) for label, spec in plan.extra_drafts.items())
     yield ""
     yield f"{'':22}{'GB':>8}{'GiB':>8}"
     yield from (_line(part) for part in plan.parts)

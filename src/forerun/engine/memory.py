@@ -12,7 +12,7 @@ both under the name GB: 8 x 4096 tokens of 114,688 bytes are 3.5 GiB and 3.76 GB
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,7 @@ from forerun.models.layers import DecoderConfig
 
 DEFAULT_MAX_SEQ_LEN = 4096  # tokens; a model's own limit may be far beyond what its cache should take unasked
 SAMPLING_BYTES = 48  # per id, for one row at a time: what sampling and the Gumbel noise compute with, mostly float64
+EXTRA_DRAFT = "extra draft"
 MIN_SEQ_LEN = PAGED_BLOCK_TOKENS  # tokens; no suggestion goes below it
 
 
@@ -38,13 +39,15 @@ class MemoryPlan:
 
     available_bytes: None = nobody said. suggestions: each is a set of options that together make it fit, every other
     option as it was; empty where it fits, and where nothing does. later: what a process that runs for long comes to
-    hold on top, which is not in the total.
+    hold on top, which is not in the total. extra_drafts: what the parts of each model among the extra drafters
+    begin with -> what it is called in the configuration.
     """
 
     parts: tuple[MemoryPart, ...]
     available_bytes: int | None = None
     suggestions: tuple[Mapping[str, int], ...] = ()
     later: tuple[MemoryPart, ...] = ()
+    extra_drafts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -60,8 +63,12 @@ class MemoryPlan:
         """Bytes of the parts with these names; a part that is not there has none."""
         return sum(part.bytes for part in self.parts if part.name in names)
 
+    def bytes_for(self, what: str) -> int:
+        """Bytes of one kind, "weights" or "KV cache", of all models."""
+        return sum(part.bytes for part in self.parts if part.name.endswith(what))
+
     def verdict(self) -> str:
-        """One sentence: whether it fits, with numbers, and what to change if not."""
+        """One sentence: whether it fits, with numbers, and what to change if not; one more about extra draft models."""
         need = gigabytes(self.total_bytes)
         if self.available_bytes is None:
             return f"{need} are needed."
@@ -70,15 +77,25 @@ class MemoryPlan:
             return f"It fits: {need} of {have}, {gigabytes(self.available_bytes - self.total_bytes)} to spare."
         if self.suggestions:
             ways = [" and ".join(f"{k}={v}" for k, v in options.items()) for options in self.suggestions]
-            return f"It does not fit: {need} are needed of {have}. It would fit with {' or '.join(ways)}."
-        weights = self.bytes_of("target weights", "draft weights")
+            fitting = f"It would fit with {' or '.join(ways)}.{self._extra()}"
+            return f"It does not fit: {need} are needed of {have}. {fitting}"
+        weights = self.bytes_for("weights")
         if weights > self.available_bytes:
-            return f"Nothing fits: the weights alone need {gigabytes(weights)}, and {have} are available."
-        rest = self.total_bytes - weights - self.bytes_of("target KV cache", "draft KV cache")
+            alone = f"the weights alone need {gigabytes(weights)}"
+            return f"Nothing fits: {alone}, and {have} are available.{self._extra()}"
+        rest = self.total_bytes - weights - self.bytes_for("KV cache")
         return (
             f"Nothing fits: beside {gigabytes(weights)} of weights there is no room in {have} for one short sequence "
-            f"and its activations, {gigabytes(rest)} as configured; lower prefill_chunk_tokens."
+            f"and its activations, {gigabytes(rest)} as configured; lower prefill_chunk_tokens.{self._extra()}"
         )
+
+    def _extra(self) -> str:
+        """What leaving out the extra draft models would save, as a further sentence."""
+        if not self.extra_drafts:
+            return ""
+        num_bytes = sum(part.bytes for part in self.parts if part.name.startswith(EXTRA_DRAFT))
+        named = "; ".join(self.extra_drafts.values())
+        return f" Weights and KV cache of extra_drafts={named!r} are {gigabytes(num_bytes)} of that."
 
 
 def gigabytes(num_bytes: int) -> str:
@@ -95,16 +112,21 @@ def memory_plan(
     dtype: torch.dtype,
     device: str = "cpu",
     available_bytes: int | None = None,
+    extra_drafts: Mapping[str, DecoderConfig] | None = None,
 ) -> MemoryPlan:
     """The plan for a target and its draft model (None = a drafter without a model) under the engine's options.
 
-    dtype: of weights and caches, of both models. device: "cpu" or "cuda"; on "cuda" the plan is of its memory, and the
+    extra_drafts: the models among the extra drafters, by what they are called in the configuration.
+    dtype: of weights and caches, of all models. device: "cpu" or "cuda"; on "cuda" the plan is of its memory, and the
     probability rows are left out, because they lie on the host. Raises BadOption as the engine itself would for ops,
     max_seq_len and kv_cache_tokens.
     """
-    needs = _Needs(target, draft, config, dtype, device)
-    parts = needs.parts()
-    plan = MemoryPlan(parts, available_bytes, later=needs.later())
+    extra = extra_drafts or {}
+    labels = [EXTRA_DRAFT if number == 1 else f"{EXTRA_DRAFT} {number}" for number in range(1, len(extra) + 1)]
+    drafts = ({} if draft is None else {"draft": draft}) | dict(zip(labels, extra.values(), strict=True))
+    needs = _Needs(target, drafts, config, dtype, device)
+    names = dict(zip(labels, extra, strict=True))
+    plan = MemoryPlan(needs.parts(), available_bytes, later=needs.later(), extra_drafts=names)
     return plan if plan.fits else replace(plan, suggestions=tuple(_suggestions(needs, available_bytes or 0)))
 
 
@@ -139,7 +161,7 @@ class _Needs:
     """Everything that decides the sizes."""
 
     target: DecoderConfig
-    draft: DecoderConfig | None
+    drafts: Mapping[str, DecoderConfig]
     config: EngineConfig
     dtype: torch.dtype
     device: str
@@ -150,7 +172,9 @@ class _Needs:
 
     @property
     def spec_length(self) -> int:
-        return 0 if self.config.draft == "none" else self.config.longest_draft
+        """Of requests that draft as the engine does, or, where there is an extra model, of those that choose it."""
+        idle = self.config.draft == "none" and not any(name.startswith(EXTRA_DRAFT) for name in self.drafts)
+        return 0 if idle else self.config.longest_draft
 
     @property
     def num_pool_tokens(self) -> int:
@@ -165,7 +189,7 @@ class _Needs:
         return sum(part.bytes for part in self.parts())
 
     def parts(self) -> tuple[MemoryPart, ...]:
-        models = {"target": self.target} | ({} if self.draft is None else {"draft": self.draft})
+        models = {"target": self.target, **self.drafts}
         pools = [self._pool(name, model.cache_shape) for name, model in models.items()]
         activations = self.sizes.activations(self._passes())
         running = [*self.sizes.weights(models), *pools, *activations, *self._probabilities()]
@@ -185,8 +209,8 @@ class _Needs:
 
     def _passes(self) -> list[Pass]:
         """The largest pass of each model; they follow each other."""
-        drafts = [self._draft_pass(self.draft)] if self.draft is not None and self.spec_length else []
-        return [self._target_pass(), *drafts]
+        drafts = self.drafts if self.spec_length else {}
+        return [self._target_pass(), *(self._draft_pass(name, model) for name, model in drafts.items())]
 
     def _loading(self, models: Mapping[str, DecoderConfig], running: list[MemoryPart]) -> list[MemoryPart]:
         """Where reading and packing the models, one after the other, takes more than running them: the difference."""
@@ -223,16 +247,19 @@ class _Needs:
             num_logits=batch * verified,
         )
 
-    def _draft_pass(self, draft: DecoderConfig) -> Pass:
+    def _draft_pass(self, name: str, draft: DecoderConfig) -> Pass:
         """Committed tokens that its cache lacks: whole prompts, within the budget; then one row per sequence."""
         batch, length, pool = self.config.max_batch_size, self.max_seq_len, self.num_pool_tokens
         num_rows = max(min(self.config.draft_catchup_tokens, batch * length, pool), batch)
         longest = min(num_rows, length)
         context, num_read = min(length, pool), min(batch * length, pool)
-        return Pass("draft", draft, num_rows, longest, num_rows, context, num_read, batch)
+        return Pass(name, draft, num_rows, longest, num_rows, context, num_read, batch)
 
     def _probabilities(self) -> list[MemoryPart]:
-        """Dense laws of one step, at temperature > 0; greedy laws and those of model-less drafters are point masses."""
+        """Dense laws of one step, at temperature > 0; greedy laws and those of model-less drafters are point masses.
+
+        Each sequence is served by one drafter, so that several models together draft no more rows than one.
+        """
         if self.device != "cpu":
             return []
         batch, verified, num_ids = self.config.max_batch_size, self.spec_length + 1, self.target.vocab_size
@@ -241,7 +268,7 @@ class _Needs:
             (batch * verified * PROB_BYTES + SAMPLING_BYTES) * num_ids,
             f"{batch} x {verified} rows of {num_ids:,} x {PROB_BYTES} bytes, {SAMPLING_BYTES} more for one",
         )
-        if self.draft is None or not self.spec_length:
+        if not self.drafts or not self.spec_length:
             return [target]
         num_bytes = batch * self.spec_length * num_ids * PROB_BYTES
         how = f"{batch} x {self.spec_length} rows of {num_ids:,} x {PROB_BYTES} bytes"

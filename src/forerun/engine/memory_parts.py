@@ -26,7 +26,7 @@ class MemoryPart:
 
 @dataclass(frozen=True)
 class Pass:
-    """The largest forward pass of a model; name: "target" or "draft".
+    """The largest forward pass of a model; name: "target", "draft", or an extra draft model's.
 
     num_rows: new tokens. longest_run: of one sequence. num_masked: rows in runs of more than one token, which need a
     mask. context: cached and new tokens that one row may see. num_read: the same over all runs. num_logits: rows whose
@@ -45,14 +45,14 @@ class Pass:
     @property
     def kept_bytes(self) -> int:
         """Logits that are held while the next pass runs: a drafter's last ones."""
-        return self.num_logits * self.model.vocab_size * PROB_BYTES if self.name == "draft" else 0
+        return self.num_logits * self.model.vocab_size * PROB_BYTES if self.name != "target" else 0
 
 
 class Sizes(Protocol):
     """What operators need in memory: one class for each kind, with everything that decides its sizes."""
 
     def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
-        """The weights as they are kept, of "target" and "draft"."""
+        """The weights as they are kept, of "target", "draft" and extra draft models."""
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
         """What passes that follow each other compute with, an upper bound."""

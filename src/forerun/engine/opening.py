@@ -50,7 +50,8 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokeni
     """Raise UserError for whatever the small files of both models show; returns the target's tokenizer."""
     ops.resolve(config.ops, _device(config.device).type)
     pacing.make(config.pacing_spec, config.spec_length)
-    method, options = drafters.resolve(config.draft, is_shipped(config.target) or has_loaded_draft)
+    has_own = is_shipped(config.target) or has_loaded_draft
+    methods = [drafters.resolve(spec, has_own) for spec in (config.draft, *config.extra_draft_specs)]
     folder = target_files(config)
     max_positions = read_config(read_raw_config(folder)).max_positions
     max_seq_len = resolve_max_seq_len(config.max_seq_len, max_positions)
@@ -65,7 +66,8 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokeni
         sampling_defaults(folder)
     if config.chat_template is not None:
         ChatTemplate.load(folder, config.chat_template)
-    drafters.check(method, options, tokenizer)
+    for method, options in methods:
+        drafters.check(method, options, tokenizer)
     return tokenizer
 
 

@@ -28,6 +28,7 @@ def refuse_what_does_not_fit(config: EngineConfig) -> None:
         read_config(raw),
         None if name is None else read_config(read_raw_config(name)),
         config,
+        extra_drafts={spec: read_config(read_raw_config(path)) for spec, path in extra_draft_names(config).items()},
         dtype=dtype_of(config, device, raw),
         device=device,
         available_bytes=available_bytes(device),
@@ -38,7 +39,17 @@ def refuse_what_does_not_fit(config: EngineConfig) -> None:
 
 def draft_name(config: EngineConfig) -> str | None:
     """The draft model that LLM would load; None for a drafter without a model. Raises BadOption where none is named."""
-    method, options = drafters.resolve(config.draft, is_shipped(config.target))
+    return _model_of(config.draft, config)
+
+
+def extra_draft_names(config: EngineConfig) -> dict[str, str]:
+    """The models that LLM would load for `extra_drafts`, by what each is called there. Raises as `draft_name`."""
+    found = ((spec, _model_of(spec, config)) for spec in config.extra_draft_specs)
+    return {spec: name for spec, name in found if name is not None}
+
+
+def _model_of(spec: str, config: EngineConfig) -> str | None:
+    method, options = drafters.resolve(spec, is_shipped(config.target))
     if method != "model":
         return None
     name: str | None = options.path or (str(SHIPPED_DRAFT) if is_shipped(config.target) else None)

@@ -1,0 +1,18 @@
+"""What every test may rely on: the marks of speculation.py, and its line at the end of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from speculation import summary
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "once(reason): not once per mode of speculation (tests/speculation.py)")
+    config.addinivalue_line("markers", "speculation(*modes): the modes, where not off and auto (tests/speculation.py)")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    line = summary([report.nodeid for report in terminalreporter.stats.get("passed", [])])
+    if line is not None:
+        terminalreporter.write_line(line)

@@ -1,0 +1,270 @@
+"""What a step tells its listeners, its pacing and its drafters: numbers that agree with what was really done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from engine.load import DRAFT, MODEL, alone, engine_with, mixed, run, runner_with
+from forerun.drafters.model import ModelDrafter
+from forerun.engine.advice import Advisor
+from forerun.engine.crew import Crew
+from forerun.engine.engine import Engine
+from forerun.pacing import Pacing, make
+from forerun.types import Probs, SamplingParams, Sequence, StepReport
+
+
+class Told(Pacing):
+    """Grants what it is told to, and remembers what it hears."""
+
+    def __init__(self, granted: int, *, prepares: bool = True) -> None:
+        self.granted, self.wants_prompts = granted, prepares
+        self.asked: list[tuple[list[int], list[int], list[int], int]] = []  # ids, limits, lags, other rows
+        self.depths: list[tuple[int, int]] = []  # id, depth
+        self.most: dict[int, int] = {}  # by id: where go_on ends a draft
+        self.heard: list[StepReport] = []
+        self.ended: list[int] = []
+
+    def budget(self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int) -> list[int]:
+        self.asked.append(([seq.id for seq in seqs], [*limits], [*lags], num_other_rows))
+        return [self.granted] * len(seqs)
+
+    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs) -> bool:
+        self.depths.append((seq.id, depth))
+        return depth < self.most.get(seq.id, 99)
+
+    def prepares(self, seq: Sequence) -> bool:
+        return self.wants_prompts
+
+    def observe(self, report: StepReport) -> None:
+        self.heard.append(report)
+
+    def end(self, seq: Sequence) -> None:
+        self.ended.append(seq.id)
+
+
+def greedy(max_tokens: int, **more: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.speculation("off", "fixed", "auto")
+def test_reports_of_steps_add_up() -> None:
+    """Of a mixed batch in little memory: to the sequences, the rounds, the drafters, and the requests."""
+    engine = engine_with(192, prefill_chunk_tokens=16, catchup_tokens=24)
+    reports: list[StepReport] = []
+    engine.listen(reports.append, detail=True)
+    outputs = run(engine, requests := [engine.add(*one) for one in mixed(5, 16)])
+    for report in reports:
+        assert report.num_decoding == len(report.sequences) == len(report.rounds)
+        for name in ("drafted", "tested", "accepted"):
+            assert getattr(report, f"num_{name}") == sum(getattr(s, f"num_{name}") for s in report.sequences)
+        for s, r in zip(report.sequences, report.rounds, strict=True):
+            assert (s.num_drafted, s.num_tested, s.num_accepted) == (len(r.tokens), len(r.trials), len(r.accepted))
+        assert report.num_context_tokens == sum(r.position - 1 for r in report.rounds)
+        assert report.num_emitted == report.num_accepted + report.num_decoding
+        for name, draft in report.drafts.items():
+            own = [s.num_drafted for s in report.sequences if s.draft == name]
+            assert (draft.num_nodes, draft.depth) == (sum(own), max(own, default=0))
+            assert draft.num_sequences == sum(num > 0 for num in own)
+            assert 0 <= draft.catchup_s <= draft.seconds
+            assert (draft.catchup_s > 0) == (draft.num_catchup_tokens > 0)
+            granted = [r.granted for s, r in zip(report.sequences, report.rounds, strict=True) if s.draft == name]
+            assert any(granted) or draft.num_catchup_tokens, "a drafter was asked for nobody"
+    assert sum(report.num_committed for report in reports) == sum(map(len, outputs))
+    assert sum(report.num_emitted for report in reports) == sum(r.report.num_emitted for r in requests)
+    prefill_s = sum(draft.catchup_s for report in reports for draft in report.drafts.values())
+    assert sum(r.report.draft_prefill_s for r in requests) == pytest.approx(prefill_s)
+    assert prefill_s > 0
+
+
+@pytest.mark.speculation("fixed", "auto")
+def test_a_request_report_is_made_of_its_rounds() -> None:
+    engine = engine_with(spec_length=6)
+    rounds = []
+    engine.listen(lambda report: rounds.extend(report.rounds), detail=True)
+    run(engine, [request := engine.add([1, 2, 3], greedy(60, draft="model"))])
+    report = request.report
+    assert report.rounds == [(len(r.tokens), len(r.accepted)) for r in rounds]
+    assert report.acceptance_rates == [len(r.accepted) / len(r.tokens) for r in rounds if r.tokens]
+    assert report.acceptance_rate == sum(len(r.accepted) for r in rounds) / sum(len(r.tokens) for r in rounds)
+    longest = max(len(r.tokens) for r in rounds)
+    assert report.drafted_per_position == [sum(len(r.tokens) > i for r in rounds) for i in range(longest)]
+    assert report.accepted_per_position == [sum(len(r.accepted) > i for r in rounds) for i in range(longest)]
+    last = {True: "bonus", False: "correction"}
+    expected = []
+    for r in rounds:
+        expected += ["accepted"] * len(r.accepted)
+        expected.append(last[len(r.accepted) == len(r.tokens)] if r.tokens else "plain")
+    assert report.origins == expected
+    assert {"bonus", "correction"} <= set(expected)
+
+
+@pytest.mark.once("about drafts of a fixed length")
+def test_a_round_that_a_stop_id_cuts_counts_what_it_emitted_and_what_was_committed() -> None:
+    (plain,) = alone([([5, 6], greedy(30))])
+    cut = 0
+    for end in set(plain):
+        engine = engine_with(spec_length=8)
+        reports: list[StepReport] = []
+        engine.listen(reports.append)
+        (output,) = run(engine, [request := engine.add([5, 6], greedy(30, stop_token_ids=(end,)))])
+        assert sum(report.num_committed for report in reports) == len(output)
+        emitted = sum(report.num_emitted for report in reports)
+        assert emitted == request.report.num_emitted >= len(output)
+        cut += emitted > len(output)
+    assert cut > 0
+
+
+def test_the_step_after_an_interrupted_one_reports_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What finished in the interrupted step is over; the others go on, and the drafter is not counted twice."""
+    engine = engine_with(policy="fixed")
+    requests = [engine.add([i, 3], greedy(1 if i == 0 else 20, draft="model")) for i in range(3)]
+    original = type(requests[1]).commit
+
+    def interrupted(self, *arguments):  # type: ignore[no-untyped-def]
+        if self is requests[1]:
+            raise KeyboardInterrupt
+        return original(self, *arguments)
+
+    monkeypatch.setattr(type(requests[1]), "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, requests)
+    monkeypatch.undo()
+    assert requests[0].seq.finish_reason == "length"
+    reports: list[StepReport] = []
+    engine.listen(reports.append)
+    engine.step()
+    assert requests[0] not in engine.scheduler.running
+    assert reports[0].drafts["model"].num_nodes == reports[0].num_drafted > 0
+    assert run(engine, requests) == alone([(r.seq.tokens[:2], greedy(r.seq.max_len - 2)) for r in requests])
+
+
+@pytest.mark.once("about drafts of a fixed length")
+def test_advice_rests_on_what_the_steps_of_this_engine_took() -> None:
+    engine = engine_with(policy="fixed")
+    run(engine, [request := engine.add([1, 2, 3], greedy(40, draft="model"))])
+    assert engine._advisor.tokens_per_unit(request, 4) != Advisor().tokens_per_unit(request, 4)
+
+
+# ----------------------------------------------------------------------------------------------------------- pacing
+
+
+@pytest.mark.once("about what a pacing policy hears")
+def test_a_policy_hears_every_step_and_every_end() -> None:
+    policy = Told(3)
+    engine = engine_with(policy=policy, max_batch_size=3)
+    reports: list[StepReport] = []
+    engine.listen(reports.append)
+    requests = [engine.add([i], greedy(9)) for i in range(5)]
+    engine.step()
+    engine.abort(requests[1])
+    run(engine, requests)
+    assert policy.heard == reports
+    assert sorted(policy.ended) == [request.seq.id for request in requests]
+
+
+@pytest.mark.once("about what a pacing policy grants")
+def test_whatever_a_policy_grants_stays_within_the_limits_of_the_step() -> None:
+    for granted in (1000, -1):
+        policy = Told(granted)
+        engine = engine_with(112, policy=policy, max_num_batched_tokens=24, prefill_chunk_tokens=8)
+        reports: list[StepReport] = []
+        engine.listen(reports.append)
+        wanted = [([i] * 10, greedy(40)) for i in range(4)]
+        assert run(engine, [engine.add(*one) for one in wanted]) == alone(wanted)
+        assert max(report.num_rows for report in reports) <= 24
+        assert (sum(report.num_drafted for report in reports) > 0) == (granted > 0)
+        assert all(0 <= limit <= 64 for _, limits, _, _ in policy.asked for limit in limits)
+
+
+@pytest.mark.once("about what a pacing policy is asked")
+def test_a_policy_learns_how_far_behind_each_drafter_is() -> None:
+    """Nobody prepared the prompts: all of it but the two tokens that a round leaves; nothing for lookup and none."""
+    policy = Told(0, prepares=False)
+    engine = engine_with(policy=policy, prefill_chunk_tokens=16)
+    drafts = {engine.add([1] * 40, greedy(20, draft=draft)).seq.id: draft for draft in ("model", "lookup", "none")}
+    late = engine.add([2] * 30, greedy(2))
+    while late.seq.finish_reason is None:
+        engine.step()
+    lags = {id_: [lag for ids, _, lags, _ in policy.asked for i, lag in zip(ids, lags, strict=True) if i == id_]
+            for id_ in drafts}  # fmt: skip
+    for id_, draft in drafts.items():
+        assert lags[id_][:3] == ([38, 39, 40] if draft == "model" else [0, 0, 0])
+    assert max(other for *_, other in policy.asked) == 16
+    assert policy.asked[-1][-1] == 0
+    assert all("model" not in report.drafts for report in policy.heard)
+
+
+@pytest.mark.once("about what a pacing policy is asked")
+def test_each_draw_is_asked_for_with_its_own_sequence() -> None:
+    """Drafters that serve some of the batch number its sequences anew; the policy does not."""
+    policy = Told(6)
+    engine = engine_with(policy=policy)
+    choices = ("lookup", "model", "lookup", "none", "model")
+    requests = [engine.add([1, 2, 3, 1, 2, 3, 1, 2], greedy(40, draft=draft)) for draft in choices]
+    policy.most = {request.seq.id: number for number, request in enumerate(requests)}
+    engine.step()
+    engine.step()
+    drafted = {s.sequence_id: s.num_drafted for s in policy.heard[-1].sequences}
+    assert [drafted[request.seq.id] for request in requests] == [0, 1, 2, 0, 4]
+    assert {id_ for id_, _ in policy.depths} == {r.seq.id for r in requests if r.seq.draft != "none"}
+
+
+# --------------------------------------------------------------------------------------------------- draft models
+
+
+@pytest.mark.once("about draft models")
+@pytest.mark.parametrize("names", ["aa", "ab"])
+def test_draft_models_together_keep_to_the_budget_of_a_step(names: str) -> None:
+    """Two long prompts, of one draft model or of one each: 16 tokens per step, and no more than the target reads."""
+    crew = Crew({name: ModelDrafter(runner_with(DRAFT, 1024)) for name in "ab"})
+    engine = Engine(
+        runner_with(MODEL, 1024),
+        crew,
+        make("fixed", 3),
+        max_seq_len=128,
+        prefill_chunk_tokens=64,
+        catchup_tokens=16,
+    )
+    reports: list[StepReport] = []
+    engine.listen(reports.append)
+    run(engine, [engine.add([i] * 90, greedy(8, draft=name)) for i, name in enumerate(names)])
+    reading = [report for report in reports if report.num_prefill_tokens and not report.num_decoding]
+    caught_up = [sum(draft.num_catchup_tokens for draft in report.drafts.values()) for report in reading]
+    assert caught_up == [16] * len(reading)
+    assert len(reading) > 1
+
+
+@pytest.mark.once("about draft models")
+@pytest.mark.parametrize("sizes", [(512, 64, 256), (64, 512, 256), (512, 256, 64)])
+def test_the_smallest_of_several_caches_decides_who_is_let_in(sizes: tuple[int, ...]) -> None:
+    target, *drafts = sizes
+    crew = Crew({name: ModelDrafter(runner_with(DRAFT, size)) for name, size in zip("ab", drafts, strict=True)})
+    engine = Engine(runner_with(MODEL, target), crew, make("fixed", 3), max_seq_len=128)
+    assert engine.scheduler.free_kv_tokens == 64
+    assert Crew({}).free_tokens() is None
+
+
+@pytest.mark.once("about the draft model")
+def test_a_draft_model_holds_what_was_committed_and_nothing_that_was_rejected() -> None:
+    """An exact copy of the target is never rejected by a greedy request, however often others were."""
+    crew = Crew({"copy": ModelDrafter(runner_with(MODEL, 1024)), "noisy": ModelDrafter(runner_with(DRAFT, 1024))})
+    engine = Engine(runner_with(MODEL, 1024), crew, make("fixed", 5), max_seq_len=128)
+    sampled = SamplingParams(max_tokens=60, temperature=1.0, seed=2, draft="copy", acceptance="ratio")
+    requests = [engine.add([1, 2, 3], greedy(60, draft="copy")), engine.add([4, 5], sampled)]
+    run(engine, requests)
+    assert requests[0].report.alpha_hat == 1.0
+    assert requests[1].report.alpha_hat == 1.0  # p = q in every test, so a ratio of 1
+    noisy = engine.add([1, 2, 3], greedy(60, draft="noisy"))
+    rounds = []
+    engine.listen(lambda report: rounds.extend(report.rounds), detail=True)
+    run(engine, [noisy])
+    assert 0 < noisy.report.num_accepted < noisy.report.num_drafted
+    laws = [(noisy.seq.tokens[: r.position], r.tokens[0]) for r in rounds if r.tokens]
+    for tokens, drafted in laws:  # the first guess of every round is that of the draft model after the committed tokens
+        engine = Engine(runner_with(DRAFT, 256), Crew({}), make("fixed", 1), max_seq_len=128)
+        assert run(engine, [engine.add(tokens, greedy(1))]) == [[drafted]]
