@@ -145,7 +145,7 @@ class PassTime:
         for i in range(1, len(state)):
             cov[i][i] += num_passes * _CURVE_DRIFT**2
         used = [(i, s) for i, s in enumerate(slope) if s]
-        noise = _NEW_NOISE**2 if num_seen == 1 else self._noise / num_passes
+        noise = _NEW_NOISE**2 if num_seen == num_passes else self._noise / num_passes
         before, self._used = self._used, used
         cross, prior = self._spread_of(used)
         square, limit = error * error, _OUTLIER**2 * (prior + noise)

@@ -23,7 +23,7 @@ _OPTIMISM = 1.5  # standard deviations
 _WORTH_TRYING = 1.02  # hoped-for gain
 _OTHER_WIDTH = 0.12  # relative difference from the present width, below which a trial would teach nothing
 _PROBE_SPACING = (8, 72, 256)  # steps from one probe of a drafter to the next: least, most, most for a bad one
-_PROBE_RETRY = 4  # steps after which a probe that could not begin is considered again
+_PROBE_RETRY = 6  # steps after which a probe that could not begin is considered again
 _BAD = 0.3  # acceptance of first tokens, over all requests, below which a drafter is one
 _GIVEN_UP = 64  # from which on its requests are not prepared for it
 _PROBE_CREDIT, _MOST_CREDIT = 2, 4  # rejections that end a probe: at first, and after acceptances
@@ -89,6 +89,11 @@ class Trials:
         self._left = 0  # steps of it
         self._probes: dict[str, _Probe] = {}
         self.next_step = 0  # at which `lengths` wants to be asked
+
+    @property
+    def is_trying(self) -> bool:
+        """True while a trial or a probe runs: what it shows is wanted at once."""
+        return self._left > 0 or any(probe.request is not None for probe in self._probes.values())
 
     def earn(self, seconds: float) -> None:
         """The share of a step that takes so many units of time."""

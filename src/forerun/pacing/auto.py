@@ -23,8 +23,9 @@ _UNSEEN_ROWS = 16  # rows that are taken for affordable before anything was meas
 _UNSEEN_NODES = 5  # nodes
 _WIDER = 1.5  # and how much wider than ever seen a pass may become at once
 _LEARNING_STEPS = 32  # of a request, in which its length may change in every step
-_LOOK_STEPS = 4  # from one look at what was measured to the next, and from one plan to the next at least
-_PLAN_STEPS = 16  # and at most
+_LOOK_STEPS = (4, 16)  # from one look at what was measured to the next: least, and most where looking takes long
+_OWN_SHARE = (0.015, 0.025)  # of a step, which looking and planning may take: below, they come oftener; above, rarer
+_PLAN_LOOKS = (1, 4)  # from one plan to the next: least, and most while nothing happens
 _SAME_BATCH = 1 / 8  # share of the requests that may come or go before the others are planned anew
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
 _SINGLE_CHANGES = 4  # requests per plan that are considered one by one
@@ -63,7 +64,7 @@ class AutoPacing(Pacing):
         self._requests: dict[int, Request] = {}
         self._trials = Trials(options.trial_share)
         self._step = self._next_look = self._next_plan = 0
-        self._spacing = _LOOK_STEPS
+        self._own, self._look_steps, self._plan_looks = _OwnTime(), _LOOK_STEPS[0], _PLAN_LOOKS[0]
         self._num_changed = 0  # requests that came or went since the last plan
         self._saving = 0.0  # units of time per token, by drafting
         self._ids: list[int] = []
@@ -93,13 +94,14 @@ class AutoPacing(Pacing):
         self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int, is_new: bool
     ) -> list[int]:
         """Look at what was measured, plan anew where it is time, and try something where that is due."""
-        self._learn()
         if is_new:
             ids = [seq.id for seq in seqs]
             self._num_changed += len(set(ids).symmetric_difference(self._ids))
-            self._ids, self._next_plan = ids, min(self._next_plan, self._step + _LOOK_STEPS)
-        requests = [self._request(*each) for each in zip(seqs, limits, lags, strict=True)]
+            self._ids, self._next_plan = ids, min(self._next_plan, self._step + self._look_steps)
         is_other = self._num_changed > _SAME_BATCH * len(seqs)
+        if is_other or self._trials.is_trying or self._step >= self._next_look:
+            self._learn()
+        requests = [self._request(*each) for each in zip(seqs, limits, lags, strict=True)]
         if requests and (is_other or self._step >= self._next_plan):
             self._num_changed = 0
             self._decide(requests, is_other)
@@ -130,6 +132,7 @@ class AutoPacing(Pacing):
             self._rounds.append((r, (granted, step.num_drafted, step.num_tested, step.num_accepted)))
             self._trials.observe(self._step, r, step.num_tested, step.num_accepted)
         self._asked = []
+        self._own.observe(report)
         self._times.observe(report)
 
     def _learn(self) -> None:
@@ -140,7 +143,8 @@ class AutoPacing(Pacing):
             self._known[r.draft].count(*numbers)
         self._rounds = []
         self._times.learn()
-        self._next_look = self._step + (1 if self._is_early else _LOOK_STEPS)
+        self._look_steps = self._own.spacing(self._look_steps)
+        self._next_look = self._step + (1 if self._is_early else self._look_steps)
 
     @property
     def _is_early(self) -> bool:
@@ -187,8 +191,8 @@ class AutoPacing(Pacing):
 
     def _settle(self, is_lively: bool) -> None:
         """The next plan is further away while nothing happens."""
-        self._spacing = _LOOK_STEPS if is_lively else min(2 * self._spacing, _PLAN_STEPS)
-        self._next_plan = self._step + (1 if self._is_early else self._spacing)
+        self._plan_looks = _PLAN_LOOKS[0] if is_lively else min(2 * self._plan_looks, _PLAN_LOOKS[1])
+        self._next_plan = self._step + (1 if self._is_early else self._plan_looks * self._look_steps)
 
     def _search(self, batch: Batch, requests: list[Request]) -> tuple[Search, Plan]:
         """All plans, and the best one in which no drafter catches up for a request that will not repay it."""
@@ -250,6 +254,26 @@ class AutoPacing(Pacing):
                 length -= 1
             lengths.append(length)
         return lengths
+
+
+class _OwnTime:
+    """What pacing itself takes: the drafting side of a step, without the drafters."""
+
+    def __init__(self) -> None:
+        self._own_s = self._step_s = 0.0
+
+    def observe(self, report: StepReport) -> None:
+        """The numbers of a step."""
+        own_s = report.draft_s - sum([draft.seconds for draft in report.drafts.values()])
+        self._own_s += 0.02 * (own_s - self._own_s)
+        self._step_s += 0.02 * (report.draft_s + report.score_s + report.judge_s + report.commit_s - self._step_s)
+
+    def spacing(self, num_steps: int) -> int:
+        """Steps between looks, given those at present."""
+        least, most = _OWN_SHARE
+        if self._own_s > most * self._step_s:
+            return min(num_steps + 1, _LOOK_STEPS[1])
+        return max(num_steps - 1, _LOOK_STEPS[0]) if self._own_s < least * self._step_s else num_steps
 
 
 def build(options: Options, spec_length: int | None) -> AutoPacing:
