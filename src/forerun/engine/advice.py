@@ -31,7 +31,6 @@ class Advisor:
 
     def sentence(self, request: Request) -> str:
         """For the log, when a request has finished."""
-        self._times.learn()
         seq, report = request.seq, request.report
         done = f"request {seq.id}: {seq.num_output_tokens} tokens in {report.num_steps} steps ({seq.finish_reason})"
         if report.alpha_hat is None:
@@ -54,6 +53,7 @@ class Advisor:
 
     def tokens_per_unit(self, request: Request, length: int) -> float:
         """Expected tokens per unit of time with drafts of this length, beside as many requests as there were lately."""
+        self._times.learn()
         report = request.report
         accepted = PRIOR[0] + report.num_accepted
         rejected = PRIOR[1] + report.num_tested - report.num_accepted
