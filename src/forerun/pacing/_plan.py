@@ -33,11 +33,15 @@ class Candidate:
 
 @dataclass
 class Batch:
-    """What a step would consist of: the requests, and the costs that they share."""
+    """What a step would consist of: the requests, and the costs that they share.
+
+    factor: by which a step that drafts takes longer than these costs say.
+    """
 
     candidates: list[Candidate]
     passes: PassTime
     drafts: dict[str, DraftTime]
+    factor: float = 1.0
 
 
 @dataclass(slots=True)
@@ -77,7 +81,8 @@ class _Load:
         for name, (depth, nodes) in self.work.items():
             if nodes:
                 seconds += self.batch.drafts[name].of(depth, nodes)
-        self.seconds = seconds
+        self.seconds = seconds * self.batch.factor if self.work else seconds
+        seconds = self.seconds
         return self.tokens / seconds
 
     def _pass(self) -> float:

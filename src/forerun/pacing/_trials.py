@@ -18,7 +18,7 @@ _FIRST_ALLOWANCE = 6.0  # steps of plain decoding
 _MOST_ALLOWANCE = 8.0
 _EARLY_STEPS, _EARLY_SPACING, _SPACING = 48, 2, 84  # steps from one trial of a width to the next
 _TRIAL_STEPS = 4  # of a trial that costs little
-_PLAIN_STEPS, _PLAIN_SPACING = 2, 300  # plain decoding is measured so often, and anew, whatever is hoped of it
+_PLAIN_STEPS = 2  # in which plain decoding is measured, whatever is hoped of it
 _OPTIMISM = 1.5  # standard deviations
 _WORTH_TRYING = 1.02  # hoped-for gain
 _OTHER_WIDTH = 0.12  # relative difference from the present width, below which a trial would teach nothing
@@ -88,6 +88,7 @@ class Trials:
         self._trial: dict[int, int] = {}  # by id() of a request
         self._left = 0  # steps of it
         self._probes: dict[str, _Probe] = {}
+        self.plain_spacing = 1  # steps from one trial of plain decoding to the next
         self.next_step = 0  # at which `lengths` wants to be asked
 
     @property
@@ -114,10 +115,13 @@ class Trials:
         drafts: Mapping[str, DraftTime],
     ) -> bool:
         """Choose the width that may, with some luck, be better than the present one; True where one is to be tried."""
-        if step < self._next_trial or not passes.num_steps or not passes.is_settled:
+        if not passes.num_steps:
             return False
         if plan.rows <= search.marks[0].rows:
             self._plain_step = step
+        is_asked = self.plain_spacing < _SPACING and self._plain_due(step, search, passes)
+        if not is_asked and (step < self._next_trial or not passes.is_settled):
+            return False
         chosen, cost = self._choose(step, search, plan, passes)
         if chosen is None:
             return False
@@ -134,14 +138,16 @@ class Trials:
         self._trial = {id(r): k for r, k in free}
         return True
 
+    def _plain_due(self, step: int, search: Search, passes: PassTime) -> bool:
+        is_new = passes.num_seen(round(search.marks[0].rows)) < _PLAIN_STEPS
+        return is_new or step - self._plain_step >= self.plain_spacing
+
     def _choose(self, step: int, search: Search, plan: Plan, passes: PassTime) -> tuple[Mark | None, float]:
         """The mark of highest hope, and what a step of it may cost."""
         plain = search.marks[0]
-        if plain.rows < plan.rows:
-            is_due = passes.num_seen(round(plain.rows)) < _PLAIN_STEPS or step - self._plain_step >= _PLAIN_SPACING
-            if is_due:
-                self._plain_step = step
-                return plain, max(0.0, 1 - plain.goodput / plan.goodput)
+        if plain.rows < plan.rows and self._plain_due(step, search, passes):
+            self._plain_step = step
+            return plain, max(0.0, 1 - plain.goodput / plan.goodput)
         hope, chosen, cost = plan.goodput * _WORTH_TRYING, None, 0.0
         for mark in search.marks:
             if abs(mark.rows - plan.rows) < _OTHER_WIDTH * plan.rows:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from forerun.pacing import Pacing
 from forerun.pacing._acceptance import Acceptance
+from forerun.pacing._check import PlanCheck
 from forerun.pacing._costs import DraftTime
 from forerun.pacing._plan import Batch, Candidate, Plan, Search, evaluate
 from forerun.pacing._times import StepTimes
@@ -28,6 +29,9 @@ _OWN_SHARE = (0.015, 0.025)  # of a step, which looking and planning may take: b
 _PLAN_LOOKS = (1, 4)  # from one plan to the next: least, and most while nothing happens
 _SAME_BATCH = 1 / 8  # share of the requests that may come or go before the others are planned anew
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
+_PLAIN_SPACING = (48, 168, 300)  # steps between trials of plain decoding: at first, later, and where gains are clear
+_FEW_CHECKS, _SURE_GAIN = 4, 1.4
+_FEW_REQUESTS = 6  # below which single steps differ too much to be compared
 _SINGLE_CHANGES = 4  # requests per plan that are considered one by one
 
 
@@ -66,6 +70,7 @@ class AutoPacing(Pacing):
         self._step = self._next_look = self._next_plan = 0
         self._own, self._look_steps, self._plan_looks = _OwnTime(), _LOOK_STEPS[0], _PLAN_LOOKS[0]
         self._num_changed = 0  # requests that came or went since the last plan
+        self._check, self._predicted, self._is_planned = PlanCheck(), 1.0, True
         self._saving = 0.0  # units of time per token, by drafting
         self._ids: list[int] = []
         self._lengths: list[int] = []  # what each is paced at, whatever its limit
@@ -86,6 +91,7 @@ class AutoPacing(Pacing):
         else:
             self._trials.earn(self._plan.seconds)
             granted = [min(pair) for pair in zip(limits, self._lengths, strict=True)]
+            self._is_planned = True
         requests = self._requests
         self._asked = [(b, requests[ids[b]], num, lags[b]) for b, num in enumerate(granted) if num]
         return granted
@@ -110,7 +116,9 @@ class AutoPacing(Pacing):
         if num_other_rows:
             return self._beside_prompts(requests, granted)
         self._trials.earn(self._plan.seconds)
-        return self._trials.lengths(self._step, requests, granted, self._passes, self._drafts, self._plan)
+        lengths = self._trials.lengths(self._step, requests, list(granted), self._passes, self._drafts, self._plan)
+        self._is_planned = lengths == granted or not any(lengths)
+        return lengths
 
     def prepares(self, seq: Sequence) -> bool:
         """Whether what drafting saves at present, until the likely end of a sequence, exceeds what preparing takes."""
@@ -131,6 +139,10 @@ class AutoPacing(Pacing):
                 continue
             self._rounds.append((r, (granted, step.num_drafted, step.num_tested, step.num_accepted)))
             self._trials.observe(self._step, r, step.num_tested, step.num_accepted)
+        is_full = report.num_decoding >= _FEW_REQUESTS and not report.num_prefill_tokens
+        if is_full and self._is_planned and any(self._lengths):
+            seconds = report.draft_s + report.score_s + report.judge_s + report.commit_s
+            self._check.observe(seconds, report.num_decoding, not self._asked, self._predicted)
         self._asked = []
         self._own.observe(report)
         self._times.observe(report)
@@ -170,7 +182,7 @@ class AutoPacing(Pacing):
         for r in requests:
             r.gains, found = r.acceptance.gains(r.limit if r.asked is None else min(r.asked, r.limit))
             candidates.append(Candidate(r.draft, r.gains, found, None if r.asked is None else r.paced()))
-        batch = Batch(candidates, self._passes, self._drafts)
+        batch = Batch(candidates, self._passes, self._drafts, self._check.factor(len(requests)))
         search, ideal = self._search(batch, requests)
         best, before = ideal.lengths, self._lengths
         for r, length in zip(requests, best, strict=True):
@@ -186,8 +198,21 @@ class AutoPacing(Pacing):
         plain = evaluate(batch, [0] * len(requests))
         is_idle = any(r.asked is None and not r.lag and r.limit and not r.length for r in requests)
         self._saving = 0.0 if is_idle else 1 / plain.goodput - 1 / self._plan.goodput
+        self._predicted = self._plan.seconds / batch.factor / plain.seconds
+        self._trials.plain_spacing = self._plain_spacing(len(requests), self._plan.goodput / plain.goodput)
         tries = self._trials.consider(self._step, requests, search, self._plan, self._passes, self._drafts)
         self._settle(tries or is_new or before != [r.wanted() for r in requests])
+
+    def _plain_spacing(self, num_requests: int, gain: float) -> int:
+        """Steps from one trial of plain decoding to the next: the surer the gain, the rarer."""
+        few, many, sure = _PLAIN_SPACING
+        return (
+            sure
+            if gain > _SURE_GAIN or num_requests < _FEW_REQUESTS
+            else few
+            if self._check.num_checks(num_requests) < _FEW_CHECKS
+            else many
+        )
 
     def _settle(self, is_lively: bool) -> None:
         """The next plan is further away while nothing happens."""

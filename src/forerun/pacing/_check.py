@@ -1,0 +1,61 @@
+"""Whether plans keep their promise: steps as planned against plain ones right beside them, everything included.
+
+The curve of _costs.py is pieced together from widths that were seen at different times, and it knows nothing of what
+lies between passes. How long it lasts against plain decoding is what a plan is chosen by, so that is measured as it is:
+plain decoding is tried for a few steps, and the steps before and after are the other side of the comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+
+_BESIDE = 4  # planned steps before and after plain ones that are compared with them
+_SAME_BATCH = 1 / 16  # share of the sequences that may come or go meanwhile
+_PRIOR = 1.0  # comparisons that stand for the model being right
+_RECENT = 0.25  # weight of a comparison among many
+_MOST = 0.4  # logarithm of the factor
+
+
+class PlanCheck:
+    """By the size of the batch: the factor by which drafting takes longer than predicted."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[float, int]] = {}  # logarithm of the factor, comparisons
+        self._num_sequences = 0
+        self._before: list[float] = []  # seconds of the latest steps as planned
+        self._plain: list[float] = []  # of plain ones behind them
+        self._after: list[float] = []  # and of those as planned again
+
+    def factor(self, num_sequences: int) -> float:
+        """Of a step that drafts."""
+        return math.exp(self._known.get(num_sequences.bit_length(), (0.0, 0))[0])
+
+    def num_checks(self, num_sequences: int) -> int:
+        """Comparisons so far."""
+        return self._known.get(num_sequences.bit_length(), (0.0, 0))[1]
+
+    def observe(self, seconds: float, num_sequences: int, is_plain: bool, predicted: float) -> None:
+        """A whole step, as planned or plain. predicted: relative seconds of the plan, over those of plain decoding."""
+        if abs(num_sequences - self._num_sequences) > _SAME_BATCH * num_sequences:
+            self._before, self._plain, self._after = [], [], []
+        self._num_sequences = num_sequences
+        if is_plain:
+            if self._after:
+                self._before, self._plain, self._after = self._after, [], []
+            if len(self._before) >= _BESIDE // 2:
+                self._plain.append(seconds)
+        elif self._plain:
+            self._after.append(seconds)
+            if len(self._after) == _BESIDE:
+                self._compare(predicted)
+        else:
+            self._before = [*self._before[1 - _BESIDE :], seconds]
+
+    def _compare(self, predicted: float) -> None:
+        found = math.log(median(self._before + self._after) / median(self._plain) / predicted)
+        size = self._num_sequences.bit_length()
+        value, number = self._known.get(size, (0.0, 0))
+        value += max(_RECENT, 1 / (number + 1 + _PRIOR)) * (min(max(found, -_MOST), _MOST) - value)
+        self._known[size] = value, number + 1
+        self._before, self._plain, self._after = self._after, [], []
