@@ -95,7 +95,7 @@ class Stepper:
         prompts = [(request.seq, take) for request, take in plan.prefill if self.pacing.prepares(request.seq)]
         if prompts:
             self.drafter.catch_up([seq for seq, _ in prompts], min(self.catchup_tokens, sum(t for _, t in prompts)))
-        lags = [self.drafter.lag(seq) if seq.draft != NONE else 0 for seq in seqs]
+        lags = _Lags(self.drafter, seqs)
         num_other_rows = sum(take for _, take in plan.prefill)
         paced = self.pacing.budget(seqs, plan.draft_limits, lags, num_other_rows)
         granted = [
@@ -159,6 +159,20 @@ class Stepper:
         report.num_accepted += len(path)
         report.num_emitted += len(emitted)
         report.num_committed += committed
+
+
+class _Lags(Seq[int]):
+    """What each sequence's drafter has yet to run, looked up when a policy asks for it: most never do."""
+
+    def __init__(self, drafter: Crew, seqs: Seq[Sequence]) -> None:
+        self._drafter, self._seqs = drafter, seqs
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def __getitem__(self, b):  # type: ignore[no-untyped-def]
+        seq = self._seqs[b]
+        return 0 if seq.draft == NONE else self._drafter.lag(seq)
 
 
 class _Laws(Seq[Probs]):

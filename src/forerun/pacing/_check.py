@@ -12,9 +12,12 @@ from statistics import median
 
 _BESIDE = 4  # planned steps before and after plain ones that are compared with them
 _SAME_BATCH = 1 / 16  # share of the sequences that may come or go meanwhile
-_PRIOR = 1.0  # comparisons that stand for the model being right
+_PRIOR, _PRIOR_LOG = 1.0, 0.05  # comparisons that stand for the first guess, and its logarithm: plans are chosen for
+# looking good, so they look better than they are
+_FORGET = 1 / 600  # per plain step: what was once too slow is tried again
 _RECENT = 0.25  # weight of a comparison among many
 _MOST = 0.4  # logarithm of the factor
+_UNKNOWN = (_PRIOR_LOG, 0)
 
 
 class PlanCheck:
@@ -29,11 +32,18 @@ class PlanCheck:
 
     def factor(self, num_sequences: int) -> float:
         """Of a step that drafts."""
-        return math.exp(self._known.get(num_sequences.bit_length(), (0.0, 0))[0])
+        return math.exp(self._known.get(num_sequences.bit_length(), _UNKNOWN)[0])
 
     def num_checks(self, num_sequences: int) -> int:
         """Comparisons so far."""
-        return self._known.get(num_sequences.bit_length(), (0.0, 0))[1]
+        return self._known.get(num_sequences.bit_length(), _UNKNOWN)[1]
+
+    def forget(self, num_sequences: int) -> None:
+        """A step for which nothing was planned to be drafted."""
+        size = num_sequences.bit_length()
+        if size in self._known:
+            value, number = self._known[size]
+            self._known[size] = value + _FORGET * (_PRIOR_LOG - value), number
 
     def observe(self, seconds: float, num_sequences: int, is_plain: bool, predicted: float) -> None:
         """A whole step, as planned or plain. predicted: relative seconds of the plan, over those of plain decoding."""
@@ -55,7 +65,7 @@ class PlanCheck:
     def _compare(self, predicted: float) -> None:
         found = math.log(median(self._before + self._after) / median(self._plain) / predicted)
         size = self._num_sequences.bit_length()
-        value, number = self._known.get(size, (0.0, 0))
+        value, number = self._known.get(size, _UNKNOWN)
         value += max(_RECENT, 1 / (number + 1 + _PRIOR)) * (min(max(found, -_MOST), _MOST) - value)
         self._known[size] = value, number + 1
         self._before, self._plain, self._after = self._after, [], []

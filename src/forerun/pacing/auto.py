@@ -107,8 +107,12 @@ class AutoPacing(Pacing):
         is_other = self._num_changed > _SAME_BATCH * len(seqs)
         if is_other or self._trials.is_trying or self._step >= self._next_look:
             self._learn()
-        requests = [self._request(*each) for each in zip(seqs, limits, lags, strict=True)]
-        if requests and (is_other or self._step >= self._next_plan):
+        requests = [self._request(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        is_due = is_other or self._step >= self._next_plan
+        if is_due or self._step >= self._trials.next_step:
+            for b, r in enumerate(requests):
+                r.lag = lags[b]
+        if requests and is_due:
             self._num_changed = 0
             self._decide(requests, is_other)
         self._lengths = [r.wanted() for r in requests]
@@ -143,6 +147,8 @@ class AutoPacing(Pacing):
         if is_full and self._is_planned and any(self._lengths):
             seconds = report.draft_s + report.score_s + report.judge_s + report.commit_s
             self._check.observe(seconds, report.num_decoding, not self._asked, self._predicted)
+        elif is_full:
+            self._check.forget(report.num_decoding)
         self._asked = []
         self._own.observe(report)
         self._times.observe(report)
@@ -162,7 +168,7 @@ class AutoPacing(Pacing):
     def _is_early(self) -> bool:
         return self._passes.num_steps < _LEARNING_STEPS
 
-    def _request(self, seq: Sequence, limit: int, lag: int) -> Request:
+    def _request(self, seq: Sequence, limit: int) -> Request:
         r = self._requests.get(seq.id)
         if r is None or r.draft != seq.draft:
             known = self._known.get(seq.draft)
@@ -173,7 +179,7 @@ class AutoPacing(Pacing):
             r = Request(seq.draft, Acceptance(self.options.memory_rounds, known), asked, self._step)
             self._requests[seq.id] = r
         r.limit = limit if r.asked is not None else min(limit, self.max_length)
-        r.lag, r.remaining = lag, (seq.max_len - len(seq.tokens)) / 2  # nobody knows where a text will end
+        r.remaining = (seq.max_len - len(seq.tokens)) / 2  # nobody knows where a text will end
         return r
 
     def _decide(self, requests: list[Request], is_new: bool) -> None:
@@ -182,7 +188,8 @@ class AutoPacing(Pacing):
         for r in requests:
             r.gains, found = r.acceptance.gains(r.limit if r.asked is None else min(r.asked, r.limit))
             candidates.append(Candidate(r.draft, r.gains, found, None if r.asked is None else r.paced()))
-        batch = Batch(candidates, self._passes, self._drafts, self._check.factor(len(requests)))
+        factor = self._check.factor(len(requests)) if len(requests) >= _FEW_REQUESTS else 1.0
+        batch = Batch(candidates, self._passes, self._drafts, factor)
         search, ideal = self._search(batch, requests)
         best, before = ideal.lengths, self._lengths
         for r, length in zip(requests, best, strict=True):
