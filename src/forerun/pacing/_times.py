@@ -6,6 +6,8 @@ median says as much, and learning from each one by itself, between two passes, w
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import dataclass, field
 from statistics import median
 
 from forerun.pacing._costs import DraftTime, PassTime
@@ -14,13 +16,35 @@ from forerun.types import StepReport
 MOST_WAITING = 32  # reports
 
 
-class StepTimes:
+@dataclass
+class Costs:
     """passes: the target's side of a step; drafts: of each drafter, by name. Both in the same, drifting, unit."""
 
+    passes: PassTime = field(default_factory=PassTime)
+    drafts: dict[str, DraftTime] = field(default_factory=dict)
+
+    def draft(self, name: str) -> DraftTime:
+        """Of one drafter."""
+        return self.drafts.setdefault(name, DraftTime())
+
+
+class StepTimes:
+    """By the size of the batch, doubling: what is added to rows by sequences and their contexts differs with it.
+
+    A size that comes for the first time begins with what the nearest one has shown.
+    """
+
     def __init__(self) -> None:
-        self.passes = PassTime()
-        self.drafts: dict[str, DraftTime] = {}
+        self._by_size: dict[int, Costs] = {}
         self._waiting: list[StepReport] = []
+
+    def of(self, num_sequences: int) -> Costs:
+        """The costs of steps in which so many sequences decode."""
+        size = num_sequences.bit_length()
+        if size not in self._by_size:
+            nearest = min(self._by_size, key=lambda known: abs(known - size), default=None)
+            self._by_size[size] = Costs() if nearest is None else deepcopy(self._by_size[nearest])
+        return self._by_size[size]
 
     def observe(self, report: StepReport) -> None:
         """The numbers of a step; those in which nobody decoded say nothing."""
@@ -31,40 +55,50 @@ class StepTimes:
 
     def learn(self) -> None:
         """Learn from the reports that came since."""
-        reports, self._waiting = self._waiting, []
-        alike: dict[tuple[int, int], list[float]] = {}
-        for report in reports:
-            other = report.num_prefill_tokens
-            if other:
-                self.passes.observe_mixed(_pass_s(report), other, report.num_rows - other)
-            else:
-                alike.setdefault((report.num_rows, report.num_decoding), []).append(_pass_s(report))
-        for (rows, num_sequences), seconds in alike.items():
-            self.passes.observe(median(seconds), rows, num_sequences, len(seconds))
-        self._learn_drafts(reports)
-
-    def _learn_drafts(self, reports: list[StepReport]) -> None:
-        """What drafters took, in units of the passes of the same steps."""
-        alike: dict[tuple[str, int, int], list[float]] = {}
-        for report in reports:
-            other = report.num_prefill_tokens
-            unit_s = self.passes.unit_s(_pass_s(report), other, report.num_rows - other)
-            for name, draft in report.drafts.items():
-                if draft.num_catchup_tokens:
-                    costs = self.drafts.setdefault(name, DraftTime())
-                    costs.observe_catchup(draft.catchup_s / unit_s, draft.num_catchup_tokens)
-                if not other and (draft.num_nodes or not draft.num_catchup_tokens):
-                    relative = (draft.seconds - draft.catchup_s) / unit_s
-                    alike.setdefault((name, draft.depth, draft.num_nodes), []).append(relative)
-        for (name, depth, num_nodes), relatives in alike.items():
-            self.drafts.setdefault(name, DraftTime()).observe(median(relatives), depth, num_nodes, len(relatives))
+        sizes: dict[int, list[StepReport]] = {}
+        for report in self._waiting:
+            sizes.setdefault(report.num_decoding.bit_length(), []).append(report)
+        self._waiting = []
+        for reports in sizes.values():
+            costs = self.of(reports[0].num_decoding)
+            _learn_passes(costs, reports)
+            _learn_drafts(costs, reports)
 
     def step(self, draft: str, num_sequences: float, length: int) -> float:
         """Relative seconds of a step in which so many sequences draft so many tokens each."""
-        seconds = self.passes.rows(num_sequences * (1 + length))
-        if length and draft in self.drafts:
-            seconds += self.drafts[draft].of(length, num_sequences * length)
+        costs = self.of(round(num_sequences))
+        seconds = costs.passes.rows(num_sequences * (1 + length))
+        if length and draft in costs.drafts:
+            seconds += costs.drafts[draft].of(length, num_sequences * length)
         return seconds
+
+
+def _learn_passes(costs: Costs, reports: list[StepReport]) -> None:
+    alike: dict[tuple[int, int], list[float]] = {}
+    for report in reports:
+        other = report.num_prefill_tokens
+        if other:
+            costs.passes.observe_mixed(_pass_s(report), other, report.num_rows - other)
+        else:
+            alike.setdefault((report.num_rows, report.num_decoding), []).append(_pass_s(report))
+    for (rows, num_sequences), seconds in alike.items():
+        costs.passes.observe(median(seconds), rows, num_sequences, len(seconds))
+
+
+def _learn_drafts(costs: Costs, reports: list[StepReport]) -> None:
+    """What drafters took, in units of the passes of the same steps."""
+    alike: dict[tuple[str, int, int], list[float]] = {}
+    for report in reports:
+        other = report.num_prefill_tokens
+        unit_s = costs.passes.unit_s(_pass_s(report), other, report.num_rows - other)
+        for name, draft in report.drafts.items():
+            if draft.num_catchup_tokens:
+                costs.draft(name).observe_catchup(draft.catchup_s / unit_s, draft.num_catchup_tokens)
+            if not other and (draft.num_nodes or not draft.num_catchup_tokens):
+                relative = (draft.seconds - draft.catchup_s) / unit_s
+                alike.setdefault((name, draft.depth, draft.num_nodes), []).append(relative)
+    for (name, depth, num_nodes), relatives in alike.items():
+        costs.draft(name).observe(median(relatives), depth, num_nodes, len(relatives))
 
 
 def _pass_s(report: StepReport) -> float:

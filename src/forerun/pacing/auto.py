@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from forerun.pacing import Pacing
 from forerun.pacing._acceptance import Acceptance
 from forerun.pacing._check import PlanCheck
-from forerun.pacing._costs import DraftTime
 from forerun.pacing._plan import Batch, Candidate, Plan, Search, evaluate
-from forerun.pacing._times import StepTimes
+from forerun.pacing._times import Costs, StepTimes
 from forerun.pacing._trials import Request, Trials
 from forerun.types import Sequence, StepReport
 
@@ -63,7 +62,7 @@ class AutoPacing(Pacing):
     def __init__(self, options: Options, max_length: int) -> None:
         self.options, self.max_length = options, max_length
         self._times = StepTimes()
-        self._passes, self._drafts = self._times.passes, self._times.drafts
+        self._costs = Costs()  # of batches as large as the present one
         self._known: dict[str, Acceptance] = {}
         self._requests: dict[int, Request] = {}
         self._trials = Trials(options.trial_share)
@@ -107,6 +106,9 @@ class AutoPacing(Pacing):
         is_other = self._num_changed > _SAME_BATCH * len(seqs)
         if is_other or self._trials.is_trying or self._step >= self._next_look:
             self._learn()
+        self._costs = self._times.of(len(seqs))
+        for name in {seq.draft for seq in seqs}:
+            self._costs.draft(name)
         requests = [self._request(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
         is_due = is_other or self._step >= self._next_plan
         if is_due or self._step >= self._trials.next_step:
@@ -120,15 +122,17 @@ class AutoPacing(Pacing):
         if num_other_rows:
             return self._beside_prompts(requests, granted)
         self._trials.earn(self._plan.seconds)
-        lengths = self._trials.lengths(self._step, requests, list(granted), self._passes, self._drafts, self._plan)
+        lengths = self._trials.lengths(
+            self._step, requests, list(granted), self._costs.passes, self._costs.drafts, self._plan
+        )
         self._is_planned = lengths == granted or not any(lengths)
         return lengths
 
     def prepares(self, seq: Sequence) -> bool:
         """Whether what drafting saves at present, until the likely end of a sequence, exceeds what preparing takes."""
-        if seq.params.spec_length is not None or not self._passes.num_steps:
+        if seq.params.spec_length is not None or not self._costs.passes.num_steps:
             return True
-        costs = self._drafts.get(seq.draft)
+        costs = self._costs.drafts.get(seq.draft)
         if costs is None or self._trials.has_given_up(seq.draft):
             return costs is None
         return self._saving * (seq.max_len - len(seq.tokens)) / 2 > costs.catchup(len(seq.tokens))
@@ -166,7 +170,7 @@ class AutoPacing(Pacing):
 
     @property
     def _is_early(self) -> bool:
-        return self._passes.num_steps < _LEARNING_STEPS
+        return self._costs.passes.num_steps < _LEARNING_STEPS
 
     def _request(self, seq: Sequence, limit: int) -> Request:
         r = self._requests.get(seq.id)
@@ -174,7 +178,6 @@ class AutoPacing(Pacing):
             known = self._known.get(seq.draft)
             if known is None:
                 known = self._known[seq.draft] = Acceptance(self.options.memory_rounds * _DRAFTER_MEMORY)
-                self._drafts.setdefault(seq.draft, DraftTime())
             asked = 0 if seq.draft == "none" else seq.params.spec_length
             r = Request(seq.draft, Acceptance(self.options.memory_rounds, known), asked, self._step)
             self._requests[seq.id] = r
@@ -189,7 +192,7 @@ class AutoPacing(Pacing):
             r.gains, found = r.acceptance.gains(r.limit if r.asked is None else min(r.asked, r.limit))
             candidates.append(Candidate(r.draft, r.gains, found, None if r.asked is None else r.paced()))
         factor = self._check.factor(len(requests)) if len(requests) >= _FEW_REQUESTS else 1.0
-        batch = Batch(candidates, self._passes, self._drafts, factor)
+        batch = Batch(candidates, self._costs.passes, self._costs.drafts, factor)
         search, ideal = self._search(batch, requests)
         best, before = ideal.lengths, self._lengths
         for r, length in zip(requests, best, strict=True):
@@ -207,7 +210,7 @@ class AutoPacing(Pacing):
         self._saving = 0.0 if is_idle else 1 / plain.goodput - 1 / self._plan.goodput
         self._predicted = self._plan.seconds / batch.factor / plain.seconds
         self._trials.plain_spacing = self._plain_spacing(len(requests), self._plan.goodput / plain.goodput)
-        tries = self._trials.consider(self._step, requests, search, self._plan, self._passes, self._drafts)
+        tries = self._trials.consider(self._step, requests, search, self._plan, self._costs.passes, self._costs.drafts)
         self._settle(tries or is_new or before != [r.wanted() for r in requests])
 
     def _plain_spacing(self, num_requests: int, gain: float) -> int:
@@ -228,7 +231,7 @@ class AutoPacing(Pacing):
 
     def _search(self, batch: Batch, requests: list[Request]) -> tuple[Search, Plan]:
         """All plans, and the best one in which no drafter catches up for a request that will not repay it."""
-        max_rows = max(min(_UNSEEN_ROWS, len(requests) + _UNSEEN_NODES), _WIDER * self._passes.widest)
+        max_rows = max(min(_UNSEEN_ROWS, len(requests) + _UNSEEN_NODES), _WIDER * self._costs.passes.widest)
         late = [i for i, r in enumerate(requests) if r.lag and r.asked is None]
         search = Search(batch, max_rows)
         if not any(search.best.lengths[i] for i in late):
@@ -251,7 +254,7 @@ class AutoPacing(Pacing):
         gain: tokens per unit of time, over `ready`, the best plan in which nobody catches up.
         """
         seconds = plan.seconds * r.remaining / (1 + sum(r.gains[: plan.lengths[i]]))
-        return gain * seconds > ready.goodput * self._drafts[r.draft].catchup(r.lag)
+        return gain * seconds > ready.goodput * self._costs.draft(r.draft).catchup(r.lag)
 
     def _may_change(self, r: Request) -> bool:
         return self._step - r.begun < _LEARNING_STEPS or self._step - r.changed >= self.options.hold_steps
@@ -279,7 +282,7 @@ class AutoPacing(Pacing):
 
     def _beside_prompts(self, requests: list[Request], granted: list[int]) -> list[int]:
         """Rows beside a prompt chunk cost as much as its own: keep those that are worth it at the usual speed."""
-        least = self._plan.goodput * self._passes.per_other_row()
+        least = self._plan.goodput * self._costs.passes.per_other_row()
         lengths = []
         for r, length in zip(requests, granted, strict=True):
             while length and r.asked is None and (length > len(r.gains) or r.gains[length - 1] < least):
