@@ -20,6 +20,11 @@ _MOST = 0.4  # logarithm of the factor
 _UNKNOWN = (_PRIOR_LOG, 0)
 
 
+def size_of(num_sequences: float) -> int:
+    """The class of a batch: twice as many sequences are the next one, and a few more or less the same."""
+    return round(math.log2(max(1, num_sequences)))
+
+
 class PlanCheck:
     """By the size of the batch: the factor by which drafting takes longer than predicted."""
 
@@ -32,15 +37,15 @@ class PlanCheck:
 
     def factor(self, num_sequences: int) -> float:
         """Of a step that drafts."""
-        return math.exp(self._known.get(num_sequences.bit_length(), _UNKNOWN)[0])
+        return math.exp(self._known.get(size_of(num_sequences), _UNKNOWN)[0])
 
     def num_checks(self, num_sequences: int) -> int:
         """Comparisons so far."""
-        return self._known.get(num_sequences.bit_length(), _UNKNOWN)[1]
+        return self._known.get(size_of(num_sequences), _UNKNOWN)[1]
 
     def forget(self, num_sequences: int) -> None:
         """A step for which nothing was planned to be drafted."""
-        size = num_sequences.bit_length()
+        size = size_of(num_sequences)
         if size in self._known:
             value, number = self._known[size]
             self._known[size] = value + _FORGET * (_PRIOR_LOG - value), number
@@ -64,7 +69,7 @@ class PlanCheck:
 
     def _compare(self, predicted: float) -> None:
         found = math.log(median(self._before + self._after) / median(self._plain) / predicted)
-        size = self._num_sequences.bit_length()
+        size = size_of(self._num_sequences)
         value, number = self._known.get(size, _UNKNOWN)
         value += max(_RECENT, 1 / (number + 1 + _PRIOR)) * (min(max(found, -_MOST), _MOST) - value)
         self._known[size] = value, number + 1

@@ -10,6 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from statistics import median
 
+from forerun.pacing._check import size_of
 from forerun.pacing._costs import DraftTime, PassTime
 from forerun.types import StepReport
 
@@ -38,9 +39,9 @@ class StepTimes:
         self._by_size: dict[int, Costs] = {}
         self._waiting: list[StepReport] = []
 
-    def of(self, num_sequences: int) -> Costs:
+    def of(self, num_sequences: float) -> Costs:
         """The costs of steps in which so many sequences decode."""
-        size = num_sequences.bit_length()
+        size = size_of(num_sequences)
         if size not in self._by_size:
             nearest = min(self._by_size, key=lambda known: abs(known - size), default=None)
             self._by_size[size] = Costs() if nearest is None else deepcopy(self._by_size[nearest])
@@ -57,7 +58,7 @@ class StepTimes:
         """Learn from the reports that came since."""
         sizes: dict[int, list[StepReport]] = {}
         for report in self._waiting:
-            sizes.setdefault(report.num_decoding.bit_length(), []).append(report)
+            sizes.setdefault(size_of(report.num_decoding), []).append(report)
         self._waiting = []
         for reports in sizes.values():
             costs = self.of(reports[0].num_decoding)
@@ -66,7 +67,7 @@ class StepTimes:
 
     def step(self, draft: str, num_sequences: float, length: int) -> float:
         """Relative seconds of a step in which so many sequences draft so many tokens each."""
-        costs = self.of(round(num_sequences))
+        costs = self.of(num_sequences)
         seconds = costs.passes.rows(num_sequences * (1 + length))
         if length and draft in costs.drafts:
             seconds += costs.drafts[draft].of(length, num_sequences * length)
