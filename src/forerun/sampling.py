@@ -184,7 +184,7 @@ def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> 
 
     Then nobody needs the other logits: `probs` would look at them and return that point.
     """
-    p = params
+    p = params  # short, for three long conditions
     penalties = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
     masks = p.logit_bias or bad_word_ids or p.min_tokens > 0
     return p.greedy and p.logprobs is None and not penalties and not masks

@@ -26,7 +26,7 @@ from forerun.models.loading import Checkpoint, load_checkpoint, small_files
 from forerun.models.runner import Run, Runner
 from forerun.sampling import History, probs, takes_the_best
 from forerun.text.tokenizer import Tokenizer, compare
-from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence
+from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence, Verdict
 
 Row = Tensor | int  # what follows a sequence: logits [V], or the id of the largest one
 
@@ -115,6 +115,13 @@ class ModelDrafter(Drafter):
     def lag(self, seq: Sequence) -> int:
         self._forget_rejected(seq)
         return max(0, len(seq.tokens) - ROUND_TOKENS - len(self._fed[seq.id].tokens))
+
+    def observe(self, seqs: Seq[Sequence], runs: Seq[range], hidden: Tensor, verdict: Verdict | None = None) -> None:
+        """Give back what rejected tokens held, before anybody is told how much room there is."""
+        for seq in seqs:
+            fed = self._fed.get(seq.id)
+            if fed is not None and len(fed.tokens) > fed.num_sure:
+                self._forget_rejected(seq)
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         for seq in seqs:

@@ -336,7 +336,10 @@ class KVCache:
         if len(nodes) * self.block_tokens > length:
             del nodes[length // self.block_tokens :]
         is_cut = not written and length % self.block_tokens and self._prefixes.holds(table[-1])
-        (self._cut.add if is_cut else self._cut.discard)(slot)
+        if is_cut:
+            self._cut.add(slot)
+        else:
+            self._cut.discard(slot)
 
     # ------------------------------------------------------------------------------------------------------- integrity
 

@@ -11,13 +11,13 @@ import math
 from statistics import median
 
 _BESIDE = 4  # planned steps before and after plain ones that are compared with them
-_SAME_BATCH = 1 / 16  # share of the sequences that may come or go meanwhile
-_PRIOR, _PRIOR_LOG = 1.0, 0.05  # comparisons that stand for the first guess, and its logarithm: plans are chosen for
-# looking good, so they look better than they are
+_ALIKE = 1 / 16  # share of the sequences that may come or go meanwhile
+_FIRST_GUESS = 0.05  # logarithm of the factor: plans are chosen for looking good, so they look better than they are
+_PRIOR = 1.0  # comparisons that stand for that
 _FORGET = 1 / 600  # per plain step: what was once too slow is tried again
 _RECENT = 0.25  # weight of a comparison among many
 _MOST = 0.4  # logarithm of the factor
-_UNKNOWN = (_PRIOR_LOG, 0)
+_UNKNOWN = (_FIRST_GUESS, 0)
 
 
 def size_of(num_sequences: float) -> int:
@@ -48,11 +48,11 @@ class PlanCheck:
         size = size_of(num_sequences)
         if size in self._known:
             value, number = self._known[size]
-            self._known[size] = value + _FORGET * (_PRIOR_LOG - value), number
+            self._known[size] = value + _FORGET * (_FIRST_GUESS - value), number
 
     def observe(self, seconds: float, num_sequences: int, is_plain: bool, predicted: float) -> None:
         """A whole step, as planned or plain. predicted: relative seconds of the plan, over those of plain decoding."""
-        if abs(num_sequences - self._num_sequences) > _SAME_BATCH * num_sequences:
+        if abs(num_sequences - self._num_sequences) > _ALIKE * num_sequences:
             self._before, self._plain, self._after = [], [], []
         self._num_sequences = num_sequences
         if is_plain:

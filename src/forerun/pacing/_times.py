@@ -67,7 +67,8 @@ class StepTimes:
 
     def step(self, draft: str, num_sequences: float, length: int) -> float:
         """Relative seconds of a step in which so many sequences draft so many tokens each."""
-        costs = self.of(num_sequences)
+        nearest = min(self._by_size, key=lambda known: abs(known - size_of(num_sequences)), default=None)
+        costs = Costs() if nearest is None else self._by_size[nearest]
         seconds = costs.passes.rows(num_sequences * (1 + length))
         if length and draft in costs.drafts:
             seconds += costs.drafts[draft].of(length, num_sequences * length)

@@ -85,7 +85,7 @@ class Trials:
         self._allowance = _FIRST_ALLOWANCE
         self._next_trial = 0
         self._plain_step = 0  # when plain decoding was last seen
-        self._trial: dict[int, int] = {}  # by id() of a request
+        self._trial: list[tuple[Request, int]] = []
         self._left = 0  # steps of it
         self._probes: dict[str, _Probe] = {}
         self.plain_spacing = 1  # steps from one trial of plain decoding to the next
@@ -135,7 +135,7 @@ class Trials:
         self._left = max(1, min(most, int(self._allowance / 4 / max(cost, 1e-3))))
         self._allowance -= cost * self._left + catchup
         self._next_trial = step + (_EARLY_SPACING if is_early else _SPACING)
-        self._trial = {id(r): k for r, k in free}
+        self._trial = free
         return True
 
     def _plain_due(self, step: int, search: Search, passes: PassTime) -> bool:
@@ -170,7 +170,7 @@ class Trials:
     ) -> list[int]:
         """The lengths of this step: those of the plan, or of what is being tried."""
         if self._left:
-            self._left, trial = self._left - 1, self._trial
+            self._left, trial = self._left - 1, {id(r): k for r, k in self._trial}
             self.next_step = step + 1
             return [min(trial.get(id(r), k), r.limit) for r, k in zip(requests, granted, strict=True)]
         idle: dict[str, list[int]] = {}

@@ -7,6 +7,7 @@ nothing else would tell that it has become worth using. Seconds come from StepRe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -57,7 +58,7 @@ class Options:
 
 
 class AutoPacing(Pacing):
-    """Plans anew every few steps and whenever requests come or go."""
+    """Plans anew every few steps, and at once where many requests are others. A single new one waits for that plan."""
 
     def __init__(self, options: Options, max_length: int) -> None:
         self.options, self.max_length = options, max_length
@@ -71,6 +72,7 @@ class AutoPacing(Pacing):
         self._num_changed = 0  # requests that came or went since the last plan
         self._check, self._predicted, self._is_planned = PlanCheck(), 1.0, True
         self._saving = 0.0  # units of time per token, by drafting
+        self._are_enough: set[str] = set()  # drafters that more requests are ready for than the plan lets draft
         self._ids: list[int] = []
         self._lengths: list[int] = []  # what each is paced at, whatever its limit
         self._plan = Plan([], 0.0, 1.0, 0.0)
@@ -90,7 +92,7 @@ class AutoPacing(Pacing):
         else:
             self._trials.earn(self._plan.seconds)
             granted = [min(pair) for pair in zip(limits, self._lengths, strict=True)]
-            self._is_planned = True
+            self._is_planned = granted == self._lengths
         requests = self._requests
         self._asked = [(b, requests[ids[b]], num, lags[b]) for b, num in enumerate(granted) if num]
         return granted
@@ -104,9 +106,9 @@ class AutoPacing(Pacing):
             self._num_changed += len(set(ids).symmetric_difference(self._ids))
             self._ids, self._next_plan = ids, min(self._next_plan, self._step + self._look_steps)
         is_other = self._num_changed > _SAME_BATCH * len(seqs)
+        self._costs = self._times.of(len(seqs))
         if is_other or self._trials.is_trying or self._step >= self._next_look:
             self._learn()
-        self._costs = self._times.of(len(seqs))
         for name in {seq.draft for seq in seqs}:
             self._costs.draft(name)
         requests = [self._request(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
@@ -125,7 +127,8 @@ class AutoPacing(Pacing):
         lengths = self._trials.lengths(
             self._step, requests, list(granted), self._costs.passes, self._costs.drafts, self._plan
         )
-        self._is_planned = lengths == granted or not any(lengths)
+        is_uncut = granted == self._lengths
+        self._is_planned = is_uncut and (lengths == granted or not any(lengths))
         return lengths
 
     def prepares(self, seq: Sequence) -> bool:
@@ -133,8 +136,10 @@ class AutoPacing(Pacing):
         if seq.params.spec_length is not None or not self._costs.passes.num_steps:
             return True
         costs = self._costs.drafts.get(seq.draft)
-        if costs is None or self._trials.has_given_up(seq.draft):
-            return costs is None
+        if costs is None:
+            return True
+        if self._trials.has_given_up(seq.draft) or seq.draft in self._are_enough:
+            return False
         return self._saving * (seq.max_len - len(seq.tokens)) / 2 > costs.catchup(len(seq.tokens))
 
     def end(self, seq: Sequence) -> None:
@@ -151,7 +156,7 @@ class AutoPacing(Pacing):
         if is_full and self._is_planned and any(self._lengths):
             seconds = report.draft_s + report.score_s + report.judge_s + report.commit_s
             self._check.observe(seconds, report.num_decoding, not self._asked, self._predicted)
-        elif is_full:
+        elif is_full and not any(self._lengths):
             self._check.forget(report.num_decoding)
         self._asked = []
         self._own.observe(report)
@@ -206,8 +211,9 @@ class AutoPacing(Pacing):
         else:
             self._change_single(batch, requests, best)
         plain = evaluate(batch, [0] * len(requests))
-        is_idle = any(r.asked is None and not r.lag and r.limit and not r.length for r in requests)
-        self._saving = 0.0 if is_idle else 1 / plain.goodput - 1 / self._plan.goodput
+        if all(r.limit >= r.wanted() for r in requests):
+            self._saving = 1 / plain.goodput - 1 / self._plan.goodput
+            self._are_enough = _enough_are_ready(requests)
         self._predicted = self._plan.seconds / batch.factor / plain.seconds
         self._trials.plain_spacing = self._plain_spacing(len(requests), self._plan.goodput / plain.goodput)
         tries = self._trials.consider(self._step, requests, search, self._plan, self._costs.passes, self._costs.drafts)
@@ -216,13 +222,9 @@ class AutoPacing(Pacing):
     def _plain_spacing(self, num_requests: int, gain: float) -> int:
         """Steps from one trial of plain decoding to the next: the surer the gain, the rarer."""
         few, many, sure = _PLAIN_SPACING
-        return (
-            sure
-            if gain > _SURE_GAIN or num_requests < _FEW_REQUESTS
-            else few
-            if self._check.num_checks(num_requests) < _FEW_CHECKS
-            else many
-        )
+        if gain > _SURE_GAIN or num_requests < _FEW_REQUESTS:
+            return sure
+        return few if self._check.num_checks(num_requests) < _FEW_CHECKS else many
 
     def _settle(self, is_lively: bool) -> None:
         """The next plan is further away while nothing happens."""
@@ -289,6 +291,17 @@ class AutoPacing(Pacing):
                 length -= 1
             lengths.append(length)
         return lengths
+
+
+def _enough_are_ready(requests: list[Request]) -> set[str]:
+    """Drafters that at least as many requests are ready for, and may not use, as those that draft."""
+    idle, drafting = Counter[str](), Counter[str]()
+    for r in requests:
+        if r.wanted():
+            drafting[r.draft] += 1
+        elif r.asked is None and not r.lag:
+            idle[r.draft] += 1
+    return {name for name, number in idle.items() if number >= drafting[name]}
 
 
 class _OwnTime:
