@@ -60,7 +60,9 @@ _NO_TREES = "drafts are chains, not trees yet"
 _ONE_DEVICE = "a model runs in one process on one device"
 _OUTPUTS = "the outputs of one prompt follow each other"
 _OWN_DRAFT_DEVICE = "the draft model runs where the target runs"
-_PACING = "how far to draft is fixed so far, and nothing stops a draft that looks unlikely"
+_UNLIKELY = (
+    "nothing stops a draft that looks unlikely; pacing=auto sets the length before a draft, from what was accepted"
+)
 _PROMPT_LOGPROBS = "log-probabilities are of the output alone"
 _QUANTIZED = "weights are read in float32, float16 and bfloat16, quantised ones not yet"
 _SHARED_VOCABULARY = "draft and target must share one vocabulary"
@@ -148,7 +150,7 @@ _SGLANG = _rows(
     ("--speculative-eagle-topk", "", _NO_TREES),
     ("--speculative-use-rejection-sampling", "acceptance=ratio", "the default without a seed"),
     ("--speculative-accept-threshold-single --speculative-accept-threshold-acc", "", _LOSSLESS),
-    ("--speculative-adaptive", "", _PACING),
+    ("--speculative-adaptive", "pacing=auto", "on, where no spec_length is given"),
     ("--speculative-token-map", "", _SHARED_VOCABULARY),
     ("--speculative-ngram-max-match-window-size", "draft=lookup:max_n=N", ""),
     ("--speculative-ngram-min-match-window-size", "draft=lookup:min_n=N", ""),
@@ -213,7 +215,7 @@ _LLAMA_CPP = _rows(
     ),
     ("--spec-draft-n-max --draft-max --draft-n", "spec_length", "--draft names the drafter"),
     ("--spec-draft-n-min --draft-min --draft-n-min", "", "a draft is never too short to be used"),
-    ("--spec-draft-p-min --draft-p-min", "", _PACING),
+    ("--spec-draft-p-min --draft-p-min", "", _UNLIKELY),
     ("--spec-draft-p-split --draft-p-split", "", _NO_TREES),
     (
         "--spec-draft-sampling",
@@ -285,7 +287,7 @@ _TRANSFORMERS = _rows(
     ("assistant_ensemble_weight", "", _LOSSLESS),
     ("num_assistant_tokens", "spec_length", ""),
     ("num_assistant_tokens_schedule", "pacing", "fixed is their constant; there is no heuristic"),
-    ("assistant_confidence_threshold", "", _PACING),
+    ("assistant_confidence_threshold", "", _UNLIKELY),
     ("prompt_lookup_num_tokens", "draft=lookup, spec_length", ""),
     ("max_matching_ngram_size", "draft=lookup:max_n=N", ""),
     ("use_mtp speculation_type", "", "the drafters are listed by forerun drafters"),
@@ -329,7 +331,7 @@ _OPENVINO = _rows(
     ("draft_model", "draft", "a folder or a hub id; works as a keyword of LLM too"),
     ("prompt_lookup", "draft=lookup", ""),
     ("num_assistant_tokens", "spec_length", ""),
-    ("assistant_confidence_threshold", "", _PACING),
+    ("assistant_confidence_threshold", "", _UNLIKELY),
     ("max_ngram_size", "draft=lookup:max_n=N", ""),
     ("branching_factor tree_depth", "", _NO_TREES),
     ("max_new_tokens", "max_tokens", ""),

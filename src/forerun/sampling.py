@@ -184,10 +184,9 @@ def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> 
 
     Then nobody needs the other logits: `probs` would look at them and return that point.
     """
-    p = params  # short, for three long conditions
-    penalties = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
-    masks = p.logit_bias or bad_word_ids or p.min_tokens > 0
-    return p.greedy and p.logprobs is None and not penalties and not masks
+    penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    masks = params.logit_bias or bad_word_ids or params.min_tokens > 0
+    return params.greedy and params.logprobs is None and not penalties and not masks
 
 
 # ------------------------------------------------------------------------------------------------------ the filters

@@ -82,8 +82,8 @@ def check_counts(counts: Counts) -> None:
     assert sorted(lengths) == [4, 7, 9, 11, 14], "five waves of one request: one of each length"
     if counts.concurrency == 1:
         assert counts.num_committed == sum(lengths)
-    else:  # some are cut off, and the batch is full in every step behind the prompts
-        assert 5 * 3 * min(lengths) < counts.num_committed < 3 * sum(lengths)
+    else:  # some are cut off, unless the last three end in one step; behind the prompts the batch is full
+        assert 5 * 3 * min(lengths) < counts.num_committed <= 3 * sum(lengths)
     assert 0 < counts.forward_s < counts.seconds
     assert counts.num_drafted <= counts.num_granted or counts.variant == PLAIN
     per_step = {PLAIN: 1, "K=1": 2, "K=2": 3}.get(counts.variant)

@@ -31,7 +31,7 @@ def build(checkpoint: Checkpoint, tokenizer: Tokenizer, config: EngineConfig, dr
     )
     return Engine(
         Runner(model, cache, target.num_ids, list(target.holes)),
-        crew.make(config.draft, config.extra_drafts, target),
+        crew.make([config.draft, *config.extra_draft_specs], target),
         pacing.make(config.pacing_spec, config.spec_length),
         tokenizer=tokenizer,
         end_ids=checkpoint.end_ids,

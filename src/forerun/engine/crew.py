@@ -116,14 +116,14 @@ def _groups(seqs: Seq[Sequence], granted: Seq[int]) -> dict[str, list[int]]:
     return groups
 
 
-def make(spec: str, extra: str | None, target: Target) -> Crew:
-    """The engine's drafter, those of `extra` (separated by semicolons), and the two that cost nothing: lookup, none.
+def make(specs: Seq[str], target: Target) -> Crew:
+    """The engine's drafter, extra ones behind it, and the two that cost nothing: lookup, none.
 
     Each is called by its method's name, or by its whole text where two are of one method. Raises BadOption.
     """
     members: dict[str, Drafter] = {}
     aliases: dict[str, str] = {}
-    for text in (spec, *filter(None, (part.strip() for part in (extra or "").split(";")))):
+    for text in specs:
         method, _ = drafters.resolve(text, target.shipped_draft is not None or target.loaded_draft is not None)
         name = text if method in members else method
         members[name], aliases[text] = drafters.make(text, target), name

@@ -171,8 +171,7 @@ class _Lags(Seq[int]):
         return len(self._seqs)
 
     def __getitem__(self, b):  # type: ignore[no-untyped-def]
-        seq = self._seqs[b]
-        return 0 if seq.draft == NONE else self._drafter.lag(seq)
+        return self._drafter.lag(self._seqs[b])
 
 
 class _Laws(Seq[Probs]):

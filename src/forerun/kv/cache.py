@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -89,7 +89,6 @@ class KVCache:
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
         self._paths: dict[int, Path] = {}
-        self._cut: set[int] = set()  # slots that were cut inside of a published block
         self._prefixes = PrefixIndex(block_tokens)
 
     @classmethod
@@ -116,8 +115,14 @@ class KVCache:
             raise BadOption(
                 f"kv_cache_tokens={num_tokens} is less than one block of {block} tokens: raise it, or lower max_seq_len"
             )
-        where: dict[str, Any] = {"dtype": dtype, "device": torch.device(device)}
-        return cls(shape, block_tokens=block, num_blocks=num_blocks, prefix_caching=prefix_caching, **where)
+        return cls(
+            shape,
+            block_tokens=block,
+            num_blocks=num_blocks,
+            dtype=dtype,
+            device=torch.device(device),
+            prefix_caching=prefix_caching,
+        )
 
     # ------------------------------------------------------------------------------------------------ life of a slot
 
@@ -163,7 +168,6 @@ class KVCache:
             return
         table, nodes = self._tables.pop(slot), self._paths.pop(slot).nodes
         del self._lengths[slot]
-        self._cut.discard(slot)
         for i in range(len(table) - 1, -1, -1):
             self._drop(table[i])
             if i < len(nodes) and nodes[i].block != table[i]:
@@ -204,8 +208,6 @@ class KVCache:
 
         Raises CapacityError when the pool is exhausted; nothing is reserved then.
         """
-        if slot not in self._cut and self._lengths[slot] + num_tokens <= len(self._tables[slot]) * self.block_tokens:
-            return
         missing = self.missing_blocks(slot, num_tokens)
         if missing > self._num_available():
             raise CapacityError(
@@ -220,19 +222,23 @@ class KVCache:
         return len(self._free) + self._prefixes.num_evictable
 
     def _cut_block(self, slot: int) -> int | None:
-        """The block that the slot was cut inside of while it was published, if there is one."""
-        return self._tables[slot][self._lengths[slot] // self.block_tokens] if slot in self._cut else None
+        """The published block inside of which the slot was cut, if it was."""
+        i, inside = divmod(self._lengths[slot], self.block_tokens)
+        if not inside:
+            return None
+        block = self._tables[slot][i]
+        return block if self._prefixes.holds(block) else None
 
     def _num_copies(self, slot: int) -> bool:
         """Whether the slot has to copy its last block before it may write: 0 or 1 blocks."""
-        return slot in self._cut and self._num_users[self._tables[slot][self._lengths[slot] // self.block_tokens]] > 1
+        block = self._cut_block(slot)
+        return block is not None and self._num_users[block] > 1
 
     def _make_private(self, slot: int, block: int) -> bool:
         """Withdraw a block inside of which the slot was cut, or put a copy of its kept rows in its place if shared.
 
         Returns whether a block was taken for the copy.
         """
-        self._cut.discard(slot)
         if self._num_users[block] == 1:
             self._prefixes.remove(block)
             return False
@@ -335,11 +341,6 @@ class KVCache:
             del table[needed:]
         if len(nodes) * self.block_tokens > length:
             del nodes[length // self.block_tokens :]
-        is_cut = not written and length % self.block_tokens and self._prefixes.holds(table[-1])
-        if is_cut:
-            self._cut.add(slot)
-        else:
-            self._cut.discard(slot)
 
     # ------------------------------------------------------------------------------------------------------- integrity
 
@@ -373,9 +374,6 @@ class KVCache:
         if len(path.nodes) * self.block_tokens > length:
             raise InternalError(f"slot {slot} published more blocks than it filled")
         self._prefixes.check_path(path, table)
-        partial = table[length // self.block_tokens :][: length % self.block_tokens]
-        if (slot in self._cut) != any(self._prefixes.holds(block) for block in partial[:1]):
-            raise InternalError(f"slot {slot} does not know whether it was cut inside of a published block")
         # Only the block that the slot was cut inside of may be published beyond the path.
         for block in table[len(path.nodes) :]:
             if self._prefixes.holds(block) and block != self._cut_block(slot):
