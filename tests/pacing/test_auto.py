@@ -222,7 +222,7 @@ def test_the_curve_is_learned_while_the_machine_drifts():
         width = (1, 6, 12, 16, 32)[step // 20 % 5]
         speed = math.exp(0.35 * math.sin(step / 200)) * (2.0 if 1000 < step < 1030 else 1.0)
         noise = 1 + 0.1 * math.sin(step * 12.9898) * 1.4
-        passes.observe(0.02 * true(width) * speed * noise, width, 1)
+        passes.observe([0.02 * true(width) * speed * noise], width, 1)
     for width in (6, 12, 16, 32):
         assert passes.rows(width) / passes.rows(1) == pytest.approx(true(width), rel=0.08)
 
@@ -241,7 +241,7 @@ def test_a_draft_that_may_not_be_found_is_two_widths():
     """One request: the mean time is that of the two passes, not that of the mean width."""
     passes = PassTime()
     for step in range(400):
-        passes.observe(0.02 * CPU(1 + step % 20), 1 + step % 20, 1)
+        passes.observe([0.02 * CPU(1 + step % 20)], 1 + step % 20, 1)
     batch = Batch([Candidate("lookup", [0.2] * 15, 0.3)], passes, {"lookup": DraftTime()})
     expected = 0.3 * passes.rows(16) + 0.7 * passes.rows(1) + batch.drafts["lookup"].of(0.3 * 15, 0.3 * 15)
     assert evaluate(batch, [15]).seconds == pytest.approx(expected)
@@ -252,7 +252,7 @@ def test_the_search_is_the_best_of_all_plans():
     """Against brute force over all lengths of three requests, one of whose drafts are found half of the time."""
     passes = PassTime()
     for step in range(400):
-        passes.observe(0.02 * CPU(1 + step % 24), 1 + step % 24, 1)
+        passes.observe([0.02 * CPU(1 + step % 24)], 1 + step % 24, 1)
     batch = Batch(
         [
             Candidate("model", [0.9**j for j in range(1, 7)], 1.0),

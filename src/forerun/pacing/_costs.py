@@ -11,21 +11,27 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.float64]
 
 # Widths (rows of a pass) at which the curve is kept; linear between them.
 KNOTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 
 _FLAT = 0.05  # hoped-for growth of a width that was never seen, as a share of growth in proportion to the rows
 _SHAPE_SD = 0.6  # how far off that hope may be: standard deviation of the logarithm, likewise
-_UNIT_DRIFT = 0.01  # per step, of the logarithm of the unit
-_CURVE_DRIFT = 0.003  # per step, of the logarithm
-_NOISE = (0.1, 0.02, 0.3)  # of one observation: first guess, least, most
+_CURVE_DRIFT = 0.001  # per step, of the logarithm
+_NOISE = (0.05, 0.02, 0.3)  # of one observation: first guess, least, most
+_UNIT_DRIFT = (0.03, 0.003, 0.1)  # per step, of the logarithm of the unit, likewise
 _NEW_NOISE = 0.5  # of the first observation of a width: it allocates and warms up
 _NEW_STEPS = 4  # observations of a width for which nothing counts as an outlier
 _OUTLIER = 3.0  # standard deviations from which an observation loses weight
 _JUMP_STEPS = 4  # so many outliers to one side are a new speed of the machine
-_JUMP, _JUMP_DOUBT = 0.5, 0.05  # then: of the logarithms of the unit and of the curve
-_SWITCH_DOUBT = 0.5  # an outlier right after a width e-fold away: of the logarithms of the unit and of both widths
+_JUMP = 0.5  # then: of the logarithm of the unit
+_FAR = 3  # steps over which drift is told from noise
 _OTHER_BATCH = 0.2  # of the unit's, where the number of sequences has changed e-fold
 
 
@@ -40,11 +46,9 @@ class PassTime:
         self._state = [0.0]
         self._cov = [[100.0]]
         self._num_sequences = 1
-        self._noise = _NOISE[0] ** 2
+        self._roughness = _Roughness()
         self._num_seen = [0] * (len(KNOTS) + 1)
         self._outliers = 0
-        self._used: list[tuple[int, float]] = []  # states and slopes of the pass before, and its rows
-        self._rows_before = 0
         self.num_steps = 0
         self.widest = 0
         self._values, self._slopes = [1.0], [_FLAT]  # the curve at the knots, and behind each of them
@@ -56,6 +60,13 @@ class PassTime:
         """The curve: relative seconds of so many rows, one sequence's overhead and context not counted."""
         i = min(bisect_right(KNOTS, num_rows), len(self._values)) - 1
         return self._values[i] + self._slopes[i] * (num_rows - KNOTS[i])
+
+    def rows_of(self, widths: Numbers) -> Numbers:
+        """The curve at many widths."""
+        values, knots = np.array(self._values), np.array(KNOTS[: len(self._values)])
+        i = np.searchsorted(knots, widths, side="right") - 1
+        seconds: Numbers = values[i] + np.array(self._slopes)[i] * (widths - knots[i])
+        return seconds
 
     def spread(self, num_rows: float, other_rows: float, seconds: float, other_seconds: float) -> float:
         """Standard deviation of the logarithm of the ratio of two widths' times, given those relative seconds."""
@@ -104,28 +115,47 @@ class PassTime:
             new = min(new, 2 * old)
         self._per_other_row += max(1 / self._num_mixed, 0.1) * (new - old)
 
-    def observe(self, seconds: float, num_rows: int, num_sequences: int, num_passes: int = 1) -> None:
-        """A pass of decoding sequences alone, or the median of several lately."""
+    def observe(self, run_s: Seq[float], num_rows: int, num_sequences: int) -> None:
+        """Passes of decoding sequences alone that followed one another, all alike: the first and the last ones count.
+
+        What lies in between says something of the machine's speed then, which the last ones know better.
+        """
+        self._roughness.observe(run_s)
         self._widen(num_rows)
+        if num_sequences != self._num_sequences:
+            self._cov[0][0] += (_OTHER_BATCH * math.log(num_sequences / self._num_sequences)) ** 2
+            self._num_sequences = num_sequences
+        most = self._roughness.memory_steps
+        parts = [run_s] if len(run_s) < 2 * most else [run_s[:most], run_s[-most:]]
+        num_idle = (len(run_s) - sum(map(len, parts))) / len(parts)
+        for part in parts:
+            self._observe_few(median(part), num_rows, len(part), num_idle)
+        self.num_steps += len(run_s)
+        self.widest = max(self.widest, num_rows)
+        self._smooth()
+
+    def rest(self, num_steps: int) -> None:
+        """Steps of which nothing was learned: the machine may have changed its speed meanwhile."""
+        self._cov[0][0] += num_steps * self._roughness.drift
+
+    def _observe_few(self, seconds: float, num_rows: int, num_passes: int, num_idle: float) -> None:
+        """The median of a few passes, before or after `num_idle` others."""
         total = self.rows(num_rows)
         slope = [1.0, *[0.0] * (len(self._state) - 1)]
         for i, weight in self._weights(num_rows):
             if i:
                 slope[i] = weight * self._values[i] / total
         place = bisect_right(KNOTS, num_rows)
+        is_new = not self._num_seen[place]
         self._num_seen[place] += num_passes
         level = math.log(max(seconds, 1e-9) / total)
         if not self.num_steps:
             self._state[0] = level
-        if num_sequences != self._num_sequences:
-            self._cov[0][0] += (_OTHER_BATCH * math.log(num_sequences / self._num_sequences)) ** 2
-            self._num_sequences = num_sequences
-        doubt = _SWITCH_DOUBT * min(1.0, abs(math.log(num_rows / (self._rows_before or num_rows))))
-        self._rows_before = num_rows
-        self._correct(slope, level - self._state[0], self._num_seen[place], doubt, num_passes)
-        self.num_steps += num_passes
-        self.widest = max(self.widest, num_rows)
-        self._smooth()
+        for i in range(len(self._state)):
+            drift = _CURVE_DRIFT**2 if i else self._roughness.drift
+            self._cov[i][i] += (num_passes + num_idle) * drift
+        noise = _NEW_NOISE**2 if is_new else self._roughness.noise_of(num_passes)
+        self._correct(slope, level - self._state[0], noise, self._num_seen[place] > _NEW_STEPS, num_passes)
 
     def _weights(self, num_rows: float) -> list[tuple[int, float]]:
         """Knots that a width lies between, with their shares."""
@@ -135,31 +165,17 @@ class PassTime:
         share = (num_rows - KNOTS[i]) / (KNOTS[i + 1] - KNOTS[i])
         return [(i, 1 - share), (i + 1, share)]
 
-    def _correct(self, slope: list[float], error: float, num_seen: int, doubt: float, num_passes: int) -> None:
-        """One step of the filter: less weight for outliers, a new speed after several of them.
-
-        doubt: how much an outlier may be due to what was believed of this width and of the one before.
-        """
+    def _correct(self, slope: list[float], error: float, noise: float, is_known: bool, num_passes: int) -> None:
+        """One step of the filter: less weight for outliers, a new speed after several of them."""
         state, cov = self._state, self._cov
-        cov[0][0] += num_passes * _UNIT_DRIFT**2
-        for i in range(1, len(state)):
-            cov[i][i] += num_passes * _CURVE_DRIFT**2
         used = [(i, s) for i, s in enumerate(slope) if s]
-        noise = _NEW_NOISE**2 if num_seen == num_passes else self._noise / num_passes
-        before, self._used = self._used, used
-        cross, prior = self._spread_of(used)
+        cross = [sum([row[i] * s for i, s in used]) for row in cov]
+        prior = sum([cross[i] * s for i, s in used])
         square, limit = error * error, _OUTLIER**2 * (prior + noise)
-        if doubt and square > limit:
-            for i in {i for i, _ in used} | {i for i, _ in before}:
-                cov[i][i] += doubt * doubt
-            cross, prior = self._spread_of(used)
-        elif num_seen > _NEW_STEPS:
-            learned = self._noise + 0.03 * num_passes * (num_passes * (min(square, limit / 2) - prior) - self._noise)
-            self._noise = min(max(learned, _NOISE[1] ** 2), _NOISE[2] ** 2)
+        if is_known:
             if square > limit:
                 if self._jumped(error, num_passes):
-                    for i in range(len(state)):
-                        cov[i][i] += (_JUMP_DOUBT if i else _JUMP) ** 2
+                    cov[0][0] += _JUMP**2
                     return
                 noise += (square / limit - 1) * (prior + noise)
             else:
@@ -170,11 +186,6 @@ class PassTime:
                 gain = c * factor
                 state[i] += gain * error
                 cov[i] = [p - gain * o for p, o in zip(cov[i], cross, strict=True)]
-
-    def _spread_of(self, used: Seq[tuple[int, float]]) -> tuple[list[float], float]:
-        """Covariance of every state with what a pass is expected to take, and the variance of that."""
-        cross = [sum([row[i] * s for i, s in used]) for row in self._cov]
-        return cross, sum([cross[i] * s for i, s in used])
 
     def _jumped(self, error: float, num_passes: int) -> bool:
         """Count outliers to one side."""
@@ -216,6 +227,45 @@ class PassTime:
         self._slopes.append(min(max(own, _FLAT * steepest), steepest))
 
 
+class _Roughness:
+    """How far one pass differs from the next, and how much of that lasts: variances of logarithms.
+
+    Noise makes neighbours differ as much as passes further apart do, drift makes these differ more.
+    """
+
+    def __init__(self) -> None:
+        noise, self.drift = _NOISE[0] ** 2, _UNIT_DRIFT[0] ** 2
+        self._near, self._far = 2 * noise + self.drift, 2 * noise + _FAR * self.drift
+
+    def observe(self, run_s: Seq[float]) -> None:
+        """Seconds of like passes that followed one another."""
+        logs = [math.log(max(seconds, 1e-9)) for seconds in run_s]
+        for i in range(_FAR, len(logs)):
+            near, far = (logs[i] - logs[i - 1]) ** 2, (logs[i] - logs[i - _FAR]) ** 2
+            self._near += 0.02 * (min(near, _OUTLIER**2 * self._near) - self._near)
+            self._far += 0.02 * (min(far, _OUTLIER**2 * self._far) - self._far)
+        self.drift = _within(_UNIT_DRIFT, (self._far - self._near) / (_FAR - 1))
+
+    @property
+    def noise(self) -> float:
+        """Of one pass."""
+        return _within(_NOISE, (self._near - self.drift) / 2)
+
+    @property
+    def memory_steps(self) -> int:
+        """Passes over whose mean the noise is as large as the drift, at least two, and few enough to be quick."""
+        return max(2, min(16, round(math.sqrt(3 * self.noise / self.drift))))
+
+    def noise_of(self, num_passes: int) -> float:
+        """Of a mean of so many."""
+        return self.noise / num_passes + self.drift * (num_passes - 1) / 3
+
+
+def _within(limits: tuple[float, float, float], variance: float) -> float:
+    """limits: a first guess, least and most standard deviation."""
+    return min(max(variance, limits[1] ** 2), limits[2] ** 2)
+
+
 _DRAFT_DRIFT = 1e-7  # of the variance of a pass, per step
 
 
@@ -230,8 +280,12 @@ class DraftTime:
 
     def of(self, depth: float, num_nodes: float) -> float:
         """Relative seconds of a draft of so many passes and nodes."""
+        return float(self.of_many(np.array(depth), np.array(num_nodes)))
+
+    def of_many(self, depths: Numbers, nums_nodes: Numbers) -> Numbers:
+        """Relative seconds of each of many drafts."""
         call, per_pass, per_node = self._state
-        return max(0.0, call + per_pass * depth + per_node * num_nodes)
+        return np.maximum(0.0, call + per_pass * depths + per_node * nums_nodes)
 
     def catchup(self, num_tokens: int) -> float:
         """Relative seconds to run so many committed tokens."""

@@ -1,21 +1,26 @@
 """How many nodes each request gets: the most expected tokens per second of the batch (goodput).
 
-A node's gain is the probability that it becomes a token. Gains of one request never rise with depth, so adding the
-nodes of all requests in the order of their gains keeps every prefix a legal plan, and the best prefix is the answer
-(SmartSpec, Liu et al. 2024, arXiv 2406.14066). The first prefix has no node: plain decoding is one of the plans.
+A node's gain is the probability that it becomes a token. Gains of one request never rise with depth, so the first nodes
+of all requests, in the order of their gains, are a legal plan for every number of nodes (SmartSpec, Liu et al. 2024,
+arXiv 2406.14066). A drafter's passes follow one another, though, and the deepest request pays for all of its passes
+alone: every such plan is looked at with its depth cut off, too. The first plan has no node: that is plain decoding.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
-from forerun.pacing._costs import KNOTS, DraftTime, PassTime
+import numpy as np
+from numpy.typing import NDArray
 
-_NUM_LOOKED_AT = 64  # plans, of as many as there are nodes
+from forerun.pacing._costs import KNOTS, DraftTime, Numbers, PassTime
+
+_NUM_LOOKED_AT = 64  # numbers of nodes
+_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 12)  # at which plans are cut off, besides not at all
+
+Lengths = NDArray[np.intp]
 
 
 @dataclass(slots=True)
@@ -43,60 +48,27 @@ class Batch:
     drafts: dict[str, DraftTime]
     factor: float = 1.0
 
+    @cached_property
+    def found(self) -> Numbers:
+        """[B]."""
+        return np.array([c.found for c in self.candidates])
 
-@dataclass(slots=True)
-class _Load:
-    """One plan's expected tokens and time; grows node by node."""
+    @cached_property
+    def gains(self) -> Numbers:
+        """[B, nodes of the longest], 0 behind the end of each."""
+        longest = max(len(c.gains) for c in self.candidates)
+        return np.array([c.gains + [0.0] * (longest - len(c.gains)) for c in self.candidates])
 
-    batch: Batch
-    tokens: float = 0.0
-    rows: float = 0.0
-    variance: float = 0.0  # of the rows, because a drafter may find nothing
-    third: float = 0.0  # third central moment
-    work: dict[str, list[float]] = field(default_factory=dict)  # by drafter: depth, nodes
-    seconds: float = 0.0
+    @cached_property
+    def tokens(self) -> Numbers:
+        """[B, 1 + nodes of the longest]: expected tokens of each request by its nodes."""
+        return np.cumsum(np.pad(self.gains, ((0, 0), (1, 0)), constant_values=1.0), axis=1)
 
-    def start(self) -> None:
-        self.tokens = self.rows = float(len(self.batch.candidates))
-
-    def add(self, c: Candidate, start: int, end: int) -> None:
-        """Nodes start .. end - 1 of a request."""
-        p = c.found
-        self.tokens += sum(c.gains[start:end])
-        self.rows += p * (end - start)
-        if p < 0.999:
-            spread = p * (1 - p)
-            self.variance += spread * (end * end - start * start)
-            self.third += spread * (1 - 2 * p) * (end**3 - start**3)
-        work = self.work.get(c.draft)
-        if work is None:
-            work = self.work[c.draft] = [0.0, 0.0]
-        if p * end > work[0]:
-            work[0] = p * end
-        work[1] += p * (end - start)
-
-    def goodput(self) -> float:
-        """Expected tokens per unit of time."""
-        seconds = self._pass()
-        for name, (depth, nodes) in self.work.items():
-            if nodes:
-                seconds += self.batch.drafts[name].of(depth, nodes)
-        self.seconds = seconds * self.batch.factor if self.work else seconds
-        seconds = self.seconds
-        return self.tokens / seconds
-
-    def _pass(self) -> float:
-        """Mean time over the number of rows: two points with its first three moments, exact for one request."""
-        rows = self.batch.passes.rows
-        if self.variance < 1e-6:
-            return rows(self.rows)
-        deviation = math.sqrt(self.variance)
-        half = self.third / (self.variance * deviation) / 2
-        root = math.sqrt(1 + half * half)
-        up, down = half + root, half - root
-        share = -down / (up - down)
-        least = len(self.batch.candidates)
-        return share * rows(self.rows + deviation * up) + (1 - share) * rows(max(least, self.rows + deviation * down))
+    @cached_property
+    def members(self) -> dict[str, Lengths]:
+        """Places of the requests, by drafter."""
+        names = [c.draft for c in self.candidates]
+        return {name: np.array([i for i, own in enumerate(names) if own == name]) for name in set(names)}
 
 
 @dataclass(frozen=True)
@@ -109,24 +81,44 @@ class Plan:
     rows: float
 
 
-class Mark(NamedTuple):
-    """The first `number` nodes, in order of their gains."""
-
-    goodput: float
-    number: int
-    seconds: float
-    rows: float
-
-
 def evaluate(batch: Batch, lengths: Seq[int]) -> Plan:
     """What given lengths would do."""
-    load = _Load(batch)
-    load.start()
-    for c, length in zip(batch.candidates, lengths, strict=True):
-        if length:
-            load.add(c, 0, length)
-    goodput = load.goodput()
-    return Plan(list(lengths), goodput, load.seconds, load.rows)
+    goodput, seconds, rows = _value(batch, np.array([lengths], dtype=np.intp))
+    return Plan(list(lengths), float(goodput[0]), float(seconds[0]), float(rows[0]))
+
+
+def _value(batch: Batch, lengths: Lengths) -> tuple[Numbers, Numbers, Numbers]:
+    """Expected tokens per unit of time, units of time, and mean rows of plans [P, B]: three times [P]."""
+    num, found = lengths.shape[1], batch.found
+    longest = batch.tokens.shape[1] - 1  # what lies behind hardly ever becomes a token
+    tokens = batch.tokens[np.arange(num), np.minimum(lengths, longest)].sum(axis=1)
+    rows = num + lengths @ found
+    seconds = _passes(batch, lengths, rows)
+    for name, places in batch.members.items():
+        nodes = lengths[:, places] * found[places]
+        total = nodes.sum(axis=1)
+        if total.any():
+            seconds = seconds + np.where(total > 0, batch.drafts[name].of_many(nodes.max(axis=1), total), 0.0)
+    seconds = np.where(lengths.any(axis=1), seconds * batch.factor, seconds)
+    return tokens / seconds, seconds, rows
+
+
+def _passes(batch: Batch, lengths: Lengths, rows: Numbers) -> Numbers:
+    """Mean time over the number of rows, since a drafter may find nothing: [P].
+
+    Two points with the first three moments of that number, which is exact for one request.
+    """
+    curve, found = batch.passes.rows_of, batch.found
+    spread = np.where(found < 0.999, found * (1 - found), 0.0)
+    if not spread.any():
+        return curve(rows)
+    variance = np.maximum(lengths**2 @ spread, 1e-9)
+    half = (lengths**3 @ (spread * (1 - 2 * found))) / variance**1.5 / 2
+    root, deviation = np.sqrt(1 + half * half), np.sqrt(variance)
+    share = (root - half) / (2 * root)
+    low = np.maximum(lengths.shape[1], rows + deviation * (half - root))
+    seconds: Numbers = share * curve(rows + deviation * (half + root)) + (1 - share) * curve(low)
+    return seconds
 
 
 class Search:
@@ -137,37 +129,38 @@ class Search:
     """
 
     def __init__(self, batch: Batch, max_rows: float) -> None:
-        self._start = [c.fixed or 0 for c in batch.candidates]
-        self._nodes = sorted(
-            (-gain, j, r) for r, c in enumerate(batch.candidates) if c.fixed is None for j, gain in enumerate(c.gains)
-        )
-        load = _Load(batch)
-        load.start()
-        for c, fixed in zip(batch.candidates, self._start, strict=True):
-            if fixed:
-                load.add(c, 0, fixed)
-        best = Mark(load.goodput(), 0, load.seconds, load.rows)
-        marks, stretch = [best], 0
-        stride = max(1, int(min(len(self._nodes), max_rows - load.rows)) // _NUM_LOOKED_AT)
-        for number, (_, j, r) in enumerate(self._nodes, 1):
-            load.add(batch.candidates[r], j, j + 1)
-            if load.rows > max_rows:
-                break
-            if number % stride:
-                continue
-            mark = Mark(load.goodput(), number, load.seconds, load.rows)
-            if number == 1 or KNOTS[stretch] < load.rows:
-                stretch = min(bisect_left(KNOTS, load.rows), len(KNOTS) - 1)
-                marks.append(mark)
-            elif mark.goodput > marks[-1].goodput:
-                marks[-1] = mark
-            if mark.goodput > best.goodput:
-                best = mark
-        self.marks, self.best = marks, self.plan(best)
+        self._lengths = _plans(batch)
+        self._goodput, self._seconds, self._rows = _value(batch, self._lengths)
+        self._goodput[1:][self._rows[1:] > max_rows] = 0.0
+        self.plain, self.best = self._plan(0), self._plan(int(self._goodput.argmax()))
 
-    def plan(self, mark: Mark) -> Plan:
-        """The lengths that belong to a mark."""
-        lengths = list(self._start)
-        for _, j, r in self._nodes[: mark.number]:
-            lengths[r] = j + 1
-        return Plan(lengths, mark.goodput, mark.seconds, mark.rows)
+    @cached_property
+    def marks(self) -> list[Plan]:
+        """The first plan, then the best one of each stretch between two knots, wider and wider."""
+        stretches = np.searchsorted(KNOTS, self._rows)
+        stretches[self._goodput == 0] = -1
+        stretches[0] = -1
+        found = (np.where(stretches == s, self._goodput, 0.0).argmax() for s in np.unique(stretches) if s >= 0)
+        return [self.plain, *(self._plan(int(i)) for i in found)]
+
+    def _plan(self, i: int) -> Plan:
+        numbers = (float(values[i]) for values in (self._goodput, self._seconds, self._rows))
+        return Plan(self._lengths[i].tolist(), *numbers)
+
+
+def _plans(batch: Batch) -> Lengths:
+    """[P, B]: the first nodes in order of their gains, for some numbers of nodes and all cuts; first of all, none."""
+    free = np.array([c.fixed is None for c in batch.candidates])
+    usable = (batch.gains > 0) & free[:, None]
+    by_depth = np.where(usable, batch.gains, -1.0).T  # equal gains: the shallower node first
+    order = np.argsort(-by_depth, axis=None, kind="stable")
+    rank = np.empty(order.size, dtype=np.intp)
+    rank[order] = np.arange(order.size)
+    total, deepest = int(usable.sum()), int(usable.sum(axis=1).max(initial=0))
+    few = min(_NUM_LOOKED_AT // 2, total + 1)
+    numbers = np.concatenate([np.arange(few), np.arange(few, total + 1, 1 + max(0, total - few) // few)])
+    nodes = (rank.reshape(by_depth.shape)[None] < numbers[:, None, None]).sum(axis=1)  # [numbers, B]
+    depths = [deepest] if free.sum() == 1 else [*(depth for depth in _DEPTHS if depth < deepest), deepest]
+    cut = np.minimum(nodes[None], np.array(depths)[:, None, None]).reshape(-1, len(free))
+    plans: Lengths = cut + np.array([c.fixed or 0 for c in batch.candidates])
+    return plans

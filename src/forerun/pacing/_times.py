@@ -1,13 +1,14 @@
 """What the steps of an engine take, learned from their reports: for the policy that paces, and for the log.
 
-Reports are kept until somebody wants to know, and those of steps that did the same are learned from together: their
-median says as much, and learning from each one by itself, between two passes, would cost more than some drafts do.
+Reports are kept until somebody wants to know, and steps in a row that did the same are learned from together, because
+learning from each one by itself, between two passes, would cost more than some drafts do.
 """
 
 from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import groupby
 from statistics import median
 
 from forerun.pacing._check import size_of
@@ -76,15 +77,19 @@ class StepTimes:
 
 
 def _learn_passes(costs: Costs, reports: list[StepReport]) -> None:
-    alike: dict[tuple[int, int], list[float]] = {}
-    for report in reports:
-        other = report.num_prefill_tokens
+    for (other, rows, num_sequences), alike in groupby(reports, _kind):
+        seconds = [_pass_s(report) for report in alike]
         if other:
-            costs.passes.observe_mixed(_pass_s(report), other, report.num_rows - other)
+            costs.passes.observe_mixed(median(seconds), other, rows)
+            costs.passes.rest(len(seconds))
         else:
-            alike.setdefault((report.num_rows, report.num_decoding), []).append(_pass_s(report))
-    for (rows, num_sequences), seconds in alike.items():
-        costs.passes.observe(median(seconds), rows, num_sequences, len(seconds))
+            costs.passes.observe(seconds, rows, num_sequences)
+
+
+def _kind(report: StepReport) -> tuple[int, int, int]:
+    """Rows of prompts, other rows, sequences."""
+    other = report.num_prefill_tokens
+    return other, report.num_rows - other, report.num_decoding
 
 
 def _learn_drafts(costs: Costs, reports: list[StepReport]) -> None:

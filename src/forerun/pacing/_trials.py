@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from forerun.pacing._acceptance import Acceptance
 from forerun.pacing._costs import DraftTime, PassTime
-from forerun.pacing._plan import Mark, Plan, Search
+from forerun.pacing._plan import Plan, Search
+from forerun.types import Sequence
 
 _FIRST_ALLOWANCE = 6.0  # steps of plain decoding
 _MOST_ALLOWANCE = 8.0
@@ -50,6 +51,11 @@ class Request:
     def wanted(self) -> int:
         """Its nodes where there is room for them."""
         return (self.length or 0) if self.asked is None else self.asked
+
+    def update(self, limit: int, max_length: int, lag: int, seq: Sequence) -> None:
+        """What its sequence shows at the moment."""
+        self.limit, self.lag = limit if self.asked is not None else min(limit, max_length), lag
+        self.remaining = (seq.max_len - len(seq.tokens)) / 2  # nobody knows where a text will end
 
     def paced(self) -> int:
         """Its nodes within the limit of this step."""
@@ -92,9 +98,9 @@ class Trials:
         self.next_step = 0  # at which `lengths` wants to be asked
 
     @property
-    def is_trying(self) -> bool:
-        """True while a trial or a probe runs: what it shows is wanted at once."""
-        return self._left > 0 or any(probe.request is not None for probe in self._probes.values())
+    def is_running(self) -> bool:
+        """True while a trial of a width has steps left."""
+        return self._left > 0
 
     def earn(self, seconds: float) -> None:
         """The share of a step that takes so many units of time."""
@@ -113,38 +119,36 @@ class Trials:
         plan: Plan,
         passes: PassTime,
         drafts: Mapping[str, DraftTime],
-    ) -> bool:
-        """Choose the width that may, with some luck, be better than the present one; True where one is to be tried."""
+    ) -> None:
+        """Choose the width that may, with some luck, be better than the present one, and try it next."""
         if not passes.num_steps:
-            return False
-        if plan.rows <= search.marks[0].rows:
+            return
+        if plan.rows <= search.plain.rows:
             self._plain_step = step
         is_asked = self.plain_spacing < _SPACING and self._plain_due(step, search, passes)
         if not is_asked and (step < self._next_trial or not passes.is_settled):
-            return False
+            return
         chosen, cost = self._choose(step, search, plan, passes)
         if chosen is None:
-            return False
-        lengths = search.plan(chosen).lengths
-        free = [(r, k) for r, k in zip(requests, lengths, strict=True) if r.asked is None]
+            return
+        free = [(r, k) for r, k in zip(requests, chosen.lengths, strict=True) if r.asked is None]
         catchup = sum(drafts[r.draft].catchup(r.lag) for r, k in free if k and r.lag)
         if cost + catchup > self._allowance:
-            return False
+            return
         is_early = passes.num_steps < _EARLY_STEPS
-        most = _PLAIN_STEPS if chosen is search.marks[0] else 3 if is_early else _TRIAL_STEPS
+        most = _PLAIN_STEPS if chosen is search.plain else 3 if is_early else _TRIAL_STEPS
         self._left = max(1, min(most, int(self._allowance / 4 / max(cost, 1e-3))))
         self._allowance -= cost * self._left + catchup
         self._next_trial = step + (_EARLY_SPACING if is_early else _SPACING)
         self._trial = free
-        return True
 
     def _plain_due(self, step: int, search: Search, passes: PassTime) -> bool:
-        is_new = passes.num_seen(round(search.marks[0].rows)) < _PLAIN_STEPS
+        is_new = passes.num_seen(round(search.plain.rows)) < _PLAIN_STEPS
         return is_new or step - self._plain_step >= self.plain_spacing
 
-    def _choose(self, step: int, search: Search, plan: Plan, passes: PassTime) -> tuple[Mark | None, float]:
+    def _choose(self, step: int, search: Search, plan: Plan, passes: PassTime) -> tuple[Plan | None, float]:
         """The mark of highest hope, and what a step of it may cost."""
-        plain = search.marks[0]
+        plain = search.plain
         if plain.rows < plan.rows and self._plain_due(step, search, passes):
             self._plain_step = step
             return plain, max(0.0, 1 - plain.goodput / plan.goodput)

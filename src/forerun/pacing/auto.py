@@ -23,11 +23,11 @@ _DRAFTER_MEMORY = 10  # an engine remembers so many times longer than a request
 _UNSEEN_ROWS = 16  # rows that are taken for affordable before anything was measured, and
 _UNSEEN_NODES = 5  # nodes
 _WIDER = 1.5  # and how much wider than ever seen a pass may become at once
-_LEARNING_STEPS = 32  # of a request, in which its length may change in every step
-_LOOK_STEPS = (4, 16)  # from one look at what was measured to the next: least, and most where looking takes long
-_OWN_SHARE = (0.015, 0.025)  # of a step, which looking and planning may take: below, they come oftener; above, rarer
-_PLAN_LOOKS = (1, 4)  # looks from one plan to the next: least, and most while nothing happens
-_SAME_BATCH = 1 / 8  # share of the requests that may come or go before the others are planned anew
+_LEARNING_STEPS = 32  # of a request, in which its length may change at every look
+_LOOK_STEPS = (4, 64)  # from one look at what was measured to the next: least, and most where looking takes long
+_OWN_SHARE = 0.01  # of all time, which looking may take
+_OTHERS = 0.5  # share of the requests that may come or go before the next look
+_FEW, _MANY = 0.2, 0.02  # weights of one step in averages over steps that are rare, and over all
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
 _PLAIN_SPACING = (48, 168, 300)  # steps between trials of plain decoding: at first, later, and where gains are clear
 _FEW_CHECKS, _SURE_GAIN = 4, 1.4
@@ -58,7 +58,7 @@ class Options:
 
 
 class AutoPacing(Pacing):
-    """Plans anew every few steps, and at once where many requests are others. A single new one waits for that plan."""
+    """Looks every few steps at what was measured, and plans anew. Who comes in between begins as a typical one."""
 
     def __init__(self, options: Options, max_length: int) -> None:
         self.options, self.max_length = options, max_length
@@ -67,13 +67,15 @@ class AutoPacing(Pacing):
         self._known: dict[str, Acceptance] = {}
         self._requests: dict[int, Request] = {}
         self._trials = Trials(options.trial_share)
-        self._step = self._next_look = self._next_plan = 0
-        self._own, self._look_steps, self._plan_looks = _OwnTime(), _LOOK_STEPS[0], _PLAN_LOOKS[0]
-        self._num_changed = 0  # requests that came or went since the last plan
+        self._step = self._next_look = 0
+        self._own, self._has_looked = _OwnTime(), False
+        self._num_changed = 0  # requests that came or went since the last look
+        self._typical: dict[str, int] = {}  # length of a request of which nothing is known, by drafter
         self._check, self._predicted, self._is_planned = PlanCheck(), 1.0, True
         self._saving = 0.0  # units of time per token, by drafting
         self._are_enough: set[str] = set()  # drafters that more requests are ready for than the plan lets draft
         self._ids: list[int] = []
+        self._present: list[Request] = []
         self._lengths: list[int] = []  # what each is paced at, whatever its limit
         self._plan = Plan([], 0.0, 1.0, 0.0)
         self._asked: list[tuple[int, Request, int, int]] = []  # of this step: place, request, granted, lag
@@ -86,50 +88,62 @@ class AutoPacing(Pacing):
     def budget(self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int) -> list[int]:
         self._step += 1
         ids = [seq.id for seq in seqs]
-        is_new = ids != self._ids
-        if is_new or num_other_rows or self._step >= min(self._next_look, self._trials.next_step):
-            granted = self._consider(seqs, limits, lags, num_other_rows, is_new)
+        if ids != self._ids:
+            self._meet(seqs, ids, limits, lags)
+        is_trial_due = not num_other_rows and self._step >= self._trials.next_step
+        self._has_looked = self._step >= self._next_look and not self._trials.is_running
+        if self._has_looked or is_trial_due:
+            for b, (r, seq) in enumerate(zip(self._present, seqs, strict=True)):
+                r.update(limits[b], self.max_length, lags[b], seq)
+        if self._has_looked:
+            self._look()
+        granted = [min(pair) for pair in zip(limits, self._lengths, strict=True)]
+        if num_other_rows:
+            granted = self._beside_prompts(granted)
         else:
+            is_uncut = granted == self._lengths
             self._trials.earn(self._plan.seconds)
-            granted = [min(pair) for pair in zip(limits, self._lengths, strict=True)]
-            self._is_planned = granted == self._lengths
-        requests = self._requests
-        self._asked = [(b, requests[ids[b]], num, lags[b]) for b, num in enumerate(granted) if num]
+            if is_trial_due or self._trials.is_running:
+                granted = self._try(granted)
+            self._is_planned = is_uncut and (granted == self._lengths or not any(granted))
+        self._asked = [(b, self._present[b], num, lags[b]) for b, num in enumerate(granted) if num]
         return granted
 
-    def _consider(
-        self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int, is_new: bool
-    ) -> list[int]:
-        """Look at what was measured, plan anew where it is time, and try something where that is due."""
-        if is_new:
-            ids = [seq.id for seq in seqs]
-            self._num_changed += len(set(ids).symmetric_difference(self._ids))
-            self._ids, self._next_plan = ids, min(self._next_plan, self._step + self._look_steps)
-        is_other = self._num_changed > _SAME_BATCH * len(seqs)
-        self._costs = self._times.of(len(seqs))
-        if is_other or self._trials.is_trying or self._step >= self._next_look:
-            self._learn()
-        for name in {seq.draft for seq in seqs}:
-            self._costs.draft(name)
-        requests = [self._request(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
-        is_due = is_other or self._step >= self._next_plan
-        if is_due or self._step >= self._trials.next_step:
-            for b, r in enumerate(requests):
-                r.lag = lags[b]
-        if requests and is_due:
-            self._num_changed = 0
-            self._decide(requests, is_other)
-        self._lengths = [r.wanted() for r in requests]
-        granted = [r.paced() for r in requests]
-        if num_other_rows:
-            return self._beside_prompts(requests, granted)
-        self._trials.earn(self._plan.seconds)
-        lengths = self._trials.lengths(
-            self._step, requests, list(granted), self._costs.passes, self._costs.drafts, self._plan
+    def _meet(self, seqs: Seq[Sequence], ids: list[int], limits: Seq[int], lags: Seq[int]) -> None:
+        """Other sequences than before: some are new, some have gone."""
+        self._num_changed += len(set(ids).symmetric_difference(self._ids))
+        costs, self._costs = self._costs, self._times.of(len(ids))
+        self._ids, self._present = ids, [self._request(seq) for seq in seqs]
+        is_unlike = costs is not self._costs or self._num_changed > _OTHERS * len(ids)
+        for b, (r, seq) in enumerate(zip(self._present, seqs, strict=True)):
+            if r.length is None and r.asked is None:
+                r.update(limits[b], self.max_length, lags[b], seq)
+                if not r.lag:
+                    r.length = self._typical.get(r.draft)
+                    is_unlike = is_unlike or r.length is None
+        self._lengths = [r.wanted() for r in self._present]
+        if is_unlike:
+            self._next_look = self._step
+
+    def _look(self) -> None:
+        """Count what happened since the last look, and plan anew."""
+        self._learn()
+        self._num_changed = 0
+        for draft in {r.draft for r in self._present}:
+            self._costs.draft(draft)
+        if self._present:
+            self._decide(self._present)
+        self._lengths = [r.wanted() for r in self._present]
+        is_early = self._costs.passes.num_steps < _LEARNING_STEPS
+        self._next_look = self._step + (1 if is_early else self._own.spacing())
+
+    def _try(self, granted: list[int]) -> list[int]:
+        """What is to be tried in this step, if anything. What a trial has shown is looked at when it is over."""
+        if self._trials.is_running:
+            self._next_look = self._step + 1
+        return self._trials.lengths(
+            self._step, self._present, list(granted), self._costs.passes, self._costs.drafts, self._plan
         )
-        is_uncut = granted == self._lengths
-        self._is_planned = is_uncut and (lengths == granted or not any(lengths))
-        return lengths
 
     def prepares(self, seq: Sequence) -> bool:
         """Whether what drafting saves at present, until the likely end of a sequence, exceeds what preparing takes."""
@@ -152,6 +166,8 @@ class AutoPacing(Pacing):
                 continue
             self._rounds.append((r, (granted, step.num_drafted, step.num_tested, step.num_accepted)))
             self._trials.observe(self._step, r, step.num_tested, step.num_accepted)
+            if step.num_accepted and not r.wanted():
+                self._next_look = self._step + 1  # better than thought
         is_full = report.num_decoding >= _FEW_REQUESTS and not report.num_prefill_tokens
         if is_full and self._is_planned and any(self._lengths):
             seconds = report.draft_s + report.score_s + report.judge_s + report.commit_s
@@ -159,25 +175,19 @@ class AutoPacing(Pacing):
         elif is_full and not any(self._lengths):
             self._check.forget(report.num_decoding)
         self._asked = []
-        self._own.observe(report)
+        self._own.observe(report, self._has_looked)
         self._times.observe(report)
 
     def _learn(self) -> None:
         """Count the rounds since the last look."""
         for r, numbers in self._rounds:
             if r.acceptance.count(*numbers):
-                r.begun, self._next_plan = self._step, 0  # it learns as a new request does
+                r.begun = self._step  # it learns as a new request does
             self._known[r.draft].count(*numbers)
         self._rounds = []
         self._times.learn()
-        self._look_steps = self._own.spacing(self._look_steps)
-        self._next_look = self._step + (1 if self._is_early else self._look_steps)
 
-    @property
-    def _is_early(self) -> bool:
-        return self._costs.passes.num_steps < _LEARNING_STEPS
-
-    def _request(self, seq: Sequence, limit: int) -> Request:
+    def _request(self, seq: Sequence) -> Request:
         r = self._requests.get(seq.id)
         if r is None or r.draft != seq.draft:
             known = self._known.get(seq.draft)
@@ -186,11 +196,9 @@ class AutoPacing(Pacing):
             asked = 0 if seq.draft == "none" else seq.params.spec_length
             r = Request(seq.draft, Acceptance(self.options.memory_rounds, known), asked, self._step)
             self._requests[seq.id] = r
-        r.limit = limit if r.asked is not None else min(limit, self.max_length)
-        r.remaining = (seq.max_len - len(seq.tokens)) / 2  # nobody knows where a text will end
         return r
 
-    def _decide(self, requests: list[Request], is_new: bool) -> None:
+    def _decide(self, requests: list[Request]) -> None:
         """A new plan, and new lengths where it is better enough."""
         candidates = []
         for r in requests:
@@ -199,14 +207,14 @@ class AutoPacing(Pacing):
         factor = self._check.factor(len(requests)) if len(requests) >= _FEW_REQUESTS else 1.0
         batch = Batch(candidates, self._costs.passes, self._costs.drafts, factor)
         search, ideal = self._search(batch, requests)
-        best, before = ideal.lengths, self._lengths
+        best = ideal.lengths
         for r, length in zip(requests, best, strict=True):
             if r.length is None:
                 r.length = length
         self._plan = evaluate(batch, [r.paced() for r in requests])
         gain = ideal.goodput / self._plan.goodput
         if gain > 1 + self.options.margin:
-            changed = [i for i, r in enumerate(requests) if is_new or gain > _CLEAR_GAIN or self._may_change(r)]
+            changed = [i for i, r in enumerate(requests) if gain > _CLEAR_GAIN or self._may_change(r)]
             self._change(batch, requests, {i: best[i] for i in changed})
         else:
             self._change_single(batch, requests, best)
@@ -216,8 +224,19 @@ class AutoPacing(Pacing):
             self._are_enough = _enough_are_ready(requests)
         self._predicted = self._plan.seconds / batch.factor / plain.seconds
         self._trials.plain_spacing = self._plain_spacing(len(requests), self._plan.goodput / plain.goodput)
-        tries = self._trials.consider(self._step, requests, search, self._plan, self._costs.passes, self._costs.drafts)
-        self._settle(tries or is_new or before != [r.wanted() for r in requests])
+        self._trials.consider(self._step, requests, search, self._plan, self._costs.passes, self._costs.drafts)
+        self._typical = self._typical_lengths(candidates, ideal)
+
+    def _typical_lengths(self, candidates: list[Candidate], plan: Plan) -> dict[str, int]:
+        """What the plan would grant to requests that are as good as their drafter's are on average."""
+        deepest = max(plan.lengths)
+        free = [(c.gains, k) for c, k in zip(candidates, plan.lengths, strict=True) if c.fixed is None]
+        price = max((gains[k] for gains, k in free if k < min(deepest, len(gains))), default=0.0)
+        typical = dict[str, int]()
+        for draft in {c.draft for c in candidates}:
+            gains, _ = Acceptance(self.options.memory_rounds, self._known[draft]).gains(deepest)
+            typical[draft] = sum(gain > price for gain in gains)
+        return typical
 
     def _plain_spacing(self, num_requests: int, gain: float) -> int:
         """Steps from one trial of plain decoding to the next: the surer the gain, the rarer."""
@@ -225,11 +244,6 @@ class AutoPacing(Pacing):
         if gain > _SURE_GAIN or num_requests < _FEW_REQUESTS:
             return sure
         return few if self._check.num_checks(num_requests) < _FEW_CHECKS else many
-
-    def _settle(self, is_lively: bool) -> None:
-        """The next plan is further away while nothing happens."""
-        self._plan_looks = _PLAN_LOOKS[0] if is_lively else min(2 * self._plan_looks, _PLAN_LOOKS[1])
-        self._next_plan = self._step + (1 if self._is_early else self._plan_looks * self._look_steps)
 
     def _search(self, batch: Batch, requests: list[Request]) -> tuple[Search, Plan]:
         """All plans, and the best one in which no drafter catches up for a request that will not repay it."""
@@ -282,11 +296,11 @@ class AutoPacing(Pacing):
             if other.goodput > self._plan.goodput * (1 + self.options.margin / len(requests)):
                 self._change(batch, requests, {i: best[i]})
 
-    def _beside_prompts(self, requests: list[Request], granted: list[int]) -> list[int]:
+    def _beside_prompts(self, granted: list[int]) -> list[int]:
         """Rows beside a prompt chunk cost as much as its own: keep those that are worth it at the usual speed."""
         least = self._plan.goodput * self._costs.passes.per_other_row()
         lengths = []
-        for r, length in zip(requests, granted, strict=True):
+        for r, length in zip(self._present, granted, strict=True):
             while length and r.asked is None and (length > len(r.gains) or r.gains[length - 1] < least):
                 length -= 1
             lengths.append(length)
@@ -305,23 +319,24 @@ def _enough_are_ready(requests: list[Request]) -> set[str]:
 
 
 class _OwnTime:
-    """What pacing itself takes: the drafting side of a step, without the drafters."""
+    """What a look takes: the drafting side of steps with one, without the drafters, over that of other steps."""
 
     def __init__(self) -> None:
-        self._own_s = self._step_s = 0.0
+        self._own_s = {True: 0.0, False: 0.0}  # of steps with a look, and of others
+        self._step_s = 0.0
 
-    def observe(self, report: StepReport) -> None:
+    def observe(self, report: StepReport, has_looked: bool) -> None:
         """The numbers of a step."""
         own_s = report.draft_s - sum([draft.seconds for draft in report.drafts.values()])
-        self._own_s += 0.02 * (own_s - self._own_s)
-        self._step_s += 0.02 * (report.draft_s + report.score_s + report.judge_s + report.commit_s - self._step_s)
+        step_s = report.draft_s + report.score_s + report.judge_s + report.commit_s
+        self._own_s[has_looked] += (_FEW if has_looked else _MANY) * (own_s - self._own_s[has_looked])
+        self._step_s += _MANY * (step_s - self._step_s)
 
-    def spacing(self, num_steps: int) -> int:
-        """Steps between looks, given those at present."""
-        least, most = _OWN_SHARE
-        if self._own_s > most * self._step_s:
-            return min(num_steps + 1, _LOOK_STEPS[1])
-        return max(num_steps - 1, _LOOK_STEPS[0]) if self._own_s < least * self._step_s else num_steps
+    def spacing(self) -> int:
+        """Steps from one look to the next."""
+        look_s = self._own_s[True] - self._own_s[False]
+        least, most = _LOOK_STEPS
+        return round(min(max(look_s / max(_OWN_SHARE * self._step_s, 1e-9), least), most))
 
 
 def build(options: Options, spec_length: int | None) -> AutoPacing:
