@@ -10,7 +10,8 @@ import pytest
 from forerun.errors import BadOption
 from forerun.pacing import auto, make
 from forerun.pacing._acceptance import Acceptance
-from forerun.pacing._costs import DraftTime, PassTime
+from forerun.pacing._costs import PassTime
+from forerun.pacing._drafts import DraftTime
 from forerun.pacing._plan import Batch, Candidate, Search, evaluate
 from forerun.theory import formulas
 from forerun.types import SequenceStep, StepReport
@@ -192,7 +193,7 @@ def test_acceptance_is_that_of_tested_tokens(alpha):
     world = World(lambda step, b: alpha, machine=Machine(GPU), noise=QUIET, seed=3)
     pacing = auto.build(auto.Options(), None)
     world.run(pacing, 1500)
-    gains, found = pacing._known["model"].gains(5)
+    gains, found = pacing._requests[0].acceptance.gains(5)
     assert 1 + sum(gains) == pytest.approx(formulas.expected_tokens(alpha, 5), rel=0.06)
     assert found > 0.98
 
@@ -231,7 +232,8 @@ def test_the_cost_of_drafts_is_split_by_passes_and_nodes():
     costs = DraftTime()
     for step in range(400):
         depth, num = 1 + step % 5, 1 + step % 7
-        costs.observe(0.01 + depth * 0.05 + depth * num * 0.004, depth, depth * num)
+        costs.observe(0.01 + depth * 0.05 + depth * num * 0.004, depth, depth * num, 1)
+    costs.fit(PassTime())
     assert costs.of(4, 8) == pytest.approx(0.01 + 0.2 + 0.032, rel=0.03)
     costs.observe_catchup(0.5, 100)
     assert costs.catchup(1000) == pytest.approx(5.0)

@@ -15,10 +15,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.pacing._costs import KNOTS, DraftTime, Numbers, PassTime
+from forerun.pacing._costs import KNOTS, Numbers, PassTime
+from forerun.pacing._drafts import DraftTime
 
-_NUM_LOOKED_AT = 64  # numbers of nodes
-_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 12)  # at which plans are cut off, besides not at all
+_NUMBERS = (*range(17), *(round(2 ** (i / 4)) for i in range(17, 65)))  # of nodes, that plans are looked at for
+_DEPTHS = (1, 2, 3, 4, 6, 8, 12)  # at which plans are cut off, besides not at all
 
 Lengths = NDArray[np.intp]
 
@@ -134,6 +135,12 @@ class Search:
         self._goodput[1:][self._rows[1:] > max_rows] = 0.0
         self.plain, self.best = self._plan(0), self._plan(int(self._goodput.argmax()))
 
+    @property
+    def drafting(self) -> Plan | None:
+        """The best plan that has a node, if any has."""
+        goodput = np.where(self._lengths.any(axis=1), self._goodput, 0.0)
+        return self._plan(int(goodput.argmax())) if goodput.any() else None
+
     @cached_property
     def marks(self) -> list[Plan]:
         """The first plan, then the best one of each stretch between two knots, wider and wider."""
@@ -157,8 +164,7 @@ def _plans(batch: Batch) -> Lengths:
     rank = np.empty(order.size, dtype=np.intp)
     rank[order] = np.arange(order.size)
     total, deepest = int(usable.sum()), int(usable.sum(axis=1).max(initial=0))
-    few = min(_NUM_LOOKED_AT // 2, total + 1)
-    numbers = np.concatenate([np.arange(few), np.arange(few, total + 1, 1 + max(0, total - few) // few)])
+    numbers = np.array([number for number in _NUMBERS if number < total] + [total])
     nodes = (rank.reshape(by_depth.shape)[None] < numbers[:, None, None]).sum(axis=1)  # [numbers, B]
     depths = [deepest] if free.sum() == 1 else [*(depth for depth in _DEPTHS if depth < deepest), deepest]
     cut = np.minimum(nodes[None], np.array(depths)[:, None, None]).reshape(-1, len(free))

@@ -12,7 +12,8 @@ from itertools import groupby
 from statistics import median
 
 from forerun.pacing._check import size_of
-from forerun.pacing._costs import DraftTime, PassTime
+from forerun.pacing._costs import PassTime
+from forerun.pacing._drafts import DraftTime
 from forerun.types import StepReport
 
 MOST_WAITING = 32  # reports
@@ -93,19 +94,21 @@ def _kind(report: StepReport) -> tuple[int, int, int]:
 
 
 def _learn_drafts(costs: Costs, reports: list[StepReport]) -> None:
-    """What drafters took, in units of the passes of the same steps."""
-    alike: dict[tuple[str, int, int], list[float]] = {}
+    """What drafters took, over the passes of the same steps."""
+    alike: dict[tuple[str, int, int, int], list[float]] = {}
     for report in reports:
-        other = report.num_prefill_tokens
-        unit_s = costs.passes.unit_s(_pass_s(report), other, report.num_rows - other)
+        other, pass_s = report.num_prefill_tokens, _pass_s(report)
         for name, draft in report.drafts.items():
             if draft.num_catchup_tokens:
+                unit_s = costs.passes.unit_s(pass_s, other, report.num_rows - other)
                 costs.draft(name).observe_catchup(draft.catchup_s / unit_s, draft.num_catchup_tokens)
             if not other and (draft.num_nodes or not draft.num_catchup_tokens):
-                relative = (draft.seconds - draft.catchup_s) / unit_s
-                alike.setdefault((name, draft.depth, draft.num_nodes), []).append(relative)
-    for (name, depth, num_nodes), relatives in alike.items():
-        costs.draft(name).observe(median(relatives), depth, num_nodes, len(relatives))
+                shape = name, draft.depth, draft.num_nodes, report.num_rows
+                alike.setdefault(shape, []).append((draft.seconds - draft.catchup_s) / max(pass_s, 1e-9))
+    for (name, depth, num_nodes, rows), ratios in alike.items():
+        costs.draft(name).observe(median(ratios), depth, num_nodes, rows, len(ratios))
+    for drafts in costs.drafts.values():
+        drafts.fit(costs.passes)
 
 
 def _pass_s(report: StepReport) -> float:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 
 from forerun.pacing._acceptance import Acceptance
-from forerun.pacing._costs import DraftTime, PassTime
+from forerun.pacing._costs import PassTime
+from forerun.pacing._drafts import DraftTime
 from forerun.pacing._plan import Plan, Search
 from forerun.types import Sequence
 
@@ -45,6 +46,7 @@ class Request:
     limit: int = 0
     lag: int = 0
     remaining: float = 0.0
+    num_rounds: int = 0
     num_probes: int = 0
     gains: list[float] = field(default_factory=list)
 

@@ -25,8 +25,9 @@ _UNSEEN_NODES = 5  # nodes
 _WIDER = 1.5  # and how much wider than ever seen a pass may become at once
 _LEARNING_STEPS = 32  # of a request, in which its length may change at every look
 _LOOK_STEPS = (4, 64)  # from one look at what was measured to the next: least, and most where looking takes long
+_BEHIND = 2  # steps of the plan behind a trial: without them, the machine may have changed its speed just then
 _OWN_SHARE = 0.01  # of all time, which looking may take
-_OTHERS = 0.5  # share of the requests that may come or go before the next look
+_WEIGHT = 0.25  # of what one look says drafting saves
 _FEW, _MANY = 0.2, 0.02  # weights of one step in averages over steps that are rare, and over all
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
 _PLAIN_SPACING = (48, 168, 300)  # steps between trials of plain decoding: at first, later, and where gains are clear
@@ -67,7 +68,7 @@ class AutoPacing(Pacing):
         self._known: dict[str, Acceptance] = {}
         self._requests: dict[int, Request] = {}
         self._trials = Trials(options.trial_share)
-        self._step = self._next_look = 0
+        self._step = self._next_look = self._last_look = 0
         self._own, self._has_looked = _OwnTime(), False
         self._num_changed = 0  # requests that came or went since the last look
         self._typical: dict[str, int] = {}  # length of a request of which nothing is known, by drafter
@@ -114,7 +115,7 @@ class AutoPacing(Pacing):
         self._num_changed += len(set(ids).symmetric_difference(self._ids))
         costs, self._costs = self._costs, self._times.of(len(ids))
         self._ids, self._present = ids, [self._request(seq) for seq in seqs]
-        is_unlike = costs is not self._costs or self._num_changed > _OTHERS * len(ids)
+        is_unlike = costs is not self._costs or self._num_changed >= 2 * len(ids)
         for b, (r, seq) in enumerate(zip(self._present, seqs, strict=True)):
             if r.length is None and r.asked is None:
                 r.update(limits[b], self.max_length, lags[b], seq)
@@ -123,10 +124,11 @@ class AutoPacing(Pacing):
                     is_unlike = is_unlike or r.length is None
         self._lengths = [r.wanted() for r in self._present]
         if is_unlike:
-            self._next_look = self._step
+            self._next_look = min(self._next_look, max(self._step, self._last_look + _LOOK_STEPS[0]))
 
     def _look(self) -> None:
         """Count what happened since the last look, and plan anew."""
+        self._last_look = self._step
         self._learn()
         self._num_changed = 0
         for draft in {r.draft for r in self._present}:
@@ -138,9 +140,9 @@ class AutoPacing(Pacing):
         self._next_look = self._step + (1 if is_early else self._own.spacing())
 
     def _try(self, granted: list[int]) -> list[int]:
-        """What is to be tried in this step, if anything. What a trial has shown is looked at when it is over."""
+        """What is to be tried in this step, if anything. A look at it waits for what the plan takes behind it."""
         if self._trials.is_running:
-            self._next_look = self._step + 1
+            self._next_look = self._step + 1 + _BEHIND
         return self._trials.lengths(
             self._step, self._present, list(granted), self._costs.passes, self._costs.drafts, self._plan
         )
@@ -170,7 +172,8 @@ class AutoPacing(Pacing):
                 self._next_look = self._step + 1  # better than thought
         is_full = report.num_decoding >= _FEW_REQUESTS and not report.num_prefill_tokens
         if is_full and self._is_planned and any(self._lengths):
-            seconds = report.draft_s + report.score_s + report.judge_s + report.commit_s
+            drafts_s = sum([draft.seconds for draft in report.drafts.values()])
+            seconds = drafts_s + report.score_s + report.judge_s + report.commit_s
             self._check.observe(seconds, report.num_decoding, not self._asked, self._predicted)
         elif is_full and not any(self._lengths):
             self._check.forget(report.num_decoding)
@@ -183,7 +186,9 @@ class AutoPacing(Pacing):
         for r, numbers in self._rounds:
             if r.acceptance.count(*numbers):
                 r.begun = self._step  # it learns as a new request does
-            self._known[r.draft].count(*numbers)
+            if r.num_rounds < _LEARNING_STEPS:  # behind these, more is heard of requests that draft well
+                self._known[r.draft].count(*numbers)
+            r.num_rounds += 1
         self._rounds = []
         self._times.learn()
 
@@ -220,20 +225,21 @@ class AutoPacing(Pacing):
             self._change_single(batch, requests, best)
         plain = evaluate(batch, [0] * len(requests))
         if all(r.limit >= r.wanted() for r in requests):
-            self._saving = 1 / plain.goodput - 1 / self._plan.goodput
+            drafting = search.drafting or plain
+            self._saving += _WEIGHT * (1 / plain.goodput - 1 / drafting.goodput - self._saving)
             self._are_enough = _enough_are_ready(requests)
         self._predicted = self._plan.seconds / batch.factor / plain.seconds
         self._trials.plain_spacing = self._plain_spacing(len(requests), self._plan.goodput / plain.goodput)
         self._trials.consider(self._step, requests, search, self._plan, self._costs.passes, self._costs.drafts)
-        self._typical = self._typical_lengths(candidates, ideal)
+        self._typical = self._typical_lengths(requests, search.best)
 
-    def _typical_lengths(self, candidates: list[Candidate], plan: Plan) -> dict[str, int]:
-        """What the plan would grant to requests that are as good as their drafter's are on average."""
+    def _typical_lengths(self, requests: list[Request], plan: Plan) -> dict[str, int]:
+        """What a plan would grant to requests that are as good as their drafter's are on average, and ready."""
         deepest = max(plan.lengths)
-        free = [(c.gains, k) for c, k in zip(candidates, plan.lengths, strict=True) if c.fixed is None]
+        free = [(r.gains, k) for r, k in zip(requests, plan.lengths, strict=True) if r.asked is None]
         price = max((gains[k] for gains, k in free if k < min(deepest, len(gains))), default=0.0)
         typical = dict[str, int]()
-        for draft in {c.draft for c in candidates}:
+        for draft in {r.draft for r in requests}:
             gains, _ = Acceptance(self.options.memory_rounds, self._known[draft]).gains(deepest)
             typical[draft] = sum(gain > price for gain in gains)
         return typical
