@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.drafters import Drafter, Target
+from forerun.drafters import ROUND_TOKENS, Drafter, Target
 from forerun.errors import BadOption
 from forerun.kv.cache import KVCache
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
@@ -29,8 +29,6 @@ from forerun.text.tokenizer import Tokenizer, compare
 from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence, Verdict
 
 Row = Tensor | int  # what follows a sequence: logits [V], or the id of the largest one
-
-ROUND_TOKENS = 2  # committed tokens that a round leaves unfed: one, or two where everything was accepted
 
 
 @dataclass(frozen=True)

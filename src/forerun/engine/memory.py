@@ -20,7 +20,7 @@ import torch
 
 from forerun import native, ops
 from forerun.config import EngineConfig
-from forerun.drafters.model import ROUND_TOKENS
+from forerun.drafters import ROUND_TOKENS
 from forerun.engine.memory_native import NativeSizes
 from forerun.engine.memory_parts import PROB_BYTES, MemoryPart, Pass, Sizes
 from forerun.engine.memory_reference import ReferenceSizes
