@@ -66,7 +66,9 @@ class EngineConfig:
         1024, "rows of one target pass at most: sequences that decode, prompt tokens and drafts", min=1
     )
     draft_catchup_tokens: int = _option(
-        512, "committed tokens per step that the draft model may run to catch up", min=1
+        512,
+        "committed tokens per step that draft models run to catch up, at most; fewer where that would double a step",
+        min=1,
     )
 
     def __post_init__(self) -> None:

@@ -205,18 +205,18 @@ class Budget:
     """How far this step may draft. Made by the pacing policy, read by the drafter.
 
     num_tokens [B]: most draft nodes of each sequence. catchup_tokens: most committed tokens the drafter may run
-    through its own model before drafting. go_on(b, depth, draft_probs): asked before each draw; it may look at
-    the law, never at the drawn token (docs/exactness.md).
+    through its own model before drafting, beside those that the round before left. go_on(b, depth, draft_probs): asked
+    before each draw; it may look at the law, never at the drawn token (docs/exactness.md).
     """
 
     num_tokens: list[int]
     catchup_tokens: int
     go_on: Callable[[int, int, Probs], bool]
 
-    def only(self, members: Seq[int]) -> Budget:
-        """The same for some of the sequences, numbered anew."""
+    def only(self, members: Seq[int], catchup_tokens: int) -> Budget:
+        """The same for some of the sequences, numbered anew, with what others leave them for catching up."""
         granted = [self.num_tokens[b] for b in members]
-        return Budget(granted, self.catchup_tokens, lambda i, depth, law: self.go_on(members[i], depth, law))
+        return Budget(granted, catchup_tokens, lambda i, depth, law: self.go_on(members[i], depth, law))
 
 
 @dataclass(frozen=True)

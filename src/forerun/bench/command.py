@@ -231,6 +231,45 @@ def throughput(
 
 
 @app.command()
+def gaps(
+    target: flags.Target = None,
+    draft: flags.Draft = None,
+    shape: Annotated[str, typer.Option(help=f"the target is widened to it in memory: {SHAPE_NAMES}, or none")] = "none",
+    spec_length: Annotated[int, typer.Option(help="fixed draft length beside plain decoding and auto", min=1)] = 5,
+    prompt_tokens: Annotated[int, typer.Option(help="of the prompt that is read twice", min=2)] = 2000,
+    long_prompt_tokens: Annotated[int, typer.Option(help="of the prompt that comes in beside a stream", min=2)] = 4000,
+    steps: Annotated[
+        int, typer.Option(help="behind the first token of that, of which the gaps are measured", min=2)
+    ] = 100,
+    repeats: Annotated[int, typer.Option(help="times everything is run, each time on other prompts", min=1)] = 3,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help='JSON lines with "id" and "text", joined [default: the shipped ones]')
+    ] = None,
+    prefill_chunk_tokens: flags.PrefillChunkTokens = None,
+    draft_catchup_tokens: flags.DraftCatchupTokens = None,
+    device: flags.Device = None,
+    dtype: flags.Dtype = None,
+    ops: flags.Ops = None,
+    kv_cache_backend: flags.CacheBackend = None,
+    config: flags.ConfigFile = None,
+) -> None:
+    """Seconds to the first token, cold and again, and gaps between tokens around a long prompt that comes in."""
+    engine = flags.engine_config({k: v for k, v in locals().items() if k != "spec_length"}, config)
+    from forerun.bench import gaps as bench
+
+    plan = bench.GapsPlan(
+        shape=shape,
+        spec_length=spec_length,
+        prompt_tokens=prompt_tokens,
+        long_prompt_tokens=long_prompt_tokens,
+        num_steps=steps,
+        num_repeats=repeats,
+        prompt_file=prompt_file,
+    )
+    bench.run(engine, plan)
+
+
+@app.command()
 def kernels(
     shape: Annotated[str, typer.Option(help="random-1.24b (Llama 3.2 1B), or demo; random weights")] = "random-1.24b",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",

@@ -5,6 +5,7 @@ How the function survives is told in models/widening.py.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from pathlib import Path
@@ -54,6 +55,16 @@ def widen_checkpoint(checkpoint: Checkpoint, shape: WideShape, ops: ReferenceOps
     config, weights = widen(model.config, model.weights, shape)
     wide = type(model)(config, weights, ops or model.ops, consume=True)
     return dataclasses.replace(checkpoint, model=wide, tokenizer=tokenizer)
+
+
+def with_positions(checkpoint: Checkpoint, num: int) -> Checkpoint:
+    """The same weights, shared with the checkpoint, for texts of so many tokens: for what they take, not for what is
+
+    said beyond the positions that the model was trained for.
+    """
+    model = copy.copy(checkpoint.model)
+    model.config = dataclasses.replace(model.config, max_positions=num)
+    return dataclasses.replace(checkpoint, model=model)
 
 
 def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShape) -> DecoderConfig:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from forerun.models.loading import Checkpoint
     from forerun.models.runner import Model
 
+# Committed tokens that a round leaves a draft model to run: one, or two where everything was accepted.
+ROUND_TOKENS = 2
+
 
 class Drafter:
     """Makes drafts. Only `propose` is required; the rest has empty defaults.

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.drafters import Drafter, Target
+from forerun.drafters import ROUND_TOKENS, Drafter, Target
 from forerun.errors import BadOption
 from forerun.kv.cache import KVCache
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
@@ -29,8 +29,6 @@ from forerun.text.tokenizer import Tokenizer, compare
 from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence, Verdict
 
 Row = Tensor | int  # what follows a sequence: logits [V], or the id of the largest one
-
-ROUND_TOKENS = 2  # committed tokens that a round leaves unfed: one, or two where everything was accepted
 
 
 @dataclass(frozen=True)
@@ -183,18 +181,27 @@ class ModelDrafter(Drafter):
         self.runner.cache.truncate_to(seq.id, same)
 
     def _catch_up(self, seqs: Seq[Sequence], limits: list[int], num_tokens: int) -> dict[int, Row]:
-        """Feed what the cache lacks of the sequences that may draft; last rows of those that have caught up."""
+        """Feed what the cache lacks of the sequences that may draft; last rows of those that have caught up.
+
+        What rounds left is fed in any case: whoever is ready does not wait for those that are behind.
+        """
         ends = [len(seq.tokens) if limits[b] > 0 else 0 for b, seq in enumerate(seqs)]
+        left = [end - len(self._fed[seq.id].tokens) for seq, end in zip(seqs, ends, strict=True)]
+        num_tokens += sum([num for num in left if 0 < num <= ROUND_TOKENS])
         rows = self._run_committed(seqs, ends, num_tokens, "last")
         return {b: row for b, row in rows.items() if len(self._fed[seqs[b].id].tokens) == len(seqs[b].tokens)}
 
     def _run_committed(self, seqs: Seq[Sequence], ends: Seq[int], num_tokens: int, wanted: str) -> dict[int, Row]:
-        """Feed committed tokens up to ends[b], first come first served, and let other sequences share them."""
+        """Feed committed tokens up to ends[b], and let other sequences share them.
+
+        Those that lack no more than a round leaves come first, then the others as they came.
+        """
         feeds: dict[int, tuple[Sequence, list[int]]] = {}
         self.caught_up = {}
         room = _Room(self.runner.cache)
-        for b, seq in enumerate(seqs):
-            num_fed = len(self._fed[seq.id].tokens)
+        have = [len(self._fed[seq.id].tokens) for seq in seqs]
+        for b in sorted(range(len(seqs)), key=lambda b: ends[b] - have[b] > ROUND_TOKENS):
+            seq, num_fed = seqs[b], have[b]
             take = self._known(seq, num_fed, min(ends[b] - num_fed, num_tokens))
             take = room.take(seq.id, take) if take > 0 else 0
             if take > 0:

@@ -65,10 +65,12 @@ class Crew(Drafter):
         return min((free for free in found if free is not None), default=None)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        parts = [Draft.empty(1)] * len(seqs)
+        parts, catchup_tokens = [Draft.empty(1)] * len(seqs), budget.catchup_tokens
         for name, members in _groups(seqs, budget.num_tokens).items():
             drafter, start = self.members[name], time.perf_counter()
-            draft = drafter.propose([seqs[b] for b in members], budget.only(members), [coins[b] for b in members])
+            own = budget.only(members, catchup_tokens)
+            draft = drafter.propose([seqs[b] for b in members], own, [coins[b] for b in members])
+            catchup_tokens -= sum(drafter.caught_up.values())
             step = self._count(name, time.perf_counter() - start)
             for i, b in enumerate(members):
                 parts[b] = draft.only(i)
@@ -100,6 +102,11 @@ class Crew(Drafter):
             had = self.shares_s.get(sequence_id, 0.0)
             self.shares_s[sequence_id] = had + drafter.catchup_s * num_tokens / caught_up
         return step
+
+    @property
+    def num_caught_up(self) -> int:
+        """Committed tokens that drafters have run to catch up, in this step so far."""
+        return sum([step.num_catchup_tokens for step in self._steps.values()])
 
     def take_steps(self) -> dict[str, DraftStep]:
         """What each drafter did since the last call."""

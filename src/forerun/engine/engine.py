@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from forerun import verify
 from forerun.drafters import Drafter
 from forerun.engine.advice import Advisor
+from forerun.engine.catchup import CatchUp
 from forerun.engine.crew import Crew
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Scheduler
@@ -66,7 +67,7 @@ class Engine:
         self.tokenizer, self.end_ids, self.max_seq_len = tokenizer, end_ids, max_seq_len
         self.runner, self.pacing = runner, pacing
         self.drafter = drafter if isinstance(drafter, Crew) else Crew({"drafter": drafter})
-        self.stepper = Stepper(runner, self.drafter, pacing, coins, catchup_tokens)
+        self.stepper = Stepper(runner, self.drafter, pacing, coins, CatchUp(catchup_tokens))
         self.scheduler = Scheduler(
             runner.cache,
             self.drafter,

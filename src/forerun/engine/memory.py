@@ -20,6 +20,7 @@ import torch
 
 from forerun import native, ops
 from forerun.config import EngineConfig
+from forerun.drafters import ROUND_TOKENS
 from forerun.engine.memory_native import NativeSizes
 from forerun.engine.memory_parts import PROB_BYTES, MemoryPart, Pass, Sizes
 from forerun.engine.memory_reference import ReferenceSizes
@@ -248,9 +249,9 @@ class _Needs:
         )
 
     def _draft_pass(self, name: str, draft: DecoderConfig) -> Pass:
-        """Committed tokens that its cache lacks: whole prompts, within the budget; then one row per sequence."""
+        """Committed tokens that its cache lacks: whole prompts, within the budget, and what others' rounds left."""
         batch, length, pool = self.config.max_batch_size, self.max_seq_len, self.num_pool_tokens
-        num_rows = max(min(self.config.draft_catchup_tokens, batch * length, pool), batch)
+        num_rows = min(self.config.draft_catchup_tokens + batch * ROUND_TOKENS, batch * length, pool)
         longest = min(num_rows, length)
         context, num_read = min(length, pool), min(batch * length, pool)
         return Pass(name, draft, num_rows, longest, num_rows, context, num_read, batch)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forerun import sampling, verify
+from forerun.engine.catchup import CatchUp
 from forerun.engine.crew import NONE, Crew
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Plan
@@ -57,7 +58,7 @@ class Stepper:
     drafter: Crew
     pacing: Pacing
     coins: Callable[[Sequence], Coins]
-    catchup_tokens: int
+    catchup: CatchUp
     wants_detail: bool = False
 
     def step(self, plan: Plan) -> StepReport:
@@ -87,6 +88,7 @@ class Stepper:
         for request in (*plan.decode, *(request for request, _ in plan.prefill)):
             request.report.draft_prefill_s += self.drafter.shares_s.get(request.seq.id, 0.0)
         report.drafts = self.drafter.take_steps()
+        self.catchup.observe(report)
         self.pacing.observe(report)
         return report
 
@@ -94,7 +96,9 @@ class Stepper:
         """A draft within the limits of the plan; the drafters of running prompts run them, too, where it may pay."""
         prompts = [(request.seq, take) for request, take in plan.prefill if self.pacing.prepares(request.seq)]
         if prompts:
-            self.drafter.catch_up([seq for seq, _ in prompts], min(self.catchup_tokens, sum(t for _, t in prompts)))
+            # No more than the target reads, which takes longer for each of them: the step is not doubled either.
+            most = min(self.catchup.most_tokens, sum(take for _, take in prompts))
+            self.drafter.catch_up([seq for seq, _ in prompts], most)
         lags = _Lags(self.drafter, seqs)
         num_other_rows = sum(take for _, take in plan.prefill)
         paced = self.pacing.budget(seqs, plan.draft_limits, lags, num_other_rows)
@@ -104,7 +108,8 @@ class Stepper:
         ]
         if not any(granted):
             return Draft.empty(len(seqs)), granted
-        budget = Budget(granted, self.catchup_tokens, lambda b, depth, law: self.pacing.go_on(seqs[b], depth, law))
+        catchup_tokens = self.catchup.tokens({seq.draft for seq in seqs}, self.drafter.num_caught_up)
+        budget = Budget(granted, catchup_tokens, lambda b, depth, law: self.pacing.go_on(seqs[b], depth, law))
         draft = self.drafter.propose(seqs, budget, coins)
         if any(len(draft.nodes(b)) > granted[b] for b in range(len(seqs))):
             raise InternalError("a drafter drafted more than it was granted")

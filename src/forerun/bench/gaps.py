@@ -1,0 +1,311 @@
+"""`forerun bench gaps`: how long a first token takes, and how long the gaps are while a long prompt comes in.
+
+A run is of two parts. A prompt is read, and then the same one again, which the prefix cache has: seconds to the first
+token. Then a stream decodes by itself; another request with a long prompt comes in; and when that has been read, both
+decode. A gap is the time between two steps in which one request emits. Behind the long prompt's first token drafters
+may still have to catch up with it: the variant `late` has them do all of that there, which is the worst case.
+
+Variants take turns within each repeat, on the same prompts. Their engines live through the whole benchmark, as does
+what their pacing has learned. A model with too few positions for the prompt gets more of them in memory: what it says
+there means nothing, and it takes as long as it would. gaps_results.py makes numbers of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence as Seq
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import Progress
+
+from forerun import drafters
+from forerun.bench import latency
+from forerun.bench.demo import load_widened
+from forerun.bench.gaps_results import NOTES, Gaps, Run, first_tokens_table, gaps_table, lines_of, print_summary
+from forerun.bench.results import Variant, print_ceiling, record_of
+from forerun.bench.throughput_results import AUTO, PLAIN, fixed_name
+from forerun.bench.widen import with_positions
+from forerun.config import AUTO_SPEC_LENGTH, DEFAULT_SPEC_LENGTH, EngineConfig
+from forerun.engine.llm import LLM
+from forerun.engine.opening import is_shipped
+from forerun.engine.request import Request
+from forerun.errors import BadOption
+from forerun.flags import engine_options
+from forerun.kv.cache import PAGED_BLOCK_TOKENS
+from forerun.models.loading import Checkpoint
+from forerun.show import make_console
+from forerun.types import SamplingParams, StepReport
+
+STREAM_PROMPT_TOKENS = 64
+ALONE_STEPS = 40  # of the stream, before the long prompt comes in
+WARM_UP_TOKENS = 32
+SPARE_BLOCKS = 4  # nobody is admitted without a block to spare for each that may grow
+
+
+@dataclass(frozen=True)
+class GapsPlan:
+    """What to measure. num_steps: of the gaps behind the first token of the long prompt.
+
+    Raises BadOption for what leaves nothing to measure.
+    """
+
+    shape: str = "none"
+    spec_length: int = DEFAULT_SPEC_LENGTH
+    prompt_tokens: int = 2000
+    long_prompt_tokens: int = 4000
+    num_steps: int = 100
+    num_repeats: int = 3
+    prompt_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        least = {"spec_length": 1, "prompt_tokens": 2, "long_prompt_tokens": 2, "num_steps": 2, "num_repeats": 1}
+        for name, number in least.items():
+            if (value := getattr(self, name)) < number:
+                flag = name.removeprefix("num_").replace("_", "-")
+                raise BadOption(f"--{flag} {value} is not possible: it must be at least {number}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """That one request emits, at most."""
+        return max(self.spec_length, AUTO_SPEC_LENGTH) + 1
+
+
+def run(config: EngineConfig, plan: GapsPlan) -> None:
+    """Measure and print: ceiling, tables, summary, one line of JSON. Raises UserError for what cannot be measured.
+
+    Batch size, lengths and caches of the engines are what the plan needs, whatever the configuration says.
+    """
+    _refuse(config)
+    texts = [
+        text for _, text in latency.read_prompts(latency.Plan(num_prompts=1_000_000, prompt_file=plan.prompt_file))
+    ]
+    console = make_console()
+    sizes = _Sizes.of(config, plan)
+    checkpoint = _with_positions(load_widened(config, plan.shape, console), sizes.max_seq_len, console)
+    assert checkpoint.tokenizer is not None
+    llms = _build(checkpoint, config, plan, sizes, console)
+    prompts = _Prompts([i for text in texts for i in checkpoint.tokenizer.encode(text)])
+    ceiling = print_ceiling(checkpoint.model, console)
+    for llm in llms.values():  # first runs pay for page faults and for kernels being chosen
+        llm.generate([prompts.take(config.prefill_chunk_tokens)], sizes.params(WARM_UP_TOKENS, "warm-up"))
+    with latency.progress_bar() as progress:
+        runs = _measure(llms, prompts, plan, sizes, progress)
+    lines = lines_of(runs)
+    for shown in (first_tokens_table(lines), "", gaps_table(lines), NOTES):
+        console.print(shown)
+    print_summary(lines, PLAIN, console)
+    record = {
+        "bench": "gaps",
+        "target": checkpoint.name,
+        "widened": plan.shape != "none",
+        "plan": {**asdict(plan), "prompt_file": str(plan.prompt_file) if plan.prompt_file else None},
+        "max_positions": checkpoint.model.config.max_positions,
+        "draft": config.draft,
+        "draft_catchup_tokens": config.draft_catchup_tokens,
+        "prefill_chunk_tokens": config.prefill_chunk_tokens,
+        **record_of(
+            [], checkpoint.model, latency.draft_models({Variant(n, 0): llm for n, llm in llms.items()}), ceiling
+        ),
+        "lines": [asdict(line) for line in lines],
+        "runs": [asdict(run) for run in runs],
+    }
+    print(json.dumps(record), flush=True)
+
+
+def _refuse(config: EngineConfig) -> None:
+    """Raise BadOption, before anything is loaded, for a drafter or a pacing policy that is no variant here."""
+    if drafters.resolve(config.draft, is_shipped(config.target))[0] == "none":
+        raise BadOption(f"draft={config.draft!r} is what the others are held against here: name a drafter")
+    if config.pacing is not None and not config.pacing_spec.startswith(AUTO):
+        raise BadOption(f"pacing={config.pacing!r} is measured here as it is: leave it out, or name auto's options")
+
+
+# ---------------------------------------------------------------------------------------------------------- engines
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Tokens that requests may emit, and the longest sequence: nobody finishes before a run is over."""
+
+    stream_tokens: int
+    long_tokens: int
+    max_seq_len: int
+    kv_cache_tokens: int | None
+
+    @classmethod
+    def of(cls, config: EngineConfig, plan: GapsPlan) -> _Sizes:
+        chunk = max(1, min(config.prefill_chunk_tokens, config.max_num_batched_tokens - 2))
+        num_reading = -(-plan.long_prompt_tokens // chunk) + 2
+        stream = (ALONE_STEPS + num_reading + plan.num_steps + 1) * plan.tokens_per_step
+        longer = (plan.num_steps + 2) * plan.tokens_per_step
+        both = (STREAM_PROMPT_TOKENS + stream, plan.long_prompt_tokens + longer)
+        single = plan.prompt_tokens + plan.tokens_per_step, config.prefill_chunk_tokens + WARM_UP_TOKENS
+        blocks = -(-max(sum(both), *single) // PAGED_BLOCK_TOKENS) + SPARE_BLOCKS
+        pool = blocks * PAGED_BLOCK_TOKENS if config.kv_cache_backend == "paged" else None
+        return cls(stream, longer, max(*both, *single), pool)
+
+    def params(self, max_tokens: int, salt: str) -> SamplingParams:
+        """Greedy and to the end. salt: only requests with the same one share a prompt."""
+        return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, cache_salt=salt)
+
+
+def _with_positions(checkpoint: Checkpoint, num: int, console: Console) -> Checkpoint:
+    """The checkpoint with at least so many positions, and a line where it has fewer of its own."""
+    own = checkpoint.model.config.max_positions
+    if own >= num:
+        return checkpoint
+    console.print(
+        f"positions of {checkpoint.name}: {num:,} instead of {own:,}, in memory, for the prompt's length; what it says "
+        "beyond its own means nothing"
+    )
+    return with_positions(checkpoint, num)
+
+
+def _build(
+    checkpoint: Checkpoint, config: EngineConfig, plan: GapsPlan, sizes: _Sizes, console: Console
+) -> dict[str, LLM]:
+    """One engine per variant over the same weights; late only where the drafter is a model that can be behind."""
+    options: dict[str, Any] = {
+        **engine_options(config),
+        "max_batch_size": 2,
+        "max_num_batched_tokens": max(2, config.max_num_batched_tokens),
+        "max_seq_len": sizes.max_seq_len,
+        "kv_cache_tokens": sizes.kv_cache_tokens,
+    }
+    draft = latency.loaded_once(config.draft, checkpoint)
+    if isinstance(draft, Checkpoint):
+        draft = _with_positions(draft, sizes.max_seq_len, console)
+    fixed: dict[str, Any] = {"draft": draft, "pacing": "fixed", "spec_length": plan.spec_length}
+    name = fixed_name(plan.spec_length)
+    wanted: dict[str, dict[str, Any]] = {
+        PLAIN: {"draft": "none", "pacing": "fixed", "spec_length": None},
+        name: fixed,
+        f"{name}, late": fixed,
+        AUTO: {"draft": draft, "pacing": config.pacing or AUTO, "spec_length": config.spec_length},
+    }
+    llms = {variant: LLM(checkpoint, **{**options, **own}) for variant, own in wanted.items()}
+    late = llms[f"{name}, late"].engine
+    late.pacing.prepares = lambda seq: False  # type: ignore[method-assign]
+    if not hasattr(late.drafter.first, "runner"):
+        del llms[f"{name}, late"]
+    return llms
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+
+
+class _Prompts:
+    """Pieces of one long text that begins anew where it ends."""
+
+    def __init__(self, ids: Seq[int]) -> None:
+        self._ids = itertools.cycle(ids)
+
+    def take(self, num_tokens: int) -> list[int]:
+        """The next tokens."""
+        return list(itertools.islice(self._ids, num_tokens))
+
+
+class _Gap(NamedTuple):
+    """Before a step in which a request emitted, and what draft models caught up in that step."""
+
+    seconds: float
+    num_caught_up: int
+
+
+class _Clock:
+    """Steps an engine and notes the gaps of its requests."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._last: dict[Request, float] = {}  # when each emitted last
+        self._num_caught_up = 0
+        self.requests: list[Request] = []
+
+    def submit(self, prompt: list[int], params: SamplingParams) -> Request:
+        """One more request."""
+        (request,) = self._llm.submit([prompt], params)
+        self.requests.append(request)
+        return request
+
+    def until(self, is_done: Callable[[], bool]) -> list[_Gap]:
+        """Step until then; the gaps that end in these steps."""
+        end, gaps = self._llm.listen(self._hear), list[_Gap]()
+        try:
+            while not is_done():
+                gaps += self._step()
+        finally:
+            end()
+        return gaps
+
+    def _hear(self, report: StepReport) -> None:
+        self._num_caught_up = sum(draft.num_catchup_tokens for draft in report.drafts.values())
+
+    def _step(self) -> Iterator[_Gap]:
+        had = [request.seq.num_output_tokens for request in self.requests]
+        self._llm.step()
+        now = time.perf_counter()
+        for request, num in zip(self.requests, had, strict=True):
+            if request.seq.num_output_tokens > num:
+                if request in self._last:
+                    yield _Gap(now - self._last[request], self._num_caught_up)
+                self._last[request] = now
+
+
+def _measure(llms: dict[str, LLM], prompts: _Prompts, plan: GapsPlan, sizes: _Sizes, progress: Progress) -> list[Run]:
+    task = progress.add_task("measuring", total=plan.num_repeats * len(llms))
+    runs = []
+    for repeat in range(plan.num_repeats):
+        prompt, stream, longer = map(prompts.take, (plan.prompt_tokens, STREAM_PROMPT_TOKENS, plan.long_prompt_tokens))
+        turn = repeat % len(llms)
+        for variant in [*llms][turn:] + [*llms][:turn]:
+            progress.update(task, description=variant)
+            llm, params = llms[variant], sizes.params(plan.tokens_per_step, f"{repeat}")
+            first, again = _first_token(llm, prompt, params), _first_token(llm, prompt, params)
+            around = _around_a_long_prompt(llm, stream, longer, repeat, plan, sizes)
+            runs.append(Run(variant, repeat, *first, *again, **around))
+            progress.advance(task)
+    return runs
+
+
+def _first_token(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[float, int]:
+    """Seconds to it, and tokens of the prompt that the prefix cache had."""
+    start, clock = time.perf_counter(), _Clock(llm)
+    request = clock.submit(prompt, params)
+    clock.until(lambda: request.seq.num_output_tokens > 0)
+    seconds = time.perf_counter() - start
+    llm.end([request])
+    return seconds, request.report.num_cached_tokens
+
+
+def _around_a_long_prompt(
+    llm: LLM, prompt: list[int], long_prompt: list[int], repeat: int, plan: GapsPlan, sizes: _Sizes
+) -> dict[str, Any]:
+    """The fields of a run that are about the stream and the long prompt."""
+    salt, clock = f"{repeat}, long", _Clock(llm)
+    stream = clock.submit(prompt, sizes.params(sizes.stream_tokens, salt))
+    alone = clock.until(lambda: stream.report.num_steps > ALONE_STEPS)
+    start = time.perf_counter()
+    longer = clock.submit(long_prompt, sizes.params(sizes.long_tokens, salt))
+    reading = clock.until(lambda: longer.report.num_steps > 0)
+    long_prompt_s = time.perf_counter() - start
+    behind = clock.until(lambda: longer.report.num_steps > plan.num_steps)
+    llm.end(clock.requests)
+    catching_up = [gap for gap in behind if gap.num_caught_up]
+    return {
+        "alone": _numbers(alone),
+        "reading": _numbers(reading),
+        "behind": _numbers(behind),
+        "catching_up": _numbers(catching_up) if catching_up else None,
+        "most_caught_up": max(gap.num_caught_up for gap in behind),
+        "long_prompt_s": long_prompt_s,
+        "draft_prefill_s": longer.report.draft_prefill_s,
+    }
+
+
+def _numbers(gaps: Seq[_Gap]) -> Gaps:
+    return Gaps.of([gap.seconds for gap in gaps])

@@ -1,0 +1,58 @@
+"""How many committed tokens drafters may run in a step, so that catching up at most about doubles it.
+
+A drafter with a model of its own that is behind has to run what it lacks before it can draft. All at once, that
+would be a gap in everybody's text, so it is spread over steps. What a token takes and how long a step usually is are
+learned from the reports of steps; no clock is read here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+
+from forerun.kv.cache import PAGED_BLOCK_TOKENS
+from forerun.types import StepReport
+
+SHARE = 0.75  # of a usual step, that catching up may add to one
+LEAST_TOKENS = PAGED_BLOCK_TOKENS  # per step, however long they take: else it might never end
+FIRST_TOKENS = 64  # while nothing is known
+_NUM_STEPS = 9  # whose median is the usual one
+_NUM_CATCHUPS = 4  # of one drafter, whose tokens and seconds are added up
+
+
+class CatchUp:
+    """The allowance of each step, for all drafters together. most_tokens: it is never larger."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self.most_tokens = most_tokens
+        self._steps_s: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._catchups: dict[str, deque[tuple[int, float]]] = {}  # by drafter: tokens, seconds
+
+    def tokens(self, drafts: Iterable[str], num_used: int = 0) -> int:
+        """Tokens for the decoding sequences of a step, which these drafters serve.
+
+        num_used: what went to prompts in the same step already. Where nobody decodes nobody waits, and only
+        `most_tokens` counts.
+        """
+        return min(self.most_tokens - num_used, max(LEAST_TOKENS, self._affordable(drafts) - num_used))
+
+    def _affordable(self, drafts: Iterable[str]) -> int:
+        """Tokens that take the share of a usual step, by the dearest of these drafters."""
+        found = [known for known in (self._catchups.get(name) for name in drafts) if known]
+        if not self._steps_s or not found:
+            return FIRST_TOKENS
+        token_s = max(sum([s for _, s in known]) / sum([n for n, _ in known]) for known in found)
+        return int(SHARE * median(self._steps_s) / token_s)
+
+    def observe(self, report: StepReport) -> None:
+        """The numbers of the step that was just done."""
+        catchup_s = 0.0
+        for name, draft in report.drafts.items():
+            if draft.num_catchup_tokens:
+                known = self._catchups.setdefault(name, deque(maxlen=_NUM_CATCHUPS))
+                known.append((draft.num_catchup_tokens, draft.catchup_s))
+                catchup_s += draft.catchup_s
+        if report.num_decoding and not report.num_prefill_tokens:
+            seconds = report.draft_s + report.score_s + report.judge_s + report.commit_s
+            self._steps_s.append(seconds - catchup_s)
