@@ -6,17 +6,22 @@ learning from each one by itself, between two passes, would cost more than some 
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import median
 
-from forerun.pacing._check import size_of
 from forerun.pacing._costs import PassTime
 from forerun.pacing._drafts import DraftTime
 from forerun.types import StepReport
 
 MOST_WAITING = 32  # reports
+
+
+def size_of(num_sequences: float) -> int:
+    """The class of a batch: twice as many sequences are the next one, and a few more or less the same."""
+    return round(math.log2(max(1, num_sequences)))
 
 
 @dataclass

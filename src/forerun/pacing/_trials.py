@@ -7,6 +7,7 @@ and the acceptance of a drafter that does not pay, which is tried by one token f
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -14,13 +15,14 @@ from forerun.pacing._acceptance import Acceptance
 from forerun.pacing._costs import PassTime
 from forerun.pacing._drafts import DraftTime
 from forerun.pacing._plan import Plan, Search
+from forerun.pacing._times import size_of
 from forerun.types import Sequence
 
 _FIRST_ALLOWANCE = 6.0  # steps of plain decoding
 _MOST_ALLOWANCE = 8.0
 _EARLY_STEPS, _EARLY_SPACING, _SPACING = 48, 2, 84  # steps from one trial of a width to the next
 _TRIAL_STEPS = 4  # of a trial that costs little
-_PLAIN_STEPS = 2  # in which plain decoding is measured, whatever is hoped of it
+PLAIN_STEPS = 2  # in which plain decoding is measured, whatever is hoped of it
 _OPTIMISM = 1.5  # standard deviations
 _WORTH_TRYING = 1.02  # hoped-for gain
 _OTHER_WIDTH = 0.12  # relative difference from the present width, below which a trial would teach nothing
@@ -96,6 +98,7 @@ class Trials:
         self._trial: list[tuple[Request, int]] = []
         self._left = 0  # steps of it
         self._probes: dict[str, _Probe] = {}
+        self.num_plain = Counter[int]()  # trials of plain decoding, by the size of the batch
         self.plain_spacing = 1  # steps from one trial of plain decoding to the next
         self.next_step = 0  # at which `lengths` wants to be asked
 
@@ -127,7 +130,7 @@ class Trials:
             return
         if plan.rows <= search.plain.rows:
             self._plain_step = step
-        is_asked = self.plain_spacing < _SPACING and self._plain_due(step, search, passes)
+        is_asked = self._plain_due(step, search, passes)
         if not is_asked and (step < self._next_trial or not passes.is_settled):
             return
         chosen, cost = self._choose(step, search, plan, passes)
@@ -138,14 +141,16 @@ class Trials:
         if cost + catchup > self._allowance:
             return
         is_early = passes.num_steps < _EARLY_STEPS
-        most = _PLAIN_STEPS if chosen is search.plain else 3 if is_early else _TRIAL_STEPS
+        most = PLAIN_STEPS if chosen is search.plain else 3 if is_early else _TRIAL_STEPS
         self._left = max(1, min(most, int(self._allowance / 4 / max(cost, 1e-3))))
         self._allowance -= cost * self._left + catchup
+        if chosen is search.plain:
+            self.num_plain[size_of(len(requests))] += 1
         self._next_trial = step + (_EARLY_SPACING if is_early else _SPACING)
         self._trial = free
 
     def _plain_due(self, step: int, search: Search, passes: PassTime) -> bool:
-        is_new = passes.num_seen(round(search.plain.rows)) < _PLAIN_STEPS
+        is_new = passes.num_seen(round(search.plain.rows)) < PLAIN_STEPS
         return is_new or step - self._plain_step >= self.plain_spacing
 
     def _choose(self, step: int, search: Search, plan: Plan, passes: PassTime) -> tuple[Plan | None, float]:

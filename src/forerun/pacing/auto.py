@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 
 from forerun.pacing import Pacing
 from forerun.pacing._acceptance import Acceptance
-from forerun.pacing._check import PlanCheck
 from forerun.pacing._plan import Batch, Candidate, Plan, Search, evaluate
-from forerun.pacing._times import Costs, StepTimes
-from forerun.pacing._trials import Request, Trials
+from forerun.pacing._times import Costs, StepTimes, size_of
+from forerun.pacing._trials import PLAIN_STEPS, Request, Trials
 from forerun.types import Sequence, StepReport
 
 _DRAFTER_MEMORY = 10  # an engine remembers so many times longer than a request
@@ -25,14 +24,14 @@ _UNSEEN_NODES = 5  # nodes
 _WIDER = 1.5  # and how much wider than ever seen a pass may become at once
 _LEARNING_STEPS = 32  # of a request, in which its length may change at every look
 _LOOK_STEPS = (4, 64)  # from one look at what was measured to the next: least, and most where looking takes long
+_MOST_IDLE = 3  # times that a look which changed nothing moves the next one further away
 _BEHIND = 2  # steps of the plan behind a trial: without them, the machine may have changed its speed just then
 _OWN_SHARE = 0.01  # of all time, which looking may take
 _WEIGHT = 0.25  # of what one look says drafting saves
 _FEW, _MANY = 0.2, 0.02  # weights of one step in averages over steps that are rare, and over all
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
-_PLAIN_SPACING = (48, 168, 300)  # steps between trials of plain decoding: at first, later, and where gains are clear
-_FEW_CHECKS, _SURE_GAIN = 4, 1.4
-_FEW_REQUESTS = 6  # below which single steps differ too much to be compared
+_PLAIN_SPACING = (16, 300)  # steps between trials of plain decoding: least, most
+_FIRST_PLAIN = 8  # and before the first one of a size of batch; twice as many before each further one
 _SINGLE_CHANGES = 4  # requests per plan that are considered one by one
 
 
@@ -54,7 +53,7 @@ class Options:
         default=80, metadata={"help": "rounds after which a test of acceptance counts 1/e", "min": 5, "max": 10000}
     )
     trial_share: float = field(
-        default=0.01, metadata={"help": "share of the time that trials may cost", "min": 0.0, "max": 0.5}
+        default=0.006, metadata={"help": "share of the time that trials may cost", "min": 0.0, "max": 0.5}
     )
 
 
@@ -70,9 +69,10 @@ class AutoPacing(Pacing):
         self._trials = Trials(options.trial_share)
         self._step = self._next_look = self._last_look = 0
         self._own, self._has_looked = _OwnTime(), False
+        self._is_unlike, self._least = True, 1  # the batch is another one than that of the last look; steps since then
         self._num_changed = 0  # requests that came or went since the last look
+        self._num_idle = 0  # looks since something changed
         self._typical: dict[str, int] = {}  # length of a request of which nothing is known, by drafter
-        self._check, self._predicted, self._is_planned = PlanCheck(), 1.0, True
         self._saving = 0.0  # units of time per token, by drafting
         self._are_enough: set[str] = set()  # drafters that more requests are ready for than the plan lets draft
         self._ids: list[int] = []
@@ -92,7 +92,8 @@ class AutoPacing(Pacing):
         if ids != self._ids:
             self._meet(seqs, ids, limits, lags)
         is_trial_due = not num_other_rows and self._step >= self._trials.next_step
-        self._has_looked = self._step >= self._next_look and not self._trials.is_running
+        is_calm = self._step >= self._next_look or (self._is_unlike and not num_other_rows)
+        self._has_looked = is_calm and not self._trials.is_running and self._step >= self._last_look + self._least
         if self._has_looked or is_trial_due:
             for b, (r, seq) in enumerate(zip(self._present, seqs, strict=True)):
                 r.update(limits[b], self.max_length, lags[b], seq)
@@ -102,11 +103,9 @@ class AutoPacing(Pacing):
         if num_other_rows:
             granted = self._beside_prompts(granted)
         else:
-            is_uncut = granted == self._lengths
             self._trials.earn(self._plan.seconds)
             if is_trial_due or self._trials.is_running:
                 granted = self._try(granted)
-            self._is_planned = is_uncut and (granted == self._lengths or not any(granted))
         self._asked = [(b, self._present[b], num, lags[b]) for b, num in enumerate(granted) if num]
         return granted
 
@@ -123,26 +122,28 @@ class AutoPacing(Pacing):
                     r.length = self._typical.get(r.draft)
                     is_unlike = is_unlike or r.length is None
         self._lengths = [r.wanted() for r in self._present]
-        if is_unlike:
-            self._next_look = min(self._next_look, max(self._step, self._last_look + _LOOK_STEPS[0]))
+        self._is_unlike = self._is_unlike or is_unlike
 
     def _look(self) -> None:
-        """Count what happened since the last look, and plan anew."""
-        self._last_look = self._step
+        """Count what happened since the last look, and plan anew. Where nothing changes, looks become rarer."""
+        self._last_look, self._is_unlike = self._step, False
         self._learn()
         self._num_changed = 0
         for draft in {r.draft for r in self._present}:
             self._costs.draft(draft)
         if self._present:
             self._decide(self._present)
-        self._lengths = [r.wanted() for r in self._present]
+        lengths = [r.wanted() for r in self._present]
+        self._num_idle = min(self._num_idle + 1, _MOST_IDLE) if lengths == self._lengths else 0
+        self._lengths = lengths
         is_early = self._costs.passes.num_steps < _LEARNING_STEPS
-        self._next_look = self._step + (1 if is_early else self._own.spacing())
+        self._least = 1 if is_early else _LOOK_STEPS[0]
+        self._next_look = self._step + (1 if is_early else (1 + self._num_idle) * self._own.spacing())
 
     def _try(self, granted: list[int]) -> list[int]:
         """What is to be tried in this step, if anything. A look at it waits for what the plan takes behind it."""
         if self._trials.is_running:
-            self._next_look = self._step + 1 + _BEHIND
+            self._next_look = max(self._next_look, self._step + 1 + _BEHIND)
         return self._trials.lengths(
             self._step, self._present, list(granted), self._costs.passes, self._costs.drafts, self._plan
         )
@@ -170,13 +171,6 @@ class AutoPacing(Pacing):
             self._trials.observe(self._step, r, step.num_tested, step.num_accepted)
             if step.num_accepted and not r.wanted():
                 self._next_look = self._step + 1  # better than thought
-        is_full = report.num_decoding >= _FEW_REQUESTS and not report.num_prefill_tokens
-        if is_full and self._is_planned and any(self._lengths):
-            drafts_s = sum([draft.seconds for draft in report.drafts.values()])
-            seconds = drafts_s + report.score_s + report.judge_s + report.commit_s
-            self._check.observe(seconds, report.num_decoding, not self._asked, self._predicted)
-        elif is_full and not any(self._lengths):
-            self._check.forget(report.num_decoding)
         self._asked = []
         self._own.observe(report, self._has_looked)
         self._times.observe(report)
@@ -209,8 +203,7 @@ class AutoPacing(Pacing):
         for r in requests:
             r.gains, found = r.acceptance.gains(r.limit if r.asked is None else min(r.asked, r.limit))
             candidates.append(Candidate(r.draft, r.gains, found, None if r.asked is None else r.paced()))
-        factor = self._check.factor(len(requests)) if len(requests) >= _FEW_REQUESTS else 1.0
-        batch = Batch(candidates, self._costs.passes, self._costs.drafts, factor)
+        batch = Batch(candidates, self._costs.passes, self._costs.drafts)
         search, ideal = self._search(batch, requests)
         best = ideal.lengths
         for r, length in zip(requests, best, strict=True):
@@ -228,8 +221,7 @@ class AutoPacing(Pacing):
             drafting = search.drafting or plain
             self._saving += _WEIGHT * (1 / plain.goodput - 1 / drafting.goodput - self._saving)
             self._are_enough = _enough_are_ready(requests)
-        self._predicted = self._plan.seconds / batch.factor / plain.seconds
-        self._trials.plain_spacing = self._plain_spacing(len(requests), self._plan.goodput / plain.goodput)
+        self._trials.plain_spacing = self._plain_spacing(self._plan.goodput / plain.goodput)
         self._trials.consider(self._step, requests, search, self._plan, self._costs.passes, self._costs.drafts)
         self._typical = self._typical_lengths(requests, search.best)
 
@@ -244,12 +236,11 @@ class AutoPacing(Pacing):
             typical[draft] = sum(gain > price for gain in gains)
         return typical
 
-    def _plain_spacing(self, num_requests: int, gain: float) -> int:
-        """Steps from one trial of plain decoding to the next: the surer the gain, the rarer."""
-        few, many, sure = _PLAIN_SPACING
-        if gain > _SURE_GAIN or num_requests < _FEW_REQUESTS:
-            return sure
-        return few if self._check.num_checks(num_requests) < _FEW_CHECKS else many
+    def _plain_spacing(self, gain: float) -> int:
+        """Steps from one trial of plain decoding to the next: the less it costs, the oftener. gain: over it."""
+        least, most = _PLAIN_SPACING
+        early: int = _FIRST_PLAIN << min(8, self._trials.num_plain[size_of(len(self._present))])
+        return round(min(early, max(least, PLAIN_STEPS * (1 - 1 / gain) / self.options.trial_share), most))
 
     def _search(self, batch: Batch, requests: list[Request]) -> tuple[Search, Plan]:
         """All plans, and the best one in which no drafter catches up for a request that will not repay it."""
