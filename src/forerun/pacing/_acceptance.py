@@ -18,7 +18,7 @@ _FOUND, _WENT_ON = len(CLASS_STARTS), len(CLASS_STARTS) + 1
 # Before anything is known: Beta(2, 1) for acceptance; a drafter that is asked mostly proposes all that it may.
 _FIRST_MEANS = (2 / 3, 2 / 3, 2 / 3, 2 / 3, 0.9, 0.99)
 _DRAFTER_STRENGTHS = (3.0, 4.0, 4.0, 4.0, 2.0, 10.0)
-_REQUEST_STRENGTHS = (12.0, 12.0, 12.0, 12.0, 4.0, 20.0)
+_REQUEST_STRENGTHS = (16.0, 16.0, 16.0, 16.0, 4.0, 20.0)
 
 _MIN_GAIN = 0.02  # expected tokens of a node below which it is not worth a thought
 _RECENT = 0.9  # forgetting per round of the watch for a change

@@ -21,7 +21,7 @@ Numbers = NDArray[np.float64]
 # Widths (rows of a pass) at which the curve is kept; linear between them.
 KNOTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 
-_FLAT = 0.05  # hoped-for growth of a width that was never seen, as a share of growth in proportion to the rows
+_FLAT = 0.2  # hoped-for growth of a width that was never seen, as a share of growth in proportion to the rows
 _SHAPE_SD = 0.6  # how far off that hope may be: standard deviation of the logarithm, likewise
 _CURVE_DRIFT = 0.001  # per step, of the logarithm
 _NOISE = (0.05, 0.02, 0.3)  # of one observation: first guess, least, most
