@@ -83,9 +83,12 @@ def test_good_and_bad_requests_side_by_side():
 @pytest.mark.parametrize(("rate", "alpha"), [(0.2, 0.9), (0.1, 0.3), (0.6, 0.6)])
 def test_lookup_that_mostly_finds_nothing(rate, alpha):
     """Finds come in runs, as they do in a text that repeats itself; drafting costs nothing, verifying does."""
-    world = World(lambda step, b: alpha, machine=Machine(PER_ROW, pass_s=1e-5), draft="lookup")
-    world.found = lambda step, b: (step // 8 * 7919 + b) % 100 < 100 * rate
-    assert run(world).rate() >= 0.98 * oracle(world, 0, STEPS)
+    ratios = []
+    for seed in range(4):
+        world = World(lambda step, b: alpha, machine=Machine(PER_ROW, pass_s=1e-5), draft="lookup", seed=seed)
+        world.found = lambda step, b: (step // 8 * 7919 + b) % 100 < 100 * rate
+        ratios.append(run(world).rate() / oracle(world, 0, STEPS))
+    check(ratios, mean=0.98, least=0.95)
 
 
 def test_requests_come_and_go():

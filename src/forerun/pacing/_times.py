@@ -49,10 +49,13 @@ class StepTimes:
     def of(self, num_sequences: float) -> Costs:
         """The costs of steps in which so many sequences decode."""
         size = size_of(num_sequences)
-        if size not in self._by_size:
-            nearest = min(self._by_size, key=lambda known: abs(known - size), default=None)
-            self._by_size[size] = Costs() if nearest is None else deepcopy(self._by_size[nearest])
-        return self._by_size[size]
+        costs = self._by_size.setdefault(size, Costs())
+        if not costs.passes.num_steps:
+            known = [other for other, seen in self._by_size.items() if seen.passes.num_steps]
+            if known:
+                costs = deepcopy(self._by_size[min(known, key=lambda other: abs(other - size))])
+                self._by_size[size] = costs
+        return costs
 
     def observe(self, report: StepReport) -> None:
         """The numbers of a step; those in which nobody decoded say nothing."""

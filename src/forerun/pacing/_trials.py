@@ -7,12 +7,13 @@ and the acceptance of a drafter that does not pay, which is tried by one token f
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 
 from forerun.pacing._acceptance import Acceptance
-from forerun.pacing._costs import PassTime
+from forerun.pacing._costs import KNOTS, PassTime
 from forerun.pacing._drafts import DraftTime
 from forerun.pacing._plan import Plan, Search
 from forerun.pacing._times import size_of
@@ -22,7 +23,9 @@ _FIRST_ALLOWANCE = 6.0  # steps of plain decoding
 _MOST_ALLOWANCE = 8.0
 _EARLY_STEPS, _EARLY_SPACING, _SPACING = 48, 2, 84  # steps from one trial of a width to the next
 _TRIAL_STEPS = 4  # of a trial that costs little
-PLAIN_STEPS = 2  # in which plain decoding is measured, whatever is hoped of it
+_PLAIN_STEPS = 2  # of one of plain decoding
+_PLAIN_SPACING, _FIRST_PLAIN = (16, 300), 8  # steps between these: least, most; before the first, then twice as many
+_SEEN_SPACING, _NUM_MARKS = (64, 600), 4  # steps between trials of a width that was seen; such widths, about
 _OPTIMISM = 1.5  # standard deviations
 _WORTH_TRYING = 1.02  # hoped-for gain
 _OTHER_WIDTH = 0.12  # relative difference from the present width, below which a trial would teach nothing
@@ -94,12 +97,11 @@ class Trials:
         self._share = share
         self._allowance = _FIRST_ALLOWANCE
         self._next_trial = 0
-        self._plain_step = 0  # when plain decoding was last seen
+        self._seen: dict[tuple[int, int], int] = {}  # (size of the batch, stretch of widths) -> when it last ran
         self._trial: list[tuple[Request, int]] = []
         self._left = 0  # steps of it
         self._probes: dict[str, _Probe] = {}
-        self.num_plain = Counter[int]()  # trials of plain decoding, by the size of the batch
-        self.plain_spacing = 1  # steps from one trial of plain decoding to the next
+        self._num_plain = Counter[int]()  # trials of plain decoding, by the size of the batch
         self.next_step = 0  # at which `lengths` wants to be asked
 
     @property
@@ -128,12 +130,12 @@ class Trials:
         """Choose the width that may, with some luck, be better than the present one, and try it next."""
         if not passes.num_steps:
             return
-        if plan.rows <= search.plain.rows:
-            self._plain_step = step
-        is_asked = self._plain_due(step, search, passes)
-        if not is_asked and (step < self._next_trial or not passes.is_settled):
-            return
-        chosen, cost = self._choose(step, search, plan, passes)
+        size = size_of(len(requests))
+        self._seen[size, _stretch(plan)] = step
+        chosen = self._stale(step, size, search, plan)
+        cost = 0.0 if chosen is None else max(0.0, chosen.seconds * (1 - chosen.goodput / plan.goodput))
+        if chosen is None and step >= self._next_trial and passes.is_settled:
+            chosen, cost = self._hoped(search, plan, passes)
         if chosen is None:
             return
         free = [(r, k) for r, k in zip(requests, chosen.lengths, strict=True) if r.asked is None]
@@ -141,27 +143,36 @@ class Trials:
         if cost + catchup > self._allowance:
             return
         is_early = passes.num_steps < _EARLY_STEPS
-        most = PLAIN_STEPS if chosen is search.plain else 3 if is_early else _TRIAL_STEPS
+        most = _PLAIN_STEPS if chosen is search.plain else 3 if is_early else _TRIAL_STEPS
         self._left = max(1, min(most, int(self._allowance / 4 / max(cost, 1e-3))))
         self._allowance -= cost * self._left + catchup
-        if chosen is search.plain:
-            self.num_plain[size_of(len(requests))] += 1
+        self._seen[size, _stretch(chosen)] = step
+        self._num_plain[size] += chosen is search.plain
         self._next_trial = step + (_EARLY_SPACING if is_early else _SPACING)
         self._trial = free
 
-    def _plain_due(self, step: int, search: Search, passes: PassTime) -> bool:
-        is_new = passes.num_seen(round(search.plain.rows)) < PLAIN_STEPS
-        return is_new or step - self._plain_step >= self.plain_spacing
+    def _stale(self, step: int, size: int, search: Search, plan: Plan) -> Plan | None:
+        """The best mark that was not seen for long: the less a trial of it costs, the sooner that is."""
+        stale = []
+        for mark in search.marks:
+            is_plain, seen = mark is search.plain, self._seen.get((size, _stretch(mark)))
+            if (not is_plain and seen is None) or not _differs(mark, plan):
+                continue
+            least, most = _PLAIN_SPACING if is_plain else _SEEN_SPACING
+            loss = max(0.0, 1 - mark.goodput / plan.goodput)
+            spacing = min(max(least, _TRIAL_STEPS * loss * (1 if is_plain else _NUM_MARKS) / self._share), most)
+            early = _FIRST_PLAIN << min(8, self._num_plain[size])
+            is_early = is_plain and early < _SPACING
+            spacing = early if is_early else spacing
+            if seen is None or (step - seen >= spacing and (is_early or step >= self._next_trial)):
+                stale.append(mark)
+        return max(stale, key=lambda mark: mark.goodput, default=None)
 
-    def _choose(self, step: int, search: Search, plan: Plan, passes: PassTime) -> tuple[Plan | None, float]:
+    def _hoped(self, search: Search, plan: Plan, passes: PassTime) -> tuple[Plan | None, float]:
         """The mark of highest hope, and what a step of it may cost."""
-        plain = search.plain
-        if plain.rows < plan.rows and self._plain_due(step, search, passes):
-            self._plain_step = step
-            return plain, max(0.0, 1 - plain.goodput / plan.goodput)
         hope, chosen, cost = plan.goodput * _WORTH_TRYING, None, 0.0
         for mark in search.marks:
-            if abs(mark.rows - plan.rows) < _OTHER_WIDTH * plan.rows:
+            if not _differs(mark, plan):
                 continue
             spread = min(1.0, passes.spread(mark.rows, plan.rows, mark.seconds, plan.seconds))
             hoped = mark.goodput * math.exp(_OPTIMISM * spread)
@@ -233,3 +244,12 @@ class Trials:
             or self._allowance < 0
         ):
             probe.stop(step, failed=True)
+
+
+def _stretch(plan: Plan) -> int:
+    """The place of a plan's width among the knots."""
+    return bisect_left(KNOTS, plan.rows)
+
+
+def _differs(mark: Plan, plan: Plan) -> bool:
+    return abs(mark.rows - plan.rows) >= _OTHER_WIDTH * plan.rows

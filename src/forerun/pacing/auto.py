@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from forerun.pacing import Pacing
 from forerun.pacing._acceptance import Acceptance
 from forerun.pacing._plan import Batch, Candidate, Plan, Search, evaluate
-from forerun.pacing._times import Costs, StepTimes, size_of
-from forerun.pacing._trials import PLAIN_STEPS, Request, Trials
+from forerun.pacing._times import Costs, StepTimes
+from forerun.pacing._trials import Request, Trials
 from forerun.types import Sequence, StepReport
 
 _DRAFTER_MEMORY = 10  # an engine remembers so many times longer than a request
@@ -30,8 +30,6 @@ _OWN_SHARE = 0.01  # of all time, which looking may take
 _WEIGHT = 0.25  # of what one look says drafting saves
 _FEW, _MANY = 0.2, 0.02  # weights of one step in averages over steps that are rare, and over all
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
-_PLAIN_SPACING = (16, 300)  # steps between trials of plain decoding: least, most
-_FIRST_PLAIN = 8  # and before the first one of a size of batch; twice as many before each further one
 _SINGLE_CHANGES = 4  # requests per plan that are considered one by one
 
 
@@ -221,7 +219,6 @@ class AutoPacing(Pacing):
             drafting = search.drafting or plain
             self._saving += _WEIGHT * (1 / plain.goodput - 1 / drafting.goodput - self._saving)
             self._are_enough = _enough_are_ready(requests)
-        self._trials.plain_spacing = self._plain_spacing(self._plan.goodput / plain.goodput)
         self._trials.consider(self._step, requests, search, self._plan, self._costs.passes, self._costs.drafts)
         self._typical = self._typical_lengths(requests, search.best)
 
@@ -235,12 +232,6 @@ class AutoPacing(Pacing):
             gains, _ = Acceptance(self.options.memory_rounds, self._known[draft]).gains(deepest)
             typical[draft] = sum(gain > price for gain in gains)
         return typical
-
-    def _plain_spacing(self, gain: float) -> int:
-        """Steps from one trial of plain decoding to the next: the less it costs, the oftener. gain: over it."""
-        least, most = _PLAIN_SPACING
-        early: int = _FIRST_PLAIN << min(8, self._trials.num_plain[size_of(len(self._present))])
-        return round(min(early, max(least, PLAIN_STEPS * (1 - 1 / gain) / self.options.trial_share), most))
 
     def _search(self, batch: Batch, requests: list[Request]) -> tuple[Search, Plan]:
         """All plans, and the best one in which no drafter catches up for a request that will not repay it."""
