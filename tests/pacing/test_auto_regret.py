@@ -118,3 +118,18 @@ def test_prompts_beside_decoding():
 def test_the_same_reports_give_the_same_lengths():
     worlds = [World(drifting, 3, Machine(CPU), seed=5) for _ in range(2)]
     assert run(worlds[0], 300).granted == run(worlds[1], 300).granted
+
+
+@pytest.mark.parity
+def test_regret_on_simulated_machines():
+    """Seventy runs of 600 steps, of which the first hundred are for learning; the numbers are those of the docs."""
+    cases = [(1, CPU, 0.8), (1, PER_ROW, 0.6), (2, PER_ROW, 0.8), (4, CPU, 0.8)]
+    cases += [(8, CPU, 0.5), (8, GPU, 0.5), (16, PER_ROW, 0.5)]
+    ratios = []
+    for num, curve, alpha in cases:
+        for seed in range(10):
+            world = World(lambda step, b, a=alpha: a, num, Machine(curve, pass_s=0.002), seed=seed)
+            ratios.append(run(world, 600).rate(100) / oracle(world, 0, 1))
+        print(f"{num} at once, acceptance {alpha}: {[round(ratio, 3) for ratio in ratios[-10:]]}")
+    print(f"mean {math.prod(ratios) ** (1 / len(ratios)):.4f}, least {min(ratios):.3f}")
+    check(ratios, mean=0.985, least=0.9)

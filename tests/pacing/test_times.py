@@ -1,73 +1,27 @@
-"""What auto corrects itself by: plans against plain steps beside them, and costs by the size of the batch."""
+"""What auto believes of time: costs by the size of the batch, drift told from noise, drafts fitted to the curve."""
 
 from __future__ import annotations
 
-import math
+import random
+from itertools import pairwise
 
+import numpy as np
 import pytest
 
-from forerun.pacing._check import PlanCheck, size_of
-from forerun.pacing._times import StepTimes
+from forerun.pacing import auto
+from forerun.pacing._costs import PassTime, _Roughness
+from forerun.pacing._drafts import DraftTime
+from forerun.pacing._plan import Batch, Candidate, Search, evaluate
+from forerun.pacing._times import StepTimes, size_of
 from forerun.types import DraftStep, StepReport
+from pacing.simulator import CPU, Machine, World
 
-FIRST_GUESS = math.exp(0.05)
-
-
-def told(check: PlanCheck, planned_s: float, plain_s: float, predicted: float, num: int = 8, times: int = 1) -> None:
-    for _ in range(times):
-        for seconds, is_plain in [(planned_s, False)] * 4 + [(plain_s, True)] * 2 + [(planned_s, False)] * 4:
-            check.observe(seconds, num, is_plain, predicted)
-
-
-def test_a_plan_that_takes_longer_than_it_promised_is_corrected():
-    """1.6 times a plain step where 1.25 were predicted: the factor goes to 1.28, half of the way at first."""
-    check = PlanCheck()
-    assert check.factor(8) == pytest.approx(FIRST_GUESS)
-    told(check, 1.6, 1.0, 1.25)
-    assert check.num_checks(8) == 1
-    assert check.factor(8) == pytest.approx(math.sqrt(FIRST_GUESS * 1.28))
-    told(check, 1.6, 1.0, 1.25, times=40)
-    assert check.factor(8) == pytest.approx(1.28, rel=0.01)
-    assert check.factor(32) == pytest.approx(FIRST_GUESS), "another size of batch"
-
-
-def test_only_steps_of_one_batch_beside_each_other_are_compared():
-    check = PlanCheck()
-    for seconds, num, is_plain in [(1.0, 8, False)] * 4 + [(1.0, 8, True)] * 2 + [(9.0, 12, False)] * 8:
-        check.observe(seconds, num, is_plain, 1.0)
-    assert check.num_checks(8) == check.num_checks(12) == 0
-    check = PlanCheck()
-    for seconds, is_plain in [(1.0, True)] * 5 + [(5.0, False)] * 8:
-        check.observe(seconds, 12, is_plain, 1.0)
-    assert check.num_checks(12) == 0, "plain steps with nothing before them"
-
-
-def test_what_was_too_slow_is_tried_again():
-    check = PlanCheck()
-    told(check, 2.0, 1.0, 1.0, times=30)
-    assert check.factor(8) == pytest.approx(math.exp(0.4), rel=0.01), "the most"
-    for _ in range(3000):
-        check.forget(8)
-    assert check.factor(8) == pytest.approx(FIRST_GUESS, rel=0.01)
+SIZES = {1: 0, 2: 1, 3: 2, 4: 2, 5: 2, 6: 3, 11: 3, 12: 4, 15: 4, 16: 4, 22: 4, 31: 5, 32: 5}
 
 
 def test_sizes_of_batches():
     """1, 2, 4, 8, ... are in the middle of theirs: a request that ends makes no other batch of 16."""
-    assert [size_of(num) for num in (1, 2, 3, 4, 5, 6, 11, 12, 15, 16, 22, 31, 32)] == [
-        0,
-        1,
-        2,
-        2,
-        2,
-        3,
-        3,
-        4,
-        4,
-        4,
-        4,
-        5,
-        5,
-    ]
+    assert {num: size_of(num) for num in SIZES} == SIZES
 
 
 def report(num: int, rows: int, pass_s: float, draft_s: float = 0.0) -> StepReport:
@@ -90,17 +44,138 @@ def test_costs_are_those_of_a_batch_of_this_size():
     few, many = times.of(2), times.of(16)
     assert few.passes.rows(4) / few.passes.rows(2) == pytest.approx(1.0, abs=0.03)
     assert many.passes.rows(32) / many.passes.rows(16) == pytest.approx(2.0, rel=0.05)
-    assert few.drafts["model"].of(1, 2) == pytest.approx(0.2 * few.passes.rows(2), rel=0.1)
-    assert many.drafts["model"].of(1, 16) == pytest.approx(0.1 * many.passes.rows(16), rel=0.15)
+    assert few.drafts["model"].of(1, 2) == pytest.approx(0.2 * few.passes.rows(4), rel=0.1)
+    assert many.drafts["model"].of(1, 16) == pytest.approx(0.05 * many.passes.rows(32), rel=0.15)
 
 
-def test_reports_of_like_steps_count_as_their_median():
-    """One step in five that takes ten times as long, looked at five by five, leaves no trace in the curve."""
+def test_a_size_that_was_asked_for_early_begins_with_what_is_known_later():
+    times = StepTimes()
+    assert not times.of(1).passes.num_steps
+    for i in range(100):
+        times.observe(report(16, 16 + 16 * (i % 2), 0.02 * (1 + i % 2), 0.002 * (i % 2)))
+    times.learn()
+    assert times.of(1).passes.num_steps == 100
+
+
+def test_one_slow_step_among_like_ones_leaves_no_trace():
+    """One step in five that takes ten times as long, five of a width after five of another."""
     times = StepTimes()
     for i in range(300):
         rows = 1 + i // 5 % 2
         times.observe(report(1, rows, 0.01 * (1 + 0.5 * (rows - 1)) * (10 if i % 5 == 2 else 1)))
-        if i % 5 == 4:
-            times.learn()
+    times.learn()
     passes = times.of(1).passes
-    assert passes.rows(2) / passes.rows(1) == pytest.approx(1.5, rel=0.02)
+    assert passes.rows(2) / passes.rows(1) == pytest.approx(1.5, rel=0.03)
+
+
+@pytest.mark.parametrize(("noise", "drift"), [(0.1, 0.004), (0.05, 0.05), (0.04, 0.02)])
+def test_drift_is_told_from_noise(noise, drift):
+    rng, level, roughness = random.Random(3), 0.0, _Roughness()
+    for _ in range(40):
+        run = []
+        for _ in range(32):
+            level += drift * rng.gauss(0, 1)
+            run.append(np.exp(level + noise * rng.gauss(0, 1)) * 0.01)
+        roughness.observe(run)
+    assert roughness.noise**0.5 == pytest.approx(noise, rel=0.3)
+    assert roughness.drift**0.5 == pytest.approx(drift, rel=0.4, abs=0.012)
+
+
+def test_widths_are_compared_where_they_follow_one_another():
+    """The machine is half as fast in every other stretch of 40 steps: only neighbours say what a width takes."""
+    passes, rng = PassTime(), random.Random(1)
+    for stretch in range(60):
+        speed = 1 + stretch % 2
+        for rows, num in ((8, 30), (32, 4), (8, 6)):
+            passes.observe([0.01 * CPU(rows) / CPU(8) * speed * rng.uniform(0.95, 1.05) for _ in range(num)], rows, 8)
+    assert passes.rows(32) / passes.rows(8) == pytest.approx(CPU(32) / CPU(8), rel=0.06)
+
+
+def test_many_widths_are_what_each_is():
+    passes = PassTime()
+    for step in range(100):
+        passes.observe([0.02 * CPU(1 + step % 20)], 1 + step % 20, 1)
+    widths = [1.0, 1.5, 7.3, 16, 24, 100, 5000]
+    assert passes.rows_of(np.array(widths)) == pytest.approx([passes.rows(width) for width in widths])
+
+
+def test_drafts_follow_the_curve_and_take_no_negative_time():
+    """What a draft took is known over a pass of 32 rows; what is believed of that doubles, and so does the draft."""
+    drafts, flat, steep = DraftTime(), PassTime(), PassTime()
+    for passes, most in ((flat, 1.0), (steep, 2.0)):
+        for step in range(300):
+            passes.observe([0.01 * (most if step % 2 else 1.0)], 32 if step % 2 else 8, 8)
+    for _ in range(20):
+        drafts.observe(0.3, 1, 24, 32, 8)
+    drafts.fit(flat)
+    before = drafts.of(1, 24)
+    drafts.fit(steep)
+    assert drafts.of(1, 24) / before == pytest.approx(
+        (steep.rows(32) / steep.rows(8)) / (flat.rows(32) / flat.rows(8)), rel=0.1
+    )
+    for depth, nodes, ratio in ((1, 2, 0.3), (1, 16, 0.1), (4, 16, 0.2)):  # more nodes in less time: noise
+        for _ in range(30):
+            drafts.observe(ratio, depth, nodes, 8)
+    drafts.fit(flat)
+    assert min(drafts.of(1, 0), drafts.of(0, 1), drafts.of(0, 0)) >= 0
+
+
+def test_the_deepest_request_pays_for_its_passes():
+    """Seven requests of 0.6 and one of 0.98: drafting deep for that one alone is not worth so many passes."""
+    passes, dear, free = PassTime(), DraftTime(), DraftTime()
+    for step in range(400):
+        passes.observe([0.02 * (1 + 0.01 * (step % 30))], 8 + step % 30, 8)
+    for depth in (1, 2, 3, 5, 8):
+        for _ in range(20):
+            dear.observe(0.3 * depth, depth, 8 * depth, 16)
+            free.observe(0.0, depth, 8 * depth, 16)
+    dear.fit(passes)
+    free.fit(passes)
+    candidates = [Candidate("model", [0.6**j for j in range(1, 8)], 1.0) for _ in range(7)]
+    candidates.append(Candidate("model", [0.98**j for j in range(1, 17)], 1.0))
+    cheap = Search(Batch(candidates, passes, {"model": free}), 200).best
+    batch = Batch(candidates, passes, {"model": dear})
+    found = Search(batch, 200).best
+    assert max(cheap.lengths) == 16
+    assert 1 <= max(found.lengths) <= 4
+    assert min(found.lengths) >= 1, "the others draft along while they cost no further pass"
+    assert found.goodput >= max(evaluate(batch, [k] * 7 + [deep]).goodput for k in range(5) for deep in range(k, 17))
+
+
+# ----------------------------------------------------------------------------------------------------- when it looks
+
+
+def looks(own_s: float, num_steps: int, alpha: float = 0.7) -> list[int]:
+    """Steps at which pacing looked; a look takes so many seconds, of a step of about 20 ms."""
+    pacing, steps = auto.build(auto.Options(), None), []
+    observe = pacing.observe
+
+    def slow(report: StepReport) -> None:
+        if pacing._has_looked:
+            steps.append(pacing._step)
+            report.draft_s += own_s
+        observe(report)
+
+    pacing.observe = slow
+    World(lambda step, b: alpha, 4, Machine(CPU, pass_s=0.002)).run(pacing, num_steps)
+    return steps
+
+
+def test_looks_take_a_hundredth_of_the_time_at_most():
+    free, dear = looks(0.0, 800), looks(0.01, 800)
+    apart = [later - earlier for earlier, later in pairwise(step for step in dear if step > 400)]
+    assert len([step for step in free if step > 400]) > 2 * len(apart)
+    assert min(apart) >= 0.01 / (0.01 * 0.04), "25 steps of at most 40 ms are 100 looks"
+
+
+def test_who_comes_in_between_begins_as_a_typical_one():
+    """No new plan for one request of eight: it drafts at once, as far as the others do on average."""
+    world = World(lambda step, b: 0.8, 8, Machine(CPU, pass_s=0.001), seed=2)
+    pacing = auto.build(auto.Options(), None)
+    track = world.run(pacing, 300)
+    pacing._next_look = 10**6  # none until then
+    world.batch = lambda step: [*range(7), 99]
+    track = world.run(pacing, 1)
+    others = track.granted[0][:7]
+    assert min(others) - 1 <= track.granted[0][7] <= max(others) + 1
+    assert track.granted[0][7] > 0

@@ -23,7 +23,7 @@ KNOTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192,
 
 _FLAT = 0.2  # hoped-for growth of a width that was never seen, as a share of growth in proportion to the rows
 _SHAPE_SD = 0.6  # how far off that hope may be: standard deviation of the logarithm, likewise
-_CURVE_DRIFT = .002  # per step, of the logarithm
+_CURVE_DRIFT = 0.002  # per step, of the logarithm
 _NOISE = (0.05, 0.02, 0.3)  # of one observation: first guess, least, most
 _UNIT_DRIFT = (0.03, 0.003, 0.1)  # per step, of the logarithm of the unit, likewise
 _NEW_NOISE = 0.5  # of the first observation of a width: it allocates and warms up

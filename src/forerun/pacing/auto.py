@@ -126,6 +126,7 @@ class AutoPacing(Pacing):
         """Count what happened since the last look, and plan anew. Where nothing changes, looks become rarer."""
         self._last_look, self._is_unlike = self._step, False
         self._learn()
+        self._costs = self._times.of(len(self._present))
         self._num_changed = 0
         for draft in {r.draft for r in self._present}:
             self._costs.draft(draft)
