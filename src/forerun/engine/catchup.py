@@ -43,7 +43,7 @@ class CatchUp:
         if not self._steps_s or not found:
             return FIRST_TOKENS
         token_s = max(sum([s for _, s in known]) / sum([n for n, _ in known]) for known in found)
-        return int(SHARE * median(self._steps_s) / token_s)
+        return int(SHARE * median(self._steps_s) / max(token_s, 1e-9))
 
     def observe(self, report: StepReport) -> None:
         """The numbers of the step that was just done."""

@@ -85,10 +85,6 @@ class PassTime:
                 variance += (_SHAPE_SD * s * self._values[-1] * math.log(KNOTS[i] / KNOTS[end - 1])) ** 2
         return math.sqrt(max(0.0, variance))
 
-    def num_seen(self, num_rows: int) -> int:
-        """Passes of about this width that were observed."""
-        return self._num_seen[bisect_right(KNOTS, num_rows)]
-
     @property
     def is_settled(self) -> bool:
         """False while the machine seems to change its speed."""

@@ -11,7 +11,7 @@ _DOUBT = np.array([0.05, 0.3, 0.02])  # of that: standard deviations
 _NOISE = (0.003, 0.15)  # of one draft: units, and a share of what it takes
 _MISFIT = 0.05  # share of the variance of one draft that no number of them takes away
 _FORGET = 1 / 200  # per draft
-_MOST_SHAPES = 48
+_MOST_SHAPES, _LEAST_WEIGHT = 48, 1e-3
 
 
 class DraftTime:
@@ -45,7 +45,8 @@ class DraftTime:
     def observe(self, ratio: float, depth: int, num_nodes: int, num_rows: int, num_drafts: int = 1) -> None:
         """What drafts of one shape took over a pass of so many rows, without catching up: the median of several."""
         keep = (1 - _FORGET) ** num_drafts
-        self._seen = {shape: (old, number * keep) for shape, (old, number) in self._seen.items()}
+        seen = self._seen.items()
+        self._seen = {shape: (old, number * keep) for shape, (old, number) in seen if number * keep > _LEAST_WEIGHT}
         old, number = self._seen.get((depth, num_nodes, num_rows), (ratio, 0.0))
         number += num_drafts
         self._seen[depth, num_nodes, num_rows] = old + num_drafts / number * (ratio - old), number

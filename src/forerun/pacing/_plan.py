@@ -39,15 +39,11 @@ class Candidate:
 
 @dataclass
 class Batch:
-    """What a step would consist of: the requests, and the costs that they share.
-
-    factor: by which a step that drafts takes longer than these costs say.
-    """
+    """What a step would consist of: the requests, and the costs that they share."""
 
     candidates: list[Candidate]
     passes: PassTime
     drafts: dict[str, DraftTime]
-    factor: float = 1.0
 
     @cached_property
     def found(self) -> Numbers:
@@ -100,7 +96,6 @@ def _value(batch: Batch, lengths: Lengths) -> tuple[Numbers, Numbers, Numbers]:
         total = nodes.sum(axis=1)
         if total.any():
             seconds = seconds + np.where(total > 0, batch.drafts[name].of_many(nodes.max(axis=1), total), 0.0)
-    seconds = np.where(lengths.any(axis=1), seconds * batch.factor, seconds)
     return tokens / seconds, seconds, rows
 
 

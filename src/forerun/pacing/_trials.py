@@ -81,6 +81,7 @@ class _Probe:
     last_step: int = 0
     num_tests: int = 0
     cost: float = 0.0  # of a step
+    promised: int | None = None  # the sequence that is prepared for it, where it does not pay to prepare any
 
     def stop(self, step: int, failed: bool) -> None:
         known = self.request.acceptance.parent if self.request else None
@@ -113,6 +114,19 @@ class Trials:
         """The share of a step that takes so many units of time."""
         self._allowance = min(self._allowance + self._share * seconds, _MOST_ALLOWANCE)
 
+    def interrupt(self) -> None:
+        """Prompts run beside: what a trial would show now is theirs."""
+        self._left = 0
+
+    def is_owed(self, draft: str, sequence_id: int, step: int) -> bool:
+        """Whether a new request is to be prepared for a probe that has long found nobody who is ready."""
+        probe = self._probes.get(draft)
+        if probe is None or probe.request is not None:
+            return False
+        if probe.promised != sequence_id and step - probe.next_step > _PROBE_SPACING[2]:
+            probe.promised, probe.next_step = sequence_id, step
+        return probe.promised == sequence_id
+
     def has_given_up(self, draft: str) -> bool:
         """Whether a drafter's probes have failed for long."""
         probe = self._probes.get(draft)
@@ -128,7 +142,7 @@ class Trials:
         drafts: Mapping[str, DraftTime],
     ) -> None:
         """Choose the width that may, with some luck, be better than the present one, and try it next."""
-        if not passes.num_steps:
+        if not passes.num_steps or not self._share:
             return
         size = size_of(len(requests))
         self._seen[size, _stretch(plan)] = step
@@ -200,34 +214,60 @@ class Trials:
             if r.length == 0 and r.asked is None and r.limit:
                 idle.setdefault(r.draft, []).append(i)
         for draft, members in idle.items():
-            probe = self._probes.setdefault(draft, _Probe(next_step=step + _PROBE_SPACING[0]))
-            if probe.request is None and step >= probe.next_step:
-                self._start(step, probe, [requests[i] for i in members], passes, drafts[draft], plan)
-            for i in members:
-                if requests[i] is probe.request:
-                    granted[i] = 1
-                    probe.last_step = step
-                    self._allowance -= probe.cost
-        for probe in self._probes.values():
+            self._probe(step, draft, members, requests, granted, passes, drafts[draft], plan)
+        used = {r.draft for r in requests if r.length and r.asked is None}
+        for draft, probe in self._probes.items():
             if probe.request is not None and probe.last_step < step:  # the plan uses it now, or it has ended
                 probe.stop(step, failed=not probe.request.length)
+            elif probe.request is None and draft in used:
+                probe.spacing = _PROBE_SPACING[0]
         due = [step + 1 if p.request else max(p.next_step, step + _PROBE_RETRY) for p in self._probes.values()]
         self.next_step = min(due, default=step + _PROBE_RETRY)
         return granted
 
+    def _probe(
+        self,
+        step: int,
+        draft: str,
+        members: Seq[int],
+        requests: Seq[Request],
+        granted: list[int],
+        passes: PassTime,
+        drafts: DraftTime,
+        plan: Plan,
+    ) -> None:
+        """One token for the request that is asked for its drafter, if one is."""
+        probe = self._probes.setdefault(draft, _Probe(next_step=step + _PROBE_SPACING[0]))
+        if probe.request is not None and (step - probe.begun >= _PROBE_STEPS or self._allowance < 0):
+            probe.stop(step, failed=True)
+        if probe.request is None and step >= probe.next_step:
+            self._start(step, probe, [requests[i] for i in members], passes, drafts, plan)
+        for i in members:
+            if requests[i] is probe.request:
+                granted[i] = 1
+                probe.last_step = step
+                self._allowance -= probe.cost
+
     def _start(
         self, step: int, probe: _Probe, members: Seq[Request], passes: PassTime, drafts: DraftTime, plan: Plan
     ) -> None:
-        """Ask for the request that was asked least, of those that are nearly caught up."""
-        r = min(members, key=lambda r: (r.num_probes, r.lag))
-        catchup = drafts.catchup(r.lag)
+        """Ask for the request that was asked least, of those whose catching up can be afforded."""
         cost = passes.rows(plan.rows + 1) - passes.rows(plan.rows) + drafts.of(1, 1)
-        if catchup + _PROBE_CREDIT * cost > self._allowance or catchup * plan.goodput > _PROBE_HOPE * r.remaining:
+        room = self._allowance - _PROBE_CREDIT * cost
+        catchups = [(r.num_probes, drafts.catchup(r.lag), i) for i, r in enumerate(members)]
+        near = [
+            asked
+            for asked in catchups
+            if asked[1] <= room and asked[1] * plan.goodput <= _PROBE_HOPE * members[asked[2]].remaining
+        ]
+        if not near:
             return
+        _, catchup, i = min(near)
+        r = members[i]
         self._allowance -= catchup
         r.num_probes += 1
         probe.request, probe.credit, probe.begun, probe.last_step = r, _PROBE_CREDIT, step, step
-        probe.num_tests, probe.cost = 0, cost
+        probe.num_tests, probe.cost, probe.promised = 0, cost, None
 
     def observe(self, step: int, r: Request, num_tested: int, num_accepted: int) -> None:
         """A probed request was tested: go on while its tokens are accepted."""

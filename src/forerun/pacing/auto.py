@@ -67,6 +67,7 @@ class AutoPacing(Pacing):
         self._trials = Trials(options.trial_share)
         self._step = self._next_look = self._last_look = 0
         self._own, self._has_looked = _OwnTime(), False
+        self._is_beside_prompts = False
         self._is_unlike, self._least = True, 1  # the batch is another one than that of the last look; steps since then
         self._num_changed = 0  # requests that came or went since the last look
         self._num_idle = 0  # looks since something changed
@@ -89,7 +90,10 @@ class AutoPacing(Pacing):
         ids = [seq.id for seq in seqs]
         if ids != self._ids:
             self._meet(seqs, ids, limits, lags)
-        is_trial_due = not num_other_rows and self._step >= self._trials.next_step
+        self._is_beside_prompts = num_other_rows > 0
+        if num_other_rows:
+            self._trials.interrupt()
+        is_trial_due = not num_other_rows and (self._trials.is_running or self._step >= self._trials.next_step)
         is_calm = self._step >= self._next_look or (self._is_unlike and not num_other_rows)
         self._has_looked = is_calm and not self._trials.is_running and self._step >= self._last_look + self._least
         if self._has_looked or is_trial_due:
@@ -102,7 +106,7 @@ class AutoPacing(Pacing):
             granted = self._beside_prompts(granted)
         else:
             self._trials.earn(self._plan.seconds)
-            if is_trial_due or self._trials.is_running:
+            if is_trial_due or self._trials.is_running:  # which a look may just have begun
                 granted = self._try(granted)
         self._asked = [(b, self._present[b], num, lags[b]) for b, num in enumerate(granted) if num]
         return granted
@@ -113,14 +117,28 @@ class AutoPacing(Pacing):
         costs, self._costs = self._costs, self._times.of(len(ids))
         self._ids, self._present = ids, [self._request(seq) for seq in seqs]
         is_unlike = costs is not self._costs or self._num_changed >= 2 * len(ids)
+        room = self._max_rows(len(ids)) - len(ids) - sum([r.wanted() for r in self._present])
         for b, (r, seq) in enumerate(zip(self._present, seqs, strict=True)):
+            self._costs.draft(r.draft)
             if r.length is None and r.asked is None:
                 r.update(limits[b], self.max_length, lags[b], seq)
                 if not r.lag:
-                    r.length = self._typical.get(r.draft)
-                    is_unlike = is_unlike or r.length is None
+                    is_unlike = is_unlike or r.draft not in self._typical
+                    room -= self._welcome(r, room)
         self._lengths = [r.wanted() for r in self._present]
         self._is_unlike = self._is_unlike or is_unlike
+
+    def _welcome(self, r: Request, room: float) -> int:
+        """What a new request drafts until the next look: as much as a typical one, if there is room for more rows."""
+        r.gains, _ = r.acceptance.gains(r.limit)
+        typical = min(self._typical.get(r.draft, 0), len(r.gains))
+        if r.draft in self._typical and typical <= room:
+            r.length = typical
+        return r.wanted()
+
+    def _max_rows(self, num_requests: int) -> float:
+        """Rows beyond which no plan goes: nobody knows what they would take."""
+        return max(min(_UNSEEN_ROWS, num_requests + _UNSEEN_NODES), _WIDER * self._costs.passes.widest)
 
     def _look(self) -> None:
         """Count what happened since the last look, and plan anew. Where nothing changes, looks become rarer."""
@@ -148,15 +166,19 @@ class AutoPacing(Pacing):
         )
 
     def prepares(self, seq: Sequence) -> bool:
-        """Whether what drafting saves at present, until the likely end of a sequence, exceeds what preparing takes."""
+        """Whether what drafting saves at present, until the likely end of a sequence, exceeds what preparing takes.
+
+        Now and then for one that it does not pay for: else nobody would hear of a drafter that has become better.
+        """
         if seq.params.spec_length is not None or not self._costs.passes.num_steps:
             return True
         costs = self._costs.drafts.get(seq.draft)
         if costs is None:
             return True
-        if self._trials.has_given_up(seq.draft) or seq.draft in self._are_enough:
-            return False
-        return self._saving * (seq.max_len - len(seq.tokens)) / 2 > costs.catchup(len(seq.tokens))
+        saves = self._saving * (seq.max_len - len(seq.tokens)) / 2 > costs.catchup(len(seq.tokens))
+        if saves and not self._trials.has_given_up(seq.draft) and seq.draft not in self._are_enough:
+            return True
+        return self._trials.is_owed(seq.draft, seq.id, self._step)
 
     def end(self, seq: Sequence) -> None:
         self._requests.pop(seq.id, None)
@@ -216,11 +238,12 @@ class AutoPacing(Pacing):
         else:
             self._change_single(batch, requests, best)
         plain = evaluate(batch, [0] * len(requests))
-        if all(r.limit >= r.wanted() for r in requests):
+        if all(r.limit >= r.wanted() for r in requests if r.asked is None):
             drafting = search.drafting or plain
             self._saving += _WEIGHT * (1 / plain.goodput - 1 / drafting.goodput - self._saving)
             self._are_enough = _enough_are_ready(requests)
-        self._trials.consider(self._step, requests, search, self._plan, self._costs.passes, self._costs.drafts)
+        if not self._is_beside_prompts:
+            self._trials.consider(self._step, requests, search, self._plan, self._costs.passes, self._costs.drafts)
         self._typical = self._typical_lengths(requests, search.best)
 
     def _typical_lengths(self, requests: list[Request], plan: Plan) -> dict[str, int]:
@@ -236,7 +259,7 @@ class AutoPacing(Pacing):
 
     def _search(self, batch: Batch, requests: list[Request]) -> tuple[Search, Plan]:
         """All plans, and the best one in which no drafter catches up for a request that will not repay it."""
-        max_rows = max(min(_UNSEEN_ROWS, len(requests) + _UNSEEN_NODES), _WIDER * self._costs.passes.widest)
+        max_rows = self._max_rows(len(requests))
         late = [i for i, r in enumerate(requests) if r.lag and r.asked is None]
         search = Search(batch, max_rows)
         if not any(search.best.lengths[i] for i in late):
