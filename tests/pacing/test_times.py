@@ -91,6 +91,17 @@ def test_widths_are_compared_where_they_follow_one_another():
     assert passes.rows(32) / passes.rows(8) == pytest.approx(CPU(32) / CPU(8), rel=0.06)
 
 
+def test_a_single_slow_pass_is_no_news_of_the_curve():
+    """Ten times as slow once, of a width that was seen often: the curve hardly moves."""
+    passes = PassTime()
+    for _ in range(60):
+        for rows in (8, 32):
+            passes.observe([0.01 * CPU(rows)] * 4, rows, 8)
+    before = passes.rows(32) / passes.rows(8)
+    passes.observe([0.1 * CPU(32)], 32, 8)
+    assert passes.rows(32) / passes.rows(8) == pytest.approx(before, rel=0.02)
+
+
 def test_many_widths_are_what_each_is():
     passes = PassTime()
     for step in range(100):
