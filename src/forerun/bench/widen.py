@@ -58,9 +58,9 @@ def widen_checkpoint(checkpoint: Checkpoint, shape: WideShape, ops: ReferenceOps
 
 
 def with_positions(checkpoint: Checkpoint, num: int) -> Checkpoint:
-    """The same weights, shared with the checkpoint, for texts of so many tokens: for what they take, not for what is
+    """The same weights, shared with the checkpoint, for texts of so many tokens.
 
-    said beyond the positions that the model was trained for.
+    To measure what such texts take: what is said beyond the positions the model was trained for means nothing.
     """
     model = copy.copy(checkpoint.model)
     model.config = dataclasses.replace(model.config, max_positions=num)

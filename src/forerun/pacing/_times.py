@@ -7,6 +7,7 @@ learning from each one by itself, between two passes, would cost more than some 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -29,11 +30,7 @@ class Costs:
     """passes: the target's side of a step; drafts: of each drafter, by name. Both in the same, drifting, unit."""
 
     passes: PassTime = field(default_factory=PassTime)
-    drafts: dict[str, DraftTime] = field(default_factory=dict)
-
-    def draft(self, name: str) -> DraftTime:
-        """Of one drafter."""
-        return self.drafts.setdefault(name, DraftTime())
+    drafts: defaultdict[str, DraftTime] = field(default_factory=lambda: defaultdict(DraftTime))
 
 
 class StepTimes:
@@ -109,12 +106,12 @@ def _learn_drafts(costs: Costs, reports: list[StepReport]) -> None:
         for name, draft in report.drafts.items():
             if draft.num_catchup_tokens:
                 unit_s = costs.passes.unit_s(pass_s, other, report.num_rows - other)
-                costs.draft(name).observe_catchup(draft.catchup_s / unit_s, draft.num_catchup_tokens)
+                costs.drafts[name].observe_catchup(draft.catchup_s / unit_s, draft.num_catchup_tokens)
             if not other and (draft.num_nodes or not draft.num_catchup_tokens):
                 shape = name, draft.depth, draft.num_nodes, report.num_rows
                 alike.setdefault(shape, []).append((draft.seconds - draft.catchup_s) / max(pass_s, 1e-9))
     for (name, depth, num_nodes, rows), ratios in alike.items():
-        costs.draft(name).observe(median(ratios), depth, num_nodes, rows, len(ratios))
+        costs.drafts[name].observe(median(ratios), depth, num_nodes, rows, len(ratios))
     for drafts in costs.drafts.values():
         drafts.fit(costs.passes)
 

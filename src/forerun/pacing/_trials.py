@@ -118,8 +118,8 @@ class Trials:
         """Prompts run beside: what a trial would show now is theirs."""
         self._left = 0
 
-    def is_owed(self, draft: str, sequence_id: int, step: int) -> bool:
-        """Whether a new request is to be prepared for a probe that has long found nobody who is ready."""
+    def promises(self, draft: str, sequence_id: int, step: int) -> bool:
+        """Choose one new request to be prepared, where probes have long found nobody who is ready; is it this one?"""
         probe = self._probes.get(draft)
         if probe is None or probe.request is not None:
             return False
@@ -215,12 +215,9 @@ class Trials:
                 idle.setdefault(r.draft, []).append(i)
         for draft, members in idle.items():
             self._probe(step, draft, members, requests, granted, passes, drafts[draft], plan)
-        used = {r.draft for r in requests if r.length and r.asked is None}
-        for draft, probe in self._probes.items():
+        for probe in self._probes.values():
             if probe.request is not None and probe.last_step < step:  # the plan uses it now, or it has ended
                 probe.stop(step, failed=not probe.request.length)
-            elif probe.request is None and draft in used:
-                probe.spacing = _PROBE_SPACING[0]
         due = [step + 1 if p.request else max(p.next_step, step + _PROBE_RETRY) for p in self._probes.values()]
         self.next_step = min(due, default=step + _PROBE_RETRY)
         return granted
@@ -277,12 +274,7 @@ class Trials:
         if num_tested:
             probe.num_tests += 1
             probe.credit = min(_MOST_CREDIT, probe.credit + (1 if num_accepted else -1))
-        if (
-            probe.credit <= 0
-            or probe.num_tests >= _PROBE_TESTS
-            or step - probe.begun >= _PROBE_STEPS
-            or self._allowance < 0
-        ):
+        if probe.credit <= 0 or probe.num_tests >= _PROBE_TESTS:
             probe.stop(step, failed=True)
 
 

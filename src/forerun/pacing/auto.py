@@ -119,7 +119,6 @@ class AutoPacing(Pacing):
         is_unlike = costs is not self._costs or self._num_changed >= 2 * len(ids)
         room = self._max_rows(len(ids)) - len(ids) - sum([r.wanted() for r in self._present])
         for b, (r, seq) in enumerate(zip(self._present, seqs, strict=True)):
-            self._costs.draft(r.draft)
             if r.length is None and r.asked is None:
                 r.update(limits[b], self.max_length, lags[b], seq)
                 if not r.lag:
@@ -146,8 +145,6 @@ class AutoPacing(Pacing):
         self._learn()
         self._costs = self._times.of(len(self._present))
         self._num_changed = 0
-        for draft in {r.draft for r in self._present}:
-            self._costs.draft(draft)
         if self._present:
             self._decide(self._present)
         lengths = [r.wanted() for r in self._present]
@@ -176,9 +173,10 @@ class AutoPacing(Pacing):
         if costs is None:
             return True
         saves = self._saving * (seq.max_len - len(seq.tokens)) / 2 > costs.catchup(len(seq.tokens))
-        if saves and not self._trials.has_given_up(seq.draft) and seq.draft not in self._are_enough:
+        is_used = any(r.length for r in self._present if r.draft == seq.draft)
+        if saves and (is_used or not self._trials.has_given_up(seq.draft)) and seq.draft not in self._are_enough:
             return True
-        return self._trials.is_owed(seq.draft, seq.id, self._step)
+        return self._trials.promises(seq.draft, seq.id, self._step)
 
     def end(self, seq: Sequence) -> None:
         self._requests.pop(seq.id, None)
@@ -282,7 +280,7 @@ class AutoPacing(Pacing):
         gain: tokens per unit of time, over `ready`, the best plan in which nobody catches up.
         """
         seconds = plan.seconds * r.remaining / (1 + sum(r.gains[: plan.lengths[i]]))
-        return gain * seconds > ready.goodput * self._costs.draft(r.draft).catchup(r.lag)
+        return gain * seconds > ready.goodput * self._costs.drafts[r.draft].catchup(r.lag)
 
     def _may_change(self, r: Request) -> bool:
         return self._step - r.begun < _LEARNING_STEPS or self._step - r.changed >= self.options.hold_steps
