@@ -1,7 +1,6 @@
 // The kernels for Python: matrices, single operators, whole decoders. Tensors come as addresses of contiguous memory that
 // the caller keeps alive; forerun/ops/cpu.py checks types and shapes. The interpreter lock is released while they run.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -27,7 +26,8 @@ using namespace forerun;
 namespace {
 
 using Address = uintptr_t;
-using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Numbers = std::vector<int32_t>;  // a list is read faster than an array is made of one
+using Ids = std::vector<int64_t>;
 using Free = nb::call_guard<nb::gil_scoped_release>;
 
 template <class T>
@@ -47,7 +47,7 @@ struct Runs {
     std::vector<int32_t> rows;
 
     // numbers: four for each run (first row, rows, cached, where its table begins), then all tables.
-    Runs(const Ints& numbers, int num_runs, int block_tokens) {
+    Runs(const Numbers& numbers, int num_runs, int block_tokens) {
         std::vector<size_t> starts;
         for (int i = 0; i < num_runs; ++i) {
             const int32_t* n = numbers.data() + 4 * i;
@@ -127,7 +127,7 @@ void rope(Backend& b, Address x, Address cos, Address sin, int num_rows, int num
 
 // q [rows, heads, dim] scaled; keys, values [pool rows, kv heads, dim]; out [rows, heads, dim]. dim must be even.
 void attention(Backend& b, bool bfloat16, Address q, Address keys, Address values, int num_heads, int num_kv_heads, int dim,
-               int window, int block_tokens, int num_runs, const Ints& numbers, std::optional<Ints> parents, Address out) {
+               int window, int block_tokens, int num_runs, const Numbers& numbers, const std::optional<Numbers>& parents, Address out) {
     if (dim % 2 != 0)
         throw std::invalid_argument("native attention multiplies pairs of dimensions: head_dim must be even, not " +
                                     std::to_string(dim));
@@ -184,14 +184,42 @@ struct Pools {
     int block_tokens;
 };
 
-void forward(Decoder& d, int num_rows, Address tokens, Address positions, Address rotations, int num_runs,
-             const Ints& numbers, std::optional<Ints> parents, const Pools& pools, Address hidden) {
-    Runs runs(numbers, num_runs, pools.block_tokens);
-    Pass pass{num_rows, at<const int64_t>(tokens), at<const int64_t>(positions), at<const float>(rotations),
-              std::move(runs.runs), parents ? parents->data() : nullptr, pools.keys.data(), pools.values.data(),
-              at<float>(hidden)};
+Pass make_pass(const Ids& tokens, const int64_t* positions, Address rotations, const Runs& runs,
+               const std::optional<Numbers>& parents, const Pools& pools, Address hidden) {
+    return {static_cast<int>(tokens.size()), tokens.data(), positions, at<const float>(rotations), runs.runs,
+            parents ? parents->data() : nullptr, pools.keys.data(), pools.values.data(), at<float>(hidden)};
+}
+
+void forward(Decoder& d, const Ids& tokens, const Ids& positions, Address rotations, int num_runs, const Numbers& numbers,
+             const std::optional<Numbers>& parents, const Pools& pools, Address hidden) {
+    if (positions.size() != tokens.size()) throw std::invalid_argument("every token needs a position");
+    const Runs runs(numbers, num_runs, pools.block_tokens);
+    const Pass pass = make_pass(tokens, positions.data(), rotations, runs, parents, pools, hidden);
     nb::gil_scoped_release release;
     d.forward(pass);
+}
+
+// The ids and their logits.
+std::pair<Ids, std::vector<float>> argmax(Decoder& d, Address hidden, const std::vector<int>& rows, int num_ids) {
+    Ids ids(rows.size());
+    std::vector<float> values(rows.size());
+    {
+        nb::gil_scoped_release release;
+        d.argmax(at<const float>(hidden), rows, num_ids, ids.data(), values.data());
+    }
+    return {std::move(ids), std::move(values)};
+}
+
+// None where a logit is no number. numbers: as for `forward`, with rows for all tokens that are fed.
+std::optional<std::vector<Ids>> run_ahead(Decoder& d, const Ids& tokens, const std::vector<int>& lengths,
+                                          Address rotations, const Numbers& numbers, const Pools& pools, int num_ids) {
+    if (lengths.size() != tokens.size()) throw std::invalid_argument("every token needs a length");
+    const Runs runs(numbers, static_cast<int>(tokens.size()), pools.block_tokens);
+    const Pass pass = make_pass(tokens, nullptr, rotations, runs, {}, pools, 0);
+    std::vector<Ids> ids;
+    nb::gil_scoped_release release;
+    if (!d.run_ahead(pass, lengths, num_ids, ids)) return {};
+    return ids;
 }
 
 }  // namespace
@@ -220,12 +248,12 @@ void bind_ops(nb::module_& m) {
         .def("attention", &attention, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
              nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
     nb::class_<Decoder>(m, "Decoder", "A whole decoder; one call for each pass.")
-        .def("forward", &forward, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
-             nb::arg(), nb::arg())
+        .def("forward", &forward, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
+             nb::arg())
         .def("logits", [](Decoder& d, Address hidden, int rows, Address out) {
             d.logits(at<const float>(hidden), rows, at<float>(out)); }, Free())
-        .def("argmax", [](Decoder& d, Address hidden, int rows, int num_ids, Address ids, Address values) {
-            d.argmax(at<const float>(hidden), rows, num_ids, at<int64_t>(ids), at<float>(values)); }, Free());
+        .def("argmax", &argmax)
+        .def("run_ahead", &run_ahead);
     m.def("make_decoder", &make_decoder, "backend"_a, "sizes"_a, "eps"_a, "bfloat16"_a, "norms"_a, "matrices"_a, "windows"_a,
           "packed_embedding"_a.none(), "embedding"_a, "final_norm"_a, "head"_a, nb::keep_alive<0, 1>());
 }

@@ -238,9 +238,10 @@ void Decoder::logits(const float* hidden, int num_rows, float* out) {
     });
 }
 
-void Decoder::argmax(const float* hidden, int num_rows, int num_ids, int64_t* ids, float* values) {
+void Decoder::argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values) {
     Room& room = room_.get();
     std::lock_guard<std::mutex> lock(room.turn);
+    const int num_rows = static_cast<int>(rows.size());
     const Inputs x = head_inputs(room, num_rows);
     const size_t threads = static_cast<size_t>(backend_.team.num_threads());
     std::vector<Best> best(threads * static_cast<size_t>(num_rows), Best{-__builtin_inff(), INT32_MAX});
@@ -248,8 +249,9 @@ void Decoder::argmax(const float* hidden, int num_rows, int num_ids, int64_t* id
     head.num_out = std::min(num_ids, head.num_out);
     head.num_panels = (head.num_out + PANEL - 1) / PANEL;
     backend_.team.run(head.bytes() < ALONE_BYTES, [&](int thread) {
-        backend_.team.tiles(thread, num_rows, [&](int row) {
-            backend_.kernels.put_row(x, row, hidden + static_cast<size_t>(row) * shape_.hidden_size, shape_.hidden_size);
+        backend_.team.tiles(thread, num_rows, [&](int i) {
+            const size_t row = static_cast<size_t>(rows[static_cast<size_t>(i)]);
+            backend_.kernels.put_row(x, i, hidden + row * shape_.hidden_size, shape_.hidden_size);
         });
         Best* own = best.data() + static_cast<size_t>(thread) * static_cast<size_t>(num_rows);
         product(backend_, thread, head, x, {Finish::argmax, nullptr, 0, {}, own});
@@ -262,6 +264,38 @@ void Decoder::argmax(const float* hidden, int num_rows, int num_ids, int64_t* id
         }
         ids[row] = winner.id;
         values[row] = winner.value;
+    }
+}
+
+bool Decoder::run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids,
+                        std::vector<std::vector<int64_t>>& ids) {
+    const size_t num_runs = lengths.size();
+    std::vector<float> hidden(num_runs * static_cast<size_t>(shape_.hidden_size)), values(num_runs);
+    std::vector<int64_t> tokens, positions, found(num_runs);
+    ids.assign(num_runs, {});
+    for (int depth = 0;; ++depth) {
+        Pass pass = first;
+        pass.runs.clear(), tokens.clear(), positions.clear();
+        std::vector<int> rows;
+        std::vector<size_t> going;
+        for (size_t i = 0; i < num_runs; ++i) {
+            if (lengths[i] <= depth) continue;
+            const Run& run = first.runs[i];
+            rows.push_back(static_cast<int>(going.size()));
+            pass.runs.push_back({rows.back(), 1, run.cached + depth, run.rows});
+            tokens.push_back(depth ? ids[i].back() : first.tokens[i]);
+            positions.push_back(run.cached + depth);
+            going.push_back(i);
+        }
+        if (going.empty()) return true;
+        pass.num_rows = static_cast<int>(going.size());
+        pass.tokens = tokens.data(), pass.positions = positions.data(), pass.hidden = hidden.data();
+        forward(pass);
+        argmax(hidden.data(), rows, num_ids, found.data(), values.data());
+        for (size_t k = 0; k < going.size(); ++k) {
+            if (!std::isfinite(values[k])) return false;
+            ids[going[k]].push_back(found[k]);
+        }
     }
 }
 

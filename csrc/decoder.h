@@ -74,9 +74,13 @@ class Decoder {
     void forward(const Pass& pass);
     // Rows of the final hidden states [num_rows, hidden_size] -> float32 logits [num_rows, vocab_size].
     void logits(const float* hidden, int num_rows, float* out);
-    // The largest of the first num_ids logits of each row and its id, without writing the others: lowest id on ties, the
+    // The largest of the first num_ids logits of some rows and its id, without writing the others: lowest id on ties, the
     // first NaN before all.
-    void argmax(const float* hidden, int num_rows, int num_ids, int64_t* ids, float* values);
+    void argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values);
+    // The likeliest continuation of runs of one token each: ids[i][k] is what follows after k + 1 of them, tokens[i] and
+    // then ids[i] itself, were fed. lengths [runs]: how many of each; rows of a run reach that far. Returns false, and
+    // stops, where a logit is no number.
+    bool run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, std::vector<std::vector<int64_t>>& ids);
 
   private:
     struct Buffers;

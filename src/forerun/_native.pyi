@@ -59,8 +59,8 @@ class Backend:
         arg7: int,
         arg8: int,
         arg9: int,
-        arg10: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        arg11: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)] | None,
+        arg10: Sequence[int],
+        arg11: Sequence[int] | None,
         arg12: int,
         /,
     ) -> None: ...
@@ -70,19 +70,21 @@ class Decoder:
 
     def forward(
         self,
-        arg0: int,
-        arg1: int,
+        arg0: Sequence[int],
+        arg1: Sequence[int],
         arg2: int,
         arg3: int,
-        arg4: int,
-        arg5: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        arg6: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)] | None,
-        arg7: Pools,
-        arg8: int,
+        arg4: Sequence[int],
+        arg5: Sequence[int] | None,
+        arg6: Pools,
+        arg7: int,
         /,
     ) -> None: ...
     def logits(self, arg0: int, arg1: int, arg2: int, /) -> None: ...
-    def argmax(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, /) -> None: ...
+    def argmax(self, arg0: int, arg1: Sequence[int], arg2: int, /) -> tuple[list[int], list[float]]: ...
+    def run_ahead(
+        self, arg0: Sequence[int], arg1: Sequence[int], arg2: int, arg3: Sequence[int], arg4: Pools, arg5: int, /
+    ) -> list[list[int]] | None: ...
 
 def make_decoder(
     backend: Backend,

@@ -211,11 +211,18 @@ class Budget:
 
     num_tokens: list[int]
     catchup_tokens: int
-    go_on: Callable[[int, int, Probs], bool]
+    go_on: Callable[[int, int, Probs], bool] = lambda b, depth, draft_probs: True
+
+    @property
+    def stops_early(self) -> bool:
+        """False where `go_on` is always true: a drafter may then make a whole draft at once."""
+        return self.go_on is not Budget.go_on
 
     def only(self, members: Seq[int], catchup_tokens: int) -> Budget:
         """The same for some of the sequences, numbered anew, with what others leave them for catching up."""
         granted = [self.num_tokens[b] for b in members]
+        if not self.stops_early:
+            return Budget(granted, catchup_tokens)
         return Budget(granted, catchup_tokens, lambda i, depth, law: self.go_on(members[i], depth, law))
 
 
@@ -249,17 +256,22 @@ class Verdict:
 class RaggedBatch:
     """One forward pass: each sequence contributes a run of new tokens, and nothing is padded.
 
-    tokens [T] and positions [T] (int64), run_starts [B+1], slots [B] (cache slot of each run), cached [B] (tokens of
-    the slot that are in the cache already). parents [T]: row of the parent in this batch, -1 = the committed context;
-    None = every row follows the row before it.
+    tokens [T] and positions [T] (lists, or int64 tensors where they never were on the host), run_starts [B+1],
+    slots [B] (cache slot of each run), cached [B] (tokens of the slot that are in the cache already). parents [T]: row
+    of the parent in this batch, -1 = the committed context; None = every row follows the row before it.
     """
 
-    tokens: Tensor
-    positions: Tensor
+    tokens: list[int] | Tensor
+    positions: list[int] | Tensor
     run_starts: list[int]
     slots: list[int]
     cached: list[int]
     parents: list[int] | None = None
+
+    def ids(self) -> tuple[list[int], list[int]]:
+        """Tokens and positions on the host."""
+        tokens, positions = (ids if isinstance(ids, list) else ids.tolist() for ids in (self.tokens, self.positions))
+        return tokens, positions
 
     def run(self, b: int) -> range:
         """Rows of run b."""

@@ -11,8 +11,10 @@ from forerun.drafters.model import ModelDrafter
 from forerun.engine.advice import Advisor
 from forerun.engine.crew import Crew
 from forerun.engine.engine import Engine
+from forerun.engine.llm import LLM
 from forerun.pacing import Pacing, make
-from forerun.types import Probs, SamplingParams, Sequence, StepReport
+from forerun.pacing.fixed import FixedPacing
+from forerun.types import Probs, RoundDetail, SamplingParams, Sequence, StepReport
 
 
 class Told(Pacing):
@@ -200,6 +202,30 @@ def test_a_policy_learns_how_far_behind_each_drafter_is() -> None:
 
 
 @pytest.mark.once("about what a pacing policy is asked")
+class Asked(FixedPacing):
+    """As fixed, but it is asked before each draw, so that no draft is made at once."""
+
+    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs) -> bool:
+        return True
+
+
+@pytest.mark.once("compares two ways of drafting")
+def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
+    """Greedy requests whose drafts end at different depths, beside one that draws; shipped pair, native operators."""
+    rounds: list[list[RoundDetail]] = []
+    for policy in (FixedPacing, Asked):
+        llm, found = LLM(pacing="fixed", max_seq_len=256), list[RoundDetail]()
+        engine = llm.engine
+        engine.stepper.pacing = engine.pacing = policy(6)
+        llm.listen(lambda report, found=found: found.extend(report.rounds), detail=True)  # type: ignore[misc]
+        llm.generate(["def f(", "class A:", "import os"], [greedy(9), greedy(40, spec_length=2), greedy(23)])
+        llm.generate(["def f(", "for"], [greedy(12), SamplingParams(max_tokens=12, seed=3)])
+        engine.drafter.first.runner.cache.check_integrity()  # type: ignore[attr-defined]
+        rounds.append(found)
+    assert rounds[0] == rounds[1]
+    assert {len(own.tokens) for own in rounds[0]} >= {0, 2, 6}
+
+
 def test_each_draw_is_asked_for_with_its_own_sequence() -> None:
     """Drafters that serve some of the batch number its sequences anew; the policy does not."""
     policy = Told(6)

@@ -188,9 +188,10 @@ def test_argmax_is_the_argmax_of_the_logits(isa: str, dtype: torch.dtype, vocab_
         logits = head.logits(hidden)
         assert same_bits(logits, ops_of(isa).linear(hidden, ops_of(isa).pack(weight)))
         for num_ids in {1, 2, 17, vocab_size // 2 + 1, vocab_size - 1, vocab_size} & set(range(1, vocab_size + 1)):
-            ids, values = head.best(hidden, num_ids)
-            assert ids.tolist() == head.argmax(hidden, num_ids).tolist() == by_numpy(logits, num_ids)
-            assert same_bits(values, logits.gather(1, ids[:, None])[:, 0])
+            for rows in (list(range(num_rows)), list(range(num_rows))[::-2]):
+                ids, values = head.best(hidden, rows, num_ids)
+                assert ids == by_numpy(logits[rows], num_ids)
+                assert same_bits(torch.tensor(values), logits[rows, ids])
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
@@ -208,7 +209,7 @@ def test_the_lowest_id_wins_a_tie(isa: str, dtype: torch.dtype, num_threads: int
     expected = by_numpy(head.logits(hidden), 6007)
     assert (expected[0], expected[1], expected[4]) == (3, 100, 0)
     for _ in range(5):
-        assert head.argmax(hidden, 6007).tolist() == expected
+        assert head.best(hidden, list(range(len(hidden))), 6007)[0] == expected
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -224,17 +225,54 @@ def test_argmax_of_infinities_and_nan(isa: str, dtype: torch.dtype, num_threads:
         for bad in (torch.zeros(40), torch.full((40,), -1.0)):
             rows = torch.cat((hidden, bad[None]))
             head = make_head(changed, isa, num_threads)
-            (ids, values), logits = head.best(rows, 2003), head.logits(rows)
-            assert ids.tolist() == by_numpy(logits, 2003)
-            assert same_bits(values, logits.gather(1, ids[:, None])[:, 0])
+            (ids, values), logits = head.best(rows, list(range(len(rows))), 2003), head.logits(rows)
+            assert ids == by_numpy(logits, 2003)
+            assert same_bits(torch.tensor(values), logits.gather(1, torch.tensor(ids)[:, None])[:, 0])
     lowest = make_head(torch.full((70, 40), -INF, dtype=dtype), isa)
-    assert lowest.argmax(torch.ones(2, 40), 70).tolist() == [0, 0]
+    assert lowest.best(torch.ones(2, 40), [0, 1], 70)[0] == [0, 0]
+
+
+@pytest.mark.parametrize("layout", [16, 3, 0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_running_ahead_is_feeding_the_likeliest_token_again_and_again(
+    isa: str, dtype: torch.dtype, layout: int
+) -> None:
+    """Runs of different lengths, in one call against pass by pass: the same ids, and the same rows in the cache."""
+    model, num_ids = make_decoder(make_config(), dtype, isa), 70
+    at_once, by_hand = (Session(model, layout, max_seq_len=128) for _ in range(2))
+    lengths = {0: 5, 1: 1, 2: 9}
+    for session in (at_once, by_hand):
+        session.run({slot: tokens_of(4 + 20 * slot, slot, 77) for slot in lengths})
+    last, found = dict.fromkeys(lengths, 3), {slot: list[int]() for slot in lengths}
+    for depth in range(max(lengths.values())):
+        going = [slot for slot, length in lengths.items() if length > depth]
+        for slot, row in zip(going, by_hand.run({slot: [last[slot]] for slot in going}), strict=True):
+            last[slot] = int(row[52 : 52 + num_ids].argmax())
+            found[slot].append(last[slot])
+    batch = at_once.batch({slot: [3] for slot in lengths}, {})
+    for slot, length in lengths.items():
+        at_once.cache.reserve(slot, length)
+    ids = model.run_ahead(batch, list(lengths.values()), at_once.cache, num_ids)
+    assert ids == list(found.values())
+    assert len(set(found[2])) > 2
+    for slot, length in lengths.items():
+        at_once.cache.keep(slot, list(range(length)))
+    assert same_bits(*(session.run({slot: [8] for slot in lengths}) for session in (at_once, by_hand)))
+
+
+def test_running_ahead_stops_at_logits_that_are_no_numbers(isa: str) -> None:
+    weights = random_weights(make_config(), BFLOAT16)
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], NAN)
+    session = Session(Decoder(make_config(), weights, ops_of(isa)), max_seq_len=64)
+    session.run({0: [1, 2]})
+    batch = session.batch({0: [3]}, {})
+    assert session.model.run_ahead(batch, [1], session.cache, 77) is None
 
 
 def test_no_rows_and_no_tokens(isa: str) -> None:
     model = make_decoder(make_config(), BFLOAT16, isa)
     assert model.logits(torch.empty(0, 52)).shape == (0, 77)
-    assert model.compiled.argmax(torch.empty(0, 52), 77).shape == (0,)
+    assert model.compiled.best(torch.empty(0, 52), [], 77) == ([], [])
     session = Session(model)
     assert session.run({}).shape == (0, 52 + 77)
 

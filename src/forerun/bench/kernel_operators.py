@@ -51,11 +51,11 @@ def operators(model: Decoder, ops: CpuOps, most_rows: int, context: int, context
     found = _products(model, ops)
     found.append(Operator("norm + rope", lambda m: _norm_and_rope(ops, config, m), prefill=True))
     found += [_attention(model, ops, c, most_rows, prefill=c == contexts[0]) for c in contexts]
-    hidden, num_ids = config.hidden_size, config.vocab_size
+    hidden, num_ids, best = config.hidden_size, config.vocab_size, model.compiled.best
     found += [
         Operator("LM head", lambda m: _call(model.logits, torch.randn(m, hidden)), head.nbytes),
         Operator(
-            "LM head, argmax", lambda m: _call(model.compiled.argmax, torch.randn(m, hidden), num_ids), head.nbytes
+            "LM head, argmax", lambda m: _call(best, torch.randn(m, hidden), list(range(m)), num_ids), head.nbytes
         ),
     ]
     cache = cache_behind(model, context, most_rows)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +132,8 @@ class ModelDrafter(Drafter):
         limits = [self._limit(seq, budget.num_tokens[b], room) for b, seq in enumerate(seqs)]
         chains = [_Chain() for _ in seqs]
         rows = self._catch_up(seqs, limits, budget.catchup_tokens)
+        if rows and not budget.stops_early and all(isinstance(row, int) for row in rows.values()):
+            return self._run_ahead(seqs, limits, rows)
         depth = 0
         while rows:
             grown = [b for b, row in rows.items() if self._grow(chains[b], row, seqs[b], b, depth, budget, coins[b])]
@@ -139,6 +141,18 @@ class ModelDrafter(Drafter):
             # The last token of a full chain is not fed: nobody asks what follows it.
             rows = self._feed({b: (seqs[b], [chains[b].tokens[-1]]) for b in grown if depth < limits[b]})
         return Draft.chains([c.tokens for c in chains], [c.probs for c in chains])
+
+    def _run_ahead(self, seqs: Seq[Sequence], limits: Seq[int], rows: Mapping[int, Row]) -> Draft:
+        """What the loop of `propose` would draft where all take the likeliest token and nobody stops it: one call."""
+        firsts = [int(rows[b]) for b in rows]
+        starts = [(seqs[b].id, first, limits[b] - 1) for b, first in zip(rows, firsts, strict=True) if limits[b] > 1]
+        found = iter(self.runner.run_ahead(starts))
+        tokens: list[list[int]] = [[] for _ in seqs]
+        for b, first in zip(rows, firsts, strict=True):
+            tokens[b] = [first, *next(found)] if limits[b] > 1 else [first]
+            self.runner.cache.keep(seqs[b].id, list(range(limits[b] - 1)))
+            self._fed[seqs[b].id].tokens += tokens[b][:-1]
+        return Draft.chains(tokens, [[Probs(point=token) for token in chain] for chain in tokens])
 
     def _grow(self, chain: _Chain, row: Row, seq: Sequence, b: int, depth: int, budget: Budget, coins: Coins) -> bool:
         """Draw one more token for a sequence, unless the pacing policy stops here or its masks leave no token."""

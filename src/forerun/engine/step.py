@@ -109,7 +109,9 @@ class Stepper:
         if not any(granted):
             return Draft.empty(len(seqs)), granted
         catchup_tokens = self.catchup.tokens({seq.draft for seq in seqs}, self.drafter.num_caught_up)
-        budget = Budget(granted, catchup_tokens, lambda b, depth, law: self.pacing.go_on(seqs[b], depth, law))
+        budget = Budget(granted, catchup_tokens)
+        if self.pacing.stops_early:
+            budget.go_on = lambda b, depth, law: self.pacing.go_on(seqs[b], depth, law)
         draft = self.drafter.propose(seqs, budget, coins)
         if any(len(draft.nodes(b)) > granted[b] for b in range(len(seqs))):
             raise InternalError("a drafter drafted more than it was granted")

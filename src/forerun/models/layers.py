@@ -229,6 +229,14 @@ def _end(batch: RaggedBatch) -> int:
     return max((cached + len(batch.run(b)) for b, cached in enumerate(batch.cached)), default=0)
 
 
+def _on_device(batch: RaggedBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and positions, int64 [T]."""
+    if isinstance(batch.tokens, Tensor) and isinstance(batch.positions, Tensor):
+        return batch.tokens, batch.positions
+    ids = torch.tensor(batch.ids(), dtype=torch.int64, device=device)
+    return ids[0], ids[1]
+
+
 class Decoder:
     """Weights plus one forward over a ragged batch. It knows nothing of drafts, requests or text.
 
@@ -272,8 +280,9 @@ class Decoder:
             return self._forward_compiled(batch, cache)
         ops, eps = self.ops, self.config.norm_eps
         view = None if cache is None else ops.plan(cache.view(batch))
-        x = F.embedding(batch.tokens, self._embedding)
-        cos, sin = self._rope.at(batch.positions, _end(batch))
+        tokens, positions = _on_device(batch, self.device)
+        x = F.embedding(tokens, self._embedding)
+        cos, sin = self._rope.at(positions, _end(batch))
         for i, layer in enumerate(self._layers):
             pools = (None, None) if cache is None else (cache.keys[i], cache.values[i])
             x = x + self._attention(ops.rms_norm(x, layer.input_norm, eps), layer, (cos, sin), pools, view)
@@ -287,9 +296,14 @@ class Decoder:
             return self.compiled.logits(hidden)  # type: ignore[no-any-return]
         return self.ops.linear(hidden, self._head).float()
 
-    def best(self, hidden: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
-        """hidden [R, H] -> id and value of the largest of the first `num_ids` logits; only for compiled decoders."""
-        return self.compiled.best(hidden, num_ids)  # type: ignore[no-any-return]
+    def best(self, hidden: Tensor, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
+        """Id and value of the largest of the first `num_ids` logits of these rows; only for compiled decoders."""
+        return self.compiled.best(hidden, rows, num_ids)  # type: ignore[no-any-return]
+
+    def run_ahead(self, batch: RaggedBatch, lengths: list[int], cache: KVCache, num_ids: int) -> list[list[int]] | None:
+        """The likeliest tokens behind runs of one token each; see CpuDecoder.run_ahead, only for compiled decoders."""
+        end = max(map(int.__add__, batch.cached, lengths))
+        return self.compiled.run_ahead(batch, lengths, cache, self._rope.table(end), num_ids)  # type: ignore[no-any-return]
 
     def _forward_compiled(self, batch: RaggedBatch, cache: KVCache | None) -> Tensor:
         if cache is None:

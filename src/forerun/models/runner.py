@@ -6,13 +6,13 @@ drafter catching up are one thing.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +20,8 @@ from forerun.errors import InternalError
 from forerun.kv.cache import CacheShape, KVCache
 from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch
+
+_NONE = torch.empty(0, 0)  # logits of no row
 
 
 class ModelConfig(Protocol):
@@ -100,39 +102,61 @@ class Runner:
         self.width = min(self.num_ids, model.config.vocab_size)  # of a row of logits
         self.holes = [i for i in holes if i < self.width]
         # Whether the largest logit can be had without the others being written.
-        self.finds_best = not self.holes and getattr(model, "compiled", None) is not None
+        self._is_native = getattr(model, "compiled", None) is not None
+        self.finds_best = self._is_native and not self.holes
 
-    @torch.inference_mode()
     def forward(self, runs: Seq[Run]) -> Scores:
         """Reserve cache rows, run every token once. The rows are not kept until `cache.keep` says so.
 
         Raises CapacityError where the pool is exhausted.
         """
+        if self._is_native:
+            return self._forward(runs)
+        with torch.inference_mode():
+            return self._forward(runs)
+
+    def _forward(self, runs: Seq[Run]) -> Scores:
         started = time.perf_counter()
         for run in runs:
             self.cache.reserve(run.slot, len(run.tokens))
-        batch = pack(runs, self.cache, self.model.device)
+        batch = pack(runs, self.cache)
         hidden = self.model.forward(batch, self.cache)
-        rows = [batch.run(b) for b in range(len(runs))]
-        full, few = list[int](), list[int]()
+        starts, full, few = batch.run_starts, list[int](), list[int]()
+        rows = [range(*ends) for ends in itertools.pairwise(starts)]
         for own, run in zip(rows, runs, strict=True):
-            (few if run.best_only else full).extend(own[len(own) - _num_wanted(run) :])
+            wanted = own if run.logits == "all" else own[-1:] if run.logits == "last" else ()
+            (few if run.best_only else full).extend(wanted)
         logits, best = _by_run(runs, self._logits(hidden, full), self._best(hidden, few))
         return Scores(hidden, rows, logits, best, time.perf_counter() - started)
+
+    def run_ahead(self, starts: Seq[tuple[int, int, int]]) -> list[list[int]]:
+        """The likeliest continuation behind each (slot, token, length), in one call; only where this `finds_best`.
+
+        Feeds the token and what follows it, `length` of them in all: their cache rows are reserved here, and not kept.
+        Raises CapacityError where the pool is exhausted, InternalError where logits are no numbers.
+        """
+        if not starts:
+            return []
+        for slot, _, length in starts:
+            self.cache.reserve(slot, length)
+        batch = pack([Run(slot, [token]) for slot, token, _ in starts], self.cache)
+        ids = self.model.run_ahead(batch, [length for *_, length in starts], self.cache, self.width)  # type: ignore[attr-defined]
+        if ids is None:
+            raise InternalError("the model returned logits that are no numbers")
+        return ids  # type: ignore[no-any-return]
 
     def _best(self, hidden: Tensor, rows: list[int]) -> list[int]:
         """Ids of the largest logits, lowest id on ties. Raises InternalError where they are no numbers."""
         if not rows:
             return []
-        wanted = _picked(hidden, rows)
-        ids, values = self.model.best(wanted, self.width)  # type: ignore[attr-defined]
-        if not all(map(math.isfinite, values.tolist())):
-            raise InternalError(f"the model returned logits that are no numbers (their maxima are {values.tolist()})")
-        return ids.tolist()  # type: ignore[no-any-return]
+        ids, values = self.model.best(hidden, rows, self.width)  # type: ignore[attr-defined]
+        if not all(map(math.isfinite, values)):
+            raise InternalError(f"the model returned logits that are no numbers (their maxima are {values})")
+        return ids  # type: ignore[no-any-return]
 
     def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         if not rows:
-            return hidden.new_empty(0, self.width, dtype=torch.float32)
+            return _NONE
         wanted = _picked(hidden, rows)
         logits = self.model.logits(wanted)[:, : self.width]
         if self.holes:
@@ -153,23 +177,24 @@ def _picked(hidden: Tensor, rows: list[int]) -> Tensor:
     return hidden[rows]
 
 
-def _num_wanted(run: Run) -> int:
-    return len(run.tokens) if run.logits == "all" else 1 if run.logits == "last" else 0
-
-
 def _by_run(runs: Seq[Run], logits: Tensor, best: list[int]) -> tuple[list[Tensor], list[list[int]]]:
     """What was computed for the wanted rows, one after the other, as the two lists of `Scores`."""
     some_logits, some_best = list[Tensor](), list[list[int]]()
-    at, at_best, none = 0, 0, logits[:0]
+    at = at_best = 0
     for run in runs:
-        num = _num_wanted(run)
-        some_best.append(best[at_best : at_best + num] if run.best_only else [])
-        some_logits.append(none if run.best_only or not num else logits[at : at + num])
-        at, at_best = (at, at_best + num) if run.best_only else (at + num, at_best)
+        num = len(run.tokens) if run.logits == "all" else run.logits == "last"
+        if run.best_only:
+            some_best.append(best[at_best : at_best + num])
+            some_logits.append(_NONE)
+            at_best += num
+        else:
+            some_best.append([])
+            some_logits.append(logits[at : at + num] if num else _NONE)
+            at += num
     return some_logits, some_best
 
 
-def pack(runs: Seq[Run], cache: KVCache, device: torch.device) -> RaggedBatch:
+def pack(runs: Seq[Run], cache: KVCache) -> RaggedBatch:
     """Runs -> one ragged batch; nothing is padded."""
     starts, tokens, positions = [0], list[int](), list[int]()
     cached = [cache.length(run.slot) for run in runs]
@@ -177,10 +202,9 @@ def pack(runs: Seq[Run], cache: KVCache, device: torch.device) -> RaggedBatch:
         tokens += run.tokens
         positions += run.positions(past)
         starts.append(len(tokens))
-    ids = torch.from_numpy(np.array([tokens, positions], dtype=np.int64)).to(device)
     return RaggedBatch(
-        tokens=ids[0],
-        positions=ids[1],
+        tokens=tokens,
+        positions=positions,
         run_starts=starts,
         slots=[run.slot for run in runs],
         cached=cached,

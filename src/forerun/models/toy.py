@@ -85,7 +85,9 @@ class ToyModel:
             raise InternalError("the toy reads its history from a cache and was given none")
         view = cache.view(batch)
         ids, places = cache.keys[0].view(-1), cache.values[0].view(-1)
-        ids[view.write_rows], places[view.write_rows] = batch.tokens.to(ids.dtype), batch.positions.to(places.dtype)
+        tokens, positions = batch.ids()
+        ids[view.write_rows] = torch.tensor(tokens, dtype=ids.dtype)
+        places[view.write_rows] = torch.tensor(positions, dtype=places.dtype)
         rows = []
         for b, read in enumerate(view.read_rows):
             tokens, positions = ([int(x) for x in kept[read].tolist()] for kept in (ids, places))

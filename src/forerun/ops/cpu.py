@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun import native
 from forerun.errors import CapacityError, InternalError
 from forerun.ops.cpu_decoder import CpuDecoder, DecoderSizes
-from forerun.ops.packed import PackedMatrix, parents_of, run_numbers
+from forerun.ops.packed import PackedMatrix, run_numbers
 from forerun.ops.reference import ReferenceOps
 from forerun.types import CacheView
 
@@ -171,7 +171,7 @@ class CpuOps(ReferenceOps):
             1,  # a table entry for each row: where blocks begin is the cache's affair
             len(view.batch.slots),
             numbers,
-            parents_of(view.batch),
+            view.batch.parents,
             out.data_ptr(),
         )
         return out

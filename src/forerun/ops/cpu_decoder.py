@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from forerun.ops.packed import PackedMatrix, parents_of, run_numbers
+from forerun.ops.packed import PackedMatrix, run_numbers
 from forerun.types import RaggedBatch
 
 if TYPE_CHECKING:
@@ -90,22 +91,38 @@ class CpuDecoder:
 
         rotations: float32 [positions, 2, 1, head_dim], cos and sin by position.
         """
-        num_rows = len(batch.tokens)
-        hidden = torch.empty(num_rows, self.config.hidden_size)
-        if num_rows == 0:
-            return hidden
-        self._native.forward(
-            num_rows,
-            batch.tokens.data_ptr(),
-            batch.positions.data_ptr(),
-            rotations.data_ptr(),
-            len(batch.slots),
-            run_numbers(batch, cache.tables(batch)),
-            parents_of(batch),
-            self._pools_of(cache),
-            hidden.data_ptr(),
-        )
+        tokens, positions = batch.ids()
+        hidden = torch.empty(len(tokens), self.config.hidden_size)
+        if tokens:
+            numbers = run_numbers(batch, cache.tables(batch))
+            self._native.forward(
+                tokens,
+                positions,
+                rotations.data_ptr(),
+                len(batch.slots),
+                numbers,
+                batch.parents,
+                self._pools_of(cache),
+                hidden.data_ptr(),
+            )
         return hidden
+
+    def run_ahead(
+        self, batch: RaggedBatch, lengths: list[int], cache: Cache, rotations: Tensor, num_ids: int
+    ) -> list[list[int]] | None:
+        """The likeliest continuation of each run, in one native call: lengths[b] passes, each fed what the last found.
+
+        batch: runs of one token, with cache rows reserved for lengths[b]. ids[b][i] is the argmax of the first
+        `num_ids` logits after the run's token and ids[b][:i]. None where a logit is no number.
+        """
+        if not batch.slots:
+            return []
+        ends = [0]
+        for length in lengths:
+            ends.append(ends[-1] + length)
+        numbers = run_numbers(dataclasses.replace(batch, run_starts=ends), cache.tables(batch))
+        pools = self._pools_of(cache)
+        return self._native.run_ahead(batch.ids()[0], lengths, rotations.data_ptr(), numbers, pools, num_ids)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> float32 logits [R, V]."""
@@ -115,20 +132,15 @@ class CpuDecoder:
             self._native.logits(hidden.data_ptr(), len(hidden), out.data_ptr())
         return out
 
-    def best(self, hidden: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
-        """hidden [R, H] -> the largest of the first `num_ids` logits: ids int64 [R], values float32 [R].
+    def best(self, hidden: Tensor, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
+        """hidden [T, H] -> the largest of the first `num_ids` logits of each of `rows`: ids and values.
 
         Lowest id on ties, NaN before all, bit for bit what `logits` would have; only the winners are written.
         """
+        if not rows:
+            return [], []
         hidden = hidden.contiguous()
-        ids, values = torch.empty(len(hidden), dtype=torch.int64), torch.empty(len(hidden))
-        if len(hidden):
-            self._native.argmax(hidden.data_ptr(), len(hidden), num_ids, ids.data_ptr(), values.data_ptr())
-        return ids, values
-
-    def argmax(self, hidden: Tensor, num_ids: int) -> Tensor:
-        """The ids of `best`."""
-        return self.best(hidden, num_ids)[0]
+        return self._native.argmax(hidden.data_ptr(), rows, num_ids)  # type: ignore[no-any-return]
 
     def _pools_of(self, cache: Cache) -> Any:
         if cache not in self._pools:

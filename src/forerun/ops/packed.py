@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,19 +37,14 @@ class PackedMatrix:
         return out
 
 
-def run_numbers(batch: RaggedBatch, tables: list[list[int]]) -> Any:
+def run_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
     """What csrc/bind_ops.cpp wants: (first row, rows, cached, where the table begins) for each run, then the tables."""
     numbers: list[int] = []
     start = 4 * len(tables)
+    first = batch.run_starts
     for b, table in enumerate(tables):
-        rows = batch.run(b)
-        numbers += (rows.start, len(rows), batch.cached[b], start)
+        numbers += (first[b], first[b + 1] - first[b], batch.cached[b], start)
         start += len(table)
     for table in tables:
         numbers += table
-    return np.array(numbers, dtype=np.int32)
-
-
-def parents_of(batch: RaggedBatch) -> Any:
-    """Row of each row's parent in a batch with trees, int32 [T]; None where every row follows the one before it."""
-    return None if batch.parents is None else np.array(batch.parents, dtype=np.int32)
+    return numbers

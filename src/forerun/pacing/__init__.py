@@ -23,6 +23,11 @@ class Pacing:
     """
 
     @property
+    def stops_early(self) -> bool:
+        """Whether `go_on` may say no."""
+        return type(self).go_on is not Pacing.go_on
+
+    @property
     def times(self) -> StepTimes | None:
         return None
 

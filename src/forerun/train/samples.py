@@ -53,8 +53,8 @@ def next_logits(model: Decoder, cache: KVCache, runs: list[list[int]]) -> Tensor
     positions = [p for c, run in zip(cached, runs, strict=True) for p in range(c, c + len(run))]
     tokens = [token for run in runs for token in run]
     batch = RaggedBatch(
-        torch.tensor(tokens, device=model.device),
-        torch.tensor(positions, device=model.device),
+        tokens,
+        positions,
         starts,
         list(range(len(runs))),
         cached,
