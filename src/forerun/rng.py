@@ -142,11 +142,10 @@ class PhiloxCoins:
     """
 
     def __init__(self, seed: int, position: int, round: int) -> None:
-        self._seed, self._key = seed, key_of(seed)
-        self._position, self._round = position, round & _MASK
+        self._seed, self._position, self._round = seed, position, round & _MASK
 
     def _uniform(self, purpose: int, depth: int, lane: int = 0) -> float:
-        words = _words(((self._position + depth) & _MASK, purpose, self._round, lane), self._key)
+        words = _words(((self._position + depth) & _MASK, purpose, self._round, lane), key_of(self._seed))
         return uniform53(words[0], words[1])
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:

@@ -8,6 +8,7 @@ Shape legend, used in every docstring of the package:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -67,7 +68,7 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 
-    @property
+    @functools.cached_property
     def acceptance(self) -> str:
         """The verification rule of this request; design: match where a seed was given and temperature > 0."""
         if self.params.acceptance is not None:
@@ -90,6 +91,12 @@ class Probs:
     dense: Tensor | None = None  # [V], float32 or wider
     ids: Tensor | None = None  # [n] int64, ascending
     listed: Tensor | None = None  # [n], float32 or wider: the probabilities of `ids`
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1 << 16)
+    def of_point(token: int) -> Probs:
+        """The law under which `token` has probability 1."""
+        return Probs(point=token)
 
     def at(self, token: int) -> float:
         """Probability of `token`."""

@@ -246,22 +246,20 @@ def test_conversations_may_come_from_any_iterable(llm: LLM) -> None:
 
 
 def test_ctrl_c_waits_for_the_end_of_the_step(llm: LLM) -> None:
-    """Torn in the middle of a commit, a step would leave another request with a token and without its text."""
+    """Torn in the middle of a commit, a step would leave another request with a token and without its cache."""
     expected = llm.generate(PROMPTS[0], params(40))[0]
     other = llm.stream(PROMPTS[0], params(40))
     chunks, times = [next(other)], list[int]()
     (request,) = llm.engine.scheduler.running
-    detokenizer = request._detokenizer
-    assert detokenizer is not None
-    push = detokenizer.push
+    finish_reason = request._finish_reason
 
-    def press_and_push(ids: list[int]) -> Any:
+    def press_and_go_on(token: int) -> Any:
         if not times:
             times.append(1)
-            os.kill(os.getpid(), signal.SIGINT)  # the token is committed, and its text is not yet
-        return push(ids)
+            os.kill(os.getpid(), signal.SIGINT)  # the token is committed, and its row of the cache is not kept yet
+        return finish_reason(token)
 
-    detokenizer.push = press_and_push  # type: ignore[method-assign]
+    request._finish_reason = press_and_go_on  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS[1], params(40))
     chunks += list(other)

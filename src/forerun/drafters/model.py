@@ -152,7 +152,7 @@ class ModelDrafter(Drafter):
             tokens[b] = [first, *next(found)] if limits[b] > 1 else [first]
             self.runner.cache.keep(seqs[b].id, list(range(limits[b] - 1)))
             self._fed[seqs[b].id].tokens += tokens[b][:-1]
-        return Draft.chains(tokens, [[Probs(point=token) for token in chain] for chain in tokens])
+        return Draft.chains(tokens, [[Probs.of_point(token) for token in chain] for chain in tokens])
 
     def _grow(self, chain: _Chain, row: Row, seq: Sequence, b: int, depth: int, budget: Budget, coins: Coins) -> bool:
         """Draw one more token for a sequence, unless the pacing policy stops here or its masks leave no token."""
@@ -170,7 +170,7 @@ class ModelDrafter(Drafter):
 
     def _law(self, row: Row, seq: Sequence, chain: _Chain) -> Probs:
         if isinstance(row, int):
-            return Probs(point=row)
+            return Probs.of_point(row)
         return probs(row, self._fed[seq.id].params, History.of(seq, chain.tokens))
 
     def _limit(self, seq: Sequence, granted: int, room: _Room) -> int:

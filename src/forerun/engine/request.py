@@ -59,11 +59,13 @@ class RequestReport:
     def count(self, num_drafted: int, num_accepted: int, trials: Seq[Trial]) -> None:
         """Add one round of a chain."""
         self.num_steps += 1
+        self.num_emitted += num_accepted + 1
         self.rounds.append((num_drafted, num_accepted))
+        if not num_drafted:
+            return
         self.num_drafted += num_drafted
         self.num_tested += len(trials)
         self.num_accepted += num_accepted
-        self.num_emitted += num_accepted + 1
         for counts, length in ((self.drafted_per_position, num_drafted), (self.accepted_per_position, num_accepted)):
             counts.extend([0] * (num_drafted - len(counts)))
             for i in range(length):
@@ -104,9 +106,10 @@ class Request:
         self._leader = leader  # the first of several outputs for one prompt
         self.takes_the_best = takes_the_best(seq.params, seq.bad_word_ids)
         self.report = RequestReport(origins=seq.origins)
-        self.text = ""
         self.error: UserError | None = None  # why it was aborted, where that was not the user's wish
         self._detokenizer = detokenizer
+        self._text, self._num_read = "", 0  # of the output tokens, those whose text is in there
+        self._is_read = False  # all of it is
         self._streamed_chars = 0
         self._streamed_tokens = 0
 
@@ -114,20 +117,36 @@ class Request:
         """Commit tokens until one ends the output; the rest is discarded. Returns how many were committed."""
         seq = self.seq
         for i, token in enumerate(tokens):
-            seq.commit([token])
+            seq.commit((token,))
             seq.origins.append(origins[i])
             if logprobs:
                 seq.logprobs.append(logprobs[i])
             seq.finish_reason = self._finish_reason(token)
             if seq.finish_reason is not None:
-                self._flush()
                 return i + 1
         return len(tokens)
 
     def abort(self) -> None:
         """Stop here; what was committed stays."""
         self.seq.finish_reason = "abort"
-        self._flush()
+
+    @property
+    def text(self) -> str:
+        """The text so far that can no longer change, made when it is asked for; all of it when finished."""
+        self._read()
+        return self._text
+
+    def _read(self) -> None:
+        seq = self.seq
+        if self._detokenizer is None or self._is_read:
+            return
+        new = seq.tokens[seq.num_prompt_tokens + self._num_read :]
+        self._num_read += len(new)
+        # What ended the output is kept in token_ids and never appears in the text.
+        ends = seq.finish_reason == "stop" and new and new[-1] in seq.end_ids
+        self._text += self._detokenizer.push(new[:-1] if ends else new).text
+        if seq.finish_reason is not None:
+            self._text, self._is_read = self._text + self._detokenizer.finish(), True
 
     @property
     def waits(self) -> bool:
@@ -142,8 +161,9 @@ class Request:
 
     def chunk(self) -> Chunk:
         """What is new since the last chunk."""
-        text, ids = self.text[self._streamed_chars :], self.seq.output_ids[self._streamed_tokens :]
-        self._streamed_chars, self._streamed_tokens = len(self.text), self.seq.num_output_tokens
+        whole = self.text
+        text, ids = whole[self._streamed_chars :], self.seq.output_ids[self._streamed_tokens :]
+        self._streamed_chars, self._streamed_tokens = len(whole), self.seq.num_output_tokens
         done = self.seq.finish_reason is not None
         return Chunk(text, ids, self.seq.finish_reason, self.output() if done else None)
 
@@ -157,16 +177,11 @@ class Request:
         )
 
     def _finish_reason(self, token: int) -> FinishReason | None:
-        """The end id and stop ids are kept in token_ids and never appear in the text."""
-        if token in self.seq.end_ids:
+        seq = self.seq
+        if token in seq.end_ids:
             return "stop"
-        if self._detokenizer is not None:
-            pushed = self._detokenizer.push([token])
-            self.text += pushed.text
-            if pushed.stop is not None:
+        if seq.params.stop and self._detokenizer is not None:
+            self._read()
+            if self._detokenizer.stop is not None:
                 return "stop"
-        return "length" if len(self.seq.tokens) >= self.seq.max_len else None
-
-    def _flush(self) -> None:
-        if self._detokenizer is not None:
-            self.text += self._detokenizer.finish()
+        return "length" if len(seq.tokens) >= seq.max_len else None

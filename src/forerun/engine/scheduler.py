@@ -161,10 +161,11 @@ class Scheduler:
             self._preempt(self.running[-1])
 
     def _stand(self, request: Request) -> _Stand:
-        slot, cache = request.seq.id, self.cache
-        length, reserved = cache.length(slot), cache.num_reserved_tokens(slot)
-        next_blocks = 0 if length < reserved else cache.missing_blocks(slot, 1)
-        return _Stand(request, len(request.seq.tokens) - 1 - length, reserved - length, next_blocks)
+        seq, cache = request.seq, self.cache
+        length = cache.length(seq.id)
+        slack = cache.num_reserved_tokens(seq.id) - length
+        next_blocks = 0 if slack > 0 else cache.missing_blocks(seq.id, 1)
+        return _Stand(request, len(seq.tokens) - 1 - length, slack, next_blocks)
 
     def _remaining(self, request: Request) -> int:
         """Tokens to run before a request decodes."""

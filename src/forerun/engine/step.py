@@ -85,8 +85,9 @@ class Stepper:
             after - before for before, after in itertools.pairwise(clock)
         )
         report.target_forward_s = scores.forward_s
-        for request in (*plan.decode, *(request for request, _ in plan.prefill)):
-            request.report.draft_prefill_s += self.drafter.shares_s.get(request.seq.id, 0.0)
+        if shares_s := self.drafter.shares_s:
+            for request in (*plan.decode, *(request for request, _ in plan.prefill)):
+                request.report.draft_prefill_s += shares_s.get(request.seq.id, 0.0)
         report.drafts = self.drafter.take_steps()
         self.catchup.observe(report)
         self.pacing.observe(report)
@@ -133,9 +134,9 @@ class Stepper:
         report.num_prefill_tokens = sum(take for _, take in plan.prefill)
         report.num_rows = report.num_prefill_tokens + report.num_decoding + report.num_drafted
         report.num_context_tokens = sum(self.runner.cache.length(request.seq.id) for request in plan.decode)
+        if self.wants_detail:
+            report.rounds = [_detail(r.seq, draft, laws[b], verdict, b, granted[b]) for b, r in enumerate(plan.decode)]
         for b, request in enumerate(plan.decode):
-            if self.wants_detail:
-                report.rounds.append(_detail(request.seq, draft, laws[b], verdict, b, granted[b]))
             self._commit_one(request, draft, scores.logits[b], verdict, b, report)
         for request, take in plan.prefill:
             self.runner.cache.keep(request.seq.id, list(range(take)))
@@ -149,20 +150,18 @@ class Stepper:
         self, request: Request, draft: Draft, logits: Tensor, verdict: Verdict, b: int, report: StepReport
     ) -> None:
         """Count, commit, and keep the cache rows of the tokens that are no longer last: root and accepted nodes."""
-        nodes, path = draft.nodes(b), verdict.paths[b]
-        emitted = verdict.emitted(draft, b)
-        request.report.count(len(nodes), len(path), verdict.trials[b])
-        rows = [0, *(n - nodes.start + 1 for n in path)]  # row i decided emitted token i
-        num_logprobs = request.seq.params.logprobs
-        wanted = [] if num_logprobs is None else zip(rows, emitted, strict=True)
-        logprobs: list[TokenLogprob] = [sampling.logprobs_of(logits[r], t, num_logprobs or 0) for r, t in wanted]
-        committed = request.commit(emitted, _origins(len(path), bool(nodes), len(nodes) == len(path)), logprobs)
-        request.seq.round += 1
-        self.runner.cache.keep(request.seq.id, rows[:committed])
-        report.sequences.append(
-            SequenceStep(request.seq.id, request.seq.draft, len(nodes), len(verdict.trials[b]), len(path))
-        )
-        report.num_tested += len(verdict.trials[b])
+        seq, start, path, trials = request.seq, draft.node_starts[b], verdict.paths[b], verdict.trials[b]
+        num_nodes, emitted = draft.node_starts[b + 1] - start, verdict.emitted(draft, b)
+        request.report.count(num_nodes, len(path), trials)
+        rows = [0, *[n - start + 1 for n in path]]  # row i decided emitted token i
+        logprobs: list[TokenLogprob] = []
+        if (most := seq.params.logprobs) is not None:
+            logprobs = [sampling.logprobs_of(logits[r], t, most) for r, t in zip(rows, emitted, strict=True)]
+        committed = request.commit(emitted, _origins(len(path), num_nodes), logprobs)
+        seq.round += 1
+        self.runner.cache.keep(seq.id, rows[:committed])
+        report.sequences.append(SequenceStep(seq.id, seq.draft, num_nodes, len(trials), len(path)))
+        report.num_tested += len(trials)
         report.num_accepted += len(path)
         report.num_emitted += len(emitted)
         report.num_committed += committed
@@ -189,7 +188,7 @@ class _Laws(Seq[Probs]):
 
     def __init__(self, seq: Sequence, draft: Draft, b: int, logits: Tensor, best: Seq[int]) -> None:
         self._seq, self._draft, self._first, self._logits = seq, draft, draft.node_starts[b], logits
-        self._rows: list[Probs | None] = [Probs(point=i) for i in best] if best else [None] * len(logits)
+        self._rows: list[Probs | None] = [Probs.of_point(i) for i in best] if best else [None] * len(logits)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -213,16 +212,18 @@ class _Laws(Seq[Probs]):
 
 def _run(request: Request, draft: Draft, b: int, best_only: bool) -> Run:
     """The last committed token of a request, then its draft."""
-    seq, nodes = request.seq, draft.nodes(b)
-    if not nodes:
-        return Run(seq.id, seq.tokens[-1:], "all", None, best_only)
-    tokens = [seq.tokens[-1], *draft.tokens[nodes.start : nodes.stop]]
-    parents = [-1, *(0 if p < 0 else p - nodes.start + 1 for p in draft.parents[nodes.start : nodes.stop])]
+    seq, start, stop = request.seq, *draft.node_starts[b : b + 2]
+    if start == stop:
+        return Run(seq.id, (seq.tokens[-1],), "all", None, best_only)
+    tokens = [seq.tokens[-1], *draft.tokens[start:stop]]
+    parents = [-1, *[0 if p < 0 else p - start + 1 for p in draft.parents[start:stop]]]
     return Run(seq.id, tokens, "all", parents, best_only)
 
 
-def _origins(num_accepted: int, drafted: bool, all_accepted: bool) -> list[Origin]:
-    last: Origin = "plain" if not drafted else "bonus" if all_accepted else "correction"
+def _origins(num_accepted: int, num_nodes: int) -> Seq[Origin]:
+    if not num_nodes:
+        return ("plain",)
+    last: Origin = "bonus" if num_accepted == num_nodes else "correction"
     accepted: list[Origin] = ["accepted"] * num_accepted
     return [*accepted, last]
 

@@ -189,15 +189,15 @@ class KVCache:
 
     def num_reserved_tokens(self, slot: int) -> int:
         """Tokens that the slot's blocks have room for, without a last one that it has to copy before it may write."""
-        table = self._tables.get(slot, [])
-        return (len(table) - (bool(table) and self._num_copies(slot))) * self.block_tokens
+        table = self._tables.get(slot)
+        return (len(table) - self._num_copies(slot)) * self.block_tokens if table else 0
 
     def missing_blocks(self, slot: int, num_tokens: int) -> int:
         """Blocks that `reserve` would take from the pool: for new rows, and for a copy of a shared last one."""
         if not num_tokens:
             return 0
-        blocks = -(-(self._lengths[slot] + num_tokens) // self.block_tokens)
-        return max(0, blocks - len(self._tables[slot])) + self._num_copies(slot)
+        blocks = -(-(self._lengths[slot] + num_tokens) // self.block_tokens) - len(self._tables[slot])
+        return (blocks if blocks > 0 else 0) + self._num_copies(slot)
 
     def can_reserve(self, slot: int, num_tokens: int) -> bool:
         """True where `reserve` would succeed."""
@@ -208,14 +208,17 @@ class KVCache:
 
         Raises CapacityError when the pool is exhausted; nothing is reserved then.
         """
+        cut = self._cut_block(slot)
+        if cut is None and self._lengths[slot] + num_tokens <= len(self._tables[slot]) * self.block_tokens:
+            return  # as in most steps
         missing = self.missing_blocks(slot, num_tokens)
         if missing > self._num_available():
             raise CapacityError(
                 f"the KV cache has {self.free_tokens()} free tokens and {missing * self.block_tokens} are needed: "
                 "lower max_batch_size or max_seq_len, or raise kv_cache_tokens"
             )
-        if num_tokens and (block := self._cut_block(slot)) is not None:
-            missing -= self._make_private(slot, block)
+        if num_tokens and cut is not None:
+            missing -= self._make_private(slot, cut)
         self._tables[slot] += [self._take() for _ in range(missing)]
 
     def _num_available(self) -> int:

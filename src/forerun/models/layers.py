@@ -226,7 +226,8 @@ def _back_to_back(weights: list[Tensor]) -> Tensor | None:
 
 def _end(batch: RaggedBatch) -> int:
     """One more than the highest position of a batch can be."""
-    return max((cached + len(batch.run(b)) for b, cached in enumerate(batch.cached)), default=0)
+    starts = batch.run_starts
+    return max([cached + starts[b + 1] - starts[b] for b, cached in enumerate(batch.cached)], default=0)
 
 
 def _on_device(batch: RaggedBatch, device: torch.device) -> tuple[Tensor, Tensor]:

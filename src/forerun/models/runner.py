@@ -208,7 +208,7 @@ def pack(runs: Seq[Run], cache: KVCache) -> RaggedBatch:
         run_starts=starts,
         slots=[run.slot for run in runs],
         cached=cached,
-        parents=_parents(runs, starts) if any(_is_tree(run) for run in runs) else None,
+        parents=_parents(runs, starts) if any(map(_is_tree, runs)) else None,
     )
 
 
@@ -221,4 +221,4 @@ def _parents(runs: Seq[Run], starts: Seq[int]) -> list[int]:
 
 
 def _is_tree(run: Run) -> bool:
-    return run.parents is not None and any(p != i - 1 for i, p in enumerate(run.parents))
+    return run.parents is not None and list(run.parents) != list(range(-1, len(run.parents) - 1))

@@ -66,11 +66,13 @@ class Detokenizer:
 
     def push(self, ids: Seq[int]) -> PushResult:
         """Take the next tokens, in order. Returns the text that became final, and a stop string if complete."""
+        if not self._stops:
+            return PushResult(self._append(ids))
         released = ""
         for index, token in enumerate(ids):
             if self.stop is not None:
                 break
-            released += self._release(self._append(token))
+            released += self._release(self._append([token]))
             if self.stop is not None:
                 return PushResult(released, self.stop, index)
         return PushResult(released)
@@ -101,15 +103,20 @@ class Detokenizer:
     def _has_text(self, token: int) -> bool:
         return token not in self._skip and token in self._tokenizer.id_to_token
 
-    def _append(self, token: int) -> str:
-        """One more id; returns the text that is certain now and was not before."""
-        if not self._has_text(token):
+    def _append(self, ids: Seq[int]) -> str:
+        """More ids; returns the text that is certain now and was not before."""
+        known = [token for token in ids if self._has_text(token)]
+        if not known:
             return ""
-        self._window.append(token)
+        self._window += known
         text = self._tokenizer.decode(self._window)
         new = self._advance(text, self._certain(text))
-        if self._tokenizer.is_solid(token):  # nothing before it can change any more: start anew here
-            self._window, self._done = [token], len(self._tokenizer.own_text(token))
+        solid = next((i for i in range(len(known), 0, -1) if self._tokenizer.is_solid(known[i - 1])), 0)
+        if solid:  # nothing before it can change any more: start anew there
+            self._window = known[solid - 1 :]
+            is_last = solid == len(known)
+            text = self._tokenizer.own_text(known[-1]) if is_last else self._tokenizer.decode(self._window)
+            self._done = self._certain(text)
         return new
 
     def _certain(self, text: str) -> int:

@@ -32,9 +32,10 @@ def rules() -> list[str]:
 
 def find(name: str) -> ModuleType:
     """The module of a rule. Raises BadOption with the names that exist."""
-    if name not in _modules():
+    module = _modules().get(name)
+    if module is None:
         raise BadOption(f"there is no acceptance rule {name!r}: it must be one of {', '.join(rules())}")
-    return _modules()[name]
+    return module
 
 
 def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], rules: Seq[str]) -> Verdict:
@@ -44,10 +45,10 @@ def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], rules:
     sequence b (i counted within the sequence). rules [B] are names. A sequence without nodes is decided by the match
     noise whatever its rule, so that plain decoding with a seed is one text. Raises BadOption for an unknown rule.
     """
-    verdict = Verdict([], [], [])
+    verdict, starts = Verdict([], [], []), draft.node_starts
     for b in range(draft.num_sequences):
         module = find(rules[b])
-        if not draft.nodes(b):
+        if starts[b] == starts[b + 1]:
             ruling: tuple[list[int], int, list[Trial]] = ([], coins[b].pick(target_probs[b][0], 0), [])
         else:
             ruling = module.rule(draft, b, target_probs[b], coins[b])
