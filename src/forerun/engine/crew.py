@@ -65,19 +65,23 @@ class Crew(Drafter):
         return min((free for free in found if free is not None), default=None)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        clock, step = time.perf_counter(), DraftStep()
         parts, catchup_tokens = [Draft.empty(1)] * len(seqs), budget.catchup_tokens
         for name, members in _groups(seqs, budget.num_tokens).items():
-            drafter, start = self.members[name], time.perf_counter()
-            own = budget.only(members, catchup_tokens)
+            drafter, own = self.members[name], budget.only(members, catchup_tokens)
             draft = drafter.propose([seqs[b] for b in members], own, [coins[b] for b in members])
             catchup_tokens -= sum(drafter.caught_up.values())
-            step = self._count(name, time.perf_counter() - start)
             for i, b in enumerate(members):
                 parts[b] = draft.only(i)
-                step.num_sequences += len(parts[b].tokens) > 0
-                step.num_nodes += len(parts[b].tokens)
-                step.depth = max(step.depth, len(parts[b].tokens))
-        return Draft.joined(parts)
+            sizes = [len(parts[b].tokens) for b in members]
+            begun, clock = clock, time.perf_counter()
+            step = self._count(name, clock - begun)
+            step.num_sequences += sum(size > 0 for size in sizes)
+            step.num_nodes += sum(sizes)
+            step.depth = max(step.depth, *sizes)
+        joined = Draft.joined(parts)
+        step.seconds += time.perf_counter() - clock  # whatever a draft takes is somebody's
+        return joined
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         for name, members in _groups(seqs, [num_tokens] * len(seqs)).items():

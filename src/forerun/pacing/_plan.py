@@ -139,11 +139,12 @@ class Search:
     @cached_property
     def marks(self) -> list[Plan]:
         """The first plan, then the best one of each stretch between two knots, wider and wider."""
-        stretches = np.searchsorted(KNOTS, self._rows)
-        stretches[self._goodput == 0] = -1
-        stretches[0] = -1
-        found = (np.where(stretches == s, self._goodput, 0.0).argmax() for s in np.unique(stretches) if s >= 0)
-        return [self.plain, *(self._plan(int(i)) for i in found)]
+        stretches, goodput = np.searchsorted(KNOTS, self._rows).tolist(), self._goodput.tolist()
+        found: dict[int, int] = {}
+        for i in range(1, len(goodput)):
+            if goodput[i] > (goodput[found[stretches[i]]] if stretches[i] in found else 0.0):
+                found[stretches[i]] = i
+        return [self.plain, *(self._plan(found[s]) for s in sorted(found))]
 
     def _plan(self, i: int) -> Plan:
         numbers = (float(values[i]) for values in (self._goodput, self._seconds, self._rows))

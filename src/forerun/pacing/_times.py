@@ -17,7 +17,7 @@ from forerun.pacing._costs import PassTime
 from forerun.pacing._drafts import DraftTime
 from forerun.types import StepReport
 
-MOST_WAITING = 32  # reports
+MOST_WAITING = 128  # reports
 
 
 def size_of(num_sequences: float) -> int:
@@ -112,8 +112,8 @@ def _learn_drafts(costs: Costs, reports: list[StepReport]) -> None:
                 alike.setdefault(shape, []).append((draft.seconds - draft.catchup_s) / max(pass_s, 1e-9))
     for (name, depth, num_nodes, rows), ratios in alike.items():
         costs.drafts[name].observe(median(ratios), depth, num_nodes, rows, len(ratios))
-    for drafts in costs.drafts.values():
-        drafts.fit(costs.passes)
+    for name in {name for report in reports for name in report.drafts}:
+        costs.drafts[name].fit(costs.passes)
 
 
 def _pass_s(report: StepReport) -> float:

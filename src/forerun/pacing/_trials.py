@@ -53,6 +53,7 @@ class Request:
     remaining: float = 0.0
     num_rounds: int = 0
     num_probes: int = 0
+    num_failed: int = 0  # last drafts in a row of which nothing was accepted
     gains: list[float] = field(default_factory=list)
 
     def wanted(self) -> int:
@@ -251,6 +252,8 @@ class Trials:
         """Ask for the request that was asked least, of those whose catching up can be afforded."""
         cost = passes.rows(plan.rows + 1) - passes.rows(plan.rows) + drafts.of(1, 1)
         room = self._allowance - _PROBE_CREDIT * cost
+        if room < 0:
+            return
         catchups = [(r.num_probes, drafts.catchup(r.lag), i) for i, r in enumerate(members)]
         near = [
             asked

@@ -30,6 +30,8 @@ _OWN_SHARE = 0.01  # of all time, which looking may take
 _WEIGHT = 0.25  # of what one look says drafting saves
 _FEW, _MANY = 0.2, 0.02  # weights of one step in averages over steps that are rare, and over all
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
+_FAILED = (8, 16, 32, 64)  # drafts in a row without an accepted token, at which somebody has to look
+_WORTH_BEGINNING = 1.02  # times as fast as plain decoding, from which on drafting begins
 _SINGLE_CHANGES = 4  # requests per plan that are considered one by one
 
 
@@ -101,14 +103,17 @@ class AutoPacing(Pacing):
                 r.update(limits[b], self.max_length, lags[b], seq)
         if self._has_looked:
             self._look()
-        granted = [min(pair) for pair in zip(limits, self._lengths, strict=True)]
+        granted = self._lengths
+        if any(granted):
+            granted = [min(pair) for pair in zip(limits, granted, strict=True)]
         if num_other_rows:
             granted = self._beside_prompts(granted)
         else:
             self._trials.earn(self._plan.seconds)
             if is_trial_due or self._trials.is_running:  # which a look may just have begun
                 granted = self._try(granted)
-        self._asked = [(b, self._present[b], num, lags[b]) for b, num in enumerate(granted) if num]
+        asked = enumerate(granted) if any(granted) else ()
+        self._asked = [(b, self._present[b], num, lags[b]) for b, num in asked if num]
         return granted
 
     def _meet(self, seqs: Seq[Sequence], ids: list[int], limits: Seq[int], lags: Seq[int]) -> None:
@@ -188,8 +193,9 @@ class AutoPacing(Pacing):
                 continue
             self._rounds.append((r, (granted, step.num_drafted, step.num_tested, step.num_accepted)))
             self._trials.observe(self._step, r, step.num_tested, step.num_accepted)
-            if step.num_accepted and not r.wanted():
-                self._next_look = self._step + 1  # better than thought
+            r.num_failed = 0 if step.num_accepted else r.num_failed + (step.num_tested > 0)
+            if step.num_accepted if not r.wanted() else r.num_failed in _FAILED:
+                self._next_look = self._step + 1  # better, or worse, than thought
         self._asked = []
         self._own.observe(report, self._has_looked)
         self._times.observe(report)
@@ -224,18 +230,20 @@ class AutoPacing(Pacing):
             candidates.append(Candidate(r.draft, r.gains, found, None if r.asked is None else r.paced()))
         batch = Batch(candidates, self._costs.passes, self._costs.drafts)
         search, ideal = self._search(batch, requests)
+        ideal = self._worth_it(search, ideal, requests)
         best = ideal.lengths
         for r, length in zip(requests, best, strict=True):
             if r.length is None:
                 r.length = length
         self._plan = evaluate(batch, [r.paced() for r in requests])
-        gain = ideal.goodput / self._plan.goodput
-        if gain > 1 + self.options.margin:
+        gain, is_over = ideal.goodput / self._plan.goodput, ideal is search.plain and self._plan.rows > ideal.rows
+        if gain > 1 + self.options.margin or is_over:
             changed = [i for i, r in enumerate(requests) if gain > _CLEAR_GAIN or self._may_change(r)]
             self._change(batch, requests, {i: best[i] for i in changed})
         else:
             self._change_single(batch, requests, best)
-        plain = evaluate(batch, [0] * len(requests))
+        asked = any(r.asked for r in requests)
+        plain = evaluate(batch, [0] * len(requests)) if asked else search.plain
         if all(r.limit >= r.wanted() for r in requests if r.asked is None):
             drafting = search.drafting or plain
             self._saving += _WEIGHT * (1 / plain.goodput - 1 / drafting.goodput - self._saving)
@@ -274,6 +282,12 @@ class AutoPacing(Pacing):
             batch.candidates[i].fixed = None
         return search, Search(batch, max_rows).best if repaid else ready
 
+    def _worth_it(self, search: Search, ideal: Plan, requests: list[Request]) -> Plan:
+        """Plain decoding, unless drafting is faster by more than beliefs may be wrong; to stay with it takes less."""
+        is_drafting = any(r.wanted() for r in requests if r.asked is None)
+        least = 1 + self.options.margin if is_drafting else _WORTH_BEGINNING
+        return ideal if ideal.goodput > least * search.plain.goodput else search.plain
+
     def _repays(self, gain: float, plan: Plan, ready: Plan, i: int, r: Request) -> bool:
         """Whether catching up costs less than it brings until the likely end of a request.
 
@@ -308,6 +322,8 @@ class AutoPacing(Pacing):
 
     def _beside_prompts(self, granted: list[int]) -> list[int]:
         """Rows beside a prompt chunk cost as much as its own: keep those that are worth it at the usual speed."""
+        if not any(granted):
+            return granted
         least = self._plan.goodput * self._costs.passes.per_other_row()
         lengths = []
         for r, length in zip(self._present, granted, strict=True):
