@@ -7,7 +7,7 @@ import numpy as np
 from forerun.pacing._costs import Numbers, PassTime
 
 _GUESS = np.array([0.0, 0.1, 0.0])  # units per call, per pass and per node, before anything was seen
-_DOUBT = np.array([0.05, 0.3, 0.02])  # of that: standard deviations
+_DOUBT = np.array([0.15, 0.3, 0.02])  # of that: standard deviations
 _NOISE = (0.003, 0.15)  # of one draft: units, and a share of what it takes
 _MISFIT = 0.05  # share of the variance of one draft that no number of them takes away
 _FORGET = 1 / 200  # per draft
