@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from forerun.errors import BadOption, NotFound, UserError
 from forerun.flags import engine_options
 from forerun.models.layers import Decoder
 from forerun.models.loading import Checkpoint, load_checkpoint
-from forerun.models.runner import Run, Runner, Scores
+from forerun.models.runner import Runner
 from forerun.show import make_console
 from forerun.types import SamplingParams, StepReport
 
@@ -186,16 +186,21 @@ def draft_models(llms: dict[Variant, LLM]) -> list[Decoder]:
 
 
 class ForwardClock:
-    """Seconds inside a runner's forward passes since the last `take`."""
+    """Seconds inside a runner's forward passes since the last `take`, those of a draft made at once among them."""
 
     def __init__(self, runner: Runner) -> None:
-        self._forward, self.seconds = runner.forward, 0.0
-        runner.forward = self  # type: ignore[method-assign]
+        self.seconds = 0.0
+        runner.forward = self._timed(runner.forward)  # type: ignore[method-assign,assignment]
+        runner.run_ahead = self._timed(runner.run_ahead)  # type: ignore[method-assign,assignment]
 
-    def __call__(self, runs: Seq[Run]) -> Scores:
-        scores = self._forward(runs)
-        self.seconds += scores.forward_s
-        return scores
+    def _timed(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def timed(runs: Any) -> Any:
+            started = time.perf_counter()
+            found = call(runs)
+            self.seconds += time.perf_counter() - started
+            return found
+
+        return timed
 
     def take(self) -> float:
         """Seconds since the last call."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from forerun.pacing._costs import Numbers, PassTime
 
-_GUESS = np.array([0.0, 0.1, 0.0])  # units per call, per pass and per node, before anything was seen
-_DOUBT = np.array([0.15, 0.3, 0.02])  # of that: standard deviations
+_GUESS = (0.0, 0.1, 0.0)  # units per call, per pass and per node, before anything was seen
+_DOUBT = (0.15, 0.3, 0.02)  # of that: standard deviations
 _NOISE = (0.003, 0.15)  # of one draft: units, and a share of what it takes
 _MISFIT = 0.05  # share of the variance of one draft that no number of them takes away
 _FORGET = 1 / 200  # per draft
@@ -28,7 +26,8 @@ class DraftTime:
 
     def of(self, depth: float, num_nodes: float) -> float:
         """Relative seconds of a draft of so many passes and nodes."""
-        return float(self.of_many(np.array(depth), np.array(num_nodes)))
+        per_call, per_pass, per_node = self._shares
+        return per_call + per_pass * depth + per_node * num_nodes
 
     def of_many(self, depths: Numbers, nums_nodes: Numbers) -> Numbers:
         """Relative seconds of each of many drafts."""
@@ -55,24 +54,41 @@ class DraftTime:
 
     def fit(self, passes: PassTime) -> None:
         """Bring the shares up to date: least squares over the shapes, none of the shares negative."""
-        if not self._seen:
-            return
-        shapes = np.array([(1.0, depth, nodes) for depth, nodes, _ in self._seen])
-        seconds = np.array([ratio * passes.rows(rows) for (*_, rows), (ratio, _) in self._seen.items()])
-        numbers = np.array([number for _, number in self._seen.values()])
-        variance = (_NOISE[0] + _NOISE[1] * seconds) ** 2 * (1 / numbers + _MISFIT)
-        weighted = shapes.T / variance
-        matrix, right = weighted @ shapes + np.diag(_DOUBT**-2), weighted @ seconds + _GUESS / _DOUBT**2
-        free = np.ones(3, dtype=bool)
+        # In plain Python: numpy takes ten times as long for so few numbers.
+        matrix = [[d**-2 if i == j else 0.0 for j in range(3)] for i, d in enumerate(_DOUBT)]
+        right = [g / d**2 for g, d in zip(_GUESS, _DOUBT, strict=True)]
+        for (depth, num_nodes, rows), (ratio, number) in self._seen.items():
+            seconds = ratio * passes.rows(rows)
+            weight = 1 / ((_NOISE[0] + _NOISE[1] * seconds) ** 2 * (1 / number + _MISFIT))
+            shape = (1.0, depth, num_nodes)
+            for i, x in enumerate(shape):
+                right[i] += weight * x * seconds
+                for j, y in enumerate(shape):
+                    matrix[i][j] += weight * x * y
+        free = [0, 1, 2]
         while True:
-            shares = np.zeros(3)
-            shares[free] = np.linalg.solve(matrix[np.ix_(free, free)], right[free])
-            if shares.min() >= 0:
-                self._shares = shares
+            found = _solve([[matrix[i][j] for j in free] for i in free], [right[i] for i in free])
+            if min(found) >= 0:
+                shares = dict(zip(free, found, strict=True))
+                self._shares = (shares.get(0, 0.0), shares.get(1, 0.0), shares.get(2, 0.0))
                 return
-            free[shares.argmin()] = False
+            del free[found.index(min(found))]
 
     def observe_catchup(self, relative: float, num_tokens: int) -> None:
         """What running `num_tokens` committed tokens took."""
         self._catchup_s = self._catchup_s * 0.9 + relative
         self._catchup_tokens = self._catchup_tokens * 0.9 + num_tokens
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """x of matrix x = right, by elimination; the matrix is positive definite and taken apart."""
+    num = len(right)
+    for i in range(num):
+        for k in range(i + 1, num):
+            factor = matrix[k][i] / matrix[i][i]
+            right[k] -= factor * right[i]
+            for j in range(i, num):
+                matrix[k][j] -= factor * matrix[i][j]
+    for i in reversed(range(num)):
+        right[i] = (right[i] - sum([matrix[i][j] * right[j] for j in range(i + 1, num)])) / matrix[i][i]
+    return right

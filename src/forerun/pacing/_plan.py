@@ -121,12 +121,16 @@ class Search:
     """The plan of most goodput, and the best one of each stretch of widths, for whoever wants to try another.
 
     max_rows: expected rows of the target pass beyond which no plan goes. Of many nodes, some are added at a time: one
-    more or less of 32 requests makes no difference that could be measured.
+    more or less of 32 requests makes no difference that could be measured. given: lengths that are valued, too, in the
+    same stroke; they are not among what is searched.
     """
 
-    def __init__(self, batch: Batch, max_rows: float) -> None:
-        self._lengths = _plans(batch)
-        self._goodput, self._seconds, self._rows = _value(batch, self._lengths)
+    def __init__(self, batch: Batch, max_rows: float, given: Seq[int] | None = None) -> None:
+        lengths = _plans(batch)
+        rows = lengths if given is None else np.vstack([lengths, np.array([given], dtype=np.intp)])
+        values, num = _value(batch, rows), len(lengths)
+        self.given = None if given is None else Plan(list(given), *[float(column[num]) for column in values])
+        self._lengths, (self._goodput, self._seconds, self._rows) = lengths, [column[:num] for column in values]
         self._goodput[1:][self._rows[1:] > max_rows] = 0.0
         self.plain, self.best = self._plan(0), self._plan(int(self._goodput.argmax()))
 

@@ -102,6 +102,7 @@ class Trials:
         self._seen: dict[tuple[int, int], int] = {}  # (size of the batch, stretch of widths) -> when it last ran
         self._trial: list[tuple[Request, int]] = []
         self._left = 0  # steps of it
+        self._was_stale = False  # the last one was of a width that had been seen
         self._probes: dict[str, _Probe] = {}
         self._num_plain = Counter[int]()  # trials of plain decoding, by the size of the batch
         self.next_step = 0  # at which `lengths` wants to be asked
@@ -149,8 +150,13 @@ class Trials:
         self._seen[size, _stretch(plan)] = step
         chosen = self._stale(step, size, search, plan)
         cost = 0.0 if chosen is None else max(0.0, chosen.seconds * (1 - chosen.goodput / plan.goodput))
-        if chosen is None and step >= self._next_trial and passes.is_settled:
-            chosen, cost = self._hoped(search, plan, passes)
+        is_due = chosen is None or (self._was_stale and chosen is not search.plain)  # each in turn
+        if is_due and step >= self._next_trial and passes.is_settled:
+            hoped, hoped_cost = self._hoped(search, plan, passes)
+            self._was_stale = hoped is None
+            chosen, cost = (chosen, cost) if hoped is None else (hoped, hoped_cost)
+        elif chosen is not None:
+            self._was_stale = self._was_stale or chosen is not search.plain
         if chosen is None:
             return
         free = [(r, k) for r, k in zip(requests, chosen.lengths, strict=True) if r.asked is None]

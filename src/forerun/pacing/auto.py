@@ -26,7 +26,7 @@ _LEARNING_STEPS = 32  # of a request, in which its length may change at every lo
 _LOOK_STEPS = (4, 64)  # from one look at what was measured to the next: least, and most where looking takes long
 _MOST_IDLE = 3  # times that a look which changed nothing moves the next one further away
 _BEHIND = 2  # steps of the plan behind a trial: without them, the machine may have changed its speed just then
-_OWN_SHARE = 0.01  # of all time, which looking may take
+_OWN_SHARE = 0.006  # of all time, which looking may take
 _WEIGHT = 0.25  # of what one look says drafting saves
 _FEW, _MANY = 0.2, 0.02  # weights of one step in averages over steps that are rare, and over all
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
@@ -235,11 +235,11 @@ class AutoPacing(Pacing):
         for r, length in zip(requests, best, strict=True):
             if r.length is None:
                 r.length = length
-        self._plan = evaluate(batch, [r.paced() for r in requests])
+        self._plan = search.given or evaluate(batch, [r.paced() for r in requests])
         gain, is_over = ideal.goodput / self._plan.goodput, ideal is search.plain and self._plan.rows > ideal.rows
         if gain > 1 + self.options.margin or is_over:
             changed = [i for i, r in enumerate(requests) if gain > _CLEAR_GAIN or self._may_change(r)]
-            self._change(batch, requests, {i: best[i] for i in changed})
+            self._change(batch, requests, {i: best[i] for i in changed}, ideal)
         else:
             self._change_single(batch, requests, best)
         asked = any(r.asked for r in requests)
@@ -267,7 +267,8 @@ class AutoPacing(Pacing):
         """All plans, and the best one in which no drafter catches up for a request that will not repay it."""
         max_rows = self._max_rows(len(requests))
         late = [i for i, r in enumerate(requests) if r.lag and r.asked is None]
-        search = Search(batch, max_rows)
+        is_new = any(r.length is None and r.asked is None for r in requests)
+        search = Search(batch, max_rows, None if is_new else [r.paced() for r in requests])
         if not any(search.best.lengths[i] for i in late):
             return search, search.best
         for i in late:
@@ -299,12 +300,16 @@ class AutoPacing(Pacing):
     def _may_change(self, r: Request) -> bool:
         return self._step - r.begun < _LEARNING_STEPS or self._step - r.changed >= self.options.hold_steps
 
-    def _change(self, batch: Batch, requests: list[Request], lengths: dict[int, int]) -> None:
+    def _change(
+        self, batch: Batch, requests: list[Request], lengths: dict[int, int], expected: Plan | None = None
+    ) -> None:
+        """Give requests other lengths. expected: a plan whose values are known, which it may come out as."""
         for i, length in lengths.items():
             r = requests[i]
             if r.asked is None and r.length != length:
                 r.length, r.changed = length, self._step
-        self._plan = evaluate(batch, [r.paced() for r in requests])
+        paced = [r.paced() for r in requests]
+        self._plan = expected if expected is not None and expected.lengths == paced else evaluate(batch, paced)
 
     def _change_single(self, batch: Batch, requests: list[Request], best: Seq[int]) -> None:
         """Where the batch as a whole is well served: the requests whose own length is furthest off."""
