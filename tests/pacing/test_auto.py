@@ -12,10 +12,13 @@ from forerun.pacing import auto, make
 from forerun.pacing._acceptance import Acceptance
 from forerun.pacing._costs import PassTime
 from forerun.pacing._drafts import DraftTime
-from forerun.pacing._plan import Batch, Candidate, Search, evaluate
+from forerun.pacing._plan import Batch, Candidate, Plan, Search, evaluate
 from forerun.theory import formulas
 from forerun.types import SequenceStep, StepReport
 from pacing.simulator import CPU, GPU, QUIET, Machine, Track, World
+
+
+BATCH = Batch([Candidate("model", [0.8, 0.6], 1.0)] * 2, PassTime(), {"model": DraftTime()})
 
 
 def run(world: World, num_steps: int, **options: float) -> Track:
@@ -72,6 +75,32 @@ def test_probes_of_a_large_batch_are_those_of_one_drafter():
 
 
 # --------------------------------------------------------------------------------------- what it is told to keep to
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_that_fail_are_looked_at_before_the_next_look_is_due(seed, monkeypatch):
+    """Looks are rare where they take long; a drafter that turns bad on the way is dropped after eight failures."""
+    monkeypatch.setattr(auto._OwnTime, "spacing", lambda own: 400)
+    world = World(lambda step, b: 0.9 if step < 200 else 0.0, machine=Machine(CPU, pass_s=0.002), seed=seed)
+    granted = run(world, 400).granted
+    assert sum(one[0] > 0 for one in granted[100:200]) > 60
+    assert sum(one[0] > 0 for one in granted[240:]) <= 44
+
+
+def test_drafting_must_be_worth_it():
+    """Beliefs are wrong by some per cent, so a gain of less begins nothing, and ends what is hardly a gain."""
+    requests = [auto.Request("model", Acceptance(80), None, 0, length=length) for length in (0, 0)]
+    pacing, search = auto.build(auto.Options(margin=0.01), None), Search(BATCH, 100)
+    plain = search.plain
+
+    def chosen(gain: float, lengths: tuple[int, int]) -> bool:
+        for r, length in zip(requests, lengths, strict=True):
+            r.length = length
+        better = Plan([1, 1], gain * plain.goodput, plain.seconds, 4.0)
+        return pacing._worth_it(search, better, requests) is better
+
+    assert [chosen(gain, (0, 0)) for gain in (1.0, 1.015, 1.025)] == [False, False, True]
+    assert [chosen(gain, (2, 0)) for gain in (1.0, 1.005, 1.015)] == [False, False, True]
 
 
 def test_limits_and_requests_of_their_own():

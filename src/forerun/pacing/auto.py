@@ -30,7 +30,7 @@ _OWN_SHARE = 0.006  # of all time, which looking may take
 _WEIGHT = 0.25  # of what one look says drafting saves
 _FEW, _MANY = 0.2, 0.02  # weights of one step in averages over steps that are rare, and over all
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
-_FAILED = (8, 16, 32, 64)  # drafts in a row without an accepted token, at which somebody has to look
+_FAILED = (8, 16, 24, 32, 48, 64, 96, 128)  # drafts in a row without an accepted token, at which somebody has to look
 _WORTH_BEGINNING = 1.02  # times as fast as plain decoding, from which on drafting begins
 _SINGLE_CHANGES = 4  # requests per plan that are considered one by one
 
