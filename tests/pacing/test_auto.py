@@ -17,7 +17,6 @@ from forerun.theory import formulas
 from forerun.types import SequenceStep, StepReport
 from pacing.simulator import CPU, GPU, QUIET, Machine, Track, World
 
-
 BATCH = Batch([Candidate("model", [0.8, 0.6], 1.0)] * 2, PassTime(), {"model": DraftTime()})
 
 
