@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 
 from forerun import LLM, BadOption, CapacityError, SamplingParams
 from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.request import Request
 from forerun.models.loading import load_checkpoint
 from forerun.models.saving import save_checkpoint
 from speculation import llm_options
@@ -89,6 +93,46 @@ def test_a_stop_string_ends_the_output_inside_a_round(draft):
         assert out.token_ids == plain.token_ids[: len(out.token_ids)]
         assert stop in llm().tokenizer.decode(out.token_ids)
         assert stop not in llm().tokenizer.decode(out.token_ids[:-1])
+
+
+@pytest.mark.parametrize("draft", ["none", "model"])
+def test_the_text_ends_before_a_stop_id_whoever_reads_it_and_when(draft, monkeypatch):
+    """At the end, in pieces, or in the middle of a commit, as another thread may: the id that stops has no text."""
+    engine = llm(draft)
+    (whole,) = engine.generate(PROMPT, greedy(40))
+    stop = next(t for t in whole.token_ids[9:] if engine.tokenizer.is_solid(t))
+    ids = whole.token_ids[: whole.token_ids.index(stop) + 1]
+    expected = engine.tokenizer.decode([*whole.prompt_ids, *ids[:-1]])[len(engine.tokenizer.decode(whole.prompt_ids)) :]
+    params = greedy(40, stop_token_ids=(stop,))
+    (out,) = engine.generate(PROMPT, params)
+    assert (out.token_ids, out.text, out.finish_reason) == (ids, expected, "stop")
+    assert "".join(chunk.text for chunk in engine.stream(PROMPT, params)) == expected
+    finish_reason, read = Request._finish_reason, list[str]()
+    monkeypatch.setattr(Request, "_finish_reason", lambda r, token: read.append(r.text) or finish_reason(r, token))
+    (out,) = engine.generate(PROMPT, params)
+    assert out.text == expected
+    assert len(read) == len(ids)
+    assert all(expected.startswith(piece) for piece in read)
+
+
+def test_readers_of_a_finished_request_all_get_its_text():
+    engine = llm()
+    (expected,) = engine.generate(PROMPT, greedy(60))
+    (request,) = engine.submit([PROMPT], greedy(60))
+    while request.seq.finish_reason is None:
+        engine.step()
+    push, inside = request._detokenizer.push, threading.Event()
+
+    def slow(ids):
+        inside.set()
+        time.sleep(0.2)
+        return push(ids)
+
+    request._detokenizer.push = slow
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(request.output)
+        inside.wait()
+        assert [pool.submit(request.output).result().text, first.result().text] == [expected.text] * 2
 
 
 def test_a_seed_is_drawn_and_gives_the_text_again():

@@ -12,6 +12,7 @@ from forerun.engine.advice import Advisor
 from forerun.engine.crew import Crew
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
+from forerun.models.runner import Runner
 from forerun.pacing import Pacing, make
 from forerun.pacing.fixed import FixedPacing
 from forerun.types import Probs, RoundDetail, SamplingParams, Sequence, StepReport
@@ -201,7 +202,6 @@ def test_a_policy_learns_how_far_behind_each_drafter_is() -> None:
     assert all("model" not in report.drafts for report in policy.heard)
 
 
-@pytest.mark.once("about what a pacing policy is asked")
 class Asked(FixedPacing):
     """As fixed, but it is asked before each draw, so that no draft is made at once."""
 
@@ -212,20 +212,27 @@ class Asked(FixedPacing):
 @pytest.mark.once("compares two ways of drafting")
 def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
     """Greedy requests whose drafts end at different depths, beside one that draws; shipped pair, native operators."""
-    rounds: list[list[RoundDetail]] = []
+    rounds, num_at_once = list[list[RoundDetail]](), list[int]()
     for policy in (FixedPacing, Asked):
         llm, found = LLM(pacing="fixed", max_seq_len=256), list[RoundDetail]()
-        engine = llm.engine
+        engine, calls = llm.engine, list[int]()
+        runner: Runner = engine.drafter.first.runner  # type: ignore[attr-defined]
+        at_once = runner.run_ahead
+        runner.run_ahead = lambda starts, at_once=at_once, calls=calls: calls.append(1) or at_once(starts)  # type: ignore
         engine.stepper.pacing = engine.pacing = policy(6)
         llm.listen(lambda report, found=found: found.extend(report.rounds), detail=True)  # type: ignore[misc]
         llm.generate(["def f(", "class A:", "import os"], [greedy(9), greedy(40, spec_length=2), greedy(23)])
         llm.generate(["def f(", "for"], [greedy(12), SamplingParams(max_tokens=12, seed=3)])
-        engine.drafter.first.runner.cache.check_integrity()  # type: ignore[attr-defined]
+        runner.cache.check_integrity()
         rounds.append(found)
+        num_at_once.append(len(calls))
     assert rounds[0] == rounds[1]
+    assert num_at_once[1] == 0
+    assert num_at_once[0] > 5 or not runner.finds_best
     assert {len(own.tokens) for own in rounds[0]} >= {0, 2, 6}
 
 
+@pytest.mark.once("about what a pacing policy is asked")
 def test_each_draw_is_asked_for_with_its_own_sequence() -> None:
     """Drafters that serve some of the batch number its sequences anew; the policy does not."""
     policy = Told(6)

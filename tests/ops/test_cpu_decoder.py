@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.errors import InternalError
 from forerun.models.layers import Decoder, DecoderConfig, Rope
 from forerun.ops.cpu import CpuOps
 from forerun.ops.packed import PackedMatrix
@@ -258,6 +259,14 @@ def test_running_ahead_is_feeding_the_likeliest_token_again_and_again(
     for slot, length in lengths.items():
         at_once.cache.keep(slot, list(range(length)))
     assert same_bits(*(session.run({slot: [8] for slot in lengths}) for session in (at_once, by_hand)))
+
+
+def test_running_ahead_stays_within_the_rows_that_were_reserved(isa: str) -> None:
+    session = Session(make_decoder(make_config(), BFLOAT16, isa), max_seq_len=64)
+    session.run({0: [1, 2]})
+    batch = session.batch({0: [3]}, {})
+    with pytest.raises(InternalError, match="reserve"):
+        session.model.run_ahead(batch, [40], session.cache, 77)
 
 
 def test_running_ahead_stops_at_logits_that_are_no_numbers(isa: str) -> None:

@@ -86,10 +86,11 @@ def test_drafts_that_fail_are_looked_at_before_the_next_look_is_due(seed, monkey
     assert sum(one[0] > 0 for one in granted[240:]) <= 44
 
 
-def test_drafting_must_be_worth_it():
+@pytest.mark.parametrize(("margin", "begins"), [(0.01, 1.02), (0.1, 1.1)])
+def test_drafting_must_be_worth_it(margin, begins):
     """Beliefs are wrong by some per cent, so a gain of less begins nothing, and ends what is hardly a gain."""
     requests = [auto.Request("model", Acceptance(80), None, 0, length=length) for length in (0, 0)]
-    pacing, search = auto.build(auto.Options(margin=0.01), None), Search(BATCH, 100)
+    pacing, search = auto.build(auto.Options(margin=margin), None), Search(BATCH, 100)
     plain = search.plain
 
     def chosen(gain: float, lengths: tuple[int, int]) -> bool:
@@ -98,8 +99,30 @@ def test_drafting_must_be_worth_it():
         better = Plan([1, 1], gain * plain.goodput, plain.seconds, 4.0)
         return pacing._worth_it(search, better, requests) is better
 
-    assert [chosen(gain, (0, 0)) for gain in (1.0, 1.015, 1.025)] == [False, False, True]
+    assert [chosen(gain, (0, 0)) for gain in (1.0, begins - 0.005, begins + 0.005)] == [False, False, True]
     assert [chosen(gain, (2, 0)) for gain in (1.0, 1.005, 1.015)] == [False, False, True]
+
+
+def test_who_comes_in_between_drafts_no_more_than_is_worth_it():
+    """Four requests of a drafter that hardly pays, one replaced every ten steps: none begins where all are plain."""
+    world, pacing, track = (
+        World(lambda step, b: 0.15, 4, Machine(CPU, pass_s=0.002), seed=3),
+        auto.build(auto.Options(), None),
+        Track(),
+    )
+    world.batch = lambda step: [*range(step // 10, step // 10 + 4)]
+    decide, found = pacing._decide, list[int]()
+
+    def watch(requests: list[auto.Request]) -> None:
+        decide(requests)
+        if not any(r.wanted() for r in requests):
+            found.append(pacing._typical["model"])
+
+    pacing._decide = watch
+    for step in range(600):
+        world.one(pacing, [world.sequence(b) for b in world.batch(step)], step, track)
+    assert len(found) > 40
+    assert sum(found) == 0
 
 
 def test_limits_and_requests_of_their_own():

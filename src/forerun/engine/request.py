@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -108,8 +109,9 @@ class Request:
         self.report = RequestReport(origins=seq.origins)
         self.error: UserError | None = None  # why it was aborted, where that was not the user's wish
         self._detokenizer = detokenizer
-        self._text, self._num_read = "", 0  # of the output tokens, those whose text is in there
-        self._is_read = False  # all of it is
+        self._text, self._num_readable = "", 0  # output tokens that have a text: not the one that ended the output
+        self._num_read, self._is_read = 0, False  # those whose text was made, and whether it is the whole
+        self._reading = threading.RLock()  # anybody may ask for the text while another thread steps
         self._streamed_chars = 0
         self._streamed_tokens = 0
 
@@ -137,16 +139,15 @@ class Request:
         return self._text
 
     def _read(self) -> None:
-        seq = self.seq
-        if self._detokenizer is None or self._is_read:
-            return
-        new = seq.tokens[seq.num_prompt_tokens + self._num_read :]
-        self._num_read += len(new)
-        # What ended the output is kept in token_ids and never appears in the text.
-        ends = seq.finish_reason == "stop" and new and new[-1] in seq.end_ids
-        self._text += self._detokenizer.push(new[:-1] if ends else new).text
-        if seq.finish_reason is not None:
-            self._text, self._is_read = self._text + self._detokenizer.finish(), True
+        with self._reading:
+            if self._detokenizer is None or self._is_read:
+                return
+            is_whole, start, end = self.seq.finish_reason is not None, self._num_read, self._num_readable
+            first = self.seq.num_prompt_tokens
+            self._text += self._detokenizer.push(self.seq.tokens[first + start : first + end]).text
+            self._num_read = end
+            if is_whole:
+                self._text, self._is_read = self._text + self._detokenizer.finish(), True
 
     @property
     def waits(self) -> bool:
@@ -179,7 +180,8 @@ class Request:
     def _finish_reason(self, token: int) -> FinishReason | None:
         seq = self.seq
         if token in seq.end_ids:
-            return "stop"
+            return "stop"  # it is kept in token_ids and never appears in the text
+        self._num_readable = seq.num_output_tokens
         if seq.params.stop and self._detokenizer is not None:
             self._read()
             if self._detokenizer.stop is not None:

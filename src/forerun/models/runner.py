@@ -21,8 +21,6 @@ from forerun.kv.cache import CacheShape, KVCache
 from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch
 
-_NONE = torch.empty(0, 0)  # logits of no row
-
 
 class ModelConfig(Protocol):
     """What the engine must know of an architecture."""
@@ -100,6 +98,7 @@ class Runner:
         self.model, self.cache = model, cache
         self.num_ids = model.config.vocab_size if num_ids is None else num_ids
         self.width = min(self.num_ids, model.config.vocab_size)  # of a row of logits
+        self._none = torch.empty(0, self.width)
         self.holes = [i for i in holes if i < self.width]
         # Whether the largest logit can be had without the others being written.
         self._is_native = getattr(model, "compiled", None) is not None
@@ -126,7 +125,7 @@ class Runner:
         for own, run in zip(rows, runs, strict=True):
             wanted = own if run.logits == "all" else own[-1:] if run.logits == "last" else ()
             (few if run.best_only else full).extend(wanted)
-        logits, best = _by_run(runs, self._logits(hidden, full), self._best(hidden, few))
+        logits, best = _by_run(runs, self._logits(hidden, full), self._best(hidden, few), self._none)
         return Scores(hidden, rows, logits, best, time.perf_counter() - started)
 
     def run_ahead(self, starts: Seq[tuple[int, int, int]]) -> list[list[int]]:
@@ -156,7 +155,7 @@ class Runner:
 
     def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         if not rows:
-            return _NONE
+            return self._none
         wanted = _picked(hidden, rows)
         logits = self.model.logits(wanted)[:, : self.width]
         if self.holes:
@@ -177,19 +176,19 @@ def _picked(hidden: Tensor, rows: list[int]) -> Tensor:
     return hidden[rows]
 
 
-def _by_run(runs: Seq[Run], logits: Tensor, best: list[int]) -> tuple[list[Tensor], list[list[int]]]:
-    """What was computed for the wanted rows, one after the other, as the two lists of `Scores`."""
+def _by_run(runs: Seq[Run], logits: Tensor, best: list[int], none: Tensor) -> tuple[list[Tensor], list[list[int]]]:
+    """What was computed for the wanted rows, one after the other, as the two lists of `Scores`; none: of no row."""
     some_logits, some_best = list[Tensor](), list[list[int]]()
     at = at_best = 0
     for run in runs:
         num = len(run.tokens) if run.logits == "all" else run.logits == "last"
         if run.best_only:
             some_best.append(best[at_best : at_best + num])
-            some_logits.append(_NONE)
+            some_logits.append(none)
             at_best += num
         else:
             some_best.append([])
-            some_logits.append(logits[at : at + num] if num else _NONE)
+            some_logits.append(logits[at : at + num] if num else none)
             at += num
     return some_logits, some_best
 

@@ -120,8 +120,8 @@ class CpuDecoder:
         ends = [0]
         for length in lengths:
             ends.append(ends[-1] + length)
-        numbers = run_numbers(dataclasses.replace(batch, run_starts=ends), cache.tables(batch))
-        pools = self._pools_of(cache)
+        fed = dataclasses.replace(batch, run_starts=ends)
+        numbers, pools = run_numbers(fed, cache.tables(fed)), self._pools_of(cache)
         return self._native.run_ahead(batch.ids()[0], lengths, rotations.data_ptr(), numbers, pools, num_ids)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:

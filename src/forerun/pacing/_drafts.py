@@ -68,7 +68,7 @@ class DraftTime:
         free = [0, 1, 2]
         while True:
             found = _solve([[matrix[i][j] for j in free] for i in free], [right[i] for i in free])
-            if min(found) >= 0:
+            if min(found, default=0.0) >= 0:
                 shares = dict(zip(free, found, strict=True))
                 self._shares = (shares.get(0, 0.0), shares.get(1, 0.0), shares.get(2, 0.0))
                 return

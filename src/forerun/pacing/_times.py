@@ -112,8 +112,8 @@ def _learn_drafts(costs: Costs, reports: list[StepReport]) -> None:
                 alike.setdefault(shape, []).append((draft.seconds - draft.catchup_s) / max(pass_s, 1e-9))
     for (name, depth, num_nodes, rows), ratios in alike.items():
         costs.drafts[name].observe(median(ratios), depth, num_nodes, rows, len(ratios))
-    for name in {name for report in reports for name in report.drafts}:
-        costs.drafts[name].fit(costs.passes)
+    for drafts in costs.drafts.values():
+        drafts.fit(costs.passes)
 
 
 def _pass_s(report: StepReport) -> float:

@@ -31,7 +31,7 @@ _WEIGHT = 0.25  # of what one look says drafting saves
 _FEW, _MANY = 0.2, 0.02  # weights of one step in averages over steps that are rare, and over all
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
 _FAILED = (8, 16, 24, 32, 48, 64, 96, 128)  # drafts in a row without an accepted token, at which somebody has to look
-_WORTH_BEGINNING = 1.02  # times as fast as plain decoding, from which on drafting begins
+_WORTH_BEGINNING, _WORTH_STAYING = 1.02, 1.01  # times as fast as plain decoding, from which on drafting begins, goes on
 _SINGLE_CHANGES = 4  # requests per plan that are considered one by one
 
 
@@ -194,8 +194,9 @@ class AutoPacing(Pacing):
             self._rounds.append((r, (granted, step.num_drafted, step.num_tested, step.num_accepted)))
             self._trials.observe(self._step, r, step.num_tested, step.num_accepted)
             r.num_failed = 0 if step.num_accepted else r.num_failed + (step.num_tested > 0)
-            if step.num_accepted if not r.wanted() else r.num_failed in _FAILED:
-                self._next_look = self._step + 1  # better, or worse, than thought
+            is_worse = step.num_tested and r.asked is None and r.num_failed in _FAILED
+            if is_worse or (step.num_accepted and not r.wanted()):
+                self._next_look = self._step + 1  # worse, or better, than thought
         self._asked = []
         self._own.observe(report, self._has_looked)
         self._times.observe(report)
@@ -250,7 +251,7 @@ class AutoPacing(Pacing):
             self._are_enough = _enough_are_ready(requests)
         if not self._is_beside_prompts:
             self._trials.consider(self._step, requests, search, self._plan, self._costs.passes, self._costs.drafts)
-        self._typical = self._typical_lengths(requests, search.best)
+        self._typical = self._typical_lengths(requests, self._worth_it(search, search.best, requests))
 
     def _typical_lengths(self, requests: list[Request], plan: Plan) -> dict[str, int]:
         """What a plan would grant to requests that are as good as their drafter's are on average, and ready."""
@@ -286,7 +287,7 @@ class AutoPacing(Pacing):
     def _worth_it(self, search: Search, ideal: Plan, requests: list[Request]) -> Plan:
         """Plain decoding, unless drafting is faster by more than beliefs may be wrong; to stay with it takes less."""
         is_drafting = any(r.wanted() for r in requests if r.asked is None)
-        least = 1 + self.options.margin if is_drafting else _WORTH_BEGINNING
+        least = _WORTH_STAYING if is_drafting else max(_WORTH_BEGINNING, 1 + self.options.margin)
         return ideal if ideal.goodput > least * search.plain.goodput else search.plain
 
     def _repays(self, gain: float, plan: Plan, ready: Plan, i: int, r: Request) -> bool:
