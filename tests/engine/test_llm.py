@@ -121,9 +121,10 @@ def test_readers_of_a_finished_request_all_get_its_text():
     (request,) = engine.submit([PROMPT], greedy(60))
     while request.seq.finish_reason is None:
         engine.step()
-    push, inside = request._detokenizer.push, threading.Event()
+    push, inside, pushed = request._detokenizer.push, threading.Event(), []
 
     def slow(ids):
+        pushed.append(ids)
         inside.set()
         time.sleep(0.2)
         return push(ids)
@@ -133,6 +134,7 @@ def test_readers_of_a_finished_request_all_get_its_text():
         first = pool.submit(request.output)
         inside.wait()
         assert [pool.submit(request.output).result().text, first.result().text] == [expected.text] * 2
+    assert pushed == [expected.token_ids]
 
 
 def test_a_seed_is_drawn_and_gives_the_text_again():

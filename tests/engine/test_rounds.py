@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from forerun.engine.llm import LLM
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing, make
 from forerun.pacing.fixed import FixedPacing
-from forerun.types import Probs, RoundDetail, SamplingParams, Sequence, StepReport
+from forerun.types import Draft, Probs, RoundDetail, SamplingParams, Sequence, StepReport
 
 
 class Told(Pacing):
@@ -212,24 +214,46 @@ class Asked(FixedPacing):
 @pytest.mark.once("compares two ways of drafting")
 def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
     """Greedy requests whose drafts end at different depths, beside one that draws; shipped pair, native operators."""
-    rounds, num_at_once = list[list[RoundDetail]](), list[int]()
+    rounds, num_at_once, lengths = list[list[RoundDetail]](), list[int](), list[list[list[int]]]()
     for policy in (FixedPacing, Asked):
         llm, found = LLM(pacing="fixed", max_seq_len=256), list[RoundDetail]()
-        engine, calls = llm.engine, list[int]()
+        engine, calls, held = llm.engine, list[int](), list[list[int]]()
         runner: Runner = engine.drafter.first.runner  # type: ignore[attr-defined]
         at_once = runner.run_ahead
         runner.run_ahead = lambda starts, at_once=at_once, calls=calls: calls.append(1) or at_once(starts)  # type: ignore
         engine.stepper.pacing = engine.pacing = policy(6)
         llm.listen(lambda report, found=found: found.extend(report.rounds), detail=True)  # type: ignore[misc]
+        observe, cache = engine.drafter.observe, runner.cache
+
+        def watch(
+            seqs: Seq[Sequence], *rest: Any, observe: Any = observe, cache: Any = cache, held: Any = held
+        ) -> None:
+            held.append([cache.length(seq.id) for seq in seqs])
+            observe(seqs, *rest)
+
+        engine.drafter.observe = watch  # type: ignore[method-assign]
         llm.generate(["def f(", "class A:", "import os"], [greedy(9), greedy(40, spec_length=2), greedy(23)])
         llm.generate(["def f(", "for"], [greedy(12), SamplingParams(max_tokens=12, seed=3)])
         runner.cache.check_integrity()
         rounds.append(found)
         num_at_once.append(len(calls))
+        lengths.append(held)
     assert rounds[0] == rounds[1]
+    assert lengths[0] == lengths[1], "rows of the draft model's cache, with what was rejected still in it"
     assert num_at_once[1] == 0
     assert num_at_once[0] > 5 or not runner.finds_best
     assert {len(own.tokens) for own in rounds[0]} >= {0, 2, 6}
+
+
+@pytest.mark.once("about one report")
+def test_whatever_a_draft_takes_is_in_some_drafters_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, joined, reports = engine_with(policy=Told(3)), Draft.joined, list[StepReport]()
+    monkeypatch.setattr(Draft, "joined", staticmethod(lambda drafts: time.sleep(0.02) or joined(drafts)))
+    engine.listen(reports.append)
+    run(engine, [engine.add([1, 2, 3, 1, 2, 3], greedy(4, draft="lookup"))])
+    drafted = [report for report in reports if report.drafts]
+    assert drafted
+    assert all(sum(step.seconds for step in report.drafts.values()) >= 0.02 for report in drafted)
 
 
 @pytest.mark.once("about what a pacing policy is asked")

@@ -86,6 +86,18 @@ def test_drafts_that_fail_are_looked_at_before_the_next_look_is_due(seed, monkey
     assert sum(one[0] > 0 for one in granted[240:]) <= 44
 
 
+def test_a_step_that_tested_nothing_asks_for_no_look(monkeypatch):
+    """A drafter that finds something in one of 40 steps, and is wrong then, for a request with a length of its own."""
+    monkeypatch.setattr(auto._OwnTime, "spacing", lambda own: 400)
+    world = World(lambda step, b: 0.0, machine=Machine(CPU, pass_s=1e-5), draft="lookup")
+    world.found = lambda step, b: step % 40 == 0
+    pacing, track, looks = auto.build(auto.Options(), None), Track(), 0
+    for step in range(800):
+        world.one(pacing, [world.sequence(0, spec_length=4)], step, track)
+        looks += step >= 200 and pacing._has_looked
+    assert looks <= 4
+
+
 @pytest.mark.parametrize(("margin", "begins"), [(0.01, 1.02), (0.1, 1.1)])
 def test_drafting_must_be_worth_it(margin, begins):
     """Beliefs are wrong by some per cent, so a gain of less begins nothing, and ends what is hardly a gain."""

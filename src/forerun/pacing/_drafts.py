@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from forerun.pacing._costs import Numbers, PassTime
 
 _GUESS = (0.0, 0.1, 0.0)  # units per call, per pass and per node, before anything was seen
@@ -54,7 +56,7 @@ class DraftTime:
 
     def fit(self, passes: PassTime) -> None:
         """Bring the shares up to date: least squares over the shapes, none of the shares negative."""
-        # In plain Python: numpy takes ten times as long for so few numbers.
+        # Sums in plain Python: with cold caches, between two passes, 0.05 ms instead of numpy's 0.3 for so few numbers.
         matrix = [[d**-2 if i == j else 0.0 for j in range(3)] for i, d in enumerate(_DOUBT)]
         right = [g / d**2 for g, d in zip(_GUESS, _DOUBT, strict=True)]
         for (depth, num_nodes, rows), (ratio, number) in self._seen.items():
@@ -67,7 +69,8 @@ class DraftTime:
                     matrix[i][j] += weight * x * y
         free = [0, 1, 2]
         while True:
-            found = _solve([[matrix[i][j] for j in free] for i in free], [right[i] for i in free])
+            part = [[matrix[i][j] for j in free] for i in free]
+            found = np.linalg.solve(part, [right[i] for i in free]).tolist() if free else []
             if min(found, default=0.0) >= 0:
                 shares = dict(zip(free, found, strict=True))
                 self._shares = (shares.get(0, 0.0), shares.get(1, 0.0), shares.get(2, 0.0))
@@ -78,17 +81,3 @@ class DraftTime:
         """What running `num_tokens` committed tokens took."""
         self._catchup_s = self._catchup_s * 0.9 + relative
         self._catchup_tokens = self._catchup_tokens * 0.9 + num_tokens
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """x of matrix x = right, by elimination; the matrix is positive definite and taken apart."""
-    num = len(right)
-    for i in range(num):
-        for k in range(i + 1, num):
-            factor = matrix[k][i] / matrix[i][i]
-            right[k] -= factor * right[i]
-            for j in range(i, num):
-                matrix[k][j] -= factor * matrix[i][j]
-    for i in reversed(range(num)):
-        right[i] = (right[i] - sum([matrix[i][j] * right[j] for j in range(i + 1, num)])) / matrix[i][i]
-    return right
