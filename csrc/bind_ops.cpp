@@ -210,12 +210,23 @@ std::pair<Ids, std::vector<float>> argmax(Decoder& d, Address hidden, const std:
     return {std::move(ids), std::move(values)};
 }
 
-// None where a logit is no number. numbers: as for `forward`, with rows for all tokens that are fed.
-std::optional<std::vector<Ids>> run_ahead(Decoder& d, const Ids& tokens, const std::vector<int>& lengths,
+// None where a logit is no number. numbers: as for `forward`, with rows for all tokens that are fed; counts: how many of
+// `tokens` each run begins with.
+std::optional<std::vector<Ids>> run_ahead(Decoder& d, const Ids& tokens, const Ids& positions,
+                                          const std::vector<int>& counts, const std::vector<int>& lengths,
                                           Address rotations, const Numbers& numbers, const Pools& pools, int num_ids) {
-    if (lengths.size() != tokens.size()) throw std::invalid_argument("every token needs a length");
-    const Runs runs(numbers, static_cast<int>(tokens.size()), pools.block_tokens);
-    const Pass pass = make_pass(tokens, nullptr, rotations, runs, {}, pools, 0);
+    Runs runs(numbers, static_cast<int>(counts.size()), pools.block_tokens);
+    int first_row = 0;
+    for (size_t i = 0; i < counts.size(); ++i) {
+        Run& run = runs.runs[i];
+        if (counts[i] < 1 || lengths.at(i) < 1 || counts[i] + lengths[i] - 1 > run.num_rows)
+            throw std::invalid_argument("a run is fed its tokens, and all that is wanted but the last");
+        run.first_row = first_row, run.num_rows = counts[i];
+        first_row += counts[i];
+    }
+    if (static_cast<size_t>(first_row) != tokens.size() || positions.size() != tokens.size() || counts.empty())
+        throw std::invalid_argument("every token needs a run and a position");
+    const Pass pass = make_pass(tokens, positions.data(), rotations, runs, {}, pools, 0);
     std::vector<Ids> ids;
     nb::gil_scoped_release release;
     if (!d.run_ahead(pass, lengths, num_ids, ids)) return {};

@@ -269,33 +269,40 @@ void Decoder::argmax(const float* hidden, const std::vector<int>& rows, int num_
 
 bool Decoder::run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids,
                         std::vector<std::vector<int64_t>>& ids) {
-    const size_t num_runs = lengths.size();
-    std::vector<float> hidden(num_runs * static_cast<size_t>(shape_.hidden_size)), values(num_runs);
+    const size_t num_runs = lengths.size(), width = static_cast<size_t>(shape_.hidden_size);
+    std::vector<float> hidden(static_cast<size_t>(first.num_rows) * width), values(num_runs);
     std::vector<int64_t> tokens, positions, found(num_runs);
+    std::vector<int> rows;
+    std::vector<size_t> going(num_runs);
     ids.assign(num_runs, {});
-    for (int depth = 0;; ++depth) {
-        Pass pass = first;
-        pass.runs.clear(), tokens.clear(), positions.clear();
-        std::vector<int> rows;
-        std::vector<size_t> going;
-        for (size_t i = 0; i < num_runs; ++i) {
-            if (lengths[i] <= depth) continue;
-            const Run& run = first.runs[i];
-            rows.push_back(static_cast<int>(going.size()));
-            pass.runs.push_back({rows.back(), 1, run.cached + depth, run.rows});
-            tokens.push_back(depth ? ids[i].back() : first.tokens[i]);
-            positions.push_back(run.cached + depth);
-            going.push_back(i);
-        }
-        if (going.empty()) return true;
-        pass.num_rows = static_cast<int>(going.size());
-        pass.tokens = tokens.data(), pass.positions = positions.data(), pass.hidden = hidden.data();
+    Pass pass = first;
+    pass.hidden = hidden.data();
+    for (size_t i = 0; i < num_runs; ++i) {
+        const Run& run = first.runs[i];
+        going[i] = i;
+        rows.push_back(run.first_row + run.num_rows - 1);
+    }
+    for (int depth = 1;; ++depth) {
         forward(pass);
         argmax(hidden.data(), rows, num_ids, found.data(), values.data());
         for (size_t k = 0; k < going.size(); ++k) {
             if (!std::isfinite(values[k])) return false;
             ids[going[k]].push_back(found[k]);
         }
+        pass.runs.clear(), tokens.clear(), positions.clear(), rows.clear(), going.clear();
+        for (size_t i = 0; i < num_runs; ++i) {
+            if (lengths[i] <= depth) continue;
+            const Run& run = first.runs[i];
+            const int at = run.cached + run.num_rows + depth - 1;
+            rows.push_back(static_cast<int>(going.size()));
+            pass.runs.push_back({rows.back(), 1, at, run.rows});
+            tokens.push_back(ids[i].back());
+            positions.push_back(at);
+            going.push_back(i);
+        }
+        if (going.empty()) return true;
+        pass.num_rows = static_cast<int>(going.size());
+        pass.tokens = tokens.data(), pass.positions = positions.data();
     }
 }
 

@@ -77,9 +77,9 @@ class Decoder {
     // The largest of the first num_ids logits of some rows and its id, without writing the others: lowest id on ties, the
     // first NaN before all.
     void argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values);
-    // The likeliest continuation of runs of one token each: ids[i][k] is what follows after k + 1 of them, tokens[i] and
-    // then ids[i] itself, were fed. lengths [runs]: how many of each; rows of a run reach that far. Returns false, and
-    // stops, where a logit is no number.
+    // The likeliest continuation of each run: ids[i][k] follows the run's tokens and ids[i][0 .. k-1], which are fed one by
+    // one. lengths [runs], each at least 1: how many are wanted; rows of a run reach far enough to feed all but the last.
+    // Returns false, and stops, where a logit is no number.
     bool run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, std::vector<std::vector<int64_t>>& ids);
 
   private:

@@ -4,10 +4,12 @@
 void bind_system(nanobind::module_& m);
 void bind_ops(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
+void bind_pacing(nanobind::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "Native CPU kernels of forerun; loaded through forerun.native.";
     bind_system(m);
     bind_ops(m);
     bind_sampling(m);
+    bind_pacing(m);
 }

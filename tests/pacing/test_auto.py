@@ -209,7 +209,8 @@ def test_catching_up_must_repay(left, starts):
     World(lambda step, b: 0.8, machine=machine, prompt_tokens=500).run(pacing, 200)  # costs and acceptance are known
     world = World(lambda step, b: 0.8, machine=machine, max_len=4000 + left, prompt_tokens=4000)
     late, ready = world.sequence(76), world.sequence(77)
-    assert bool(pacing.budget([late], [left - 1], [2000], 0)[0]) == starts
+    granted = [pacing.budget([late], [left - 1], [2000], 0)[0] for _ in range(4)]  # a look may have been a moment ago
+    assert bool(granted[-1]) == starts
     assert pacing.budget([ready], [left - 1], [0], 0)[0] > 0, "without a lag it pays in either case"
 
 

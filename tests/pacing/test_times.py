@@ -172,11 +172,11 @@ def looks(own_s: float, num_steps: int, alpha: float = 0.7) -> list[int]:
     return steps
 
 
-def test_looks_take_six_thousandths_of_the_time_at_most():
-    free, dear = looks(0.0, 800), looks(0.01, 800)
+def test_looks_take_four_thousandths_of_the_time_at_most():
+    free, dear = looks(0.0, 800, 0.9), looks(0.01, 800, 0.9)
     apart = [later - earlier for earlier, later in pairwise(step for step in dear if step > 400)]
     assert len([step for step in free if step > 400]) > 2 * len(apart)
-    assert min(apart) >= 0.01 / (0.006 * 0.04), "41 steps of at most 40 ms are 167 looks"
+    assert min(apart) >= 0.01 / (0.004 * 0.04), "62 steps of at most 40 ms are 248 looks"
 
 
 def test_who_comes_in_between_begins_as_a_typical_one():

@@ -122,37 +122,55 @@ class ModelDrafter(Drafter):
                 self._forget_rejected(seq)
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        for seq in seqs:
+        """Run committed tokens, all but the last: that is left to the round, which wants what follows it."""
+        room, feeds = _Room(self.runner.cache), dict[int, tuple[Sequence, list[int]]]()
+        for b, seq in enumerate(seqs):
             self._forget_rejected(seq)
-        # The last token is left to the round, which wants what follows it.
-        self._run_committed(seqs, [len(seq.tokens) - 1 for seq in seqs], num_tokens, "none")
+            start = len(self._fed[seq.id].tokens)
+            take = self._known(seq, start, min(len(seq.tokens) - 1 - start, num_tokens))
+            take = room.take(seq.id, take) if take > 0 else 0
+            if take > 0:
+                feeds[b] = (seq, seq.tokens[start : start + take])
+                num_tokens -= take
+        self.caught_up = {seq.id: len(tokens) for seq, tokens in feeds.values()}
+        started = time.perf_counter()
+        self._feed(feeds, "none")
+        for seq, tokens in feeds.values():
+            self._commit(seq, tokens)
+        self.catchup_s = time.perf_counter() - started if feeds else 0.0
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         room = _Room(self.runner.cache)
         limits = [self._limit(seq, budget.num_tokens[b], room) for b, seq in enumerate(seqs)]
-        chains = [_Chain() for _ in seqs]
-        rows = self._catch_up(seqs, limits, budget.catchup_tokens)
-        if rows and not budget.stops_early and all(isinstance(row, int) for row in rows.values()):
-            return self._run_ahead(seqs, limits, rows)
-        depth = 0
+        behind = [seq for b, seq in enumerate(seqs) if limits[b] > 0 and len(self._missing(seq)) > ROUND_TOKENS]
+        self.catch_up(behind, budget.catchup_tokens)
+        missing = {b: self._missing(seq) for b, seq in enumerate(seqs) if limits[b] > 0}
+        feeds = {b: (seqs[b], tokens) for b, tokens in missing.items() if len(tokens) <= ROUND_TOKENS}
+        if not budget.stops_early and all(self._fed[seq.id].best_only for seq, _ in feeds.values()):
+            return self._run_ahead(feeds, limits)
+        chains, rows, depth = [_Chain() for _ in seqs], self._feed(feeds), 0
+        for seq, tokens in feeds.values():
+            self._commit(seq, tokens)
         while rows:
             grown = [b for b, row in rows.items() if self._grow(chains[b], row, seqs[b], b, depth, budget, coins[b])]
             depth += 1
             # The last token of a full chain is not fed: nobody asks what follows it.
-            rows = self._feed({b: (seqs[b], [chains[b].tokens[-1]]) for b in grown if depth < limits[b]})
+            feeds = {b: (seqs[b], [chains[b].tokens[-1]]) for b in grown if depth < limits[b]}
+            rows = self._feed(feeds)
+            for seq, tokens in feeds.values():
+                self._fed[seq.id].tokens += tokens
         return Draft.chains([c.tokens for c in chains], [c.probs for c in chains])
 
-    def _run_ahead(self, seqs: Seq[Sequence], limits: Seq[int], rows: Mapping[int, Row]) -> Draft:
+    def _run_ahead(self, feeds: Mapping[int, tuple[Sequence, list[int]]], limits: Seq[int]) -> Draft:
         """What the loop of `propose` would draft where all take the likeliest token and nobody stops it: one call."""
-        firsts = [int(rows[b]) for b in rows]
-        starts = [(seqs[b].id, first, limits[b] - 1) for b, first in zip(rows, firsts, strict=True) if limits[b] > 1]
-        found = iter(self.runner.run_ahead(starts))
-        tokens: list[list[int]] = [[] for _ in seqs]
-        for b, first in zip(rows, firsts, strict=True):
-            tokens[b] = [first, *next(found)] if limits[b] > 1 else [first]
-            self.runner.cache.keep(seqs[b].id, list(range(limits[b] - 1)))
-            self._fed[seqs[b].id].tokens += tokens[b][:-1]
-        return Draft.chains(tokens, [[Probs.of_point(token) for token in chain] for chain in tokens])
+        found = self.runner.run_ahead([(seq.id, tokens, limits[b]) for b, (seq, tokens) in feeds.items()])
+        chains: list[list[int]] = [[] for _ in limits]
+        for (b, (seq, tokens)), chain in zip(feeds.items(), found, strict=True):
+            self.runner.cache.keep(seq.id, list(range(len(tokens) + len(chain) - 1)))
+            self._commit(seq, tokens)
+            self._fed[seq.id].tokens += chain[:-1]
+            chains[b] = chain
+        return Draft.chains(chains, [[Probs.of_point(token) for token in chain] for chain in chains])
 
     def _grow(self, chain: _Chain, row: Row, seq: Sequence, b: int, depth: int, budget: Budget, coins: Coins) -> bool:
         """Draw one more token for a sequence, unless the pacing policy stops here or its masks leave no token."""
@@ -177,7 +195,7 @@ class ModelDrafter(Drafter):
         """Tokens to draft, given the model's positions and the cache: token i is fed at index L + i - 1 (i from 1)."""
         config = self.runner.model.config
         self._forget_rejected(seq)
-        missing = seq.tokens[len(self._fed[seq.id].tokens) :]
+        missing = self._missing(seq)
         limit = min(granted, config.max_positions - len(seq.tokens) + 1)
         if limit <= 0 or max(missing) >= config.vocab_size:
             return 0  # an id that this model has no row for: the sequence goes on without drafts
@@ -194,43 +212,16 @@ class ModelDrafter(Drafter):
         fed.num_sure = same
         self.runner.cache.truncate_to(seq.id, same)
 
-    def _catch_up(self, seqs: Seq[Sequence], limits: list[int], num_tokens: int) -> dict[int, Row]:
-        """Feed what the cache lacks of the sequences that may draft; last rows of those that have caught up.
+    def _missing(self, seq: Sequence) -> list[int]:
+        """Committed tokens that the cache lacks."""
+        return seq.tokens[len(self._fed[seq.id].tokens) :]
 
-        What rounds left is fed in any case: whoever is ready does not wait for those that are behind.
-        """
-        ends = [len(seq.tokens) if limits[b] > 0 else 0 for b, seq in enumerate(seqs)]
-        left = [end - len(self._fed[seq.id].tokens) for seq, end in zip(seqs, ends, strict=True)]
-        num_tokens += sum([num for num in left if 0 < num <= ROUND_TOKENS])
-        rows = self._run_committed(seqs, ends, num_tokens, "last")
-        return {b: row for b, row in rows.items() if len(self._fed[seqs[b].id].tokens) == len(seqs[b].tokens)}
-
-    def _run_committed(self, seqs: Seq[Sequence], ends: Seq[int], num_tokens: int, wanted: str) -> dict[int, Row]:
-        """Feed committed tokens up to ends[b], and let other sequences share them.
-
-        Those that lack no more than a round leaves come first, then the others as they came.
-        """
-        feeds: dict[int, tuple[Sequence, list[int]]] = {}
-        self.caught_up = {}
-        room = _Room(self.runner.cache)
-        have = [len(self._fed[seq.id].tokens) for seq in seqs]
-        for b in sorted(range(len(seqs)), key=lambda b: ends[b] - have[b] > ROUND_TOKENS):
-            seq, num_fed = seqs[b], have[b]
-            take = self._known(seq, num_fed, min(ends[b] - num_fed, num_tokens))
-            take = room.take(seq.id, take) if take > 0 else 0
-            if take > 0:
-                feeds[b] = (seq, seq.tokens[num_fed : num_fed + take])
-                num_tokens -= take
-                if take > ROUND_TOKENS:
-                    self.caught_up[seq.id] = take
-        started = time.perf_counter()
-        rows = self._feed(feeds, wanted)
-        self.catchup_s = time.perf_counter() - started if self.caught_up else 0.0
-        for seq, _ in feeds.values():
-            fed = self._fed[seq.id]
-            fed.num_sure = len(fed.tokens)
-            self.runner.cache.publish(seq.id, fed.tokens)
-        return rows
+    def _commit(self, seq: Sequence, tokens: list[int]) -> None:
+        """Committed tokens were fed behind committed ones: let other sequences share them."""
+        fed = self._fed[seq.id]
+        fed.tokens += tokens
+        fed.num_sure = len(fed.tokens)
+        self.runner.cache.publish(seq.id, fed.tokens)
 
     def _known(self, seq: Sequence, start: int, num_tokens: int) -> int:
         """How many of these tokens can be run: all, or none where this model has no positions or rows for them."""
@@ -239,7 +230,7 @@ class ModelDrafter(Drafter):
         return num_tokens if inside and max(seq.tokens[start : start + num_tokens]) < config.vocab_size else 0
 
     def _feed(self, feeds: dict[int, tuple[Sequence, list[int]]], wanted: str = "last") -> dict[int, Row]:
-        """Run these tokens and keep them; what each sequence's last row says, where that is wanted."""
+        """Run these tokens and keep their rows; what each sequence's last row says, where that is wanted."""
         if not feeds:
             return {}
         fed = [self._fed[seq.id] for seq, _ in feeds.values()]
@@ -249,9 +240,8 @@ class ModelDrafter(Drafter):
                 for (seq, tokens), own in zip(feeds.values(), fed, strict=True)
             ]
         )
-        for (seq, tokens), own in zip(feeds.values(), fed, strict=True):
+        for seq, tokens in feeds.values():
             self.runner.cache.keep(seq.id, list(range(len(tokens))))
-            own.tokens += tokens
         if wanted != "last":
             return {}
         last = [scores.best[i][0] if own.best_only else scores.logits[i][-1] for i, own in enumerate(fed)]

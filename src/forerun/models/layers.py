@@ -302,8 +302,8 @@ class Decoder:
         return self.compiled.best(hidden, rows, num_ids)  # type: ignore[no-any-return]
 
     def run_ahead(self, batch: RaggedBatch, lengths: list[int], cache: KVCache, num_ids: int) -> list[list[int]] | None:
-        """The likeliest tokens behind runs of one token each; see CpuDecoder.run_ahead, only for compiled decoders."""
-        end = max(map(int.__add__, batch.cached, lengths))
+        """The likeliest tokens behind each run; see CpuDecoder.run_ahead, only for compiled decoders."""
+        end = _end(batch) + max(lengths, default=0)
         return self.compiled.run_ahead(batch, lengths, cache, self._rope.table(end), num_ids)  # type: ignore[no-any-return]
 
     def _forward_compiled(self, batch: RaggedBatch, cache: KVCache | None) -> Tensor:

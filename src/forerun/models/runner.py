@@ -128,17 +128,18 @@ class Runner:
         logits, best = _by_run(runs, self._logits(hidden, full), self._best(hidden, few), self._none)
         return Scores(hidden, rows, logits, best, time.perf_counter() - started)
 
-    def run_ahead(self, starts: Seq[tuple[int, int, int]]) -> list[list[int]]:
-        """The likeliest continuation behind each (slot, token, length), in one call; only where this `finds_best`.
+    def run_ahead(self, starts: Seq[tuple[int, Seq[int], int]]) -> list[list[int]]:
+        """The likeliest continuation of each (slot, tokens, length), in one call; only where this `finds_best`.
 
-        Feeds the token and what follows it, `length` of them in all: their cache rows are reserved here, and not kept.
-        Raises CapacityError where the pool is exhausted, InternalError where logits are no numbers.
+        Feeds the tokens, then what was found, one by one: `length` are found, and all but the last are fed. Their cache
+        rows are reserved here, and not kept. Raises CapacityError where the pool is exhausted, InternalError where
+        logits are no numbers.
         """
         if not starts:
             return []
-        for slot, _, length in starts:
-            self.cache.reserve(slot, length)
-        batch = pack([Run(slot, [token]) for slot, token, _ in starts], self.cache)
+        for slot, tokens, length in starts:
+            self.cache.reserve(slot, len(tokens) + length - 1)
+        batch = pack([Run(slot, tokens) for slot, tokens, _ in starts], self.cache)
         ids = self.model.run_ahead(batch, [length for *_, length in starts], self.cache, self.width)  # type: ignore[attr-defined]
         if ids is None:
             raise InternalError("the model returned logits that are no numbers")

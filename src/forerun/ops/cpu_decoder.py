@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -110,19 +111,19 @@ class CpuDecoder:
     def run_ahead(
         self, batch: RaggedBatch, lengths: list[int], cache: Cache, rotations: Tensor, num_ids: int
     ) -> list[list[int]] | None:
-        """The likeliest continuation of each run, in one native call: lengths[b] passes, each fed what the last found.
+        """The likeliest continuation of each run, in one native call: ids[b] has lengths[b] of them.
 
-        batch: runs of one token, with cache rows reserved for lengths[b]. ids[b][i] is the argmax of the first
-        `num_ids` logits after the run's token and ids[b][:i]. None where a logit is no number.
+        batch: runs of committed tokens, with cache rows for those and for lengths[b] - 1 more, which are fed one by
+        one. ids[b][i] is the argmax of the first `num_ids` logits after the run's tokens and ids[b][:i]. None where a
+        logit is no number.
         """
         if not batch.slots:
             return []
-        ends = [0]
-        for length in lengths:
-            ends.append(ends[-1] + length)
+        counts = [end - start for start, end in itertools.pairwise(batch.run_starts)]
+        ends = [0, *itertools.accumulate(count + length - 1 for count, length in zip(counts, lengths, strict=True))]
         fed = dataclasses.replace(batch, run_starts=ends)
         numbers, pools = run_numbers(fed, cache.tables(fed)), self._pools_of(cache)
-        return self._native.run_ahead(batch.ids()[0], lengths, rotations.data_ptr(), numbers, pools, num_ids)  # type: ignore[no-any-return]
+        return self._native.run_ahead(*batch.ids(), counts, lengths, rotations.data_ptr(), numbers, pools, num_ids)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> float32 logits [R, V]."""

@@ -15,6 +15,7 @@ from statistics import median
 
 from forerun.pacing._costs import PassTime
 from forerun.pacing._drafts import DraftTime
+from forerun.pacing._twins import draft_time, pass_time
 from forerun.types import StepReport
 
 MOST_WAITING = 128  # reports
@@ -29,8 +30,8 @@ def size_of(num_sequences: float) -> int:
 class Costs:
     """passes: the target's side of a step; drafts: of each drafter, by name. Both in the same, drifting, unit."""
 
-    passes: PassTime = field(default_factory=PassTime)
-    drafts: defaultdict[str, DraftTime] = field(default_factory=lambda: defaultdict(DraftTime))
+    passes: PassTime = field(default_factory=pass_time)
+    drafts: defaultdict[str, DraftTime] = field(default_factory=lambda: defaultdict(draft_time))
 
 
 class StepTimes:

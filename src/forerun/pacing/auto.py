@@ -13,20 +13,21 @@ from dataclasses import dataclass, field
 
 from forerun.pacing import Pacing
 from forerun.pacing._acceptance import Acceptance
-from forerun.pacing._plan import Batch, Candidate, Plan, Search, evaluate
+from forerun.pacing._plan import Batch, Candidate, Plan, Search
 from forerun.pacing._times import Costs, StepTimes
 from forerun.pacing._trials import Request, Trials
+from forerun.pacing._twins import acceptance
 from forerun.types import Sequence, StepReport
 
 _DRAFTER_MEMORY = 10  # an engine remembers so many times longer than a request
 _UNSEEN_ROWS = 16  # rows that are taken for affordable before anything was measured, and
 _UNSEEN_NODES = 5  # nodes
-_WIDER = 1.5  # and how much wider than ever seen a pass may become at once
+_WIDER = 1.3  # and how much wider than ever seen a pass may become at once
 _LEARNING_STEPS = 32  # of a request, in which its length may change at every look
 _LOOK_STEPS = (4, 64)  # from one look at what was measured to the next: least, and most where looking takes long
 _MOST_IDLE = 3  # times that a look which changed nothing moves the next one further away
 _BEHIND = 2  # steps of the plan behind a trial: without them, the machine may have changed its speed just then
-_OWN_SHARE = 0.006  # of all time, which looking may take
+_OWN_SHARE = 0.004  # of all time, which looking may take
 _WEIGHT = 0.25  # of what one look says drafting saves
 _FEW, _MANY = 0.2, 0.02  # weights of one step in averages over steps that are rare, and over all
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
@@ -53,7 +54,7 @@ class Options:
         default=80, metadata={"help": "rounds after which a test of acceptance counts 1/e", "min": 5, "max": 10000}
     )
     trial_share: float = field(
-        default=0.006, metadata={"help": "share of the time that trials may cost", "min": 0.0, "max": 0.5}
+        default=0.004, metadata={"help": "share of the time that trials may cost", "min": 0.0, "max": 0.5}
     )
 
 
@@ -217,9 +218,9 @@ class AutoPacing(Pacing):
         if r is None or r.draft != seq.draft:
             known = self._known.get(seq.draft)
             if known is None:
-                known = self._known[seq.draft] = Acceptance(self.options.memory_rounds * _DRAFTER_MEMORY)
+                known = self._known[seq.draft] = acceptance(self.options.memory_rounds * _DRAFTER_MEMORY)
             asked = 0 if seq.draft == "none" else seq.params.spec_length
-            r = Request(seq.draft, Acceptance(self.options.memory_rounds, known), asked, self._step)
+            r = Request(seq.draft, acceptance(self.options.memory_rounds, known), asked, self._step)
             self._requests[seq.id] = r
         return r
 
@@ -236,15 +237,15 @@ class AutoPacing(Pacing):
         for r, length in zip(requests, best, strict=True):
             if r.length is None:
                 r.length = length
-        self._plan = search.given or evaluate(batch, [r.paced() for r in requests])
+        self._plan = search.value([r.paced() for r in requests])
         gain, is_over = ideal.goodput / self._plan.goodput, ideal is search.plain and self._plan.rows > ideal.rows
         if gain > 1 + self.options.margin or is_over:
             changed = [i for i, r in enumerate(requests) if gain > _CLEAR_GAIN or self._may_change(r)]
-            self._change(batch, requests, {i: best[i] for i in changed}, ideal)
+            self._change(search, requests, {i: best[i] for i in changed}, ideal)
         else:
-            self._change_single(batch, requests, best)
+            self._change_single(search, requests, best)
         asked = any(r.asked for r in requests)
-        plain = evaluate(batch, [0] * len(requests)) if asked else search.plain
+        plain = search.value([0] * len(requests)) if asked else search.plain
         if all(r.limit >= r.wanted() for r in requests if r.asked is None):
             drafting = search.drafting or plain
             self._saving += _WEIGHT * (1 / plain.goodput - 1 / drafting.goodput - self._saving)
@@ -260,7 +261,7 @@ class AutoPacing(Pacing):
         price = max((gains[k] for gains, k in free if k < min(deepest, len(gains))), default=0.0)
         typical = dict[str, int]()
         for draft in {r.draft for r in requests}:
-            gains, _ = Acceptance(self.options.memory_rounds, self._known[draft]).gains(deepest)
+            gains, _ = acceptance(self.options.memory_rounds, self._known[draft]).gains(deepest)
             typical[draft] = sum(gain > price for gain in gains)
         return typical
 
@@ -268,8 +269,7 @@ class AutoPacing(Pacing):
         """All plans, and the best one in which no drafter catches up for a request that will not repay it."""
         max_rows = self._max_rows(len(requests))
         late = [i for i, r in enumerate(requests) if r.lag and r.asked is None]
-        is_new = any(r.length is None and r.asked is None for r in requests)
-        search = Search(batch, max_rows, None if is_new else [r.paced() for r in requests])
+        search = Search(batch, max_rows)
         if not any(search.best.lengths[i] for i in late):
             return search, search.best
         for i in late:
@@ -302,7 +302,7 @@ class AutoPacing(Pacing):
         return self._step - r.begun < _LEARNING_STEPS or self._step - r.changed >= self.options.hold_steps
 
     def _change(
-        self, batch: Batch, requests: list[Request], lengths: dict[int, int], expected: Plan | None = None
+        self, search: Search, requests: list[Request], lengths: dict[int, int], expected: Plan | None = None
     ) -> None:
         """Give requests other lengths. expected: a plan whose values are known, which it may come out as."""
         for i, length in lengths.items():
@@ -310,9 +310,9 @@ class AutoPacing(Pacing):
             if r.asked is None and r.length != length:
                 r.length, r.changed = length, self._step
         paced = [r.paced() for r in requests]
-        self._plan = expected if expected is not None and expected.lengths == paced else evaluate(batch, paced)
+        self._plan = expected if expected is not None and expected.lengths == paced else search.value(paced)
 
-    def _change_single(self, batch: Batch, requests: list[Request], best: Seq[int]) -> None:
+    def _change_single(self, search: Search, requests: list[Request], best: Seq[int]) -> None:
         """Where the batch as a whole is well served: the requests whose own length is furthest off."""
         off = [
             (abs(k - r.paced()), i)
@@ -322,9 +322,9 @@ class AutoPacing(Pacing):
         for _, i in sorted(off, reverse=True)[:_SINGLE_CHANGES]:
             if len(requests) == 1 or not self._may_change(requests[i]):
                 continue
-            other = evaluate(batch, [best[i] if j == i else r.paced() for j, r in enumerate(requests)])
+            other = search.value([best[i] if j == i else r.paced() for j, r in enumerate(requests)])
             if other.goodput > self._plan.goodput * (1 + self.options.margin / len(requests)):
-                self._change(batch, requests, {i: best[i]})
+                self._change(search, requests, {i: best[i]})
 
     def _beside_prompts(self, granted: list[int]) -> list[int]:
         """Rows beside a prompt chunk cost as much as its own: keep those that are worth it at the usual speed."""

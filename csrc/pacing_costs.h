@@ -1,0 +1,96 @@
+// What steps take, as pacing "auto" learns it: the twins of src/forerun/pacing/_costs.py and _drafts.py, which say why
+// it is done so. The numbers are the same but for rounding (tests/pacing/test_twins.py).
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+namespace forerun::pacing {
+
+constexpr int NUM_KNOTS = 26;
+constexpr std::array<int, NUM_KNOTS> KNOTS = {1,  2,  3,  4,  6,   8,   10,  12,  16,  20,  24,   32,   40,
+                                              48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096};
+
+// Knots at or below a width, and knots below it.
+int knots_up_to(double num_rows);
+int knots_below(double num_rows);
+
+double median(std::vector<double> values);
+
+// How far one pass differs from the next, and how much of that lasts.
+class Roughness {
+ public:
+    Roughness();
+    void observe(const std::vector<double>& run_s);
+    double drift() const { return drift_; }
+    double noise() const;
+    int memory_steps() const;
+    double noise_of(int num_passes) const;
+
+ private:
+    double drift_, near_, far_;
+};
+
+// Relative time of a target pass, with all that follows it, by its rows.
+class PassTime {
+ public:
+    PassTime();
+    double rows(double num_rows) const;
+    double spread(double num_rows, double other_rows, double seconds, double other_seconds) const;
+    bool is_settled() const { return outliers_ == 0; }
+    double per_other_row() const { return per_other_row_ > 0 ? per_other_row_ : 0.0; }
+    double unit_s(double seconds, int num_other, int num_rows) const;
+    void observe_mixed(double seconds, int num_other, int num_rows);
+    void observe(const std::vector<double>& run_s, int num_rows, int num_sequences);
+    void rest(int num_steps);
+    int num_steps() const { return num_steps_; }
+    int widest() const { return widest_; }
+
+ private:
+    struct Weight {
+        int knot;
+        double share;
+    };
+    struct Weights {
+        Weight of[2];
+        int num;
+    };
+    static Weights weights(double num_rows);
+    void observe_few(double seconds, int num_rows, int num_passes, double num_idle);
+    void correct(const Weights& slope, double error, double noise, bool is_known, int num_passes);
+    bool jumped(double error, int num_passes);
+    void widen(int num_rows);
+    void smooth();
+
+    // The first `num_` entries of each are in use; the unit's is number 0, those of the knots behind the first follow.
+    std::array<double, NUM_KNOTS> state_{};
+    std::array<std::array<double, NUM_KNOTS>, NUM_KNOTS> cov_{};
+    std::array<double, NUM_KNOTS> values_{}, slopes_{};
+    std::array<int, NUM_KNOTS + 1> num_seen_{};
+    int num_ = 1, num_sequences_ = 1, outliers_ = 0, num_steps_ = 0, widest_ = 0, num_mixed_ = 0;
+    double per_other_row_ = 0.0;
+    Roughness roughness_;
+};
+
+// Relative time of one drafter: a share per call, per pass (one after another), and per node.
+class DraftTime {
+ public:
+    double of(double depth, double num_nodes) const { return shares_[0] + shares_[1] * depth + shares_[2] * num_nodes; }
+    double catchup(double num_tokens) const;
+    void observe(double ratio, int depth, int num_nodes, int num_rows, int num_drafts);
+    void fit(const PassTime& passes);
+    void observe_catchup(double relative, int num_tokens);
+
+ private:
+    struct Shape {
+        int depth, num_nodes, num_rows;
+        double ratio, number;
+    };
+    std::array<double, 3> shares_ = {0.0, 0.1, 0.0};
+    std::vector<Shape> seen_;
+    double catchup_s_ = 0.0, catchup_tokens_ = 0.0;
+};
+
+}  // namespace forerun::pacing
