@@ -7,6 +7,7 @@ nothing else would tell that it has become worth using. Seconds come from StepRe
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -32,7 +33,9 @@ _WEIGHT = 0.25  # of what one look says drafting saves
 _FEW, _MANY = 0.2, 0.02  # weights of one step in averages over steps that are rare, and over all
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
 _FAILED = (8, 16, 24, 32, 48, 64, 96, 128)  # drafts in a row without an accepted token, at which somebody has to look
-_WORTH_BEGINNING, _WORTH_STAYING = 1.02, 1.01  # times as fast as plain decoding, from which on drafting begins, goes on
+# Gain over plain decoding from which on drafting begins, and goes on: for one request, and more for twice as many, of
+# which some are always being prepared for it.
+_WORTH_BEGINNING, _WORTH_STAYING = (0.02, 0.01), (0.01, 0.005)
 _SINGLE_CHANGES = 4  # requests per plan that are considered one by one
 
 
@@ -287,8 +290,9 @@ class AutoPacing(Pacing):
     def _worth_it(self, search: Search, ideal: Plan, requests: list[Request]) -> Plan:
         """Plain decoding, unless drafting is faster by more than beliefs may be wrong; to stay with it takes less."""
         is_drafting = any(r.wanted() for r in requests if r.asked is None)
-        least = _WORTH_STAYING if is_drafting else max(_WORTH_BEGINNING, 1 + self.options.margin)
-        return ideal if ideal.goodput > least * search.plain.goodput else search.plain
+        alone, doubled = _WORTH_STAYING if is_drafting else _WORTH_BEGINNING
+        gain = max(alone + doubled * math.log2(len(requests)), 0.0 if is_drafting else self.options.margin)
+        return ideal if ideal.goodput > (1 + gain) * search.plain.goodput else search.plain
 
     def _repays(self, gain: float, plan: Plan, ready: Plan, i: int, r: Request) -> bool:
         """Whether catching up costs less than it brings until the likely end of a request.
