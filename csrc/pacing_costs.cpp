@@ -14,7 +14,7 @@ constexpr int NEW_STEPS = 4, JUMP_STEPS = 4, FAR = 3;
 struct Deviations {
     double first, least, most;
 };
-constexpr Deviations NOISE = {0.05, 0.02, 0.3}, UNIT_DRIFT = {0.03, 0.003, 0.1};
+constexpr Deviations NOISE = {0.05, 0.02, 0.3}, UNIT_DRIFT = {0.02, 0.003, 0.03};
 
 double square(double x) { return x * x; }
 

@@ -25,6 +25,7 @@ _EARLY_STEPS, _EARLY_SPACING, _SPACING = 48, 2, 84  # steps from one trial of a 
 _TRIAL_STEPS = 4  # of a trial that costs little
 _PLAIN_STEPS = 2  # of one of plain decoding
 _PLAIN_SPACING, _FIRST_PLAIN = (16, 300), 8  # steps between these: least, most; before the first, then twice as many
+_FREE_PLAIN = 8  # such trials, by the size of the batch, that are made whatever they seem to cost: beliefs are young
 _SEEN_SPACING, _NUM_MARKS = (64, 600), 4  # steps between trials of a width that was seen; such widths, about
 _OPTIMISM = 1.5  # standard deviations
 _WORTH_TRYING = 1.02  # hoped-for gain
@@ -161,11 +162,12 @@ class Trials:
             return
         free = [(r, k) for r, k in zip(requests, chosen.lengths, strict=True) if r.asked is None]
         catchup = sum(drafts[r.draft].catchup(r.lag) for r, k in free if k and r.lag)
-        if cost + catchup > self._allowance:
+        is_free = chosen is search.plain and self._num_plain[size] < _FREE_PLAIN
+        if cost + catchup > self._allowance and not is_free:
             return
         is_early = passes.num_steps < _EARLY_STEPS
         most = _PLAIN_STEPS if chosen is search.plain else 3 if is_early else _TRIAL_STEPS
-        self._left = max(1, min(most, int(self._allowance / 4 / max(cost, 1e-3))))
+        self._left = most if is_free else max(1, min(most, int(self._allowance / 4 / max(cost, 1e-3))))
         self._allowance -= cost * self._left + catchup
         self._seen[size, _stretch(chosen)] = step
         self._num_plain[size] += chosen is search.plain
@@ -181,7 +183,8 @@ class Trials:
                 continue
             least, most = _PLAIN_SPACING if is_plain else _SEEN_SPACING
             loss = max(0.0, 1 - mark.goodput / plan.goodput)
-            spacing = min(max(least, _TRIAL_STEPS * loss * (1 if is_plain else _NUM_MARKS) / self._share), most)
+            num_steps = 1.5 * _PLAIN_STEPS if is_plain else _TRIAL_STEPS * _NUM_MARKS  # shares of the allowance
+            spacing = min(max(least, num_steps * loss / self._share), most)
             early = _FIRST_PLAIN << min(8, self._num_plain[size])
             is_early = is_plain and early < _SPACING
             spacing = early if is_early else spacing

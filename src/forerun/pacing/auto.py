@@ -57,7 +57,7 @@ class Options:
         default=80, metadata={"help": "rounds after which a test of acceptance counts 1/e", "min": 5, "max": 10000}
     )
     trial_share: float = field(
-        default=0.004, metadata={"help": "share of the time that trials may cost", "min": 0.0, "max": 0.5}
+        default=0.006, metadata={"help": "share of the time that trials may cost", "min": 0.0, "max": 0.5}
     )
 
 
