@@ -35,7 +35,7 @@ _CLEAR_GAIN = 1.1  # for which a length may change before its time
 _FAILED = (8, 16, 24, 32, 48, 64, 96, 128)  # drafts in a row without an accepted token, at which somebody has to look
 # Gain over plain decoding from which on drafting begins, and goes on: for one request, and more for twice as many, of
 # which some are always being prepared for it.
-_WORTH_BEGINNING, _WORTH_STAYING = (0.02, 0.01), (0.01, 0.005)
+_WORTH_BEGINNING, _WORTH_STAYING = (0.02, 0.006), (0.01, 0.004)
 _SINGLE_CHANGES = 4  # requests per plan that are considered one by one
 
 
