@@ -215,11 +215,12 @@ std::pair<Ids, std::vector<float>> argmax(Decoder& d, Address hidden, const std:
 std::optional<std::vector<Ids>> run_ahead(Decoder& d, const Ids& tokens, const Ids& positions,
                                           const std::vector<int>& counts, const std::vector<int>& lengths,
                                           Address rotations, const Numbers& numbers, const Pools& pools, int num_ids) {
+    if (lengths.size() != counts.size()) throw std::invalid_argument("every run needs a length");
     Runs runs(numbers, static_cast<int>(counts.size()), pools.block_tokens);
     int first_row = 0;
     for (size_t i = 0; i < counts.size(); ++i) {
         Run& run = runs.runs[i];
-        if (counts[i] < 1 || lengths.at(i) < 1 || counts[i] + lengths[i] - 1 > run.num_rows)
+        if (counts[i] < 1 || lengths[i] < 1 || counts[i] + lengths[i] - 1 > run.num_rows)
             throw std::invalid_argument("a run is fed its tokens, and all that is wanted but the last");
         run.first_row = first_row, run.num_rows = counts[i];
         first_row += counts[i];

@@ -40,7 +40,12 @@ void make_plans(Plans* self, std::vector<std::vector<double>> gains, const std::
         if (drafters.at(b) < 0 || drafters[b] >= static_cast<int>(drafts.size())) throw std::out_of_range("drafter");
         candidates.push_back({std::move(gains[b]), found.at(b), drafters[b], fixed.at(b)});
     }
-    new (self) Plans(std::move(candidates), passes, {drafts.begin(), drafts.end()});
+    std::vector<DraftTime> copied;
+    for (const DraftTime* draft : drafts) {
+        if (!draft) throw std::invalid_argument("a drafter without a time");
+        copied.push_back(*draft);
+    }
+    new (self) Plans(std::move(candidates), passes, std::move(copied));
 }
 
 Numbers value_of(Plans& plans, const Lengths& lengths) {
@@ -52,7 +57,7 @@ Numbers value_of(Plans& plans, const Lengths& lengths) {
 }
 
 template <class T>
-T copied(const T& other, nb::handle) {
+T copy_of(const T& other, nb::handle) {
     return other;
 }
 
@@ -71,7 +76,7 @@ void bind_pacing(nb::module_& m) {
         .def_prop_ro("is_settled", &PassTime::is_settled)
         .def_prop_ro("num_steps", &PassTime::num_steps)
         .def_prop_ro("widest", &PassTime::widest)
-        .def("__deepcopy__", &copied<PassTime>, "memo"_a);
+        .def("__deepcopy__", &copy_of<PassTime>, "memo"_a);
     nb::class_<DraftTime>(m, "DraftTime", "Twin of forerun.pacing._drafts.DraftTime.")
         .def(nb::init<>())
         .def("of", &DraftTime::of, "depth"_a, "num_nodes"_a)
@@ -79,7 +84,7 @@ void bind_pacing(nb::module_& m) {
         .def("observe", &DraftTime::observe, "ratio"_a, "depth"_a, "num_nodes"_a, "num_rows"_a, "num_drafts"_a = 1)
         .def("fit", &DraftTime::fit, "passes"_a)
         .def("observe_catchup", &DraftTime::observe_catchup, "relative"_a, "num_tokens"_a)
-        .def("__deepcopy__", &copied<DraftTime>, "memo"_a);
+        .def("__deepcopy__", &copy_of<DraftTime>, "memo"_a);
     nb::class_<Acceptance>(m, "Acceptance", "Twin of forerun.pacing._acceptance.Acceptance.")
         .def(nb::init<double, std::shared_ptr<Acceptance>>(), "memory_rounds"_a, "parent"_a = nb::none())
         .def("count", &Acceptance::count, "granted"_a, "num_drafted"_a, "num_tested"_a, "num_accepted"_a)
@@ -88,10 +93,10 @@ void bind_pacing(nb::module_& m) {
         .def_prop_ro("means", &Acceptance::means)
         .def_prop_ro("hits", &Acceptance::hits)
         .def_prop_ro("misses", &Acceptance::misses)
-        .def_prop_ro("parent", &Acceptance::parent);
+        .def_prop_ro("parent", &Acceptance::parent, nb::sig("def parent(self) -> Acceptance | None"));
     nb::class_<Plans>(m, "Plans", "Twin of forerun.pacing._plan.Plans.")
         .def("__init__", &make_plans, "gains"_a, "found"_a, "drafters"_a, "fixed"_a, "passes"_a, "drafts"_a,
-             nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>())
+             nb::keep_alive<1, 6>())
         .def("search", &Plans::search, "max_rows"_a)
         .def("value", &value_of, "lengths"_a)
         .def("plan", &plan_of, "i"_a)

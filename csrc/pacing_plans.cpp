@@ -42,7 +42,7 @@ std::vector<int> cuts(const std::vector<int>& usable) {
 
 }  // namespace
 
-Plans::Plans(std::vector<Candidate> candidates, const PassTime& passes, std::vector<const DraftTime*> drafts)
+Plans::Plans(std::vector<Candidate> candidates, const PassTime& passes, std::vector<DraftTime> drafts)
     : candidates_(std::move(candidates)), passes_(passes), drafts_(std::move(drafts)) {
     for (const Candidate& c : candidates_) {
         std::vector<double> tokens = {1.0};
@@ -103,7 +103,7 @@ Value Plans::value(const int* lengths) {
     }
     double seconds = passes_s(lengths, rows);
     for (size_t d = 0; d < drafts_.size(); ++d)
-        if (scratch_[d].num_nodes > 0) seconds += drafts_[d]->of(scratch_[d].depth, scratch_[d].num_nodes);
+        if (scratch_[d].num_nodes > 0) seconds += drafts_[d].of(scratch_[d].depth, scratch_[d].num_nodes);
     return {tokens / seconds, seconds, rows};
 }
 

@@ -20,10 +20,10 @@ struct Value {
     double goodput, seconds, rows;
 };
 
-// drafts[d] belongs to drafter d. Costs are looked at as long as this lives.
+// drafts[d] belongs to drafter d. `passes` is looked at as long as this lives.
 class Plans {
  public:
-    Plans(std::vector<Candidate> candidates, const PassTime& passes, std::vector<const DraftTime*> drafts);
+    Plans(std::vector<Candidate> candidates, const PassTime& passes, std::vector<DraftTime> drafts);
 
     // Look at the first nodes in order of their gains, for some numbers of nodes and all cuts; first of all, none.
     void search(double max_rows);
@@ -45,7 +45,7 @@ class Plans {
 
     std::vector<Candidate> candidates_;
     const PassTime& passes_;
-    std::vector<const DraftTime*> drafts_;
+    std::vector<DraftTime> drafts_;
     bool is_spread_ = false;                   // somebody may find nothing
     std::vector<std::vector<double>> tokens_;  // of each request, by its nodes
     std::vector<Draft> scratch_;  // of each drafter, in the plan that is being valued

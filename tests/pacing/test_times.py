@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
-from statistics import median
 
 import numpy as np
 import pytest
@@ -174,10 +172,14 @@ def looks(own_s: float, num_steps: int, alpha: float = 0.7) -> list[int]:
 
 
 def test_looks_take_four_thousandths_of_the_time_at_most():
-    free, dear = looks(0.0, 800, 0.9), looks(0.01, 800, 0.9)
-    apart = [later - earlier for earlier, later in pairwise(step for step in dear if step > 400)]
-    assert len([step for step in free if step > 400]) > 2 * len(apart)
-    assert median(apart) >= 0.01 / (0.004 * 0.04), "62 steps of at most 40 ms are 248 looks"
+    """Steps of 20 ms: a look of 2 ms every 25 steps, one of 10 ms no more rarely than the cap, one of no time soon."""
+    for look_s, apart in ((0.0, 4), (0.002, 25), (0.01, 64)):
+        own = auto._OwnTime()
+        for step in range(1000):
+            has_looked = step % 20 == 0
+            own.observe(StepReport(score_s=0.02, draft_s=0.001 + look_s * has_looked), has_looked)
+        assert own.spacing() == pytest.approx(apart, abs=2)
+    assert len(looks(0.0, 800, 0.9)) > 2 * len(looks(0.01, 800, 0.9))
 
 
 def test_who_comes_in_between_begins_as_a_typical_one():

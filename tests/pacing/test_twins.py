@@ -144,6 +144,8 @@ def test_plans(module, seed):
 def test_what_is_no_plan_is_refused(module):
     with pytest.raises((ValueError, IndexError)):
         module.Plans([[0.5]], [1.0], [1], [-1], module.PassTime(), [module.DraftTime()])
+    with pytest.raises((ValueError, TypeError)):
+        module.Plans([[0.5]], [1.0], [0], [-1], module.PassTime(), [None])
     plans = module.Plans([[0.5]], [1.0], [0], [-1], module.PassTime(), [module.DraftTime()])
     with pytest.raises((ValueError, IndexError)):
         plans.value([1, 2])

@@ -1,4 +1,4 @@
-"""Trying what the plan does not use, rarely and within an allowance of time.
+"""Trying what the plan does not use, rarely and within an allowance of time; only the first trials of plain are free.
 
 Two things go stale when they are not used: the time of other widths, which is tried by running another plan for a step,
 and the acceptance of a drafter that does not pay, which is tried by one token for one request at a time.
@@ -21,6 +21,7 @@ from forerun.types import Sequence
 
 _FIRST_ALLOWANCE = 6.0  # steps of plain decoding
 _MOST_ALLOWANCE = 8.0
+_MOST_DEBT = 1.0  # that a free trial leaves
 _EARLY_STEPS, _EARLY_SPACING, _SPACING = 48, 2, 84  # steps from one trial of a width to the next
 _TRIAL_STEPS = 4  # of a trial that costs little
 _PLAIN_STEPS = 2  # of one of plain decoding
@@ -94,7 +95,7 @@ class _Probe:
 
 
 class Trials:
-    """share: of all time, what trials may cost."""
+    """share: of all time, what trials may cost, but for the first ones of plain decoding."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -168,7 +169,9 @@ class Trials:
         is_early = passes.num_steps < _EARLY_STEPS
         most = _PLAIN_STEPS if chosen is search.plain else 3 if is_early else _TRIAL_STEPS
         self._left = most if is_free else max(1, min(most, int(self._allowance / 4 / max(cost, 1e-3))))
-        self._allowance -= cost * self._left + catchup
+        # A free trial leaves little debt: most of what it costs beyond the allowance is nobody else's.
+        left = self._allowance - cost * self._left - catchup
+        self._allowance = max(min(self._allowance, -_MOST_DEBT), left) if is_free else left
         self._seen[size, _stretch(chosen)] = step
         self._num_plain[size] += chosen is search.plain
         self._next_trial = step + (_EARLY_SPACING if is_early else _SPACING)
@@ -183,7 +186,9 @@ class Trials:
                 continue
             least, most = _PLAIN_SPACING if is_plain else _SEEN_SPACING
             loss = max(0.0, 1 - mark.goodput / plan.goodput)
-            num_steps = 1.5 * _PLAIN_STEPS if is_plain else _TRIAL_STEPS * _NUM_MARKS  # shares of the allowance
+            num_steps = (
+                1.5 * _PLAIN_STEPS if is_plain else _TRIAL_STEPS * _NUM_MARKS
+            )  # so that they take two thirds of the share
             spacing = min(max(least, num_steps * loss / self._share), most)
             early = _FIRST_PLAIN << min(8, self._num_plain[size])
             is_early = is_plain and early < _SPACING

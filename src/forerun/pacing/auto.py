@@ -33,8 +33,8 @@ _WEIGHT = 0.25  # of what one look says drafting saves
 _FEW, _MANY = 0.2, 0.02  # weights of one step in averages over steps that are rare, and over all
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
 _FAILED = (8, 16, 24, 32, 48, 64, 96, 128)  # drafts in a row without an accepted token, at which somebody has to look
-# Gain over plain decoding from which on drafting begins, and goes on: for one request, and more for twice as many, of
-# which some are always being prepared for it.
+# Gain over plain decoding from which on drafting begins, and goes on: for one request, and what each doubling of their
+# number adds, because of many some are always being prepared for it.
 _WORTH_BEGINNING, _WORTH_STAYING = (0.02, 0.006), (0.01, 0.004)
 _SINGLE_CHANGES = 4  # requests per plan that are considered one by one
 
@@ -291,7 +291,8 @@ class AutoPacing(Pacing):
         """Plain decoding, unless drafting is faster by more than beliefs may be wrong; to stay with it takes less."""
         is_drafting = any(r.wanted() for r in requests if r.asked is None)
         alone, doubled = _WORTH_STAYING if is_drafting else _WORTH_BEGINNING
-        gain = max(alone + doubled * math.log2(len(requests)), 0.0 if is_drafting else self.options.margin)
+        num_free = sum(r.asked is None for r in requests)
+        gain = max(alone + doubled * math.log2(max(1, num_free)), 0.0 if is_drafting else self.options.margin)
         return ideal if ideal.goodput > (1 + gain) * search.plain.goodput else search.plain
 
     def _repays(self, gain: float, plan: Plan, ready: Plan, i: int, r: Request) -> bool:
