@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from forerun.errors import InternalError
 from forerun.models.layers import Decoder, DecoderConfig, Rope
 from forerun.ops.cpu import CpuOps
-from forerun.ops.packed import PackedMatrix
+from forerun.ops.packed import PackedMatrix, run_numbers
 from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch
 from ops.native_cases import (
@@ -269,6 +270,33 @@ def test_running_ahead_stays_within_the_rows_that_were_reserved(isa: str) -> Non
     batch = session.batch({0: [3]}, {})
     with pytest.raises(InternalError, match="reserve"):
         session.model.run_ahead(batch, [40], session.cache, 77)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lengths": [2]}, "length"),
+        ({"lengths": [0, 1]}, "all that is wanted"),
+        ({"lengths": [4, 1]}, "all that is wanted"),
+        ({"counts": [0, 2]}, "all that is wanted"),
+        ({"counts": [2, 1], "lengths": [2, 2]}, "run and a position"),
+        ({"positions": [2]}, "run and a position"),
+    ],
+)
+def test_running_ahead_refuses_what_does_not_fit_together(isa: str, changed: dict, message: str) -> None:
+    """Two runs of one token, three rows for the first and two for the second: the binding itself looks."""
+    session = Session(make_decoder(make_config(), BFLOAT16, isa), max_seq_len=64)
+    session.run({0: [1, 2], 1: [1, 2]})
+    batch, decoder = session.batch({0: [3], 1: [4]}, {}), session.model.compiled
+    for slot in (0, 1):
+        session.cache.reserve(slot, 3 - slot)
+    fed = dataclasses.replace(batch, run_starts=[0, 3, 5])
+    numbers, pools = run_numbers(fed, session.cache.tables(fed)), decoder._pools_of(session.cache)
+    rotations = session.model._rope.table(16).data_ptr()
+    good = {"tokens": [3, 4], "positions": [2, 2], "counts": [1, 1], "lengths": [3, 2]}
+    assert len(decoder._native.run_ahead(*good.values(), rotations, numbers, pools, 70)[0]) == 3
+    with pytest.raises(ValueError, match=message):
+        decoder._native.run_ahead(*(good | changed).values(), rotations, numbers, pools, 70)
 
 
 def test_running_ahead_stops_at_logits_that_are_no_numbers(isa: str) -> None:

@@ -12,7 +12,7 @@ from forerun.pacing import auto, make
 from forerun.pacing._acceptance import Acceptance
 from forerun.pacing._costs import PassTime
 from forerun.pacing._drafts import DraftTime
-from forerun.pacing._plan import Batch, Candidate, Plan, Search, evaluate
+from forerun.pacing._plan import Batch, Candidate, Plan, Search
 from forerun.theory import formulas
 from forerun.types import SequenceStep, StepReport
 from pacing.simulator import CPU, GPU, QUIET, Machine, Track, World
@@ -320,7 +320,7 @@ def test_a_draft_that_may_not_be_found_is_two_widths():
         passes.observe([0.02 * CPU(1 + step % 20)], 1 + step % 20, 1)
     batch = Batch([Candidate("lookup", [0.2] * 15, 0.3)], passes, {"lookup": DraftTime()})
     expected = 0.3 * passes.rows(16) + 0.7 * passes.rows(1) + batch.drafts["lookup"].of(0.3 * 15, 0.3 * 15)
-    assert evaluate(batch, [15]).seconds == pytest.approx(expected)
+    assert Search(batch, 100).value([15]).seconds == pytest.approx(expected)
     assert passes.rows(16) == pytest.approx(CPU(16), rel=0.08)
 
 
@@ -338,7 +338,8 @@ def test_the_search_is_the_best_of_all_plans():
         passes,
         {"model": DraftTime(), "lookup": DraftTime()},
     )
-    best = max(evaluate(batch, [a, b, c]).goodput for a in range(7) for b in range(4) for c in range(7))
-    found = Search(batch, 100).best
+    search = Search(batch, 100)
+    best = max(search.value([a, b, c]).goodput for a in range(7) for b in range(4) for c in range(7))
+    found = search.best
     assert found.goodput >= 0.98 * best
-    assert evaluate(batch, found.lengths).goodput == pytest.approx(found.goodput)
+    assert search.value(found.lengths).goodput == pytest.approx(found.goodput)

@@ -132,4 +132,4 @@ def test_regret_on_simulated_machines():
             ratios.append(run(world, 600).rate(100) / oracle(world, 0, 1))
         print(f"{num} at once, acceptance {alpha}: {[round(ratio, 3) for ratio in ratios[-10:]]}")
     print(f"mean {math.prod(ratios) ** (1 / len(ratios)):.4f}, least {min(ratios):.3f}")
-    check(ratios, mean=0.985, least=0.88)
+    check(ratios, mean=0.985, least=0.9)

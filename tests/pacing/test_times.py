@@ -10,7 +10,7 @@ import pytest
 from forerun.pacing import auto
 from forerun.pacing._costs import PassTime, _Roughness
 from forerun.pacing._drafts import DraftTime
-from forerun.pacing._plan import Batch, Candidate, Search, evaluate
+from forerun.pacing._plan import Batch, Candidate, Search
 from forerun.pacing._times import StepTimes, size_of
 from forerun.types import DraftStep, StepReport
 from pacing.simulator import CPU, Machine, World
@@ -145,11 +145,12 @@ def test_the_deepest_request_pays_for_its_passes():
     candidates.append(Candidate("model", [0.98**j for j in range(1, 17)], 1.0))
     cheap = Search(Batch(candidates, passes, {"model": free}), 200).best
     batch = Batch(candidates, passes, {"model": dear})
-    found = Search(batch, 200).best
+    search = Search(batch, 200)
+    found = search.best
     assert max(cheap.lengths) == 16
     assert 1 <= max(found.lengths) <= 4
     assert min(found.lengths) >= 1, "the others draft along while they cost no further pass"
-    assert found.goodput >= max(evaluate(batch, [k] * 7 + [deep]).goodput for k in range(5) for deep in range(k, 17))
+    assert found.goodput >= max(search.value([k] * 7 + [deep]).goodput for k in range(5) for deep in range(k, 17))
 
 
 # ----------------------------------------------------------------------------------------------------- when it looks

@@ -57,11 +57,6 @@ class Plan:
     rows: float
 
 
-def evaluate(batch: Batch, lengths: Seq[int]) -> Plan:
-    """What given lengths would do."""
-    return Plan(list(lengths), *_plans(batch).value(list(lengths)))
-
-
 class Search:
     """The plan of most goodput, and the best one of each stretch of widths, for whoever wants to try another.
 

@@ -21,8 +21,8 @@ from forerun.types import Sequence
 
 _FIRST_ALLOWANCE = 6.0  # steps of plain decoding
 _MOST_ALLOWANCE = 8.0
-_MOST_DEBT = 1.0  # that a free trial leaves
-_EARLY_STEPS, _EARLY_SPACING, _SPACING = 48, 2, 84  # steps from one trial of a width to the next
+_EARLY_STEPS, _EARLY_SPACING, _SPACING = 48, 2, 128  # steps from one trial of a width to the next: at first, most
+_GROW = 0.25  # and in between, as a share of all steps
 _TRIAL_STEPS = 4  # of a trial that costs little
 _PLAIN_STEPS = 2  # of one of plain decoding
 _PLAIN_SPACING, _FIRST_PLAIN = (16, 300), 8  # steps between these: least, most; before the first, then twice as many
@@ -166,15 +166,13 @@ class Trials:
         is_free = chosen is search.plain and self._num_plain[size] < _FREE_PLAIN
         if cost + catchup > self._allowance and not is_free:
             return
-        is_early = passes.num_steps < _EARLY_STEPS
-        most = _PLAIN_STEPS if chosen is search.plain else 3 if is_early else _TRIAL_STEPS
+        most = _PLAIN_STEPS if chosen is search.plain else _TRIAL_STEPS
         self._left = most if is_free else max(1, min(most, int(self._allowance / 4 / max(cost, 1e-3))))
-        # A free trial leaves little debt: most of what it costs beyond the allowance is nobody else's.
-        left = self._allowance - cost * self._left - catchup
-        self._allowance = max(min(self._allowance, -_MOST_DEBT), left) if is_free else left
+        if not is_free:  # nothing is taken from trials of what may be better, neither time nor turns
+            self._allowance -= cost * self._left + catchup
+            self._next_trial = step + _spacing(passes.num_steps)
         self._seen[size, _stretch(chosen)] = step
         self._num_plain[size] += chosen is search.plain
-        self._next_trial = step + (_EARLY_SPACING if is_early else _SPACING)
         self._trial = free
 
     def _stale(self, step: int, size: int, search: Search, plan: Plan) -> Plan | None:
@@ -186,9 +184,8 @@ class Trials:
                 continue
             least, most = _PLAIN_SPACING if is_plain else _SEEN_SPACING
             loss = max(0.0, 1 - mark.goodput / plan.goodput)
-            num_steps = (
-                1.5 * _PLAIN_STEPS if is_plain else _TRIAL_STEPS * _NUM_MARKS
-            )  # so that they take two thirds of the share
+            # Trials of plain take two thirds of the share at most, those of all other marks the whole one.
+            num_steps = 1.5 * _PLAIN_STEPS if is_plain else _TRIAL_STEPS * _NUM_MARKS
             spacing = min(max(least, num_steps * loss / self._share), most)
             early = _FIRST_PLAIN << min(8, self._num_plain[size])
             is_early = is_plain and early < _SPACING
@@ -293,6 +290,11 @@ class Trials:
             probe.credit = min(_MOST_CREDIT, probe.credit + (1 if num_accepted else -1))
         if probe.credit <= 0 or probe.num_tests >= _PROBE_TESTS:
             probe.stop(step, failed=True)
+
+
+def _spacing(num_steps: int) -> int:
+    """Steps from one trial of a width to the next, after so many: rarely trying what one knows."""
+    return _EARLY_SPACING if num_steps < _EARLY_STEPS else int(min(_GROW * num_steps, _SPACING))
 
 
 def _stretch(plan: Plan) -> int:

@@ -1,7 +1,7 @@
 """What a look computes with: in C++ where the kernels run, else in Python.
 
 A look lies between two passes that have just read all weights, so that its code and data come from memory again: numpy
-takes ten times as long there as in a loop, and a look in Python a millisecond, which is a step of a small model.
+takes five times as long there as in a loop, and a look in Python a millisecond, which is a step of a small model.
 csrc/pacing_*.cpp are twins of the classes here, equal but for rounding (tests/pacing/test_twins.py).
 """
 

@@ -23,7 +23,7 @@ from forerun.types import Sequence, StepReport
 _DRAFTER_MEMORY = 10  # an engine remembers so many times longer than a request
 _UNSEEN_ROWS = 16  # rows that are taken for affordable before anything was measured, and
 _UNSEEN_NODES = 5  # nodes
-_WIDER = 1.3  # and how much wider than ever seen a pass may become at once
+_WIDER = 1.4  # and how much wider than ever seen a pass may become at once
 _LEARNING_STEPS = 32  # of a request, in which its length may change at every look
 _LOOK_STEPS = (4, 64)  # from one look at what was measured to the next: least, and most where looking takes long
 _MOST_IDLE = 3  # times that a look which changed nothing moves the next one further away
