@@ -7,7 +7,7 @@ namespace forerun::pacing {
 
 namespace {
 
-constexpr double FLAT = 0.2, SHAPE_SD = 0.6, CURVE_DRIFT = 0.002, NEW_NOISE = 0.5, OUTLIER = 3.0, JUMP = 0.5;
+constexpr double FLAT = 0.2, SHAPE_SD = 0.6, CURVE_DRIFT = 0.002, NEW_NOISE = 0.15, OUTLIER = 3.0, JUMP = 0.5;
 constexpr double OTHER_BATCH = 0.2, LEAST_SECONDS = 1e-9;
 constexpr int NEW_STEPS = 4, JUMP_STEPS = 4, FAR = 3;
 

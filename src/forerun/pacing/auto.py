@@ -26,6 +26,7 @@ _UNSEEN_NODES = 5  # nodes
 _WIDER = 1.4  # and how much wider than ever seen a pass may become at once
 _LEARNING_STEPS = 32  # of a request, in which its length may change at every look
 _LOOK_STEPS = (4, 64)  # from one look at what was measured to the next: least, and most where looking takes long
+_EARLY_LOOKS = 6  # with costs that are new: what they know of so many steps moves the next look one step further away
 _MOST_IDLE = 3  # times that a look which changed nothing moves the next one further away
 _BEHIND = 2  # steps of the plan behind a trial: without them, the machine may have changed its speed just then
 _OWN_SHARE = 0.004  # of all time, which looking may take
@@ -159,9 +160,11 @@ class AutoPacing(Pacing):
         lengths = [r.wanted() for r in self._present]
         self._num_idle = min(self._num_idle + 1, _MOST_IDLE) if lengths == self._lengths else 0
         self._lengths = lengths
-        is_early = self._costs.passes.num_steps < _LEARNING_STEPS
+        known_steps = self._costs.passes.num_steps
+        is_early = known_steps < _LEARNING_STEPS
         self._least = 1 if is_early else _LOOK_STEPS[0]
-        self._next_look = self._step + (1 if is_early else (1 + self._num_idle) * self._own.spacing())
+        spacing = 1 + known_steps // _EARLY_LOOKS if is_early else (1 + self._num_idle) * self._own.spacing()
+        self._next_look = self._step + spacing
 
     def _try(self, granted: list[int]) -> list[int]:
         """What is to be tried in this step, if anything. A look at it waits for what the plan takes behind it."""
