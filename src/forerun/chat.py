@@ -16,6 +16,7 @@ from typing import TextIO
 import typer
 
 from forerun.config import EngineConfig
+from forerun.engine.collector import spare_what_is_loaded
 from forerun.engine.llm import LLM
 from forerun.engine.opening import is_shipped, refuse_without_template
 from forerun.engine.prompts import Message
@@ -143,7 +144,9 @@ def open_models(config: EngineConfig) -> LLM:
     fetches = any(name is not None and is_hub_id(name) for name in (config.target, config.draft))
     # What is fetched has bars of its own, and those of two writers on one line would scroll.
     with nullcontext() if fetches else make_console(stderr=True).status("loading ..."):
-        return LLM.from_config(config)
+        llm = LLM.from_config(config)
+    spare_what_is_loaded()
+    return llm
 
 
 def unlimited(params: SamplingParams, is_limited: bool, config: EngineConfig) -> SamplingParams:

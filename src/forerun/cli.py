@@ -188,9 +188,12 @@ def _generate(llm: LLM, requests: Seq[Encoded]) -> list[RequestOutput]:
 
 
 def _open(config: Any) -> LLM:
+    from forerun.engine.collector import spare_what_is_loaded
     from forerun.engine.llm import LLM
 
-    return LLM.from_config(config)
+    llm = LLM.from_config(config)
+    spare_what_is_loaded()
+    return llm
 
 
 def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:

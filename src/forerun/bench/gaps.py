@@ -31,6 +31,7 @@ from forerun.bench.results import Variant, print_ceiling, record_of
 from forerun.bench.throughput_results import AUTO, PLAIN, fixed_name
 from forerun.bench.widen import with_positions
 from forerun.config import AUTO_SPEC_LENGTH, DEFAULT_SPEC_LENGTH, EngineConfig
+from forerun.engine.collector import spare_what_is_loaded
 from forerun.engine.llm import LLM
 from forerun.engine.opening import is_shipped
 from forerun.engine.request import Request
@@ -89,6 +90,7 @@ def run(config: EngineConfig, plan: GapsPlan) -> None:
     checkpoint = _with_positions(load_widened(config, plan.shape, console), sizes.max_seq_len, console)
     assert checkpoint.tokenizer is not None
     llms = _build(checkpoint, config, plan, sizes, console)
+    spare_what_is_loaded()
     prompts = _Prompts([i for text in texts for i in checkpoint.tokenizer.encode(text)])
     ceiling = print_ceiling(checkpoint.model, console)
     for llm in llms.values():  # first runs pay for page faults and for kernels being chosen

@@ -31,6 +31,7 @@ from forerun.bench.results import (
 )
 from forerun.bench.widen import describe, num_parameters
 from forerun.config import DEFAULT_SPEC_LENGTH, EngineConfig
+from forerun.engine.collector import spare_what_is_loaded
 from forerun.engine.llm import LLM
 from forerun.engine.opening import SHIPPED_DRAFT, is_shipped
 from forerun.errors import BadOption, NotFound, UserError
@@ -101,6 +102,7 @@ def run(config: EngineConfig, plan: Plan) -> None:
         draft_name(config)
     checkpoint = load_widened(config, plan.shape, console)
     llms = _build(checkpoint, config, plan, console)
+    spare_what_is_loaded()
     ceiling = print_ceiling(checkpoint.model, console)
     drafts = draft_models(llms)
     for model in drafts:

@@ -45,6 +45,7 @@ from forerun.bench.throughput_results import (
 )
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
+from forerun.engine.collector import spare_what_is_loaded
 from forerun.engine.llm import LLM
 from forerun.engine.opening import is_shipped
 from forerun.engine.request import Request
@@ -111,6 +112,7 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> None:
     assert checkpoint.tokenizer is not None
     prompts = [checkpoint.tokenizer.encode(text) for text in texts]
     llms = _build(checkpoint, config, plan, prompts)
+    spare_what_is_loaded()
     ceiling = print_ceiling(checkpoint.model, console)
     _warm_up(llms, prompts)
     with latency.progress_bar() as progress:

@@ -192,6 +192,7 @@ class Runner:
 
 def _answer(requests: RequestFile, answers: AnswerFile, config: EngineConfig, numbers: Numbers) -> None:
     """Load the model and answer what is missing."""
+    from forerun.engine.collector import spare_what_is_loaded
     from forerun.engine.llm import LLM
     from forerun.engine.opening import refuse_without_template, suggested_fields
 
@@ -199,6 +200,7 @@ def _answer(requests: RequestFile, answers: AnswerFile, config: EngineConfig, nu
         refuse_without_template(config)
     defaults = suggested_fields(config)
     llm = LLM.from_config(config)
+    spare_what_is_loaded()
     missing = (request for request in requests if request.custom_id not in answers.finished)
     runner = Runner(llm, model_names(config.target), defaults, WINDOW_BATCHES * config.max_batch_size)
     numbers.started_s = time.perf_counter()
