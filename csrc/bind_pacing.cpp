@@ -73,6 +73,7 @@ void bind_pacing(nb::module_& m) {
         .def("observe_mixed", &PassTime::observe_mixed, "seconds"_a, "num_other"_a, "num_rows"_a)
         .def("observe", &PassTime::observe, "run_s"_a, "num_rows"_a, "num_sequences"_a)
         .def("rest", &PassTime::rest, "num_steps"_a)
+        .def("carry_over", &PassTime::carry_over)
         .def_prop_ro("is_settled", &PassTime::is_settled)
         .def_prop_ro("num_steps", &PassTime::num_steps)
         .def_prop_ro("widest", &PassTime::widest)

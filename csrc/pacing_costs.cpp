@@ -8,7 +8,7 @@ namespace forerun::pacing {
 namespace {
 
 constexpr double FLAT = 0.2, SHAPE_SD = 0.6, CURVE_DRIFT = 0.002, NEW_NOISE = 0.15, OUTLIER = 3.0, JUMP = 0.5;
-constexpr double OTHER_BATCH = 0.2, LEAST_SECONDS = 1e-9;
+constexpr double OTHER_SIZE_SD = 0.2, OTHER_BATCH = 0.2, LEAST_SECONDS = 1e-9;
 constexpr int NEW_STEPS = 4, JUMP_STEPS = 4, FAR = 3;
 
 struct Deviations {
@@ -131,6 +131,16 @@ void PassTime::observe(const std::vector<double>& run_s, int num_rows, int num_s
     num_steps_ += num;
     widest_ = std::max(widest_, num_rows);
     smooth();
+}
+
+void PassTime::carry_over() {
+    std::array<double, NUM_KNOTS> variances{};
+    for (int i = 1; i < num_; ++i)
+        variances[i] = variances[i - 1] + square(OTHER_SIZE_SD * std::log(static_cast<double>(KNOTS[i]) / KNOTS[i - 1]));
+    for (int i = 0; i < num_; ++i)
+        for (int j = 0; j < num_; ++j) cov_[i][j] += variances[std::min(i, j)];
+    num_seen_.fill(0);
+    outliers_ = 0, num_steps_ = std::min(1, num_steps_);
 }
 
 void PassTime::rest(int num_steps) { cov_[0][0] += num_steps * roughness_.drift(); }

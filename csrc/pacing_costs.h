@@ -45,6 +45,7 @@ class PassTime {
     void observe_mixed(double seconds, int num_other, int num_rows);
     void observe(const std::vector<double>& run_s, int num_rows, int num_sequences);
     void rest(int num_steps);
+    void carry_over();
     int num_steps() const { return num_steps_; }
     int widest() const { return widest_; }
 

@@ -53,7 +53,11 @@ def test_a_size_that_was_asked_for_early_begins_with_what_is_known_later():
     for i in range(100):
         times.observe(report(16, 16 + 16 * (i % 2), 0.02 * (1 + i % 2), 0.002 * (i % 2)))
     times.learn()
-    assert times.of(1).passes.num_steps == 100
+    known, new = times.of(16).passes, times.of(1).passes
+    assert new.rows(32) == known.rows(32) > 1.5
+    assert (known.num_steps, new.num_steps) == (100, 1), "known, but learned anew"
+    widths = 32, 16, known.rows(32), known.rows(16)
+    assert new.spread(*widths) > 2 * known.spread(*widths)
 
 
 def test_one_slow_step_among_like_ones_leaves_no_trace():

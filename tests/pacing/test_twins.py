@@ -58,6 +58,8 @@ def test_passes_and_drafts(module, seed):
                 passed.rest(num)
                 draft.observe_catchup(ratio, other)
             draft.observe(ratio, *shape, rows, num)
+            if other < 30:
+                passed.carry_over()
             draft.fit(passed)
         check_passes(*passes)
         of = [(draft.of(0, 0), draft.of(3, 8), draft.of(8, 8), draft.catchup(17)) for draft in drafts]

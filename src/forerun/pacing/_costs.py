@@ -8,6 +8,7 @@ about the shape. What a drafter takes is divided by what the target took in the 
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
@@ -23,6 +24,7 @@ KNOTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192,
 
 _FLAT = 0.2  # hoped-for growth of a width that was never seen, as a share of growth in proportion to the rows
 _SHAPE_SD = 0.6  # how far off that hope may be: standard deviation of the logarithm, likewise
+_OTHER_SIZE_SD = 0.2  # how far off the curve of another size of batch may be, likewise
 _CURVE_DRIFT = 0.002  # per step, of the logarithm
 _NOISE = (0.05, 0.02, 0.3)  # of one observation: first guess, least, most
 _UNIT_DRIFT = (0.02, 0.003, 0.03)  # per step, of the logarithm of the unit, likewise; jumps are not drift
@@ -133,6 +135,16 @@ class PassTime:
     def rest(self, num_steps: int) -> None:
         """Steps of which nothing was learned: the machine may have changed its speed meanwhile."""
         self._cov[0][0] += num_steps * self._roughness.drift
+
+    def carry_over(self) -> None:
+        """From here on it is of batches of another size, whose curve is only about the same."""
+        variances = [0.0]
+        for last, knot in itertools.pairwise(KNOTS[: len(self._state)]):
+            variances.append(variances[-1] + (_OTHER_SIZE_SD * math.log(knot / last)) ** 2)
+        for i, row in enumerate(self._cov):
+            self._cov[i] = [own + variances[min(i, j)] for j, own in enumerate(row)]
+        self._num_seen = [0] * len(self._num_seen)
+        self._outliers, self.num_steps = 0, min(1, self.num_steps)
 
     def _observe_few(self, seconds: float, num_rows: int, num_passes: int, num_idle: float) -> None:
         """The median of a few passes, before or after `num_idle` others."""

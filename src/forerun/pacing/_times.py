@@ -37,7 +37,7 @@ class Costs:
 class StepTimes:
     """By the size of the batch, doubling: what is added to rows by sequences and their contexts differs with it.
 
-    A size that comes for the first time begins with what the nearest one has shown.
+    A size that comes for the first time begins with what the nearest one has shown, and learns as a new one does.
     """
 
     def __init__(self) -> None:
@@ -52,6 +52,7 @@ class StepTimes:
             known = [other for other, seen in self._by_size.items() if seen.passes.num_steps]
             if known:
                 costs = deepcopy(self._by_size[min(known, key=lambda other: abs(other - size))])
+                costs.passes.carry_over()
                 self._by_size[size] = costs
         return costs
 
