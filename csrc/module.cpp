@@ -8,6 +8,7 @@ void bind_pacing(nanobind::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "Native CPU kernels of forerun; loaded through forerun.native.";
+    nanobind::set_leak_warnings(false);  // who calls gc.freeze() exits with its engines alive
     bind_system(m);
     bind_ops(m);
     bind_sampling(m);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import subprocess
@@ -36,11 +37,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Done:
-    """What a command left behind."""
+    """What a command left behind. num_spared: objects that it kept from garbage collections, in this process."""
 
     returncode: int
     stdout: str
     stderr: str
+    num_spared: int = 0
 
 
 def _given(environ: Mapping[str, str]) -> list[str]:
@@ -67,8 +69,10 @@ def cli(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
             capfd.readouterr()
             with pytest.raises(SystemExit) as exit_:
                 main(arguments)
+        num_spared = gc.get_freeze_count()
+        gc.unfreeze()  # this process has other tests to run
         out, err = capfd.readouterr()
-        return Done(int(exit_.value.code or 0), out, err)
+        return Done(int(exit_.value.code or 0), out, err, num_spared)
 
     return run
 
