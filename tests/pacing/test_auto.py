@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from forerun.pacing._acceptance import Acceptance
 from forerun.pacing._costs import PassTime
 from forerun.pacing._drafts import DraftTime
 from forerun.pacing._plan import Batch, Candidate, Plan, Search
+from forerun.pacing._trials import Request
 from forerun.theory import formulas
 from forerun.types import SequenceStep, StepReport
 from pacing.simulator import CPU, GPU, QUIET, Machine, Track, World
@@ -311,6 +313,16 @@ def test_the_cost_of_drafts_is_split_by_passes_and_nodes():
     assert costs.of(4, 8) == pytest.approx(0.01 + 0.2 + 0.032, rel=0.03)
     costs.observe_catchup(0.5, 100)
     assert costs.catchup(1000) == pytest.approx(5.0)
+
+
+def test_what_must_be_won_grows_with_the_requests_that_may_draft() -> None:
+    """A gain of 3 %: enough for one request, whatever is decoded plainly beside it, and not enough for 32."""
+    pacing, num = auto.build(auto.Options(), None), 32
+    search = SimpleNamespace(plain=Plan([0] * num, 1.0, float(num), float(num)))
+    drafting = Plan([1] + [0] * (num - 1), 1.03, 40.0, 33.0)
+    for num_free, expected in ((1, drafting), (num, search.plain)):
+        requests = [Request("model", Acceptance(80), None if i < num_free else 0, 0) for i in range(num)]
+        assert pacing._worth_it(search, drafting, requests) is expected  # type: ignore[arg-type]
 
 
 def test_a_draft_that_may_not_be_found_is_two_widths():
