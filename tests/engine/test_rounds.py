@@ -215,6 +215,7 @@ class Asked(FixedPacing):
 def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
     """Greedy requests whose drafts end at different depths, beside one that draws; shipped pair, native operators."""
     rounds, num_at_once, lengths = list[list[RoundDetail]](), list[int](), list[list[list[int]]]()
+    reports = list[StepReport]()
     for policy in (FixedPacing, Asked):
         llm, found = LLM(pacing="fixed", max_seq_len=256), list[RoundDetail]()
         engine, calls, held = llm.engine, list[int](), list[list[int]]()
@@ -223,6 +224,7 @@ def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
         runner.run_ahead = lambda starts, at_once=at_once, calls=calls: calls.append(1) or at_once(starts)  # type: ignore
         engine.stepper.pacing = engine.pacing = policy(6)
         llm.listen(lambda report, found=found: found.extend(report.rounds), detail=True)  # type: ignore[misc]
+        llm.listen(reports.append)
         observe, cache = engine.drafter.observe, runner.cache
 
         def watch(
@@ -243,6 +245,9 @@ def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
     assert num_at_once[1] == 0
     assert num_at_once[0] > 5 or not runner.finds_best
     assert {len(own.tokens) for own in rounds[0]} >= {0, 2, 6}
+    drafts = [own for report in reports if not report.num_prefill_tokens for own in report.drafts.values()]
+    assert len(drafts) > 20
+    assert not any(own.num_catchup_tokens for own in drafts), "what a round leaves to be fed is no pass of its own"
 
 
 @pytest.mark.once("about one report")
