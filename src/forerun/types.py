@@ -53,11 +53,12 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
 
-    def commit(self, tokens: Seq[int]) -> None:
-        """Append verified tokens. Raises InternalError on a finished sequence or beyond max_len."""
-        if self.finish_reason is not None or len(self.tokens) + len(tokens) > self.max_len:
-            raise InternalError(f"sequence {self.id} cannot take {len(tokens)} more tokens")
-        self.tokens.extend(tokens)
+    def commit(self, token: int, origin: Origin) -> None:
+        """Append a verified token. Raises InternalError on a finished sequence or beyond max_len."""
+        if self.finish_reason is not None or len(self.tokens) >= self.max_len:
+            raise InternalError(f"sequence {self.id} cannot take one more token")
+        self.tokens.append(token)
+        self.origins.append(origin)
 
     @property
     def output_ids(self) -> list[int]:
@@ -328,13 +329,14 @@ class RoundDetail:
 
 
 class SequenceStep(NamedTuple):
-    """What one step did for one decoding sequence. Counts are taken before stop conditions cut."""
+    """What one step did for one decoding sequence. Counts but the last are taken before stop conditions cut."""
 
     sequence_id: int
     draft: str  # the drafter that it is served by
     num_drafted: int
     num_tested: int
     num_accepted: int
+    num_committed: int = 0  # after stop conditions cut
 
 
 @dataclass

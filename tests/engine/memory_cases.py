@@ -66,7 +66,7 @@ def one_pass(config: DecoderConfig, options: EngineConfig, dtype: torch.dtype) -
             step = min(16, length - count - at)
             if step > 0:
                 cache.reserve(slot, step)
-                cache.truncate_to(slot, at + step, written=True)
+                cache.keep(slot, list(range(step)))
     for pool in (*cache.keys, *cache.values):
         pool.zero_()
     wanted = ["none" if options.prefill_chunk_tokens > verified else "all"] + ["all"] * (batch - 1)

@@ -34,7 +34,7 @@ def finished(num_rounds: int, length: int, accepted: int) -> Request:
     request = Request(seq, None)
     for _ in range(num_rounds):
         tested = min(length, accepted + 1)
-        request.report.count(length, accepted, [None] * tested)  # type: ignore[list-item]
+        request.report.count(length, accepted, tested)
     return request
 
 

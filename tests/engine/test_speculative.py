@@ -17,7 +17,8 @@ from engine.speculative_cases import PROMPTS, continuous_batching, e2e, greedy_p
 from forerun import LLM, BadOption, SamplingParams, VocabularyMismatch
 from forerun.config import EngineConfig
 from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET
-from forerun.kv.cache import CacheShape, KVCache
+from forerun.kv.cache import KVCache
+from forerun.kv.pools import CacheShape
 from forerun.rng import Branching, enumerate_outcomes
 from forerun.types import Draft, Probs
 from forerun.verify import chain

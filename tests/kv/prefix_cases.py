@@ -10,7 +10,8 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from forerun.kv.cache import CacheShape, KVCache
+from forerun.kv.cache import KVCache
+from forerun.kv.pools import CacheShape
 from forerun.types import RaggedBatch
 
 SHAPE = CacheShape(num_layers=1, num_kv_heads=1, head_dim=1)

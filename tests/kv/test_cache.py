@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from forerun.errors import CapacityError, InternalError
-from forerun.kv.cache import PAGED_BLOCK_TOKENS, CacheShape, KVCache
+from forerun.kv.cache import PAGED_BLOCK_TOKENS, KVCache
+from forerun.kv.pools import CacheShape
 from forerun.types import RaggedBatch
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=1, head_dim=2)
@@ -194,6 +195,6 @@ def test_integrity_notices_a_block_owned_twice() -> None:
     cache = make()
     cache.open(0)
     write(cache, 0, [1])
-    cache._free.append(cache._tables[0][0])
+    cache._free.append(cache._slots[0].table[0])
     with pytest.raises(InternalError, match="owns one twice"):
         cache.check_integrity()

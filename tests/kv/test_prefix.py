@@ -106,7 +106,7 @@ def test_who_shares(backend: Any, prefix_caching: bool) -> None:
     assert d.open(1, tokens) == (48 if shares else 0)
     assert cache.prefix_hit_tokens == (48 if shares else 0)
     assert cache.prefix_queries_tokens == (128 if prefix_caching else 0)
-    assert cache._prefixes.holds(cache._tables[0][0]) == prefix_caching
+    assert cache._prefixes.holds(cache._slots[0].table[0]) == prefix_caching
     d.check()
 
 
@@ -207,7 +207,7 @@ def test_an_equal_block_stays_private_and_what_follows_it_is_found() -> None:
     d.feed(1, PROMPT[8:12])
     d.cache.publish(1, PROMPT[:12])
     assert d.open(2, PROMPT) == 12
-    tables = d.cache._tables
+    tables = {slot: own.table for slot, own in d.cache._slots.items()}
     assert tables[2] == [*tables[0], tables[1][2]]
     d.check()
 

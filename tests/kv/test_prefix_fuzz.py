@@ -70,16 +70,16 @@ class Lives:
         self.tokens[slot] = [*self.d.kept[slot], *self.some(1, 1)]
 
     def write(self, slot: int, run: list[int], parents: list[int] | None) -> bool:
-        fits, cut = self.d.cache.can_reserve(slot, len(run)), self.d.cache._cut_block(slot)
+        fits, cut = self.d.cache.can_reserve(slot, len(run)), self.d.cache._cut_block(self.d.cache._slots[slot])
         users = 0 if cut is None else self.d.cache._num_users[cut]
         evictable, free = self.d.cache._prefixes.evictable(), list(self.d.cache._free)
-        state = (self.d.cache.free_tokens(), list(self.d.cache._tables[slot]))
+        state = (self.d.cache.free_tokens(), list(self.d.cache._slots[slot].table))
         missing = self.d.cache.missing_blocks(slot, len(run))
         try:
             self.d.write(slot, run, parents)
         except CapacityError:
             assert not fits
-            assert state == (self.d.cache.free_tokens(), self.d.cache._tables[slot])
+            assert state == (self.d.cache.free_tokens(), self.d.cache._slots[slot].table)
             self.seen.add("full")
             return False
         assert fits
@@ -117,7 +117,7 @@ class Lives:
         if self.random.random() < 0.005:
             self.d.cache.clear_prefixes()
         self.d.check()
-        used = {block for table in self.d.cache._tables.values() for block in table}
+        used = {block for own in self.d.cache._slots.values() for block in own.table}
         assert self.d.cache.free_tokens() == (self.num_blocks - len(used)) * BLOCK
 
 

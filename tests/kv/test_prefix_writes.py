@@ -28,7 +28,9 @@ def test_cut_anywhere_and_write_on(length: int, is_shared: bool) -> None:
     assert d.cache.free_tokens() == (12 - used) * BLOCK
     assert d.found([*PROMPT, 9]) == 16  # a cut takes nothing away from others
     copies = int(is_shared and inside)
-    assert d.cache.num_reserved_tokens(0) == (kept - copies) * BLOCK
+    room = d.cache.room(0)
+    assert room.length + room.slack == (kept - copies) * BLOCK
+    assert room.next_blocks == (d.cache.missing_blocks(0, 1) if room.slack <= 0 else 0)
     d.cache.publish(0, PROMPT)  # nothing new
     d.feed(0, [7, 8, 9, 10, 11])
     new = [*PROMPT[:length], 7, 8, 9, 10, 11]
@@ -110,13 +112,12 @@ def test_a_tree_behind_a_shared_prefix_moves_only_its_own_rows() -> None:
 def test_slots_that_are_not_open_publish_nothing() -> None:
     cache = pool()
     cache.release(3)
-    assert cache.num_reserved_tokens(3) == 0
     with pytest.raises(InternalError, match="slot 3 is not open"):
         cache.publish(3, PROMPT)
 
 
 def _miscount(cache: KVCache) -> None:
-    cache._num_users[cache._tables[0][0]] += 1
+    cache._num_users[cache._slots[0].table[0]] += 1
 
 
 def _free_though_published(cache: KVCache) -> None:
@@ -126,7 +127,7 @@ def _free_though_published(cache: KVCache) -> None:
 
 
 def _shared_though_private(cache: KVCache) -> None:
-    cache._prefixes.remove(cache._tables[0][0])
+    cache._prefixes.remove(cache._slots[0].table[0])
 
 
 def _another_key(cache: KVCache) -> None:
@@ -144,19 +145,19 @@ def _lost_block(cache: KVCache) -> None:
 
 
 def _path_too_long(cache: KVCache) -> None:
-    cache._lengths[0] = 7
+    cache._slots[0].length = 7
 
 
 def _path_of_another(cache: KVCache) -> None:
-    cache._paths[0].salt = "another"
+    cache._slots[0].path.salt = "another"
 
 
 def _forgotten_path(cache: KVCache) -> None:
-    cache._paths[0].nodes.pop()
+    cache._slots[0].path.nodes.pop()
 
 
 def _swapped_blocks(cache: KVCache) -> None:
-    cache._tables[0].reverse()
+    cache._slots[0].table.reverse()
 
 
 @pytest.mark.parametrize(

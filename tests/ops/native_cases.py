@@ -249,7 +249,7 @@ class Session:
         """Reserves what the runs need, opens slots that are new."""
         shapes = []
         for slot, run in runs.items():
-            if slot not in self.cache._tables:
+            if slot not in self.cache._slots:
                 self.cache.open(slot)
             self.cache.reserve(slot, len(run))
             shapes.append(RunShape(self.cache.length(slot), tuple(trees.get(slot, range(-1, len(run) - 1)))))

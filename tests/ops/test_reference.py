@@ -56,7 +56,7 @@ class Bench:
         """Logits of every row of one pass [T, V]."""
         starts, tokens, positions, flat = [0], [], [], []
         for slot, run in runs.items():
-            if slot not in self.cache._tables:
+            if slot not in self.cache._slots:
                 self.cache.open(slot)
             self.cache.reserve(slot, len(run))
             tree = (parents or {}).get(slot, range(-1, len(run) - 1))

@@ -100,7 +100,8 @@ def test_drafted_tokens_count_like_committed_ones():
     rest = {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.3}
     logits = torch.randn(5, dtype=torch.float64)
     drafted = law(logits, History.of(seq, [3, 3]), **rest)
-    seq.commit([3, 3])
+    for token in (3, 3):
+        seq.commit(token, "accepted")
     assert drafted == law(logits, History.of(seq), **rest)
     assert drafted != law(logits, History.of(seq, [3]), **rest)
 

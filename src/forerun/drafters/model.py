@@ -82,8 +82,7 @@ class _Room:
         missing = self.cache.missing_blocks(slot, num_tokens)
         if missing > self.num_blocks:
             missing = self.num_blocks
-            own = self.cache.num_reserved_tokens(slot) - self.cache.length(slot)
-            num_tokens = own + missing * self.cache.block_tokens
+            num_tokens = self.cache.room(slot).slack + missing * self.cache.block_tokens
         self.num_blocks -= missing
         return num_tokens
 

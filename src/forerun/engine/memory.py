@@ -25,7 +25,8 @@ from forerun.engine.memory_native import NativeSizes
 from forerun.engine.memory_parts import PROB_BYTES, MemoryPart, Pass, Sizes
 from forerun.engine.memory_reference import ReferenceSizes
 from forerun.errors import BadOption
-from forerun.kv.cache import PAGED_BLOCK_TOKENS, CacheShape
+from forerun.kv.cache import PAGED_BLOCK_TOKENS
+from forerun.kv.pools import CacheShape
 from forerun.models.layers import DecoderConfig
 
 DEFAULT_MAX_SEQ_LEN = 4096  # tokens; a model's own limit may be far beyond what its cache should take unasked

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from forerun.errors import UserError
 from forerun.sampling import takes_the_best
 from forerun.text.detokenizer import Detokenizer
-from forerun.types import FinishReason, Origin, Sequence, TokenLogprob, Trial
+from forerun.types import FinishReason, Origin, Sequence, TokenLogprob
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestReport:
     """How speculation went for one request. Counts are taken before stop conditions cut.
 
@@ -57,7 +57,7 @@ class RequestReport:
         """Of the tokens drafted at position i of a round, the share that was accepted."""
         return [a / d for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
 
-    def count(self, num_drafted: int, num_accepted: int, trials: Seq[Trial]) -> None:
+    def count(self, num_drafted: int, num_accepted: int, num_tested: int) -> None:
         """Add one round of a chain."""
         self.num_steps += 1
         self.num_emitted += num_accepted + 1
@@ -65,7 +65,7 @@ class RequestReport:
         if not num_drafted:
             return
         self.num_drafted += num_drafted
-        self.num_tested += len(trials)
+        self.num_tested += num_tested
         self.num_accepted += num_accepted
         for counts, length in ((self.drafted_per_position, num_drafted), (self.accepted_per_position, num_accepted)):
             counts.extend([0] * (num_drafted - len(counts)))
@@ -109,6 +109,7 @@ class Request:
         self.report = RequestReport(origins=seq.origins)
         self.error: UserError | None = None  # why it was aborted, where that was not the user's wish
         self._detokenizer = detokenizer
+        self._stops_at_texts = bool(seq.params.stop)
         self._text, self._num_readable = "", 0  # output tokens that have a text: not the one that ended the output
         self._num_read, self._is_read = 0, False  # those whose text was made, and whether it is the whole
         self._reading = threading.RLock()  # anybody may ask for the text while another thread steps
@@ -119,12 +120,11 @@ class Request:
         """Commit tokens until one ends the output; the rest is discarded. Returns how many were committed."""
         seq = self.seq
         for i, token in enumerate(tokens):
-            seq.commit((token,))
-            seq.origins.append(origins[i])
+            seq.commit(token, origins[i])
             if logprobs:
                 seq.logprobs.append(logprobs[i])
-            seq.finish_reason = self._finish_reason(token)
-            if seq.finish_reason is not None:
+            if (reason := self._finish_reason(token)) is not None:
+                seq.finish_reason = reason
                 return i + 1
         return len(tokens)
 
@@ -181,8 +181,8 @@ class Request:
         seq = self.seq
         if token in seq.end_ids:
             return "stop"  # it is kept in token_ids and never appears in the text
-        self._num_readable = seq.num_output_tokens
-        if seq.params.stop and self._detokenizer is not None:
+        self._num_readable += 1
+        if self._detokenizer is not None and self._stops_at_texts:
             self._read()
             if self._detokenizer.stop is not None:
                 return "stop"

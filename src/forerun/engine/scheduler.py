@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from forerun.drafters import Drafter
+from forerun.engine.crew import NONE
 from forerun.engine.request import Request
 from forerun.kv.cache import KVCache
 from forerun.types import Sequence
@@ -78,7 +79,7 @@ class Scheduler:
         budget = min(self.prefill_chunk_tokens, self.max_num_batched_tokens - len(decode))
         blocks = self._free_blocks() - sum([stand.next_blocks for stand in decode])
         prefill = []
-        for stand in stands:
+        for stand in stands if len(decode) < len(stands) else ():
             take = min(stand.num_remaining, budget)
             if take > 0:
                 take = min(take, self._fits(stand, blocks))
@@ -161,10 +162,8 @@ class Scheduler:
             self._preempt(self.running[-1])
 
     def _stand(self, request: Request) -> _Stand:
-        seq, cache = request.seq, self.cache
-        length = cache.length(seq.id)
-        slack = cache.num_reserved_tokens(seq.id) - length
-        next_blocks = 0 if slack > 0 else cache.missing_blocks(seq.id, 1)
+        seq = request.seq
+        length, slack, next_blocks = self.cache.room(seq.id)
         return _Stand(request, len(seq.tokens) - 1 - length, slack, next_blocks)
 
     def _remaining(self, request: Request) -> int:
@@ -176,8 +175,8 @@ class Scheduler:
 
     def _num_growing(self) -> int:
         """One block for each running request that may need one more: who would soon be preempted is not let in."""
-        tables = ((self.cache.num_reserved_tokens(r.seq.id), r.seq.max_len) for r in self.running)
-        return sum(reserved < max_len for reserved, max_len in tables)
+        rooms = ((self.cache.room(r.seq.id), r.seq.max_len) for r in self.running)
+        return sum(room.length + room.slack < max_len for room, max_len in rooms)
 
     def _blocks_promised(self, request: Request) -> int:
         """Blocks that a running request's prompt, or tokens to recompute, will still take."""
@@ -195,9 +194,10 @@ class Scheduler:
         block, share = self.cache.block_tokens, max(0, num_blocks) // len(decode)
         limits = []
         for stand in decode:
-            seq = stand.request.seq
-            own = stand.slack + (stand.next_blocks + share) * block
-            limits.append(max(0, min(rows, own - 1, seq.max_len - len(seq.tokens) - 1)))
+            seq, own = stand.request.seq, stand.slack - 1 + (stand.next_blocks + share) * block
+            left = seq.max_len - len(seq.tokens) - 1
+            most = own if own < left else left
+            limits.append(0 if seq.draft == NONE else max(0, most if most < rows else rows))
         return limits
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import _signal  # type: ignore[import-not-found]  # `signal` itself looks handlers up in an enum: 30 us of each step
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence as Seq
@@ -102,17 +102,17 @@ def _uninterrupted() -> Iterator[None]:
 
     Only the main thread is interrupted, and only by a handler written in Python.
     """
-    handler = signal.getsignal(signal.SIGINT)
+    handler = _signal.getsignal(_signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or not callable(handler) or isinstance(handler, _Later):
         yield
         return
     later = _Later()
-    signal.signal(signal.SIGINT, later)
+    _signal.signal(_signal.SIGINT, later)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        _signal.signal(_signal.SIGINT, handler)
         if later.came is not None:
             handler(*later.came)
 

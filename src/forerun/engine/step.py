@@ -12,6 +12,7 @@ last committed token plus the draft.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence as Seq
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from forerun import sampling, verify
 from forerun.engine.catchup import CatchUp
-from forerun.engine.crew import NONE, Crew
+from forerun.engine.crew import Crew
 from forerun.engine.request import Request
 from forerun.engine.scheduler import Plan
 from forerun.errors import InternalError, UserError
@@ -75,7 +76,7 @@ class Stepper:
         clock.append(time.perf_counter())
         scores = self._score(plan, draft)
         clock.append(time.perf_counter())
-        laws = [_Laws(seq, draft, b, scores.logits[b], scores.best[b]) for b, seq in enumerate(seqs)]
+        laws = [_laws(seq, draft, b, scores) for b, seq in enumerate(seqs)]
         verdict = verify.judge(draft, laws, coins, [seq.acceptance for seq in seqs])
         clock.append(time.perf_counter())
         report = self._commit(plan, draft, scores, laws, verdict, granted)
@@ -103,10 +104,9 @@ class Stepper:
         lags = _Lags(self.drafter, seqs)
         num_other_rows = sum(take for _, take in plan.prefill)
         paced = self.pacing.budget(seqs, plan.draft_limits, lags, num_other_rows)
-        granted = [
-            max(0, min(pair)) if seq.draft != NONE else 0
-            for seq, *pair in zip(seqs, paced, plan.draft_limits, strict=True)
-        ]
+        if not any(paced):
+            return Draft.empty(len(seqs)), paced
+        granted = [max(0, min(pair)) for pair in zip(paced, plan.draft_limits, strict=True)]
         if not any(granted):
             return Draft.empty(len(seqs)), granted
         catchup_tokens = self.catchup.tokens({seq.draft for seq in seqs}, self.drafter.num_caught_up)
@@ -128,16 +128,19 @@ class Stepper:
         return self.runner.forward(runs)
 
     def _commit(
-        self, plan: Plan, draft: Draft, scores: Scores, laws: list[_Laws], verdict: Verdict, granted: list[int]
+        self, plan: Plan, draft: Draft, scores: Scores, laws: list[Laws], verdict: Verdict, granted: list[int]
     ) -> StepReport:
         report = StepReport(num_decoding=len(plan.decode), num_drafted=len(draft.tokens))
         report.num_prefill_tokens = sum(take for _, take in plan.prefill)
         report.num_rows = report.num_prefill_tokens + report.num_decoding + report.num_drafted
-        report.num_context_tokens = sum(self.runner.cache.length(request.seq.id) for request in plan.decode)
+        report.num_context_tokens = sum([len(request.seq.tokens) for request in plan.decode]) - report.num_decoding
         if self.wants_detail:
             report.rounds = [_detail(r.seq, draft, laws[b], verdict, b, granted[b]) for b, r in enumerate(plan.decode)]
-        for b, request in enumerate(plan.decode):
-            self._commit_one(request, draft, scores.logits[b], verdict, b, report)
+        report.sequences = [self._commit_one(r, draft, scores.logits[b], verdict, b) for b, r in enumerate(plan.decode)]
+        report.num_tested = sum(map(len, verdict.trials))
+        report.num_accepted = sum(map(len, verdict.paths))
+        report.num_emitted = report.num_accepted + report.num_decoding
+        report.num_committed = sum([step.num_committed for step in report.sequences])
         for request, take in plan.prefill:
             self.runner.cache.keep(request.seq.id, list(range(take)))
         seqs = [request.seq for request in plan.decode] + [request.seq for request, _ in plan.prefill]
@@ -146,25 +149,19 @@ class Stepper:
         self.drafter.observe(seqs, scores.rows, scores.hidden, verdict)
         return report
 
-    def _commit_one(
-        self, request: Request, draft: Draft, logits: Tensor, verdict: Verdict, b: int, report: StepReport
-    ) -> None:
+    def _commit_one(self, request: Request, draft: Draft, logits: Tensor, verdict: Verdict, b: int) -> SequenceStep:
         """Count, commit, and keep the cache rows of the tokens that are no longer last: root and accepted nodes."""
-        seq, start, path, trials = request.seq, draft.node_starts[b], verdict.paths[b], verdict.trials[b]
+        seq, start, path, num_tested = request.seq, draft.node_starts[b], verdict.paths[b], len(verdict.trials[b])
         num_nodes, emitted = draft.node_starts[b + 1] - start, verdict.emitted(draft, b)
-        request.report.count(num_nodes, len(path), trials)
-        rows = [0, *[n - start + 1 for n in path]]  # row i decided emitted token i
-        logprobs: list[TokenLogprob] = []
+        request.report.count(num_nodes, len(path), num_tested)
+        rows = [0, *[n - start + 1 for n in path]] if path else [0]  # row i decided emitted token i
+        logprobs: Seq[TokenLogprob] = ()
         if (most := seq.params.logprobs) is not None:
             logprobs = [sampling.logprobs_of(logits[r], t, most) for r, t in zip(rows, emitted, strict=True)]
-        committed = request.commit(emitted, _origins(len(path), num_nodes), logprobs)
+        committed = request.commit(emitted, _origins(len(path), not num_nodes, len(path) == num_nodes), logprobs)
         seq.round += 1
         self.runner.cache.keep(seq.id, rows[:committed])
-        report.sequences.append(SequenceStep(seq.id, seq.draft, num_nodes, len(trials), len(path)))
-        report.num_tested += len(trials)
-        report.num_accepted += len(path)
-        report.num_emitted += len(emitted)
-        report.num_committed += committed
+        return SequenceStep(seq.id, seq.draft, num_nodes, num_tested, len(path), committed)
 
 
 class _Lags(Seq[int]):
@@ -186,9 +183,9 @@ class _Laws(Seq[Probs]):
     Row 0 is the law after the last committed token, row 1 + i the law after node i of the sequence.
     """
 
-    def __init__(self, seq: Sequence, draft: Draft, b: int, logits: Tensor, best: Seq[int]) -> None:
+    def __init__(self, seq: Sequence, draft: Draft, b: int, logits: Tensor) -> None:
         self._seq, self._draft, self._first, self._logits = seq, draft, draft.node_starts[b], logits
-        self._rows: list[Probs | None] = [Probs.of_point(i) for i in best] if best else [None] * len(logits)
+        self._rows: list[Probs | None] = [None] * len(logits)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -204,15 +201,30 @@ class _Laws(Seq[Probs]):
                 raise RequestFailed(self._seq, error) from error
         return law
 
-    def known(self, row: int, token: int) -> float | None:
-        """Probability of `token` at `row`, None where nobody asked for that row: watching must not compute more."""
-        law = self._rows[row]
-        return None if law is None else law.at(token)
+    def known(self, row: int) -> Probs | None:
+        """The law of a row, None where nobody asked for it."""
+        return self._rows[row]
+
+
+Laws = list[Probs] | _Laws  # of one sequence
+
+
+def _known(laws: Laws, row: int, token: int) -> float | None:
+    """Probability of `token` at `row`, None where nobody asked for that row: watching must not compute more."""
+    law = laws[row] if isinstance(laws, list) else laws.known(row)
+    return None if law is None else law.at(token)
+
+
+def _laws(seq: Sequence, draft: Draft, b: int, scores: Scores) -> Laws:
+    """Points where only the largest logits were asked for."""
+    if best := scores.best[b]:
+        return [Probs.of_point(i) for i in best]
+    return _Laws(seq, draft, b, scores.logits[b])
 
 
 def _run(request: Request, draft: Draft, b: int, best_only: bool) -> Run:
     """The last committed token of a request, then its draft."""
-    seq, start, stop = request.seq, *draft.node_starts[b : b + 2]
+    seq, start, stop = request.seq, draft.node_starts[b], draft.node_starts[b + 1]
     if start == stop:
         return Run(seq.id, (seq.tokens[-1],), "all", None, best_only)
     tokens = [seq.tokens[-1], *draft.tokens[start:stop]]
@@ -220,15 +232,16 @@ def _run(request: Request, draft: Draft, b: int, best_only: bool) -> Run:
     return Run(seq.id, tokens, "all", parents, best_only)
 
 
-def _origins(num_accepted: int, num_nodes: int) -> Seq[Origin]:
-    if not num_nodes:
+@functools.cache
+def _origins(num_accepted: int, is_plain: bool, is_whole: bool) -> Seq[Origin]:
+    """Of what a round emits; is_whole: its whole draft was accepted."""
+    if is_plain:
         return ("plain",)
-    last: Origin = "bonus" if num_accepted == num_nodes else "correction"
     accepted: list[Origin] = ["accepted"] * num_accepted
-    return [*accepted, last]
+    return (*accepted, "bonus" if is_whole else "correction")
 
 
-def _detail(seq: Sequence, draft: Draft, laws: _Laws, verdict: Verdict, b: int, granted: int) -> RoundDetail:
+def _detail(seq: Sequence, draft: Draft, laws: Laws, verdict: Verdict, b: int, granted: int) -> RoundDetail:
     nodes = draft.nodes(b)
     parents = [p - nodes.start if p >= 0 else -1 for p in (draft.parents[n] for n in nodes)]
     return RoundDetail(
@@ -237,7 +250,7 @@ def _detail(seq: Sequence, draft: Draft, laws: _Laws, verdict: Verdict, b: int, 
         tokens=[draft.tokens[n] for n in nodes],
         parents=parents,
         draft_probs=[draft.probs[n].at(draft.tokens[n]) for n in nodes],
-        target_probs=[laws.known(parents[n - nodes.start] + 1, draft.tokens[n]) for n in nodes],
+        target_probs=[_known(laws, parents[n - nodes.start] + 1, draft.tokens[n]) for n in nodes],
         trials=[dataclasses.replace(trial, node=trial.node - nodes.start) for trial in verdict.trials[b]],
         accepted=[n - nodes.start for n in verdict.paths[b]],
         next_token=verdict.next_tokens[b],

@@ -32,31 +32,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from forerun.errors import BadOption, CapacityError, InternalError
+from forerun.kv.pools import CacheShape, make_pools
 from forerun.kv.prefix import Path, PrefixIndex
+from forerun.kv.slots import Room, Slot
 from forerun.types import CacheView, RaggedBatch
 
 Backend = Literal["paged", "contiguous"]
 PAGED_BLOCK_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """What one token costs: num_layers x 2 x num_kv_heads x head_dim numbers."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 class KVCache:
@@ -80,15 +68,13 @@ class KVCache:
         self.block_tokens = block_tokens
         self.num_blocks = num_blocks
         self.device = device
-        self.keys, self.values = _pools(shape, num_blocks * block_tokens, dtype, device)
+        self.keys, self.values = make_pools(shape, num_blocks * block_tokens, dtype, device)
         self.prefix_caching = prefix_caching
         self.prefix_queries_tokens = 0
         self.prefix_hit_tokens = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_users = [0] * num_blocks  # slots that have the block in their table
-        self._tables: dict[int, list[int]] = {}
-        self._lengths: dict[int, int] = {}
-        self._paths: dict[int, Path] = {}
+        self._slots: dict[int, Slot] = {}
         self._prefixes = PrefixIndex(block_tokens)
 
     @classmethod
@@ -131,15 +117,15 @@ class KVCache:
 
         tokens: the committed ones, from the beginning. Only blocks that were published under the same salt count.
         """
-        if slot in self._tables:
+        if slot in self._slots:
             raise InternalError(f"cache slot {slot} is open already")
         path = self._prefixes.find(tokens, salt) if self.prefix_caching else Path(salt)
         table = [node.block for node in path.nodes]
         for block in table:
             self._prefixes.wake(block)
             self._num_users[block] += 1
-        self._tables[slot], self._paths[slot] = table, path
-        self._lengths[slot] = found = len(table) * self.block_tokens
+        found = len(table) * self.block_tokens
+        self._slots[slot] = Slot(table, path, found)
         if self.prefix_caching:
             self.prefix_queries_tokens += len(tokens)
             self.prefix_hit_tokens += found
@@ -152,22 +138,22 @@ class KVCache:
         is cut to what was accepted before, rows behind the last committed token may be anything. Raises InternalError
         for a slot that is not open.
         """
-        path = self._paths.get(slot)
-        if path is None:
+        own = self._slots.get(slot)
+        if own is None:
             raise InternalError(f"cache slot {slot} is not open, so it has nothing to publish")
-        num_full = min(self._lengths[slot], len(tokens)) // self.block_tokens
-        if num_full > len(path.nodes) and self.prefix_caching:
-            self._prefixes.extend(path, tokens, self._tables[slot][:num_full])
+        num_full = min(own.length, len(tokens)) // self.block_tokens
+        if self.prefix_caching and num_full > len(own.path.nodes):
+            self._prefixes.extend(own.path, tokens, own.table[:num_full])
 
     def release(self, slot: int) -> None:
         """End a sequence and give its blocks back; unknown slots are ignored.
 
         Blocks are given back deepest first, so that the tail of a sequence is evicted before what it follows.
         """
-        if slot not in self._tables:
+        own = self._slots.pop(slot, None)
+        if own is None:
             return
-        table, nodes = self._tables.pop(slot), self._paths.pop(slot).nodes
-        del self._lengths[slot]
+        table, nodes = own.table, own.path.nodes
         for i in range(len(table) - 1, -1, -1):
             self._drop(table[i])
             if i < len(nodes) and nodes[i].block != table[i]:
@@ -181,23 +167,28 @@ class KVCache:
 
     def length(self, slot: int) -> int:
         """Kept tokens of the slot; 0 for a slot that is not open."""
-        return self._lengths.get(slot, 0)
+        own = self._slots.get(slot)
+        return 0 if own is None else own.length
 
     def free_tokens(self) -> int:
         """Tokens that fit into blocks no slot uses, evictable ones included."""
         return self._num_available() * self.block_tokens
 
-    def num_reserved_tokens(self, slot: int) -> int:
-        """Tokens that the slot's blocks have room for, without a last one that it has to copy before it may write."""
-        table = self._tables.get(slot)
-        return (len(table) - self._num_copies(slot)) * self.block_tokens if table else 0
+    def room(self, slot: int) -> Room:
+        """What an open slot holds and may still take, read at once."""
+        own = self._slots[slot]
+        length, num_own = own.length, len(own.table)
+        copies = self._num_copies(own)
+        slack = (num_own - copies) * self.block_tokens - length
+        return Room(length, slack, 0 if slack > 0 else length // self.block_tokens + 1 - num_own + copies)
 
     def missing_blocks(self, slot: int, num_tokens: int) -> int:
         """Blocks that `reserve` would take from the pool: for new rows, and for a copy of a shared last one."""
         if not num_tokens:
             return 0
-        blocks = -(-(self._lengths[slot] + num_tokens) // self.block_tokens) - len(self._tables[slot])
-        return (blocks if blocks > 0 else 0) + self._num_copies(slot)
+        own = self._slots[slot]
+        blocks = -(-(own.length + num_tokens) // self.block_tokens) - len(own.table)
+        return (blocks if blocks > 0 else 0) + self._num_copies(own)
 
     def can_reserve(self, slot: int, num_tokens: int) -> bool:
         """True where `reserve` would succeed."""
@@ -208,8 +199,9 @@ class KVCache:
 
         Raises CapacityError when the pool is exhausted; nothing is reserved then.
         """
-        cut = self._cut_block(slot)
-        if cut is None and self._lengths[slot] + num_tokens <= len(self._tables[slot]) * self.block_tokens:
+        own = self._slots[slot]
+        cut = self._cut_block(own)
+        if cut is None and own.length + num_tokens <= len(own.table) * self.block_tokens:
             return  # as in most steps
         missing = self.missing_blocks(slot, num_tokens)
         if missing > self._num_available():
@@ -218,35 +210,38 @@ class KVCache:
                 "lower max_batch_size or max_seq_len, or raise kv_cache_tokens"
             )
         if num_tokens and cut is not None:
-            missing -= self._make_private(slot, cut)
-        self._tables[slot] += [self._take() for _ in range(missing)]
+            missing -= self._make_private(own, cut)
+        own.table += [self._take() for _ in range(missing)]
 
     def _num_available(self) -> int:
         return len(self._free) + self._prefixes.num_evictable
 
-    def _cut_block(self, slot: int) -> int | None:
+    def _cut_block(self, own: Slot) -> int | None:
         """The published block inside of which the slot was cut, if it was."""
-        i, inside = divmod(self._lengths[slot], self.block_tokens)
+        if not own.may_be_cut:
+            return None
+        i, inside = divmod(own.length, self.block_tokens)
         if not inside:
             return None
-        block = self._tables[slot][i]
+        block = own.table[i]
         return block if self._prefixes.holds(block) else None
 
-    def _num_copies(self, slot: int) -> bool:
+    def _num_copies(self, own: Slot) -> bool:
         """Whether the slot has to copy its last block before it may write: 0 or 1 blocks."""
-        block = self._cut_block(slot)
+        block = self._cut_block(own)
         return block is not None and self._num_users[block] > 1
 
-    def _make_private(self, slot: int, block: int) -> bool:
+    def _make_private(self, own: Slot, block: int) -> bool:
         """Withdraw a block inside of which the slot was cut, or put a copy of its kept rows in its place if shared.
 
         Returns whether a block was taken for the copy.
         """
+        own.may_be_cut = False
         if self._num_users[block] == 1:
             self._prefixes.remove(block)
             return False
-        i, inside = divmod(self._lengths[slot], self.block_tokens)
-        copy = self._tables[slot][i] = self._take()
+        i, inside = divmod(own.length, self.block_tokens)
+        copy = own.table[i] = self._take()
         source, target = block * self.block_tokens, copy * self.block_tokens
         for pool in (*self.keys, *self.values):
             pool[target : target + inside] = pool[source : source + inside]
@@ -269,7 +264,7 @@ class KVCache:
 
     def rows(self, slot: int, start: int, stop: int) -> Tensor:
         """Physical rows of the logical positions start .. stop-1, int64 [stop - start]."""
-        table, block = self._tables[slot], self.block_tokens
+        table, block = self._slots[slot].table, self.block_tokens
         if not table or table == list(range(table[0], table[0] + len(table))):
             base = table[0] * block if table else 0
             return torch.arange(base + start, base + stop, device=self.device)
@@ -292,23 +287,24 @@ class KVCache:
         """The block table of each run's slot, for operators that find the rows themselves. Raises as `view`."""
         for b in range(len(batch.slots)):
             self._end(batch, b)
-        return [self._tables[slot] for slot in batch.slots]
+        return [self._slots[slot].table for slot in batch.slots]
 
     def _end(self, batch: RaggedBatch, b: int) -> int:
         """Logical positions of run b's slot with the run: checked against what is kept and reserved."""
         slot, cached = batch.slots[b], batch.cached[b]
+        own = self._slots.get(slot)
         end = cached + batch.run_starts[b + 1] - batch.run_starts[b]
-        if cached != self._lengths.get(slot):
+        if own is None or cached != own.length:
             raise InternalError(f"slot {slot} holds {self.length(slot)} tokens, the batch says {cached}")
-        if end > len(self._tables[slot]) * self.block_tokens:
+        if end > len(own.table) * self.block_tokens:
             raise InternalError(f"slot {slot} has no rows for {end} tokens: reserve them first")
-        self._check_private(slot, cached, end)
+        self._check_private(slot, own.table, cached, end)
         return end
 
-    def _check_private(self, slot: int, start: int, end: int) -> None:
+    def _check_private(self, slot: int, table: list[int], start: int, end: int) -> None:
         """Positions start .. end-1 of the slot may be written: nobody else reads their blocks, now or later."""
         size = self.block_tokens
-        for block in self._tables[slot][start // size : -(-end // size)]:
+        for block in table[start // size : -(-end // size)]:
             if self._num_users[block] != 1 or self._prefixes.holds(block):
                 raise InternalError(f"slot {slot} would write into block {block}, which is published: reserve first")
 
@@ -318,32 +314,37 @@ class KVCache:
         A path through a tree is copied down to consecutive rows; a source is never before its destination, so
         ascending copies are safe (Miao et al. 2023). A chain moves nothing.
         """
-        start = self._lengths[slot]
+        own = self._slots[slot]
+        start = own.length
         if kept and kept[-1] >= len(kept):
             moved = [(i, j) for i, j in enumerate(kept) if i != j]
-            self._check_private(slot, start, start + kept[-1] + 1)
+            self._check_private(slot, own.table, start, start + kept[-1] + 1)
             run = self.rows(slot, start, start + kept[-1] + 1)
             source, target = run[[j for _, j in moved]], run[[i for i, _ in moved]]
             for pool in (*self.keys, *self.values):
                 pool[target] = pool[source]
-        self.truncate_to(slot, start + len(kept), written=True)
+        self._set_length(own, start + len(kept))
 
-    def truncate_to(self, slot: int, length: int, *, written: bool = False) -> None:
+    def truncate_to(self, slot: int, length: int) -> None:
         """Set the absolute length and give back every block at index >= ceil(length / block_tokens).
 
         Raises InternalError for a length beyond what was written: rows up there are somebody's old numbers.
         """
-        if not written and length > self._lengths[slot]:
-            raise InternalError(f"slot {slot} holds {self._lengths[slot]} tokens and cannot be extended to {length}")
-        self._lengths[slot] = length
-        table, nodes = self._tables[slot], self._paths[slot].nodes
+        own = self._slots[slot]
+        if length > own.length:
+            raise InternalError(f"slot {slot} holds {own.length} tokens and cannot be extended to {length}")
+        self._set_length(own, length)
+
+    def _set_length(self, own: Slot, length: int) -> None:
+        own.length = length
         needed = -(-length // self.block_tokens)
-        if needed < len(table):
-            for block in reversed(table[needed:]):
+        if needed < len(own.table):
+            for block in reversed(own.table[needed:]):
                 self._drop(block)
-            del table[needed:]
-        if len(nodes) * self.block_tokens > length:
-            del nodes[length // self.block_tokens :]
+            del own.table[needed:]
+        if len(own.path.nodes) * self.block_tokens > length:
+            del own.path.nodes[length // self.block_tokens :]
+            own.may_be_cut = True
 
     # ------------------------------------------------------------------------------------------------------- integrity
 
@@ -353,7 +354,7 @@ class KVCache:
         A block is free, evictable or used, and used as often as the tables say; what is shared is published; what is
         published is in the index as what it holds; tables are long enough.
         """
-        users = Counter(block for table in self._tables.values() for block in table)
+        users = Counter(block for own in self._slots.values() for block in own.table)
         if sorted([*users, *self._free, *self._prefixes.evictable()]) != list(range(self.num_blocks)):
             raise InternalError("the KV cache lost a block or owns one twice")
         if any(users[block] != num for block, num in enumerate(self._num_users)):
@@ -365,11 +366,11 @@ class KVCache:
         for block, num in users.items():
             if num > 1 and not self._prefixes.holds(block):
                 raise InternalError(f"block {block} of the KV cache is shared and was not published")
-        for slot in self._tables:
-            self._check_slot(slot)
+        for slot, own in self._slots.items():
+            self._check_slot(slot, own)
 
-    def _check_slot(self, slot: int) -> None:
-        length, table, path = self._lengths[slot], self._tables[slot], self._paths[slot]
+    def _check_slot(self, slot: int, own: Slot) -> None:
+        length, table, path = own.length, own.table, own.path
         if length > len(table) * self.block_tokens:
             raise InternalError(f"slot {slot} is longer than its blocks")
         if len(set(table)) < len(table):
@@ -379,21 +380,5 @@ class KVCache:
         self._prefixes.check_path(path, table)
         # Only the block that the slot was cut inside of may be published beyond the path.
         for block in table[len(path.nodes) :]:
-            if self._prefixes.holds(block) and block != self._cut_block(slot):
+            if self._prefixes.holds(block) and block != self._cut_block(own):
                 raise InternalError(f"slot {slot} uses the published block {block} as a private one")
-
-
-def _pools(
-    shape: CacheShape, num_rows: int, dtype: torch.dtype, device: torch.device
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys and values per layer, not zeroed: untouched pages cost no memory on a CPU, and no row is read unwritten."""
-    pool = (num_rows, shape.num_kv_heads, shape.head_dim)
-    try:
-        keys = [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
-        return keys, [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
-    except RuntimeError as error:  # torch's OutOfMemoryError is one, and a CPU's refusal is a plain one
-        num_gb = num_rows * shape.bytes_per_token(dtype) / 1e9
-        raise CapacityError(
-            f"there is no memory for a KV cache of {num_gb:.1f} GB on {device}: lower max_batch_size, max_seq_len "
-            "or kv_cache_tokens; forerun plan says what fits"
-        ) from error

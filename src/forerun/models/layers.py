@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.errors import InternalError, UnsupportedModel
-from forerun.kv.cache import CacheShape, KVCache
+from forerun.kv.cache import KVCache
+from forerun.kv.pools import CacheShape
 from forerun.ops.reference import ReferenceOps
 from forerun.types import CacheView, RaggedBatch
 

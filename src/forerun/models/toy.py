@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from forerun.errors import InternalError
-from forerun.kv.cache import CacheShape, KVCache
+from forerun.kv.cache import KVCache
+from forerun.kv.pools import CacheShape
 from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch
 

@@ -46,13 +46,10 @@ def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], rules:
     noise whatever its rule, so that plain decoding with a seed is one text. Raises BadOption for an unknown rule.
     """
     verdict, starts = Verdict([], [], []), draft.node_starts
-    for b in range(draft.num_sequences):
-        module = find(rules[b])
-        if starts[b] == starts[b + 1]:
-            ruling: tuple[list[int], int, list[Trial]] = ([], coins[b].pick(target_probs[b][0], 0), [])
-        else:
-            ruling = module.rule(draft, b, target_probs[b], coins[b])
-        add(verdict, ruling)
+    modules = {name: find(name) for name in set(rules)}
+    for b, (laws, coin, name) in enumerate(zip(target_probs, coins, rules, strict=True)):
+        is_plain = starts[b] == starts[b + 1]
+        add(verdict, ([], coin.pick(laws[0], 0), []) if is_plain else modules[name].rule(draft, b, laws, coin))
     return verdict
 
 
