@@ -7,7 +7,7 @@ import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any
 
 from forerun.errors import BadOption
 from forerun.peers import by_name
@@ -52,8 +52,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, (convert, what) in _KINDS.items():
-            value, optional = getattr(self, name), name == "max_tokens" or getattr(SamplingParams, name) is None
-            if value is None and optional:
+            value, default = getattr(self, name), getattr(SamplingParams, name)
+            optional = name == "max_tokens" or default is None
+            if value is default or (value is None and optional):
                 continue
             try:
                 object.__setattr__(self, name, convert(value))
@@ -105,7 +106,9 @@ def _instance(value: Any, kind: Any) -> Any:
 
 
 def _integer(value: Any) -> int:
-    return operator.index(_instance(value, SupportsIndex))
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
 
 
 def _number(value: Any) -> float:

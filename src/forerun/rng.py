@@ -96,8 +96,10 @@ def key_of(seed: int) -> tuple[int, int]:
 
 def derived_seed(seed: int, index: int) -> int:
     """The seed of output `index` of a request for several: its own for the first, unrelated ones behind it."""
+    if index == 0:
+        return seed
     low, high, *_ = philox_words((index & _MASK, PURPOSE_SEED, 0, 0), key_of(seed))
-    return seed if index == 0 else low | high << 32
+    return low | high << 32
 
 
 def uniform53(word0: int, word1: int) -> float:

@@ -18,7 +18,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -285,18 +285,15 @@ class _Meter:
     def _note(self, report: StepReport) -> None:
         now, draft_s = time.perf_counter(), 0.0 if self._clock is None else self._clock.take()
         seconds, self._last = now - self._last, now
-        had = self.counts
-        self.counts = replace(
-            had,
-            num_steps=had.num_steps + 1,
-            num_sequence_steps=had.num_sequence_steps + report.num_decoding,
-            num_committed=had.num_committed + report.num_committed,
-            num_granted=had.num_granted + (0 if self._grants is None else self._grants.last),
-            num_drafted=had.num_drafted + report.num_drafted,
-            num_accepted=had.num_accepted + report.num_accepted,
-            seconds=had.seconds + seconds,
-            forward_s=had.forward_s + report.target_forward_s + draft_s,
-        )
+        counts = self.counts
+        counts.num_steps += 1
+        counts.num_sequence_steps += report.num_decoding
+        counts.num_committed += report.num_committed
+        counts.num_granted += 0 if self._grants is None else self._grants.last
+        counts.num_drafted += report.num_drafted
+        counts.num_accepted += report.num_accepted
+        counts.seconds += seconds
+        counts.forward_s += report.target_forward_s + draft_s
 
 
 def _measure(llms: dict[str, LLM], prompts: Seq[Seq[int]], plan: ThroughputPlan, progress: Progress) -> list[Counts]:

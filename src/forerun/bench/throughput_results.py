@@ -22,7 +22,7 @@ def fixed_name(spec_length: int) -> str:
     return f"K={spec_length}"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Counts:
     """One run of one variant: sums over its steps.
 

@@ -275,9 +275,12 @@ class KVCache:
         """Rows to write and to read for one pass. Raises InternalError where the batch and the cache disagree."""
         reads, writes = [], []
         for b, slot in enumerate(batch.slots):
-            read = self.rows(slot, 0, self._end(batch, b))
+            cached = batch.cached[b]
+            end = cached + batch.run_starts[b + 1] - batch.run_starts[b]
+            self._checked(slot, cached, end)
+            read = self.rows(slot, 0, end)
             reads.append(read)
-            writes.append(read[batch.cached[b] :])
+            writes.append(read[cached:])
         if len(writes) == 1:
             return CacheView(batch, writes[0], reads)
         empty = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -285,21 +288,21 @@ class KVCache:
 
     def tables(self, batch: RaggedBatch) -> list[list[int]]:
         """The block table of each run's slot, for operators that find the rows themselves. Raises as `view`."""
-        for b in range(len(batch.slots)):
-            self._end(batch, b)
-        return [self._slots[slot].table for slot in batch.slots]
+        starts = batch.run_starts
+        return [
+            self._checked(slot, cached, cached + starts[b + 1] - starts[b]).table
+            for b, (slot, cached) in enumerate(zip(batch.slots, batch.cached, strict=True))
+        ]
 
-    def _end(self, batch: RaggedBatch, b: int) -> int:
-        """Logical positions of run b's slot with the run: checked against what is kept and reserved."""
-        slot, cached = batch.slots[b], batch.cached[b]
+    def _checked(self, slot: int, cached: int, end: int) -> Slot:
+        """A slot that a run of positions cached .. end-1 may be written to: as long as that, reserved, private."""
         own = self._slots.get(slot)
-        end = cached + batch.run_starts[b + 1] - batch.run_starts[b]
         if own is None or cached != own.length:
             raise InternalError(f"slot {slot} holds {self.length(slot)} tokens, the batch says {cached}")
         if end > len(own.table) * self.block_tokens:
             raise InternalError(f"slot {slot} has no rows for {end} tokens: reserve them first")
         self._check_private(slot, own.table, cached, end)
-        return end
+        return own
 
     def _check_private(self, slot: int, table: list[int], start: int, end: int) -> None:
         """Positions start .. end-1 of the slot may be written: nobody else reads their blocks, now or later."""

@@ -94,6 +94,7 @@ class Rope:
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
         self.inv_freq = inverse_frequencies(config, head_dim).to(device)
         self._table = torch.empty(0, 2, 1, head_dim, device=device, dtype=dtype)
+        self._num_positions = 0
 
     def at(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """positions [T], all below `end` -> cos, sin, each [T, 1, head_dim]; sin as ops.rope wants it."""
@@ -102,13 +103,14 @@ class Rope:
 
     def table(self, end: int) -> Tensor:
         """cos and sin of every position below `end`, and some more: [positions, 2, 1, head_dim]."""
-        while end > len(self._table):
-            first = len(self._table)
+        while end > self._num_positions:  # a tensor's len() takes as long as a layer's norm
+            first = self._num_positions
             block = torch.arange(first, first + self.BLOCK, device=self.inv_freq.device)
             angles = block[:, None].float() * self.inv_freq[None]
             cos, sin = angles.cos(), angles.sin()
             table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
             self._table = torch.cat((self._table, table[:, :, None].to(self._table.dtype)))
+            self._num_positions += self.BLOCK
         return self._table
 
 

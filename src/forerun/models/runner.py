@@ -120,12 +120,13 @@ class Runner:
         for run in runs:
             self.cache.reserve(run.slot, len(run.tokens))
         batch = pack(runs, self.cache)
-        hidden = self.model.forward(batch, self.cache)
-        starts, full, few = batch.run_starts, list[int](), list[int]()
-        rows = [range(*ends) for ends in itertools.pairwise(starts)]
+        # Before the pass: behind it the interpreter's own code has to come from memory again.
+        rows = list(itertools.starmap(range, itertools.pairwise(batch.run_starts)))
+        full, few = list[int](), list[int]()
         for own, run in zip(rows, runs, strict=True):
             wanted = own if run.logits == "all" else own[-1:] if run.logits == "last" else ()
             (few if run.best_only else full).extend(wanted)
+        hidden = self.model.forward(batch, self.cache)
         logits, best = _by_run(runs, self._logits(hidden, full), self._best(hidden, few), self._none)
         return Scores(hidden, rows, logits, best, time.perf_counter() - started)
 

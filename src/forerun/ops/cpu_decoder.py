@@ -144,10 +144,11 @@ class CpuDecoder:
         return self._native.argmax(hidden.data_ptr(), rows, num_ids)  # type: ignore[no-any-return]
 
     def _pools_of(self, cache: Cache) -> Any:
-        if cache not in self._pools:
+        known = self._pools.get(cache)
+        if known is None:
             keys, values = ([pool.data_ptr() for pool in pools] for pools in (cache.keys, cache.values))
-            self._pools[cache] = self.ops.extension.Pools(keys, values, cache.block_tokens)
-        return self._pools[cache]
+            known = self._pools[cache] = self.ops.extension.Pools(keys, values, cache.block_tokens)
+        return known
 
     def _pack_layer(self, at: str, source: _Source) -> list[int]:
         index = at.split(".")[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +42,8 @@ def run_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
     """What csrc/bind_ops.cpp wants: (first row, rows, cached, where the table begins) for each run, then the tables."""
     numbers: list[int] = []
     start = 4 * len(tables)
-    first = batch.run_starts
-    for b, table in enumerate(tables):
-        numbers += (first[b], first[b + 1] - first[b], batch.cached[b], start)
+    for table, (first, end), cached in zip(tables, itertools.pairwise(batch.run_starts), batch.cached, strict=True):
+        numbers += (first, end - first, cached, start)
         start += len(table)
-    for table in tables:
-        numbers += table
+    numbers += itertools.chain.from_iterable(tables)
     return numbers
