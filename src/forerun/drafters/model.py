@@ -95,6 +95,7 @@ class ModelDrafter(Drafter):
         self.options = options or Options()
         self.caught_up: dict[int, int] = {}
         self._fed: dict[int, _Fed] = {}
+        self._guessing: set[int] = set()  # sequences whose drafted tokens are in the cache
 
     def begin(self, seq: Sequence) -> None:
         found = self.runner.cache.open(seq.id, seq.tokens, seq.params.cache_salt)
@@ -104,6 +105,7 @@ class ModelDrafter(Drafter):
 
     def end(self, seq: Sequence) -> None:
         self._fed.pop(seq.id, None)
+        self._guessing.discard(seq.id)
         self.runner.cache.release(seq.id)
 
     def free_tokens(self) -> int | None:
@@ -115,9 +117,10 @@ class ModelDrafter(Drafter):
 
     def observe(self, seqs: Seq[Sequence], runs: Seq[range], hidden: Tensor, verdict: Verdict | None = None) -> None:
         """Give back what rejected tokens held, before anybody is told how much room there is."""
+        if not self._guessing:
+            return
         for seq in seqs:
-            fed = self._fed.get(seq.id)
-            if fed is not None and len(fed.tokens) > fed.num_sure:
+            if seq.id in self._guessing:
                 self._forget_rejected(seq)
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
@@ -157,7 +160,7 @@ class ModelDrafter(Drafter):
             feeds = {b: (seqs[b], [chains[b].tokens[-1]]) for b in grown if depth < limits[b]}
             rows = self._feed(feeds)
             for seq, tokens in feeds.values():
-                self._fed[seq.id].tokens += tokens
+                self._guess(seq, tokens)
         return Draft.chains([c.tokens for c in chains], [c.probs for c in chains])
 
     def _run_ahead(self, feeds: Mapping[int, tuple[Sequence, list[int]]], limits: Seq[int]) -> Draft:
@@ -167,7 +170,7 @@ class ModelDrafter(Drafter):
         for (b, (seq, tokens)), chain in zip(feeds.items(), found, strict=True):
             self.runner.cache.keep(seq.id, list(range(len(tokens) + len(chain) - 1)))
             self._commit(seq, tokens)
-            self._fed[seq.id].tokens += chain[:-1]
+            self._guess(seq, chain[:-1])
             chains[b] = chain
         return Draft.chains(chains, [[Probs.of_point(token) for token in chain] for chain in chains])
 
@@ -209,7 +212,13 @@ class ModelDrafter(Drafter):
             same += 1
         del fed.tokens[same:]
         fed.num_sure = same
+        self._guessing.discard(seq.id)
         self.runner.cache.truncate_to(seq.id, same)
+
+    def _guess(self, seq: Sequence, tokens: list[int]) -> None:
+        """Drafted tokens were fed behind committed ones."""
+        self._fed[seq.id].tokens += tokens
+        self._guessing.add(seq.id)
 
     def _missing(self, seq: Sequence) -> list[int]:
         """Committed tokens that the cache lacks."""

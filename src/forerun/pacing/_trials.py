@@ -38,6 +38,7 @@ _GIVEN_UP = 64  # from which on its requests are not prepared for it
 _PROBE_CREDIT, _MOST_CREDIT = 2, 4  # rejections that end a probe: at first, and after acceptances
 _PROBE_TESTS, _PROBE_STEPS = 8, 64  # after which a drafter that does not pay yet will not
 _PROBE_HOPE = 0.5  # tokens per step that a probe may turn out to be worth
+_PERFECT, _WORTH_PROBING = (1, 2, 4, 8), 0.95  # tokens of perfect drafts, one of which must reach this share of a plan
 
 
 @dataclass(slots=True)
@@ -261,6 +262,10 @@ class Trials:
         self, step: int, probe: _Probe, members: Seq[Request], passes: PassTime, drafts: DraftTime, plan: Plan
     ) -> None:
         """Ask for the request that was asked least, of those whose catching up can be afforded."""
+        if not _could_pay(len(members), passes, drafts, plan):
+            probe.spacing = min(2 * probe.spacing, _PROBE_SPACING[2])
+            probe.next_step = step + probe.spacing
+            return
         cost = passes.rows(plan.rows + 1) - passes.rows(plan.rows) + drafts.of(1, 1)
         room = self._allowance - _PROBE_CREDIT * cost
         if room < 0:
@@ -290,6 +295,17 @@ class Trials:
             probe.credit = min(_MOST_CREDIT, probe.credit + (1 if num_accepted else -1))
         if probe.credit <= 0 or probe.num_tests >= _PROBE_TESTS:
             probe.stop(step, failed=True)
+
+
+def _could_pay(num: int, passes: PassTime, drafts: DraftTime, plan: Plan) -> bool:
+    """Whether a plan would be better if every token that so many more requests draft were accepted."""
+    tokens = plan.goodput * plan.seconds
+    for length in _PERFECT:
+        for nodes in (length, length * num):
+            seconds = plan.seconds + passes.rows(plan.rows + nodes) - passes.rows(plan.rows) + drafts.of(length, nodes)
+            if tokens + nodes > plan.goodput * _WORTH_PROBING * seconds:
+                return True
+    return False
 
 
 def _spacing(num_steps: int) -> int:

@@ -31,7 +31,8 @@ _MOST_IDLE = 3  # times that a look which changed nothing moves the next one fur
 _BEHIND = 2  # steps of the plan behind a trial: without them, the machine may have changed its speed just then
 _OWN_SHARE = 0.004  # of all time, which looking may take
 _WEIGHT = 0.25  # of what one look says drafting saves
-_FEW, _MANY = 0.2, 0.02  # weights of one step in averages over steps that are rare, and over all
+_FEW, _MANY = 0.2, 0.15  # weights of one step in averages over steps that are rare, and over one in so many
+_SAMPLED = 8
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
 _FAILED = (8, 16, 24, 32, 48, 64, 96, 128)  # drafts in a row without an accepted token, at which somebody has to look
 # Gain over plain decoding from which on drafting begins, and goes on: for one request, and what each doubling of their
@@ -97,45 +98,53 @@ class AutoPacing(Pacing):
         ids = [seq.id for seq in seqs]
         if ids != self._ids:
             self._meet(seqs, ids, limits, lags)
-        self._is_beside_prompts = num_other_rows > 0
+        self._is_beside_prompts, self._has_looked = num_other_rows > 0, False
+        trials = self._trials
         if num_other_rows:
-            self._trials.interrupt()
-        is_trial_due = not num_other_rows and (self._trials.is_running or self._step >= self._trials.next_step)
-        is_calm = self._step >= self._next_look or (self._is_unlike and not num_other_rows)
+            trials.interrupt()
+        is_trial_due = not num_other_rows and (trials.is_running or self._step >= trials.next_step)
+        if is_trial_due or self._is_unlike or self._step >= self._next_look:  # seldom
+            self._consider(seqs, limits, lags, is_trial_due)
+        granted = self._lengths
+        is_drafting = any(granted)
+        if is_drafting:
+            granted = [min(pair) for pair in zip(limits, granted, strict=True)]
+        if num_other_rows:
+            granted = self._beside_prompts(granted)
+        else:
+            trials.earn(self._plan.seconds)
+            if is_trial_due or trials.is_running:  # which a look may just have begun
+                granted, is_drafting = self._try(granted), True
+        asked = enumerate(granted) if is_drafting else ()
+        self._asked = [(b, self._present[b], num, lags[b]) for b, num in asked if num]
+        return granted
+
+    def _consider(self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], is_trial_due: bool) -> None:
+        """Look, where it is time to; what sequences show is brought up to date for that and for a trial."""
+        is_calm = self._step >= self._next_look or (self._is_unlike and not self._is_beside_prompts)
         self._has_looked = is_calm and not self._trials.is_running and self._step >= self._last_look + self._least
         if self._has_looked or is_trial_due:
             for b, (r, seq) in enumerate(zip(self._present, seqs, strict=True)):
                 r.update(limits[b], self.max_length, lags[b], seq)
         if self._has_looked:
             self._look()
-        granted = self._lengths
-        if any(granted):
-            granted = [min(pair) for pair in zip(limits, granted, strict=True)]
-        if num_other_rows:
-            granted = self._beside_prompts(granted)
-        else:
-            self._trials.earn(self._plan.seconds)
-            if is_trial_due or self._trials.is_running:  # which a look may just have begun
-                granted = self._try(granted)
-        asked = enumerate(granted) if any(granted) else ()
-        self._asked = [(b, self._present[b], num, lags[b]) for b, num in asked if num]
-        return granted
 
     def _meet(self, seqs: Seq[Sequence], ids: list[int], limits: Seq[int], lags: Seq[int]) -> None:
         """Other sequences than before: some are new, some have gone."""
         self._num_changed += len(set(ids).symmetric_difference(self._ids))
         costs, self._costs = self._costs, self._times.of(len(ids))
         self._ids, self._present = ids, [self._request(seq) for seq in seqs]
-        is_unlike = costs is not self._costs or self._num_changed >= 2 * len(ids)
-        room = self._max_rows(len(ids)) - len(ids) - sum([r.wanted() for r in self._present])
-        for b, (r, seq) in enumerate(zip(self._present, seqs, strict=True)):
-            if r.length is None and r.asked is None:
-                r.update(limits[b], self.max_length, lags[b], seq)
-                if not r.lag:
-                    is_unlike = is_unlike or r.draft not in self._typical
-                    room -= self._welcome(r, room)
+        self._is_unlike |= costs is not self._costs or self._num_changed >= 2 * len(ids)
         self._lengths = [r.wanted() for r in self._present]
-        self._is_unlike = self._is_unlike or is_unlike
+        new = [b for b, r in enumerate(self._present) if r.length is None and r.asked is None]
+        room = self._max_rows(len(ids)) - len(ids) - sum(self._lengths) if new else 0.0
+        for b in new:
+            r = self._present[b]
+            r.update(limits[b], self.max_length, lags[b], seqs[b])
+            if not r.lag:
+                self._is_unlike |= r.draft not in self._typical
+                self._lengths[b] = self._welcome(r, room)
+                room -= self._lengths[b]
 
     def _welcome(self, r: Request, room: float) -> int:
         """What a new request drafts until the next look: as much as a typical one, if there is room for more rows."""
@@ -205,7 +214,8 @@ class AutoPacing(Pacing):
             if is_worse or (step.num_accepted and not r.wanted()):
                 self._next_look = self._step + 1  # worse, or better, than thought
         self._asked = []
-        self._own.observe(report, self._has_looked)
+        if self._has_looked or self._step % _SAMPLED == 0:
+            self._own.observe(report, self._has_looked)
         self._times.observe(report)
 
     def _learn(self) -> None:
