@@ -8,7 +8,9 @@ namespace forerun::pacing {
 namespace {
 
 constexpr double FLAT = 0.2, SHAPE_SD = 0.6, CURVE_DRIFT = 0.002, NEW_NOISE = 0.15, OUTLIER = 3.0, JUMP = 0.5;
-constexpr double OTHER_SIZE_SD = 0.2, OTHER_BATCH = 0.2, LEAST_SECONDS = 1e-9;
+constexpr double OTHER_BATCH = 0.05, LEAST_SECONDS = 1e-9;
+constexpr double PER_SEQUENCE = 0.02, PER_SEQUENCE_SD = 0.7, PER_SEQUENCE_DRIFT = 0.01;
+constexpr double LEAST_PER_SEQUENCE = 1e-4, MOST_PER_SEQUENCE = 0.5;
 constexpr int NEW_STEPS = 4, JUMP_STEPS = 4, FAR = 3;
 
 struct Deviations {
@@ -71,6 +73,8 @@ double Roughness::noise_of(int num_passes) const { return noise() / num_passes +
 
 PassTime::PassTime() {
     cov_[0][0] = 100.0;
+    state_[1] = std::log(PER_SEQUENCE);
+    cov_[1][1] = square(PER_SEQUENCE_SD);
     values_[0] = 1.0;
     slopes_[0] = FLAT;
 }
@@ -80,7 +84,8 @@ double PassTime::rows(double num_rows) const {
     return values_[i] + slopes_[i] * (num_rows - KNOTS[i]);
 }
 
-double PassTime::spread(double num_rows, double other_rows, double seconds, double other_seconds) const {
+double PassTime::spread(double num_rows, double other_rows, double seconds, double other_seconds,
+                        double num_sequences) const {
     std::array<double, NUM_KNOTS> slopes{};
     const std::pair<double, double> sides[] = {{num_rows, 1 / seconds}, {other_rows, -1 / other_seconds}};
     for (const auto& [width, scale] : sides) {
@@ -88,9 +93,12 @@ double PassTime::spread(double num_rows, double other_rows, double seconds, doub
         for (int k = 0; k < found.num; ++k) slopes[found.of[k].knot] += found.of[k].share * scale;
     }
     double variance = 0.0;
-    for (int i = 1; i < num_; ++i)
-        for (int j = 1; j < num_; ++j)
-            if (slopes[i] != 0 && slopes[j] != 0) variance += slopes[i] * values_[i] * slopes[j] * values_[j] * cov_[i][j];
+    States known{};
+    known[1] = sequences(num_sequences) * (1 / seconds - 1 / other_seconds);
+    for (int i = 1; i < num_; ++i) known[i + 1] = slopes[i] * values_[i];
+    for (int i = 1; i < num_states(); ++i)
+        for (int j = 1; j < num_states(); ++j)
+            if (known[i] != 0 && known[j] != 0) variance += known[i] * known[j] * cov_[i][j];
     for (int i = num_; i < NUM_KNOTS; ++i)
         if (slopes[i] != 0)
             variance += square(SHAPE_SD * slopes[i] * values_[num_ - 1] *
@@ -98,13 +106,13 @@ double PassTime::spread(double num_rows, double other_rows, double seconds, doub
     return std::sqrt(std::max(0.0, variance));
 }
 
-double PassTime::unit_s(double seconds, int num_other, int num_rows) const {
-    return std::max(seconds, LEAST_SECONDS) / (rows(num_rows) + num_other * per_other_row());
+double PassTime::unit_s(double seconds, int num_other, int num_rows, int num_sequences) const {
+    return std::max(seconds, LEAST_SECONDS) / (of(num_rows, num_sequences) + num_other * per_other_row());
 }
 
-void PassTime::observe_mixed(double seconds, int num_other, int num_rows) {
+void PassTime::observe_mixed(double seconds, int num_other, int num_rows, int num_sequences) {
     if (num_steps_ == 0) return;
-    const double extra = seconds / std::exp(state_[0]) - rows(num_rows);
+    const double extra = seconds / std::exp(state_[0]) - of(num_rows, num_sequences);
     ++num_mixed_;
     const double had = per_other_row_;
     double found = std::max(0.0, extra / num_other);
@@ -133,29 +141,24 @@ void PassTime::observe(const std::vector<double>& run_s, int num_rows, int num_s
     smooth();
 }
 
-void PassTime::carry_over() {
-    std::array<double, NUM_KNOTS> variances{};
-    for (int i = 1; i < num_; ++i)
-        variances[i] = variances[i - 1] + square(OTHER_SIZE_SD * std::log(static_cast<double>(KNOTS[i]) / KNOTS[i - 1]));
-    for (int i = 0; i < num_; ++i)
-        for (int j = 0; j < num_; ++j) cov_[i][j] += variances[std::min(i, j)];
-    num_seen_.fill(0);
-    outliers_ = 0, num_steps_ = std::min(1, num_steps_);
-}
-
 void PassTime::rest(int num_steps) { cov_[0][0] += num_steps * roughness_.drift(); }
 
 void PassTime::observe_few(double seconds, int num_rows, int num_passes, double num_idle) {
-    const double total = rows(num_rows);
-    Weights slope = weights(num_rows);
-    for (int k = 0; k < slope.num; ++k) slope.of[k].share *= values_[slope.of[k].knot] / total;
+    const double total = of(num_rows, num_sequences_);
+    States slope{};
+    slope[0] = 1.0, slope[1] = sequences(num_sequences_) / total;
+    const Weights near = weights(num_rows);
+    for (int k = 0; k < near.num; ++k)
+        if (const int knot = near.of[k].knot) slope[knot + 1] = near.of[k].share * values_[knot] / total;
     const int place = knots_up_to(num_rows);
     const bool is_new = num_seen_[place] == 0;
     num_seen_[place] += num_passes;
     const double level = std::log(std::max(seconds, LEAST_SECONDS) / total);
     if (num_steps_ == 0) state_[0] = level;
-    for (int i = 0; i < num_; ++i)
-        cov_[i][i] += (num_passes + num_idle) * (i ? square(CURVE_DRIFT) : roughness_.drift());
+    for (int i = 0; i < num_states(); ++i) {
+        const double drift = i == 0 ? roughness_.drift() : square(i == 1 ? PER_SEQUENCE_DRIFT : CURVE_DRIFT);
+        cov_[i][i] += (num_passes + num_idle) * drift;
+    }
     const double noise = is_new ? square(NEW_NOISE) : roughness_.noise_of(num_passes);
     correct(slope, level - state_[0], noise, num_seen_[place] > NEW_STEPS, num_passes);
 }
@@ -167,15 +170,13 @@ PassTime::Weights PassTime::weights(double num_rows) {
     return {{{i, 1 - share}, {i + 1, share}}, 2};
 }
 
-void PassTime::correct(const Weights& slope, double error, double noise, bool is_known, int num_passes) {
-    std::array<double, NUM_KNOTS> full{}, cross{};
-    full[0] = 1.0;
-    for (int k = 0; k < slope.num; ++k)
-        if (slope.of[k].knot) full[slope.of[k].knot] = slope.of[k].share;
+void PassTime::correct(const States& slope, double error, double noise, bool is_known, int num_passes) {
+    const int num = num_states();
+    States cross{};
     double prior = 0.0;
-    for (int i = 0; i < num_; ++i)
-        for (int j = 0; j < num_; ++j) cross[i] += cov_[i][j] * full[j];
-    for (int i = 0; i < num_; ++i) prior += cross[i] * full[i];
+    for (int i = 0; i < num; ++i)
+        for (int j = 0; j < num; ++j) cross[i] += cov_[i][j] * slope[j];
+    for (int i = 0; i < num; ++i) prior += cross[i] * slope[i];
     const double limit = square(OUTLIER) * (prior + noise);
     if (is_known && square(error) > limit) {
         if (jumped(error, num_passes)) {
@@ -186,10 +187,10 @@ void PassTime::correct(const Weights& slope, double error, double noise, bool is
     } else if (is_known) {
         outliers_ = 0;
     }
-    for (int i = 0; i < num_; ++i) {
+    for (int i = 0; i < num; ++i) {
         const double gain = cross[i] / (prior + noise);
         state_[i] += gain * error;
-        for (int j = 0; j < num_; ++j) cov_[i][j] -= gain * cross[j];
+        for (int j = 0; j < num; ++j) cov_[i][j] -= gain * cross[j];
     }
 }
 
@@ -203,11 +204,11 @@ bool PassTime::jumped(double error, int num_passes) {
 
 void PassTime::widen(int num_rows) {
     while (num_ < NUM_KNOTS && KNOTS[num_ - 1] < num_rows) {
-        const int last = num_ - 1;
+        const int last = num_ - 1, from = last + 1, to = num_states();  // places of the last knot and of the new one
         const double deviation = SHAPE_SD * std::log(static_cast<double>(KNOTS[last + 1]) / KNOTS[last]);
-        state_[num_] = std::log(values_[last] + slopes_[last] * (KNOTS[last + 1] - KNOTS[last]));
-        for (int i = 0; i < num_; ++i) cov_[i][num_] = cov_[num_][i] = last ? cov_[last][i] : 0.0;
-        cov_[num_][num_] = (last ? cov_[last][last] : 0.0) + square(deviation);
+        state_[to] = std::log(values_[last] + slopes_[last] * (KNOTS[last + 1] - KNOTS[last]));
+        for (int i = 0; i < to; ++i) cov_[i][to] = cov_[to][i] = last ? cov_[from][i] : 0.0;
+        cov_[to][to] = (last ? cov_[from][from] : 0.0) + square(deviation);
         ++num_;
         smooth();
     }
@@ -216,13 +217,15 @@ void PassTime::widen(int num_rows) {
 void PassTime::smooth() {
     double top = 0.0;
     values_[0] = 1.0;
+    state_[1] = std::min(std::max(state_[1], std::log(LEAST_PER_SEQUENCE)), std::log(MOST_PER_SEQUENCE));
     for (int i = 1; i < num_; ++i) {
-        state_[i] = std::min(std::max(state_[i], -0.1), std::log(static_cast<double>(KNOTS[i])) + 0.1);
-        values_[i] = top = std::max(top, state_[i]);
+        double& state = state_[i + 1];
+        state = std::min(std::max(state, -0.1), std::log(static_cast<double>(KNOTS[i])) + 0.1);
+        values_[i] = top = std::max(top, state);
     }
-    double bottom = num_ > 1 ? state_[num_ - 1] : 0.0;
+    double bottom = num_ > 1 ? state_[num_] : 0.0;
     for (int i = num_ - 1; i > 0; --i) {
-        bottom = std::min(bottom, state_[i]);
+        bottom = std::min(bottom, state_[i + 1]);
         values_[i] = std::exp((values_[i] + std::max(0.0, bottom)) / 2);
     }
     const int last = num_ - 1;
@@ -270,19 +273,17 @@ double DraftTime::catchup(double num_tokens) const {
     return num_tokens * shares_[1] * 0.03;
 }
 
-void DraftTime::observe(double ratio, int depth, int num_nodes, int num_rows, int num_drafts) {
+void DraftTime::observe(double ratio, const Shape& shape, int num_drafts) {
     const double keep = std::pow(1 - FORGET, num_drafts);
-    for (Shape& shape : seen_) shape.number *= keep;
-    const auto faded = [](const Shape& shape) { return shape.number <= LEAST_WEIGHT; };
+    for (Seen& seen : seen_) seen.number *= keep;
+    const auto faded = [](const Seen& seen) { return seen.number <= LEAST_WEIGHT; };
     seen_.erase(std::remove_if(seen_.begin(), seen_.end(), faded), seen_.end());
-    const auto same = [&](const Shape& shape) {
-        return shape.depth == depth && shape.num_nodes == num_nodes && shape.num_rows == num_rows;
-    };
+    const auto same = [&](const Seen& seen) { return seen.shape == shape; };
     auto at = std::find_if(seen_.begin(), seen_.end(), same);
-    if (at == seen_.end()) at = seen_.insert(at, {depth, num_nodes, num_rows, ratio, 0.0});
+    if (at == seen_.end()) at = seen_.insert(at, {shape, ratio, 0.0});
     at->number += num_drafts;
     at->ratio += num_drafts / at->number * (ratio - at->ratio);
-    const auto fewer = [](const Shape& a, const Shape& b) { return a.number < b.number; };
+    const auto fewer = [](const Seen& a, const Seen& b) { return a.number < b.number; };
     if (seen_.size() > MOST_SHAPES) seen_.erase(std::min_element(seen_.begin(), seen_.end(), fewer));
 }
 
@@ -293,11 +294,11 @@ void DraftTime::fit(const PassTime& passes) {
         matrix[i][i] = 1 / square(DOUBT[i]);
         right[i] = GUESS[i] / square(DOUBT[i]);
     }
-    for (const Shape& shape : seen_) {
-        const double seconds = shape.ratio * passes.rows(shape.num_rows);
-        const double weight = 1 / (square(DRAFT_NOISE + DRAFT_SHARE * seconds) * (1 / shape.number + MISFIT));
-        const std::array<double, 3> parts = {1.0, static_cast<double>(shape.depth),
-                                             static_cast<double>(shape.num_nodes)};
+    for (const Seen& seen : seen_) {
+        const auto& [depth, num_nodes, num_rows, num_sequences] = seen.shape;
+        const double seconds = seen.ratio * passes.of(num_rows, num_sequences);
+        const double weight = 1 / (square(DRAFT_NOISE + DRAFT_SHARE * seconds) * (1 / seen.number + MISFIT));
+        const std::array<double, 3> parts = {1.0, static_cast<double>(depth), static_cast<double>(num_nodes)};
         for (int i = 0; i < 3; ++i) {
             right[i] += weight * parts[i] * seconds;
             for (int j = 0; j < 3; ++j) matrix[i][j] += weight * parts[i] * parts[j];

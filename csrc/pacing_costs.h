@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <utility>
 #include <vector>
@@ -33,23 +34,28 @@ class Roughness {
     double drift_, near_, far_;
 };
 
-// Relative time of a target pass, with all that follows it, by its rows.
+// Relative time of a target pass, with all that follows it, by its rows and its sequences.
 class PassTime {
  public:
     PassTime();
+    double of(double num_rows, double num_sequences) const { return rows(num_rows) + sequences(num_sequences); }
+    double sequences(double num_sequences) const { return std::exp(state_[1]) * (num_sequences - 1); }
     double rows(double num_rows) const;
-    double spread(double num_rows, double other_rows, double seconds, double other_seconds) const;
+    double spread(double num_rows, double other_rows, double seconds, double other_seconds, double num_sequences) const;
     bool is_settled() const { return outliers_ == 0; }
     double per_other_row() const { return per_other_row_ > 0 ? per_other_row_ : 0.0; }
-    double unit_s(double seconds, int num_other, int num_rows) const;
-    void observe_mixed(double seconds, int num_other, int num_rows);
+    double unit_s(double seconds, int num_other, int num_rows, int num_sequences) const;
+    void observe_mixed(double seconds, int num_other, int num_rows, int num_sequences);
     void observe(const std::vector<double>& run_s, int num_rows, int num_sequences);
     void rest(int num_steps);
-    void carry_over();
     int num_steps() const { return num_steps_; }
     int widest() const { return widest_; }
 
  private:
+    // State 0 is the unit's, 1 what a sequence adds, and those of the knots behind the first follow: knot i has i + 1.
+    static constexpr int NUM_STATES = NUM_KNOTS + 1;
+    using States = std::array<double, NUM_STATES>;
+    int num_states() const { return num_ + 1; }
     struct Weight {
         int knot;
         double share;
@@ -60,15 +66,14 @@ class PassTime {
     };
     static Weights weights(double num_rows);
     void observe_few(double seconds, int num_rows, int num_passes, double num_idle);
-    void correct(const Weights& slope, double error, double noise, bool is_known, int num_passes);
+    void correct(const States& slope, double error, double noise, bool is_known, int num_passes);
     bool jumped(double error, int num_passes);
     void widen(int num_rows);
     void smooth();
 
-    // The first `num_` entries of each are in use; the unit's is number 0, those of the knots behind the first follow.
-    std::array<double, NUM_KNOTS> state_{};
-    std::array<std::array<double, NUM_KNOTS>, NUM_KNOTS> cov_{};
-    std::array<double, NUM_KNOTS> values_{}, slopes_{};
+    States state_{};
+    std::array<States, NUM_STATES> cov_{};
+    std::array<double, NUM_KNOTS> values_{}, slopes_{};  // of the first `num_` knots
     std::array<int, NUM_KNOTS + 1> num_seen_{};
     int num_ = 1, num_sequences_ = 1, outliers_ = 0, num_steps_ = 0, widest_ = 0, num_mixed_ = 0;
     double per_other_row_ = 0.0;
@@ -80,17 +85,18 @@ class DraftTime {
  public:
     double of(double depth, double num_nodes) const { return shares_[0] + shares_[1] * depth + shares_[2] * num_nodes; }
     double catchup(double num_tokens) const;
-    void observe(double ratio, int depth, int num_nodes, int num_rows, int num_drafts);
+    using Shape = std::array<int, 4>;  // depth, nodes; rows and sequences of the target's pass
+    void observe(double ratio, const Shape& shape, int num_drafts);
     void fit(const PassTime& passes);
     void observe_catchup(double relative, int num_tokens);
 
  private:
-    struct Shape {
-        int depth, num_nodes, num_rows;
+    struct Seen {
+        Shape shape;
         double ratio, number;
     };
     std::array<double, 3> shares_ = {0.0, 0.1, 0.0};
-    std::vector<Shape> seen_;
+    std::vector<Seen> seen_;
     double catchup_s_ = 0.0, catchup_tokens_ = 0.0;
 };
 

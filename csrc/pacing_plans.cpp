@@ -113,7 +113,8 @@ std::vector<int> Plans::lengths(int i) const {
 }
 
 double Plans::passes_s(const int* lengths, double rows) const {
-    if (!is_spread_) return passes_.rows(rows);
+    const double others = passes_.sequences(static_cast<double>(candidates_.size()));
+    if (!is_spread_) return passes_.rows(rows) + others;
     double variance = 0.0, third = 0.0;
     for (size_t b = 0; b < candidates_.size(); ++b) {
         const double found = candidates_[b].found, length = lengths[b];
@@ -125,7 +126,7 @@ double Plans::passes_s(const int* lengths, double rows) const {
     const double half = third / std::pow(variance, 1.5) / 2, root = std::sqrt(1 + half * half);
     const double deviation = std::sqrt(variance), share = (root - half) / (2 * root);
     const double low = std::max(static_cast<double>(candidates_.size()), rows + deviation * (half - root));
-    return share * passes_.rows(rows + deviation * (half + root)) + (1 - share) * passes_.rows(low);
+    return share * passes_.rows(rows + deviation * (half + root)) + (1 - share) * passes_.rows(low) + others;
 }
 
 int Plans::best() const {

@@ -308,7 +308,7 @@ def test_the_cost_of_drafts_is_split_by_passes_and_nodes():
     costs = DraftTime()
     for step in range(400):
         depth, num = 1 + step % 5, 1 + step % 7
-        costs.observe(0.01 + depth * 0.05 + depth * num * 0.004, depth, depth * num, 1)
+        costs.observe(0.01 + depth * 0.05 + depth * num * 0.004, (depth, depth * num, 1, 1))
     costs.fit(PassTime())
     assert costs.of(4, 8) == pytest.approx(0.01 + 0.2 + 0.032, rel=0.03)
     costs.observe_catchup(0.5, 100)

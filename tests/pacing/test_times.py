@@ -1,4 +1,4 @@
-"""What auto believes of time: costs by the size of the batch, drift told from noise, drafts fitted to the curve."""
+"""What auto believes of time: one curve for batches of all sizes, drift told from noise, drafts fitted to the curve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from forerun.pacing import auto
 from forerun.pacing._costs import PassTime, _Roughness
 from forerun.pacing._drafts import DraftTime
 from forerun.pacing._plan import Batch, Candidate, Search
-from forerun.pacing._times import StepTimes, size_of
+from forerun.pacing._times import StepTimes
+from forerun.pacing._trials import size_of
 from forerun.types import DraftStep, StepReport
 from pacing.simulator import CPU, Machine, World
 
@@ -30,34 +31,34 @@ def report(num: int, rows: int, pass_s: float, draft_s: float = 0.0) -> StepRepo
     return made
 
 
-def test_costs_are_those_of_a_batch_of_this_size():
-    """Of 2 requests, 4 rows are as fast as 2; of 16, 32 take twice as long as 16. Each says so, and not the other's."""
-    times = StepTimes()
-    for i in range(200):
-        times.observe(report(2, 2 + 2 * (i % 2), 0.01, 0.002 * (i % 2)))
+def test_batches_of_all_sizes_teach_one_curve():
+    """16 rows of 2, 8 and 16 requests differ by what each request adds; no size is asked for what others have shown."""
+    times, per_sequence = StepTimes(), 0.06
+    true = {(num, rows): CPU(rows) + per_sequence * (num - 1) for num in (2, 8, 16) for rows in (num, 2 * num, 32)}
+    for i in range(600):
+        num = (2, 8, 16)[i // 8 % 3]
+        rows = num * (1 + i // 4 % 2)
+        times.observe(report(num, rows, 0.01 * true[num, rows], 0.002 if rows > num else 0.0))
     times.learn()
-    first = times.of(16).passes
-    assert first.rows(4) == pytest.approx(times.of(2).passes.rows(4)), "begins with what is known"
-    for i in range(200):
-        times.observe(report(16, 16 + 16 * (i % 2), 0.02 * (1 + i % 2), 0.002 * (i % 2)))
-    few, many = times.of(2), times.of(16)
-    assert few.passes.rows(4) / few.passes.rows(2) == pytest.approx(1.0, abs=0.03)
-    assert many.passes.rows(32) / many.passes.rows(16) == pytest.approx(2.0, rel=0.05)
-    assert few.drafts["model"].of(1, 2) == pytest.approx(0.2 * few.passes.rows(4), rel=0.1)
-    assert many.drafts["model"].of(1, 16) == pytest.approx(0.05 * many.passes.rows(32), rel=0.15)
+    for num, rows in true:
+        assert times.passes.of(rows, num) / times.passes.of(2, 2) == pytest.approx(
+            true[num, rows] / true[2, 2], rel=0.04
+        )
+    assert times.drafts["model"].of(1, 2) == pytest.approx(0.2, rel=0.1)
+    assert times.drafts["model"].of(1, 16) == pytest.approx(0.2, rel=0.1)
 
 
-def test_a_size_that_was_asked_for_early_begins_with_what_is_known_later():
-    times = StepTimes()
-    assert not times.of(1).passes.num_steps
-    for i in range(100):
-        times.observe(report(16, 16 + 16 * (i % 2), 0.02 * (1 + i % 2), 0.002 * (i % 2)))
-    times.learn()
-    known, new = times.of(16).passes, times.of(1).passes
-    assert new.rows(32) == known.rows(32) > 1.5
-    assert (known.num_steps, new.num_steps) == (100, 1), "known, but learned anew"
-    widths = 32, 16, known.rows(32), known.rows(16)
-    assert new.spread(*widths) > 2 * known.spread(*widths)
+def test_one_request_tells_what_a_batch_may_expect():
+    """Widths that one request has shown are no guess for 16; only what sequences add is."""
+    known, new = StepTimes().passes, StepTimes().passes
+    for _ in range(60):
+        for rows in (1, 8, 16, 24, 32):
+            known.observe([0.01 * CPU(rows)] * 4, rows, 1)
+    for passes in (known, new):
+        passes.observe([0.01 * (CPU(16) + 0.3)], 16, 16)
+    sure, unsure = (passes.spread(32, 16, passes.of(32, 16), passes.of(16, 16), 16) for passes in (known, new))
+    assert sure < 0.1 < unsure
+    assert known.of(32, 16) / known.of(16, 16) == pytest.approx((CPU(32) + 0.3) / (CPU(16) + 0.3), rel=0.04)
 
 
 def test_one_slow_step_among_like_ones_leaves_no_trace():
@@ -67,7 +68,7 @@ def test_one_slow_step_among_like_ones_leaves_no_trace():
         rows = 1 + i // 5 % 2
         times.observe(report(1, rows, 0.01 * (1 + 0.5 * (rows - 1)) * (10 if i % 5 == 2 else 1)))
     times.learn()
-    passes = times.of(1).passes
+    passes = times.passes
     assert passes.rows(2) / passes.rows(1) == pytest.approx(1.5, rel=0.03)
 
 
@@ -120,16 +121,16 @@ def test_drafts_follow_the_curve_and_take_no_negative_time():
         for step in range(300):
             passes.observe([0.01 * (most if step % 2 else 1.0)], 32 if step % 2 else 8, 8)
     for _ in range(20):
-        drafts.observe(0.3, 1, 24, 32, 8)
+        drafts.observe(0.3, (1, 24, 32, 8), 8)
     drafts.fit(flat)
     before = drafts.of(1, 24)
     drafts.fit(steep)
     assert drafts.of(1, 24) / before == pytest.approx(
-        (steep.rows(32) / steep.rows(8)) / (flat.rows(32) / flat.rows(8)), rel=0.1
+        (steep.of(32, 8) / steep.of(8, 8)) / (flat.of(32, 8) / flat.of(8, 8)), rel=0.1
     )
     for depth, nodes, ratio in ((1, 2, 0.3), (1, 16, 0.1), (4, 16, 0.2)):  # more nodes in less time: noise
         for _ in range(30):
-            drafts.observe(ratio, depth, nodes, 8)
+            drafts.observe(ratio, (depth, nodes, 8, 8))
     drafts.fit(flat)
     assert min(drafts.of(1, 0), drafts.of(0, 1), drafts.of(0, 0)) >= 0
 
@@ -141,8 +142,8 @@ def test_the_deepest_request_pays_for_its_passes():
         passes.observe([0.02 * (1 + 0.01 * (step % 30))], 8 + step % 30, 8)
     for depth in (1, 2, 3, 5, 8):
         for _ in range(20):
-            dear.observe(0.3 * depth, depth, 8 * depth, 16)
-            free.observe(0.0, depth, 8 * depth, 16)
+            dear.observe(0.3 * depth, (depth, 8 * depth, 16, 8))
+            free.observe(0.0, (depth, 8 * depth, 16, 8))
     dear.fit(passes)
     free.fit(passes)
     candidates = [Candidate("model", [0.6**j for j in range(1, 8)], 1.0) for _ in range(7)]

@@ -31,12 +31,13 @@ def native_module() -> Any:
 def check_passes(one: Any, other: Any) -> None:
     assert [one.rows(width) for width in WIDTHS] == pytest.approx([other.rows(width) for width in WIDTHS], rel=1e-9)
     for a, b in ((1, 8), (8, 40), (64, 8), (3.5, 900), (16, 16)):
-        numbers = a, b, one.rows(a), one.rows(b)
+        numbers = a, b, one.of(a, 8), one.of(b, 8), 8
         assert one.spread(*numbers) == pytest.approx(other.spread(*numbers), rel=1e-6, abs=1e-9)
     for name in ("is_settled", "num_steps", "widest"):
         assert getattr(one, name) == getattr(other, name)
     assert one.per_other_row() == pytest.approx(other.per_other_row(), rel=1e-9)
-    assert one.unit_s(0.03, 7, 12) == pytest.approx(other.unit_s(0.03, 7, 12), rel=1e-9)
+    assert one.unit_s(0.03, 7, 12, 3) == pytest.approx(other.unit_s(0.03, 7, 12, 3), rel=1e-9)
+    assert one.of(8, 4) - one.rows(8) == pytest.approx(other.sequences(4), rel=1e-7, abs=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -49,17 +50,16 @@ def test_passes_and_drafts(module, seed):
         speed *= rng.choice((1, 1, 1, 1, 1.8, 1 / 1.8)) * rng.uniform(0.97, 1.03)
         rows, num = rng.choice((1, 2, 5, 8, 13, 16, 24, 33, 64, 100, 513, 2000)), rng.choice((1, 1, 2, 3, 9, 40, 90))
         run_s = [0.01 * CPU(rows) * speed * rng.uniform(0.9, 1.1) * rng.choice((1,) * 30 + (5,)) for _ in range(num)]
-        sequences, ratio, shape = rng.choice((1, 8, 8)), rng.uniform(0.0, 0.5), (rng.randint(1, 9), rng.randint(1, 40))
+        sequences, ratio = rng.choice((1, 8, 8)), rng.uniform(0.0, 0.5)
+        shape = rng.randint(1, 9), rng.randint(1, 40), rows, sequences
         other = rng.randint(1, 600)
         for passed, draft in zip(passes, drafts, strict=True):
             passed.observe(run_s, rows, sequences)
             if num == 3:
-                passed.observe_mixed(max(run_s) * 3, other, rows)
+                passed.observe_mixed(max(run_s) * 3, other, rows, sequences)
                 passed.rest(num)
                 draft.observe_catchup(ratio, other)
-            draft.observe(ratio, *shape, rows, num)
-            if other < 30:
-                passed.carry_over()
+            draft.observe(ratio, shape, num)
             draft.fit(passed)
         check_passes(*passes)
         of = [(draft.of(0, 0), draft.of(3, 8), draft.of(8, 8), draft.catchup(17)) for draft in drafts]
@@ -107,7 +107,7 @@ def batches(module: Any, rng: random.Random) -> tuple[Batch, Batch]:
         ratio = rng.uniform(0.01, 0.4) * depth
         for drafts, passes in zip(made[1], made[0], strict=True):
             for draft in drafts:
-                draft.observe(ratio, depth, 4 * depth, 8, 30)
+                draft.observe(ratio, (depth, 4 * depth, 8, 4), 30)
                 draft.fit(passes)
     candidates = []
     for _ in range(rng.choice((1, 2, 5, 17, 32))):
@@ -166,6 +166,6 @@ def test_both_grant_the_same(module, monkeypatch, num, curve):
         world = World(lambda step, b: 0.5 + 0.4 * (b % 2), num, Machine(curve), Noise(0.08, 0.001, 0.01), seed=5)
         pacing = auto.build(auto.Options(), None)
         granted.append(world.run(pacing, 500).granted)
-        assert isinstance(pacing._costs.passes, PassTime) == (chosen is None)
+        assert isinstance(pacing.times.passes, PassTime) == (chosen is None)
     assert granted[0] == granted[1]
     assert any(map(any, granted[0]))

@@ -8,7 +8,6 @@ about the shape. What a drafter takes is divided by what the target took in the 
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
@@ -24,8 +23,9 @@ KNOTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192,
 
 _FLAT = 0.2  # hoped-for growth of a width that was never seen, as a share of growth in proportion to the rows
 _SHAPE_SD = 0.6  # how far off that hope may be: standard deviation of the logarithm, likewise
-_OTHER_SIZE_SD = 0.2  # how far off the curve of another size of batch may be, likewise
 _CURVE_DRIFT = 0.002  # per step, of the logarithm
+_PER_SEQUENCE = (0.02, 0.7, 0.01)  # what each further sequence adds: first guess; of its logarithm: deviation, drift
+_PER_SEQUENCE_LIMITS = (1e-4, 0.5)
 _NOISE = (0.05, 0.02, 0.3)  # of one observation: first guess, least, most
 _UNIT_DRIFT = (0.02, 0.003, 0.03)  # per step, of the logarithm of the unit, likewise; jumps are not drift
 _NEW_NOISE = 0.15  # of the first observation of a width: it allocates and warms up
@@ -34,19 +34,20 @@ _OUTLIER = 3.0  # standard deviations from which an observation loses weight
 _JUMP_STEPS = 4  # so many outliers to one side are a new speed of the machine
 _JUMP = 0.5  # then: of the logarithm of the unit
 _FAR = 3  # steps over which drift is told from noise
-_OTHER_BATCH = 0.2  # of the unit's, where the number of sequences has changed e-fold
+_OTHER_BATCH = 0.05  # of the unit's, where the number of sequences has changed e-fold
 
 
 class PassTime:
-    """Relative time of a target pass, with all that follows it, by its rows.
+    """Relative time of a target pass, with all that follows it: by its rows, and by the sequences that decode in it.
 
-    States: the logarithm of the unit, then those of the curve at the knots behind the first, where the curve is 1. What
-    contexts and sequences add is in the unit, which is why that is less certain after their number has changed.
+    States, all logarithms: the unit, what each sequence adds beyond the first, then the curve at the knots behind the
+    first, where the curve is 1. Rows cost the same whoever they belong to, so batches of all sizes
+    teach one curve. What contexts add is in the first two.
     """
 
     def __init__(self) -> None:
-        self._state = [0.0]
-        self._cov = [[100.0]]
+        self._state = [0.0, math.log(_PER_SEQUENCE[0])]
+        self._cov = [[100.0, 0.0], [0.0, _PER_SEQUENCE[1] ** 2]]
         self._num_sequences = 1
         self._roughness = _Roughness()
         self._num_seen = [0] * (len(KNOTS) + 1)
@@ -58,8 +59,16 @@ class PassTime:
 
     # ------------------------------------------------------------------------------------------------- reading
 
+    def of(self, num_rows: float, num_sequences: float) -> float:
+        """Relative seconds of a pass of so many rows, of so many sequences."""
+        return self.rows(num_rows) + self.sequences(num_sequences)
+
+    def sequences(self, num_sequences: float) -> float:
+        """Relative seconds that so many sequences add to the rows of one."""
+        return math.exp(self._state[1]) * (num_sequences - 1)
+
     def rows(self, num_rows: float) -> float:
-        """The curve: relative seconds of so many rows, one sequence's overhead and context not counted."""
+        """The curve: relative seconds of so many rows of one sequence."""
         i = min(bisect_right(KNOTS, num_rows), len(self._values)) - 1
         return self._values[i] + self._slopes[i] * (num_rows - KNOTS[i])
 
@@ -70,14 +79,17 @@ class PassTime:
         seconds: Numbers = values[i] + np.array(self._slopes)[i] * (widths - knots[i])
         return seconds
 
-    def spread(self, num_rows: float, other_rows: float, seconds: float, other_seconds: float) -> float:
+    def spread(
+        self, num_rows: float, other_rows: float, seconds: float, other_seconds: float, num_sequences: float
+    ) -> float:
         """Standard deviation of the logarithm of the ratio of two widths' times, given those relative seconds."""
         slopes: dict[int, float] = {}
         for rows, scale in ((num_rows, 1 / seconds), (other_rows, -1 / other_seconds)):
             for i, weight in self._weights(rows):
                 slopes[i] = slopes.get(i, 0.0) + weight * scale
         end, variance = len(self._values), 0.0
-        known = [(i, s * self._values[i]) for i, s in slopes.items() if 0 < i < end]
+        known = [(_state_of(i), s * self._values[i]) for i, s in slopes.items() if 0 < i < end]
+        known.append((1, self.sequences(num_sequences) * (1 / seconds - 1 / other_seconds)))
         for i, s in known:
             row = self._cov[i]
             for j, t in known:
@@ -96,17 +108,17 @@ class PassTime:
         """Relative seconds of a row of a prompt chunk beside decoding."""
         return max(0.0, self._per_other_row)
 
-    def unit_s(self, seconds: float, num_other: int, num_rows: int) -> float:
+    def unit_s(self, seconds: float, num_other: int, num_rows: int, num_sequences: int) -> float:
         """Seconds of the unit in a step whose pass took `seconds`."""
-        return max(seconds, 1e-9) / (self.rows(num_rows) + num_other * self.per_other_row())
+        return max(seconds, 1e-9) / (self.of(num_rows, num_sequences) + num_other * self.per_other_row())
 
     # ------------------------------------------------------------------------------------------------ learning
 
-    def observe_mixed(self, seconds: float, num_other: int, num_rows: int) -> None:
+    def observe_mixed(self, seconds: float, num_other: int, num_rows: int, num_sequences: int) -> None:
         """A pass that ran `num_other` rows of prompts, too: only what those rows cost is learned."""
         if not self.num_steps:
             return
-        extra = seconds / math.exp(self._state[0]) - self.rows(num_rows)
+        extra = seconds / math.exp(self._state[0]) - self.of(num_rows, num_sequences)
         self._num_mixed += 1
         old, new = self._per_other_row, max(0.0, extra / num_other)
         if self._num_mixed > 3:
@@ -136,23 +148,13 @@ class PassTime:
         """Steps of which nothing was learned: the machine may have changed its speed meanwhile."""
         self._cov[0][0] += num_steps * self._roughness.drift
 
-    def carry_over(self) -> None:
-        """From here on it is of batches of another size, whose curve is only about the same."""
-        variances = [0.0]
-        for last, knot in itertools.pairwise(KNOTS[: len(self._state)]):
-            variances.append(variances[-1] + (_OTHER_SIZE_SD * math.log(knot / last)) ** 2)
-        for i, row in enumerate(self._cov):
-            self._cov[i] = [own + variances[min(i, j)] for j, own in enumerate(row)]
-        self._num_seen = [0] * len(self._num_seen)
-        self._outliers, self.num_steps = 0, min(1, self.num_steps)
-
     def _observe_few(self, seconds: float, num_rows: int, num_passes: int, num_idle: float) -> None:
         """The median of a few passes, before or after `num_idle` others."""
-        total = self.rows(num_rows)
-        slope = [1.0, *[0.0] * (len(self._state) - 1)]
+        total = self.of(num_rows, self._num_sequences)
+        slope = [1.0, self.sequences(self._num_sequences) / total, *[0.0] * (len(self._state) - 2)]
         for i, weight in self._weights(num_rows):
             if i:
-                slope[i] = weight * self._values[i] / total
+                slope[_state_of(i)] = weight * self._values[i] / total
         place = bisect_right(KNOTS, num_rows)
         is_new = not self._num_seen[place]
         self._num_seen[place] += num_passes
@@ -160,7 +162,7 @@ class PassTime:
         if not self.num_steps:
             self._state[0] = level
         for i in range(len(self._state)):
-            drift = _CURVE_DRIFT**2 if i else self._roughness.drift
+            drift = self._roughness.drift if i == 0 else _PER_SEQUENCE[2] ** 2 if i == 1 else _CURVE_DRIFT**2
             self._cov[i][i] += (num_passes + num_idle) * drift
         noise = _NEW_NOISE**2 if is_new else self._roughness.noise_of(num_passes)
         self._correct(slope, level - self._state[0], noise, self._num_seen[place] > _NEW_STEPS, num_passes)
@@ -209,8 +211,8 @@ class PassTime:
         while len(self._values) < len(KNOTS) and KNOTS[len(self._values) - 1] < num_rows:
             last, state = len(self._values) - 1, self._state
             deviation = _SHAPE_SD * math.log(KNOTS[last + 1] / KNOTS[last])
-            row = [*self._cov[last]] if last else [0.0] * len(state)
-            own = row[last] if last else 0.0
+            row = [*self._cov[_state_of(last)]] if last else [0.0] * len(state)
+            own = row[_state_of(last)] if last else 0.0
             state.append(math.log(self._values[-1] + self._slopes[-1] * (KNOTS[last + 1] - KNOTS[last])))
             for other, value in zip(self._cov, row, strict=True):
                 other.append(value)
@@ -220,19 +222,26 @@ class PassTime:
     def _smooth(self) -> None:
         """The curve as it is read: never falling, and never steeper than in proportion to the rows."""
         state, up, top = self._state, [1.0], 0.0
-        for i in range(1, len(state)):
-            state[i] = min(max(state[i], -0.1), math.log(KNOTS[i]) + 0.1)
+        least, most = _PER_SEQUENCE_LIMITS
+        state[1] = min(max(state[1], math.log(least)), math.log(most))
+        for i in range(2, len(state)):
+            state[i] = min(max(state[i], -0.1), math.log(KNOTS[i - 1]) + 0.1)
             top = max(top, state[i])
             up.append(top)
         bottom = state[-1]
         for i in range(len(up) - 1, 0, -1):
-            bottom = min(bottom, state[i])
+            bottom = min(bottom, state[_state_of(i)])
             up[i] = math.exp((up[i] + max(0.0, bottom)) / 2)
         self._values = up
         self._slopes = [(b - a) / (q - p) for a, b, p, q in zip(up, up[1:], KNOTS, KNOTS[1:], strict=False)]
         is_known = self._num_seen[len(up)] + self._num_seen[len(up) - 1] > _NEW_STEPS
         own, steepest = self._slopes[-1] if is_known and self._slopes else 0.0, up[-1] / KNOTS[len(up) - 1]
         self._slopes.append(min(max(own, _FLAT * steepest), steepest))
+
+
+def _state_of(knot: int) -> int:
+    """The place of a knot, other than the first, among the states."""
+    return knot + 1
 
 
 class _Roughness:

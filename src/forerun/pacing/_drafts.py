@@ -13,6 +13,8 @@ _MISFIT = 0.05  # share of the variance of one draft that no number of them take
 _FORGET = 1 / 200  # per draft
 _MOST_SHAPES, _LEAST_WEIGHT = 48, 1e-3
 
+_Shape = tuple[int, int, int, int]  # depth, nodes; rows and sequences of the target's pass
+
 
 class DraftTime:
     """Relative time of one drafter: a share per call, per pass (one after another), and per node.
@@ -23,7 +25,7 @@ class DraftTime:
 
     def __init__(self) -> None:
         self._shares = _GUESS
-        self._seen: dict[tuple[int, int, int], tuple[float, float]] = {}  # depth, nodes, rows -> ratio, drafts
+        self._seen: dict[_Shape, tuple[float, float]] = {}  # -> ratio, drafts
         self._catchup_s = self._catchup_tokens = 0.0
 
     def of(self, depth: float, num_nodes: float) -> float:
@@ -43,14 +45,14 @@ class DraftTime:
             return num_tokens * self._catchup_s / self._catchup_tokens
         return num_tokens * float(self._shares[1]) * 0.03
 
-    def observe(self, ratio: float, depth: int, num_nodes: int, num_rows: int, num_drafts: int = 1) -> None:
-        """What drafts of one shape took over a pass of so many rows, without catching up: the median of several."""
+    def observe(self, ratio: float, shape: _Shape, num_drafts: int = 1) -> None:
+        """What drafts of one shape took over the target's pass, without catching up: the median of several."""
         keep = (1 - _FORGET) ** num_drafts
         seen = self._seen.items()
-        self._seen = {shape: (old, number * keep) for shape, (old, number) in seen if number * keep > _LEAST_WEIGHT}
-        old, number = self._seen.get((depth, num_nodes, num_rows), (ratio, 0.0))
+        self._seen = {other: (old, number * keep) for other, (old, number) in seen if number * keep > _LEAST_WEIGHT}
+        old, number = self._seen.get(shape, (ratio, 0.0))
         number += num_drafts
-        self._seen[depth, num_nodes, num_rows] = old + num_drafts / number * (ratio - old), number
+        self._seen[shape] = old + num_drafts / number * (ratio - old), number
         if len(self._seen) > _MOST_SHAPES:
             del self._seen[min(self._seen, key=lambda shape: self._seen[shape][1])]
 
@@ -59,13 +61,13 @@ class DraftTime:
         # Sums in plain Python: with cold caches, between two passes, 0.05 ms instead of numpy's 0.3 for so few numbers.
         matrix = [[d**-2 if i == j else 0.0 for j in range(3)] for i, d in enumerate(_DOUBT)]
         right = [g / d**2 for g, d in zip(_GUESS, _DOUBT, strict=True)]
-        for (depth, num_nodes, rows), (ratio, number) in self._seen.items():
-            seconds = ratio * passes.rows(rows)
+        for (depth, num_nodes, rows, num_sequences), (ratio, number) in self._seen.items():
+            seconds = ratio * passes.of(rows, num_sequences)
             weight = 1 / ((_NOISE[0] + _NOISE[1] * seconds) ** 2 * (1 / number + _MISFIT))
-            shape = (1.0, depth, num_nodes)
-            for i, x in enumerate(shape):
+            parts = (1.0, depth, num_nodes)
+            for i, x in enumerate(parts):
                 right[i] += weight * x * seconds
-                for j, y in enumerate(shape):
+                for j, y in enumerate(parts):
                     matrix[i][j] += weight * x * y
         free = [0, 1, 2]
         while True:

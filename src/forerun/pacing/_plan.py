@@ -196,14 +196,14 @@ class Plans:
 
         Two points with the first three moments of that number, which is exact for one request.
         """
-        curve, found = self._passes.rows_of, self._found
+        curve, found, others = self._passes.rows_of, self._found, self._passes.sequences(lengths.shape[1])
         spread = np.where(found < 0.999, found * (1 - found), 0.0)
         if not spread.any():
-            return curve(rows)
+            return curve(rows) + others
         variance = np.maximum(lengths**2 @ spread, 1e-9)
         half = (lengths**3 @ (spread * (1 - 2 * found))) / variance**1.5 / 2
         root, deviation = np.sqrt(1 + half * half), np.sqrt(variance)
         share = (root - half) / (2 * root)
         low = np.maximum(lengths.shape[1], rows + deviation * (half - root))
-        seconds: Numbers = share * curve(rows + deviation * (half + root)) + (1 - share) * curve(low)
+        seconds: Numbers = share * curve(rows + deviation * (half + root)) + (1 - share) * curve(low) + others
         return seconds

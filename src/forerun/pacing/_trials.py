@@ -16,7 +16,6 @@ from forerun.pacing._acceptance import Acceptance
 from forerun.pacing._costs import KNOTS, PassTime
 from forerun.pacing._drafts import DraftTime
 from forerun.pacing._plan import Plan, Search
-from forerun.pacing._times import size_of
 from forerun.types import Sequence
 
 _FIRST_ALLOWANCE = 6.0  # steps of plain decoding
@@ -39,6 +38,11 @@ _PROBE_CREDIT, _MOST_CREDIT = 2, 4  # rejections that end a probe: at first, and
 _PROBE_TESTS, _PROBE_STEPS = 8, 64  # after which a drafter that does not pay yet will not
 _PROBE_HOPE = 0.5  # tokens per step that a probe may turn out to be worth
 _PERFECT, _WORTH_PROBING = (1, 2, 4, 8), 0.95  # tokens of perfect drafts, one of which must reach this share of a plan
+
+
+def size_of(num_sequences: float) -> int:
+    """The class of a batch: twice as many sequences are the next one, and a few more or less the same."""
+    return round(math.log2(max(1, num_sequences)))
 
 
 @dataclass(slots=True)
@@ -107,7 +111,9 @@ class Trials:
         self._left = 0  # steps of it
         self._was_stale = False  # the last one was of a width that had been seen
         self._probes: dict[str, _Probe] = {}
-        self._num_plain = Counter[int]()  # trials of plain decoding, by the size of the batch
+        self._num_plain = 0  # trials of plain decoding
+        self._num_steps = Counter[int]()  # of batches of each size, so far; the last one's
+        self._last_step = 0
         self.next_step = 0  # at which `lengths` wants to be asked
 
     @property
@@ -150,6 +156,8 @@ class Trials:
         if not passes.num_steps or not self._share:
             return
         size = size_of(len(requests))
+        self._num_steps[size] += step - self._last_step
+        self._last_step = step
         self._seen[size, _stretch(plan)] = step
         chosen = self._stale(step, size, search, plan)
         cost = 0.0 if chosen is None else max(0.0, chosen.seconds * (1 - chosen.goodput / plan.goodput))
@@ -164,16 +172,16 @@ class Trials:
             return
         free = [(r, k) for r, k in zip(requests, chosen.lengths, strict=True) if r.asked is None]
         catchup = sum(drafts[r.draft].catchup(r.lag) for r, k in free if k and r.lag)
-        is_free = chosen is search.plain and self._num_plain[size] < _FREE_PLAIN
+        is_free = chosen is search.plain and self._num_plain < _FREE_PLAIN
         if cost + catchup > self._allowance and not is_free:
             return
         most = _PLAIN_STEPS if chosen is search.plain else _TRIAL_STEPS
         self._left = most if is_free else max(1, min(most, int(self._allowance / 4 / max(cost, 1e-3))))
         if not is_free:  # nothing is taken from trials of what may be better, neither time nor turns
             self._allowance -= cost * self._left + catchup
-            self._next_trial = step + _spacing(passes.num_steps)
+            self._next_trial = step + _spacing(self._num_steps[size])
         self._seen[size, _stretch(chosen)] = step
-        self._num_plain[size] += chosen is search.plain
+        self._num_plain += chosen is search.plain
         self._trial = free
 
     def _stale(self, step: int, size: int, search: Search, plan: Plan) -> Plan | None:
@@ -188,7 +196,7 @@ class Trials:
             # Trials of plain take two thirds of the share at most, those of all other marks the whole one.
             num_steps = 1.5 * _PLAIN_STEPS if is_plain else _TRIAL_STEPS * _NUM_MARKS
             spacing = min(max(least, num_steps * loss / self._share), most)
-            early = _FIRST_PLAIN << min(8, self._num_plain[size])
+            early = _FIRST_PLAIN << min(8, self._num_plain)
             is_early = is_plain and early < _SPACING
             spacing = early if is_early else spacing
             if seen is None or (step - seen >= spacing and (is_early or step >= self._next_trial)):
@@ -201,7 +209,7 @@ class Trials:
         for mark in search.marks:
             if not _differs(mark, plan):
                 continue
-            spread = min(1.0, passes.spread(mark.rows, plan.rows, mark.seconds, plan.seconds))
+            spread = min(1.0, passes.spread(mark.rows, plan.rows, mark.seconds, plan.seconds, len(plan.lengths)))
             hoped = mark.goodput * math.exp(_OPTIMISM * spread)
             loss = max(0.0, mark.seconds * (math.exp(spread) - mark.goodput / plan.goodput))
             if hoped > hope and loss < self._allowance:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from forerun.pacing import Pacing
 from forerun.pacing._acceptance import Acceptance
 from forerun.pacing._plan import Batch, Candidate, Plan, Search
-from forerun.pacing._times import Costs, StepTimes
-from forerun.pacing._trials import Request, Trials
+from forerun.pacing._times import StepTimes
+from forerun.pacing._trials import Request, Trials, size_of
 from forerun.pacing._twins import acceptance
 from forerun.types import Sequence, StepReport
 
@@ -69,7 +69,6 @@ class AutoPacing(Pacing):
     def __init__(self, options: Options, max_length: int) -> None:
         self.options, self.max_length = options, max_length
         self._times = StepTimes()
-        self._costs = Costs()  # of batches as large as the present one
         self._known: dict[str, Acceptance] = {}
         self._requests: dict[int, Request] = {}
         self._trials = Trials(options.trial_share)
@@ -132,9 +131,8 @@ class AutoPacing(Pacing):
     def _meet(self, seqs: Seq[Sequence], ids: list[int], limits: Seq[int], lags: Seq[int]) -> None:
         """Other sequences than before: some are new, some have gone."""
         self._num_changed += len(set(ids).symmetric_difference(self._ids))
-        costs, self._costs = self._costs, self._times.of(len(ids))
+        self._is_unlike |= size_of(len(ids)) != size_of(len(self._ids)) or self._num_changed >= 2 * len(ids)
         self._ids, self._present = ids, [self._request(seq) for seq in seqs]
-        self._is_unlike |= costs is not self._costs or self._num_changed >= 2 * len(ids)
         self._lengths = [r.wanted() for r in self._present]
         new = [b for b, r in enumerate(self._present) if r.length is None and r.asked is None]
         room = self._max_rows(len(ids)) - len(ids) - sum(self._lengths) if new else 0.0
@@ -156,20 +154,19 @@ class AutoPacing(Pacing):
 
     def _max_rows(self, num_requests: int) -> float:
         """Rows beyond which no plan goes: nobody knows what they would take."""
-        return max(min(_UNSEEN_ROWS, num_requests + _UNSEEN_NODES), _WIDER * self._costs.passes.widest)
+        return max(min(_UNSEEN_ROWS, num_requests + _UNSEEN_NODES), _WIDER * self._times.passes.widest)
 
     def _look(self) -> None:
         """Count what happened since the last look, and plan anew. Where nothing changes, looks become rarer."""
         self._last_look, self._is_unlike = self._step, False
         self._learn()
-        self._costs = self._times.of(len(self._present))
         self._num_changed = 0
         if self._present:
             self._decide(self._present)
         lengths = [r.wanted() for r in self._present]
         self._num_idle = min(self._num_idle + 1, _MOST_IDLE) if lengths == self._lengths else 0
         self._lengths = lengths
-        known_steps = self._costs.passes.num_steps
+        known_steps = self._times.passes.num_steps
         is_early = known_steps < _LEARNING_STEPS
         self._least = 1 if is_early else _LOOK_STEPS[0]
         spacing = 1 + known_steps // _EARLY_LOOKS if is_early else (1 + self._num_idle) * self._own.spacing()
@@ -180,7 +177,7 @@ class AutoPacing(Pacing):
         if self._trials.is_running:
             self._next_look = max(self._next_look, self._step + 1 + _BEHIND)
         return self._trials.lengths(
-            self._step, self._present, list(granted), self._costs.passes, self._costs.drafts, self._plan
+            self._step, self._present, list(granted), self._times.passes, self._times.drafts, self._plan
         )
 
     def prepares(self, seq: Sequence) -> bool:
@@ -188,9 +185,9 @@ class AutoPacing(Pacing):
 
         Now and then for one that it does not pay for: else nobody would hear of a drafter that has become better.
         """
-        if seq.params.spec_length is not None or not self._costs.passes.num_steps:
+        if seq.params.spec_length is not None or not self._times.passes.num_steps:
             return True
-        costs = self._costs.drafts.get(seq.draft)
+        costs = self._times.drafts.get(seq.draft)
         if costs is None:
             return True
         saves = self._saving * (seq.max_len - len(seq.tokens)) / 2 > costs.catchup(len(seq.tokens))
@@ -246,7 +243,7 @@ class AutoPacing(Pacing):
         for r in requests:
             r.gains, found = r.acceptance.gains(r.limit if r.asked is None else min(r.asked, r.limit))
             candidates.append(Candidate(r.draft, r.gains, found, None if r.asked is None else r.paced()))
-        batch = Batch(candidates, self._costs.passes, self._costs.drafts)
+        batch = Batch(candidates, self._times.passes, self._times.drafts)
         search, ideal = self._search(batch, requests)
         ideal = self._worth_it(search, ideal, requests)
         best = ideal.lengths
@@ -267,7 +264,7 @@ class AutoPacing(Pacing):
             self._saving += _WEIGHT * (1 / plain.goodput - 1 / drafting.goodput - self._saving)
             self._are_enough = _enough_are_ready(requests)
         if not self._is_beside_prompts:
-            self._trials.consider(self._step, requests, search, self._plan, self._costs.passes, self._costs.drafts)
+            self._trials.consider(self._step, requests, search, self._plan, self._times.passes, self._times.drafts)
         self._typical = self._typical_lengths(requests, self._worth_it(search, search.best, requests))
 
     def _typical_lengths(self, requests: list[Request], plan: Plan) -> dict[str, int]:
@@ -314,7 +311,7 @@ class AutoPacing(Pacing):
         gain: tokens per unit of time, over `ready`, the best plan in which nobody catches up.
         """
         seconds = plan.seconds * r.remaining / (1 + sum(r.gains[: plan.lengths[i]]))
-        return gain * seconds > ready.goodput * self._costs.drafts[r.draft].catchup(r.lag)
+        return gain * seconds > ready.goodput * self._times.drafts[r.draft].catchup(r.lag)
 
     def _may_change(self, r: Request) -> bool:
         return self._step - r.begun < _LEARNING_STEPS or self._step - r.changed >= self.options.hold_steps
@@ -348,7 +345,7 @@ class AutoPacing(Pacing):
         """Rows beside a prompt chunk cost as much as its own: keep those that are worth it at the usual speed."""
         if not any(granted):
             return granted
-        least = self._plan.goodput * self._costs.passes.per_other_row()
+        least = self._plan.goodput * self._times.passes.per_other_row()
         lengths = []
         for r, length in zip(self._present, granted, strict=True):
             while length and r.asked is None and (length > len(r.gains) or r.gains[length - 1] < least):
