@@ -94,7 +94,7 @@ class Probs:
     listed: Tensor | None = None  # [n], float32 or wider: the probabilities of `ids`
 
     @staticmethod
-    @functools.lru_cache(maxsize=1 << 16)
+    @functools.cache
     def of_point(token: int) -> Probs:
         """The law under which `token` has probability 1."""
         return Probs(point=token)

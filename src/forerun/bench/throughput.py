@@ -237,7 +237,7 @@ class _Grants:
 
     def __call__(self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int) -> list[int]:
         granted = self._budget(seqs, limits, lags, num_other_rows)
-        self.last = sum(min(pair) for pair in zip(granted, limits, strict=True))
+        self.last = sum([min(pair) for pair in zip(granted, limits, strict=True)]) if any(granted) else 0
         return granted
 
 

@@ -68,7 +68,7 @@ class SharedEngine:
     def _holding(self) -> Iterator[None]:
         if self._owner == threading.get_ident():
             raise BadOption("a listener runs inside a step and cannot call the engine: keep what it heard, call later")
-        with _uninterrupted():
+        with _Uninterrupted():
             try:
                 with self._lock:
                     self._owner = threading.get_ident()
@@ -84,7 +84,7 @@ class SharedEngine:
     def _settle(self) -> None:
         if not self._ended:
             return
-        with _uninterrupted():
+        with _Uninterrupted():
             while self._ended and self._lock.acquire(blocking=False):
                 try:
                     self._end_all()
@@ -96,25 +96,26 @@ class SharedEngine:
             self._engine.abort(self._ended.popleft())
 
 
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
+class _Uninterrupted:
     """Let Ctrl-C wait for the end of the block: torn in two, a step would leave locks held and texts without a token.
 
     Only the main thread is interrupted, and only by a handler written in Python.
     """
-    handler = _signal.getsignal(_signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not callable(handler) or isinstance(handler, _Later):
-        yield
-        return
-    later = _Later()
-    _signal.signal(_signal.SIGINT, later)
-    try:
-        yield
-    finally:
-        _signal.signal(_signal.SIGINT, handler)
-        if later.came is not None:
-            handler(*later.came)
+
+    def __enter__(self) -> None:
+        self._later: _Later | None = None
+        if threading.get_ident() != threading.main_thread().ident:
+            return
+        handler = _signal.getsignal(_signal.SIGINT)
+        if callable(handler) and not isinstance(handler, _Later):
+            self._handler, self._later = handler, _Later()
+            _signal.signal(_signal.SIGINT, self._later)
+
+    def __exit__(self, *_: object) -> None:
+        if self._later is not None:
+            _signal.signal(_signal.SIGINT, self._handler)
+            if self._later.came is not None:
+                self._handler(*self._later.came)
 
 
 class _Later:
