@@ -139,8 +139,8 @@ def test_who_comes_in_between_drafts_no_more_than_is_worth_it():
     assert sum(found) == 0
 
 
-def test_free_trials_of_many_sizes_take_nothing_from_the_others():
-    """1, 2, 4, .. 32 requests one after another: plain decoding is tried for each, and probes are not starved by it."""
+def test_free_trials_take_nothing_from_the_others():
+    """1, 2, 4, .. 32 requests one after another: the first trials of plain decoding leave the others their allowance."""
     pacing, least = auto.build(auto.Options(), None), 0.0
     world = World(lambda step, b: 0.9, machine=Machine(GPU, pass_s=0.002), batch=lambda step: range(1 << step // 150))
     for step in range(900):

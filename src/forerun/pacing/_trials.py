@@ -25,7 +25,7 @@ _GROW = 0.25  # and in between, as a share of all steps
 _TRIAL_STEPS = 4  # of a trial that costs little
 _PLAIN_STEPS = 2  # of one of plain decoding
 _PLAIN_SPACING, _FIRST_PLAIN = (16, 300), 8  # steps between these: least, most; before the first, then twice as many
-_FREE_PLAIN = 8  # such trials, by the size of the batch, that are made whatever they seem to cost: beliefs are young
+_FREE_PLAIN = 8  # such trials that are made whatever they seem to cost: beliefs are young
 _SEEN_SPACING, _NUM_MARKS = (64, 600), 4  # steps between trials of a width that was seen; such widths, about
 _OPTIMISM = 1.5  # standard deviations
 _WORTH_TRYING = 1.02  # hoped-for gain
@@ -37,7 +37,6 @@ _GIVEN_UP = 64  # from which on its requests are not prepared for it
 _PROBE_CREDIT, _MOST_CREDIT = 2, 4  # rejections that end a probe: at first, and after acceptances
 _PROBE_TESTS, _PROBE_STEPS = 8, 64  # after which a drafter that does not pay yet will not
 _PROBE_HOPE = 0.5  # tokens per step that a probe may turn out to be worth
-_PERFECT, _WORTH_PROBING = (1, 2, 4, 8), 0.95  # tokens of perfect drafts, one of which must reach this share of a plan
 
 
 def size_of(num_sequences: float) -> int:
@@ -270,10 +269,6 @@ class Trials:
         self, step: int, probe: _Probe, members: Seq[Request], passes: PassTime, drafts: DraftTime, plan: Plan
     ) -> None:
         """Ask for the request that was asked least, of those whose catching up can be afforded."""
-        if not _could_pay(len(members), passes, drafts, plan):
-            probe.spacing = min(2 * probe.spacing, _PROBE_SPACING[2])
-            probe.next_step = step + probe.spacing
-            return
         cost = passes.rows(plan.rows + 1) - passes.rows(plan.rows) + drafts.of(1, 1)
         room = self._allowance - _PROBE_CREDIT * cost
         if room < 0:
@@ -303,17 +298,6 @@ class Trials:
             probe.credit = min(_MOST_CREDIT, probe.credit + (1 if num_accepted else -1))
         if probe.credit <= 0 or probe.num_tests >= _PROBE_TESTS:
             probe.stop(step, failed=True)
-
-
-def _could_pay(num: int, passes: PassTime, drafts: DraftTime, plan: Plan) -> bool:
-    """Whether a plan would be better if every token that so many more requests draft were accepted."""
-    tokens = plan.goodput * plan.seconds
-    for length in _PERFECT:
-        for nodes in (length, length * num):
-            seconds = plan.seconds + passes.rows(plan.rows + nodes) - passes.rows(plan.rows) + drafts.of(length, nodes)
-            if tokens + nodes > plan.goodput * _WORTH_PROBING * seconds:
-                return True
-    return False
 
 
 def _spacing(num_steps: int) -> int:
