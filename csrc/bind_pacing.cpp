@@ -56,11 +56,6 @@ Numbers value_of(Plans& plans, const Lengths& lengths) {
     return {v.goodput, v.seconds, v.rows};
 }
 
-template <class T>
-T copy_of(const T& other, nb::handle) {
-    return other;
-}
-
 }  // namespace
 
 void bind_pacing(nb::module_& m) {
@@ -78,16 +73,15 @@ void bind_pacing(nb::module_& m) {
         .def("rest", &PassTime::rest, "num_steps"_a)
         .def_prop_ro("is_settled", &PassTime::is_settled)
         .def_prop_ro("num_steps", &PassTime::num_steps)
-        .def_prop_ro("widest", &PassTime::widest)
-        .def("__deepcopy__", &copy_of<PassTime>, "memo"_a);
+        .def_prop_ro("widest", &PassTime::widest);
     nb::class_<DraftTime>(m, "DraftTime", "Twin of forerun.pacing._drafts.DraftTime.")
         .def(nb::init<>())
         .def("of", &DraftTime::of, "depth"_a, "num_nodes"_a)
         .def("catchup", &DraftTime::catchup, "num_tokens"_a)
         .def("observe", &DraftTime::observe, "ratio"_a, "shape"_a, "num_drafts"_a = 1)
+        .def("fade", &DraftTime::fade, "num_steps"_a)
         .def("fit", &DraftTime::fit, "passes"_a)
-        .def("observe_catchup", &DraftTime::observe_catchup, "relative"_a, "num_tokens"_a)
-        .def("__deepcopy__", &copy_of<DraftTime>, "memo"_a);
+        .def("observe_catchup", &DraftTime::observe_catchup, "relative"_a, "num_tokens"_a);
     nb::class_<Acceptance>(m, "Acceptance", "Twin of forerun.pacing._acceptance.Acceptance.")
         .def(nb::init<double, std::shared_ptr<Acceptance>>(), "memory_rounds"_a, "parent"_a = nb::none())
         .def("count", &Acceptance::count, "granted"_a, "num_drafted"_a, "num_tested"_a, "num_accepted"_a)

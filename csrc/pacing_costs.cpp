@@ -240,7 +240,8 @@ void PassTime::smooth() {
 namespace {
 
 constexpr std::array<double, 3> GUESS = {0.0, 0.1, 0.0}, DOUBT = {0.15, 0.3, 0.02};
-constexpr double DRAFT_NOISE = 0.003, DRAFT_SHARE = 0.15, MISFIT = 0.05, FORGET = 1.0 / 200, LEAST_WEIGHT = 1e-3;
+constexpr double DRAFT_NOISE = 0.003, DRAFT_SHARE = 0.15, MISFIT = 0.05, LEAST_WEIGHT = 1e-3;
+constexpr double FORGET = 1.0 / 200, FADE = 1.0 / 2000;
 constexpr size_t MOST_SHAPES = 48;
 
 // x of the rows and columns `free` of matrix x = right, 0 elsewhere; by elimination, for the matrix is positive
@@ -285,6 +286,11 @@ void DraftTime::observe(double ratio, const Shape& shape, int num_drafts) {
     at->ratio += num_drafts / at->number * (ratio - at->ratio);
     const auto fewer = [](const Seen& a, const Seen& b) { return a.number < b.number; };
     if (seen_.size() > MOST_SHAPES) seen_.erase(std::min_element(seen_.begin(), seen_.end(), fewer));
+}
+
+void DraftTime::fade(int num_steps) {
+    const double keep = std::pow(1 - FADE, num_steps);
+    for (Seen& seen : seen_) seen.number *= keep;
 }
 
 void DraftTime::fit(const PassTime& passes) {

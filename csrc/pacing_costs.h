@@ -87,6 +87,7 @@ class DraftTime {
     double catchup(double num_tokens) const;
     using Shape = std::array<int, 4>;  // depth, nodes; rows and sequences of the target's pass
     void observe(double ratio, const Shape& shape, int num_drafts);
+    void fade(int num_steps);
     void fit(const PassTime& passes);
     void observe_catchup(double relative, int num_tokens);
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,31 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
     assert second.seq.tokens[: len(had)] == had
     assert second.report.num_preemptions == 1
     assert outputs == alone([([1] * 20, GREEDY), ([2] * 20, GREEDY)])
+
+
+@pytest.mark.once("about drafts of a fixed length")
+def test_who_wants_no_drafter_is_granted_nothing() -> None:
+    engine = engine_with(spec_length=4, policy="fixed")
+    requests = [engine.add([i] * 10, replace(GREEDY, draft=draft)) for i, draft in enumerate(("none", None, "none"))]
+    while not all(request.report.num_steps for request in requests):
+        engine.step()
+    assert [limit > 0 for limit in engine.scheduler.plan().draft_limits] == [False, True, False]
+
+
+@pytest.mark.once("about drafts of a fixed length")
+def test_what_a_rejected_draft_held_is_free_before_the_next_plan() -> None:
+    """Drafts of 24 tokens reach into further blocks: behind a step the draft's cache holds committed tokens alone."""
+    engine = engine_with(spec_length=24, policy="fixed", prefix_caching=False)
+    request, rejected = engine.add([1] * 10, GREEDY), 0
+    drafter = engine.drafter.first
+    while request.seq.finish_reason is None:
+        had = request.report.num_drafted - request.report.num_accepted
+        engine.step()
+        rejected += request.report.num_drafted - request.report.num_accepted - had > 16
+        if request.seq.finish_reason is None:
+            kept = min(drafter.runner.cache.length(request.seq.id), len(request.seq.tokens) - 1)
+            assert drafter.free_tokens() == 1024 - 16 * -(-kept // 16)
+    assert rejected > 0
 
 
 @pytest.mark.once("about drafts of a fixed length")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from forerun.errors import UnsupportedModel
-from forerun.models.layers import RopeConfig
+from forerun.models.layers import Rope, RopeConfig
 from forerun.models.loading import model_types, read_config
 from forerun.models.saving import config_to_dict
 
@@ -114,3 +115,14 @@ def test_windows(llama_raw: Raw) -> None:
 def test_round_trip(llama_raw: Raw, model_type: str, keys: Raw) -> None:
     config = read_config(llama_raw | {"model_type": model_type} | keys)
     assert read_config(config_to_dict(config)) == config
+
+
+def test_rotations_reach_as_far_as_they_are_asked_for() -> None:
+    """The table grows by blocks of 256 positions: native passes read rows of it without asking how many there are."""
+    rope = Rope(RopeConfig(), 16, torch.device("cpu"), torch.float32)
+    for end in (1, 256, 257, 1000, 513):
+        table = rope.table(end)
+        assert len(table) >= end
+        angles = (end - 1) * rope.inv_freq
+        assert torch.equal(table[end - 1, 0, 0], torch.cat((angles.cos(), angles.cos())))
+        assert torch.equal(table[end - 1, 1, 0], torch.cat((-angles.sin(), angles.sin())))

@@ -68,6 +68,17 @@ def test_probes_find_a_drafter_that_turns_good(seed, draft):
     assert sum(granted[0] >= 4 for granted in track.granted[1220:]) >= 70
 
 
+@pytest.mark.parametrize("num", [1, 4])
+def test_a_drafter_that_was_slow_when_it_was_cold_is_not_given_up_for_ever(num):
+    """Sixty times as slow in the first 20 steps: what was seen then is believed less, step by step, drafts or not."""
+    world = World(lambda step, b: 0.8, num, Machine(CPU, pass_s=0.06))
+    pacing = auto.build(auto.Options(), None)
+    world.run(pacing, 20)
+    world.machine = Machine(CPU, pass_s=0.001)
+    granted = world.run(pacing, 3500).granted[-500:]
+    assert sum(sum(lengths) >= num for lengths in granted) > 400
+
+
 def test_probes_of_a_large_batch_are_those_of_one_drafter():
     """32 requests do not each probe."""
     track = run(World(lambda step, b: 0.0, 32, Machine(CPU, pass_s=0.002)), 500)
@@ -140,7 +151,7 @@ def test_who_comes_in_between_drafts_no_more_than_is_worth_it():
 
 
 def test_free_trials_take_nothing_from_the_others():
-    """1, 2, 4, .. 32 requests one after another: the first trials of plain decoding leave the others their allowance."""
+    """1, 2, 4, .. 32 requests, in turn: the first trials of plain decoding leave all others their allowance."""
     pacing, least = auto.build(auto.Options(), None), 0.0
     world = World(lambda step, b: 0.9, machine=Machine(GPU, pass_s=0.002), batch=lambda step: range(1 << step // 150))
     for step in range(900):

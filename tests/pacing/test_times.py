@@ -182,8 +182,8 @@ def test_looks_take_four_thousandths_of_the_time_at_most():
     for look_s, apart in ((0.0, 4), (0.002, 25), (0.01, 64)):
         own = auto._OwnTime()
         for step in range(1000):
-            has_looked = step % 20 == 0
-            own.observe(StepReport(score_s=0.02, draft_s=0.001 + look_s * has_looked), has_looked)
+            if (behind := step % 20) < 2:
+                own.observe(StepReport(score_s=0.02, draft_s=0.001 + look_s * (not behind)), not behind)
         assert own.spacing() == pytest.approx(apart, abs=2)
     assert len(looks(0.0, 800, 0.9)) > 2 * len(looks(0.01, 800, 0.9))
 

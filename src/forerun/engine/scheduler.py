@@ -187,7 +187,10 @@ class Scheduler:
         return stand.slack + max(0, num_blocks) * self.cache.block_tokens
 
     def _draft_limits(self, decode: Seq[_Stand], num_rows: int, num_blocks: int) -> list[int]:
-        """Nodes that each may have, so that all could have them together: rows and blocks are shared out evenly."""
+        """Nodes that each may have, so that all could have them together: rows and blocks are shared out evenly.
+
+        None for a request that wants no drafter.
+        """
         if not decode:
             return []
         rows = max(0, min(MAX_SPEC_LENGTH, num_rows // len(decode)))

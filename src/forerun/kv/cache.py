@@ -175,7 +175,7 @@ class KVCache:
         return self._num_available() * self.block_tokens
 
     def room(self, slot: int) -> Room:
-        """What an open slot holds and may still take, read at once."""
+        """What an open slot holds and may still take, read at once. Raises KeyError for one that is not open."""
         own = self._slots[slot]
         length, num_own = own.length, len(own.table)
         copies = self._num_copies(own)
@@ -201,6 +201,7 @@ class KVCache:
         """
         own = self._slots[slot]
         cut = self._cut_block(own)
+        own.may_be_cut = cut is not None
         if cut is None and own.length + num_tokens <= len(own.table) * self.block_tokens:
             return  # as in most steps
         missing = self.missing_blocks(slot, num_tokens)

@@ -110,7 +110,7 @@ class Rope:
             cos, sin = angles.cos(), angles.sin()
             table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
             self._table = torch.cat((self._table, table[:, :, None].to(self._table.dtype)))
-            self._num_positions += self.BLOCK
+            self._num_positions = self._table.shape[0]
         return self._table
 
 

@@ -42,7 +42,7 @@ class PassTime:
 
     States, all logarithms: the unit, what each sequence adds beyond the first, then the curve at the knots behind the
     first, where the curve is 1. Rows cost the same whoever they belong to, so batches of all sizes
-    teach one curve. What contexts add is in the first two.
+    teach one curve. What contexts add drifts along with the first two.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class PassTime:
 
     def rows(self, num_rows: float) -> float:
         """The curve: relative seconds of so many rows of one sequence."""
-        i = min(bisect_right(KNOTS, num_rows), len(self._values)) - 1
+        i = max(1, min(bisect_right(KNOTS, num_rows), len(self._values))) - 1
         return self._values[i] + self._slopes[i] * (num_rows - KNOTS[i])
 
     def rows_of(self, widths: Numbers) -> Numbers:

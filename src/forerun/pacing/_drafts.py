@@ -10,7 +10,7 @@ _GUESS = (0.0, 0.1, 0.0)  # units per call, per pass and per node, before anythi
 _DOUBT = (0.15, 0.3, 0.02)  # of that: standard deviations
 _NOISE = (0.003, 0.15)  # of one draft: units, and a share of what it takes
 _MISFIT = 0.05  # share of the variance of one draft that no number of them takes away
-_FORGET = 1 / 200  # per draft
+_FORGET, _FADE = 1 / 200, 1 / 2000  # per draft, per step
 _MOST_SHAPES, _LEAST_WEIGHT = 48, 1e-3
 
 _Shape = tuple[int, int, int, int]  # depth, nodes; rows and sequences of the target's pass
@@ -55,6 +55,11 @@ class DraftTime:
         self._seen[shape] = old + num_drafts / number * (ratio - old), number
         if len(self._seen) > _MOST_SHAPES:
             del self._seen[min(self._seen, key=lambda shape: self._seen[shape][1])]
+
+    def fade(self, num_steps: int) -> None:
+        """So many steps went by, with or without drafts: what was seen long ago is no reason never to draft again."""
+        keep = (1 - _FADE) ** num_steps
+        self._seen = {shape: (ratio, number * keep) for shape, (ratio, number) in self._seen.items()}
 
     def fit(self, passes: PassTime) -> None:
         """Bring the shares up to date: least squares over the shapes, none of the shares negative."""

@@ -72,6 +72,7 @@ class StepTimes:
         for (name, shape), ratios in alike.items():
             self.drafts[name].observe(median(ratios), shape, len(ratios))
         for drafts in self.drafts.values():
+            drafts.fade(len(reports))
             drafts.fit(self.passes)
 
 

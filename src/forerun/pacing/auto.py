@@ -31,8 +31,7 @@ _MOST_IDLE = 3  # times that a look which changed nothing moves the next one fur
 _BEHIND = 2  # steps of the plan behind a trial: without them, the machine may have changed its speed just then
 _OWN_SHARE = 0.004  # of all time, which looking may take
 _WEIGHT = 0.25  # of what one look says drafting saves
-_FEW, _MANY = 0.2, 0.15  # weights of one step in averages over steps that are rare, and over one in so many
-_SAMPLED = 8
+_OWN_WEIGHT = 0.2  # of one step in averages of what looks take
 _CLEAR_GAIN = 1.1  # for which a length may change before its time
 _FAILED = (8, 16, 24, 32, 48, 64, 96, 128)  # drafts in a row without an accepted token, at which somebody has to look
 # Gain over plain decoding from which on drafting begins, and goes on: for one request, and what each doubling of their
@@ -211,7 +210,7 @@ class AutoPacing(Pacing):
             if is_worse or (step.num_accepted and not r.wanted()):
                 self._next_look = self._step + 1  # worse, or better, than thought
         self._asked = []
-        if self._has_looked or self._step % _SAMPLED == 0:
+        if self._has_looked or self._step == self._last_look + 1:
             self._own.observe(report, self._has_looked)
         self._times.observe(report)
 
@@ -366,18 +365,18 @@ def _enough_are_ready(requests: list[Request]) -> set[str]:
 
 
 class _OwnTime:
-    """What a look takes: the drafting side of steps with one, without the drafters, over that of other steps."""
+    """What a look takes: the drafting side of steps with one, without the drafters, over that of the steps behind."""
 
     def __init__(self) -> None:
-        self._own_s = {True: 0.0, False: 0.0}  # of steps with a look, and of others
+        self._own_s = {True: 0.0, False: 0.0}  # of steps with a look, and of those behind
         self._step_s = 0.0
 
     def observe(self, report: StepReport, has_looked: bool) -> None:
-        """The numbers of a step."""
+        """The numbers of a step with a look, or of the one behind."""
         own_s = report.draft_s - sum([draft.seconds for draft in report.drafts.values()])
         step_s = report.draft_s + report.score_s + report.judge_s + report.commit_s
-        self._own_s[has_looked] += (_FEW if has_looked else _MANY) * (own_s - self._own_s[has_looked])
-        self._step_s += _MANY * (step_s - self._step_s)
+        self._own_s[has_looked] += _OWN_WEIGHT * (own_s - self._own_s[has_looked])
+        self._step_s += (not has_looked) * _OWN_WEIGHT * (step_s - self._step_s)
 
     def spacing(self) -> int:
         """Steps from one look to the next."""
