@@ -9,8 +9,9 @@ namespace {
 
 constexpr std::array<int, NUM_CLASSES + 1> STARTS = {0, 1, 3, 7, 1024};
 constexpr Rates FIRST_MEANS = {2.0 / 3, 2.0 / 3, 2.0 / 3, 2.0 / 3, 0.9, 0.99};
-constexpr Rates DRAFTER_STRENGTHS = {3.0, 4.0, 4.0, 4.0, 2.0, 10.0};
+constexpr Rates DRAFTER_STRENGTHS = {8.0, 8.0, 8.0, 8.0, 2.0, 10.0};
 constexpr Rates REQUEST_STRENGTHS = {16.0, 16.0, 16.0, 16.0, 4.0, 20.0};
+constexpr double FEW_ROUNDS = 32.0, LEAST_KNOWN = 0.25;
 constexpr double MIN_GAIN = 0.02, RECENT = 0.9, ALARM = 9.0, KEPT = 4.0, DISTRUST = 0.1;
 
 double odds(double mean) {
@@ -77,7 +78,12 @@ void Acceptance::forget(double mean) {
     refresh();
 }
 
-double Acceptance::strength(int c) const { return parent_ ? REQUEST_STRENGTHS[c] * trust_ : DRAFTER_STRENGTHS[c]; }
+double Acceptance::strength(int c) const {
+    if (!parent_) return DRAFTER_STRENGTHS[c];
+    const double rounds = parent_->hits_[0] + parent_->misses_[0];
+    const double known = c < FOUND ? std::max(LEAST_KNOWN, rounds / (rounds + FEW_ROUNDS)) : 1.0;
+    return REQUEST_STRENGTHS[c] * known * trust_;
+}
 
 void Acceptance::refresh() {
     is_fresh_ = true;

@@ -17,8 +17,11 @@ _FOUND, _WENT_ON = len(CLASS_STARTS), len(CLASS_STARTS) + 1
 
 # Before anything is known: Beta(2, 1) for acceptance; a drafter that is asked mostly proposes all that it may.
 _FIRST_MEANS = (2 / 3, 2 / 3, 2 / 3, 2 / 3, 0.9, 0.99)
-_DRAFTER_STRENGTHS = (3.0, 4.0, 4.0, 4.0, 2.0, 10.0)
+_DRAFTER_STRENGTHS = (8.0, 8.0, 8.0, 8.0, 2.0, 10.0)
 _REQUEST_STRENGTHS = (16.0, 16.0, 16.0, 16.0, 4.0, 20.0)
+# Requests differ, and the first of them says little about the next: where a drafter was tested in so many rounds, which
+# is what one request contributes, its word counts half; and never less than this share.
+_FEW_ROUNDS, _LEAST_KNOWN = 32.0, 0.25
 
 _MIN_GAIN = 0.02  # expected tokens of a node below which it is not worth a thought
 _RECENT = 0.9  # forgetting per round of the watch for a change
@@ -98,7 +101,12 @@ class Acceptance:
         self.refresh()
 
     def _strength(self, c: int) -> float:
-        return _DRAFTER_STRENGTHS[c] if self.parent is None else _REQUEST_STRENGTHS[c] * self._trust
+        parent = self.parent
+        if parent is None:
+            return _DRAFTER_STRENGTHS[c]
+        rounds = parent.hits[0] + parent.misses[0]
+        known = max(_LEAST_KNOWN, rounds / (rounds + _FEW_ROUNDS)) if c < _FOUND else 1.0
+        return _REQUEST_STRENGTHS[c] * known * self._trust
 
     def refresh(self) -> None:
         """Compute `means` anew: posterior means of the classes of depths, then of finding and going on.
