@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from speculation import summary
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Where a shell runs the tests in its background, SIGINT is ignored here and in every process that a test starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "once(reason): not once per mode of speculation (tests/speculation.py)")
     config.addinivalue_line("markers", "speculation(*modes): the modes, where not off and auto (tests/speculation.py)")
 
