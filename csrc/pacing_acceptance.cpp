@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::array<int, NUM_CLASSES + 1> STARTS = {0, 1, 3, 7, 1024};
 constexpr Rates FIRST_MEANS = {2.0 / 3, 2.0 / 3, 2.0 / 3, 2.0 / 3, 0.9, 0.99};
-constexpr Rates DRAFTER_STRENGTHS = {8.0, 8.0, 8.0, 8.0, 2.0, 10.0};
+constexpr Rates DRAFTER_STRENGTHS = {12.0, 8.0, 8.0, 8.0, 2.0, 10.0};
 constexpr Rates REQUEST_STRENGTHS = {16.0, 16.0, 16.0, 16.0, 4.0, 20.0};
 constexpr double FEW_ROUNDS = 32.0, LEAST_KNOWN = 0.25;
 constexpr double MIN_GAIN = 0.02, RECENT = 0.9, ALARM = 9.0, KEPT = 4.0, DISTRUST = 0.1;

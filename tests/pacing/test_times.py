@@ -14,7 +14,7 @@ from forerun.pacing._plan import Batch, Candidate, Search
 from forerun.pacing._times import StepTimes
 from forerun.pacing._trials import size_of
 from forerun.types import DraftStep, StepReport
-from pacing.simulator import CPU, Machine, World
+from pacing.simulator import CPU, QUIET, Machine, Track, World
 
 SIZES = {1: 0, 2: 1, 3: 2, 4: 2, 5: 2, 6: 3, 11: 3, 12: 4, 15: 4, 16: 4, 22: 4, 31: 5, 32: 5}
 
@@ -54,6 +54,8 @@ def test_one_request_tells_what_a_batch_may_expect():
     for _ in range(60):
         for rows in (1, 8, 16, 24, 32):
             known.observe([0.01 * CPU(rows)] * 4, rows, 1)
+    alone, beside = (known.spread(32, 16, known.of(32, num), known.of(16, num), num) for num in (1, 16))
+    assert beside > 1.2 * alone, "nobody has seen yet what sequences add"
     for passes in (known, new):
         passes.observe([0.01 * (CPU(16) + 0.3)], 16, 16)
     sure, unsure = (passes.spread(32, 16, passes.of(32, 16), passes.of(16, 16), 16) for passes in (known, new))
@@ -186,6 +188,38 @@ def test_looks_take_four_thousandths_of_the_time_at_most():
                 own.observe(StepReport(score_s=0.02, draft_s=0.001 + look_s * (not behind)), not behind)
         assert own.spacing() == pytest.approx(apart, abs=2)
     assert len(looks(0.0, 800, 0.9)) > 2 * len(looks(0.01, 800, 0.9))
+
+
+def test_looks_are_timed_beside_the_steps_behind_them():
+    """Steps of 22 ms, whoever looks: what a step takes is known from those behind looks."""
+    world = World(lambda step, b: 0.0, machine=Machine(CPU, pass_s=0.04), noise=QUIET)
+    pacing = auto.build(auto.Options(), None)
+    track = world.run(pacing, 400)
+    assert pacing._own._step_s == pytest.approx(track.seconds[-1], rel=0.05)
+
+
+def test_of_those_who_come_together_no_more_draft_than_there_is_room_for(monkeypatch):
+    """Four tokens are typical, and five more rows may be run: one of three draws on them."""
+    world, pacing = World(lambda step, b: 0.8), auto.build(auto.Options(), None)
+    monkeypatch.setattr(pacing, "_max_rows", lambda num: num + 5)
+    pacing._typical = {"model": 4}
+    seqs = [world.sequence(b) for b in range(3)]
+    pacing._meet(seqs, [0, 1, 2], [9] * 3, [0] * 3)
+    assert pacing._lengths == [4, 0, 0]
+
+
+def test_trials_are_as_frequent_with_a_new_size_of_batch_as_with_a_new_engine():
+    """600 steps of one request, then sixteen: the next trial is a few steps away again, not a hundred."""
+    world = World(lambda step, b: 0.8, machine=Machine(CPU, pass_s=0.002))
+    world.batch = lambda step: range(1) if step < 600 else range(1, 17)
+    pacing, apart = auto.build(auto.Options(), None), dict[int, int]()
+    for step in range(640):
+        had = pacing._trials._next_trial
+        world.one(pacing, [world.sequence(b) for b in world.batch(step)], step, Track())
+        if pacing._trials._next_trial != had:
+            apart[step] = pacing._trials._next_trial - pacing._step
+    assert max(apart.values()) > 100
+    assert min(gap for step, gap in apart.items() if step > 600) < 20
 
 
 def test_who_comes_in_between_begins_as_a_typical_one():

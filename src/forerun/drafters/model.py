@@ -217,8 +217,9 @@ class ModelDrafter(Drafter):
 
     def _guess(self, seq: Sequence, tokens: list[int]) -> None:
         """Drafted tokens were fed behind committed ones."""
-        self._fed[seq.id].tokens += tokens
-        self._guessing.add(seq.id)
+        if tokens:
+            self._fed[seq.id].tokens += tokens
+            self._guessing.add(seq.id)
 
     def _missing(self, seq: Sequence) -> list[int]:
         """Committed tokens that the cache lacks."""

@@ -17,7 +17,7 @@ _FOUND, _WENT_ON = len(CLASS_STARTS), len(CLASS_STARTS) + 1
 
 # Before anything is known: Beta(2, 1) for acceptance; a drafter that is asked mostly proposes all that it may.
 _FIRST_MEANS = (2 / 3, 2 / 3, 2 / 3, 2 / 3, 0.9, 0.99)
-_DRAFTER_STRENGTHS = (8.0, 8.0, 8.0, 8.0, 2.0, 10.0)
+_DRAFTER_STRENGTHS = (12.0, 8.0, 8.0, 8.0, 2.0, 10.0)
 _REQUEST_STRENGTHS = (16.0, 16.0, 16.0, 16.0, 4.0, 20.0)
 # Requests differ, and the first of them says little about the next: where a drafter was tested in so many rounds, which
 # is what one request contributes, its word counts half; and never less than this share.

@@ -111,8 +111,8 @@ class Trials:
         self._was_stale = False  # the last one was of a width that had been seen
         self._probes: dict[str, _Probe] = {}
         self._num_plain = 0  # trials of plain decoding
-        self._num_steps = Counter[int]()  # of batches of each size, so far; the last one's
-        self._last_step = 0
+        self._num_steps = Counter[int]()  # with batches of each size
+        self._size = self._last_step = 0  # of the last look
         self.next_step = 0  # at which `lengths` wants to be asked
 
     @property
@@ -155,8 +155,10 @@ class Trials:
         if not passes.num_steps or not self._share:
             return
         size = size_of(len(requests))
-        self._num_steps[size] += step - self._last_step
-        self._last_step = step
+        self._num_steps[self._size] += step - self._last_step
+        if size != self._size:  # what the last size had left to wait for is nothing to this one
+            self._next_trial = min(self._next_trial, step + _spacing(self._num_steps[size]))
+        self._size, self._last_step = size, step
         self._seen[size, _stretch(plan)] = step
         chosen = self._stale(step, size, search, plan)
         cost = 0.0 if chosen is None else max(0.0, chosen.seconds * (1 - chosen.goodput / plan.goodput))
