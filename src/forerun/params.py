@@ -51,45 +51,26 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, (convert, what) in _KINDS.items():
-            value, default = getattr(self, name), getattr(SamplingParams, name)
-            optional = name == "max_tokens" or default is None
-            if value is default or (value is None and optional):
-                continue
-            try:
-                object.__setattr__(self, name, convert(value))
-            except (TypeError, ValueError, OverflowError):
-                _require(False, name, value, f"{what}, or None" if optional else what)
-        self._check()
-
-    def _check(self) -> None:
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1, or None")
-        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        for name, default in _DEFAULTS.items():
+            if (value := getattr(self, name)) is not default:  # what is left as it is needs no look
+                self._accept(name, value, name == "max_tokens" or default is None)
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
-        # Below 1e-5 a temperature only amplifies rounding: use 0, which is exactly greedy.
-        warm = self.temperature == 0 or 1e-5 <= self.temperature < math.inf
-        _require(warm, "temperature", self.temperature, "0 (greedy) or a finite number of at least 1e-5")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (all ids) or at least 1")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
-        penalty = self.repetition_penalty
-        _require(0 < penalty < math.inf, "repetition_penalty", penalty, "above 0 and finite")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "in [-2, 2]")
-        _require(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "ids of 0 or more")
-        _require(all(self.stop), "stop", self.stop, "texts that are not empty")
-        _require(all(self.bad_words), "bad_words", self.bad_words, "texts that are not empty")
-        _require(
-            self.seed is None or 0 <= self.seed < 2**64,
-            "seed",
-            self.seed,
-            "in 0 .. 2**64 - 1, or left out for one that is drawn",
-        )
-        _require(self.n >= 1, "n", self.n, "at least 1")
-        _require(self.spec_length is None or 1 <= self.spec_length <= 64, "spec_length", self.spec_length, "in 1 .. 64")
-        _require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "in 0 .. 20")
-        for token, bias in (self.logit_bias or {}).items():
+
+    def _accept(self, name: str, value: Any, optional: bool) -> None:
+        """Convert one field and check its range."""
+        if value is None and optional:
+            return
+        convert, what = _KINDS[name]
+        try:
+            value = convert(value)
+        except (TypeError, ValueError, OverflowError):
+            _require(False, name, value, f"{what}, or None" if optional else what)
+        object.__setattr__(self, name, value)
+        if name in _RANGES:
+            is_inside, what = _RANGES[name]
+            _require(is_inside(value), name, value, what)
+        for token, bias in value.items() if name == "logit_bias" else ():
             ok = token >= 0 and not math.isnan(bias) and bias < math.inf
             _require(ok, "logit_bias", {token: bias}, "from ids >= 0 to numbers below infinity")
 
@@ -139,6 +120,26 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "ignore_eos": (lambda value: _instance(value, bool), "True or False"),
     **dict.fromkeys(("acceptance", "draft", "cache_salt"), (lambda value: _instance(value, str), "a text")),
 }
+
+
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_tokens": (lambda n: n >= 1, "at least 1, or None"),
+    "min_tokens": (lambda n: n >= 0, "at least 0"),
+    # Below 1e-5 a temperature only amplifies rounding: use 0, which is exactly greedy.
+    "temperature": (lambda t: t == 0 or 1e-5 <= t < math.inf, "0 (greedy) or a finite number of at least 1e-5"),
+    "top_k": (lambda k: k >= 0, "0 (all ids) or at least 1"),
+    "top_p": (lambda p: 0 < p <= 1, "in (0, 1]"),
+    "min_p": (lambda p: 0 <= p <= 1, "in [0, 1]"),
+    "repetition_penalty": (lambda x: 0 < x < math.inf, "above 0 and finite"),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (lambda x: -2 <= x <= 2, "in [-2, 2]")),
+    "stop_token_ids": (lambda ids: all(i >= 0 for i in ids), "ids of 0 or more"),
+    **dict.fromkeys(("stop", "bad_words"), (all, "texts that are not empty")),
+    "seed": (lambda n: 0 <= n < 2**64, "in 0 .. 2**64 - 1, or left out for one that is drawn"),
+    "n": (lambda n: n >= 1, "at least 1"),
+    "spec_length": (lambda k: 1 <= k <= 64, "in 1 .. 64"),
+    "logprobs": (lambda n: 0 <= n <= 20, "in 0 .. 20"),
+}
+_DEFAULTS = {name: SamplingParams.__dataclass_fields__[name].default for name in _KINDS}
 
 
 def _require(ok: bool, name: str, value: object, what: str) -> None:

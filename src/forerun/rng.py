@@ -143,6 +143,8 @@ class PhiloxCoins:
     and rejected. Match noise knows only the position: that is what makes `match` one text.
     """
 
+    __slots__ = ("_position", "_round", "_seed")
+
     def __init__(self, seed: int, position: int, round: int) -> None:
         self._seed, self._position, self._round = seed, position, round & _MASK
 

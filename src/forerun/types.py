@@ -53,12 +53,16 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
 
-    def commit(self, token: int, origin: Origin) -> None:
-        """Append a verified token. Raises InternalError on a finished sequence or beyond max_len."""
+    def commit(self, token: int, origin: Origin) -> FinishReason | None:
+        """Append a verified token; returns why the output ends with it, if it does, other than by a text.
+
+        Raises InternalError on a finished sequence or beyond max_len.
+        """
         if self.finish_reason is not None or len(self.tokens) >= self.max_len:
             raise InternalError(f"sequence {self.id} cannot take one more token")
         self.tokens.append(token)
         self.origins.append(origin)
+        return "stop" if token in self.end_ids else "length" if len(self.tokens) >= self.max_len else None
 
     @property
     def output_ids(self) -> list[int]:
@@ -254,7 +258,8 @@ class Verdict:
 
     def emitted(self, draft: Draft, b: int) -> list[int]:
         """Accepted tokens, then the next token."""
-        return [draft.tokens[n] for n in self.paths[b]] + [self.next_tokens[b]]
+        path, next_token = self.paths[b], self.next_tokens[b]
+        return [*[draft.tokens[n] for n in path], next_token] if path else [next_token]
 
 
 # ------------------------------------------------------------------------------------------------ one forward pass

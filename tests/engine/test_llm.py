@@ -15,7 +15,6 @@ import pytest
 
 from forerun import LLM, BadOption, CapacityError, SamplingParams
 from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET
-from forerun.engine.request import Request
 from forerun.models.loading import load_checkpoint
 from forerun.models.saving import save_checkpoint
 from speculation import llm_options
@@ -96,7 +95,7 @@ def test_a_stop_string_ends_the_output_inside_a_round(draft):
 
 
 @pytest.mark.parametrize("draft", ["none", "model"])
-def test_the_text_ends_before_a_stop_id_whoever_reads_it_and_when(draft, monkeypatch):
+def test_the_text_ends_before_a_stop_id_whoever_reads_it_and_when(draft):
     """At the end, in pieces, or in the middle of a commit, as another thread may: the id that stops has no text."""
     engine = llm(draft)
     (whole,) = engine.generate(PROMPT, greedy(40))
@@ -107,10 +106,18 @@ def test_the_text_ends_before_a_stop_id_whoever_reads_it_and_when(draft, monkeyp
     (out,) = engine.generate(PROMPT, params)
     assert (out.token_ids, out.text, out.finish_reason) == (ids, expected, "stop")
     assert "".join(chunk.text for chunk in engine.stream(PROMPT, params)) == expected
-    finish_reason, read = Request._finish_reason, list[str]()
-    monkeypatch.setattr(Request, "_finish_reason", lambda r, token: read.append(r.text) or finish_reason(r, token))
-    (out,) = engine.generate(PROMPT, params)
-    assert out.text == expected
+    (request,), read = engine.submit([PROMPT], params), list[str]()
+    commit = request.seq.commit
+
+    def commit_and_read(token, origin):
+        reason = commit(token, origin)
+        read.append(request.text)
+        return reason
+
+    request.seq.commit = commit_and_read
+    while request.seq.finish_reason is None:
+        engine.step()
+    assert request.text == expected
     assert len(read) == len(ids)
     assert all(expected.startswith(piece) for piece in read)
 

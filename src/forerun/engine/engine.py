@@ -25,7 +25,6 @@ from forerun.methods import unknown
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing
 from forerun.rng import PhiloxCoins, derived_seed
-from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Coins, Listener, SamplingParams, Sequence, StepReport
 
@@ -106,10 +105,7 @@ class Engine:
             seq = self._sequence(list(prompt_ids), params, derived_seed(seed, index))
             if not made:
                 self._check(seq)
-            detokenizer = None
-            if self.tokenizer is not None:
-                detokenizer = Detokenizer(self.tokenizer, seq.tokens, params.stop)
-            made.append(Request(seq, detokenizer, index=index, leader=made[0] if made else None))
+            made.append(Request(seq, self.tokenizer, index=index, leader=made[0] if made else None))
         for request in made:
             self.scheduler.add(request)
         return made
@@ -214,8 +210,8 @@ class Engine:
             "logit_bias": params.logit_bias or (),
         }
         for name, ids in named.items():
-            wrong = next((i for i in ids if not 0 <= i < num_ids), None)
-            if wrong is not None:
+            if ids and not 0 <= min(ids) <= max(ids) < num_ids:
+                wrong = next(i for i in ids if not 0 <= i < num_ids)
                 raise BadOption(f"{name} holds the id {wrong}, but the model's ids are 0 .. {num_ids - 1}")
         if seq.acceptance not in verify.rules():
             raise BadOption(unknown("acceptance rule", seq.acceptance, verify.rules()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from forerun.errors import UserError
 from forerun.sampling import takes_the_best
 from forerun.text.detokenizer import Detokenizer
+from forerun.text.tokenizer import Tokenizer
 from forerun.types import FinishReason, Origin, Sequence, TokenLogprob
 
 
@@ -101,14 +103,14 @@ class Request:
     """A sequence plus what surrounds it. `commit` is where stop conditions cut, token by token, in order."""
 
     def __init__(
-        self, seq: Sequence, detokenizer: Detokenizer | None, *, index: int = 0, leader: Request | None = None
+        self, seq: Sequence, tokenizer: Tokenizer | None, *, index: int = 0, leader: Request | None = None
     ) -> None:
         self.seq, self.index = seq, index
         self._leader = leader  # the first of several outputs for one prompt
         self.takes_the_best = takes_the_best(seq.params, seq.bad_word_ids)
         self.report = RequestReport(origins=seq.origins)
         self.error: UserError | None = None  # why it was aborted, where that was not the user's wish
-        self._detokenizer = detokenizer
+        self._tokenizer = tokenizer
         self._stops_at_texts = bool(seq.params.stop)
         self._text, self._num_readable = "", 0  # output tokens that have a text: not the one that ended the output
         self._num_read, self._is_read = 0, False  # those whose text was made, and whether it is the whole
@@ -120,10 +122,14 @@ class Request:
         """Commit tokens until one ends the output; the rest is discarded. Returns how many were committed."""
         seq = self.seq
         for i, token in enumerate(tokens):
-            seq.commit(token, origins[i])
+            reason = seq.commit(token, origins[i])
             if logprobs:
                 seq.logprobs.append(logprobs[i])
-            if (reason := self._finish_reason(token)) is not None:
+            if reason != "stop":  # that token is kept in token_ids and never appears in the text
+                self._num_readable += 1
+                if self._stops_at_texts and self._has_stop_text():
+                    reason = "stop"
+            if reason is not None:
                 seq.finish_reason = reason
                 return i + 1
         return len(tokens)
@@ -131,6 +137,14 @@ class Request:
     def abort(self) -> None:
         """Stop here; what was committed stays."""
         self.seq.finish_reason = "abort"
+
+    @functools.cached_property
+    def _detokenizer(self) -> Detokenizer | None:
+        """Made where a text is wanted: not between two passes, where nobody may want one."""
+        if self._tokenizer is None:
+            return None
+        seq = self.seq
+        return Detokenizer(self._tokenizer, seq.tokens[: seq.num_prompt_tokens], seq.params.stop)
 
     @property
     def text(self) -> str:
@@ -140,7 +154,7 @@ class Request:
 
     def _read(self) -> None:
         with self._reading:
-            if self._detokenizer is None or self._is_read:
+            if self._is_read or self._detokenizer is None:
                 return
             is_whole, start, end = self.seq.finish_reason is not None, self._num_read, self._num_readable
             first = self.seq.num_prompt_tokens
@@ -177,13 +191,6 @@ class Request:
             prompt, self.text, seq.output_ids, seq.finish_reason, logprobs, seq.seed, self.report, self.index
         )
 
-    def _finish_reason(self, token: int) -> FinishReason | None:
-        seq = self.seq
-        if token in seq.end_ids:
-            return "stop"  # it is kept in token_ids and never appears in the text
-        self._num_readable += 1
-        if self._detokenizer is not None and self._stops_at_texts:
-            self._read()
-            if self._detokenizer.stop is not None:
-                return "stop"
-        return "length" if len(seq.tokens) >= seq.max_len else None
+    def _has_stop_text(self) -> bool:
+        self._read()
+        return self._detokenizer is not None and self._detokenizer.stop is not None

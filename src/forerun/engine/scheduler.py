@@ -11,8 +11,8 @@ granted only what is left after that, so that no draft ever preempts anybody.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
 
 from forerun.drafters import Drafter
 from forerun.engine.crew import NONE
@@ -29,7 +29,7 @@ class Plan:
 
     prefill: list[tuple[Request, int]]
     decode: list[Request]
-    draft_limits: list[int] = field(default_factory=list)
+    draft_limits: Seq[int] = ()
 
 
 @dataclass(slots=True)
@@ -40,6 +40,7 @@ class _Stand:
     num_remaining: int  # tokens to run before it decodes
     slack: int
     next_blocks: int  # that one more token takes
+    num_left: int  # tokens until its longest output
 
 
 class Scheduler:
@@ -88,7 +89,9 @@ class Scheduler:
                 budget -= take
                 prefill.append((stand.request, take))
         rows = self.max_num_batched_tokens - len(decode) - sum([take for _, take in prefill])
-        return Plan(prefill, [stand.request for stand in decode], self._draft_limits(decode, rows, blocks))
+        return Plan(
+            prefill, [stand.request for stand in decode], _Limits(decode, rows, blocks, self.cache.block_tokens)
+        )
 
     def finish(self, request: Request) -> None:
         """Forget a request, wherever it is, and free what it held; unknown requests are ignored."""
@@ -164,7 +167,8 @@ class Scheduler:
     def _stand(self, request: Request) -> _Stand:
         seq = request.seq
         length, slack, next_blocks = self.cache.room(seq.id)
-        return _Stand(request, len(seq.tokens) - 1 - length, slack, next_blocks)
+        num_tokens = len(seq.tokens)
+        return _Stand(request, num_tokens - 1 - length, slack, next_blocks, seq.max_len - num_tokens)
 
     def _remaining(self, request: Request) -> int:
         """Tokens to run before a request decodes."""
@@ -186,22 +190,40 @@ class Scheduler:
         """Tokens that a sequence can take with that many more blocks."""
         return stand.slack + max(0, num_blocks) * self.cache.block_tokens
 
-    def _draft_limits(self, decode: Seq[_Stand], num_rows: int, num_blocks: int) -> list[int]:
-        """Nodes that each may have, so that all could have them together: rows and blocks are shared out evenly.
 
-        None for a request that wants no drafter.
-        """
-        if not decode:
-            return []
-        rows = max(0, min(MAX_SPEC_LENGTH, num_rows // len(decode)))
-        block, share = self.cache.block_tokens, max(0, num_blocks) // len(decode)
-        limits = []
-        for stand in decode:
-            seq, own = stand.request.seq, stand.slack - 1 + (stand.next_blocks + share) * block
-            left = seq.max_len - len(seq.tokens) - 1
-            most = own if own < left else left
-            limits.append(0 if seq.draft == NONE else max(0, most if most < rows else rows))
-        return limits
+class _Limits(Seq[int]):
+    """Nodes that each may have, so that all could have them together: rows and blocks are shared out evenly.
+
+    None for a request that wants no drafter. Computed when somebody asks: in most plain steps, nobody does.
+    """
+
+    def __init__(self, decode: Seq[_Stand], num_rows: int, num_blocks: int, block_tokens: int) -> None:
+        self._decode, self._num_rows, self._num_blocks = decode, num_rows, num_blocks
+        self._block_tokens = block_tokens
+        self._limits: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._decode)
+
+    def __getitem__(self, b):  # type: ignore[no-untyped-def]
+        return self._all()[b]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._all())
+
+    def _all(self) -> list[int]:
+        if self._limits is None:
+            num = max(1, len(self._decode))
+            rows = max(0, min(MAX_SPEC_LENGTH, self._num_rows // num))
+            share = max(0, self._num_blocks) // num
+            self._limits = [self._limit(stand, rows, share) for stand in self._decode]
+        return self._limits
+
+    def _limit(self, stand: _Stand, rows: int, share: int) -> int:
+        if stand.request.seq.draft == NONE:
+            return 0
+        own = stand.slack - 1 + (stand.next_blocks + share) * self._block_tokens
+        return max(0, min(own, stand.num_left - 1, rows))
 
 
 def _rank(request: Request) -> tuple[int, int]:

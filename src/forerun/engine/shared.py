@@ -5,8 +5,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # `signal` itself looks handlers up in an enum: 30 us of each step
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence as Seq
-from contextlib import contextmanager
+from collections.abc import Sequence as Seq
 from types import FrameType
 
 from forerun.engine.engine import Engine
@@ -64,22 +63,23 @@ class SharedEngine:
         self._ended.extend(requests)
         self._settle()
 
-    @contextmanager
-    def _holding(self) -> Iterator[None]:
+    def _holding(self) -> _Holding:
         if self._owner == threading.get_ident():
             raise BadOption("a listener runs inside a step and cannot call the engine: keep what it heard, call later")
-        with _Uninterrupted():
-            try:
-                with self._lock:
-                    self._owner = threading.get_ident()
-                    try:
-                        self._end_all()
-                        yield
-                    finally:
-                        self._owner = None
-                        self._end_all()
-            finally:
-                self._settle()  # somebody may have put a request down after the last look
+        return _Holding(self)
+
+    def _enter(self) -> None:
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+        self._end_all()
+
+    def _leave(self) -> None:
+        try:
+            self._owner = None
+            self._end_all()
+        finally:
+            self._lock.release()
+            self._settle()  # somebody may have put a request down after the last look
 
     def _settle(self) -> None:
         if not self._ended:
@@ -116,6 +116,27 @@ class _Uninterrupted:
             _signal.signal(_signal.SIGINT, self._handler)
             if self._later.came is not None:
                 self._handler(*self._later.came)
+
+
+class _Holding(_Uninterrupted):
+    """A block in which a SharedEngine belongs to this thread."""
+
+    def __init__(self, shared: SharedEngine) -> None:
+        self._shared = shared
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        try:
+            self._shared._enter()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._shared._leave()
+        finally:
+            super().__exit__()
 
 
 class _Later:

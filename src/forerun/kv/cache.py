@@ -178,7 +178,7 @@ class KVCache:
         """What an open slot holds and may still take, read at once. Raises KeyError for one that is not open."""
         own = self._slots[slot]
         length, num_own = own.length, len(own.table)
-        copies = self._num_copies(own)
+        copies = own.may_be_cut and self._num_copies(own)
         slack = (num_own - copies) * self.block_tokens - length
         return Room(length, slack, 0 if slack > 0 else length // self.block_tokens + 1 - num_own + copies)
 
@@ -200,7 +200,7 @@ class KVCache:
         Raises CapacityError when the pool is exhausted; nothing is reserved then.
         """
         own = self._slots[slot]
-        cut = self._cut_block(own)
+        cut = self._cut_block(own) if own.may_be_cut else None
         own.may_be_cut = cut is not None
         if cut is None and own.length + num_tokens <= len(own.table) * self.block_tokens:
             return  # as in most steps

@@ -31,7 +31,7 @@ _OPTIMISM = 1.5  # standard deviations
 _WORTH_TRYING = 1.02  # hoped-for gain
 _OTHER_WIDTH = 0.12  # relative difference from the present width, below which a trial would teach nothing
 _PROBE_SPACING = (8, 72, 256)  # steps from one probe of a drafter to the next: least, most, most for a bad one
-_PROBE_RETRY = 6  # steps after which a probe that could not begin is considered again
+_PROBE_RETRY = (6, 64)  # steps after which a probe that could not begin is considered again: where it may by then; else
 _BAD = 0.3  # acceptance of first tokens, over all requests, below which a drafter is one
 _GIVEN_UP = 64  # from which on its requests are not prepared for it
 _PROBE_CREDIT, _MOST_CREDIT = 2, 4  # rejections that end a probe: at first, and after acceptances
@@ -89,6 +89,12 @@ class _Probe:
     num_tests: int = 0
     cost: float = 0.0  # of a step
     promised: int | None = None  # the sequence that is prepared for it, where it does not pay to prepare any
+    needs: float = 0.0  # allowance without which it could not begin when it was considered last, and
+    considered: int = 0  # that step
+
+    def may_begin(self, step: int, allowance: float) -> bool:
+        """False where it could not when it was considered last, and nothing has changed since."""
+        return allowance >= self.needs or step - self.considered >= _PROBE_RETRY[1]
 
     def stop(self, step: int, failed: bool) -> None:
         known = self.request.acceptance.parent if self.request else None
@@ -113,7 +119,7 @@ class Trials:
         self._num_plain = 0  # trials of plain decoding
         self._num_steps = Counter[int]()  # with batches of each size
         self._size = self._last_step = 0  # of the last look
-        self.next_step = 0  # at which `lengths` wants to be asked
+        self._next_step = 0  # before which `lengths` need not be asked
 
     @property
     def is_running(self) -> bool:
@@ -127,6 +133,17 @@ class Trials:
     def interrupt(self) -> None:
         """Prompts run beside: what a trial would show now is theirs."""
         self._left = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether `lengths` wants to be asked in this step."""
+        if self._left or step < self._next_step:
+            return self._left > 0
+        return not self._probes or any(p.request or p.may_begin(step, self._allowance) for p in self._probes.values())
+
+    def welcome(self, r: Request, catchup: float) -> None:
+        """Somebody has come, who may be the one that a probe waits for: for whom catching up does not take long."""
+        if probe := self._probes.get(r.draft):
+            probe.needs = min(probe.needs, catchup + _PROBE_CREDIT * probe.cost)
 
     def promises(self, draft: str, sequence_id: int, step: int) -> bool:
         """Choose one new request to be prepared, where probes have long found nobody who is ready; is it this one?"""
@@ -229,7 +246,7 @@ class Trials:
         """The lengths of this step: those of the plan, or of what is being tried."""
         if self._left:
             self._left, trial = self._left - 1, {id(r): k for r, k in self._trial}
-            self.next_step = step + 1
+            self._next_step = step + 1
             return [min(trial.get(id(r), k), r.limit) for r, k in zip(requests, granted, strict=True)]
         idle: dict[str, list[int]] = {}
         for i, r in enumerate(requests):
@@ -240,8 +257,9 @@ class Trials:
         for probe in self._probes.values():
             if probe.request is not None and probe.last_step < step:  # the plan uses it now, or it has ended
                 probe.stop(step, failed=not probe.request.length)
-        due = [step + 1 if p.request else max(p.next_step, step + _PROBE_RETRY) for p in self._probes.values()]
-        self.next_step = min(due, default=step + _PROBE_RETRY)
+        soon = step + _PROBE_RETRY[0]
+        due = [step + 1 if p.request else max(p.next_step, soon) for p in self._probes.values()]
+        self._next_step = min(due, default=soon)
         return granted
 
     def _probe(
@@ -273,22 +291,21 @@ class Trials:
         """Ask for the request that was asked least, of those whose catching up can be afforded."""
         cost = passes.rows(plan.rows + 1) - passes.rows(plan.rows) + drafts.of(1, 1)
         room = self._allowance - _PROBE_CREDIT * cost
+        probe.considered, probe.cost, probe.needs = step, cost, _PROBE_CREDIT * cost
         if room < 0:
             return
         catchups = [(r.num_probes, drafts.catchup(r.lag), i) for i, r in enumerate(members)]
-        near = [
-            asked
-            for asked in catchups
-            if asked[1] <= room and asked[1] * plan.goodput <= _PROBE_HOPE * members[asked[2]].remaining
-        ]
+        repaid = [asked for asked in catchups if asked[1] * plan.goodput <= _PROBE_HOPE * members[asked[2]].remaining]
+        near = [asked for asked in repaid if asked[1] <= room]
         if not near:
+            probe.needs += min((catchup for _, catchup, _ in repaid), default=math.inf)
             return
         _, catchup, i = min(near)
         r = members[i]
         self._allowance -= catchup
         r.num_probes += 1
         probe.request, probe.credit, probe.begun, probe.last_step = r, _PROBE_CREDIT, step, step
-        probe.num_tests, probe.cost, probe.promised = 0, cost, None
+        probe.num_tests, probe.promised = 0, None
 
     def observe(self, step: int, r: Request, num_tested: int, num_accepted: int) -> None:
         """A probed request was tested: go on while its tokens are accepted."""

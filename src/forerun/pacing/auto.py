@@ -100,7 +100,7 @@ class AutoPacing(Pacing):
         trials = self._trials
         if num_other_rows:
             trials.interrupt()
-        is_trial_due = not num_other_rows and (trials.is_running or self._step >= trials.next_step)
+        is_trial_due = not num_other_rows and trials.is_due(self._step)
         if is_trial_due or self._is_unlike or self._step >= self._next_look:  # seldom
             self._consider(seqs, limits, lags, is_trial_due)
         granted = self._lengths
@@ -138,6 +138,7 @@ class AutoPacing(Pacing):
         for b in new:
             r = self._present[b]
             r.update(limits[b], self.max_length, lags[b], seqs[b])
+            self._trials.welcome(r, self._times.drafts[r.draft].catchup(r.lag) if r.lag else 0.0)
             if not r.lag:
                 self._is_unlike |= r.draft not in self._typical
                 self._lengths[b] = self._welcome(r, room)

@@ -22,8 +22,8 @@ class FixedPacing(Pacing):
         self.spec_length = spec_length
 
     def budget(self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int) -> list[int]:
-        wanted = (seq.params.spec_length or self.spec_length for seq in seqs)
-        return [min(pair) for pair in zip(wanted, limits, strict=True)]
+        wanted = [0 if seq.draft == "none" else seq.params.spec_length or self.spec_length for seq in seqs]
+        return [min(pair) for pair in zip(wanted, limits, strict=True)] if any(wanted) else wanted
 
 
 def build(options: Options, spec_length: int | None) -> Pacing:

@@ -16,6 +16,8 @@ from types import ModuleType
 from forerun.errors import BadOption
 from forerun.types import Coins, Draft, Probs, Trial, Verdict
 
+Ruling = tuple[list[int], int, list[Trial]]  # on one sequence: path, next token, trials
+
 
 @functools.cache
 def _modules() -> dict[str, ModuleType]:
@@ -45,20 +47,19 @@ def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], rules:
     sequence b (i counted within the sequence). rules [B] are names. A sequence without nodes is decided by the match
     noise whatever its rule, so that plain decoding with a seed is one text. Raises BadOption for an unknown rule.
     """
-    verdict, starts = Verdict([], [], []), draft.node_starts
-    modules = {name: find(name) for name in set(rules)}
+    starts, modules = draft.node_starts, {name: find(name) for name in set(rules)}
+    rulings: list[Ruling] = []
     for b, (laws, coin, name) in enumerate(zip(target_probs, coins, rules, strict=True)):
         is_plain = starts[b] == starts[b + 1]
-        add(verdict, ([], coin.pick(laws[0], 0), []) if is_plain else modules[name].rule(draft, b, laws, coin))
-    return verdict
+        rulings.append(([], coin.pick(laws[0], 0), []) if is_plain else modules[name].rule(draft, b, laws, coin))
+    return collected(rulings)
 
 
-def add(verdict: Verdict, ruling: tuple[list[int], int, list[Trial]]) -> None:
-    """Append one sequence's ruling (path, next token, trials)."""
-    path, next_token, trials = ruling
-    verdict.paths.append(path)
-    verdict.next_tokens.append(next_token)
-    verdict.trials.append(trials)
+def collected(rulings: Seq[Ruling]) -> Verdict:
+    """The rulings on all sequences as one verdict."""
+    return Verdict(
+        [path for path, _, _ in rulings], [token for _, token, _ in rulings], [tests for _, _, tests in rulings]
+    )
 
 
 def chain_nodes(draft: Draft, b: int, rule: str) -> range:

@@ -11,20 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from forerun.types import Coins, Draft, Probs, Trial, Verdict
-from forerun.verify import add, chain_nodes
+from forerun.verify import Ruling, chain_nodes, collected
 
 NAME = "match"
 
 
 def verify(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins]) -> Verdict:
     """Rule on every sequence of the draft; shapes as in `forerun.verify.judge`. Raises BadOption for a tree."""
-    verdict = Verdict([], [], [])
-    for b in range(draft.num_sequences):
-        add(verdict, rule(draft, b, target_probs[b], coins[b]))
-    return verdict
+    return collected([rule(draft, b, target_probs[b], coins[b]) for b in range(draft.num_sequences)])
 
 
-def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins) -> tuple[list[int], int, list[Trial]]:
+def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins) -> Ruling:
     """One sequence: (accepted nodes, correction or bonus, trials)."""
     path: list[int] = []
     trials: list[Trial] = []
