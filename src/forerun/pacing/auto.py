@@ -23,6 +23,7 @@ from forerun.types import Sequence, StepReport
 _DRAFTER_MEMORY = 10  # an engine remembers so many times longer than a request
 _UNSEEN_ROWS = 16  # rows that are taken for affordable before anything was measured, and
 _UNSEEN_NODES = 5  # nodes
+_UNSEEN_REQUESTS = 3  # and requests that are prepared for drafting: enough to find out
 _WIDER = 1.4  # and how much wider than ever seen a pass may become at once
 _LEARNING_STEPS = 32  # of a request, in which its length may change at every look
 _LOOK_STEPS = (4, 64)  # from one look at what was measured to the next: least, and most where looking takes long
@@ -79,6 +80,7 @@ class AutoPacing(Pacing):
         self._num_idle = 0  # looks since something changed
         self._typical: dict[str, int] = {}  # length of a request of which nothing is known, by drafter
         self._saving = 0.0  # units of time per token, by drafting
+        self._first: set[int] = set()  # sequences that are prepared before anything is known
         self._are_enough: set[str] = set()  # drafters that more requests are ready for than the plan lets draft
         self._ids: list[int] = []
         self._present: list[Request] = []
@@ -185,8 +187,12 @@ class AutoPacing(Pacing):
 
         Now and then for one that it does not pay for: else nobody would hear of a drafter that has become better.
         """
-        if seq.params.spec_length is not None or not self._times.passes.num_steps:
+        if seq.params.spec_length is not None:
             return True
+        if not self._times.passes.num_steps:
+            if len(self._first) < _UNSEEN_REQUESTS:
+                self._first.add(seq.id)
+            return seq.id in self._first
         costs = self._times.drafts.get(seq.draft)
         if costs is None:
             return True
