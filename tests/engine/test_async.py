@@ -311,3 +311,48 @@ def test_interrupts_at_random_moments_leave_nothing_behind() -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
     assert interrupted == 400
+
+
+@pytest.mark.once("no engine runs: the guard alone")
+def test_who_waits_and_gives_up_leaves_the_step_of_another_thread_alone() -> None:
+    """Any signal's handler may raise in whoever waits for the lock, which is not his to release."""
+    inside, go_on, ended = threading.Event(), threading.Event(), list[bool]()
+
+    class Slow(StubEngine):
+        def step(self) -> None:
+            inside.set()
+            go_on.wait(TIMEOUT_S / 10)
+            inside.clear()
+
+        def abort(self, request: object) -> None:
+            ended.append(inside.is_set())
+
+    def give_up(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    shared, errors = SharedEngine(Slow()), list[BaseException]()  # type: ignore[arg-type]
+
+    def step() -> None:
+        try:
+            shared.step()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=step, daemon=True)
+    thread.start()
+    assert inside.wait(TIMEOUT_S / 10)
+    before, handler = signal.signal(signal.SIGALRM, give_up), signal.getsignal(signal.SIGINT)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(TimeoutError):
+            shared.step()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert signal.getsignal(signal.SIGINT) is handler
+    shared.end([object()])  # type: ignore[list-item]
+    assert ended == [], "the other thread is inside of its step"
+    go_on.set()
+    thread.join(TIMEOUT_S / 10)
+    assert errors == []
+    assert ended == [False]

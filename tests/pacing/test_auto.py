@@ -237,25 +237,6 @@ def test_catching_up_must_repay(left, starts):
     assert pacing.budget([ready], [left - 1], [0], 0)[0] > 0, "without a lag it pays in either case"
 
 
-def test_prompts_are_not_prepared_for_a_drafter_that_never_pays():
-    pacing = auto.build(auto.Options(), None)
-    world = World(lambda step, b: 0.0, machine=Machine(CPU, pass_s=0.004))
-    assert pacing.prepares(world.sequence(0))
-    world.run(pacing, 600)
-    assert not pacing.prepares(world.sequence(0))
-    assert pacing.prepares(World(lambda step, b: 0.0).sequence(1, spec_length=3))
-
-
-def test_before_anything_was_measured_a_few_requests_are_prepared():
-    """Enough to find out whether drafting pays; all of their chunks, and whoever asks for a length of his own."""
-    pacing, world = auto.build(auto.Options(), None), World(lambda step, b: 0.9, machine=Machine(CPU, pass_s=0.004))
-    for _ in range(2):
-        assert [pacing.prepares(world.sequence(b)) for b in range(5)] == [True, True, True, False, False]
-    assert pacing.prepares(world.sequence(5, spec_length=3))
-    world.run(pacing, 100)
-    assert pacing.prepares(world.sequence(6)), "it pays"
-
-
 def test_a_drafter_that_is_still_behind_has_not_failed_to_find_anything():
     pacing = auto.build(auto.Options(), None)
     seq = World(lambda step, b: 0.8).sequence(0, spec_length=4)

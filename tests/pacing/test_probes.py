@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
+from forerun.pacing import auto
 from forerun.pacing._acceptance import Acceptance
 from forerun.pacing._costs import PassTime
 from forerun.pacing._drafts import DraftTime
 from forerun.pacing._plan import Plan
 from forerun.pacing._trials import Request, Trials
+from pacing.simulator import CPU, Machine, World
 
 
 def idle(lag: int) -> Request:
@@ -35,7 +39,7 @@ class Steps:
             if not self.trials.is_due(self.step):
                 continue
             granted = self.trials.lengths(
-                self.step, self.requests, list(plan.lengths), self.passes, {"model": self.drafts}, plan
+                self.step, self.requests, list(plan.lengths), self.passes, defaultdict(lambda: self.drafts), plan
             )
             if any(granted):
                 return self.step
@@ -59,6 +63,61 @@ def test_a_probe_begins_when_catching_up_can_be_afforded():
     found = Steps(0.1, [idle(700)]).first_probe(60)
     assert found is not None
     assert 10 < found < 20
+
+
+def test_a_probe_that_has_begun_goes_on():
+    steps = Steps(0.0, [idle(530)])  # after which almost nothing is left to spend
+    found = steps.first_probe(20)
+    assert found is not None
+    assert steps.first_probe(1) == found + 1
+
+
+def test_a_policy_says_who_has_come():
+    pacing, world, came = auto.build(auto.Options(), None), World(lambda step, b: 0.3, seed=1), list[int]()
+    world.batch = lambda step: range(step // 50, step // 50 + 2)
+    welcome = pacing._trials.welcome
+
+    def watch(r: Request, catchup: float) -> None:
+        came.append(next(b for b, own in pacing._requests.items() if own is r))
+        welcome(r, catchup)
+
+    pacing._trials.welcome = watch
+    world.run(pacing, 500)
+    assert came == list(range(11))
+
+
+def test_a_policy_says_when_somebody_stops_drafting():
+    pacing, steps = auto.build(auto.Options(), None), list[int]()
+    world = World(lambda step, b: 0.9 if step < 200 else 0.0, machine=Machine(CPU, pass_s=0.004), seed=1)
+    reconsider = pacing._trials.reconsider
+    pacing._trials.reconsider = lambda: (steps.append(pacing._step), reconsider())
+    track = world.run(pacing, 300)
+    assert track.granted[199][0] > 0
+    assert track.granted[299] == [0]
+    assert max(steps) > 200
+
+
+def test_whoever_stops_drafting_may_be_asked():
+    """Nobody is near; then somebody who drafted, and is ready, does so no more."""
+    steps = Steps(0.0, [idle(5000)])
+    drafting = idle(0)
+    drafting.length = 1
+    steps.requests.append(drafting)
+    assert steps.first_probe(30) is None
+    drafting.length = 0
+    steps.trials.reconsider()
+    found = steps.first_probe(10)
+    assert found is not None
+
+
+def test_the_drafter_of_a_newcomer_is_not_kept_waiting_by_another_one():
+    steps = Steps(0.0, [idle(5000)])
+    assert steps.first_probe(30) is None
+    other = idle(0)
+    other.draft = "other"
+    steps.come(other)
+    found = steps.first_probe(20)
+    assert found is not None
 
 
 def test_what_could_not_begin_is_considered_again_when_costs_have_changed():

@@ -206,8 +206,6 @@ class ModelDrafter(Drafter):
     def _forget_rejected(self, seq: Sequence) -> None:
         """Cut the cache to the committed tokens it holds, at most all but the last, which is fed next."""
         fed = self._fed[seq.id]
-        if len(fed.tokens) == fed.num_sure < len(seq.tokens) and self.runner.cache.length(seq.id) == fed.num_sure:
-            return
         end = min(len(fed.tokens), len(seq.tokens) - 1)
         same = min(fed.num_sure, end)
         while same < end and fed.tokens[same] == seq.tokens[same]:

@@ -203,16 +203,16 @@ class Engine:
         return tuple(sorted(v for v in variants if v))
 
     def _check(self, seq: Sequence) -> None:
-        num_ids, params = self.runner.num_ids, seq.params
+        known, params = range(self.runner.num_ids), seq.params
         named = {
             "the prompt": seq.tokens,
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias or (),
         }
         for name, ids in named.items():
-            if ids and not 0 <= min(ids) <= max(ids) < num_ids:
-                wrong = next(i for i in ids if not 0 <= i < num_ids)
-                raise BadOption(f"{name} holds the id {wrong}, but the model's ids are 0 .. {num_ids - 1}")
+            if not all(map(known.__contains__, ids)):
+                wrong = next(i for i in ids if i not in known)
+                raise BadOption(f"{name} holds the id {wrong}, but the model's ids are 0 .. {known[-1]}")
         if seq.acceptance not in verify.rules():
             raise BadOption(unknown("acceptance rule", seq.acceptance, verify.rules()))
         if params.stop and self.tokenizer is None:

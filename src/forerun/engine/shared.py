@@ -5,13 +5,16 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # `signal` itself looks handlers up in an enum: 30 us of each step
 import threading
 from collections import deque
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from types import FrameType
+from typing import TypeVar
 
 from forerun.engine.engine import Engine
 from forerun.engine.request import Chunk, Request
 from forerun.errors import BadOption
 from forerun.types import SamplingParams
+
+T = TypeVar("T")
 
 
 class SharedEngine:
@@ -31,10 +34,13 @@ class SharedEngine:
     def add(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Request]:
         """Queue all of these prompts, or none: raises UserError for the first that cannot be honoured."""
         added: list[Request] = []
+
+        def work() -> None:
+            for prompt, param in zip(prompts, params, strict=True):
+                added.extend(self._engine.add_all(prompt, param))
+
         try:
-            with self._holding():
-                for prompt, param in zip(prompts, params, strict=True):
-                    added += self._engine.add_all(prompt, param)
+            self._hold(work)
         except BaseException:
             self.end(added)
             raise
@@ -42,18 +48,20 @@ class SharedEngine:
 
     def step(self) -> None:
         """One step for everybody."""
-        with self._holding():
-            self._engine.step()
+        self._hold(self._engine.step)
 
     def advance(self, request: Request) -> Chunk:
         """What is new of a request; a step where nothing is. Others may step, and finish, it too.
 
         Raises the error that ended it, if one did.
         """
-        with self._holding():
+
+        def work() -> Chunk:
             if request.seq.finish_reason is None and not request.has_news:
                 self._engine.step()
-            chunk = request.chunk()
+            return request.chunk()
+
+        chunk = self._hold(work)
         if request.error is not None:
             raise request.error
         return chunk
@@ -63,23 +71,22 @@ class SharedEngine:
         self._ended.extend(requests)
         self._settle()
 
-    def _holding(self) -> _Holding:
+    def _hold(self, work: Callable[[], T]) -> T:
+        """Do what needs the engine to oneself. Not a context manager of Python's: a step would take 5 us longer."""
         if self._owner == threading.get_ident():
             raise BadOption("a listener runs inside a step and cannot call the engine: keep what it heard, call later")
-        return _Holding(self)
-
-    def _enter(self) -> None:
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-        self._end_all()
-
-    def _leave(self) -> None:
-        try:
-            self._owner = None
-            self._end_all()
-        finally:
-            self._lock.release()
-            self._settle()  # somebody may have put a request down after the last look
+        with _Uninterrupted():
+            try:
+                with self._lock:
+                    self._owner = threading.get_ident()
+                    try:
+                        self._end_all()
+                        return work()
+                    finally:
+                        self._owner = None
+                        self._end_all()
+            finally:
+                self._settle()  # somebody may have put a request down after the last look
 
     def _settle(self) -> None:
         if not self._ended:
@@ -116,27 +123,6 @@ class _Uninterrupted:
             _signal.signal(_signal.SIGINT, self._handler)
             if self._later.came is not None:
                 self._handler(*self._later.came)
-
-
-class _Holding(_Uninterrupted):
-    """A block in which a SharedEngine belongs to this thread."""
-
-    def __init__(self, shared: SharedEngine) -> None:
-        self._shared = shared
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        try:
-            self._shared._enter()
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._shared._leave()
-        finally:
-            super().__exit__()
 
 
 class _Later:

@@ -93,7 +93,7 @@ class _Probe:
     considered: int = 0  # that step
 
     def may_begin(self, step: int, allowance: float) -> bool:
-        """False where it could not when it was considered last, and nothing has changed since."""
+        """False where it could not when it was considered last, and has not become affordable since."""
         return allowance >= self.needs or step - self.considered >= _PROBE_RETRY[1]
 
     def stop(self, step: int, failed: bool) -> None:
@@ -142,8 +142,16 @@ class Trials:
 
     def welcome(self, r: Request, catchup: float) -> None:
         """Somebody has come, who may be the one that a probe waits for: for whom catching up does not take long."""
-        if probe := self._probes.get(r.draft):
+        probe = self._probes.get(r.draft)
+        if probe is None:  # its drafter is a new one
+            self.reconsider()
+        else:
             probe.needs = min(probe.needs, catchup + _PROBE_CREDIT * probe.cost)
+
+    def reconsider(self) -> None:
+        """Somebody drafts who did not, or does no more: probes that could not begin may be able to."""
+        for probe in self._probes.values():
+            probe.needs = 0.0
 
     def promises(self, draft: str, sequence_id: int, step: int) -> bool:
         """Choose one new request to be prepared, where probes have long found nobody who is ready; is it this one?"""

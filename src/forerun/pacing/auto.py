@@ -8,7 +8,7 @@ nothing else would tell that it has become worth using. Seconds come from StepRe
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -21,9 +21,8 @@ from forerun.pacing._twins import acceptance
 from forerun.types import Sequence, StepReport
 
 _DRAFTER_MEMORY = 10  # an engine remembers so many times longer than a request
-_UNSEEN_ROWS = 16  # rows that are taken for affordable before anything was measured, and
-_UNSEEN_NODES = 5  # nodes
-_UNSEEN_REQUESTS = 3  # and requests that are prepared for drafting: enough to find out
+_UNSEEN_ROWS, _UNSEEN_NODES = 16, 5  # that are taken for affordable before anything was measured
+_UNSEEN_REQUESTS = 3  # of a drafter, that are prepared for drafting by then: enough to find out
 _WIDER = 1.4  # and how much wider than ever seen a pass may become at once
 _LEARNING_STEPS = 32  # of a request, in which its length may change at every look
 _LOOK_STEPS = (4, 64)  # from one look at what was measured to the next: least, and most where looking takes long
@@ -80,7 +79,7 @@ class AutoPacing(Pacing):
         self._num_idle = 0  # looks since something changed
         self._typical: dict[str, int] = {}  # length of a request of which nothing is known, by drafter
         self._saving = 0.0  # units of time per token, by drafting
-        self._first: set[int] = set()  # sequences that are prepared before anything is known
+        self._first: defaultdict[str, set[int]] = defaultdict(set)  # prepared before anything is known, by drafter
         self._are_enough: set[str] = set()  # drafters that more requests are ready for than the plan lets draft
         self._ids: list[int] = []
         self._present: list[Request] = []
@@ -166,8 +165,10 @@ class AutoPacing(Pacing):
         if self._present:
             self._decide(self._present)
         lengths = [r.wanted() for r in self._present]
-        self._num_idle = min(self._num_idle + 1, _MOST_IDLE) if lengths == self._lengths else 0
-        self._lengths = lengths
+        self._num_idle = min(self._num_idle + 1, _MOST_IDLE)
+        if lengths != self._lengths:
+            self._lengths, self._num_idle = lengths, 0
+            self._trials.reconsider()
         known_steps = self._times.passes.num_steps
         is_early = known_steps < _LEARNING_STEPS
         self._least = 1 if is_early else _LOOK_STEPS[0]
@@ -190,9 +191,10 @@ class AutoPacing(Pacing):
         if seq.params.spec_length is not None:
             return True
         if not self._times.passes.num_steps:
-            if len(self._first) < _UNSEEN_REQUESTS:
-                self._first.add(seq.id)
-            return seq.id in self._first
+            first = self._first[seq.draft]
+            if len(first) < _UNSEEN_REQUESTS or self._step > _LEARNING_STEPS:
+                first.add(seq.id)
+            return seq.id in first
         costs = self._times.drafts.get(seq.draft)
         if costs is None:
             return True
@@ -204,6 +206,7 @@ class AutoPacing(Pacing):
 
     def end(self, seq: Sequence) -> None:
         self._requests.pop(seq.id, None)
+        self._first[seq.draft].discard(seq.id)
 
     def observe(self, report: StepReport) -> None:
         for b, r, granted, lag in self._asked:
