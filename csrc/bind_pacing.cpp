@@ -66,9 +66,9 @@ void bind_pacing(nb::module_& m) {
         .def("rows", &PassTime::rows, "num_rows"_a)
         .def("spread", &PassTime::spread, "num_rows"_a, "other_rows"_a, "seconds"_a, "other_seconds"_a,
              "num_sequences"_a)
-        .def("per_other_row", &PassTime::per_other_row)
+        .def("per_prompt_row", &PassTime::per_prompt_row)
         .def("unit_s", &PassTime::unit_s, "seconds"_a, "num_other"_a, "num_rows"_a, "num_sequences"_a)
-        .def("observe_mixed", &PassTime::observe_mixed, "seconds"_a, "num_other"_a, "num_rows"_a, "num_sequences"_a)
+        .def("observe_prompts", &PassTime::observe_prompts, "seconds"_a, "num_other"_a, "num_rows"_a, "num_sequences"_a)
         .def("observe", &PassTime::observe, "run_s"_a, "num_rows"_a, "num_sequences"_a)
         .def("rest", &PassTime::rest, "num_steps"_a)
         .def_prop_ro("is_settled", &PassTime::is_settled)

@@ -107,22 +107,36 @@ double PassTime::spread(double num_rows, double other_rows, double seconds, doub
 }
 
 double PassTime::unit_s(double seconds, int num_other, int num_rows, int num_sequences) const {
-    return std::max(seconds, LEAST_SECONDS) / (of(num_rows, num_sequences) + num_other * per_other_row());
+    return std::max(seconds, LEAST_SECONDS) / (of(num_rows, num_sequences) + num_other * per_prompt_row());
 }
 
-void PassTime::observe_mixed(double seconds, int num_other, int num_rows, int num_sequences) {
-    if (num_steps_ == 0) return;
-    const double extra = seconds / std::exp(state_[0]) - of(num_rows, num_sequences);
-    ++num_mixed_;
-    const double had = per_other_row_;
+void PassTime::observe_prompts(double seconds, int num_other, int num_rows, int num_sequences) {
+    if (num_steps_ == 0) {
+        if (num_rows == 0) first_prompt_row_s_ = std::max(seconds, LEAST_SECONDS) / num_other;
+        return;
+    }
+    const double alone = num_rows ? of(num_rows, num_sequences) : 1.0;
+    const double extra = seconds / std::exp(state_[0]) - alone;
+    ++num_prompts_;
+    const double had = per_prompt_row_;
     double found = std::max(0.0, extra / num_other);
-    if (num_mixed_ > 3) found = std::min(found, 2 * had);
-    per_other_row_ += std::max(1.0 / num_mixed_, 0.1) * (found - had);
+    if (num_prompts_ > 3) found = std::min(found, 2 * had);
+    per_prompt_row_ += std::max(1.0 / num_prompts_, 0.1) * (found - had);
+}
+
+void PassTime::hear_of_prompts(double seconds, int num_rows) {
+    if (num_prompts_ > 0 || first_prompt_row_s_ == 0) return;
+    if (num_steps_ == 0) {
+        const double first_s = seconds - (num_rows - 1) * first_prompt_row_s_;
+        state_[0] = std::log(std::max({first_s, seconds / num_rows, LEAST_SECONDS}));
+    }
+    per_prompt_row_ = first_prompt_row_s_ / std::exp(state_[0]);
 }
 
 void PassTime::observe(const std::vector<double>& run_s, int num_rows, int num_sequences) {
     if (run_s.empty()) return;
     roughness_.observe(run_s);
+    hear_of_prompts(median(run_s), num_rows);
     widen(num_rows);
     if (num_sequences != num_sequences_) {
         cov_[0][0] += square(OTHER_BATCH * std::log(static_cast<double>(num_sequences) / num_sequences_));
@@ -232,7 +246,7 @@ void PassTime::smooth() {
     for (int i = 0; i < last; ++i) slopes_[i] = (values_[i + 1] - values_[i]) / (KNOTS[i + 1] - KNOTS[i]);
     const bool is_known = last > 0 && num_seen_[num_] + num_seen_[last] > NEW_STEPS;
     const double own = is_known ? slopes_[last - 1] : 0.0, steepest = values_[last] / KNOTS[last];
-    slopes_[last] = std::min(std::max(own, FLAT * steepest), steepest);
+    slopes_[last] = std::min(std::max({own, FLAT * steepest, per_prompt_row_}), steepest);
 }
 
 // -------------------------------------------------------------------------------------------------------- drafts

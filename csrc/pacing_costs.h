@@ -43,9 +43,9 @@ class PassTime {
     double rows(double num_rows) const;
     double spread(double num_rows, double other_rows, double seconds, double other_seconds, double num_sequences) const;
     bool is_settled() const { return outliers_ == 0; }
-    double per_other_row() const { return per_other_row_ > 0 ? per_other_row_ : 0.0; }
+    double per_prompt_row() const { return per_prompt_row_ > 0 ? per_prompt_row_ : 0.0; }
     double unit_s(double seconds, int num_other, int num_rows, int num_sequences) const;
-    void observe_mixed(double seconds, int num_other, int num_rows, int num_sequences);
+    void observe_prompts(double seconds, int num_other, int num_rows, int num_sequences);
     void observe(const std::vector<double>& run_s, int num_rows, int num_sequences);
     void rest(int num_steps);
     int num_steps() const { return num_steps_; }
@@ -65,6 +65,7 @@ class PassTime {
         int num;
     };
     static Weights weights(double num_rows);
+    void hear_of_prompts(double seconds, int num_rows);
     void observe_few(double seconds, int num_rows, int num_passes, double num_idle);
     void correct(const States& slope, double error, double noise, bool is_known, int num_passes);
     bool jumped(double error, int num_passes);
@@ -75,8 +76,8 @@ class PassTime {
     std::array<States, NUM_STATES> cov_{};
     std::array<double, NUM_KNOTS> values_{}, slopes_{};  // of the first `num_` knots
     std::array<int, NUM_KNOTS + 1> num_seen_{};
-    int num_ = 1, num_sequences_ = 1, outliers_ = 0, num_steps_ = 0, widest_ = 0, num_mixed_ = 0;
-    double per_other_row_ = 0.0;
+    int num_ = 1, num_sequences_ = 1, outliers_ = 0, num_steps_ = 0, widest_ = 0, num_prompts_ = 0;
+    double per_prompt_row_ = 0.0, first_prompt_row_s_ = 0.0;
     Roughness roughness_;
 };
 

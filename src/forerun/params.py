@@ -56,6 +56,9 @@ class SamplingParams:
                 self._accept(name, value, name == "max_tokens" or default is None)
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
+        for token, bias in (self.logit_bias or {}).items():
+            ok = token >= 0 and not math.isnan(bias) and bias < math.inf
+            _require(ok, "logit_bias", {token: bias}, "from ids >= 0 to numbers below infinity")
 
     def _accept(self, name: str, value: Any, optional: bool) -> None:
         """Convert one field and check its range."""
@@ -70,9 +73,6 @@ class SamplingParams:
         if name in _RANGES:
             is_inside, what = _RANGES[name]
             _require(is_inside(value), name, value, what)
-        for token, bias in value.items() if name == "logit_bias" else ():
-            ok = token >= 0 and not math.isnan(bias) and bias < math.inf
-            _require(ok, "logit_bias", {token: bias}, "from ids >= 0 to numbers below infinity")
 
     @property
     def greedy(self) -> bool:

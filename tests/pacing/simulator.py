@@ -117,6 +117,7 @@ class World:
     limit: int = 64
     num_prompt_rows: Callable[[int], int] = lambda step: 0
     batch: Callable[[int], range] | None = None  # step -> sequences that are there
+    prompt_chunk: int = 0  # rows of a pass that runs nothing but prompts, before the first step; 0 = nobody saw any
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -133,6 +134,7 @@ class World:
 
     def run(self, pacing: Pacing, num_steps: int) -> Track:
         track = Track()
+        self.run_prompts(pacing)
         for step in range(num_steps):
             present = range(self.num_sequences) if self.batch is None else self.batch(step)
             for b in [b for b in self.seqs if b not in present]:
@@ -140,6 +142,17 @@ class World:
             seqs = [self.sequence(b) for b in present]
             self.one(pacing, seqs, step, track)
         return track
+
+    def run_prompts(self, pacing: Pacing) -> None:
+        """The prompts of the first requests, in chunks."""
+        left = self.num_sequences * self.prompt_tokens if self.prompt_chunk else 0
+        while left:
+            num = min(left, self.prompt_chunk)
+            left -= num
+            assert pacing.budget([], [], [], num) == []
+            report = StepReport(num_prefill_tokens=num, num_rows=num)
+            report.score_s = self.machine.row_s * self.machine.curve(num) * self._slowness(0) * self._jitter()
+            pacing.observe(report)
 
     def one(self, pacing: Pacing, seqs: list[Sequence], step: int, track: Track) -> StepReport:
         """One step: budget, what it does, observe."""

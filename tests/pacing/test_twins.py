@@ -34,7 +34,7 @@ def check_passes(one: Any, other: Any) -> None:
         assert one.spread(*numbers) == pytest.approx(other.spread(*numbers), rel=1e-6, abs=1e-9)
     for name in ("is_settled", "num_steps", "widest"):
         assert getattr(one, name) == getattr(other, name)
-    assert one.per_other_row() == pytest.approx(other.per_other_row(), rel=1e-9)
+    assert one.per_prompt_row() == pytest.approx(other.per_prompt_row(), rel=1e-9)
     assert one.unit_s(0.03, 7, 12, 3) == pytest.approx(other.unit_s(0.03, 7, 12, 3), rel=1e-9)
     for rows, num_sequences in ((1, 1), (8, 4), (33, 32)):
         assert one.of(rows, num_sequences) == pytest.approx(other.of(rows, num_sequences), rel=1e-9)
@@ -56,7 +56,7 @@ def test_passes_and_drafts(module, seed):
         for passed, draft in zip(passes, drafts, strict=True):
             passed.observe(run_s, rows, sequences)
             if num == 3:
-                passed.observe_mixed(max(run_s) * 3, other, rows, sequences)
+                passed.observe_prompts(max(run_s) * 3, other, rows, sequences)
                 passed.rest(num)
                 draft.observe_catchup(ratio, other)
             draft.observe(ratio, shape, num)

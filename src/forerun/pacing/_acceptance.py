@@ -15,7 +15,8 @@ CLASS_STARTS = (0, 1, 3, 7)
 _CLASSES = [*zip(CLASS_STARTS, (*CLASS_STARTS[1:], 1024), strict=True)]
 _FOUND, _WENT_ON = len(CLASS_STARTS), len(CLASS_STARTS) + 1
 
-# Before anything is known: Beta(2, 1) for acceptance; a drafter that is asked mostly proposes all that it may.
+# Before anything is known: two of three drafted tokens are accepted, and a drafter that is asked mostly proposes all
+# that it may. A strength is the number of tests that a mean counts for.
 _FIRST_MEANS = (2 / 3, 2 / 3, 2 / 3, 2 / 3, 0.9, 0.99)
 _DRAFTER_STRENGTHS = (12.0, 8.0, 8.0, 8.0, 2.0, 10.0)
 _REQUEST_STRENGTHS = (16.0, 16.0, 16.0, 16.0, 4.0, 20.0)

@@ -55,7 +55,8 @@ class PassTime:
         self.num_steps = 0
         self.widest = 0
         self._values, self._slopes = [1.0], [_FLAT]  # the curve at the knots, and behind each of them
-        self._per_other_row, self._num_mixed = 0.0, 0
+        self._per_prompt_row, self._num_prompts = 0.0, 0
+        self._first_prompt_row_s = 0.0  # seconds, before the unit is known
 
     # ------------------------------------------------------------------------------------------------- reading
 
@@ -104,26 +105,32 @@ class PassTime:
         """False while the machine seems to change its speed."""
         return not self._outliers
 
-    def per_other_row(self) -> float:
-        """Relative seconds of a row of a prompt chunk beside decoding."""
-        return max(0.0, self._per_other_row)
+    def per_prompt_row(self) -> float:
+        """Relative seconds of a row of a prompt, beside decoding or not."""
+        return max(0.0, self._per_prompt_row)
 
     def unit_s(self, seconds: float, num_other: int, num_rows: int, num_sequences: int) -> float:
         """Seconds of the unit in a step whose pass took `seconds`."""
-        return max(seconds, 1e-9) / (self.of(num_rows, num_sequences) + num_other * self.per_other_row())
+        return max(seconds, 1e-9) / (self.of(num_rows, num_sequences) + num_other * self.per_prompt_row())
 
     # ------------------------------------------------------------------------------------------------ learning
 
-    def observe_mixed(self, seconds: float, num_other: int, num_rows: int, num_sequences: int) -> None:
-        """A pass that ran `num_other` rows of prompts, too: only what those rows cost is learned."""
+    def observe_prompts(self, seconds: float, num_other: int, num_rows: int, num_sequences: int) -> None:
+        """A pass of `num_other` rows of prompts beside others, or of nothing else: what a row of a prompt costs.
+
+        Widths that were never seen are hoped to cost no less, which is how a new engine knows where rows are dear.
+        """
         if not self.num_steps:
+            if not num_rows:
+                self._first_prompt_row_s = max(seconds, 1e-9) / num_other
             return
-        extra = seconds / math.exp(self._state[0]) - self.of(num_rows, num_sequences)
-        self._num_mixed += 1
-        old, new = self._per_other_row, max(0.0, extra / num_other)
-        if self._num_mixed > 3:
+        alone = self.of(num_rows, num_sequences) if num_rows else 1.0  # the weights have to be read for prompts, too
+        extra = seconds / math.exp(self._state[0]) - alone
+        self._num_prompts += 1
+        old, new = self._per_prompt_row, max(0.0, extra / num_other)
+        if self._num_prompts > 3:
             new = min(new, 2 * old)
-        self._per_other_row += max(1 / self._num_mixed, 0.1) * (new - old)
+        self._per_prompt_row += max(1 / self._num_prompts, 0.1) * (new - old)
 
     def observe(self, run_s: Seq[float], num_rows: int, num_sequences: int) -> None:
         """Passes of decoding sequences alone that followed one another, all alike: the first and the last ones count.
@@ -131,6 +138,7 @@ class PassTime:
         What lies in between says something of the machine's speed then, which the last ones know better.
         """
         self._roughness.observe(run_s)
+        self._hear_of_prompts(median(run_s), num_rows)
         self._widen(num_rows)
         if num_sequences != self._num_sequences:
             self._cov[0][0] += (_OTHER_BATCH * math.log(num_sequences / self._num_sequences)) ** 2
@@ -166,6 +174,15 @@ class PassTime:
             self._cov[i][i] += (num_passes + num_idle) * drift
         noise = _NEW_NOISE**2 if is_new else self._roughness.noise_of(num_passes)
         self._correct(slope, level - self._state[0], noise, self._num_seen[place] > _NEW_STEPS, num_passes)
+
+    def _hear_of_prompts(self, seconds: float, num_rows: int) -> None:
+        """What the prompts before the first pass say, now that one of `num_rows` has shown what the unit may be."""
+        if self._num_prompts or not self._first_prompt_row_s:
+            return
+        if not self.num_steps:
+            first_s = seconds - (num_rows - 1) * self._first_prompt_row_s
+            self._state[0] = math.log(max(first_s, seconds / num_rows, 1e-9))
+        self._per_prompt_row = self._first_prompt_row_s / math.exp(self._state[0])
 
     def _weights(self, num_rows: float) -> list[tuple[int, float]]:
         """Knots that a width lies between, with their shares."""
@@ -236,7 +253,7 @@ class PassTime:
         self._slopes = [(b - a) / (q - p) for a, b, p, q in zip(up, up[1:], KNOTS, KNOTS[1:], strict=False)]
         is_known = self._num_seen[len(up)] + self._num_seen[len(up) - 1] > _NEW_STEPS
         own, steepest = self._slopes[-1] if is_known and self._slopes else 0.0, up[-1] / KNOTS[len(up) - 1]
-        self._slopes.append(min(max(own, _FLAT * steepest), steepest))
+        self._slopes.append(min(max(own, _FLAT * steepest, self._per_prompt_row), steepest))
 
 
 def _state_of(knot: int) -> int:

@@ -28,8 +28,8 @@ class StepTimes:
     _waiting: list[StepReport] = field(default_factory=list)
 
     def observe(self, report: StepReport) -> None:
-        """The numbers of a step; those in which nobody decoded say nothing."""
-        if report.num_decoding:
+        """The numbers of a step; those in which nothing ran say nothing."""
+        if report.num_rows:
             self._waiting.append(report)
             if len(self._waiting) >= MOST_WAITING:
                 self.learn()
@@ -52,7 +52,7 @@ class StepTimes:
         for (other, rows, num_sequences), alike in groupby(reports, _kind):
             seconds = [_pass_s(report) for report in alike]
             if other:
-                self.passes.observe_mixed(median(seconds), other, rows, num_sequences)
+                self.passes.observe_prompts(median(seconds), other, rows, num_sequences)
                 self.passes.rest(len(seconds))
             else:
                 self.passes.observe(seconds, rows, num_sequences)
@@ -62,7 +62,7 @@ class StepTimes:
         alike: dict[tuple[str, tuple[int, int, int, int]], list[float]] = {}
         for report in reports:
             (other, rows, num_sequences), pass_s = _kind(report), _pass_s(report)
-            for name, draft in report.drafts.items():
+            for name, draft in report.drafts.items() if rows else ():
                 if draft.num_catchup_tokens:
                     unit_s = self.passes.unit_s(pass_s, other, rows, num_sequences)
                     self.drafts[name].observe_catchup(draft.catchup_s / unit_s, draft.num_catchup_tokens)

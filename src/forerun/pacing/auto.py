@@ -24,7 +24,7 @@ _DRAFTER_MEMORY = 10  # an engine remembers so many times longer than a request
 _UNSEEN_ROWS, _UNSEEN_NODES = 16, 5  # that are taken for affordable before anything was measured
 _UNSEEN_REQUESTS = 3  # of a drafter, that are prepared for drafting by then: enough to find out
 _WIDER = 1.4  # and how much wider than ever seen a pass may become at once
-_LEARNING_STEPS = 32  # of a request, in which its length may change at every look
+_LEARNING_STEPS = 32  # of a request, in which its length may change at every look; and of an engine, to get going
 _LOOK_STEPS = (4, 64)  # from one look at what was measured to the next: least, and most where looking takes long
 _EARLY_LOOKS = 6  # with costs that are new: what they know of so many steps moves the next look one step further away
 _MOST_IDLE = 3  # times that a look which changed nothing moves the next one further away
@@ -354,7 +354,7 @@ class AutoPacing(Pacing):
         """Rows beside a prompt chunk cost as much as its own: keep those that are worth it at the usual speed."""
         if not any(granted):
             return granted
-        least = self._plan.goodput * self._times.passes.per_other_row()
+        least = self._plan.goodput * self._times.passes.per_prompt_row()
         lengths = []
         for r, length in zip(self._present, granted, strict=True):
             while length and r.asked is None and (length > len(r.gains) or r.gains[length - 1] < least):

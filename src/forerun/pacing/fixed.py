@@ -22,6 +22,7 @@ class FixedPacing(Pacing):
         self.spec_length = spec_length
 
     def budget(self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int) -> list[int]:
+        # A sequence without a drafter has limit 0 anyway: where all are so, no limit has to be worked out.
         wanted = [0 if seq.draft == "none" else seq.params.spec_length or self.spec_length for seq in seqs]
         return [min(pair) for pair in zip(wanted, limits, strict=True)] if any(wanted) else wanted
 
