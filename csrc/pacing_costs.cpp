@@ -11,7 +11,7 @@ constexpr double FLAT = 0.2, SHAPE_SD = 0.6, CURVE_DRIFT = 0.002, NEW_NOISE = 0.
 constexpr double OTHER_BATCH = 0.05, LEAST_SECONDS = 1e-9;
 constexpr double PER_SEQUENCE = 0.02, PER_SEQUENCE_SD = 0.7, PER_SEQUENCE_DRIFT = 0.01;
 constexpr double LEAST_PER_SEQUENCE = 1e-4, MOST_PER_SEQUENCE = 0.5;
-constexpr int NEW_STEPS = 4, JUMP_STEPS = 4, FAR = 3;
+constexpr int NEW_STEPS = 4, JUMP_STEPS = 4, FAR = 3, PROMPT_ROWS = 32;
 
 struct Deviations {
     double first, least, most;
@@ -112,25 +112,24 @@ double PassTime::unit_s(double seconds, int num_other, int num_rows, int num_seq
 
 void PassTime::observe_prompts(double seconds, int num_other, int num_rows, int num_sequences) {
     if (num_steps_ == 0) {
-        if (num_rows == 0) first_prompt_row_s_ = std::max(seconds, LEAST_SECONDS) / num_other;
+        if (num_rows == 0 && num_other >= PROMPT_ROWS) first_prompt_s_ = seconds, first_prompt_rows_ = num_other;
         return;
     }
     const double alone = num_rows ? of(num_rows, num_sequences) : 1.0;
     const double extra = seconds / std::exp(state_[0]) - alone;
-    ++num_prompts_;
-    const double had = per_prompt_row_;
+    const double share = std::min(1.0, static_cast<double>(num_other) / PROMPT_ROWS), had = per_prompt_row_;
+    num_prompts_ += share;
     double found = std::max(0.0, extra / num_other);
     if (num_prompts_ > 3) found = std::min(found, 2 * had);
-    per_prompt_row_ += std::max(1.0 / num_prompts_, 0.1) * (found - had);
+    per_prompt_row_ += share * std::max(1 / num_prompts_, 0.1) * (found - had);
 }
 
 void PassTime::hear_of_prompts(double seconds, int num_rows) {
-    if (num_prompts_ > 0 || first_prompt_row_s_ == 0) return;
-    if (num_steps_ == 0) {
-        const double first_s = seconds - (num_rows - 1) * first_prompt_row_s_;
-        state_[0] = std::log(std::max({first_s, seconds / num_rows, LEAST_SECONDS}));
-    }
-    per_prompt_row_ = first_prompt_row_s_ / std::exp(state_[0]);
+    if (num_prompts_ > 0 || first_prompt_rows_ <= num_rows) return;
+    const double row_s = std::max(0.0, first_prompt_s_ - seconds) / (first_prompt_rows_ - num_rows);
+    if (num_steps_ == 0)
+        state_[0] = std::log(std::max({seconds - (num_rows - 1) * row_s, seconds / num_rows, LEAST_SECONDS}));
+    per_prompt_row_ = row_s / std::exp(state_[0]);
 }
 
 void PassTime::observe(const std::vector<double>& run_s, int num_rows, int num_sequences) {

@@ -76,8 +76,8 @@ class PassTime {
     std::array<States, NUM_STATES> cov_{};
     std::array<double, NUM_KNOTS> values_{}, slopes_{};  // of the first `num_` knots
     std::array<int, NUM_KNOTS + 1> num_seen_{};
-    int num_ = 1, num_sequences_ = 1, outliers_ = 0, num_steps_ = 0, widest_ = 0, num_prompts_ = 0;
-    double per_prompt_row_ = 0.0, first_prompt_row_s_ = 0.0;
+    int num_ = 1, num_sequences_ = 1, outliers_ = 0, num_steps_ = 0, widest_ = 0, first_prompt_rows_ = 0;
+    double per_prompt_row_ = 0.0, num_prompts_ = 0.0, first_prompt_s_ = 0.0;
     Roughness roughness_;
 };
 

@@ -28,6 +28,7 @@ _PER_SEQUENCE = (0.02, 0.7, 0.01)  # what each further sequence adds: first gues
 _PER_SEQUENCE_LIMITS = (1e-4, 0.5)
 _NOISE = (0.05, 0.02, 0.3)  # of one observation: first guess, least, most
 _UNIT_DRIFT = (0.02, 0.003, 0.03)  # per step, of the logarithm of the unit, likewise; jumps are not drift
+_PROMPT_ROWS = 32  # of a prompt from which on it is mostly rows, not weights
 _NEW_NOISE = 0.15  # of the first observation of a width: it allocates and warms up
 _NEW_STEPS = 4  # observations of a width for which nothing counts as an outlier
 _OUTLIER = 3.0  # standard deviations from which an observation loses weight
@@ -55,8 +56,8 @@ class PassTime:
         self.num_steps = 0
         self.widest = 0
         self._values, self._slopes = [1.0], [_FLAT]  # the curve at the knots, and behind each of them
-        self._per_prompt_row, self._num_prompts = 0.0, 0
-        self._first_prompt_row_s = 0.0  # seconds, before the unit is known
+        self._per_prompt_row, self._num_prompts = 0.0, 0.0
+        self._first_prompt = (0.0, 0)  # seconds and rows of the last one before the unit was known
 
     # ------------------------------------------------------------------------------------------------- reading
 
@@ -121,16 +122,17 @@ class PassTime:
         Widths that were never seen are hoped to cost no less, which is how a new engine knows where rows are dear.
         """
         if not self.num_steps:
-            if not num_rows:
-                self._first_prompt_row_s = max(seconds, 1e-9) / num_other
+            if not num_rows and num_other >= _PROMPT_ROWS:
+                self._first_prompt = seconds, num_other
             return
         alone = self.of(num_rows, num_sequences) if num_rows else 1.0  # the weights have to be read for prompts, too
         extra = seconds / math.exp(self._state[0]) - alone
-        self._num_prompts += 1
+        share = min(1.0, num_other / _PROMPT_ROWS)
+        self._num_prompts += share
         old, new = self._per_prompt_row, max(0.0, extra / num_other)
         if self._num_prompts > 3:
             new = min(new, 2 * old)
-        self._per_prompt_row += max(1 / self._num_prompts, 0.1) * (new - old)
+        self._per_prompt_row += share * max(1 / self._num_prompts, 0.1) * (new - old)
 
     def observe(self, run_s: Seq[float], num_rows: int, num_sequences: int) -> None:
         """Passes of decoding sequences alone that followed one another, all alike: the first and the last ones count.
@@ -176,13 +178,14 @@ class PassTime:
         self._correct(slope, level - self._state[0], noise, self._num_seen[place] > _NEW_STEPS, num_passes)
 
     def _hear_of_prompts(self, seconds: float, num_rows: int) -> None:
-        """What the prompts before the first pass say, now that one of `num_rows` has shown what the unit may be."""
-        if self._num_prompts or not self._first_prompt_row_s:
+        """What a prompt before the first pass says, now that one of `num_rows` has shown what the unit may be."""
+        prompt_s, num_prompt = self._first_prompt
+        if self._num_prompts or num_prompt <= num_rows:
             return
+        row_s = max(0.0, prompt_s - seconds) / (num_prompt - num_rows)
         if not self.num_steps:
-            first_s = seconds - (num_rows - 1) * self._first_prompt_row_s
-            self._state[0] = math.log(max(first_s, seconds / num_rows, 1e-9))
-        self._per_prompt_row = self._first_prompt_row_s / math.exp(self._state[0])
+            self._state[0] = math.log(max(seconds - (num_rows - 1) * row_s, seconds / num_rows, 1e-9))
+        self._per_prompt_row = row_s / math.exp(self._state[0])
 
     def _weights(self, num_rows: float) -> list[tuple[int, float]]:
         """Knots that a width lies between, with their shares."""
