@@ -117,7 +117,7 @@ void PassTime::observe_prompts(double seconds, int num_other, int num_rows, int 
     }
     const double alone = num_rows ? of(num_rows, num_sequences) : 1.0;
     const double extra = seconds / std::exp(state_[0]) - alone;
-    const double share = std::min(1.0, static_cast<double>(num_other) / PROMPT_ROWS), had = per_prompt_row_;
+    const double share = square(std::min(1.0, static_cast<double>(num_other) / PROMPT_ROWS)), had = per_prompt_row_;
     num_prompts_ += share;
     double found = std::max(0.0, extra / num_other);
     if (num_prompts_ > 3) found = std::min(found, 2 * had);
@@ -125,7 +125,7 @@ void PassTime::observe_prompts(double seconds, int num_other, int num_rows, int 
 }
 
 void PassTime::hear_of_prompts(double seconds, int num_rows) {
-    if (num_prompts_ > 0 || first_prompt_rows_ <= num_rows) return;
+    if (num_prompts_ > 0 || first_prompt_rows_ <= num_rows || num_steps_ > NEW_STEPS) return;
     const double row_s = std::max(0.0, first_prompt_s_ - seconds) / (first_prompt_rows_ - num_rows);
     if (num_steps_ == 0)
         state_[0] = std::log(std::max({seconds - (num_rows - 1) * row_s, seconds / num_rows, LEAST_SECONDS}));

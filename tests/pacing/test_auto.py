@@ -144,7 +144,7 @@ def test_who_comes_in_between_drafts_no_more_than_is_worth_it():
             found.append(pacing._typical["model"])
 
     pacing._decide = watch
-    for step in range(600):
+    for step in range(800):
         world.one(pacing, [world.sequence(b) for b in world.batch(step)], step, track)
     assert len(found) > 40
     assert sum(found) == 0

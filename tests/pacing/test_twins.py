@@ -46,6 +46,9 @@ def test_passes_and_drafts(module, seed):
     rng, speed = random.Random(seed), 1.0
     passes, drafts = (PassTime(), module.PassTime()), (DraftTime(), module.DraftTime())
     check_passes(*passes)
+    for rows in rng.choice(((), (20, 200), (33,))):
+        for passed in passes:
+            passed.observe_prompts(0.01 * CPU(rows), rows, 0, 0)
     for _ in range(150):
         speed *= rng.choice((1, 1, 1, 1, 1.8, 1 / 1.8)) * rng.uniform(0.97, 1.03)
         rows, num = rng.choice((1, 2, 5, 8, 13, 16, 24, 33, 64, 100, 513, 2000)), rng.choice((1, 1, 2, 3, 9, 40, 90))
@@ -57,6 +60,7 @@ def test_passes_and_drafts(module, seed):
             passed.observe(run_s, rows, sequences)
             if num == 3:
                 passed.observe_prompts(max(run_s) * 3, other, rows, sequences)
+                passed.observe_prompts(max(run_s) * 4, other, 0, 0)
                 passed.rest(num)
                 draft.observe_catchup(ratio, other)
             draft.observe(ratio, shape, num)

@@ -127,7 +127,7 @@ class PassTime:
             return
         alone = self.of(num_rows, num_sequences) if num_rows else 1.0  # the weights have to be read for prompts, too
         extra = seconds / math.exp(self._state[0]) - alone
-        share = min(1.0, num_other / _PROMPT_ROWS)
+        share = min(1.0, num_other / _PROMPT_ROWS) ** 2  # the noise of a pass is divided by its rows
         self._num_prompts += share
         old, new = self._per_prompt_row, max(0.0, extra / num_other)
         if self._num_prompts > 3:
@@ -180,7 +180,7 @@ class PassTime:
     def _hear_of_prompts(self, seconds: float, num_rows: int) -> None:
         """What a prompt before the first pass says, now that one of `num_rows` has shown what the unit may be."""
         prompt_s, num_prompt = self._first_prompt
-        if self._num_prompts or num_prompt <= num_rows:
+        if self._num_prompts or num_prompt <= num_rows or self.num_steps > _NEW_STEPS:  # the unit moves on
             return
         row_s = max(0.0, prompt_s - seconds) / (num_prompt - num_rows)
         if not self.num_steps:
