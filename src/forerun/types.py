@@ -374,6 +374,7 @@ class StepReport:
     num_accepted: int = 0
     num_emitted: int = 0  # before stop conditions cut
     num_committed: int = 0  # after
+    schedule_s: float = 0.0  # between the report before and this step: listeners, what has finished, the scheduler
     draft_s: float = 0.0
     score_s: float = 0.0
     judge_s: float = 0.0

@@ -117,7 +117,7 @@ def line_of(tally: Tally, plain: Tally, plain_pass_s: float) -> Line:
 
 
 def _step_s(step: StepReport) -> float:
-    return step.draft_s + step.score_s + step.judge_s + step.commit_s
+    return step.schedule_s + step.draft_s + step.score_s + step.judge_s + step.commit_s
 
 
 def _overheads(tally: Tally) -> list[float]:

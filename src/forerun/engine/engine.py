@@ -9,6 +9,7 @@ import itertools
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
@@ -77,6 +78,7 @@ class Engine:
         self._advisor = Advisor(pacing.times)
         self._listeners: list[_Entry] = []
         self._ids = itertools.count()
+        self._behind_s = 0.0  # of the last step, after its report
 
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
         """Call `listener` with every StepReport; `detail` fills its `rounds`. Returns a function that ends it.
@@ -128,17 +130,19 @@ class Engine:
 
         A request that cannot go on is aborted, with its `error` set, and does not disturb the others.
         """
+        begun = time.perf_counter()
         for request in [r for r in self.scheduler.running if r.seq.finish_reason is not None]:
             self._finish(request)  # left over from a step that was interrupted
         plan = self.scheduler.plan()
         self.stepper.wants_detail = any(entry.detail for entry in self._listeners)
         try:
-            report = self.stepper.step(plan)
+            report = self.stepper.step(plan, self._behind_s + time.perf_counter() - begun)
         except RequestFailed as failure:
             request = next(r for r in plan.decode if r.seq is failure.seq)
             request.error = failure.error
             self.abort(request)
             return [request]
+        reported = time.perf_counter()
         finished = [r for r in plan.decode if r.seq.finish_reason is not None]
         self._advisor.observe(report)
         for request in finished:
@@ -146,6 +150,7 @@ class Engine:
                 LOG.info("%s", self._advisor.sentence(request))
             self._finish(request)
         self._tell(report)
+        self._behind_s = time.perf_counter() - reported
         return finished
 
     def abort(self, request: Request) -> None:

@@ -62,8 +62,8 @@ class Stepper:
     catchup: CatchUp
     wants_detail: bool = False
 
-    def step(self, plan: Plan) -> StepReport:
-        """Run one step; every decoding request gets at least one token.
+    def step(self, plan: Plan, schedule_s: float = 0.0) -> StepReport:
+        """Run one step; every decoding request gets at least one token. schedule_s: what the plan took, for the report.
 
         Raises RequestFailed, with nothing committed, where a sequence has no token left that it may emit.
         """
@@ -82,6 +82,7 @@ class Stepper:
         report = self._commit(plan, draft, scores, laws, verdict, granted)
         clock.append(time.perf_counter())
 
+        report.schedule_s = schedule_s
         report.draft_s, report.score_s, report.judge_s, report.commit_s = (
             after - before for before, after in itertools.pairwise(clock)
         )

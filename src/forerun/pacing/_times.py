@@ -83,5 +83,5 @@ def _kind(report: StepReport) -> tuple[int, int, int]:
 
 
 def _pass_s(report: StepReport) -> float:
-    """The target's side of a step."""
-    return report.score_s + report.judge_s + report.commit_s
+    """The target's side of a step, and what every step takes besides, however much it drafts."""
+    return report.schedule_s + report.score_s + report.judge_s + report.commit_s
