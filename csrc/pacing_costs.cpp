@@ -132,7 +132,7 @@ void PassTime::hear_of_prompts(double seconds, int num_rows) {
     per_prompt_row_ = row_s / std::exp(state_[0]);
 }
 
-void PassTime::observe(const std::vector<double>& run_s, int num_rows, int num_sequences) {
+void PassTime::observe(const std::vector<double>& run_s, int num_rows, int num_sequences, bool is_disturbed) {
     if (run_s.empty()) return;
     roughness_.observe(run_s);
     hear_of_prompts(median(run_s), num_rows);
@@ -143,11 +143,11 @@ void PassTime::observe(const std::vector<double>& run_s, int num_rows, int num_s
     }
     const int num = static_cast<int>(run_s.size()), most = roughness_.memory_steps();
     if (num < 2 * most) {
-        observe_few(median(run_s), num_rows, num, 0.0);
+        observe_few(median(run_s), num_rows, num, 0.0, is_disturbed);
     } else {
         const double num_idle = (num - 2 * most) / 2.0;
-        observe_few(median({run_s.begin(), run_s.begin() + most}), num_rows, most, num_idle);
-        observe_few(median({run_s.end() - most, run_s.end()}), num_rows, most, num_idle);
+        observe_few(median({run_s.begin(), run_s.begin() + most}), num_rows, most, num_idle, is_disturbed);
+        observe_few(median({run_s.end() - most, run_s.end()}), num_rows, most, num_idle, is_disturbed);
     }
     num_steps_ += num;
     widest_ = std::max(widest_, num_rows);
@@ -156,7 +156,7 @@ void PassTime::observe(const std::vector<double>& run_s, int num_rows, int num_s
 
 void PassTime::rest(int num_steps) { cov_[0][0] += num_steps * roughness_.drift(); }
 
-void PassTime::observe_few(double seconds, int num_rows, int num_passes, double num_idle) {
+void PassTime::observe_few(double seconds, int num_rows, int num_passes, double num_idle, bool is_disturbed) {
     const double total = of(num_rows, num_sequences_);
     States slope{};
     slope[0] = 1.0, slope[1] = sequences(num_sequences_) / total;
@@ -164,7 +164,7 @@ void PassTime::observe_few(double seconds, int num_rows, int num_passes, double 
     for (int k = 0; k < near.num; ++k)
         if (const int knot = near.of[k].knot) slope[knot + 1] = near.of[k].share * values_[knot] / total;
     const int place = knots_up_to(num_rows);
-    const bool is_new = num_seen_[place] == 0;
+    const bool is_settled = num_seen_[place] > 0 && !is_disturbed;
     num_seen_[place] += num_passes;
     const double level = std::log(std::max(seconds, LEAST_SECONDS) / total);
     if (num_steps_ == 0) state_[0] = level;
@@ -172,8 +172,8 @@ void PassTime::observe_few(double seconds, int num_rows, int num_passes, double 
         const double drift = i == 0 ? roughness_.drift() : square(i == 1 ? PER_SEQUENCE_DRIFT : CURVE_DRIFT);
         cov_[i][i] += (num_passes + num_idle) * drift;
     }
-    const double noise = is_new ? square(NEW_NOISE) : roughness_.noise_of(num_passes);
-    correct(slope, level - state_[0], noise, num_seen_[place] > NEW_STEPS, num_passes);
+    const double noise = is_settled ? roughness_.noise_of(num_passes) : square(NEW_NOISE);
+    correct(slope, level - state_[0], noise, is_settled && num_seen_[place] > NEW_STEPS, num_passes);
 }
 
 PassTime::Weights PassTime::weights(double num_rows) {

@@ -26,6 +26,7 @@ class StepTimes:
     passes: PassTime = field(default_factory=pass_time)
     drafts: defaultdict[str, DraftTime] = field(default_factory=lambda: defaultdict(draft_time))
     _waiting: list[StepReport] = field(default_factory=list)
+    _ran_prompts: bool = False  # in the last step that was learned from
 
     def observe(self, report: StepReport) -> None:
         """The numbers of a step; those in which nothing ran say nothing."""
@@ -54,8 +55,12 @@ class StepTimes:
             if other:
                 self.passes.observe_prompts(median(seconds), other, rows, num_sequences)
                 self.passes.rest(len(seconds))
-            else:
+            elif self._ran_prompts:  # a tenth slower where small models come from the caches
+                self.passes.observe(seconds[:1], rows, num_sequences, is_disturbed=True)
+                seconds = seconds[1:]
+            if seconds and not other:
                 self.passes.observe(seconds, rows, num_sequences)
+            self._ran_prompts = other > 0
 
     def _learn_drafts(self, reports: list[StepReport]) -> None:
         """What drafters took, over the passes of the same steps."""
