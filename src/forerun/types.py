@@ -376,6 +376,7 @@ class StepReport:
     num_committed: int = 0  # after
     schedule_s: float = 0.0  # between the report before and this step: listeners, what has finished, the scheduler
     draft_s: float = 0.0
+    pacing_s: float = 0.0  # the part of draft_s that the pacing policy took
     score_s: float = 0.0
     judge_s: float = 0.0
     commit_s: float = 0.0

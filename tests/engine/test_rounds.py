@@ -86,6 +86,29 @@ def test_reports_of_steps_add_up() -> None:
     assert prefill_s > 0
 
 
+def test_the_seconds_of_a_step_are_those_of_the_engine() -> None:
+    """A policy that takes 4 ms and a listener that takes 6: both are told apart, and all parts are within the whole."""
+
+    class Slow(Told):
+        def budget(self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int) -> list[int]:
+            time.sleep(0.004)
+            return super().budget(seqs, limits, lags, num_other_rows)
+
+    pacing = Slow(2)
+    engine = Engine(runner_with(MODEL, 400), Crew({"model": ModelDrafter(runner_with(DRAFT, 400))}), pacing)
+    engine.listen(lambda _: time.sleep(0.006))
+    begun = time.perf_counter()
+    run(engine, [engine.add([1, 2, 3], greedy(12)) for _ in range(2)])
+    whole_s = time.perf_counter() - begun
+    for report in pacing.heard:
+        drafts_s = sum(draft.seconds for draft in report.drafts.values())
+        assert report.pacing_s >= 0.004
+        assert report.pacing_s + drafts_s <= report.draft_s
+    assert min(report.schedule_s for report in pacing.heard[1:]) >= 0.006
+    parts = [r.schedule_s + r.draft_s + r.score_s + r.judge_s + r.commit_s for r in pacing.heard]
+    assert 0.01 * len(parts) - 0.006 <= sum(parts) <= whole_s
+
+
 @pytest.mark.speculation("fixed", "auto")
 def test_a_request_report_is_made_of_its_rounds() -> None:
     engine = engine_with(spec_length=6)

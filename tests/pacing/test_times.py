@@ -48,6 +48,38 @@ def test_batches_of_all_sizes_teach_one_curve():
     assert times.drafts["model"].of(1, 16) == pytest.approx(0.2, rel=0.1)
 
 
+def test_what_a_step_takes_besides_its_models_is_counted():
+    """The scheduler belongs to every step, asking drafters to those that draft, the policy's own time to none."""
+    bare, real = StepTimes(), StepTimes()
+    for i in range(100):
+        rows = 4 * (1 + i // 4 % 2)
+        bare.observe(report(4, rows, 0.01 * CPU(rows), 0.002 if rows > 4 else 0.0))
+        made = report(4, rows, 0.01 * CPU(rows), 0.002 if rows > 4 else 0.0)
+        made.schedule_s, made.pacing_s = 0.01, 0.004
+        made.draft_s += 0.004 + (0.001 if rows > 4 else 0.0)
+        real.observe(made)
+    for times in (bare, real):
+        times.learn()
+    growth = [times.passes.of(8, 4) / times.passes.of(4, 4) for times in (bare, real)]
+    assert growth[1] == pytest.approx((CPU(8) + 1) / (CPU(4) + 1), rel=0.01)
+    assert growth[1] < growth[0]
+    drafts = [times.drafts["model"].of(1, 4) / times.passes.of(4, 4) for times in (bare, real)]
+    assert drafts[0] == pytest.approx(0.002 / (0.01 * CPU(4)), rel=0.02)
+    assert drafts[1] == pytest.approx(0.003 / (0.01 * CPU(4) + 0.01), rel=0.02)
+
+
+def test_the_first_pass_behind_a_prompt_says_less():
+    """It takes an eighth longer, once for each prompt: the width that runs there is not taken for a slower one."""
+    times = StepTimes()
+    for i in range(200):
+        times.observe(StepReport(num_prefill_tokens=90, num_rows=90, score_s=0.2))
+        rows = 4 if i % 2 else 8
+        for behind in range(2):
+            times.observe(report(1, rows, 0.01 * CPU(rows) * (1.125 if rows == 4 and not behind else 1.0)))
+    times.learn()
+    assert times.passes.rows(8) / times.passes.rows(4) == pytest.approx(CPU(8) / CPU(4), rel=0.015)
+
+
 def test_one_request_tells_what_a_batch_may_expect():
     """Widths that one request has shown are no guess for 16; only what sequences add is."""
     known, new = StepTimes().passes, StepTimes().passes
@@ -172,6 +204,7 @@ def looks(own_s: float, num_steps: int, alpha: float = 0.7) -> list[int]:
         if pacing._has_looked:
             steps.append(pacing._step)
             report.draft_s += own_s
+            report.pacing_s += own_s
         observe(report)
 
     pacing.observe = slow
@@ -185,7 +218,8 @@ def test_looks_take_four_thousandths_of_the_time_at_most():
         own = auto._OwnTime()
         for step in range(1000):
             if (behind := step % 20) < 2:
-                own.observe(StepReport(score_s=0.02, draft_s=0.001 + look_s * (not behind)), not behind)
+                pacing_s = 0.0005 + look_s * (not behind)
+                own.observe(StepReport(score_s=0.02, draft_s=0.001 + pacing_s, pacing_s=pacing_s), not behind)
         assert own.spacing() == pytest.approx(apart, abs=2)
     assert len(looks(0.0, 800, 0.9)) > 2 * len(looks(0.01, 800, 0.9))
 

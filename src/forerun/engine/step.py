@@ -72,7 +72,7 @@ class Stepper:
         seqs = [request.seq for request in plan.decode]
         coins = [self.coins(seq) for seq in seqs]
 
-        draft, granted = self._propose(plan, seqs, coins)
+        draft, granted, pacing_s = self._propose(plan, seqs, coins)
         clock.append(time.perf_counter())
         scores = self._score(plan, draft)
         clock.append(time.perf_counter())
@@ -82,7 +82,7 @@ class Stepper:
         report = self._commit(plan, draft, scores, laws, verdict, granted)
         clock.append(time.perf_counter())
 
-        report.schedule_s = schedule_s
+        report.schedule_s, report.pacing_s = schedule_s, pacing_s
         report.draft_s, report.score_s, report.judge_s, report.commit_s = (
             after - before for before, after in itertools.pairwise(clock)
         )
@@ -95,8 +95,11 @@ class Stepper:
         self.pacing.observe(report)
         return report
 
-    def _propose(self, plan: Plan, seqs: Seq[Sequence], coins: Seq[Coins]) -> tuple[Draft, list[int]]:
-        """A draft within the limits of the plan; the drafters of running prompts run them, too, where it may pay."""
+    def _propose(self, plan: Plan, seqs: Seq[Sequence], coins: Seq[Coins]) -> tuple[Draft, list[int], float]:
+        """A draft within the limits of the plan; the drafters of running prompts run them, too, where it may pay.
+
+        Returns it, what was granted, and the seconds that the pacing policy took.
+        """
         prompts = [(request.seq, take) for request, take in plan.prefill if self.pacing.prepares(request.seq)]
         if prompts:
             # No more than the target reads, which takes longer for each of them: the step is not doubled either.
@@ -104,12 +107,14 @@ class Stepper:
             self.drafter.catch_up([seq for seq, _ in prompts], most)
         lags = _Lags(self.drafter, seqs)
         num_other_rows = sum(take for _, take in plan.prefill)
+        before = time.perf_counter()
         paced = self.pacing.budget(seqs, plan.draft_limits, lags, num_other_rows)
+        pacing_s = time.perf_counter() - before
         if not any(paced):
-            return Draft.empty(len(seqs)), paced
+            return Draft.empty(len(seqs)), paced, pacing_s
         granted = [max(0, min(pair)) for pair in zip(paced, plan.draft_limits, strict=True)]
         if not any(granted):
-            return Draft.empty(len(seqs)), granted
+            return Draft.empty(len(seqs)), granted, pacing_s
         catchup_tokens = self.catchup.tokens({seq.draft for seq in seqs}, self.drafter.num_caught_up)
         budget = Budget(granted, catchup_tokens)
         if self.pacing.stops_early:
@@ -117,7 +122,7 @@ class Stepper:
         draft = self.drafter.propose(seqs, budget, coins)
         if any(len(draft.nodes(b)) > granted[b] for b in range(len(seqs))):
             raise InternalError("a drafter drafted more than it was granted")
-        return draft, granted
+        return draft, granted, pacing_s
 
     def _score(self, plan: Plan, draft: Draft) -> Scores:
         """One pass over [last committed token, draft nodes] of every decoding sequence and over the prompt chunks."""

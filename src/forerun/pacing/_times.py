@@ -67,13 +67,15 @@ class StepTimes:
         alike: dict[tuple[str, tuple[int, int, int, int]], list[float]] = {}
         for report in reports:
             (other, rows, num_sequences), pass_s = _kind(report), _pass_s(report)
+            around_s = _around_drafts_s(report)
             for name, draft in report.drafts.items() if rows else ():
                 if draft.num_catchup_tokens:
                     unit_s = self.passes.unit_s(pass_s, other, rows, num_sequences)
                     self.drafts[name].observe_catchup(draft.catchup_s / unit_s, draft.num_catchup_tokens)
                 if not other and (draft.num_nodes or not draft.num_catchup_tokens):
                     shape = draft.depth, draft.num_nodes, rows, num_sequences
-                    alike.setdefault((name, shape), []).append((draft.seconds - draft.catchup_s) / max(pass_s, 1e-9))
+                    draft_s = draft.seconds - draft.catchup_s + around_s
+                    alike.setdefault((name, shape), []).append(draft_s / max(pass_s, 1e-9))
         for (name, shape), ratios in alike.items():
             self.drafts[name].observe(median(ratios), shape, len(ratios))
         for drafts in self.drafts.values():
@@ -90,3 +92,9 @@ def _kind(report: StepReport) -> tuple[int, int, int]:
 def _pass_s(report: StepReport) -> float:
     """The target's side of a step, and what every step takes besides, however much it drafts."""
     return report.schedule_s + report.score_s + report.judge_s + report.commit_s
+
+
+def _around_drafts_s(report: StepReport) -> float:
+    """What asking takes besides the drafters, for each of them."""
+    around_s = report.draft_s - report.pacing_s - sum([draft.seconds for draft in report.drafts.values()])
+    return max(0.0, around_s) / max(1, len(report.drafts))

@@ -375,7 +375,7 @@ def _enough_are_ready(requests: list[Request]) -> set[str]:
 
 
 class _OwnTime:
-    """What a look takes: the drafting side of steps with one, without the drafters, over that of the steps behind."""
+    """What a look takes: the policy's time in steps with one, over that of the steps behind."""
 
     def __init__(self) -> None:
         self._own_s = {True: 0.0, False: 0.0}  # of steps with a look, and of those behind
@@ -383,9 +383,8 @@ class _OwnTime:
 
     def observe(self, report: StepReport, has_looked: bool) -> None:
         """The numbers of a step with a look, or of the one behind."""
-        own_s = report.draft_s - sum([draft.seconds for draft in report.drafts.values()])
         step_s = report.draft_s + report.score_s + report.judge_s + report.commit_s
-        self._own_s[has_looked] += _OWN_WEIGHT * (own_s - self._own_s[has_looked])
+        self._own_s[has_looked] += _OWN_WEIGHT * (report.pacing_s - self._own_s[has_looked])
         self._step_s += (not has_looked) * _OWN_WEIGHT * (step_s - self._step_s)
 
     def spacing(self) -> int:
