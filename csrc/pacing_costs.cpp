@@ -196,7 +196,7 @@ void PassTime::correct(const States& slope, double error, double noise, bool is_
             cov_[0][0] += square(JUMP);
             return;
         }
-        noise += (square(error) / limit - 1) * (prior + noise);
+        noise += (square(square(error) / limit) - 1) * (prior + noise);
     } else if (is_known) {
         outliers_ = 0;
     }

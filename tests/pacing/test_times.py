@@ -14,7 +14,7 @@ from forerun.pacing._plan import Batch, Candidate, Search
 from forerun.pacing._times import StepTimes
 from forerun.pacing._trials import size_of
 from forerun.types import DraftStep, StepReport
-from pacing.simulator import CPU, QUIET, Machine, Track, World
+from pacing.simulator import CPU, PER_ROW, QUIET, Machine, Track, World
 
 SIZES = {1: 0, 2: 1, 3: 2, 4: 2, 5: 2, 6: 3, 11: 3, 12: 4, 15: 4, 16: 4, 22: 4, 31: 5, 32: 5}
 
@@ -138,6 +138,18 @@ def test_a_single_slow_pass_is_no_news_of_the_curve():
     before = passes.rows(32) / passes.rows(8)
     passes.observe([0.1 * CPU(32)], 32, 8)
     assert passes.rows(32) / passes.rows(8) == pytest.approx(before, rel=0.02)
+
+
+@pytest.mark.parametrize("slower", [1.3, 2.0, 10.0])
+def test_a_pass_that_was_held_up_hardly_moves_a_width_that_was_seldom_seen(slower):
+    """Twelve passes of four rows, then one that took longer: the further off it is, the less it counts."""
+    passes = PassTime()
+    for _ in range(3):
+        for rows in (4, 8):
+            passes.observe([0.01 * PER_ROW(rows)] * 4, rows, 1)
+    before = passes.rows(4) / passes.rows(8)
+    passes.observe([slower * 0.01 * PER_ROW(4)], 4, 1)
+    assert passes.rows(4) / passes.rows(8) == pytest.approx(before, rel=0.03)
 
 
 def test_many_widths_are_what_each_is():

@@ -210,7 +210,8 @@ class PassTime:
                 if self._jumped(error, num_passes):
                     cov[0][0] += _JUMP**2
                     return
-                noise += (square / limit - 1) * (prior + noise)
+                # The further off, the less it moves: a single pass that the machine held up would shift its width.
+                noise += ((square / limit) ** 2 - 1) * (prior + noise)
             else:
                 self._outliers = 0
         factor = 1 / (prior + noise)
