@@ -7,7 +7,7 @@ namespace forerun::pacing {
 
 namespace {
 
-constexpr double FLAT = 0.2, SHAPE_SD = 0.6, CURVE_DRIFT = 0.002, NEW_NOISE = 0.15, OUTLIER = 3.0, JUMP = 0.5;
+constexpr double FLAT = 0.2, STEEP = 0.75, SHAPE_SD = 0.6, CURVE_DRIFT = 0.002, NEW_NOISE = 0.15, OUTLIER = 3.0, JUMP = 0.5;
 constexpr double OTHER_BATCH = 0.05, LEAST_SECONDS = 1e-9;
 constexpr double PER_SEQUENCE = 0.02, PER_SEQUENCE_SD = 0.7, PER_SEQUENCE_DRIFT = 0.01;
 constexpr double LEAST_PER_SEQUENCE = 1e-4, MOST_PER_SEQUENCE = 0.5;
@@ -112,24 +112,28 @@ double PassTime::unit_s(double seconds, int num_other, int num_rows, int num_seq
 
 void PassTime::observe_prompts(double seconds, int num_other, int num_rows, int num_sequences) {
     if (num_steps_ == 0) {
-        if (num_rows == 0 && num_other >= PROMPT_ROWS) first_prompt_s_ = seconds, first_prompt_rows_ = num_other;
+        if (num_rows == 0 && num_other >= std::max(PROMPT_ROWS, first_prompt_rows_))
+            first_prompt_s_ = seconds, first_prompt_rows_ = num_other;
         return;
     }
+    if (per_prompt_row_ != 0 && num_prompts_ == 0) num_prompts_ = 1;
     const double alone = num_rows ? of(num_rows, num_sequences) : 1.0;
     const double extra = seconds / std::exp(state_[0]) - alone;
     const double share = square(std::min(1.0, static_cast<double>(num_other) / PROMPT_ROWS)), had = per_prompt_row_;
     num_prompts_ += share;
     double found = std::max(0.0, extra / num_other);
-    if (num_prompts_ > 3) found = std::min(found, 2 * had);
-    per_prompt_row_ += share * std::max(1 / num_prompts_, 0.1) * (found - had);
+    if (num_prompts_ > 3 && had != 0) found = std::min(found, 2 * had);
+    per_prompt_row_ += share * std::max(1 / num_prompts_, found < had ? 0.5 : 0.1) * (found - had);
+    smooth();
 }
 
 void PassTime::hear_of_prompts(double seconds, int num_rows) {
-    if (num_prompts_ > 0 || first_prompt_rows_ <= num_rows || num_steps_ > NEW_STEPS) return;
+    if (num_prompts_ > 0 || first_prompt_rows_ < 2 * num_rows || num_steps_ > NEW_STEPS) return;
     const double row_s = std::max(0.0, first_prompt_s_ - seconds) / (first_prompt_rows_ - num_rows);
     if (num_steps_ == 0)
         state_[0] = std::log(std::max({seconds - (num_rows - 1) * row_s, seconds / num_rows, LEAST_SECONDS}));
     per_prompt_row_ = row_s / std::exp(state_[0]);
+    smooth();
 }
 
 void PassTime::observe(const std::vector<double>& run_s, int num_rows, int num_sequences, bool is_disturbed) {
@@ -164,7 +168,7 @@ void PassTime::observe_few(double seconds, int num_rows, int num_passes, double 
     for (int k = 0; k < near.num; ++k)
         if (const int knot = near.of[k].knot) slope[knot + 1] = near.of[k].share * values_[knot] / total;
     const int place = knots_up_to(num_rows);
-    const bool is_settled = num_seen_[place] > 0 && !is_disturbed;
+    const bool is_new = num_seen_[place] == 0;
     num_seen_[place] += num_passes;
     const double level = std::log(std::max(seconds, LEAST_SECONDS) / total);
     if (num_steps_ == 0) state_[0] = level;
@@ -172,8 +176,8 @@ void PassTime::observe_few(double seconds, int num_rows, int num_passes, double 
         const double drift = i == 0 ? roughness_.drift() : square(i == 1 ? PER_SEQUENCE_DRIFT : CURVE_DRIFT);
         cov_[i][i] += (num_passes + num_idle) * drift;
     }
-    const double noise = is_settled ? roughness_.noise_of(num_passes) : square(NEW_NOISE);
-    correct(slope, level - state_[0], noise, is_settled && num_seen_[place] > NEW_STEPS, num_passes);
+    const double noise = is_new || is_disturbed ? square(NEW_NOISE) : roughness_.noise_of(num_passes);
+    correct(slope, level - state_[0], noise, num_seen_[place] > NEW_STEPS, num_passes);
 }
 
 PassTime::Weights PassTime::weights(double num_rows) {
@@ -196,7 +200,8 @@ void PassTime::correct(const States& slope, double error, double noise, bool is_
             cov_[0][0] += square(JUMP);
             return;
         }
-        noise += (square(square(error) / limit) - 1) * (prior + noise);
+        const double excess = square(error) / limit;
+        noise += (excess * (num_passes == 1 ? excess : 1.0) - 1) * (prior + noise);
     } else if (is_known) {
         outliers_ = 0;
     }
@@ -245,7 +250,8 @@ void PassTime::smooth() {
     for (int i = 0; i < last; ++i) slopes_[i] = (values_[i + 1] - values_[i]) / (KNOTS[i + 1] - KNOTS[i]);
     const bool is_known = last > 0 && num_seen_[num_] + num_seen_[last] > NEW_STEPS;
     const double own = is_known ? slopes_[last - 1] : 0.0, steepest = values_[last] / KNOTS[last];
-    slopes_[last] = std::min(std::max({own, FLAT * steepest, per_prompt_row_}), steepest);
+    const double told = std::min(per_prompt_row_, STEEP * steepest);
+    slopes_[last] = std::min(std::max({own, FLAT * steepest, told}), steepest);
 }
 
 // -------------------------------------------------------------------------------------------------------- drafts

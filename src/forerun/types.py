@@ -374,9 +374,9 @@ class StepReport:
     num_accepted: int = 0
     num_emitted: int = 0  # before stop conditions cut
     num_committed: int = 0  # after
-    schedule_s: float = 0.0  # between the report before and this step: listeners, what has finished, the scheduler
+    schedule_s: float = 0.0  # in the engine since the report before: listeners, what has finished, the scheduler
     draft_s: float = 0.0
-    pacing_s: float = 0.0  # the part of draft_s that the pacing policy took
+    pacing_s: float = 0.0  # the part of draft_s in which the pacing policy chose its budget
     score_s: float = 0.0
     judge_s: float = 0.0
     commit_s: float = 0.0

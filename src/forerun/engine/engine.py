@@ -19,7 +19,7 @@ from forerun.engine.advice import Advisor
 from forerun.engine.catchup import CatchUp
 from forerun.engine.crew import Crew
 from forerun.engine.request import Request
-from forerun.engine.scheduler import Scheduler
+from forerun.engine.scheduler import Plan, Scheduler
 from forerun.engine.step import RequestFailed, Stepper
 from forerun.errors import BadOption, CapacityError, PromptTooLong
 from forerun.methods import unknown
@@ -143,6 +143,13 @@ class Engine:
             self.abort(request)
             return [request]
         reported = time.perf_counter()
+        try:
+            return self._conclude(plan, report)
+        finally:
+            self._behind_s = time.perf_counter() - reported
+
+    def _conclude(self, plan: Plan, report: StepReport) -> list[Request]:
+        """Finish requests, and tell everybody of the step."""
         finished = [r for r in plan.decode if r.seq.finish_reason is not None]
         self._advisor.observe(report)
         for request in finished:
@@ -150,7 +157,6 @@ class Engine:
                 LOG.info("%s", self._advisor.sentence(request))
             self._finish(request)
         self._tell(report)
-        self._behind_s = time.perf_counter() - reported
         return finished
 
     def abort(self, request: Request) -> None:

@@ -22,6 +22,7 @@ Numbers = NDArray[np.float64]
 KNOTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 
 _FLAT = 0.2  # hoped-for growth of a width that was never seen, as a share of growth in proportion to the rows
+_STEEP = 0.75  # and the most that prompts may say of it: the first one may have waited for the machine
 _SHAPE_SD = 0.6  # how far off that hope may be: standard deviation of the logarithm, likewise
 _CURVE_DRIFT = 0.002  # per step, of the logarithm
 _PER_SEQUENCE = (0.02, 0.7, 0.01)  # what each further sequence adds: first guess; of its logarithm: deviation, drift
@@ -122,17 +123,21 @@ class PassTime:
         Widths that were never seen are hoped to cost no less, which is how a new engine knows where rows are dear.
         """
         if not self.num_steps:
-            if not num_rows and num_other >= _PROMPT_ROWS:
+            if not num_rows and num_other >= max(_PROMPT_ROWS, self._first_prompt[1]):
                 self._first_prompt = seconds, num_other
             return
+        if self._per_prompt_row and not self._num_prompts:
+            self._num_prompts = 1.0  # what was heard of the first
         alone = self.of(num_rows, num_sequences) if num_rows else 1.0  # the weights have to be read for prompts, too
         extra = seconds / math.exp(self._state[0]) - alone
         share = min(1.0, num_other / _PROMPT_ROWS) ** 2  # the noise of a pass is divided by its rows
         self._num_prompts += share
         old, new = self._per_prompt_row, max(0.0, extra / num_other)
-        if self._num_prompts > 3:
+        if self._num_prompts > 3 and old:
             new = min(new, 2 * old)
-        self._per_prompt_row += share * max(1 / self._num_prompts, 0.1) * (new - old)
+        weight = max(1 / self._num_prompts, 0.5 if new < old else 0.1)  # what held a prompt up is soon forgotten
+        self._per_prompt_row += share * weight * (new - old)
+        self._smooth()
 
     def observe(self, run_s: Seq[float], num_rows: int, num_sequences: int, *, is_disturbed: bool = False) -> None:
         """Passes of decoding sequences alone that followed one another, all alike: the first and the last ones count.
@@ -175,20 +180,19 @@ class PassTime:
         for i in range(len(self._state)):
             drift = self._roughness.drift if i == 0 else _PER_SEQUENCE[2] ** 2 if i == 1 else _CURVE_DRIFT**2
             self._cov[i][i] += (num_passes + num_idle) * drift
-        is_settled = not (is_new or is_disturbed)
-        noise = self._roughness.noise_of(num_passes) if is_settled else _NEW_NOISE**2
-        is_known = is_settled and self._num_seen[place] > _NEW_STEPS
-        self._correct(slope, level - self._state[0], noise, is_known, num_passes)
+        noise = _NEW_NOISE**2 if is_new or is_disturbed else self._roughness.noise_of(num_passes)
+        self._correct(slope, level - self._state[0], noise, self._num_seen[place] > _NEW_STEPS, num_passes)
 
     def _hear_of_prompts(self, seconds: float, num_rows: int) -> None:
         """What a prompt before the first pass says, now that one of `num_rows` has shown what the unit may be."""
         prompt_s, num_prompt = self._first_prompt
-        if self._num_prompts or num_prompt <= num_rows or self.num_steps > _NEW_STEPS:  # the unit moves on
+        if self._num_prompts or num_prompt < 2 * num_rows or self.num_steps > _NEW_STEPS:  # the unit moves on
             return
         row_s = max(0.0, prompt_s - seconds) / (num_prompt - num_rows)
         if not self.num_steps:
             self._state[0] = math.log(max(seconds - (num_rows - 1) * row_s, seconds / num_rows, 1e-9))
         self._per_prompt_row = row_s / math.exp(self._state[0])
+        self._smooth()
 
     def _weights(self, num_rows: float) -> list[tuple[int, float]]:
         """Knots that a width lies between, with their shares."""
@@ -210,8 +214,9 @@ class PassTime:
                 if self._jumped(error, num_passes):
                     cov[0][0] += _JUMP**2
                     return
-                # The further off, the less it moves: a single pass that the machine held up would shift its width.
-                noise += ((square / limit) ** 2 - 1) * (prior + noise)
+                # A single pass that the machine held up moves its width the less, the further off it is.
+                excess = square / limit
+                noise += (excess * (excess if num_passes == 1 else 1.0) - 1) * (prior + noise)
             else:
                 self._outliers = 0
         factor = 1 / (prior + noise)
@@ -260,7 +265,8 @@ class PassTime:
         self._slopes = [(b - a) / (q - p) for a, b, p, q in zip(up, up[1:], KNOTS, KNOTS[1:], strict=False)]
         is_known = self._num_seen[len(up)] + self._num_seen[len(up) - 1] > _NEW_STEPS
         own, steepest = self._slopes[-1] if is_known and self._slopes else 0.0, up[-1] / KNOTS[len(up) - 1]
-        self._slopes.append(min(max(own, _FLAT * steepest, self._per_prompt_row), steepest))
+        told = min(self._per_prompt_row, _STEEP * steepest)
+        self._slopes.append(min(max(own, _FLAT * steepest, told), steepest))
 
 
 def _state_of(knot: int) -> int:
