@@ -7,8 +7,8 @@ namespace forerun::pacing {
 
 namespace {
 
-constexpr double FLAT = 0.2, STEEP = 0.75, SHAPE_SD = 0.6, CURVE_DRIFT = 0.002, NEW_NOISE = 0.15, OUTLIER = 3.0, JUMP = 0.5;
-constexpr double OTHER_BATCH = 0.05, LEAST_SECONDS = 1e-9;
+constexpr double FLAT = 0.2, STEEP = 0.75, SHAPE_SD = 0.6, CURVE_DRIFT = 0.002, NEW_NOISE = 0.15, OUTLIER = 3.0;
+constexpr double JUMP = 0.5, OTHER_BATCH = 0.05, LEAST_SECONDS = 1e-9;
 constexpr double PER_SEQUENCE = 0.02, PER_SEQUENCE_SD = 0.7, PER_SEQUENCE_DRIFT = 0.01;
 constexpr double LEAST_PER_SEQUENCE = 1e-4, MOST_PER_SEQUENCE = 0.5;
 constexpr int NEW_STEPS = 4, JUMP_STEPS = 4, FAR = 3, PROMPT_ROWS = 32;
