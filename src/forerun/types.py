@@ -385,5 +385,10 @@ class StepReport:
     drafts: dict[str, DraftStep] = field(default_factory=dict)  # by drafter: those that were asked
     rounds: list[RoundDetail] = field(default_factory=list)  # only when a listener wants detail
 
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.schedule_s + self.draft_s + self.score_s + self.judge_s + self.commit_s
+
 
 Listener = Callable[[StepReport], Any]

@@ -100,7 +100,7 @@ def line_of(tally: Tally, plain: Tally, plain_pass_s: float) -> Line:
         acceptance_rate=accepted / drafted if drafted else None,
         c=_draft_cost(tally, plain_pass_s),
         v=_verify_cost(tally, plain_pass_s, spec_length),
-        overhead_share=sum(_overheads(tally)) / sum(map(_step_s, tally.steps)),
+        overhead_share=sum(_overheads(tally)) / sum(step.seconds for step in tally.steps),
         theorem_3_8=None,
         expected=None,
     )
@@ -108,7 +108,7 @@ def line_of(tally: Tally, plain: Tally, plain_pass_s: float) -> Line:
     if line.alpha_hat is None or line.c is None or line.v is None or full < FULL_DRAFTS * len(tally.steps):
         return line
     # c has the drafter's own work in it already, sampling included.
-    overhead = median(_step_s(step) - step.target_forward_s - step.draft_s for step in tally.steps) / plain_pass_s
+    overhead = median(step.seconds - step.target_forward_s - step.draft_s for step in tally.steps) / plain_pass_s
     return replace(
         line,
         theorem_3_8=formulas.speedup(line.alpha_hat, spec_length, line.c),
@@ -116,14 +116,10 @@ def line_of(tally: Tally, plain: Tally, plain_pass_s: float) -> Line:
     )
 
 
-def _step_s(step: StepReport) -> float:
-    return step.schedule_s + step.draft_s + step.score_s + step.judge_s + step.commit_s
-
-
 def _overheads(tally: Tally) -> list[float]:
     """Seconds of each step outside of model forwards."""
     pairs = zip(tally.steps, tally.draft_forward_s, strict=True)
-    return [_step_s(step) - step.target_forward_s - draft_s for step, draft_s in pairs]
+    return [step.seconds - step.target_forward_s - draft_s for step, draft_s in pairs]
 
 
 def _draft_cost(tally: Tally, plain_pass_s: float) -> float | None:

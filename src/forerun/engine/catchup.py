@@ -54,5 +54,4 @@ class CatchUp:
                 known.append((draft.num_catchup_tokens, draft.catchup_s))
                 catchup_s += draft.catchup_s
         if report.num_decoding and not report.num_prefill_tokens:
-            seconds = report.draft_s + report.score_s + report.judge_s + report.commit_s
-            self._steps_s.append(seconds - catchup_s)
+            self._steps_s.append(report.seconds - catchup_s)

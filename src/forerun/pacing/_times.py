@@ -52,15 +52,15 @@ class StepTimes:
     def _learn_passes(self, reports: list[StepReport]) -> None:
         for (other, rows, num_sequences), alike in groupby(reports, _kind):
             seconds = [_pass_s(report) for report in alike]
+            behind, self._ran_prompts = self._ran_prompts, other > 0
             if other:
                 self.passes.observe_prompts(median(seconds), other, rows, num_sequences)
                 self.passes.rest(len(seconds))
-            elif self._ran_prompts:  # a tenth slower where small models come from the caches
-                self.passes.observe(seconds[:1], rows, num_sequences, is_disturbed=True)
-                seconds = seconds[1:]
-            if seconds and not other:
+                continue
+            if behind:  # a tenth slower where small models come from the caches
+                self.passes.observe([seconds.pop(0)], rows, num_sequences, is_disturbed=True)
+            if seconds:
                 self.passes.observe(seconds, rows, num_sequences)
-            self._ran_prompts = other > 0
 
     def _learn_drafts(self, reports: list[StepReport]) -> None:
         """What drafters took, over the passes of the same steps."""
@@ -91,7 +91,7 @@ def _kind(report: StepReport) -> tuple[int, int, int]:
 
 def _pass_s(report: StepReport) -> float:
     """The target's side of a step, and what every step takes besides, however much it drafts."""
-    return report.schedule_s + report.score_s + report.judge_s + report.commit_s
+    return report.seconds - report.draft_s
 
 
 def _around_drafts_s(report: StepReport) -> float:

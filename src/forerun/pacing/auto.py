@@ -383,9 +383,8 @@ class _OwnTime:
 
     def observe(self, report: StepReport, has_looked: bool) -> None:
         """The numbers of a step with a look, or of the one behind."""
-        step_s = report.schedule_s + report.draft_s + report.score_s + report.judge_s + report.commit_s
         self._own_s[has_looked] += _OWN_WEIGHT * (report.pacing_s - self._own_s[has_looked])
-        self._step_s += (not has_looked) * _OWN_WEIGHT * (step_s - self._step_s)
+        self._step_s += (not has_looked) * _OWN_WEIGHT * (report.seconds - self._step_s)
 
     def spacing(self) -> int:
         """Steps from one look to the next."""
