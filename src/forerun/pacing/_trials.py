@@ -7,6 +7,7 @@ and the acceptance of a drafter that does not pay, which is tried by one token f
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence as Seq
@@ -25,7 +26,7 @@ _GROW = 0.25  # and in between, as a share of all steps
 _TRIAL_STEPS = 4  # of a trial that costs little
 _PLAIN_STEPS = 2  # of one of plain decoding
 _PLAIN_SPACING, _FIRST_PLAIN = (16, 300), 8  # steps between these: least, most; before the first, then twice as many
-_FREE_PLAIN = 8  # such trials that are made whatever they seem to cost: beliefs are young
+_FREE_PLAIN = 8  # such trials with batches of one size that are made whatever they seem to cost: beliefs are young
 _SEEN_SPACING, _NUM_MARKS = (64, 600), 4  # steps between trials of a width that was seen; such widths, about
 _OPTIMISM = 1.0  # standard deviations
 _WORTH_TRYING = 1.02  # hoped-for gain
@@ -87,7 +88,8 @@ class _Probe:
     begun: int = 0
     last_step: int = 0
     num_tests: int = 0
-    cost: float = 0.0  # of a step
+    cost: float = 0.0  # of a step, and what comes back of it
+    saved: float = 0.0  # where its token is accepted
     promised: int | None = None  # the sequence that is prepared for it, where it does not pay to prepare any
     needs: float = 0.0  # allowance without which it could not begin when it was considered last, and
     considered: int = 0  # that step
@@ -116,7 +118,8 @@ class Trials:
         self._left = 0  # steps of it
         self._was_stale = False  # the last one was of a width that had been seen
         self._probes: dict[str, _Probe] = {}
-        self._num_plain = 0  # trials of plain decoding
+        self._num_plain = Counter[int]()  # trials of plain decoding, with batches of each size
+        self.early_plain_step = sys.maxsize  # at which the next early one of these is due, if one is
         self._num_steps = Counter[int]()  # with batches of each size
         self._size = self._last_step = 0  # of the last look
         self._next_step = 0  # before which `lengths` need not be asked
@@ -198,7 +201,7 @@ class Trials:
             return
         free = [(r, k) for r, k in zip(requests, chosen.lengths, strict=True) if r.asked is None]
         catchup = sum(drafts[r.draft].catchup(r.lag) for r, k in free if k and r.lag)
-        is_free = chosen is search.plain and self._num_plain < _FREE_PLAIN
+        is_free = chosen is search.plain and self._num_plain[size] < _FREE_PLAIN
         if cost + catchup > self._allowance and not is_free:
             return
         most = _PLAIN_STEPS if chosen is search.plain else _TRIAL_STEPS
@@ -207,12 +210,12 @@ class Trials:
             self._allowance -= cost * self._left + catchup
             self._next_trial = step + _spacing(self._num_steps[size])
         self._seen[size, _stretch(chosen)] = step
-        self._num_plain += chosen is search.plain
+        self._num_plain[size] += chosen is search.plain
         self._trial = free
 
     def _stale(self, step: int, size: int, search: Search, plan: Plan) -> Plan | None:
         """The best mark that was not seen for long: the less a trial of it costs, the sooner that is."""
-        stale = []
+        stale, self.early_plain_step = list[Plan](), sys.maxsize
         for mark in search.marks:
             is_plain, seen = mark is search.plain, self._seen.get((size, _stretch(mark)))
             if (not is_plain and seen is None) or not _differs(mark, plan):
@@ -222,8 +225,10 @@ class Trials:
             # Trials of plain take two thirds of the share at most, those of all other marks the whole one.
             num_steps = 1.5 * _PLAIN_STEPS if is_plain else _TRIAL_STEPS * _NUM_MARKS
             spacing = min(max(least, num_steps * loss / self._share), most)
-            early = _FIRST_PLAIN << min(8, self._num_plain)
+            early = _FIRST_PLAIN << min(8, self._num_plain[size])
             is_early = is_plain and early < _SPACING
+            if is_early:
+                self.early_plain_step = early + (step if seen is None else seen)
             spacing = early if is_early else spacing
             if seen is None or (step - seen >= spacing and (is_early or step >= self._next_trial)):
                 stale.append(mark)
@@ -313,7 +318,7 @@ class Trials:
         self._allowance -= catchup
         r.num_probes += 1
         probe.request, probe.credit, probe.begun, probe.last_step = r, _PROBE_CREDIT, step, step
-        probe.num_tests, probe.promised = 0, None
+        probe.num_tests, probe.promised, probe.saved = 0, None, min(cost, 1 / plan.goodput)
 
     def observe(self, step: int, r: Request, num_tested: int, num_accepted: int) -> None:
         """A probed request was tested: go on while its tokens are accepted."""
@@ -323,6 +328,7 @@ class Trials:
         if num_tested:
             probe.num_tests += 1
             probe.credit = min(_MOST_CREDIT, probe.credit + (1 if num_accepted else -1))
+            self._allowance += probe.saved if num_accepted else 0.0
         if probe.credit <= 0 or probe.num_tests >= _PROBE_TESTS:
             probe.stop(step, failed=True)
 

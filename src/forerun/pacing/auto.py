@@ -173,7 +173,7 @@ class AutoPacing(Pacing):
         is_early = known_steps < _LEARNING_STEPS
         self._least = 1 if is_early else _LOOK_STEPS[0]
         spacing = 1 + known_steps // _EARLY_LOOKS if is_early else (1 + self._num_idle) * self._own.spacing()
-        self._next_look = self._step + spacing
+        self._next_look = min(self._step + spacing, max(self._step + _LOOK_STEPS[0], self._trials.early_plain_step))
 
     def _try(self, granted: list[int]) -> list[int]:
         """What is to be tried in this step, if anything. A look at it waits for what the plan takes behind it."""
