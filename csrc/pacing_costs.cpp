@@ -11,7 +11,7 @@ constexpr double FLAT = 0.2, STEEP = 0.75, SHAPE_SD = 0.6, CURVE_DRIFT = 0.002, 
 constexpr double JUMP = 0.5, OTHER_BATCH = 0.05, LEAST_SECONDS = 1e-9;
 constexpr double PER_SEQUENCE = 0.02, PER_SEQUENCE_SD = 0.7, PER_SEQUENCE_DRIFT = 0.01;
 constexpr double LEAST_PER_SEQUENCE = 1e-4, MOST_PER_SEQUENCE = 0.5;
-constexpr int NEW_STEPS = 4, JUMP_STEPS = 4, FAR = 3, PROMPT_ROWS = 32;
+constexpr int NEW_STEPS = 4, COLD_STEPS = 16, JUMP_STEPS = 4, FAR = 3, PROMPT_ROWS = 32;
 
 struct Deviations {
     double first, least, most;
@@ -177,7 +177,8 @@ void PassTime::observe_few(double seconds, int num_rows, int num_passes, double 
         cov_[i][i] += (num_passes + num_idle) * drift;
     }
     const double noise = is_new || is_disturbed ? square(NEW_NOISE) : roughness_.noise_of(num_passes);
-    correct(slope, level - state_[0], noise, num_seen_[place] > NEW_STEPS, num_passes);
+    const double error = level - state_[0];
+    correct(slope, error, noise, num_seen_[place] > (error > 0 ? NEW_STEPS : COLD_STEPS), num_passes);
 }
 
 PassTime::Weights PassTime::weights(double num_rows) {

@@ -31,7 +31,8 @@ _NOISE = (0.05, 0.02, 0.3)  # of one observation: first guess, least, most
 _UNIT_DRIFT = (0.02, 0.003, 0.03)  # per step, of the logarithm of the unit, likewise; jumps are not drift
 _PROMPT_ROWS = 32  # of a prompt from which on it is mostly rows, not weights
 _NEW_NOISE = 0.15  # of the first observation of a width, which allocates and warms up, and of one behind a prompt
-_NEW_STEPS = 4  # observations of a width for which nothing counts as an outlier
+_NEW_STEPS = 4  # observations of a width for which nothing counts as an outlier, and
+_COLD_STEPS = 16  # for which nothing does that is faster than thought: the first ones may have been of a cold machine
 _OUTLIER = 3.0  # standard deviations from which an observation loses weight
 _JUMP_STEPS = 4  # so many outliers to one side are a new speed of the machine
 _JUMP = 0.5  # then: of the logarithm of the unit
@@ -181,7 +182,9 @@ class PassTime:
             drift = self._roughness.drift if i == 0 else _PER_SEQUENCE[2] ** 2 if i == 1 else _CURVE_DRIFT**2
             self._cov[i][i] += (num_passes + num_idle) * drift
         noise = _NEW_NOISE**2 if is_new or is_disturbed else self._roughness.noise_of(num_passes)
-        self._correct(slope, level - self._state[0], noise, self._num_seen[place] > _NEW_STEPS, num_passes)
+        error = level - self._state[0]
+        is_known = self._num_seen[place] > (_NEW_STEPS if error > 0 else _COLD_STEPS)
+        self._correct(slope, error, noise, is_known, num_passes)
 
     def _hear_of_prompts(self, seconds: float, num_rows: int) -> None:
         """What a prompt before the first pass says, now that one of `num_rows` has shown what the unit may be."""
