@@ -70,7 +70,7 @@ void bind_pacing(nb::module_& m) {
         .def("unit_s", &PassTime::unit_s, "seconds"_a, "num_other"_a, "num_rows"_a, "num_sequences"_a)
         .def("observe_prompts", &PassTime::observe_prompts, "seconds"_a, "num_other"_a, "num_rows"_a, "num_sequences"_a)
         .def("observe", &PassTime::observe, "run_s"_a, "num_rows"_a, "num_sequences"_a, nb::kw_only(),
-             "is_disturbed"_a = false)
+             "disturbance"_a = 0.0)
         .def("rest", &PassTime::rest, "num_steps"_a)
         .def_prop_ro("is_settled", &PassTime::is_settled)
         .def_prop_ro("num_steps", &PassTime::num_steps)

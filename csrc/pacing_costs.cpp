@@ -136,7 +136,7 @@ void PassTime::hear_of_prompts(double seconds, int num_rows) {
     smooth();
 }
 
-void PassTime::observe(const std::vector<double>& run_s, int num_rows, int num_sequences, bool is_disturbed) {
+void PassTime::observe(const std::vector<double>& run_s, int num_rows, int num_sequences, double disturbance) {
     if (run_s.empty()) return;
     roughness_.observe(run_s);
     hear_of_prompts(median(run_s), num_rows);
@@ -147,11 +147,11 @@ void PassTime::observe(const std::vector<double>& run_s, int num_rows, int num_s
     }
     const int num = static_cast<int>(run_s.size()), most = roughness_.memory_steps();
     if (num < 2 * most) {
-        observe_few(median(run_s), num_rows, num, 0.0, is_disturbed);
+        observe_few(median(run_s), num_rows, num, 0.0, disturbance);
     } else {
         const double num_idle = (num - 2 * most) / 2.0;
-        observe_few(median({run_s.begin(), run_s.begin() + most}), num_rows, most, num_idle, is_disturbed);
-        observe_few(median({run_s.end() - most, run_s.end()}), num_rows, most, num_idle, is_disturbed);
+        observe_few(median({run_s.begin(), run_s.begin() + most}), num_rows, most, num_idle, disturbance);
+        observe_few(median({run_s.end() - most, run_s.end()}), num_rows, most, num_idle, disturbance);
     }
     num_steps_ += num;
     widest_ = std::max(widest_, num_rows);
@@ -160,7 +160,7 @@ void PassTime::observe(const std::vector<double>& run_s, int num_rows, int num_s
 
 void PassTime::rest(int num_steps) { cov_[0][0] += num_steps * roughness_.drift(); }
 
-void PassTime::observe_few(double seconds, int num_rows, int num_passes, double num_idle, bool is_disturbed) {
+void PassTime::observe_few(double seconds, int num_rows, int num_passes, double num_idle, double disturbance) {
     const double total = of(num_rows, num_sequences_);
     States slope{};
     slope[0] = 1.0, slope[1] = sequences(num_sequences_) / total;
@@ -176,7 +176,7 @@ void PassTime::observe_few(double seconds, int num_rows, int num_passes, double 
         const double drift = i == 0 ? roughness_.drift() : square(i == 1 ? PER_SEQUENCE_DRIFT : CURVE_DRIFT);
         cov_[i][i] += (num_passes + num_idle) * drift;
     }
-    const double noise = is_new || is_disturbed ? square(NEW_NOISE) : roughness_.noise_of(num_passes);
+    const double noise = std::max(roughness_.noise_of(num_passes), is_new ? square(NEW_NOISE) : 0.0) + square(disturbance);
     const double error = level - state_[0];
     correct(slope, error, noise, num_seen_[place] > (error > 0 ? NEW_STEPS : COLD_STEPS), num_passes);
 }

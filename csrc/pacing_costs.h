@@ -46,7 +46,7 @@ class PassTime {
     double per_prompt_row() const { return per_prompt_row_ > 0 ? per_prompt_row_ : 0.0; }
     double unit_s(double seconds, int num_other, int num_rows, int num_sequences) const;
     void observe_prompts(double seconds, int num_other, int num_rows, int num_sequences);
-    void observe(const std::vector<double>& run_s, int num_rows, int num_sequences, bool is_disturbed);
+    void observe(const std::vector<double>& run_s, int num_rows, int num_sequences, double disturbance);
     void rest(int num_steps);
     int num_steps() const { return num_steps_; }
     int widest() const { return widest_; }
@@ -66,7 +66,7 @@ class PassTime {
     };
     static Weights weights(double num_rows);
     void hear_of_prompts(double seconds, int num_rows);
-    void observe_few(double seconds, int num_rows, int num_passes, double num_idle, bool is_disturbed);
+    void observe_few(double seconds, int num_rows, int num_passes, double num_idle, double disturbance);
     void correct(const States& slope, double error, double noise, bool is_known, int num_passes);
     bool jumped(double error, int num_passes);
     void widen(int num_rows);

@@ -57,7 +57,7 @@ def test_passes_and_drafts(module, seed):
         shape = rng.randint(1, 9), rng.randint(1, 40), rows, sequences
         other = rng.randint(1, 600)
         for passed, draft in zip(passes, drafts, strict=True):
-            passed.observe(run_s, rows, sequences, is_disturbed=num == 2)
+            passed.observe(run_s, rows, sequences, disturbance=0.2 * (num == 2))
             if num == 3:
                 passed.observe_prompts(max(run_s) * 3, other, rows, sequences)
                 passed.observe_prompts(max(run_s) * 4, other, 0, 0)

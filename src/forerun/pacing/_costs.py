@@ -30,7 +30,7 @@ _PER_SEQUENCE_LIMITS = (1e-4, 0.5)
 _NOISE = (0.05, 0.02, 0.3)  # of one observation: first guess, least, most
 _UNIT_DRIFT = (0.02, 0.003, 0.03)  # per step, of the logarithm of the unit, likewise; jumps are not drift
 _PROMPT_ROWS = 32  # of a prompt from which on it is mostly rows, not weights
-_NEW_NOISE = 0.15  # of the first observation of a width, which allocates and warms up, and of one behind a prompt
+_NEW_NOISE = 0.15  # of the first observation of a width, which allocates and warms up
 _NEW_STEPS = 4  # observations of a width for which nothing counts as an outlier, and
 _COLD_STEPS = 16  # for which nothing does that is faster than thought: the first ones may have been of a cold machine
 _OUTLIER = 3.0  # standard deviations from which an observation loses weight
@@ -140,11 +140,11 @@ class PassTime:
         self._per_prompt_row += share * weight * (new - old)
         self._smooth()
 
-    def observe(self, run_s: Seq[float], num_rows: int, num_sequences: int, *, is_disturbed: bool = False) -> None:
+    def observe(self, run_s: Seq[float], num_rows: int, num_sequences: int, *, disturbance: float = 0.0) -> None:
         """Passes of decoding sequences alone that followed one another, all alike: the first and the last ones count.
 
         What lies in between says something of the machine's speed then, which the last ones know better.
-        is_disturbed: what ran before has left other data in the caches, so that they say less.
+        disturbance: what ran before has left other data in the caches; deviation of the logarithm that this adds.
         """
         self._roughness.observe(run_s)
         self._hear_of_prompts(median(run_s), num_rows)
@@ -156,7 +156,7 @@ class PassTime:
         parts = [run_s] if len(run_s) < 2 * most else [run_s[:most], run_s[-most:]]
         num_idle = (len(run_s) - sum(map(len, parts))) / len(parts)
         for part in parts:
-            self._observe_few(median(part), num_rows, len(part), num_idle, is_disturbed)
+            self._observe_few(median(part), num_rows, len(part), num_idle, disturbance)
         self.num_steps += len(run_s)
         self.widest = max(self.widest, num_rows)
         self._smooth()
@@ -165,7 +165,7 @@ class PassTime:
         """Steps of which nothing was learned: the machine may have changed its speed meanwhile."""
         self._cov[0][0] += num_steps * self._roughness.drift
 
-    def _observe_few(self, seconds: float, num_rows: int, num_passes: int, num_idle: float, is_disturbed: bool) -> None:
+    def _observe_few(self, seconds: float, num_rows: int, num_passes: int, num_idle: float, disturbance: float) -> None:
         """The median of a few passes, before or after `num_idle` others."""
         total = self.of(num_rows, self._num_sequences)
         slope = [1.0, self.sequences(self._num_sequences) / total, *[0.0] * (len(self._state) - 2)]
@@ -181,7 +181,7 @@ class PassTime:
         for i in range(len(self._state)):
             drift = self._roughness.drift if i == 0 else _PER_SEQUENCE[2] ** 2 if i == 1 else _CURVE_DRIFT**2
             self._cov[i][i] += (num_passes + num_idle) * drift
-        noise = _NEW_NOISE**2 if is_new or is_disturbed else self._roughness.noise_of(num_passes)
+        noise = max(self._roughness.noise_of(num_passes), (_NEW_NOISE * is_new) ** 2) + disturbance**2
         error = level - self._state[0]
         is_known = self._num_seen[place] > (_NEW_STEPS if error > 0 else _COLD_STEPS)
         self._correct(slope, error, noise, is_known, num_passes)
