@@ -177,8 +177,7 @@ void PassTime::observe_few(double seconds, int num_rows, int num_passes, double 
         cov_[i][i] += (num_passes + num_idle) * drift;
     }
     const double noise = std::max(roughness_.noise_of(num_passes), is_new ? square(NEW_NOISE) : 0.0) + square(disturbance);
-    const double error = level - state_[0];
-    correct(slope, error, noise, num_seen_[place] > (error > 0 ? NEW_STEPS : COLD_STEPS), num_passes);
+    correct(slope, level - state_[0], noise, place, num_passes);
 }
 
 PassTime::Weights PassTime::weights(double num_rows) {
@@ -188,7 +187,7 @@ PassTime::Weights PassTime::weights(double num_rows) {
     return {{{i, 1 - share}, {i + 1, share}}, 2};
 }
 
-void PassTime::correct(const States& slope, double error, double noise, bool is_known, int num_passes) {
+void PassTime::correct(const States& slope, double error, double noise, int place, int num_passes) {
     const int num = num_states();
     States cross{};
     double prior = 0.0;
@@ -196,21 +195,34 @@ void PassTime::correct(const States& slope, double error, double noise, bool is_
         for (int j = 0; j < num; ++j) cross[i] += cov_[i][j] * slope[j];
     for (int i = 0; i < num; ++i) prior += cross[i] * slope[i];
     const double limit = square(OUTLIER) * (prior + noise);
+    const bool is_known = num_seen_[place] > (error > 0 ? NEW_STEPS : COLD_STEPS);
     if (is_known && square(error) > limit) {
+        const bool is_again = is_astray(error, place);
         if (jumped(error, num_passes)) {
             cov_[0][0] += square(JUMP);
             return;
         }
         const double excess = square(error) / limit;
-        noise += (excess * (num_passes == 1 ? excess : 1.0) - 1) * (prior + noise);
+        if (!is_again) noise += (excess * (num_passes == 1 ? excess : 1.0) - 1) * (prior + noise);
+        for (int i = 2; is_again && i < num; ++i) {
+            const double more = square(JUMP * slope[i]);
+            cov_[i][i] += more, cross[i] += more * slope[i], prior += more * square(slope[i]);
+        }
     } else if (is_known) {
-        outliers_ = 0;
+        outliers_ = astray_[place] = 0;
     }
     for (int i = 0; i < num; ++i) {
         const double gain = cross[i] / (prior + noise);
         state_[i] += gain * error;
         for (int j = 0; j < num; ++j) cov_[i][j] -= gain * cross[j];
     }
+}
+
+bool PassTime::is_astray(double error, int place) {
+    const int side = error > 0 ? 1 : -1;
+    const bool is_again = outliers_ == 0 && astray_[place] == side;
+    astray_[place] = is_again ? 0 : side;
+    return is_again;
 }
 
 bool PassTime::jumped(double error, int num_passes) {

@@ -67,7 +67,8 @@ class PassTime {
     static Weights weights(double num_rows);
     void hear_of_prompts(double seconds, int num_rows);
     void observe_few(double seconds, int num_rows, int num_passes, double num_idle, double disturbance);
-    void correct(const States& slope, double error, double noise, bool is_known, int num_passes);
+    void correct(const States& slope, double error, double noise, int place, int num_passes);
+    bool is_astray(double error, int place);
     bool jumped(double error, int num_passes);
     void widen(int num_rows);
     void smooth();
@@ -75,7 +76,7 @@ class PassTime {
     States state_{};
     std::array<States, NUM_STATES> cov_{};
     std::array<double, NUM_KNOTS> values_{}, slopes_{};  // of the first `num_` knots
-    std::array<int, NUM_KNOTS + 1> num_seen_{};
+    std::array<int, NUM_KNOTS + 1> num_seen_{}, astray_{};
     int num_ = 1, num_sequences_ = 1, outliers_ = 0, num_steps_ = 0, widest_ = 0, first_prompt_rows_ = 0;
     double per_prompt_row_ = 0.0, num_prompts_ = 0.0, first_prompt_s_ = 0.0;
     Roughness roughness_;

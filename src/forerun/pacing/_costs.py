@@ -54,6 +54,7 @@ class PassTime:
         self._num_sequences = 1
         self._roughness = _Roughness()
         self._num_seen = [0] * (len(KNOTS) + 1)
+        self._astray = [0] * (len(KNOTS) + 1)  # side to which a width was off when it ran last, 0 = it was not
         self._outliers = 0
         self.num_steps = 0
         self.widest = 0
@@ -182,9 +183,7 @@ class PassTime:
             drift = self._roughness.drift if i == 0 else _PER_SEQUENCE[2] ** 2 if i == 1 else _CURVE_DRIFT**2
             self._cov[i][i] += (num_passes + num_idle) * drift
         noise = max(self._roughness.noise_of(num_passes), (_NEW_NOISE * is_new) ** 2) + disturbance**2
-        error = level - self._state[0]
-        is_known = self._num_seen[place] > (_NEW_STEPS if error > 0 else _COLD_STEPS)
-        self._correct(slope, error, noise, is_known, num_passes)
+        self._correct(slope, level - self._state[0], noise, place, num_passes)
 
     def _hear_of_prompts(self, seconds: float, num_rows: int) -> None:
         """What a prompt before the first pass says, now that one of `num_rows` has shown what the unit may be."""
@@ -205,29 +204,42 @@ class PassTime:
         share = (num_rows - KNOTS[i]) / (KNOTS[i + 1] - KNOTS[i])
         return [(i, 1 - share), (i + 1, share)]
 
-    def _correct(self, slope: list[float], error: float, noise: float, is_known: bool, num_passes: int) -> None:
-        """One step of the filter: less weight for outliers, a new speed after several of them."""
+    def _correct(self, slope: list[float], error: float, noise: float, place: int, num_passes: int) -> None:
+        """One step of the filter: less weight for outliers; after several of them a new speed, or a new width."""
         state, cov = self._state, self._cov
         used = [(i, s) for i, s in enumerate(slope) if s]
         cross = [sum([row[i] * s for i, s in used]) for row in cov]
         prior = sum([cross[i] * s for i, s in used])
         square, limit = error * error, _OUTLIER**2 * (prior + noise)
-        if is_known:
-            if square > limit:
+        if self._num_seen[place] > (_NEW_STEPS if error > 0 else _COLD_STEPS):
+            if square <= limit:
+                self._outliers = self._astray[place] = 0
+            else:
+                is_again = self._is_astray(error, place)
                 if self._jumped(error, num_passes):
                     cov[0][0] += _JUMP**2
                     return
-                # A single pass that the machine held up moves its width the less, the further off it is.
-                excess = square / limit
-                noise += (excess * (excess if num_passes == 1 else 1.0) - 1) * (prior + noise)
-            else:
-                self._outliers = 0
+                if is_again:
+                    for i, s in [known for known in used if known[0] > 1]:
+                        cov[i][i] += (_JUMP * s) ** 2
+                        cross[i] += _JUMP**2 * s**3
+                        prior += _JUMP**2 * s**4
+                else:  # a single pass that the machine held up moves its width the less, the further off it is
+                    excess = square / limit
+                    noise += (excess * (excess if num_passes == 1 else 1.0) - 1) * (prior + noise)
         factor = 1 / (prior + noise)
         for i, c in enumerate(cross):
             if c:
                 gain = c * factor
                 state[i] += gain * error
                 cov[i] = [p - gain * o for p, o in zip(cov[i], cross, strict=True)]
+
+    def _is_astray(self, error: float, place: int) -> bool:
+        """Whether a width is off for the second time, to the same side, where all others agree: it is no longer known."""
+        side = 1 if error > 0 else -1
+        is_again = not self._outliers and self._astray[place] == side
+        self._astray[place] = 0 if is_again else side
+        return is_again
 
     def _jumped(self, error: float, num_passes: int) -> bool:
         """Count outliers to one side."""
