@@ -8,7 +8,7 @@ namespace forerun::pacing {
 namespace {
 
 constexpr double FLAT = 0.2, STEEP = 0.75, SHAPE_SD = 0.6, CURVE_DRIFT = 0.002, NEW_NOISE = 0.15, OUTLIER = 3.0;
-constexpr double JUMP = 0.5, OTHER_BATCH = 0.05, LEAST_SECONDS = 1e-9;
+constexpr double JUMP = 0.5, ORDER_NOISE = 0.01, OTHER_BATCH = 0.05, LEAST_SECONDS = 1e-9;
 constexpr double PER_SEQUENCE = 0.02, PER_SEQUENCE_SD = 0.7, PER_SEQUENCE_DRIFT = 0.01;
 constexpr double LEAST_PER_SEQUENCE = 1e-4, MOST_PER_SEQUENCE = 0.5;
 constexpr int NEW_STEPS = 4, COLD_STEPS = 16, JUMP_STEPS = 4, FAR = 3, PROMPT_ROWS = 32;
@@ -221,7 +221,7 @@ void PassTime::correct(const States& slope, double error, double noise, int plac
 bool PassTime::is_astray(double error, int place) {
     const int side = error > 0 ? 1 : -1;
     const bool is_again = outliers_ == 0 && astray_[place] == side;
-    astray_[place] = is_again ? 0 : side;
+    astray_[place] = side;
     return is_again;
 }
 
@@ -245,19 +245,26 @@ void PassTime::widen(int num_rows) {
     }
 }
 
+void PassTime::order(int narrow) {
+    const int wide = narrow + 1;
+    const double excess = state_[narrow] - state_[wide];
+    if (excess <= 0) return;
+    const auto apart = [&](int state) { return cov_[state][narrow] - cov_[state][wide]; };
+    const double factor = excess / (apart(narrow) - apart(wide) + square(ORDER_NOISE));
+    for (int i = 0; i < num_states(); ++i) state_[i] -= factor * apart(i);
+}
+
 void PassTime::smooth() {
+    for (int i = 2; i < num_; ++i) order(i);
+    for (int i = num_ - 1; i > 1; --i) order(i);
     double top = 0.0;
     values_[0] = 1.0;
     state_[1] = std::min(std::max(state_[1], std::log(LEAST_PER_SEQUENCE)), std::log(MOST_PER_SEQUENCE));
     for (int i = 1; i < num_; ++i) {
         double& state = state_[i + 1];
         state = std::min(std::max(state, -0.1), std::log(static_cast<double>(KNOTS[i])) + 0.1);
-        values_[i] = top = std::max(top, state);
-    }
-    double bottom = num_ > 1 ? state_[num_] : 0.0;
-    for (int i = num_ - 1; i > 0; --i) {
-        bottom = std::min(bottom, state_[i + 1]);
-        values_[i] = std::exp((values_[i] + std::max(0.0, bottom)) / 2);
+        top = std::max(top, state);
+        values_[i] = std::exp(top);
     }
     const int last = num_ - 1;
     for (int i = 0; i < last; ++i) slopes_[i] = (values_[i + 1] - values_[i]) / (KNOTS[i + 1] - KNOTS[i]);

@@ -71,6 +71,7 @@ class PassTime {
     bool is_astray(double error, int place);
     bool jumped(double error, int num_passes);
     void widen(int num_rows);
+    void order(int narrow);
     void smooth();
 
     States state_{};

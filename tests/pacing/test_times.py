@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -78,6 +79,56 @@ def test_the_first_pass_behind_a_prompt_says_less():
             times.observe(report(1, rows, 0.01 * CPU(rows) * (1.125 if rows == 4 and not behind else 1.0)))
     times.learn()
     assert times.passes.rows(8) / times.passes.rows(4) == pytest.approx(CPU(8) / CPU(4), rel=0.015)
+
+
+@pytest.mark.parametrize("warm_up", [[], [(92, 92, 0, 20446), (4, 0, 1, 2288), (1, 0, 1, 1860), (1, 0, 1, 1301)]])
+def test_passes_behind_a_long_prompt_say_little(warm_up):
+    """Microseconds of a real engine: its first two passes of four rows were cold, those of eight and more were not.
+
+    Two warm ones of four rows, at the end, tell what the others take beside them.
+    """
+    steps = [*warm_up, (359, 359, 0, 65391), (4, 0, 4, 2247), (4, 0, 4, 2092), *[(8, 0, 4, 2050)] * 6, (12, 0, 4, 2840)]
+    steps += [(12, 0, 4, 2880), (16, 0, 4, 3711), (16, 0, 4, 3714), (4, 0, 4, 1240), (4, 0, 4, 1265), (8, 0, 4, 2060)]
+    times = StepTimes()
+    for rows, prefill, decoding, us in steps:
+        times.observe(StepReport(num_rows=rows, num_prefill_tokens=prefill, num_decoding=decoding, score_s=us * 1e-6))
+        times.learn()
+    passes = times.passes
+    for rows, us in ((8, 2050), (12, 2860), (16, 3712)):
+        assert passes.of(rows, 4) / passes.of(4, 4) == pytest.approx(us / 1250, rel=0.12), rows
+
+
+def test_faster_passes_count_more_where_little_is_known():
+    """The first passes of a width took twice as long as two later ones, or half: a cold machine explains the former."""
+    moved = []
+    for later_s in (0.01, 0.04):
+        passes = PassTime()
+        for _ in range(2):
+            passes.observe([0.02] * 4, 4, 4)
+            passes.observe([0.02] * 8, 8, 4)
+        before = math.log(passes.of(4, 4) / passes.of(8, 4))
+        passes.observe([later_s] * 2, 4, 4)
+        passes.observe([0.02] * 8, 8, 4)
+        moved.append(math.log(passes.of(4, 4) / passes.of(8, 4)) - before)
+    assert moved[0] < -0.2
+    assert abs(moved[1]) < abs(moved[0]) / 2
+
+
+@pytest.mark.parametrize("num", [4, 16])
+def test_a_width_that_is_off_twice_is_learned_anew(num):
+    """After 100 passes each of two widths that take the same, the narrow one turns out to be much faster."""
+    passes, learned = PassTime(), []
+    for _ in range(10):
+        passes.observe([0.01] * 10, 16, num)
+        passes.observe([0.01] * 10, 32, num)
+    before = math.log(passes.of(16, num) / passes.of(32, num))
+    for _ in range(3):
+        passes.observe([0.006] * 2, 16, num)
+        passes.observe([0.01] * 10, 32, num)
+        learned.append((math.log(passes.of(16, num) / passes.of(32, num)) - before) / math.log(0.6))
+    assert learned[0] < 0.3, "once may be chance"
+    assert learned[1] > 0.7
+    assert learned[2] > 0.9
 
 
 def test_one_request_tells_what_a_batch_may_expect():

@@ -36,6 +36,7 @@ _COLD_STEPS = 16  # for which nothing does that is faster than thought: the firs
 _OUTLIER = 3.0  # standard deviations from which an observation loses weight
 _JUMP_STEPS = 4  # so many outliers to one side are a new speed of the machine
 _JUMP = 0.5  # then: of the logarithm of the unit
+_ORDER_NOISE = 0.01  # of knowing that a wider pass takes no less
 _FAR = 3  # steps over which drift is told from noise
 _OTHER_BATCH = 0.05  # of the unit's, where the number of sequences has changed e-fold
 
@@ -235,10 +236,10 @@ class PassTime:
                 cov[i] = [p - gain * o for p, o in zip(cov[i], cross, strict=True)]
 
     def _is_astray(self, error: float, place: int) -> bool:
-        """Whether a width is off for the second time, to the same side, where all others agree: it is no longer known."""
+        """Whether a width is off for the second time, to the same side, where all others agree: not known any more."""
         side = 1 if error > 0 else -1
         is_again = not self._outliers and self._astray[place] == side
-        self._astray[place] = 0 if is_again else side
+        self._astray[place] = side
         return is_again
 
     def _jumped(self, error: float, num_passes: int) -> bool:
@@ -263,19 +264,27 @@ class PassTime:
             self._cov.append([*row, own + deviation * deviation])
             self._smooth()
 
+    def _order(self) -> None:
+        """No pass is faster than a narrower one: where one seems to be, all that is less known gives way."""
+        state, cov = self._state, self._cov
+        pairs = range(2, len(state) - 1)
+        for i in (*pairs, *reversed(pairs)):
+            excess = state[i] - state[i + 1]
+            if excess > 0:
+                apart = [row[i] - row[i + 1] for row in cov]
+                factor = excess / (apart[i] - apart[i + 1] + _ORDER_NOISE**2)
+                self._state = state = [own - factor * move for own, move in zip(state, apart, strict=True)]
+
     def _smooth(self) -> None:
         """The curve as it is read: never falling, and never steeper than in proportion to the rows."""
+        self._order()
         state, up, top = self._state, [1.0], 0.0
         least, most = _PER_SEQUENCE_LIMITS
         state[1] = min(max(state[1], math.log(least)), math.log(most))
         for i in range(2, len(state)):
             state[i] = min(max(state[i], -0.1), math.log(KNOTS[i - 1]) + 0.1)
             top = max(top, state[i])
-            up.append(top)
-        bottom = state[-1]
-        for i in range(len(up) - 1, 0, -1):
-            bottom = min(bottom, state[_state_of(i)])
-            up[i] = math.exp((up[i] + max(0.0, bottom)) / 2)
+            up.append(math.exp(top))
         self._values = up
         self._slopes = [(b - a) / (q - p) for a, b, p, q in zip(up, up[1:], KNOTS, KNOTS[1:], strict=False)]
         is_known = self._num_seen[len(up)] + self._num_seen[len(up) - 1] > _NEW_STEPS
