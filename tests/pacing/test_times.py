@@ -275,9 +275,9 @@ def looks(own_s: float, num_steps: int, alpha: float = 0.7) -> list[int]:
     return steps
 
 
-def test_looks_take_four_thousandths_of_the_time_at_most():
-    """Steps of 20 ms: a look of 2 ms every 25 steps, one of 10 ms no more rarely than the cap, one of no time soon."""
-    for look_s, apart in ((0.0, 4), (0.002, 25), (0.01, 64)):
+def test_looks_take_two_thousandths_of_the_time_at_most():
+    """Steps of 20 ms: a look of 1 ms every 25 steps, one of 10 ms no more rarely than the cap, one of no time soon."""
+    for look_s, apart in ((0.0, 4), (0.001, 25), (0.01, 64)):
         own = auto._OwnTime()
         for step in range(1000):
             if (behind := step % 20) < 2:
