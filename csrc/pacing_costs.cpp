@@ -177,7 +177,7 @@ void PassTime::observe_few(double seconds, int num_rows, int num_passes, double 
         cov_[i][i] += (num_passes + num_idle) * drift;
     }
     const double noise = std::max(roughness_.noise_of(num_passes), is_new ? square(NEW_NOISE) : 0.0) + square(disturbance);
-    correct(slope, level - state_[0], noise, place, num_passes);
+    correct(slope, level - state_[0], noise, disturbance > 0 ? -1 : place, num_passes);
 }
 
 PassTime::Weights PassTime::weights(double num_rows) {
@@ -195,21 +195,26 @@ void PassTime::correct(const States& slope, double error, double noise, int plac
         for (int j = 0; j < num; ++j) cross[i] += cov_[i][j] * slope[j];
     for (int i = 0; i < num; ++i) prior += cross[i] * slope[i];
     const double limit = square(OUTLIER) * (prior + noise);
-    const bool is_known = num_seen_[place] > (error > 0 ? NEW_STEPS : COLD_STEPS);
-    if (is_known && square(error) > limit) {
-        const bool is_again = is_astray(error, place);
-        if (jumped(error, num_passes)) {
-            cov_[0][0] += square(JUMP);
-            return;
+    if (place >= 0 && num_seen_[place] > NEW_STEPS) {
+        if (square(error) <= limit) {
+            outliers_ = astray_[place] = 0;
+        } else if (error > 0 || num_seen_[place] > COLD_STEPS) {
+            const bool is_again = is_astray(error, place, num_passes);
+            if (jumped(error, num_passes)) {
+                cov_[0][0] += square(JUMP);
+                astray_.fill(0);
+                return;
+            }
+            if (is_again) {
+                States away{};
+                const double along = doubt(slope, place, away);
+                for (int i = 0; i < num; ++i) cross[i] += along * away[i];
+                prior += square(along);
+            } else {
+                const double excess = square(error) / limit;
+                noise += (excess * (num_passes == 1 ? excess : 1.0) - 1) * (prior + noise);
+            }
         }
-        const double excess = square(error) / limit;
-        if (!is_again) noise += (excess * (num_passes == 1 ? excess : 1.0) - 1) * (prior + noise);
-        for (int i = 2; is_again && i < num; ++i) {
-            const double more = square(JUMP * slope[i]);
-            cov_[i][i] += more, cross[i] += more * slope[i], prior += more * square(slope[i]);
-        }
-    } else if (is_known) {
-        outliers_ = astray_[place] = 0;
     }
     for (int i = 0; i < num; ++i) {
         const double gain = cross[i] / (prior + noise);
@@ -218,11 +223,24 @@ void PassTime::correct(const States& slope, double error, double noise, int plac
     }
 }
 
-bool PassTime::is_astray(double error, int place) {
+bool PassTime::is_astray(double error, int place, int num_passes) {
+    if (error > 0 && num_passes == 1) return false;
     const int side = error > 0 ? 1 : -1;
     const bool is_again = outliers_ == 0 && astray_[place] == side;
     astray_[place] = side;
     return is_again;
+}
+
+double PassTime::doubt(const States& slope, int place, States& away) {
+    const int num = num_states();
+    double along = 0.0;
+    for (int i = 0; i < num; ++i) {
+        away[i] = place == 1 ? (i ? -JUMP : JUMP) : i > 1 ? JUMP * slope[i] : 0.0;
+        along += away[i] * slope[i];
+    }
+    for (int i = 0; i < num; ++i)
+        for (int j = 0; j < num; ++j) cov_[i][j] += away[i] * away[j];
+    return along;
 }
 
 bool PassTime::jumped(double error, int num_passes) {

@@ -68,7 +68,8 @@ class PassTime {
     void hear_of_prompts(double seconds, int num_rows);
     void observe_few(double seconds, int num_rows, int num_passes, double num_idle, double disturbance);
     void correct(const States& slope, double error, double noise, int place, int num_passes);
-    bool is_astray(double error, int place);
+    bool is_astray(double error, int place, int num_passes);
+    double doubt(const States& slope, int place, States& away);
     bool jumped(double error, int num_passes);
     void widen(int num_rows);
     void order(int narrow);

@@ -184,7 +184,7 @@ class PassTime:
             drift = self._roughness.drift if i == 0 else _PER_SEQUENCE[2] ** 2 if i == 1 else _CURVE_DRIFT**2
             self._cov[i][i] += (num_passes + num_idle) * drift
         noise = max(self._roughness.noise_of(num_passes), (_NEW_NOISE * is_new) ** 2) + disturbance**2
-        self._correct(slope, level - self._state[0], noise, place, num_passes)
+        self._correct(slope, level - self._state[0], noise, None if disturbance else place, num_passes)
 
     def _hear_of_prompts(self, seconds: float, num_rows: int) -> None:
         """What a prompt before the first pass says, now that one of `num_rows` has shown what the unit may be."""
@@ -205,42 +205,54 @@ class PassTime:
         share = (num_rows - KNOTS[i]) / (KNOTS[i + 1] - KNOTS[i])
         return [(i, 1 - share), (i + 1, share)]
 
-    def _correct(self, slope: list[float], error: float, noise: float, place: int, num_passes: int) -> None:
-        """One step of the filter: less weight for outliers; after several of them a new speed, or a new width."""
-        state, cov = self._state, self._cov
+    def _correct(self, slope: list[float], error: float, noise: float, place: int | None, num_passes: int) -> None:
+        """One step of the filter: less weight for outliers; after several of them a new speed, or a new width.
+
+        place: of the width among the knots, None = what is off may be due to prompts.
+        """
         used = [(i, s) for i, s in enumerate(slope) if s]
-        cross = [sum([row[i] * s for i, s in used]) for row in cov]
+        cross = [sum([row[i] * s for i, s in used]) for row in self._cov]
         prior = sum([cross[i] * s for i, s in used])
         square, limit = error * error, _OUTLIER**2 * (prior + noise)
-        if self._num_seen[place] > (_NEW_STEPS if error > 0 else _COLD_STEPS):
+        if place is not None and self._num_seen[place] > _NEW_STEPS:
             if square <= limit:
                 self._outliers = self._astray[place] = 0
-            else:
-                is_again = self._is_astray(error, place)
+            elif error > 0 or self._num_seen[place] > _COLD_STEPS:
+                is_again = self._is_astray(error, place, num_passes)
                 if self._jumped(error, num_passes):
-                    cov[0][0] += _JUMP**2
+                    self._cov[0][0] += _JUMP**2
+                    self._astray = [0] * len(self._astray)
                     return
                 if is_again:
-                    for i, s in [known for known in used if known[0] > 1]:
-                        cov[i][i] += (_JUMP * s) ** 2
-                        cross[i] += _JUMP**2 * s**3
-                        prior += _JUMP**2 * s**4
+                    away, along = self._doubt(slope, place)
+                    cross = [c + along * own for c, own in zip(cross, away, strict=True)]
+                    prior += along * along
                 else:  # a single pass that the machine held up moves its width the less, the further off it is
                     excess = square / limit
                     noise += (excess * (excess if num_passes == 1 else 1.0) - 1) * (prior + noise)
-        factor = 1 / (prior + noise)
+        factor, state, cov = 1 / (prior + noise), self._state, self._cov
         for i, c in enumerate(cross):
             if c:
                 gain = c * factor
                 state[i] += gain * error
                 cov[i] = [p - gain * o for p, o in zip(cov[i], cross, strict=True)]
 
-    def _is_astray(self, error: float, place: int) -> bool:
+    def _is_astray(self, error: float, place: int, num_passes: int) -> bool:
         """Whether a width is off for the second time, to the same side, where all others agree: not known any more."""
+        if error > 0 and num_passes == 1:  # held up, which happens more than once
+            return False
         side = 1 if error > 0 else -1
         is_again = not self._outliers and self._astray[place] == side
         self._astray[place] = side
         return is_again
+
+    def _doubt(self, slope: list[float], place: int) -> tuple[list[float], float]:
+        """Let a width differ from what was believed: how each state may move, and what an observation sees of that."""
+        is_unit = place == 1  # then everything else keeps its seconds
+        away = [_JUMP, *[-_JUMP] * (len(slope) - 1)] if is_unit else [0.0, 0.0, *[_JUMP * s for s in slope[2:]]]
+        for row, a in zip(self._cov, away, strict=True):
+            row[:] = [p + a * b for p, b in zip(row, away, strict=True)]
+        return away, sum([a * s for a, s in zip(away, slope, strict=True)])
 
     def _jumped(self, error: float, num_passes: int) -> bool:
         """Count outliers to one side."""
@@ -265,7 +277,10 @@ class PassTime:
             self._smooth()
 
     def _order(self) -> None:
-        """No pass is faster than a narrower one: where one seems to be, all that is less known gives way."""
+        """No pass is faster than a narrower one: where one seems to be, all that is less known gives way.
+
+        One of two rows may seem faster than one of one: they are so alike that noise would be taken for a difference.
+        """
         state, cov = self._state, self._cov
         pairs = range(2, len(state) - 1)
         for i in (*pairs, *reversed(pairs)):

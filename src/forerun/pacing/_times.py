@@ -18,7 +18,8 @@ from forerun.types import StepReport
 
 MOST_WAITING = 128  # reports
 # A small model's weights are in the caches, unless a prompt has just run: behind 512 rows of one, passes take
-# 2.3, 2.0, 1.4 and 1.15 times as long, behind 64 rows 1.4, 1.2 and 1.06 times.
+# 2.3, 2.0, 1.4 and 1.15 times as long, behind 64 rows 1.4, 1.2 and 1.06 times. Doubt fades faster than that, because
+# where prompts come every few steps there are no others to learn from.
 _COLD, _COLD_ROWS, _LEAST_COLD, _COLD_DECAY = 0.9, 256, 0.05, 3
 
 

@@ -28,6 +28,7 @@ _PLAIN_STEPS = 2  # of one of plain decoding
 _PLAIN_SPACING, _FIRST_PLAIN = (16, 300), 8  # steps between these: least, most; before the first, then twice as many
 _FREE_PLAIN = 8  # such trials with batches of one size that are made whatever they seem to cost: beliefs are young
 _SEEN_SPACING, _NUM_MARKS = (32, 300), 4  # steps between trials of a width that was seen; such widths, about
+_PLAIN = -1  # the stretch of plain decoding, which is no other width's
 _OPTIMISM = 1.0  # standard deviations
 _WORTH_TRYING = 1.02  # hoped-for gain
 _OTHER_WIDTH = 0.12  # relative difference from the present width, below which a trial would teach nothing
@@ -88,8 +89,8 @@ class _Probe:
     begun: int = 0
     last_step: int = 0
     num_tests: int = 0
-    cost: float = 0.0  # of a step, and what comes back of it
-    saved: float = 0.0  # where its token is accepted
+    cost: float = 0.0  # of a step
+    saved: float = 0.0  # by an accepted token: what of the cost comes back
     promised: int | None = None  # the sequence that is prepared for it, where it does not pay to prepare any
     needs: float = 0.0  # allowance without which it could not begin when it was considered last, and
     considered: int = 0  # that step
@@ -135,7 +136,7 @@ class Trials:
 
     def interrupt(self) -> None:
         """Prompts run beside: what a trial would show now is theirs."""
-        self._left = 0
+        self._left, self.early_plain_step = 0, sys.maxsize
 
     def is_due(self, step: int) -> bool:
         """Whether `lengths` wants to be asked in this step."""
@@ -188,7 +189,9 @@ class Trials:
             self._next_trial = min(self._next_trial, step + _spacing(self._num_steps[size]))
         self._size, self._last_step = size, step
         self._seen[size, _stretch(plan)] = step
-        chosen = self._stale(step, size, search, plan)
+        if not _differs(search.plain, plan):
+            self._seen[size, _PLAIN] = step
+        chosen = self._stale(step, size, search, plan, requests, drafts)
         cost = 0.0 if chosen is None else max(0.0, chosen.seconds * (1 - chosen.goodput / plan.goodput))
         is_due = chosen is None or (self._was_stale and chosen is not search.plain)  # each in turn
         if is_due and step >= self._next_trial and passes.is_settled:
@@ -199,8 +202,7 @@ class Trials:
             self._was_stale = self._was_stale or chosen is not search.plain
         if chosen is None:
             return
-        free = [(r, k) for r, k in zip(requests, chosen.lengths, strict=True) if r.asked is None]
-        catchup = sum(drafts[r.draft].catchup(r.lag) for r, k in free if k and r.lag)
+        catchup = _catchup(chosen, requests, drafts)
         is_free = chosen is search.plain and self._num_plain[size] < _FREE_PLAIN
         if cost + catchup > self._allowance and not is_free:
             return
@@ -209,15 +211,26 @@ class Trials:
         if not is_free:  # nothing is taken from trials of what may be better, neither time nor turns
             self._allowance -= cost * self._left + catchup
             self._next_trial = step + _spacing(self._num_steps[size])
-        self._seen[size, _stretch(chosen)] = step
+        self._seen[size, _PLAIN if chosen is search.plain else _stretch(chosen)] = step
         self._num_plain[size] += chosen is search.plain
-        self._trial = free
+        self._trial = [(r, k) for r, k in zip(requests, chosen.lengths, strict=True) if r.asked is None]
 
-    def _stale(self, step: int, size: int, search: Search, plan: Plan) -> Plan | None:
-        """The best mark that was not seen for long: the less a trial of it costs, the sooner that is."""
+    def _stale(
+        self,
+        step: int,
+        size: int,
+        search: Search,
+        plan: Plan,
+        requests: Seq[Request],
+        drafts: Mapping[str, DraftTime],
+    ) -> Plan | None:
+        """The best mark that was not seen for long and can be paid: the less a trial costs, the sooner that is."""
         stale, self.early_plain_step = list[Plan](), sys.maxsize
         for mark in search.marks:
-            is_plain, seen = mark is search.plain, self._seen.get((size, _stretch(mark)))
+            is_plain, seen = (
+                mark is search.plain,
+                self._seen.get((size, _PLAIN if mark is search.plain else _stretch(mark))),
+            )
             if (not is_plain and seen is None) or not _differs(mark, plan):
                 continue
             least, most = _PLAIN_SPACING if is_plain else _SEEN_SPACING
@@ -231,7 +244,9 @@ class Trials:
                 self.early_plain_step = early + (step if seen is None else seen)
             spacing = early if is_early else spacing
             if seen is None or (step - seen >= spacing and (is_early or step >= self._next_trial)):
-                stale.append(mark)
+                cost = loss * mark.seconds + _catchup(mark, requests, drafts)
+                if cost <= self._allowance or (is_plain and self._num_plain[size] < _FREE_PLAIN):
+                    stale.append(mark)
         return max(stale, key=lambda mark: mark.goodput, default=None)
 
     def _hoped(self, search: Search, plan: Plan, passes: PassTime) -> tuple[Plan | None, float]:
@@ -341,6 +356,12 @@ def _spacing(num_steps: int) -> int:
 def _stretch(plan: Plan) -> int:
     """The place of a plan's width among the knots."""
     return bisect_left(KNOTS, plan.rows)
+
+
+def _catchup(mark: Plan, requests: Seq[Request], drafts: Mapping[str, DraftTime]) -> float:
+    """What it takes until all that draft in a plan are ready to."""
+    lags = [(r.draft, r.lag) for r, k in zip(requests, mark.lengths, strict=True) if r.asked is None and k and r.lag]
+    return sum(drafts[draft].catchup(lag) for draft, lag in lags)
 
 
 def _differs(mark: Plan, plan: Plan) -> bool:
