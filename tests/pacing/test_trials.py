@@ -7,6 +7,11 @@ import itertools
 import pytest
 
 from forerun.pacing import auto
+from forerun.pacing._costs import PassTime
+from forerun.pacing._drafts import DraftTime
+from forerun.pacing._plan import Batch, Candidate, Search
+from forerun.pacing._trials import _PLAIN, Request, Trials, _stretch
+from forerun.pacing._twins import acceptance
 from pacing.simulator import CPU, GPU, QUIET, Machine, Track, World
 
 
@@ -43,3 +48,44 @@ def test_a_probe_whose_tokens_are_accepted_pays_for_itself():
     drafts = [granted[0] > 0 for granted in world.run(auto.build(auto.Options(), None), 2200).granted]
     first = next(i for i in range(1500, 2200) if all(drafts[i : i + 2]))
     assert sum(drafts[first:]) > 0.9 * (2200 - first)
+
+
+def test_free_trials_are_counted_by_size():
+    """One request has used up its eight, and there was never any allowance: eight requests get theirs all the same."""
+    world = World(lambda step, b: 0.9, machine=Machine(GPU, pass_s=1e-4), noise=QUIET)
+    world.batch = lambda step: range(1) if step < 2500 else range(1, 9)
+    pacing = auto.build(auto.Options(trial_share=1e-9), None)
+    pacing._trials._allowance = 0.0
+    track = world.run(pacing, 2700)
+    assert pacing._trials._num_plain[0] == 8
+    assert len(plain_trials(track, 2500, 2700)) >= 3
+
+
+def test_looks_beside_prompts_do_not_wait_for_trials(monkeypatch):
+    """Plain decoding is due to be tried while prompts run beside every step: nothing can be, nobody looks for it."""
+    monkeypatch.setattr(auto._OwnTime, "spacing", lambda self: 500)
+    world = World(lambda step, b: 0.9, 4, Machine(GPU, pass_s=1e-4), noise=QUIET)
+    world.num_prompt_rows = lambda step: 64 if step >= 40 else 0
+    pacing, looks = auto.build(auto.Options(), None), list[int]()
+    look = pacing._look
+    monkeypatch.setattr(pacing, "_look", lambda: (looks.append(pacing._step), look()))
+    world.run(pacing, 400)
+    assert len([step for step in looks if step > 60]) <= 2
+
+
+def test_what_cannot_be_paid_blocks_nothing():
+    """The best plan that was not seen for long needs a request that has much to catch up: plain decoding is tried."""
+    passes, drafts = PassTime(), {"model": DraftTime()}
+    for rows in (2, 4, 8):
+        passes.observe([0.01 + 0.0001 * rows] * 20, rows, 2)
+    drafts["model"].observe_catchup(1.0, 10)
+    requests = [Request("model", acceptance(80), None, 0, lag=lag) for lag in (0, 1000)]
+    search = Search(Batch([Candidate("model", [0.9, 0.8, 0.7], 1.0) for _ in requests], passes, drafts), 16)
+    plan = search.value([1, 0])
+    dear = search.best
+    assert dear.goodput > plan.goodput > search.plain.goodput
+    trials = Trials(0.006)
+    trials._seen = {(1, _stretch(mark)): 0 for mark in search.marks} | {(1, _PLAIN): 0}
+    assert trials._stale(1000, 1, search, plan, requests, drafts) is search.plain
+    requests[1].lag = 0
+    assert trials._stale(1000, 1, search, plan, requests, drafts) is not search.plain

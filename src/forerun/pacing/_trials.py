@@ -192,7 +192,7 @@ class Trials:
         if not _differs(search.plain, plan):
             self._seen[size, _PLAIN] = step
         chosen = self._stale(step, size, search, plan, requests, drafts)
-        cost = 0.0 if chosen is None else max(0.0, chosen.seconds * (1 - chosen.goodput / plan.goodput))
+        cost = 0.0 if chosen is None else chosen.seconds * _loss(chosen, plan)
         is_due = chosen is None or (self._was_stale and chosen is not search.plain)  # each in turn
         if is_due and step >= self._next_trial and passes.is_settled:
             hoped, hoped_cost = self._hoped(search, plan, passes)
@@ -227,14 +227,12 @@ class Trials:
         """The best mark that was not seen for long and can be paid: the less a trial costs, the sooner that is."""
         stale, self.early_plain_step = list[Plan](), sys.maxsize
         for mark in search.marks:
-            is_plain, seen = (
-                mark is search.plain,
-                self._seen.get((size, _PLAIN if mark is search.plain else _stretch(mark))),
-            )
+            is_plain = mark is search.plain
+            seen = self._seen.get((size, _PLAIN if is_plain else _stretch(mark)))
             if (not is_plain and seen is None) or not _differs(mark, plan):
                 continue
             least, most = _PLAIN_SPACING if is_plain else _SEEN_SPACING
-            loss = max(0.0, 1 - mark.goodput / plan.goodput)
+            loss = _loss(mark, plan)
             # Trials of plain take two thirds of the share at most, those of all other marks the whole one.
             num_steps = 1.5 * _PLAIN_STEPS if is_plain else _TRIAL_STEPS * _NUM_MARKS
             spacing = min(max(least, num_steps * loss / self._share), most)
@@ -356,6 +354,11 @@ def _spacing(num_steps: int) -> int:
 def _stretch(plan: Plan) -> int:
     """The place of a plan's width among the knots."""
     return bisect_left(KNOTS, plan.rows)
+
+
+def _loss(mark: Plan, plan: Plan) -> float:
+    """The share of a step of another plan that is lost by it."""
+    return max(0.0, 1 - mark.goodput / plan.goodput)
 
 
 def _catchup(mark: Plan, requests: Seq[Request], drafts: Mapping[str, DraftTime]) -> float:
