@@ -80,3 +80,17 @@ def test_a_pass_that_was_held_up_hardly_moves_a_width_that_was_seldom_seen(slowe
     before = passes.rows(4) / passes.rows(8)
     passes.observe([slower * 0.01 * PER_ROW(4)], 4, 1)
     assert passes.rows(4) / passes.rows(8) == pytest.approx(before, rel=0.03)
+
+
+@pytest.mark.parametrize("place", [1, 3])
+def test_a_pass_behind_a_prompt_does_not_hide_a_new_speed(place):
+    """The machine becomes half as fast. The fifth pass shows it, whether or not a disturbed one came in between."""
+    passes = PassTime()
+    for _ in range(20):
+        for rows in (4, 8):
+            passes.observe([0.01], rows, 1)
+    for i in range(5):
+        if i == place:
+            passes.observe([0.02], 8, 1, disturbance=0.9)
+        passes.observe([0.02], 4 if i % 2 else 8, 1)
+    assert math.exp(passes._state[0]) * passes.of(4, 1) == pytest.approx(0.02, rel=0.03)
