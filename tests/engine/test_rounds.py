@@ -278,7 +278,8 @@ def test_whatever_a_draft_takes_is_in_some_drafters_time(monkeypatch: pytest.Mon
     engine, joined, reports = engine_with(policy=Told(3)), Draft.joined, list[StepReport]()
     monkeypatch.setattr(Draft, "joined", staticmethod(lambda drafts: time.sleep(0.02) or joined(drafts)))
     engine.listen(reports.append)
-    run(engine, [engine.add([1, 2, 3, 1, 2, 3], greedy(4, draft="lookup"))])
+    plain = engine.add([1, 2], greedy(4, draft="none"))  # whom the drafter does not serve
+    run(engine, [engine.add([1, 2, 3, 1, 2, 3], greedy(4, draft="lookup")), plain])
     drafted = [report for report in reports if report.drafts]
     assert drafted
     assert all(sum(step.seconds for step in report.drafts.values()) >= 0.02 for report in drafted)

@@ -277,6 +277,9 @@ class _Meter:
 
     def _fill(self) -> bool:
         """Let the next requests begin where others have ended; False where there are not enough."""
+        scheduler = self.llm.engine.scheduler
+        if len(scheduler.running) + len(scheduler.waiting) == self.counts.concurrency:
+            return True  # as at most steps, which are not to pay for a look at every request
         self._going = [request for request in self._going if request.seq.finish_reason is None]
         for prompt, params in itertools.islice(self._waiting, self.counts.concurrency - len(self._going)):
             self._going += self.llm.submit([list(prompt)], params)

@@ -28,6 +28,7 @@ class CatchUp:
         self.most_tokens = most_tokens
         self._steps_s: deque[float] = deque(maxlen=_NUM_STEPS)
         self._catchups: dict[str, deque[tuple[int, float]]] = {}  # by drafter: tokens, seconds
+        self._token_s: dict[str, float] = {}  # what they say of one
 
     def tokens(self, drafts: Iterable[str], num_used: int = 0) -> int:
         """Tokens for the decoding sequences of a step, which these drafters serve.
@@ -39,11 +40,10 @@ class CatchUp:
 
     def _affordable(self, drafts: Iterable[str]) -> int:
         """Tokens that take the share of a usual step, by the dearest of these drafters."""
-        found = [known for known in (self._catchups.get(name) for name in drafts) if known]
+        found = [self._token_s[name] for name in drafts if name in self._token_s]
         if not self._steps_s or not found:
             return FIRST_TOKENS
-        token_s = max(sum([s for _, s in known]) / sum([n for n, _ in known]) for known in found)
-        return int(SHARE * median(self._steps_s) / max(token_s, 1e-9))
+        return int(SHARE * median(self._steps_s) / max(*found, 1e-9))
 
     def observe(self, report: StepReport) -> None:
         """The numbers of the step that was just done."""
@@ -52,6 +52,7 @@ class CatchUp:
             if draft.num_catchup_tokens:
                 known = self._catchups.setdefault(name, deque(maxlen=_NUM_CATCHUPS))
                 known.append((draft.num_catchup_tokens, draft.catchup_s))
+                self._token_s[name] = sum([seconds for _, seconds in known]) / sum([tokens for tokens, _ in known])
                 catchup_s += draft.catchup_s
         if report.num_decoding and not report.num_prefill_tokens:
             self._steps_s.append(report.seconds - catchup_s)

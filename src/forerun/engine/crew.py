@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence as Seq
 from typing import TYPE_CHECKING
@@ -61,27 +62,42 @@ class Crew(Drafter):
 
     def free_tokens(self) -> int | None:
         """The least of those that have a cache of their own."""
-        found = (drafter.free_tokens() for drafter in self.members.values())
-        return min((free for free in found if free is not None), default=None)
+        found = [drafter.free_tokens() for drafter in self.members.values()]
+        return min([free for free in found if free is not None], default=None)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        clock, groups = time.perf_counter(), _groups(seqs, budget.num_tokens)
+        if len(groups) != 1 or len(*groups.values()) < len(seqs):
+            return self._joined(seqs, budget, coins, groups)
+        (name,) = groups  # which serves everybody
+        draft = self.members[name].propose(seqs, budget, coins)
+        self._count_draft(name, clock, draft)
+        return draft
+
+    def _joined(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], groups: Mapping[str, Seq[int]]) -> Draft:
+        """The drafts of several drafters, or of one that does not serve everybody."""
         clock, step = time.perf_counter(), DraftStep()
         parts, catchup_tokens = [Draft.empty(1)] * len(seqs), budget.catchup_tokens
-        for name, members in _groups(seqs, budget.num_tokens).items():
+        for name, members in groups.items():
             drafter, own = self.members[name], budget.only(members, catchup_tokens)
             draft = drafter.propose([seqs[b] for b in members], own, [coins[b] for b in members])
             catchup_tokens -= sum(drafter.caught_up.values())
             for i, b in enumerate(members):
                 parts[b] = draft.only(i)
-            sizes = [len(parts[b].tokens) for b in members]
-            begun, clock = clock, time.perf_counter()
-            step = self._count(name, clock - begun)
-            step.num_sequences += sum(size > 0 for size in sizes)
-            step.num_nodes += sum(sizes)
-            step.depth = max(step.depth, *sizes)
+            clock, step = self._count_draft(name, clock, draft)
         joined = Draft.joined(parts)
         step.seconds += time.perf_counter() - clock  # whatever a draft takes is somebody's
         return joined
+
+    def _count_draft(self, name: str, begun: float, draft: Draft) -> tuple[float, DraftStep]:
+        """Add a draft that was begun then to what its drafter did in this step; what the clock says now, and that."""
+        sizes = [end - start for start, end in itertools.pairwise(draft.node_starts)]
+        clock = time.perf_counter()
+        step = self._count(name, clock - begun)
+        step.num_sequences += sum([size > 0 for size in sizes])
+        step.num_nodes += len(draft.tokens)
+        step.depth = max(step.depth, *sizes)
+        return clock, step
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         for name, members in _groups(seqs, [num_tokens] * len(seqs)).items():

@@ -18,6 +18,7 @@ from forerun.drafters import Drafter
 from forerun.engine.crew import NONE
 from forerun.engine.request import Request
 from forerun.kv.cache import KVCache
+from forerun.kv.slots import Room
 from forerun.types import Sequence
 
 MAX_SPEC_LENGTH = 64  # draft nodes of one sequence in one step
@@ -32,15 +33,7 @@ class Plan:
     draft_limits: Seq[int] = ()
 
 
-@dataclass(slots=True)
-class _Stand:
-    """A running request and its cache. slack: tokens that it can take with the blocks that it has."""
-
-    request: Request
-    num_remaining: int  # tokens to run before it decodes
-    slack: int
-    next_blocks: int  # that one more token takes
-    num_left: int  # tokens until its longest output
+Stand = tuple[Request, Room]  # a running request, and what its cache holds
 
 
 class Scheduler:
@@ -75,23 +68,20 @@ class Scheduler:
         """Admit and preempt, then share the rows of one pass."""
         if self.waiting:
             self._admit()
-        stands = self._make_room()
-        decode = [stand for stand in stands if stand.num_remaining == 0]
+        stands, decode, blocks = self._make_room()
         budget = min(self.prefill_chunk_tokens, self.max_num_batched_tokens - len(decode))
-        blocks = self._free_blocks() - sum([stand.next_blocks for stand in decode])
+        blocks -= sum([room.next_blocks for _, room in decode])
         prefill = []
-        for stand in stands if len(decode) < len(stands) else ():
-            take = min(stand.num_remaining, budget)
+        for request, room in stands if len(decode) < len(stands) else ():
+            take = min(len(request.seq.tokens) - 1 - room.length, budget)
             if take > 0:
-                take = min(take, self._fits(stand, blocks))
-                blocks -= self.cache.missing_blocks(stand.request.seq.id, take)
+                take = min(take, self._fits(room, blocks))
+                blocks -= self.cache.missing_blocks(request.seq.id, take)
             if take > 0:
                 budget -= take
-                prefill.append((stand.request, take))
+                prefill.append((request, take))
         rows = self.max_num_batched_tokens - len(decode) - sum([take for _, take in prefill])
-        return Plan(
-            prefill, [stand.request for stand in decode], _Limits(decode, rows, blocks, self.cache.block_tokens)
-        )
+        return Plan(prefill, [request for request, _ in decode], _Limits(decode, rows, blocks, self.cache.block_tokens))
 
     def finish(self, request: Request) -> None:
         """Forget a request, wherever it is, and free what it held; unknown requests are ignored."""
@@ -114,24 +104,25 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Let the first in rank in, until one does not fit; one of a better priority takes the place of a worse one."""
-        promised = sum(self._blocks_promised(request) for request in self.running)
+        claimed: int | None = None  # by all that run; not asked for while the batch is full, as it is where many wait
         while self.waiting:
             request = next((r for r in self.waiting if not r.waits), None)
             if request is None:
                 return
             needed = -(-len(request.seq.tokens) // self.cache.block_tokens)
-            while self.running and (
-                len(self.running) >= self.max_batch_size
-                or promised + needed + self._num_growing() > self._free_blocks()
-            ):
+            while self.running:
+                if len(self.running) < self.max_batch_size:
+                    claimed = sum(map(self._claim, self.running)) if claimed is None else claimed
+                    if claimed + needed <= self._free_blocks():
+                        break
                 last = self.running[-1]
                 if last.seq.params.priority <= request.seq.params.priority:
                     return
-                promised -= self._blocks_promised(last)
+                claimed = None if claimed is None else claimed - self._claim(last)
                 self._preempt(last)
             self.waiting.remove(request)
             self._start(request)
-            promised += self._blocks_promised(request)
+            claimed = None if claimed is None else claimed + self._claim(request)
 
     def _start(self, request: Request) -> None:
         seq = request.seq
@@ -154,41 +145,36 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------- room in caches
 
-    def _make_room(self) -> list[_Stand]:
-        """Who runs, all that decode with room for one more token: until that is so, the last in rank is preempted."""
+    def _make_room(self) -> tuple[list[Stand], list[Stand], int]:
+        """Who runs; who of them decodes, all with room for one more token; and the blocks that are free before that.
+
+        Until there is that room, the last in rank is preempted.
+        """
         while True:
-            stands = [self._stand(request) for request in self.running]
-            decode, free = [stand for stand in stands if stand.num_remaining == 0], self._free_blocks()
-            stuck = not decode and not any(self._fits(stand, free) for stand in stands)
-            if len(stands) <= 1 or (sum([stand.next_blocks for stand in decode]) <= free and not stuck):
-                return stands
+            stands = [(request, self.cache.room(request.seq.id)) for request in self.running]
+            decode = [stand for stand in stands if len(stand[0].seq.tokens) == stand[1].length + 1]
+            free = self._free_blocks()
+            stuck = not decode and not any(self._fits(room, free) for _, room in stands)
+            if len(stands) <= 1 or (sum([room.next_blocks for _, room in decode]) <= free and not stuck):
+                return stands, decode, free
             self._preempt(self.running[-1])
 
-    def _stand(self, request: Request) -> _Stand:
-        seq = request.seq
-        length, slack, next_blocks = self.cache.room(seq.id)
-        num_tokens = len(seq.tokens)
-        return _Stand(request, num_tokens - 1 - length, slack, next_blocks, seq.max_len - num_tokens)
+    def _claim(self, request: Request) -> int:
+        """Blocks that a running request's prompt, or tokens to recompute, will still take.
 
-    def _remaining(self, request: Request) -> int:
-        """Tokens to run before a request decodes."""
-        return len(request.seq.tokens) - 1 - self.cache.length(request.seq.id)
+        And one more where it may grow beyond: who would soon be preempted is not let in.
+        """
+        seq, room = request.seq, self.cache.room(request.seq.id)
+        num_remaining = len(seq.tokens) - 1 - room.length
+        blocks = self.cache.missing_blocks(seq.id, max(0, num_remaining) + 1)
+        return blocks + (room.length + room.slack < seq.max_len)
 
     def _free_blocks(self) -> int:
         return self.free_kv_tokens // self.cache.block_tokens
 
-    def _num_growing(self) -> int:
-        """One block for each running request that may need one more: who would soon be preempted is not let in."""
-        rooms = ((self.cache.room(r.seq.id), r.seq.max_len) for r in self.running)
-        return sum(room.length + room.slack < max_len for room, max_len in rooms)
-
-    def _blocks_promised(self, request: Request) -> int:
-        """Blocks that a running request's prompt, or tokens to recompute, will still take."""
-        return self.cache.missing_blocks(request.seq.id, max(0, self._remaining(request)) + 1)
-
-    def _fits(self, stand: _Stand, num_blocks: int) -> int:
+    def _fits(self, room: Room, num_blocks: int) -> int:
         """Tokens that a sequence can take with that many more blocks."""
-        return stand.slack + max(0, num_blocks) * self.cache.block_tokens
+        return room.slack + max(0, num_blocks) * self.cache.block_tokens
 
 
 class _Limits(Seq[int]):
@@ -197,33 +183,30 @@ class _Limits(Seq[int]):
     None for a request that wants no drafter. Computed when somebody asks: in most plain steps, nobody does.
     """
 
-    def __init__(self, decode: Seq[_Stand], num_rows: int, num_blocks: int, block_tokens: int) -> None:
-        self._decode, self._num_rows, self._num_blocks = decode, num_rows, num_blocks
-        self._block_tokens = block_tokens
+    def __init__(self, decode: Seq[Stand], num_rows: int, num_blocks: int, block_tokens: int) -> None:
+        self._decode, self._block_tokens = decode, block_tokens
+        num = max(1, len(decode))
+        self._rows = max(0, min(MAX_SPEC_LENGTH, num_rows // num))
+        self._share = max(0, num_blocks) // num
         self._limits: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self._decode)
 
     def __getitem__(self, b):  # type: ignore[no-untyped-def]
-        return self._all()[b]
+        return self._limit(*self._decode[b]) if self._limits is None else self._limits[b]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._all())
-
-    def _all(self) -> list[int]:
         if self._limits is None:
-            num = max(1, len(self._decode))
-            rows = max(0, min(MAX_SPEC_LENGTH, self._num_rows // num))
-            share = max(0, self._num_blocks) // num
-            self._limits = [self._limit(stand, rows, share) for stand in self._decode]
-        return self._limits
+            self._limits = [self._limit(*stand) for stand in self._decode]
+        return iter(self._limits)
 
-    def _limit(self, stand: _Stand, rows: int, share: int) -> int:
-        if stand.request.seq.draft == NONE:
+    def _limit(self, request: Request, room: Room) -> int:
+        seq = request.seq
+        if seq.draft == NONE:
             return 0
-        own = stand.slack - 1 + (stand.next_blocks + share) * self._block_tokens
-        return max(0, min(own, stand.num_left - 1, rows))
+        own = room.slack - 1 + (room.next_blocks + self._share) * self._block_tokens
+        return max(0, min(own, seq.max_len - len(seq.tokens) - 1, self._rows))
 
 
 def _rank(request: Request) -> tuple[int, int]:

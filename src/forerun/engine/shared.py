@@ -80,13 +80,16 @@ class SharedEngine:
                 with self._lock:
                     self._owner = threading.get_ident()
                     try:
-                        self._end_all()
+                        if self._ended:
+                            self._end_all()
                         return work()
                     finally:
                         self._owner = None
-                        self._end_all()
+                        if self._ended:
+                            self._end_all()
             finally:
-                self._settle()  # somebody may have put a request down after the last look
+                if self._ended:  # somebody may have put a request down after the last look
+                    self._settle()
 
     def _settle(self) -> None:
         if not self._ended:
@@ -110,26 +113,22 @@ class _Uninterrupted:
     """
 
     def __enter__(self) -> None:
-        self._later: _Later | None = None
-        if threading.get_ident() != threading.main_thread().ident:
-            return
+        self._came: tuple[int, FrameType | None] | None = None
+        self._handler: Callable[[int, FrameType | None], object] | None = None
         handler = _signal.getsignal(_signal.SIGINT)
-        if callable(handler) and not isinstance(handler, _Later):
-            self._handler, self._later = handler, _Later()
-            _signal.signal(_signal.SIGINT, self._later)
-
-    def __exit__(self, *_: object) -> None:
-        if self._later is not None:
-            _signal.signal(_signal.SIGINT, self._handler)
-            if self._later.came is not None:
-                self._handler(*self._later.came)
-
-
-class _Later:
-    """A handler that remembers the signal."""
-
-    def __init__(self) -> None:
-        self.came: tuple[int, FrameType | None] | None = None
+        if callable(handler) and not isinstance(handler, _Uninterrupted):
+            try:
+                _signal.signal(_signal.SIGINT, self)
+            except ValueError:  # of any thread but the main one
+                return
+            self._handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.came = (number, frame)
+        """As the handler: remember the signal."""
+        self._came = (number, frame)
+
+    def __exit__(self, *_: object) -> None:
+        if self._handler is not None:
+            _signal.signal(_signal.SIGINT, self._handler)
+            if self._came is not None:
+                self._handler(*self._came)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
+import operator
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class Stepper:
         self.drafter.take_steps()  # what an interrupted step left
         clock = [time.perf_counter()]
         seqs = [request.seq for request in plan.decode]
-        coins = [self.coins(seq) for seq in seqs]
+        coins = _Coins(self.coins, seqs)
 
         draft, granted, pacing_s = self._propose(plan, seqs, coins)
         clock.append(time.perf_counter())
@@ -83,9 +83,7 @@ class Stepper:
         clock.append(time.perf_counter())
 
         report.schedule_s, report.pacing_s = schedule_s, pacing_s
-        report.draft_s, report.score_s, report.judge_s, report.commit_s = (
-            after - before for before, after in itertools.pairwise(clock)
-        )
+        report.draft_s, report.score_s, report.judge_s, report.commit_s = map(operator.sub, clock[1:], clock)
         report.target_forward_s = scores.forward_s
         if shares_s := self.drafter.shares_s:
             for request in (*plan.decode, *(request for request, _ in plan.prefill)):
@@ -148,10 +146,8 @@ class Stepper:
         report.num_emitted = report.num_accepted + report.num_decoding
         report.num_committed = sum([step.num_committed for step in report.sequences])
         for request, take in plan.prefill:
-            self.runner.cache.keep(request.seq.id, list(range(take)))
+            self._keep(request.seq, list(range(take)))
         seqs = [request.seq for request in plan.decode] + [request.seq for request, _ in plan.prefill]
-        for seq in seqs:
-            self.runner.cache.publish(seq.id, seq.tokens)
         self.drafter.observe(seqs, scores.rows, scores.hidden, verdict)
         return report
 
@@ -164,10 +160,34 @@ class Stepper:
         logprobs: Seq[TokenLogprob] = ()
         if (most := seq.params.logprobs) is not None:
             logprobs = [sampling.logprobs_of(logits[r], t, most) for r, t in zip(rows, emitted, strict=True)]
-        committed = request.commit(emitted, _origins(len(path), not num_nodes, len(path) == num_nodes), logprobs)
+        origins = _origins(len(path), len(path) == num_nodes) if num_nodes else _PLAIN
+        committed = request.commit(emitted, origins, logprobs)
         seq.round += 1
-        self.runner.cache.keep(seq.id, rows[:committed])
+        self._keep(seq, rows[:committed])
         return SequenceStep(seq.id, seq.draft, num_nodes, num_tested, len(path), committed)
+
+    def _keep(self, seq: Sequence, rows: list[int]) -> None:
+        """Keep the cache rows of committed tokens, and let others find what they fill."""
+        cache = self.runner.cache
+        if cache.keep(seq.id, rows):
+            cache.publish(seq.id, seq.tokens)
+
+
+class _Coins(Seq[Coins]):
+    """The randomness of each sequence's round, made when somebody asks for it: where laws are points, nobody does."""
+
+    def __init__(self, make: Callable[[Sequence], Coins], seqs: Seq[Sequence]) -> None:
+        self._make, self._seqs = make, seqs
+        self._made: list[Coins | None] = [None] * len(seqs)
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def __getitem__(self, b):  # type: ignore[no-untyped-def]
+        coins = self._made[b]
+        if coins is None:
+            coins = self._made[b] = self._make(self._seqs[b])
+        return coins
 
 
 class _Lags(Seq[int]):
@@ -224,7 +244,7 @@ def _known(laws: Laws, row: int, token: int) -> float | None:
 def _laws(seq: Sequence, draft: Draft, b: int, scores: Scores) -> Laws:
     """Points where only the largest logits were asked for."""
     if best := scores.best[b]:
-        return [Probs.of_point(i) for i in best]
+        return list(map(Probs.of_point, best))
     return _Laws(seq, draft, b, scores.logits[b])
 
 
@@ -238,11 +258,12 @@ def _run(request: Request, draft: Draft, b: int, best_only: bool) -> Run:
     return Run(seq.id, tokens, "all", parents, best_only)
 
 
+_PLAIN: Seq[Origin] = ("plain",)
+
+
 @functools.cache
-def _origins(num_accepted: int, is_plain: bool, is_whole: bool) -> Seq[Origin]:
-    """Of what a round emits; is_whole: its whole draft was accepted."""
-    if is_plain:
-        return ("plain",)
+def _origins(num_accepted: int, is_whole: bool) -> Seq[Origin]:
+    """Of what a round emits that has drafted; is_whole: its whole draft was accepted."""
     accepted: list[Origin] = ["accepted"] * num_accepted
     return (*accepted, "bonus" if is_whole else "correction")
 

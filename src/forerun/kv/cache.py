@@ -132,7 +132,7 @@ class KVCache:
         return found
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
-        """Let others find the slot's full blocks; to be called after each step, without cost where none was filled.
+        """Let others find the slot's full blocks, where `keep` says that there are more.
 
         tokens: the committed ones, from the beginning. The kept rows below len(tokens) must be theirs: a draft's cache
         is cut to what was accepted before, rows behind the last committed token may be anything. Raises InternalError
@@ -312,8 +312,10 @@ class KVCache:
             if self._num_users[block] != 1 or self._prefixes.holds(block):
                 raise InternalError(f"slot {slot} would write into block {block}, which is published: reserve first")
 
-    def keep(self, slot: int, kept: list[int]) -> None:
+    def keep(self, slot: int, kept: list[int]) -> bool:
         """Keep these rows of the run just written (indices within the run, ascending), in order; drop the others.
+
+        Returns whether a block has become full, which can be published when all that is kept is committed.
 
         A path through a tree is copied down to consecutive rows; a source is never before its destination, so
         ascending copies are safe (Miao et al. 2023). A chain moves nothing.
@@ -327,7 +329,8 @@ class KVCache:
             source, target = run[[j for _, j in moved]], run[[i for i, _ in moved]]
             for pool in (*self.keys, *self.values):
                 pool[target] = pool[source]
-        self._set_length(own, start + len(kept))
+        self._set_length(own, start + len(kept))  # which is never below what is published
+        return own.length // self.block_tokens > start // self.block_tokens
 
     def truncate_to(self, slot: int, length: int) -> None:
         """Set the absolute length and give back every block at index >= ceil(length / block_tokens).
@@ -338,6 +341,9 @@ class KVCache:
         if length > own.length:
             raise InternalError(f"slot {slot} holds {own.length} tokens and cannot be extended to {length}")
         self._set_length(own, length)
+        if len(own.path.nodes) * self.block_tokens > length:
+            del own.path.nodes[length // self.block_tokens :]
+            own.may_be_cut = True
 
     def _set_length(self, own: Slot, length: int) -> None:
         own.length = length
@@ -346,9 +352,6 @@ class KVCache:
             for block in reversed(own.table[needed:]):
                 self._drop(block)
             del own.table[needed:]
-        if len(own.path.nodes) * self.block_tokens > length:
-            del own.path.nodes[length // self.block_tokens :]
-            own.may_be_cut = True
 
     # ------------------------------------------------------------------------------------------------------- integrity
 

@@ -129,15 +129,17 @@ class AutoPacing(Pacing):
             self._look()
 
     def _meet(self, seqs: Seq[Sequence], ids: list[int], limits: Seq[int], lags: Seq[int]) -> None:
-        """Other sequences than before: some are new, some have gone."""
-        self._num_changed += len(set(ids).symmetric_difference(self._ids))
+        """Other sequences than before: some have come, some have gone. Of the others nothing is asked."""
+        known = dict(zip(self._ids, zip(self._present, self._lengths, strict=True), strict=True))
+        came = {b: self._request(seqs[b]) for b, number in enumerate(ids) if number not in known}
+        known |= {ids[b]: (r, r.wanted()) for b, r in came.items()}
+        self._num_changed += 2 * len(came) + len(self._ids) - len(ids)
         self._is_unlike |= size_of(len(ids)) != size_of(len(self._ids)) or self._num_changed >= 2 * len(ids)
-        self._ids, self._present = ids, [self._request(seq) for seq in seqs]
-        self._lengths = [r.wanted() for r in self._present]
-        new = [b for b, r in enumerate(self._present) if r.length is None and r.asked is None]
+        self._ids, found = ids, [known[number] for number in ids]
+        self._present, self._lengths = [r for r, _ in found], [length for _, length in found]
+        new = {b: r for b, r in came.items() if r.length is None and r.asked is None}
         room = self._max_rows(len(ids)) - len(ids) - sum(self._lengths) if new else 0.0
-        for b in new:
-            r = self._present[b]
+        for b, r in new.items():
             r.update(limits[b], self.max_length, lags[b], seqs[b])
             self._trials.welcome(r, self._times.drafts[r.draft].catchup(r.lag) if r.lag else 0.0)
             if not r.lag:

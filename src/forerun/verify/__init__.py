@@ -49,9 +49,12 @@ def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], rules:
     """
     starts, modules = draft.node_starts, {name: find(name) for name in set(rules)}
     rulings: list[Ruling] = []
-    for b, (laws, coin, name) in enumerate(zip(target_probs, coins, rules, strict=True)):
-        is_plain = starts[b] == starts[b + 1]
-        rulings.append(([], coin.pick(laws[0], 0), []) if is_plain else modules[name].rule(draft, b, laws, coin))
+    for b, (laws, name) in enumerate(zip(target_probs, rules, strict=True)):
+        if starts[b] < starts[b + 1]:
+            rulings.append(modules[name].rule(draft, b, laws, coins[b]))
+        else:
+            law = laws[0]
+            rulings.append(([], coins[b].pick(law, 0) if law.point is None else law.point, []))  # a point needs no coin
     return collected(rulings)
 
 
