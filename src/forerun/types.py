@@ -35,9 +35,12 @@ class TokenLogprob:
     top: list[tuple[int, float]] = field(default_factory=list)  # the most likely ids, best first
 
 
-@dataclass
+@dataclass(slots=True)
 class Sequence:
-    """One request's committed truth. It grows only through `commit`; drafted tokens never enter it."""
+    """One request's committed truth. It grows only through `commit`; drafted tokens never enter it.
+
+    acceptance: the verification rule of this request; where it names none, match if it has a seed and temperature > 0.
+    """
 
     id: int  # also the slot of its caches
     tokens: list[int]  # prompt, then committed tokens
@@ -52,6 +55,11 @@ class Sequence:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
+    acceptance: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        usual = "match" if self.params.seed is not None and not self.params.greedy else "ratio"
+        self.acceptance = usual if self.params.acceptance is None else self.params.acceptance
 
     def commit(self, token: int, origin: Origin) -> FinishReason | None:
         """Append a verified token; returns why the output ends with it, if it does, other than by a text.
@@ -72,13 +80,6 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
-
-    @functools.cached_property
-    def acceptance(self) -> str:
-        """The verification rule of this request; design: match where a seed was given and temperature > 0."""
-        if self.params.acceptance is not None:
-            return self.params.acceptance
-        return "match" if self.params.seed is not None and not self.params.greedy else "ratio"
 
 
 # --------------------------------------------------------------------------------------------- probabilities, coins

@@ -19,7 +19,7 @@ from engine.load import caches
 from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport
 from forerun.engine.request import Chunk
 from forerun.engine.shared import SharedEngine
-from forerun.types import FinishReason, Origin
+from forerun.types import FinishReason, Origin, Sequence
 from speculation import llm_options, mode
 
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "import os\n", "def fib(n):\n    if n < 2:\n", "for i in range("]
@@ -247,22 +247,22 @@ def test_conversations_may_come_from_any_iterable(llm: LLM) -> None:
     assert [out.token_ids for out in several] == [one[0].token_ids] * 2
 
 
-def test_ctrl_c_waits_for_the_end_of_the_step(llm: LLM) -> None:
+def test_ctrl_c_waits_for_the_end_of_the_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torn in the middle of a commit, a step would leave another request with a token and without its cache."""
     expected = llm.generate(PROMPTS[0], params(40))[0]
     other = llm.stream(PROMPTS[0], params(40))
     chunks, times = [next(other)], list[int]()
     (request,) = llm.engine.scheduler.running
-    commit = request.seq.commit
+    commit = Sequence.commit
 
-    def commit_and_press(token: int, origin: Origin) -> FinishReason | None:
-        reason = commit(token, origin)
-        if not times:
+    def commit_and_press(seq: Sequence, token: int, origin: Origin) -> FinishReason | None:
+        reason = commit(seq, token, origin)
+        if seq is request.seq and not times:
             times.append(1)
             os.kill(os.getpid(), signal.SIGINT)  # the token is committed, and its row of the cache is not kept yet
         return reason
 
-    request.seq.commit = commit_and_press  # type: ignore[method-assign]
+    monkeypatch.setattr(Sequence, "commit", commit_and_press)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS[1], params(40))
     chunks += list(other)

@@ -17,6 +17,7 @@ from forerun import LLM, BadOption, CapacityError, SamplingParams
 from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import load_checkpoint
 from forerun.models.saving import save_checkpoint
+from forerun.types import Sequence
 from speculation import llm_options
 
 PROMPT = "class Stack:\n    def __init__(self):\n"
@@ -95,7 +96,7 @@ def test_a_stop_string_ends_the_output_inside_a_round(draft):
 
 
 @pytest.mark.parametrize("draft", ["none", "model"])
-def test_the_text_ends_before_a_stop_id_whoever_reads_it_and_when(draft):
+def test_the_text_ends_before_a_stop_id_whoever_reads_it_and_when(draft, monkeypatch):
     """At the end, in pieces, or in the middle of a commit, as another thread may: the id that stops has no text."""
     engine = llm(draft)
     (whole,) = engine.generate(PROMPT, greedy(40))
@@ -107,14 +108,14 @@ def test_the_text_ends_before_a_stop_id_whoever_reads_it_and_when(draft):
     assert (out.token_ids, out.text, out.finish_reason) == (ids, expected, "stop")
     assert "".join(chunk.text for chunk in engine.stream(PROMPT, params)) == expected
     (request,), read = engine.submit([PROMPT], params), list[str]()
-    commit = request.seq.commit
+    commit = Sequence.commit
 
-    def commit_and_read(token, origin):
-        reason = commit(token, origin)
+    def commit_and_read(seq, token, origin):
+        reason = commit(seq, token, origin)
         read.append(request.text)
         return reason
 
-    request.seq.commit = commit_and_read
+    monkeypatch.setattr(Sequence, "commit", commit_and_read)
     while request.seq.finish_reason is None:
         engine.step()
     assert request.text == expected

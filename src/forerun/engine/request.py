@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -117,6 +116,7 @@ class Request:
         self.report = RequestReport(origins=seq.origins)
         self.error: UserError | None = None  # why it was aborted, where that was not the user's wish
         self._tokenizer = tokenizer
+        self._reader: Detokenizer | None = None
         self._stops_at_texts = bool(seq.params.stop)
         self._text, self._num_readable = "", 0  # output tokens that have a text: not the one that ended the output
         self._num_read, self._is_read = 0, False  # those whose text was made, and whether it is the whole
@@ -144,13 +144,13 @@ class Request:
         """Stop here; what was committed stays."""
         self.seq.finish_reason = "abort"
 
-    @functools.cached_property
+    @property
     def _detokenizer(self) -> Detokenizer | None:
         """Made where a text is wanted: not between two passes, where nobody may want one."""
-        if self._tokenizer is None:
-            return None
-        seq = self.seq
-        return Detokenizer(self._tokenizer, seq.tokens[: seq.num_prompt_tokens], seq.params.stop)
+        if self._reader is None and self._tokenizer is not None:
+            seq = self.seq
+            self._reader = Detokenizer(self._tokenizer, seq.tokens[: seq.num_prompt_tokens], seq.params.stop)
+        return self._reader
 
     @property
     def text(self) -> str:
