@@ -67,7 +67,7 @@ class Crew(Drafter):
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         clock, groups = time.perf_counter(), _groups(seqs, budget.num_tokens)
-        if len(groups) != 1 or len(*groups.values()) < len(seqs):
+        if [len(members) for members in groups.values()] != [len(seqs)]:
             return self._joined(seqs, budget, coins, groups)
         (name,) = groups  # which serves everybody
         draft = self.members[name].propose(seqs, budget, coins)

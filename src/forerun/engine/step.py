@@ -76,7 +76,7 @@ class Stepper:
         clock.append(time.perf_counter())
         scores = self._score(plan, draft)
         clock.append(time.perf_counter())
-        laws = [_laws(seq, draft, b, scores) for b, seq in enumerate(seqs)]
+        laws = _laws(seqs, draft, scores)
         verdict = verify.judge(draft, laws, coins, [seq.acceptance for seq in seqs])
         clock.append(time.perf_counter())
         report = self._commit(plan, draft, scores, laws, verdict, granted)
@@ -241,11 +241,13 @@ def _known(laws: Laws, row: int, token: int) -> float | None:
     return None if law is None else law.at(token)
 
 
-def _laws(seq: Sequence, draft: Draft, b: int, scores: Scores) -> Laws:
-    """Points where only the largest logits were asked for."""
-    if best := scores.best[b]:
-        return list(map(Probs.of_point, best))
-    return _Laws(seq, draft, b, scores.logits[b])
+def _laws(seqs: Seq[Sequence], draft: Draft, scores: Scores) -> list[Laws]:
+    """Of each sequence; points where only the largest logits were asked for."""
+    found = zip(seqs, scores.best, scores.logits, strict=False)  # prompts have no laws
+    return [
+        list(map(Probs.of_point, best)) if best else _Laws(seq, draft, b, logits)
+        for b, (seq, best, logits) in enumerate(found)
+    ]
 
 
 def _run(request: Request, draft: Draft, b: int, best_only: bool) -> Run:
