@@ -39,7 +39,7 @@ class TokenLogprob:
 class Sequence:
     """One request's committed truth. It grows only through `commit`; drafted tokens never enter it.
 
-    acceptance: the verification rule of this request; where it names none, match if it has a seed and temperature > 0.
+    acceptance: the verification rule; where the request names none, match if it has a seed and temperature > 0.
     """
 
     id: int  # also the slot of its caches

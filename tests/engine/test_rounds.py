@@ -285,6 +285,41 @@ def test_whatever_a_draft_takes_is_in_some_drafters_time(monkeypatch: pytest.Mon
     assert all(sum(step.seconds for step in report.drafts.values()) >= 0.02 for report in drafted)
 
 
+@pytest.mark.once("about reports")
+@pytest.mark.parametrize("num_others", [0, 1])
+def test_what_a_drafter_did_is_reported_whether_or_not_it_serves_everybody(
+    num_others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, reports = engine_with(policy=Told(3)), list[StepReport]()
+    lookup = engine.drafter.members["lookup"]
+    propose = lookup.propose
+    monkeypatch.setattr(lookup, "propose", lambda *given: time.sleep(0.02) or propose(*given))
+    engine.listen(reports.append)
+    others = [engine.add([1, 2], greedy(9, draft="none")) for _ in range(num_others)]
+    run(engine, [*(engine.add([1, 2, 3, 1, 2, 3], greedy(8 + i, draft="lookup")) for i in range(2)), *others])
+    drafted = [report for report in reports if report.drafts]
+    assert len(drafted) > 2
+    for report in drafted:
+        (step,) = report.drafts.values()
+        sizes = [own.num_drafted for own in report.sequences if own.draft == "lookup"]
+        assert (step.num_nodes, step.depth) == (sum(sizes), max(sizes))
+        assert step.num_sequences == sum(size > 0 for size in sizes)
+        assert step.seconds >= 0.02
+
+
+@pytest.mark.once("about randomness")
+@pytest.mark.parametrize("granted", [0, 3])
+def test_coins_are_made_where_somebody_tosses_them(granted: int) -> None:
+    """Once for each round of a sequence: none for the likeliest token, which is certain."""
+    engine, made = engine_with(policy=Told(granted)), list[tuple[int, int]]()
+    coins = engine.stepper.coins
+    engine.stepper.coins = lambda seq: made.append((seq.id, seq.round)) or coins(seq)  # type: ignore[func-returns-value]
+    likely, drawn = engine.add([1, 2, 3], greedy(9, draft="none")), engine.add([1, 2], SamplingParams(max_tokens=9))
+    run(engine, [likely, drawn])
+    assert likely.seq.id not in {number for number, _ in made}
+    assert [rounds for number, rounds in made if number == drawn.seq.id] == list(range(drawn.seq.round))
+
+
 @pytest.mark.once("about what a pacing policy is asked")
 def test_each_draw_is_asked_for_with_its_own_sequence() -> None:
     """Drafters that serve some of the batch number its sequences anew; the policy does not."""

@@ -61,7 +61,9 @@ class Driven:
         self._runs[slot] = chains
 
     def keep(self, slot: int, path: list[int]) -> None:
-        self.cache.keep(slot, path)
+        before = self.cache.length(slot)
+        is_filled = self.cache.keep(slot, path)
+        assert is_filled == ((before + len(path)) // BLOCK > before // BLOCK)
         if path:
             self.kept[slot] = self._runs[slot][path[-1]]
         del self._runs[slot]

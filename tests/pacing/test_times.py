@@ -82,15 +82,16 @@ def test_the_first_pass_behind_a_prompt_says_less():
     assert times.passes.rows(8) / times.passes.rows(4) == pytest.approx(CPU(8) / CPU(4), rel=0.015)
 
 
+@pytest.mark.parametrize("twin", ["native", "python"])
 @pytest.mark.parametrize("warm_up", [[], [(92, 92, 0, 20446), (4, 0, 1, 2288), (1, 0, 1, 1860), (1, 0, 1, 1301)]])
-def test_passes_behind_a_long_prompt_say_little(warm_up):
+def test_passes_behind_a_long_prompt_say_little(warm_up, twin):
     """Microseconds of a real engine: its first two passes of four rows were cold, those of eight and more were not.
 
     Two warm ones of four rows, at the end, tell what the others take beside them.
     """
     steps = [*warm_up, (359, 359, 0, 65391), (4, 0, 4, 2247), (4, 0, 4, 2092), *[(8, 0, 4, 2050)] * 6, (12, 0, 4, 2840)]
     steps += [(12, 0, 4, 2880), (16, 0, 4, 3711), (16, 0, 4, 3714), (4, 0, 4, 1240), (4, 0, 4, 1265), (8, 0, 4, 2060)]
-    times = StepTimes(PassTime(), defaultdict(DraftTime))
+    times = StepTimes() if twin == "native" else StepTimes(PassTime(), defaultdict(DraftTime))
     for rows, prefill, decoding, us in steps:
         times.observe(StepReport(num_rows=rows, num_prefill_tokens=prefill, num_decoding=decoding, score_s=us * 1e-6))
         times.learn()
@@ -133,14 +134,15 @@ def test_faster_passes_count_more_where_little_is_known():
     assert 0 < moved[1] < -moved[0] / 2
 
 
-def test_a_new_speed_is_noticed_between_long_prompts():
+@pytest.mark.parametrize("other", [4, 6])
+def test_a_new_speed_is_noticed_between_long_prompts(other):
     """The machine becomes half as fast; six passes of two widths follow each long prompt. Five later it is known."""
     times = StepTimes(PassTime(), defaultdict(DraftTime))
     for i in range(35):
         seconds = 0.01 if i < 30 else 0.02
         times.observe(StepReport(num_prefill_tokens=512, num_rows=512, score_s=80 * seconds))
         for j in range(6):
-            times.observe(report(1, 4 + 2 * (j % 2), seconds))
+            times.observe(report(1, (4, other)[j % 2], seconds))
         times.learn()
     assert math.exp(times.passes._state[0]) * times.passes.of(4, 1) == pytest.approx(0.02, rel=0.05)
 
@@ -305,6 +307,8 @@ def test_of_those_who_come_together_no_more_draft_than_there_is_room_for(monkeyp
     seqs = [world.sequence(b) for b in range(3)]
     pacing._meet(seqs, [0, 1, 2], [9] * 3, [0] * 3)
     assert pacing._lengths == [4, 0, 0]
+    pacing._meet(seqs[1:], [1, 2], [9] * 2, [0] * 2)
+    assert pacing._lengths == [4, 0], "the next one draws on what the first has left"
 
 
 def test_trials_are_as_frequent_with_a_new_size_of_batch_as_with_a_new_engine():

@@ -47,7 +47,8 @@ class Drafter:
         """Guess for these decoding sequences, at most budget.num_tokens[b] nodes for seqs[b].
 
         Every token must be drawn from the law that its `probs` row states, and budget.go_on must be asked before
-        each draw. A drafter that has not caught up with a sequence drafts nothing for it.
+        each draw. A drafter that has not caught up with a sequence drafts nothing for it. `seqs` are the step's own, to
+        be read only; the budget's numbers may be counted down.
         """
         raise NotImplementedError
 

@@ -28,7 +28,7 @@ class CatchUp:
         self.most_tokens = most_tokens
         self._steps_s: deque[float] = deque(maxlen=_NUM_STEPS)
         self._catchups: dict[str, deque[tuple[int, float]]] = {}  # by drafter: tokens, seconds
-        self._token_s: dict[str, float] = {}  # what they say of one
+        self._token_s: dict[str, float] = {}  # by drafter: seconds per token
 
     def tokens(self, drafts: Iterable[str], num_used: int = 0) -> int:
         """Tokens for the decoding sequences of a step, which these drafters serve.

@@ -68,15 +68,22 @@ class Crew(Drafter):
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         clock, groups = time.perf_counter(), _groups(seqs, budget.num_tokens)
         if [len(members) for members in groups.values()] != [len(seqs)]:
-            return self._joined(seqs, budget, coins, groups)
+            return self._joined(seqs, budget, coins, groups, clock)
         (name,) = groups  # which serves everybody
         draft = self.members[name].propose(seqs, budget, coins)
-        self._count_draft(name, clock, draft)
+        self._add_draft(name, clock, draft)
         return draft
 
-    def _joined(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], groups: Mapping[str, Seq[int]]) -> Draft:
-        """The drafts of several drafters, or of one that does not serve everybody."""
-        clock, step = time.perf_counter(), DraftStep()
+    def _joined(
+        self,
+        seqs: Seq[Sequence],
+        budget: Budget,
+        coins: Seq[Coins],
+        groups: Mapping[str, Seq[int]],
+        clock: float,
+    ) -> Draft:
+        """The drafts of several drafters, or of one that does not serve everybody. clock: when this began."""
+        step = DraftStep()
         parts, catchup_tokens = [Draft.empty(1)] * len(seqs), budget.catchup_tokens
         for name, members in groups.items():
             drafter, own = self.members[name], budget.only(members, catchup_tokens)
@@ -84,44 +91,44 @@ class Crew(Drafter):
             catchup_tokens -= sum(drafter.caught_up.values())
             for i, b in enumerate(members):
                 parts[b] = draft.only(i)
-            clock, step = self._count_draft(name, clock, draft)
+            step = self._add_draft(name, clock, draft)
+            clock = time.perf_counter()
         joined = Draft.joined(parts)
         step.seconds += time.perf_counter() - clock  # whatever a draft takes is somebody's
         return joined
 
-    def _count_draft(self, name: str, begun: float, draft: Draft) -> tuple[float, DraftStep]:
-        """Add a draft that was begun then to what its drafter did in this step; what the clock says now, and that."""
+    def _add_draft(self, name: str, begun: float, draft: Draft) -> DraftStep:
+        """Add a draft, asked for at the time `begun`, to what its drafter did in this step; returns that."""
         sizes = [end - start for start, end in itertools.pairwise(draft.node_starts)]
-        clock = time.perf_counter()
-        step = self._count(name, clock - begun)
+        step = self._steps.setdefault(name, DraftStep())
         step.num_sequences += sum([size > 0 for size in sizes])
         step.num_nodes += len(draft.tokens)
         step.depth = max(step.depth, *sizes)
-        return clock, step
+        self._count(name, begun)
+        return step
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         for name, members in _groups(seqs, [num_tokens] * len(seqs)).items():
             drafter, start = self.members[name], time.perf_counter()
             drafter.catch_up([seqs[b] for b in members], num_tokens)
             if drafter.caught_up:
-                self._count(name, time.perf_counter() - start)
+                self._count(name, start)
                 num_tokens -= sum(drafter.caught_up.values())
 
     def observe(self, seqs: Seq[Sequence], runs: Seq[range], hidden: Tensor, verdict: Verdict | None = None) -> None:
         for drafter in self.members.values():
             drafter.observe(seqs, runs, hidden, verdict)
 
-    def _count(self, name: str, seconds: float) -> DraftStep:
-        """Add a call of a drafter to what it did in this step."""
+    def _count(self, name: str, begun: float) -> None:
+        """Add a call of a drafter, made at the time `begun`, to what it did in this step."""
         drafter, step = self.members[name], self._steps.setdefault(name, DraftStep())
         caught_up = sum(drafter.caught_up.values())
-        step.seconds += seconds
         step.num_catchup_tokens += caught_up
         step.catchup_s += drafter.catchup_s
         for sequence_id, num_tokens in drafter.caught_up.items():
             had = self.shares_s.get(sequence_id, 0.0)
             self.shares_s[sequence_id] = had + drafter.catchup_s * num_tokens / caught_up
-        return step
+        step.seconds += time.perf_counter() - begun
 
     @property
     def num_caught_up(self) -> int:

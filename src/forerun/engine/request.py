@@ -20,9 +20,11 @@ class RequestReport:
     The definitions are those of docs/exactness.md; a rate is None where nothing was counted.
     """
 
+    num_steps: int = 0  # target passes that emitted for this request
     num_drafted: int = 0
     num_tested: int = 0  # tokens at which the path stood
     num_accepted: int = 0
+    num_emitted: int = 0  # accepted tokens plus one correction, bonus or plain token per step
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)  # one per output token
@@ -30,16 +32,6 @@ class RequestReport:
     draft_prefill_s: float = 0.0  # its share of the time that the draft model took to catch up with it
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_preemptions: int = 0
-
-    @property
-    def num_steps(self) -> int:
-        """Target passes that emitted for this request."""
-        return len(self.rounds)
-
-    @property
-    def num_emitted(self) -> int:
-        """Accepted tokens plus one correction, bonus or plain token per step."""
-        return self.num_accepted + self.num_steps
 
     @property
     def acceptance_rates(self) -> list[float]:
@@ -68,6 +60,8 @@ class RequestReport:
 
     def count(self, num_drafted: int, num_accepted: int, num_tested: int) -> None:
         """Add one round of a chain."""
+        self.num_steps += 1
+        self.num_emitted += num_accepted + 1
         self.rounds.append((num_drafted, num_accepted))
         if not num_drafted:
             return

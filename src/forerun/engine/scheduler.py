@@ -33,7 +33,7 @@ class Plan:
     draft_limits: Seq[int] = ()
 
 
-Stand = tuple[Request, Room]  # a running request, and what its cache holds
+_Stand = tuple[Request, Room]  # a running request, and what its cache holds
 
 
 class Scheduler:
@@ -145,7 +145,7 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------- room in caches
 
-    def _make_room(self) -> tuple[list[Stand], list[Stand], int]:
+    def _make_room(self) -> tuple[list[_Stand], list[_Stand], int]:
         """Who runs; who of them decodes, all with room for one more token; and the blocks that are free before that.
 
         Until there is that room, the last in rank is preempted.
@@ -180,10 +180,11 @@ class Scheduler:
 class _Limits(Seq[int]):
     """Nodes that each may have, so that all could have them together: rows and blocks are shared out evenly.
 
-    None for a request that wants no drafter. Computed when somebody asks: in most plain steps, nobody does.
+    None for a request that wants no drafter. Computed when somebody asks, within the step: in most plain ones, nobody
+    does.
     """
 
-    def __init__(self, decode: Seq[Stand], num_rows: int, num_blocks: int, block_tokens: int) -> None:
+    def __init__(self, decode: Seq[_Stand], num_rows: int, num_blocks: int, block_tokens: int) -> None:
         self._decode, self._block_tokens = decode, block_tokens
         num = max(1, len(decode))
         self._rows = max(0, min(MAX_SPEC_LENGTH, num_rows // num))

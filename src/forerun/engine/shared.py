@@ -115,13 +115,16 @@ class _Uninterrupted:
     def __enter__(self) -> None:
         self._came: tuple[int, FrameType | None] | None = None
         self._handler: Callable[[int, FrameType | None], object] | None = None
+        if threading.get_ident() != threading.main_thread().ident:
+            return
         handler = _signal.getsignal(_signal.SIGINT)
         if callable(handler) and not isinstance(handler, _Uninterrupted):
             try:
                 _signal.signal(_signal.SIGINT, self)
-            except ValueError:  # of any thread but the main one
-                return
-            self._handler = handler
+                self._handler = handler
+            except BaseException:  # which the handler of another signal has raised
+                _signal.signal(_signal.SIGINT, handler)
+                raise
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """As the handler: remember the signal."""
@@ -129,6 +132,10 @@ class _Uninterrupted:
 
     def __exit__(self, *_: object) -> None:
         if self._handler is not None:
-            _signal.signal(_signal.SIGINT, self._handler)
+            try:
+                _signal.signal(_signal.SIGINT, self._handler)
+            except BaseException:  # as above; what came of this signal is answered by that
+                _signal.signal(_signal.SIGINT, self._handler)
+                raise
             if self._came is not None:
                 self._handler(*self._came)

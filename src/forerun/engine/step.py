@@ -114,7 +114,7 @@ class Stepper:
         if not any(granted):
             return Draft.empty(len(seqs)), granted, pacing_s
         catchup_tokens = self.catchup.tokens({seq.draft for seq in seqs}, self.drafter.num_caught_up)
-        budget = Budget(granted, catchup_tokens)
+        budget = Budget(list(granted), catchup_tokens)  # the drafter's own
         if self.pacing.stops_early:
             budget.go_on = lambda b, depth, law: self.pacing.go_on(seqs[b], depth, law)
         draft = self.drafter.propose(seqs, budget, coins)
@@ -174,17 +174,17 @@ class Stepper:
 
 
 class _Coins(Seq[Coins]):
-    """The randomness of each sequence's round, made when somebody asks for it: where laws are points, nobody does."""
+    """The randomness of each sequence's round, made when somebody asks for it: in plain greedy decoding nobody does."""
 
     def __init__(self, make: Callable[[Sequence], Coins], seqs: Seq[Sequence]) -> None:
         self._make, self._seqs = make, seqs
-        self._made: list[Coins | None] = [None] * len(seqs)
+        self._made: dict[int, Coins] = {}
 
     def __len__(self) -> int:
         return len(self._seqs)
 
     def __getitem__(self, b):  # type: ignore[no-untyped-def]
-        coins = self._made[b]
+        coins = self._made.get(b)
         if coins is None:
             coins = self._made[b] = self._make(self._seqs[b])
         return coins

@@ -132,7 +132,7 @@ class KVCache:
         return found
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
-        """Let others find the slot's full blocks, where `keep` says that there are more.
+        """Let others find the slot's full blocks; without cost where there are no more than before (see `keep`).
 
         tokens: the committed ones, from the beginning. The kept rows below len(tokens) must be theirs: a draft's cache
         is cut to what was accepted before, rows behind the last committed token may be anything. Raises InternalError

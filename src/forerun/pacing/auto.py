@@ -135,9 +135,9 @@ class AutoPacing(Pacing):
         known |= {ids[b]: (r, r.wanted()) for b, r in came.items()}
         self._num_changed += 2 * len(came) + len(self._ids) - len(ids)
         self._is_unlike |= size_of(len(ids)) != size_of(len(self._ids)) or self._num_changed >= 2 * len(ids)
-        self._ids, found = ids, [known[number] for number in ids]
-        self._present, self._lengths = [r for r, _ in found], [length for _, length in found]
-        new = {b: r for b, r in came.items() if r.length is None and r.asked is None}
+        present, lengths = map(list, zip(*[known[number] for number in ids], strict=True)) if ids else ([], [])
+        self._ids, self._present, self._lengths = ids, present, lengths  # all, or nothing where this is interrupted
+        new = {b: r for b, r in enumerate(present) if r.length is None and r.asked is None and not r.lag}
         room = self._max_rows(len(ids)) - len(ids) - sum(self._lengths) if new else 0.0
         for b, r in new.items():
             r.update(limits[b], self.max_length, lags[b], seqs[b])

@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Sequence as Seq
 from types import ModuleType
 
-from forerun.errors import BadOption
+from forerun.errors import BadOption, InternalError
 from forerun.types import Coins, Draft, Probs, Trial, Verdict
 
 Ruling = tuple[list[int], int, list[Trial]]  # on one sequence: path, next token, trials
@@ -47,6 +47,8 @@ def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], rules:
     sequence b (i counted within the sequence). rules [B] are names. A sequence without nodes is decided by the match
     noise whatever its rule, so that plain decoding with a seed is one text. Raises BadOption for an unknown rule.
     """
+    if len(coins) != len(rules):
+        raise InternalError(f"{len(rules)} sequences are to be judged with the coins of {len(coins)}")
     starts, modules = draft.node_starts, {name: find(name) for name in set(rules)}
     rulings: list[Ruling] = []
     for b, (laws, name) in enumerate(zip(target_probs, rules, strict=True)):
