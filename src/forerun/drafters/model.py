@@ -144,9 +144,11 @@ class ModelDrafter(Drafter):
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         room = _Room(self.runner.cache)
         limits = [self._limit(seq, budget.num_tokens[b], room) for b, seq in enumerate(seqs)]
-        behind = [seq for b, seq in enumerate(seqs) if limits[b] > 0 and len(self._missing(seq)) > ROUND_TOKENS]
-        self.catch_up(behind, budget.catchup_tokens)
         missing = {b: self._missing(seq) for b, seq in enumerate(seqs) if limits[b] > 0}
+        self.caught_up, self.catchup_s = {}, 0.0
+        if behind := [seqs[b] for b, tokens in missing.items() if len(tokens) > ROUND_TOKENS]:
+            self.catch_up(behind, budget.catchup_tokens)
+            missing = {b: self._missing(seqs[b]) for b in missing}
         feeds = {b: (seqs[b], tokens) for b, tokens in missing.items() if len(tokens) <= ROUND_TOKENS}
         if not budget.stops_early and all(self._fed[seq.id].best_only for seq, _ in feeds.values()):
             return self._run_ahead(feeds, limits)

@@ -118,7 +118,8 @@ class Stepper:
         if self.pacing.stops_early:
             budget.go_on = lambda b, depth, law: self.pacing.go_on(seqs[b], depth, law)
         draft = self.drafter.propose(seqs, budget, coins)
-        if any(len(draft.nodes(b)) > granted[b] for b in range(len(seqs))):
+        starts = draft.node_starts
+        if any(starts[b + 1] - starts[b] > most for b, most in enumerate(granted)):
             raise InternalError("a drafter drafted more than it was granted")
         return draft, granted, pacing_s
 
