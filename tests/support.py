@@ -10,10 +10,10 @@ from forerun.drafters import Drafter, Target
 from forerun.drafters.model import ModelDrafter, Options
 from forerun.engine.engine import Engine
 from forerun.kv.cache import KVCache
-from forerun.methods import load, make_options
 from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
 from forerun.models.runner import Runner
 from forerun.ops.reference import ReferenceOps
+from forerun.registry import load, make_options
 from speculation import draft_of, pacing_of
 
 VOCAB = 61

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import BadOption, NotFound
-from forerun.methods import make_options, unknown
 from forerun.native import VARIABLES
-from forerun.peers import by_name, by_value
+from forerun.registry import by_name, by_value, make_options, unknown
 
 DEFAULT_SPEC_LENGTH = 5  # of pacing=fixed
 AUTO_SPEC_LENGTH = 16  # the most that pacing=auto grants
@@ -83,6 +82,10 @@ class EngineConfig:
             if getattr(self, name) not in allowed:
                 value = str(getattr(self, name))
                 raise BadOption(by_value(name, value) or unknown(f"{name} called", value, allowed))
+
+    def options(self) -> dict[str, Any]:
+        """Every option but the target, as keyword arguments of LLM, for a target that is loaded already."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "target"}
 
     @property
     def longest_draft(self) -> int:

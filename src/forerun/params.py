@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.errors import BadOption
-from forerun.peers import by_name
+from forerun.registry import by_name
 
 
 @dataclass(frozen=True)

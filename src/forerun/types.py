@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 Origin = Literal["accepted", "correction", "bonus", "plain"]
 
+ROUND_TOKENS = 2  # committed tokens that a round leaves a draft model to run: one, or two after a fully accepted draft
+
 
 # ------------------------------------------------------------------------------------------------- what is committed
 

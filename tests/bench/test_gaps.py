@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from forerun import LLM, SamplingParams
-from forerun.bench.command import app
 from forerun.bench.gaps import ALONE_STEPS, GapsPlan, run
 from forerun.bench.gaps_results import Gaps, Run, lines_of
 from forerun.bench.throughput_results import AUTO, PLAIN
 from forerun.bench.widen import with_positions
+from forerun.cli.bench import app
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
 from forerun.models.loading import load_checkpoint

@@ -22,9 +22,9 @@ from forerun.bench.peer_forwards import ForwardsPlan, OwnForward, text_of
 from forerun.bench.peer_process import WORKERS, Outcome, Pass, PeerError, PeerProcess, Question
 from forerun.bench.peer_results import Divergence, best_of, lines_of
 from forerun.bench.peers import PeersPlan, measure, open_own, run, widened
-from forerun.cli import main
+from forerun.cli.main import main
 from forerun.config import EngineConfig
-from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
+from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
 from forerun.errors import BadOption
 from forerun.models.widening import WideShape
 from tiny import write_tiny

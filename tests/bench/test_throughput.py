@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from forerun.bench.command import app
 from forerun.bench.throughput import LENGTHS, AlwaysWrong, ThroughputPlan, never_emitted, run
 from forerun.bench.throughput_results import AUTO, PLAIN, WRONG, Counts, bars_of, best_of, fixed_name, lines_of
+from forerun.cli.bench import app
 from forerun.config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.errors import BadOption

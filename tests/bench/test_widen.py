@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from bench.widening import PROMPT, SMALL, TOLERANCE, WIDE, case, difference, random_weights, run_greedy
-from forerun.bench.command import SHAPE_NAMES
 from forerun.bench.widen import (
     SHAPES,
     num_parameters,
@@ -16,7 +15,8 @@ from forerun.bench.widen import (
     widen_checkpoint,
     write_widened,
 )
-from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.cli.bench import SHAPE_NAMES
+from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.models.layers import Decoder, parameter_shapes
 from forerun.models.loading import load_checkpoint, read_config, read_raw_config

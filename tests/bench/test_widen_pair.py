@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from forerun import LLM, SamplingParams
 from forerun.bench.widen import widen_checkpoint
-from forerun.engine.opening import DATA, SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.factory import DATA, SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.models.widening import WideShape
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.cli import main
+from forerun.cli.main import main
 from tiny import write_tiny
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -85,7 +85,7 @@ def start(checkpoints: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def begin(*arguments: str, **env: str) -> subprocess.Popen[str]:
         kept = {k: v for k, v in os.environ.items() if k not in _given(os.environ)}
         process = subprocess.Popen(
-            [sys.executable, "-m", "forerun.cli", *arguments],
+            [sys.executable, "-m", "forerun", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -20,7 +20,7 @@ import pexpect
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.chat import Chat
+from forerun.cli.chat import Chat
 from forerun.types import StepReport
 from tiny import write_tiny
 
@@ -45,7 +45,7 @@ def terminal(talker: Path) -> Iterator[Any]:
 
     def start(*arguments: str) -> pexpect.spawn:
         environment = {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        command = ["-m", "forerun.cli", "chat", *arguments]
+        command = ["-m", "forerun", "chat", *arguments]
         child = pexpect.spawn(
             sys.executable, command, env=environment, encoding="utf-8", timeout=90, dimensions=(40, 100)
         )
@@ -241,7 +241,7 @@ def test_impatient_keys_end_the_answer_alone(talker: Path, capfd: pytest.Capture
 
 def test_with_standard_output_in_a_file_the_prompt_is_on_the_terminal(talker: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.txt"
-    command = f"{sys.executable} -m forerun.cli chat {talker} --draft none --temperature 0 --max-tokens 9 > {out}"
+    command = f"{sys.executable} -m forerun chat {talker} --draft none --temperature 0 --max-tokens 9 > {out}"
     child = pexpect.spawn("bash", ["-c", command], encoding="utf-8", timeout=90, env={**os.environ, "TERM": "dumb"})
     child.expect_exact("> ")
     child.sendline("hello")
@@ -259,7 +259,7 @@ def test_a_pipe_that_is_no_text_or_no_input_at_all(cli: Any, talker: Path) -> No
     done = cli("chat", str(talker), stdin=b"caf\xe9\n")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: a message is not UTF-8 text: convert the input first\n"
-    command = f"{sys.executable} -m forerun.cli chat {talker} <&-"
+    command = f"{sys.executable} -m forerun chat {talker} <&-"
     closed = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=90, check=False)
     assert (closed.returncode, closed.stdout, closed.stderr) == (0, "", "")
 
@@ -273,7 +273,7 @@ def test_a_cache_that_is_full_does_not_end_the_conversation(cli: Any, talker: Pa
 
 
 def test_ctrl_c_ends_a_chat_through_pipes(talker: Path) -> None:
-    command = [sys.executable, "-m", "forerun.cli", "chat", str(talker), "--temperature", "0", "--draft", "none"]
+    command = [sys.executable, "-m", "forerun", "chat", str(talker), "--temperature", "0", "--draft", "none"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8") as run:
         assert run.stdin is not None

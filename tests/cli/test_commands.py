@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import forerun
-from forerun import methods
+from forerun import registry
 from forerun.native import isa
 
 
 def test_drafters_lists_every_file_of_the_folder(cli: Any) -> None:
     done = cli("drafters")
     assert done.returncode == 0, done.stderr
-    for name in methods.names("forerun.drafters"):
+    for name in registry.names("forerun.drafters"):
         assert any(line.startswith(name) for line in done.stdout.splitlines())
     assert "max_n (int, 1 to 64)" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines()[:-1])

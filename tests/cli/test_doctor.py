@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import doctor, native
+from forerun import native
 from forerun.bench.bandwidth import Bandwidth
-from forerun.doctor import Facts, Operators, Torch
+from forerun.cli import doctor
+from forerun.cli.doctor import Facts, Operators, Torch
 
 SOURCE = Path(__file__).parents[2] / "src" / "forerun"
 LABELS = ["forerun", "processor", "cores", "instruction sets", "operators", "torch", "memory", "bandwidth"]
@@ -66,7 +67,7 @@ def test_it_works_without_the_extension(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("data", "__pycache__", "*.so", "*.pyd")
     shutil.copytree(SOURCE, tmp_path / "forerun", ignore=ignored)
     env = {k: v for k, v in os.environ.items() if not k.startswith("FORERUN_")} | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "forerun.cli", "doctor", "--json"]
+    command = [sys.executable, "-m", "forerun", "doctor", "--json"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)

@@ -144,7 +144,7 @@ def test_any_file_that_cannot_be_used_is_one_sentence(cli: Any, monkeypatch: pyt
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied", "weights")
 
-    monkeypatch.setattr("forerun.cli._open", refuse)
+    monkeypatch.setattr("forerun.cli.main._open", refuse)
     done = cli(*LLAMA)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith("error: 'weights': Permission denied")
@@ -160,7 +160,7 @@ def test_the_same_from_a_shell(process: Any, case: str) -> None:
 
 def test_help_is_quick_and_needs_no_torch(process: Any) -> None:
     script = (
-        "import sys\nfrom forerun.cli import _run\n"
+        "import sys\nfrom forerun.cli.main import _run\n"
         "for words in ([], ['generate'], ['demo'], ['bench'], ['bench', 'latency'], ['bench', 'widen'], ['train']):\n"
         "    assert _run([*words, '--help']) == 0\n"
         "assert not {'torch', 'tokenizers', 'transformers'} & set(sys.modules)\n"

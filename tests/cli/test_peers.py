@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import typer
 import typer.main
+from forerun.peers import DOCUMENT, PeerOption, peer_options
 
-from forerun import flags
-from forerun.cli import app, main
+from forerun.cli import flags
+from forerun.cli.elsewhere import on_command_line
+from forerun.cli.main import app, main
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
-from forerun.peers import DOCUMENT, TABLE, PeerOption, on_command_line
 from forerun.types import SamplingParams
 
 SEE = f"see {DOCUMENT}"
@@ -164,7 +165,7 @@ def test_the_variable_that_is_named_works(monkeypatch: pytest.MonkeyPatch) -> No
 
 ROOT: Any = typer.main.get_command(app)
 FLAGS = {command: {p.name: p.opts[0] for p in ROOT.commands[command].params} for command in ("generate", "chat")}
-SPELLINGS = [(row, spelling) for row in TABLE for spelling in row.theirs]
+SPELLINGS = [(row, spelling) for row in peer_options() for spelling in row.theirs]
 
 
 def as_flag(spelling: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM, native, ops as operators
-from forerun.bench.plan import parse_bytes
+from forerun.cli.plan import parse_bytes
 from forerun.errors import BadOption
 
 needs_native = pytest.mark.skipif(native.isa() == "reference", reason="the native operators are not there, or off")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from forerun.show import LiveText, Piece, RoundPrinter, committed_pieces, round_pieces, token_text, wrap
+from forerun.cli.show import LiveText, Piece, RoundPrinter, committed_pieces, round_pieces, token_text, wrap
 from forerun.text import Tokenizer
 from forerun.types import RoundDetail, StepReport, Trial
 

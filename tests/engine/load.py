@@ -9,9 +9,9 @@ from forerun import pacing
 from forerun.drafters import Drafter
 from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
 from forerun.drafters.model import ModelDrafter, Options
-from forerun.engine.crew import Crew
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
+from forerun.engine.router import Crew
 from forerun.kv.cache import KVCache
 from forerun.models.layers import Decoder
 from forerun.models.runner import Runner

@@ -13,8 +13,8 @@ import torch
 
 from forerun import native, ops as operators
 from forerun.config import EngineConfig
-from forerun.engine.memory import MemoryPlan
 from forerun.kv.cache import KVCache
+from forerun.memory.plan import MemoryPlan
 from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
 from forerun.models.runner import Run, Runner
 from forerun.models.saving import save_checkpoint

@@ -17,8 +17,8 @@ import pytest
 
 from engine.load import caches
 from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport
+from forerun.engine.loop import SharedEngine
 from forerun.engine.request import Chunk
-from forerun.engine.shared import SharedEngine
 from forerun.types import FinishReason, Origin, Sequence
 from speculation import llm_options, mode
 

@@ -7,8 +7,8 @@ import pytest
 from engine.load import DRAFT, MODEL, alone, engine_with, run, runner_with
 from forerun.drafters.model import ModelDrafter
 from forerun.engine.catchup import FIRST_TOKENS, LEAST_TOKENS, SHARE, CatchUp
-from forerun.engine.crew import Crew
 from forerun.engine.engine import Engine
+from forerun.engine.router import Crew
 from forerun.pacing.fixed import FixedPacing
 from forerun.types import DraftStep, SamplingParams, Sequence, StepReport
 

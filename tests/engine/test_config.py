@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+from forerun.peers import by_value, peer_values
 
-from forerun import drafters, methods
+from forerun import drafters, registry
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, NotFound
-from forerun.peers import VALUES, by_value
 from forerun.types import SamplingParams
 
 pytestmark = pytest.mark.once("no engine runs: options alone")
@@ -82,11 +82,11 @@ def test_a_folder_may_have_the_name_of_such_a_drafter(tmp_path, monkeypatch):
 
 def test_no_value_that_works_here_is_answered_as_a_peers():
     works = {
-        "draft": ["auto", "elsewhere", *methods.names("forerun.drafters")],
+        "draft": ["auto", "elsewhere", *registry.names("forerun.drafters")],
         "dtype": ["auto", "float32", "bfloat16"],
         "generation_config": ["none", "model"],
     }
-    assert set(works) == {option for option, _, _ in VALUES}
+    assert set(works) == {option for option, _, _ in peer_values()}
     assert [value for option, values in works.items() for value in values if by_value(option, value)] == []
 
 

@@ -25,11 +25,11 @@ from engine.memory_cases import (
     write_random,
 )
 from forerun.config import EngineConfig
-from forerun.engine.machine import available_bytes
-from forerun.engine.memory import memory_plan, pool_tokens, resolve_max_seq_len
-from forerun.engine.memory_reference import weight_bytes
 from forerun.errors import BadOption
 from forerun.kv.cache import KVCache
+from forerun.memory.machine import available_bytes
+from forerun.memory.plan import memory_plan, pool_tokens, resolve_max_seq_len
+from forerun.memory.reference import weight_bytes
 from forerun.models.layers import DecoderConfig, empty_weights
 from forerun.models.weights import BLOCK_BYTES
 from tiny import write_tiny
@@ -302,7 +302,7 @@ def test_a_machine_that_does_not_tell(tmp_path: Path) -> None:
 CHILD = """
 import ctypes, json, os, sys
 from forerun import LLM, SamplingParams
-from forerun.engine.memory import memory_plan
+from forerun.memory.plan import memory_plan
 
 def status(key):
     return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))

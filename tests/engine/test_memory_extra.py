@@ -9,7 +9,7 @@ import pytest
 
 from engine.memory_cases import BF16, F32, OPS, SMALL, bytes_by_name
 from forerun.config import EngineConfig
-from forerun.engine.memory import MemoryPlan, memory_plan
+from forerun.memory.plan import MemoryPlan, memory_plan
 from forerun.models.layers import DecoderConfig
 
 pytestmark = pytest.mark.once("no engine runs: plans alone")

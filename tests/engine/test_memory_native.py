@@ -16,8 +16,8 @@ import torch
 from engine.memory_cases import BF16, ENVIRONMENT, F32, SMALL, bytes_by_name, needs_native, one_pass
 from forerun import ops as operators
 from forerun.config import EngineConfig
-from forerun.engine.memory import memory_plan
-from forerun.engine.memory_native import GIVE_BACK_BYTES, HUGE_PAGE_BYTES, packed_bytes
+from forerun.memory.native import GIVE_BACK_BYTES, HUGE_PAGE_BYTES, packed_bytes
+from forerun.memory.plan import memory_plan
 from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
 
 pytestmark = [needs_native, pytest.mark.once("plans, and passes without an engine")]

@@ -11,9 +11,9 @@ import pytest
 from engine.load import DRAFT, MODEL, alone, engine_with, mixed, run, runner_with
 from forerun.drafters.model import ModelDrafter
 from forerun.engine.advice import Advisor
-from forerun.engine.crew import Crew
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
+from forerun.engine.router import Crew
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing, make
 from forerun.pacing.fixed import FixedPacing

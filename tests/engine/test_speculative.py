@@ -16,10 +16,10 @@ import torch
 from engine.speculative_cases import PROMPTS, continuous_batching, e2e, greedy_parity
 from forerun import LLM, BadOption, SamplingParams, VocabularyMismatch
 from forerun.config import EngineConfig
-from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.kv.cache import KVCache
 from forerun.kv.pools import CacheShape
-from forerun.rng import Branching, enumerate_outcomes
+from forerun.sampling.random import Branching, enumerate_outcomes
 from forerun.types import Draft, Probs
 from forerun.verify import chain
 

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forerun import methods, pacing
+from forerun import pacing, registry
 from forerun.drafters import Drafter, Target
 from forerun.drafters.model import ModelDrafter, Options
 from forerun.engine.engine import Engine
 from forerun.kv.cache import KVCache
 from forerun.models.runner import Runner
 from forerun.models.toy import ToyLaw, ToyModel
-from forerun.rng import Branching, enumerate_outcomes
+from forerun.sampling.random import Branching, enumerate_outcomes
 from forerun.types import Coins, SamplingParams, StepReport
 
 V, HORIZON = 3, 3
@@ -69,8 +69,8 @@ def drafter_for(case: Case) -> Drafter:
         return ModelDrafter(runner_for(case.near or resembling(case.target)), Options(**case.options))
     size = case.target.config.vocab_size
     target = Target(case.target, None, case.end_ids, size, (), 2, SPACE_TOKENS, "paged")
-    module = methods.load("forerun.drafters", case.drafter, "drafter")
-    return module.build(methods.make_options(module.Options, case.options, case.drafter), target)
+    module = registry.load("forerun.drafters", case.drafter, "drafter")
+    return module.build(registry.make_options(module.Options, case.options, case.drafter), target)
 
 
 def steady(policy: pacing.Pacing) -> pacing.Pacing:

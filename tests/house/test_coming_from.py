@@ -1,4 +1,4 @@
-"""docs/coming-from.md and src/forerun/peers.py say the same, and what they name exists."""
+"""docs/coming-from.md and src/forerun/data/peers.json say the same, and what they name exists."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 import typer.main
+from forerun.peers import PeerOption
 
 import forerun
-from forerun import methods, peers
-from forerun.cli import app, main
+from forerun import peers, registry
+from forerun.cli.main import app, main
 from forerun.config import EngineConfig
-from forerun.peers import PeerOption
 from forerun.types import SamplingParams
 
 PAGE = Path(__file__).parents[2] / peers.DOCUMENT
 ROOT: Any = typer.main.get_command(app)
-PEERS = list(dict.fromkeys(row.peer for row in peers.TABLE))
-ON_A_COMMAND_LINE = (peers.VLLM, peers.SGLANG, peers.LLAMA_CPP)  # the others are used from Python
+PEERS = list(dict.fromkeys(row.peer for row in peers.peer_options()))
+ON_A_COMMAND_LINE = ("vLLM", "SGLang", "llama.cpp")  # the others are used from Python
 FIELDS = {"LLM": set(EngineConfig.__dataclass_fields__), "SamplingParams": set(SamplingParams.__dataclass_fields__)}
 ALIASES = {"draft_model", "num_speculative_tokens", "speculative_config", "use_speculative_decoding"}
 ANNOUNCED = {"forerun plan"}  # may be missing still
@@ -64,7 +64,7 @@ def written(entry: str, row: PeerOption) -> str:
 
 def table(peer: str) -> list[str]:
     lines = list(HEADER)
-    for row in peers.TABLE:
+    for row in peers.peer_options():
         if row.peer == peer:
             theirs = ", ".join(f"`{spelling}`" for spelling in row.theirs)
             here = ", ".join(written(entry, row) for entry in row.ours) or "not here"
@@ -84,17 +84,17 @@ def section(peer: str) -> str:
 
 
 def test_there_is_enough_of_it() -> None:
-    assert len(peers.TABLE) >= 60
+    assert len(peers.peer_options()) >= 60
     assert len(PEERS) == len(set(PEERS)) == 6
 
 
 def test_no_peer_has_a_spelling_twice() -> None:
     for peer in PEERS:
-        names = [peers.normal(spelling) for row in peers.TABLE if row.peer == peer for spelling in row.theirs]
+        names = [peers.normal(spelling) for row in peers.peer_options() if row.peer == peer for spelling in row.theirs]
         assert len(names) == len(set(names)), [name for name in names if names.count(name) > 1]
 
 
-@pytest.mark.parametrize("row", peers.TABLE, ids=lambda row: f"{row.peer} {row.theirs[0]}")
+@pytest.mark.parametrize("row", peers.peer_options(), ids=lambda row: f"{row.peer} {row.theirs[0]}")
 def test_a_row_can_stand_in_a_sentence(row: PeerOption) -> None:
     assert row.ours or row.note, "what is not here says what to do instead"
     assert not re.search(r"[|\n]|: |\.$", row.note), "it stands behind a colon and before a semicolon"
@@ -111,8 +111,8 @@ def exists(entry: str) -> bool:
         return entry in COMMANDS
     if entry.startswith("LLM."):
         return hasattr(forerun.LLM, name.removeprefix("LLM."))
-    if name == "draft" and value.partition(":")[0] in methods.names("forerun.drafters"):
-        method, options = methods.parse_spec(value)
+    if name == "draft" and value.partition(":")[0] in registry.names("forerun.drafters"):
+        method, options = registry.parse_spec(value)
         module = importlib.import_module(f"forerun.drafters.{method}")
         return options.keys() <= module.Options.__dataclass_fields__.keys()
     if name == "acceptance" and value:
@@ -123,7 +123,9 @@ def exists(entry: str) -> bool:
     return is_field or any(name in names or f"{name}s" in names for names in FLAGS.values())
 
 
-@pytest.mark.parametrize("row", [row for row in peers.TABLE if row.ours], ids=lambda row: f"{row.peer} {row.theirs[0]}")
+@pytest.mark.parametrize(
+    "row", [row for row in peers.peer_options() if row.ours], ids=lambda row: f"{row.peer} {row.theirs[0]}"
+)
 def test_what_a_row_offers_exists(row: PeerOption) -> None:
     for entry in row.ours:
         assert exists(entry) or entry in ANNOUNCED, entry
@@ -151,7 +153,7 @@ def test_what_has_the_same_name_exists(peer: str) -> None:
     names = re.findall(r"`([^`]+)`", paragraph)
     assert names
     ours = {flag for flags in FLAGS.values() for flag in flags.values()} | set.union(*FIELDS.values()) | ALIASES
-    theirs = {spelling for row in peers.TABLE if row.peer == peer for spelling in row.theirs}
+    theirs = {spelling for row in peers.peer_options() if row.peer == peer for spelling in row.theirs}
     for name in names:
         assert name in ours or name in {"prompt", "messages"}, name
         assert name not in theirs, f"{name} is in the table, too"

@@ -202,7 +202,7 @@ HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub"
 WHAT_IS_LOADED = f"; print([name for name in {HEAVY} if name in __import__('sys').modules])"
 
 
-@pytest.mark.parametrize("module", ["forerun", "forerun.types", "forerun.errors", "forerun.config", "forerun.cli"])
+@pytest.mark.parametrize("module", ["forerun", "forerun.types", "forerun.errors", "forerun.config", "forerun.cli.main"])
 def test_import_is_light(module: str) -> None:
     """torch takes seconds to import: only what computes does it."""
     assert fresh_python(f"import {module}{WHAT_IS_LOADED}").strip() == "[]"
@@ -210,7 +210,7 @@ def test_import_is_light(module: str) -> None:
 
 HELP = """
 import sys
-from forerun.cli import main
+from forerun.cli.main import main
 sys.argv = ["forerun", *{args}]
 try:
     main()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from forerun import drafters, methods, pacing, theory, verify
+from forerun import drafters, pacing, registry, theory, verify
 from forerun.models.toy import ToyLaw, ToyModel
 from forerun.theory import formulas
 from forerun.types import SamplingParams
@@ -19,13 +19,13 @@ from house.enumeration import HORIZON, TARGET, Case, V, every_way, plain_law, re
 
 EXACT = 1e-12
 RULES = verify.rules()
-PACINGS = methods.names(pacing.__name__)
+PACINGS = registry.names(pacing.__name__)
 # Options worth a run of their own, on top of the defaults of every drafter.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "model": [{"draft_temperature": 0.0}, {"draft_temperature": 0.4, "draft_top_k": 2}, {"draft_top_k": 1}],
     "lookup": [{"max_n": 2, "min_n": 2}],
 }
-NAMES = methods.names(drafters.__name__)
+NAMES = registry.names(drafters.__name__)
 DRAFTERS = [(name, options) for name in NAMES for options in [{}, *VARIANTS.get(name, [])]]
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

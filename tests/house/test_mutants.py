@@ -15,7 +15,7 @@ import torch
 from forerun import sampling
 from forerun.drafters import model as model_drafter
 from forerun.errors import InternalError
-from forerun.rng import Branching, PhiloxCoins
+from forerun.sampling.random import Branching, PhiloxCoins
 from forerun.types import Coins, Draft, Probs, SamplingParams, Trial
 from forerun.verify import chain, match
 from house.enumeration import HORIZON, TARGET, Case, engine_for, plain_law, resembling, spoken, total_variation

@@ -12,14 +12,14 @@ from functools import cache
 import pytest
 import torch
 
-from forerun import drafters, methods, native
+from forerun import drafters, native, registry
 from forerun.engine.engine import Engine
 from forerun.models.layers import Decoder
 from forerun.ops.cpu import CpuOps
 from forerun.types import SamplingParams
 from support import VOCAB, engine_for, random_decoder
 
-DRAFTERS = methods.names(drafters.__name__)
+DRAFTERS = registry.names(drafters.__name__)
 NATIVE = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
 OPS = ["row_by_row", *(pytest.param(dtype, marks=NATIVE, id=f"native {dtype}") for dtype in ("float32", "bfloat16"))]
 Outcome = list[tuple[list[int], list[tuple[int, float, list[tuple[int, float]]]]]]

@@ -294,7 +294,7 @@ class Client:
 
     def forerun(self, *arguments: str, code: int = 0, **env: str) -> tuple[str, str]:
         """What the command line prints: standard output and standard error."""
-        return self.run([sys.executable, "-m", "forerun.cli", *arguments], env, code)
+        return self.run([sys.executable, "-m", "forerun", *arguments], env, code)
 
     def asked(self, call: str | dict[str, Any], **options: Any) -> tuple[Found, list[str]]:
         """`find`, and the files whose contents were asked for meanwhile."""

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from forerun import LLM, SamplingParams
+from forerun.cli.flags import sampling_params
 from forerun.errors import BadOption, UnsupportedModel
-from forerun.flags import sampling_params
 from forerun.models.generation import end_ids_of, sampling_defaults, sampling_fields
 from tiny import write_tiny
 

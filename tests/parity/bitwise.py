@@ -21,12 +21,12 @@ import torch
 
 from forerun import LLM, SamplingParams
 from forerun.engine.engine import Engine
-from forerun.engine.opening import DATA, SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.factory import DATA, SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.models.runner import Run, Runner, Scores
 from forerun.ops.reference import ReferenceOps
-from forerun.rng import gumbel
 from forerun.sampling import probs
+from forerun.sampling.random import gumbel
 from forerun.text.tokenizer import Tokenizer
 from parity.covering import Group, Setting
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from forerun import LLM, SamplingParams, drafters, methods
-from forerun.engine.opening import DATA
+from forerun import LLM, SamplingParams, drafters, registry
+from forerun.engine.factory import DATA
 from forerun.models.runner import Run, Runner
-from forerun.rng import gumbel
 from forerun.sampling import probs
+from forerun.sampling.random import gumbel
 
 NUM_PROMPTS, NUM_TOKENS, TEMPERATURE = 200, 128, 0.8
 pytestmark = pytest.mark.parity
@@ -87,7 +87,7 @@ def gap_of_top_two(ids: list[int], sampling: SamplingParams) -> tuple[set[int], 
 
 
 @pytest.mark.parametrize("mode", ["greedy", "match"])
-@pytest.mark.parametrize("draft", [d for d in methods.names(drafters.__name__) if d != "none"])
+@pytest.mark.parametrize("draft", [d for d in registry.names(drafters.__name__) if d != "none"])
 def test_every_difference_from_plain_carries_a_tie_certificate(draft, mode, capsys):
     differences = []
     limit = tau() / (1.0 if mode == "greedy" else TEMPERATURE)

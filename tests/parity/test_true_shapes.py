@@ -10,7 +10,7 @@ import pytest
 from engine.speculative_cases import continuous_batching, e2e, greedy_parity
 from forerun import LLM
 from forerun.bench.widen import shape_named, write_widened
-from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import Checkpoint, load_checkpoint, read_config, read_raw_config
 
 pytestmark = pytest.mark.parity

@@ -7,14 +7,13 @@ import itertools
 import pytest
 import torch
 
-from forerun import arithmetic, sampling
 from forerun.drafters.model import ModelDrafter, Options
 from forerun.errors import InternalError
 from forerun.kv.cache import KVCache
 from forerun.models.runner import Run, Runner
 from forerun.models.toy import ToyModel
-from forerun.rng import PhiloxCoins, enumerate_outcomes
-from forerun.sampling import probs
+from forerun.sampling import arithmetic, pipeline, probs
+from forerun.sampling.random import PhiloxCoins, enumerate_outcomes
 from forerun.types import Draft, Probs, SamplingParams, Sequence
 from forerun.verify import chain, match
 from house.enumeration import Case, every_way
@@ -131,8 +130,8 @@ def test_enumerated_rounds_do_not_depend_on_the_form(module):
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.8}, {"min_p": 0.4, "repetition_penalty": 1.7}])
 def test_the_engine_is_lossless_with_lists(rule, options, monkeypatch):
     """The real engine in exact enumeration, with every filtered law of either model as a list."""
-    monkeypatch.setattr(sampling, "_most_listed", lambda width: width)
-    assert sampling.probs(torch.zeros(3), SamplingParams(top_k=2)).ids.tolist() == [0, 1]
+    monkeypatch.setattr(pipeline, "_most_listed", lambda width: width)
+    assert pipeline.probs(torch.zeros(3), SamplingParams(top_k=2)).ids.tolist() == [0, 1]
     assert_lossless(Case("model", SamplingParams(max_tokens=3, acceptance=rule, **options)))
     assert_lossless(Case("model", SamplingParams(max_tokens=3, acceptance=rule, **options), {"draft_top_k": 1}))
 

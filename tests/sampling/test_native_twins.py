@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from forerun import arithmetic, rng
 from forerun.errors import BadOption, InternalError
-from forerun.rng import PhiloxCoins
-from forerun.sampling import Filters, _argmax, _law, probs
+from forerun.sampling import arithmetic, random as rng
+from forerun.sampling.pipeline import Filters, _argmax, _law, probs
+from forerun.sampling.random import PhiloxCoins
 from forerun.types import Probs, SamplingParams
 from sampling.twins import ISAS, KINDS, Row, row, sampler
 

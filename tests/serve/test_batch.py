@@ -184,7 +184,7 @@ def test_ctrl_c_in_a_terminal_that_shows_a_bar(cli: Any, write: Any, answers_in:
     long = [(f"long-{i}", COMPLETIONS, {"prompt": "x", "max_tokens": 1500, "ignore_eos": True}) for i in range(40)]
     short = [(f"short-{i}", COMPLETIONS, {"prompt": "x", "max_tokens": 2}) for i in range(2)]
     requests, out = write(*short, *long), tmp_path / "out.jsonl"
-    command = ["-m", "forerun.cli", "batch", str(requests), str(out)]
+    command = ["-m", "forerun", "batch", str(requests), str(out)]
     env = {**os.environ, **environment(), "TERM": "xterm-256color", "COLUMNS": "100"}
     child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=90, env=env, dimensions=(24, 100))
     child.expect(r"2/42\D.* \d+\.\d tokens/s")
@@ -280,9 +280,8 @@ def test_every_option_of_the_engine_that_generate_has(cli: Any) -> None:
 
 @pytest.mark.once("nothing is run")
 def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys\nfrom forerun.cli import main\ntry:\n    main(['batch', '--help'])\nexcept SystemExit:\n    pass\n"
-    )
+    code = "import sys\nfrom forerun.cli.main import main\n"
+    code += "try:\n    main(['batch', '--help'])\nexcept SystemExit:\n    pass\n"
     code += "print([name for name in ('torch', 'tokenizers', 'jinja2') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.endswith("[]\n")

@@ -9,10 +9,11 @@ import pytest
 import torch
 from scipy import stats
 
-from forerun import rng, verify
+from forerun import verify
 from forerun.errors import BadOption
 from forerun.models.toy import ToyLaw, ToyModel
-from forerun.rng import Branching, PhiloxCoins, enumerate_outcomes
+from forerun.sampling import random as rng
+from forerun.sampling.random import Branching, PhiloxCoins, enumerate_outcomes
 from forerun.theory import formulas
 from forerun.types import Draft, Probs
 from forerun.verify import chain, match

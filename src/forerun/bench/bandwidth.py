@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from forerun import native
-from forerun.engine.machine import available_bytes
+from forerun.memory.machine import available_bytes
 
 # Far beyond every cache: the largest known have 12 MiB per core.
 MIN_BYTES, MIN_BYTES_PER_THREAD = 1 << 29, 1 << 25

@@ -25,21 +25,19 @@ from rich.progress import Progress
 
 from forerun import drafters
 from forerun.bench import latency
-from forerun.bench.demo import load_widened
 from forerun.bench.gaps_results import NOTES, Gaps, Run, first_tokens_table, gaps_table, lines_of, print_summary
 from forerun.bench.results import Variant, print_ceiling, record_of
 from forerun.bench.throughput_results import AUTO, PLAIN, fixed_name
-from forerun.bench.widen import with_positions
+from forerun.bench.widen import load_widened, with_positions
 from forerun.config import AUTO_SPEC_LENGTH, DEFAULT_SPEC_LENGTH, EngineConfig
-from forerun.engine.collector import spare_what_is_loaded
+from forerun.engine.factory import is_shipped
 from forerun.engine.llm import LLM
-from forerun.engine.opening import is_shipped
 from forerun.engine.request import Request
 from forerun.errors import BadOption
-from forerun.flags import engine_options
 from forerun.kv.cache import PAGED_BLOCK_TOKENS
+from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.loading import Checkpoint
-from forerun.show import make_console
+from forerun.text.terminal import make_console
 from forerun.types import SamplingParams, StepReport
 
 STREAM_PROMPT_TOKENS = 64
@@ -173,7 +171,7 @@ def _build(
 ) -> dict[str, LLM]:
     """One engine per variant over the same weights; late only where the drafter is a model that can be behind."""
     options: dict[str, Any] = {
-        **engine_options(config),
+        **config.options(),
         "max_batch_size": 2,
         "max_num_batched_tokens": max(2, config.max_num_batched_tokens),
         "max_seq_len": sizes.max_seq_len,

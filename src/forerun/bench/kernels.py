@@ -36,14 +36,14 @@ from forerun.bench.kernel_operators import (
 from forerun.bench.peers import set_num_threads
 from forerun.bench.results import print_ceiling, record_of
 from forerun.bench.widen import describe, num_parameters, shape_named
-from forerun.engine.opening import SHIPPED_TARGET
+from forerun.engine.factory import SHIPPED_TARGET
 from forerun.errors import BadOption
-from forerun.methods import unknown
 from forerun.models.layers import Decoder, DecoderConfig, RopeConfig
 from forerun.models.loading import DTYPES, read_config, read_raw_config
 from forerun.models.widening import wide_config
 from forerun.ops.cpu import CpuOps
-from forerun.show import make_console
+from forerun.registry import unknown
+from forerun.text.terminal import make_console
 
 # The sizes of Llama 3.2 1B.
 RANDOM_1B = DecoderConfig(

@@ -16,8 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from forerun import drafters, methods
-from forerun.bench.demo import PROMPTS, draft_name, load_widened, load_widened_draft
+from forerun import drafters, registry
 from forerun.bench.results import (
     Line,
     Tally,
@@ -29,17 +28,16 @@ from forerun.bench.results import (
     record_of,
     table_of,
 )
-from forerun.bench.widen import describe, num_parameters
+from forerun.bench.widen import PROMPTS, describe, draft_name, load_widened, load_widened_draft, num_parameters
 from forerun.config import DEFAULT_SPEC_LENGTH, EngineConfig
-from forerun.engine.collector import spare_what_is_loaded
+from forerun.engine.factory import SHIPPED_DRAFT, is_shipped
 from forerun.engine.llm import LLM
-from forerun.engine.opening import SHIPPED_DRAFT, is_shipped
 from forerun.errors import BadOption, NotFound, UserError
-from forerun.flags import engine_options
+from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.layers import Decoder
 from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.models.runner import Runner
-from forerun.show import make_console
+from forerun.text.terminal import make_console
 from forerun.types import SamplingParams, StepReport
 
 PLAIN = Variant("none", 0)
@@ -82,7 +80,7 @@ def planned(workload: str | None, **wanted: Any) -> tuple[Plan, dict[str, Any]]:
     Raises BadOption for an unknown workload, and for one whose models are to be others.
     """
     if workload is not None and workload not in WORKLOADS:
-        raise BadOption(methods.unknown("workload", workload, WORKLOADS))
+        raise BadOption(registry.unknown("workload", workload, WORKLOADS))
     measured, engine = ({}, {}) if workload is None else WORKLOADS[workload]
     given = {key: value for key, value in wanted.items() if value is not None and value != ()}
     for key in ("shape", "draft_shape", "drafts"):
@@ -148,13 +146,13 @@ def read_prompts(plan: Plan) -> list[tuple[str, str]]:
 def _build(checkpoint: Checkpoint, config: EngineConfig, plan: Plan, console: Console) -> dict[Variant, LLM]:
     """One engine per drafter and length over the same weights, plain decoding first."""
     # A prompt's second run would find most of the first one's cache.
-    options = {**engine_options(config), "draft": "none", "prefix_caching": False}
+    options = {**config.options(), "draft": "none", "prefix_caching": False}
     llms = {PLAIN: LLM(checkpoint, **options)}
     drafts: dict[str, str | Checkpoint] = {name: name for name in plan.drafts}
     if plan.draft_shape != "none":
         drafts = {f"model ({plan.draft_shape})": load_widened_draft(config, checkpoint, plan.draft_shape)}
     elif not drafts:
-        drafts = {name: name for name in methods.names("forerun.drafters") if name != "none"}
+        drafts = {name: name for name in registry.names("forerun.drafters") if name != "none"}
     for name, draft in drafts.items():
         for spec_length in plan.spec_lengths or (config.spec_length or DEFAULT_SPEC_LENGTH,):
             try:

@@ -44,7 +44,7 @@ from forerun.kv.cache import Backend, KVCache
 from forerun.models.layers import Decoder
 from forerun.models.loading import Checkpoint
 from forerun.models.runner import Run, Runner
-from forerun.show import make_console
+from forerun.text.terminal import make_console
 
 T = TypeVar("T")
 

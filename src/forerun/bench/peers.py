@@ -26,21 +26,19 @@ from rich.console import Console
 
 from forerun import native
 from forerun.bench import latency
-from forerun.bench.demo import draft_name
 from forerun.bench.peer_process import INSTALL, Outcome, PeerError, PeerProcess, Question
 from forerun.bench.peer_results import OWN, PLAIN, Runs, Variant, lines_of, print_notes, table_of
 from forerun.bench.results import print_ceiling, record_of
-from forerun.bench.widen import describe, num_parameters, shape_named, write_widened
+from forerun.bench.widen import describe, draft_name, num_parameters, shape_named, write_widened
 from forerun.config import EngineConfig
+from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
 from forerun.engine.llm import LLM
-from forerun.engine.opening import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
 from forerun.errors import BadOption, CapacityError
-from forerun.flags import engine_options
 from forerun.models.hub import locate
 from forerun.models.layers import Decoder
 from forerun.models.loading import Checkpoint, load_checkpoint, read_config, read_raw_config
 from forerun.models.widening import wide_config
-from forerun.show import make_console
+from forerun.text.terminal import make_console
 from forerun.types import SamplingParams, StepReport
 
 WARM_UP_TOKENS = 16
@@ -239,7 +237,7 @@ class OwnEngine:
         self.name, self.idle_cpu_s, self.checkpoint = OWN, 0.0, checkpoint
         self.draft: Checkpoint | None = None
         # A prompt that was run before would be found in the cache; the others have no such cache either.
-        options = {**engine_options(config), "max_batch_size": 1, "prefix_caching": False}
+        options = {**config.options(), "max_batch_size": 1, "prefix_caching": False}
         drafts: dict[str, str | Checkpoint] = {"lookup": f"lookup:max_n={LOOKUP_MAX_N}"}
         if draft is not None:
             self.draft = load_checkpoint(

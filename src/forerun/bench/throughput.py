@@ -28,7 +28,6 @@ from rich.progress import Progress
 
 from forerun import drafters
 from forerun.bench import latency
-from forerun.bench.demo import load_widened
 from forerun.bench.results import Variant, print_ceiling, record_of
 from forerun.bench.throughput_results import (
     AUTO,
@@ -43,19 +42,19 @@ from forerun.bench.throughput_results import (
     print_bars,
     rates_table,
 )
+from forerun.bench.widen import load_widened
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
-from forerun.engine.collector import spare_what_is_loaded
+from forerun.engine.factory import is_shipped
 from forerun.engine.llm import LLM
-from forerun.engine.opening import is_shipped
 from forerun.engine.request import Request
 from forerun.errors import BadOption
-from forerun.flags import engine_options
 from forerun.kv.cache import PAGED_BLOCK_TOKENS
+from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.loading import Checkpoint
 from forerun.models.runner import Run, Runner
 from forerun.pacing import Pacing
-from forerun.show import make_console
+from forerun.text.terminal import make_console
 from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence, StepReport
 
 PROBE_SLOT = -1  # of the cache, for a pass before any request
@@ -194,7 +193,7 @@ def _build(
     longest, most = max(map(len, prompts)) + round(max(LENGTHS) * plan.max_tokens), max(plan.concurrencies)
     blocks = -(-longest // PAGED_BLOCK_TOKENS) + 1  # nobody is admitted without a block to spare for all that may grow
     options: dict[str, Any] = {
-        **engine_options(config),
+        **config.options(),
         "max_batch_size": most,
         "max_seq_len": min(longest, checkpoint.model.config.max_positions),
         "kv_cache_tokens": most * blocks * PAGED_BLOCK_TOKENS if config.kv_cache_backend == "paged" else None,

@@ -8,19 +8,25 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import time
 from pathlib import Path
 
 import tokenizers
 import torch
+from rich.console import Console
 
+from forerun import drafters
+from forerun.config import EngineConfig
+from forerun.engine.factory import DATA, SHIPPED_DRAFT, load_target, load_unpacked, make_ops
 from forerun.errors import BadOption
-from forerun.methods import unknown
 from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.loading import Checkpoint, load_checkpoint, read_raw_config
 from forerun.models.saving import save_checkpoint
 from forerun.models.widening import WideShape, widen
 from forerun.ops.reference import ReferenceOps
+from forerun.registry import unknown
 from forerun.text.grow import grow
+from forerun.text.terminal import make_console
 from forerun.text.tokenizer import Tokenizer
 
 # The last two are the sizes of the published models of these names. `demo` keeps head size and vocabulary.
@@ -29,6 +35,7 @@ SHAPES = {
     "llama-3.2-1b": WideShape(2048, 16, 32, 8, 8192, head_dim=64, vocab_size=128256),
     "llama-3.2-3b": WideShape(3072, 28, 24, 8, 8192, head_dim=128, vocab_size=128256),
 }
+PROMPTS = DATA / "prompts.jsonl"
 SHARD_BYTES = 1 << 29  # of a written folder: up to two shards are in memory beside the model
 
 
@@ -124,3 +131,44 @@ def describe(config: DecoderConfig) -> str:
         f"hidden {config.hidden_size}, {config.num_layers} layers, ffn {config.ffn_size}, "
         f"{config.num_heads}/{config.num_kv_heads} heads of {config.head_dim}, {config.vocab_size} ids"
     )
+
+
+def load_widened(config: EngineConfig, shape: str, console: Console) -> Checkpoint:
+    """The target in the wanted shape, with a line that says what it is and how long that took."""
+    start, note = time.perf_counter(), ""
+    with make_console(stderr=True).status("loading the target ...") as status:
+        if shape == "none":
+            checkpoint = load_target(config)
+        else:
+            small, ops = load_unpacked(config), make_ops(config)
+            status.update("widening the target ...")
+            checkpoint = widen_checkpoint(small, shape_named(shape, small.model.config), ops)
+            note = ", a widened small model"
+    model = checkpoint.model
+    kind = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
+    console.print(
+        f"target: {num_parameters(model.config):,} parameters{note} ({describe(model.config)}), {kind}; "
+        f"ready in {time.perf_counter() - start:.1f} s"
+    )
+    return checkpoint
+
+
+def draft_name(config: EngineConfig) -> str:
+    """The draft model that the configuration names, or the shipped one. Raises BadOption for any other drafter."""
+    spec = config.draft if config.draft != "none" else "auto"
+    method, options = drafters.resolve(spec, has_shipped_draft=True)
+    if method != "model":
+        raise BadOption(
+            f"draft={config.draft!r} is no model that could be widened: name a draft model, or leave it out"
+        )
+    return options.path or str(SHIPPED_DRAFT)
+
+
+def load_widened_draft(config: EngineConfig, target: Checkpoint, shape: str) -> Checkpoint:
+    """The draft model that the configuration names, or the shipped one, in the wanted shape.
+
+    It has the target's type, device and operators.
+    """
+    model = target.model
+    checkpoint = load_checkpoint(draft_name(config), dtype=model.dtype, device=model.device, with_tokenizer=True)
+    return widen_checkpoint(checkpoint, shape_named(shape, checkpoint.model.config), model.ops)

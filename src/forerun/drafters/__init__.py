@@ -15,8 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption
-from forerun.methods import load, make_options, names, parse_spec
-from forerun.peers import by_value
+from forerun.registry import by_value, load, make_options, names, parse_spec
 from forerun.types import Budget, Coins, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
     from forerun.kv.cache import Backend
     from forerun.models.loading import Checkpoint
     from forerun.models.runner import Model
-
-# Committed tokens that a round leaves a draft model to run: one, or two where everything was accepted.
-ROUND_TOKENS = 2
 
 
 class Drafter:

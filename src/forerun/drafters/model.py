@@ -19,14 +19,14 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.drafters import ROUND_TOKENS, Drafter, Target
+from forerun.drafters import Drafter, Target
 from forerun.errors import BadOption
 from forerun.kv.cache import KVCache
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
 from forerun.models.runner import Run, Runner
 from forerun.sampling import History, probs, takes_the_best
 from forerun.text.tokenizer import Tokenizer, compare
-from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence, Verdict
+from forerun.types import ROUND_TOKENS, Budget, Coins, Draft, Probs, SamplingParams, Sequence, Verdict
 
 Row = Tensor | int  # what follows a sequence: logits [V], or the id of the largest one
 

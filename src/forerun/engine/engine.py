@@ -17,15 +17,15 @@ from forerun import verify
 from forerun.drafters import Drafter
 from forerun.engine.advice import Advisor
 from forerun.engine.catchup import CatchUp
-from forerun.engine.crew import Crew
 from forerun.engine.request import Request
+from forerun.engine.router import Crew
 from forerun.engine.scheduler import Plan, Scheduler
 from forerun.engine.step import RequestFailed, Stepper
 from forerun.errors import BadOption, CapacityError, PromptTooLong
-from forerun.methods import unknown
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing
-from forerun.rng import PhiloxCoins, derived_seed
+from forerun.registry import unknown
+from forerun.sampling.random import PhiloxCoins, derived_seed
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Coins, Listener, SamplingParams, Sequence, StepReport
 

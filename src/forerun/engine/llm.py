@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from forerun.config import EngineConfig
-from forerun.engine.building import build
-from forerun.engine.opening import check_loaded, load_target, refuse_early
-from forerun.engine.planning import refuse_what_does_not_fit
+from forerun.engine.factory import build, check_loaded, load_target, refuse_early, refuse_what_does_not_fit
+from forerun.engine.loop import SharedEngine
 from forerun.engine.prompts import Message, Prompt, as_list, conversations, only_one, params_for
 from forerun.engine.request import Chunk, Request, RequestOutput
-from forerun.engine.shared import SharedEngine
 from forerun.errors import BadOption, UserError
 from forerun.models.generation import sampling_defaults
 from forerun.models.loading import Checkpoint
@@ -80,8 +78,7 @@ class LLM:
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
         """From a finished configuration."""
-        options = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__ if name != "target"}
-        return cls(config.target, **options)
+        return cls(config.target, **config.options())
 
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None

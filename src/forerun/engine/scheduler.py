@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
 
 from forerun.drafters import Drafter
-from forerun.engine.crew import NONE
 from forerun.engine.request import Request
+from forerun.engine.router import NONE
 from forerun.kv.cache import KVCache
 from forerun.kv.slots import Room
 from forerun.types import Sequence

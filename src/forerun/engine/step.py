@@ -22,8 +22,8 @@ from torch import Tensor
 
 from forerun import sampling, verify
 from forerun.engine.catchup import CatchUp
-from forerun.engine.crew import Crew
 from forerun.engine.request import Request
+from forerun.engine.router import Crew
 from forerun.engine.scheduler import Plan
 from forerun.errors import InternalError, UserError
 from forerun.models.runner import Run, Runner, Scores

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from forerun.errors import BadOption, UnsupportedModel
-from forerun.files import read_json_if_there
+from forerun.text.json_files import read_json_if_there
 from forerun.types import SamplingParams
 
 Raw = Mapping[str, Any]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import CapacityError, ForerunError, NotFound
-from forerun.files import read_json, shard_names
 from forerun.models.hub_errors import cache_folder, explained, is_offline, is_unreachable
 from forerun.models.refusals import (
     CONFIG,
@@ -29,6 +28,7 @@ from forerun.models.refusals import (
     refuse_without_tokenizer,
     refuse_without_weights,
 )
+from forerun.text.json_files import read_json, shard_names
 
 SMALL = (
     CONFIG,

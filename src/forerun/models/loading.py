@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from forerun.errors import BadOption, CapacityError, UnsupportedModel
-from forerun.files import read_json
 from forerun.models import refusals
 from forerun.models.generation import end_ids_of
 from forerun.models.hub import is_hub_id, locate
 from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
 from forerun.models.weights import StoredWeights
 from forerun.ops.reference import ReferenceOps
+from forerun.text.json_files import read_json
 from forerun.text.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forerun.errors import NotFound, UnsupportedModel
-from forerun.files import shard_names
 from forerun.models.refusals import INDEX, SINGLE, quantised_tensor
+from forerun.text.json_files import shard_names
 
 # As safetensors names them; whatever else a file may hold means quantised weights.
 READABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from forerun.methods import load, make_options, parse_spec
 from forerun.pacing._times import StepTimes
+from forerun.registry import load, make_options, parse_spec
 from forerun.types import Probs, Sequence, StepReport
 
 

@@ -192,9 +192,9 @@ class Runner:
 
 def _answer(requests: RequestFile, answers: AnswerFile, config: EngineConfig, numbers: Numbers) -> None:
     """Load the model and answer what is missing."""
-    from forerun.engine.collector import spare_what_is_loaded
+    from forerun.engine.factory import refuse_without_template, suggested_fields
     from forerun.engine.llm import LLM
-    from forerun.engine.opening import refuse_without_template, suggested_fields
+    from forerun.memory.machine import spare_what_is_loaded
 
     if requests.has_chats:
         refuse_without_template(config)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import codecs
 from typing import TYPE_CHECKING, Any
 
-from forerun.show import BYTES
-from forerun.text.tokenizer import REPLACEMENT
+from forerun.text.tokenizer import BYTES, REPLACEMENT
 
 if TYPE_CHECKING:
     from forerun.engine.request import RequestOutput

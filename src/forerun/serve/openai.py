@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption, CapacityError, ForerunError, PromptTooLong, UserError
-from forerun.methods import unknown
-from forerun.peers import by_name
+from forerun.registry import by_name, unknown
 from forerun.serve.logprobs import chat_logprobs, completion_logprobs
 from forerun.types import SamplingParams
 

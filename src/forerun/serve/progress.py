@@ -7,7 +7,7 @@ from types import TracebackType
 
 from rich import progress
 
-from forerun.show import make_console
+from forerun.text.terminal import make_console
 
 INTERVAL_S = 0.1  # between two drawings
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from forerun.errors import BadOption, NotFound
-from forerun.methods import unknown
+from forerun.registry import unknown
 from forerun.serve.openai import CHAT, URLS
 
 KEYS = ("custom_id", "method", "url", "body")

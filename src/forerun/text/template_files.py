@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.errors import NotFound, UnsupportedModel
-from forerun.files import read_json_if_there
+from forerun.text.json_files import read_json_if_there
 
 DEFAULT = "default"
 FILE = "chat_template.jinja"

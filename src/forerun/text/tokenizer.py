@@ -124,3 +124,13 @@ def _name(tokens: dict[int, str], token_id: int) -> str:
 def _decoder_types(backend: tokenizers.Tokenizer) -> str:
     """The decoder part of tokenizer.json as text; '' where there is none."""
     return repr(backend.decoder) if backend.decoder is not None else ""
+
+
+def _byte_names() -> dict[str, int]:
+    """Character -> byte in the names of byte-level tokens (Radford et al. 2019): printable ones are themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTES = _byte_names()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-from forerun import flags
+from forerun.cli import flags
 from forerun.errors import BadOption, NotFound
 from forerun.types import SamplingParams
 

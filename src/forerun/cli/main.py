@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import typer
 
-from forerun import flags
-from forerun.bench.command import SHAPE_NAMES, app as bench_app
-from forerun.bench.plan import plan
+from forerun.cli import flags
+from forerun.cli.batch import batch
+from forerun.cli.bench import SHAPE_NAMES, app as bench_app
+from forerun.cli.doctor import doctor
+from forerun.cli.elsewhere import on_command_line
+from forerun.cli.inputs import read_requests
+from forerun.cli.plan import plan
+from forerun.cli.train import app as train_app
 from forerun.config import EngineConfig
-from forerun.doctor import doctor
 from forerun.errors import BadOption, ForerunError, UserError
-from forerun.inputs import read_requests
-from forerun.peers import on_command_line
-from forerun.serve.command import batch
-from forerun.train.command import app as train_app
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def generate(
     if not as_json and any(params.logprobs is not None for _, params in requests):
         raise BadOption("logprobs are printed with --json only: add it")
     if any(_is_conversation(prompt) for prompt, _ in requests):
-        from forerun.engine.opening import refuse_without_template
+        from forerun.engine.factory import refuse_without_template
 
         refuse_without_template(engine)
     llm = _open(engine)
@@ -151,7 +151,7 @@ def _suggested(engine: EngineConfig) -> dict[str, Any]:
     """The sampling parameters of generation_config.json, where they were asked for."""
     if engine.generation_config == "none":
         return {}  # and nothing heavy is imported before the prompts were read
-    from forerun.engine.opening import suggested_fields
+    from forerun.engine.factory import suggested_fields
 
     return suggested_fields(engine)
 
@@ -188,8 +188,8 @@ def _generate(llm: LLM, requests: Seq[Encoded]) -> list[RequestOutput]:
 
 
 def _open(config: Any) -> LLM:
-    from forerun.engine.collector import spare_what_is_loaded
     from forerun.engine.llm import LLM
+    from forerun.memory.machine import spare_what_is_loaded
 
     llm = LLM.from_config(config)
     spare_what_is_loaded()
@@ -226,7 +226,8 @@ def _print_batch(llm: LLM, requests: Seq[Encoded]) -> None:
 
 
 def _print_rounds(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:
-    from forerun.show import RoundPrinter, make_console
+    from forerun.cli.show import RoundPrinter
+    from forerun.text.terminal import make_console
 
     ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     printer = RoundPrinter(llm.tokenizer, make_console(), ids[-1] if ids else None)
@@ -281,7 +282,7 @@ def chat(
     given = dict(locals())
     flags.sampling_params(given, {"max_tokens": None})
     engine = flags.engine_config(given, config)
-    from forerun import chat as session
+    from forerun.cli import chat as session
 
     fields = _suggested(engine)
     is_limited = "max_tokens" in fields or given["max_tokens"] is not None
@@ -308,7 +309,7 @@ def demo(
     """The same prompt with and without speculation: the same text, faster."""
     given = {k: v for k, v in locals().items() if k not in ("prompt", "shape")}
     config, params = flags.engine_config(given), flags.sampling_params(given)
-    from forerun.bench import demo as show_demo
+    from forerun.cli import demo as show_demo
 
     show_demo.run(config, params, shape, prompt)
 
@@ -316,7 +317,7 @@ def demo(
 @app.command()
 def drafters() -> None:
     """The methods that guess, with their options."""
-    from forerun.show import method_lines
+    from forerun.cli.show import method_lines
 
     for line in method_lines("forerun.drafters"):
         typer.echo(line)
@@ -378,7 +379,3 @@ def _run(arguments: list[str]) -> int:
 def _fail(message: str, code: int) -> int:
     typer.echo(f"error: {' '.join(message.split())}", err=True)
     return code
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from forerun import drafters
 from forerun.drafters import Drafter, Target
 from forerun.errors import BadOption
-from forerun.methods import unknown
+from forerun.registry import unknown
 from forerun.types import Budget, Coins, Draft, DraftStep, Sequence, Verdict
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forerun.engine.memory_parts import KERNEL_BYTES, PROB_BYTES, MemoryPart, Pass, matrix_shapes, rope_table_bytes
+from forerun.memory.parts import KERNEL_BYTES, PROB_BYTES, MemoryPart, Pass, matrix_shapes, rope_table_bytes
 from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.weights import BLOCK_BYTES
 from forerun.ops.reference import ONEDNN_MIN_WEIGHTS

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forerun.engine.memory_parts import (
+from forerun.memory.parts import (
     FLOAT_BYTES,
     KERNEL_BYTES,
     MemoryPart,
@@ -20,7 +20,7 @@ from forerun.engine.memory_parts import (
     rope_table_bytes,
     up_to,
 )
-from forerun.engine.memory_reference import block_bytes, weight_bytes
+from forerun.memory.reference import block_bytes, weight_bytes
 from forerun.models.layers import DecoderConfig, parameter_shapes
 
 PANEL = 32  # outputs side by side: csrc/kernels.h

@@ -12,19 +12,17 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from forerun import drafters
-from forerun.bench.widen import describe, num_parameters, shape_named, widen_checkpoint
+from forerun.bench.widen import (
+    PROMPTS,
+    load_widened,
+)
+from forerun.cli.show import LiveText
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
-from forerun.engine.opening import DATA, SHIPPED_DRAFT, load_target, load_unpacked, make_ops
 from forerun.engine.request import RequestOutput
-from forerun.errors import BadOption
-from forerun.flags import engine_options
-from forerun.models.loading import Checkpoint, load_checkpoint
-from forerun.show import LiveText, has_colour, make_console
+from forerun.text.terminal import has_colour, make_console
 from forerun.types import SamplingParams
 
-PROMPTS = DATA / "prompts.jsonl"
 WARM_UP_TOKENS = 4
 FALLBACK_PROMPT = 'class Stack:\n    """A last-in first-out container."""\n\n    def __init__(self):\n'
 
@@ -46,7 +44,7 @@ def run(config: EngineConfig, params: SamplingParams, shape: str, prompt: str | 
     console = make_console()
     checkpoint = load_widened(config, shape, console)
     prompt = prompt if prompt is not None else default_prompt()
-    options = {**engine_options(config), "prefix_caching": False}  # the warm-up must not shorten what is shown
+    options = {**config.options(), "prefix_caching": False}  # the warm-up must not shorten what is shown
     llms = {draft: LLM(checkpoint, **{**options, "draft": draft}) for draft in ("none", _draft(config))}
     outcomes = []
     for llm, title in zip(llms.values(), ("plain decoding", "with speculation"), strict=True):
@@ -61,47 +59,6 @@ def run(config: EngineConfig, params: SamplingParams, shape: str, prompt: str | 
     console.print(_table(plain, fast))
     console.print(verdict(plain.output, fast.output, params, llms["none"]))
     _your_own_model(console)
-
-
-def load_widened(config: EngineConfig, shape: str, console: Console) -> Checkpoint:
-    """The target in the wanted shape, with a line that says what it is and how long that took."""
-    start, note = time.perf_counter(), ""
-    with make_console(stderr=True).status("loading the target ...") as status:
-        if shape == "none":
-            checkpoint = load_target(config)
-        else:
-            small, ops = load_unpacked(config), make_ops(config)
-            status.update("widening the target ...")
-            checkpoint = widen_checkpoint(small, shape_named(shape, small.model.config), ops)
-            note = ", a widened small model"
-    model = checkpoint.model
-    kind = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
-    console.print(
-        f"target: {num_parameters(model.config):,} parameters{note} ({describe(model.config)}), {kind}; "
-        f"ready in {time.perf_counter() - start:.1f} s"
-    )
-    return checkpoint
-
-
-def draft_name(config: EngineConfig) -> str:
-    """The draft model that the configuration names, or the shipped one. Raises BadOption for any other drafter."""
-    spec = config.draft if config.draft != "none" else "auto"
-    method, options = drafters.resolve(spec, has_shipped_draft=True)
-    if method != "model":
-        raise BadOption(
-            f"draft={config.draft!r} is no model that could be widened: name a draft model, or leave it out"
-        )
-    return options.path or str(SHIPPED_DRAFT)
-
-
-def load_widened_draft(config: EngineConfig, target: Checkpoint, shape: str) -> Checkpoint:
-    """The draft model that the configuration names, or the shipped one, in the wanted shape.
-
-    It has the target's type, device and operators.
-    """
-    model = target.model
-    checkpoint = load_checkpoint(draft_name(config), dtype=model.dtype, device=model.device, with_tokenizer=True)
-    return widen_checkpoint(checkpoint, shape_named(shape, checkpoint.model.config), model.ops)
 
 
 def default_prompt() -> str:

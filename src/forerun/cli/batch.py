@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from forerun import flags
+from forerun.cli import flags
 
 INPUT_HELP = (
     'requests, one JSON object per line: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions" or '

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun import flags
-from forerun.bench.command import SHAPE_NAMES
+from forerun.cli import flags
+from forerun.cli.bench import SHAPE_NAMES
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
 
 if TYPE_CHECKING:
     import torch
 
-    from forerun.engine.memory import MemoryPlan
-    from forerun.engine.memory_parts import MemoryPart
+    from forerun.memory.parts import MemoryPart
+    from forerun.memory.plan import MemoryPlan
     from forerun.models.layers import DecoderConfig
 
 WIDTH = 80  # columns
@@ -84,8 +84,7 @@ class Models:
     @classmethod
     def of(cls, config: EngineConfig, shape: str | None, draft_shape: str | None) -> Models:
         """Read from the config.json that the configuration names. Raises UserError for what LLM would not load."""
-        from forerun.engine.opening import SHIPPED_TARGET
-        from forerun.engine.planning import device_of, draft_name, dtype_of, extra_draft_names
+        from forerun.engine.factory import SHIPPED_TARGET, device_of, draft_name, dtype_of, extra_draft_names
 
         raw = _config_of(config.target or str(SHIPPED_TARGET))
         name = draft_name(config)
@@ -102,9 +101,9 @@ class Models:
 
     def plan(self, config: EngineConfig, available: int | None) -> MemoryPlan:
         """The plan, against what this machine has where nobody says what is available."""
-        from forerun.engine.machine import available_bytes
-        from forerun.engine.memory import memory_plan
-        from forerun.engine.planning import device_of
+        from forerun.engine.factory import device_of
+        from forerun.memory.machine import available_bytes
+        from forerun.memory.plan import memory_plan
 
         if available is None:
             if self.device == "cuda" and device_of(EngineConfig()) != "cuda":
@@ -123,7 +122,7 @@ class Models:
     def settings(self, config: EngineConfig) -> dict[str, Any]:
         """What the plan is for."""
         from forerun import ops
-        from forerun.engine.memory import resolve_max_seq_len
+        from forerun.memory.plan import resolve_max_seq_len
 
         return {
             "max_batch_size": config.max_batch_size,
@@ -154,8 +153,8 @@ def parse_bytes(text: str) -> int:
 
 def _config_of(name: str) -> Mapping[str, Any]:
     """config.json as it is, of a folder, a hub id, or the file itself. Raises as `read_raw_config`."""
-    from forerun.files import read_json
     from forerun.models.loading import read_raw_config
+    from forerun.text.json_files import read_json
 
     path = Path(name)
     return read_json(path) if path.suffix == ".json" and path.is_file() else read_raw_config(name)
@@ -180,7 +179,7 @@ def plan_dict(plan: MemoryPlan) -> dict[str, Any]:
 
 def plan_lines(settings: Mapping[str, Any], plan: MemoryPlan) -> Iterator[str]:
     """The table, then one sentence. GB are 10^9 bytes, GiB 2^30."""
-    from forerun.engine.memory_parts import MemoryPart
+    from forerun.memory.parts import MemoryPart
 
     yield textwrap.fill(
         f"{settings['max_batch_size']} sequences of {settings['max_seq_len']:,} tokens, {settings['spec_length']} "

@@ -16,13 +16,13 @@ from typing import TextIO
 import typer
 
 from forerun.config import EngineConfig
-from forerun.engine.collector import spare_what_is_loaded
+from forerun.engine.factory import is_shipped, refuse_without_template
 from forerun.engine.llm import LLM
-from forerun.engine.opening import is_shipped, refuse_without_template
 from forerun.engine.prompts import Message
 from forerun.errors import BadOption, CapacityError, UserError
+from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.hub import is_hub_id
-from forerun.show import make_console
+from forerun.text.terminal import make_console
 from forerun.types import SamplingParams, StepReport
 
 PROMPT, MORE = "> ", ". "

@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from forerun import arithmetic
 from forerun.errors import BadOption, InternalError
+from forerun.sampling import arithmetic
 from forerun.types import Probs, SamplingParams, Sequence, TokenLogprob
 
 Row = npt.NDArray[np.floating[Any]]

@@ -11,9 +11,9 @@ import pytest
 import torch
 from scipy import stats
 
-from forerun import rng
 from forerun.errors import InternalError
-from forerun.rng import PhiloxCoins, enumerate_outcomes
+from forerun.sampling import random as rng
+from forerun.sampling.random import PhiloxCoins, enumerate_outcomes
 from forerun.theory.formulas import match_acceptance
 from forerun.types import Probs
 

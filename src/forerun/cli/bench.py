@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from forerun import flags
+from forerun.cli import flags
 
 app = typer.Typer(
     help="Measure: each benchmark prints the ceiling first, then a table, then one line of JSON.",

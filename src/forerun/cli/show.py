@@ -18,9 +18,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from forerun.methods import load, names
+from forerun.registry import load, names
 from forerun.text.detokenizer import Detokenizer
-from forerun.text.tokenizer import REPLACEMENT, Tokenizer
+from forerun.text.terminal import PIPE_WIDTH, has_colour
+from forerun.text.tokenizer import BYTES, REPLACEMENT, Tokenizer
 from forerun.types import RoundDetail, StepReport
 
 Kind = Literal["accepted", "rejected", "correction", "bonus", "plain"]
@@ -32,7 +33,6 @@ STYLES: dict[Kind, str] = {
     "plain": "",
 }
 MARKS: dict[Kind, tuple[str, str]] = {"rejected": ("[-", "-]"), "correction": ("[+", "+]"), "bonus": ("[+", "+]")}
-PIPE_WIDTH = 80  # columns, where there is no terminal to ask
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,6 @@ class Piece:
 
     token: int
     kind: Kind
-
-
-class _Console(Console):
-    """rich ends the process with code 1 when the reader of a pipe has gone; the command line decides here."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
-def make_console(stderr: bool = False) -> Console:
-    """A console that prints text as it is: no markup, no highlighting; 80 columns in a pipe."""
-    console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-    return console
-
-
-def has_colour(console: Console) -> bool:
-    """False for NO_COLOR, a pipe, or a terminal without colours."""
-    return console.color_system is not None and not console.no_color
 
 
 def committed_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
@@ -90,16 +70,6 @@ def token_text(tokenizer: Tokenizer, token: int, left: int | None) -> str:
             return f"<{token}>"
         own = "".join(f"<{BYTES[c]:02X}>" for c in name) if all(c in BYTES for c in name) else name
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in own)
-
-
-def _byte_names() -> dict[str, int]:
-    """Character -> byte in the names of byte-level tokens (Radford et al. 2019): printable ones are themselves."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTES = _byte_names()
 
 
 class RoundPrinter:

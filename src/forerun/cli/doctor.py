@@ -103,7 +103,7 @@ def examine(root: Path = Path("/")) -> Facts:
 
         from forerun import __version__
         from forerun.bench.bandwidth import measure
-        from forerun.engine.machine import available_bytes
+        from forerun.memory.machine import available_bytes
 
         available = available_bytes("cpu", root)
         bandwidth = measure(torch.device("cpu"))
@@ -161,7 +161,7 @@ def _operators() -> Operators:
 @contextlib.contextmanager
 def _patience() -> Iterator[None]:
     """Something moves on a terminal while the machine is measured; nothing in a pipe."""
-    from forerun.show import make_console
+    from forerun.text.terminal import make_console
 
     console = make_console(stderr=True)
     with console.status("measuring") if console.is_terminal else contextlib.nullcontext():
@@ -244,7 +244,7 @@ def _advice_on_threads(facts: Facts) -> Iterator[str]:
 def _print(facts: Facts) -> None:
     from rich.text import Text
 
-    from forerun.show import make_console
+    from forerun.text.terminal import make_console
 
     console = make_console()
     width = min(console.width, MAX_WIDTH)

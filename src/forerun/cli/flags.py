@@ -16,9 +16,10 @@ import typer
 
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
-from forerun.methods import names, unknown
-from forerun.peers import ENGINE_OPTION, by_name
+from forerun.registry import by_name, names, unknown
 from forerun.types import SamplingParams
+
+ENGINE_OPTION = "engine"  # the help panel of a flag that a variable FORERUN_<NAME> and the --config file know, too
 
 
 def _engine(name: str, methods: str | None = None) -> Any:
@@ -30,7 +31,7 @@ def _engine(name: str, methods: str | None = None) -> Any:
         f"--{flag}/--no-{flag}" if isinstance(field.default, bool) else f"--{flag}",
         help=field.metadata["help"] + known + default,
         show_default=False,
-        rich_help_panel=ENGINE_OPTION,  # read by peers.py; no help text shows it
+        rich_help_panel=ENGINE_OPTION,  # read by elsewhere.py; no help text shows it
     )
 
 
@@ -196,8 +197,3 @@ def engine_config(flags: Mapping[str, Any], config_file: Path | None = None) -> 
     """The engine's options among a command's arguments, over FORERUN_* variables, over the file, over the defaults."""
     given = {k: v for k, v in flags.items() if k in _ENGINE}
     return EngineConfig.from_sources(given, str(config_file) if config_file else None)
-
-
-def engine_options(config: EngineConfig) -> dict[str, Any]:
-    """Every option but the target, as keyword arguments of LLM, for a target that is loaded already."""
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "target"}

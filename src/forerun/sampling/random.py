@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from forerun import arithmetic
 from forerun.errors import InternalError
+from forerun.sampling import arithmetic
 from forerun.types import Probs
 
 Words = npt.NDArray[np.uint32]

@@ -20,14 +20,14 @@ import torch
 
 from forerun import native, ops
 from forerun.config import EngineConfig
-from forerun.drafters import ROUND_TOKENS
-from forerun.engine.memory_native import NativeSizes
-from forerun.engine.memory_parts import PROB_BYTES, MemoryPart, Pass, Sizes
-from forerun.engine.memory_reference import ReferenceSizes
 from forerun.errors import BadOption
 from forerun.kv.cache import PAGED_BLOCK_TOKENS
 from forerun.kv.pools import CacheShape
+from forerun.memory.native import NativeSizes
+from forerun.memory.parts import PROB_BYTES, MemoryPart, Pass, Sizes
+from forerun.memory.reference import ReferenceSizes
 from forerun.models.layers import DecoderConfig
+from forerun.types import ROUND_TOKENS
 
 DEFAULT_MAX_SEQ_LEN = 4096  # tokens; a model's own limit may be far beyond what its cache should take unasked
 SAMPLING_BYTES = 48  # per id, for one row at a time: what sampling and the Gumbel noise compute with, mostly float64

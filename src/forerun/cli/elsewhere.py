@@ -1,0 +1,104 @@
+"""The answer to an option that a command does not have: one of another command of ours, or of another engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.cli.flags import ENGINE_OPTION
+from forerun.registry import Place, answer, normal
+
+
+def on_command_line(words: Seq[str], option: str, context: Any) -> str | None:
+    """The answer to an option that a command does not have: one of another command of ours, or of a peer.
+
+    words: the command line. option: what the parser refused. context: click's, of the command that was parsed; its
+    root says what exists where.
+    """
+    root, command, typed = context.find_root(), context.command_path, _whole_word(words, option)
+    parsers = dict(_commands(root.command, root.command_path))
+    elsewhere = _of_another_command(typed, command, parsers)
+    if elsewhere is not None and elsewhere.runs_engine:
+        return elsewhere.text
+    commands = {path: _names(parser) for path, parser in parsers.items()}
+
+    def find(entry: str) -> Place:
+        ours, _, value = entry.partition("=")
+        for path in (command, *commands):
+            flag = commands.get(path, {}).get(ours)
+            if flag is not None:
+                text = f"{flag} {value}".rstrip() if flag.startswith("-") else f"the argument {value or flag}"
+                return Place(text, "" if path == command else path)
+        return Place(entry, "the --config file")
+
+    return answer(typed, find) or (None if elsewhere is None else elsewhere.text)
+
+
+def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Each command with its path, as it is typed."""
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _commands(inner, f"{path} {name}")
+
+
+def _names(command: Any) -> Mapping[str, str]:
+    """A command's parameters: name -> flag, or the name of an argument in capitals."""
+    names = {}
+    for param in command.params:
+        if param.param_type_name == "option":
+            names[param.name] = param.opts[0]
+        else:
+            names[param.name.removesuffix("s")] = param.name.upper()
+    return names
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """The answer to a flag of another command. runs_engine: that command is for running models, as peers' are."""
+
+    text: str
+    runs_engine: bool
+
+
+def _of_another_command(flag: str, command: str, parsers: Mapping[str, Any]) -> _Elsewhere | None:
+    """The answer to a flag that `command` has not and another one has; the nearest below it, else the first."""
+    homes = {
+        path: param
+        for path, parser in parsers.items()
+        for param in parser.params
+        if param.param_type_name == "option" and normal(flag) in map(normal, param.opts)
+    }
+    if not homes or command in homes:
+        return None
+    home = next((path for path in homes if path.startswith(f"{command} ")), next(iter(homes)))
+    text = f"{flag} is an option of {home}, "
+    arguments = [p.name for p in parsers[command].params if p.param_type_name == "argument"]
+    if homes[home].name in arguments:
+        text += f"and the argument {homes[home].name.upper()} of {command}: write it without {flag}"
+    elif home.startswith(f"{command} "):
+        text += f"not of {command}: write it behind {home.rpartition(' ')[2]}"
+    else:
+        text += f"not of {command}: {_way_out(homes[home], parsers[command], home)}"
+    return _Elsewhere(text, any(_is_of_engine(param) for param in parsers[home].params))
+
+
+def _way_out(param: Any, parser: Any, home: str) -> str:
+    """An option of the engine can be told without a flag to every command that starts one."""
+    if not _is_of_engine(param) or not any(map(_is_of_engine, parser.params)):
+        return f"leave it out or use {home}"
+    has_file = any(p.name == "config" for p in parser.params)
+    return f"set FORERUN_{param.name.upper()}" + (" or use --config" if has_file else "")
+
+
+def _is_of_engine(param: Any) -> bool:
+    return getattr(param, "rich_help_panel", None) == ENGINE_OPTION
+
+
+def _whole_word(words: Seq[str], option: str) -> str:
+    """What was typed, without a value behind `=`: of `-md` the parser refuses `-m`."""
+    for word in words:
+        typed = word.partition("=")[0]
+        if typed == option or (option[1:2] != "-" and typed[:2] == option):
+            return typed
+    return option

@@ -1,0 +1,240 @@
+"""From a configuration to an engine: what is refused before weights are read, the models, caches, drafters and policy.
+
+Three questions in the order of their price: do the small files allow it (`refuse_early`), is there memory for it
+(`refuse_what_does_not_fit`), and only then `load_target` and `build`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun import drafters, ops, pacing
+from forerun.config import EngineConfig
+from forerun.engine import router
+from forerun.engine.engine import Engine
+from forerun.errors import BadOption, CapacityError, NotFound
+from forerun.kv.cache import KVCache
+from forerun.memory.machine import available_bytes
+from forerun.memory.plan import memory_plan, pool_tokens, resolve_max_seq_len
+from forerun.models.generation import sampling_defaults, sampling_fields
+from forerun.models.loading import (
+    DTYPES,
+    Checkpoint,
+    load_checkpoint,
+    read_config,
+    read_raw_config,
+    small_files,
+)
+from forerun.models.runner import Runner
+from forerun.ops.reference import ReferenceOps
+from forerun.text.chat import ChatTemplate
+from forerun.text.tokenizer import Tokenizer
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+SHIPPED_TARGET, SHIPPED_DRAFT = DATA / "target", DATA / "draft"
+
+
+def is_shipped(target: str | Path | None) -> bool:
+    """Whether a target is the model that ships with the package."""
+    return target is None or Path(target) == SHIPPED_TARGET
+
+
+def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpoint:
+    """The target that a configuration names, on its device and in its type; the shipped one where it names none."""
+    name, device = _target(config), _device(config.device)
+    return load_checkpoint(name, dtype=config.dtype, device=device, ops=make_ops(config), with_tokenizer=with_tokenizer)
+
+
+def load_unpacked(config: EngineConfig) -> Checkpoint:
+    """The same in the same type, but with weights that can be read: for whoever makes another model of them."""
+    own = make_ops(config)
+    if own.name != "native":
+        return load_target(config)
+    dtype = own.auto_dtype("cpu", torch.float32) if config.dtype == "auto" else config.dtype
+    return load_checkpoint(_target(config), dtype=dtype, with_tokenizer=True)
+
+
+def make_ops(config: EngineConfig) -> ReferenceOps:
+    """The operators that a configuration names. Raises BadOption where they cannot be had."""
+    return ops.make(config.ops, _device(config.device).type)
+
+
+def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokenizer:
+    """Raise UserError for whatever the small files of both models show; returns the target's tokenizer."""
+    ops.resolve(config.ops, _device(config.device).type)
+    pacing.make(config.pacing_spec, config.spec_length)
+    has_own = is_shipped(config.target) or has_loaded_draft
+    methods = [drafters.resolve(spec, has_own) for spec in (config.draft, *config.extra_draft_specs)]
+    folder = target_files(config)
+    max_positions = read_config(read_raw_config(folder)).max_positions
+    max_seq_len = resolve_max_seq_len(config.max_seq_len, max_positions)
+    pool_tokens(
+        config.kv_cache_backend,
+        max_batch_size=config.max_batch_size,
+        max_seq_len=max_seq_len,
+        num_tokens=config.kv_cache_tokens,
+    )
+    tokenizer = Tokenizer.load(folder)
+    if config.generation_config == "model":
+        sampling_defaults(folder)
+    if config.chat_template is not None:
+        ChatTemplate.load(folder, config.chat_template)
+    for method, options in methods:
+        drafters.check(method, options, tokenizer)
+    return tokenizer
+
+
+def suggested_fields(config: EngineConfig) -> dict[str, Any]:
+    """The sampling parameters that the target's generation_config.json sets, if the configuration asks for them."""
+    return sampling_fields(target_files(config)) if config.generation_config == "model" else {}
+
+
+def target_files(config: EngineConfig) -> Path:
+    """The target's folder, without its weights; see `small_files`."""
+    return small_files(_target(config))
+
+
+def refuse_without_template(config: EngineConfig) -> None:
+    """Raise NotFound where the target has no chat template and none is named, before any weight is fetched."""
+    ChatTemplate.load(target_files(config), config.chat_template)
+
+
+def _target(config: EngineConfig) -> str | Path:
+    if config.target is None and not SHIPPED_TARGET.exists():
+        raise NotFound("the shipped model is missing from this installation: name a checkpoint folder as target")
+    return config.target or SHIPPED_TARGET
+
+
+def check_loaded(checkpoint: Checkpoint, config: EngineConfig) -> None:
+    """A loaded model brings type, device and operators along: options that say otherwise are refused, not ignored."""
+    model = checkpoint.model
+    facts = {
+        "dtype": (config.dtype, str(model.dtype).removeprefix("torch.")),
+        "device": (config.device, model.device.type),
+        "ops": (config.ops, model.ops.name),
+    }
+    for name, (wanted, fact) in facts.items():
+        if wanted not in ("auto", fact):
+            raise BadOption(f"{name}={wanted!r} contradicts the loaded model ({fact}): load the model that way instead")
+
+
+def _device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise BadOption("device='cuda' is not possible: torch sees no CUDA device; use device='cpu'")
+    return torch.device("cuda" if name in ("auto", "cuda") and available else "cpu")
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def refuse_what_does_not_fit(config: EngineConfig) -> None:
+    """Raise CapacityError, with numbers and with what would fit, where this machine has no memory for an engine.
+
+    A draft model that the caller has loaded is not named by the configuration and not counted.
+    """
+    device = device_of(config)
+    raw = read_raw_config(target_files(config))
+    name = draft_name(config)
+    plan = memory_plan(
+        read_config(raw),
+        None if name is None else read_config(read_raw_config(name)),
+        config,
+        extra_drafts={spec: read_config(read_raw_config(path)) for spec, path in extra_draft_names(config).items()},
+        dtype=dtype_of(config, device, raw),
+        device=device,
+        available_bytes=available_bytes(device),
+    )
+    if not plan.fits:
+        raise CapacityError(f"there is no memory for this engine: {plan.verdict()}")
+
+
+def draft_name(config: EngineConfig) -> str | None:
+    """The draft model that LLM would load; None for a drafter without a model. Raises BadOption where none is named."""
+    return _model_of(config.draft, config)
+
+
+def extra_draft_names(config: EngineConfig) -> dict[str, str]:
+    """The models that LLM would load for `extra_drafts`, by what each is called there. Raises as `draft_name`."""
+    found = ((spec, _model_of(spec, config)) for spec in config.extra_draft_specs)
+    return {spec: name for spec, name in found if name is not None}
+
+
+def _model_of(spec: str, config: EngineConfig) -> str | None:
+    method, options = drafters.resolve(spec, is_shipped(config.target))
+    if method != "model":
+        return None
+    name: str | None = options.path or (str(SHIPPED_DRAFT) if is_shipped(config.target) else None)
+    if name is None:
+        raise BadOption("the drafter 'model' needs a draft model: give its folder, as in draft='path/to/draft'")
+    return name
+
+
+def device_of(config: EngineConfig) -> str:
+    """As LLM chooses; "cuda" may be planned for where there is none."""
+    return config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def dtype_of(config: EngineConfig, device: str, raw: Mapping[str, Any]) -> torch.dtype:
+    """As the operators choose that LLM would take, with what config.json says in place of the stored weights."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    stored = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), None)
+    return ops.make(config.ops, device).auto_dtype(device, stored if isinstance(stored, torch.dtype) else torch.float32)
+
+
+# ---------------------------------------------------------------------------------------------------------- the engine
+
+
+def build(checkpoint: Checkpoint, tokenizer: Tokenizer, config: EngineConfig, draft: Checkpoint | None) -> Engine:
+    """The engine of a loaded target; `draft` is a draft model that the caller has loaded. Raises UserError."""
+    model = checkpoint.model
+    max_seq_len = resolve_max_seq_len(config.max_seq_len, model.config.max_positions)
+    target = _drafters_target(checkpoint, tokenizer, config, draft, max_seq_len)
+    cache = KVCache.create(
+        model.config.cache_shape,
+        target.kv_cache_backend,
+        max_batch_size=config.max_batch_size,
+        max_seq_len=max_seq_len,
+        num_tokens=config.kv_cache_tokens,
+        dtype=model.dtype,
+        device=model.device,
+        prefix_caching=config.prefix_caching,
+    )
+    return Engine(
+        Runner(model, cache, target.num_ids, list(target.holes)),
+        router.make([config.draft, *config.extra_draft_specs], target),
+        pacing.make(config.pacing_spec, config.spec_length),
+        tokenizer=tokenizer,
+        end_ids=checkpoint.end_ids,
+        max_seq_len=max_seq_len,
+        max_batch_size=config.max_batch_size,
+        prefill_chunk_tokens=config.prefill_chunk_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        catchup_tokens=config.draft_catchup_tokens,
+    )
+
+
+def _drafters_target(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, config: EngineConfig, draft: Checkpoint | None, max_seq_len: int
+) -> drafters.Target:
+    """What the drafters may know."""
+    model = checkpoint.model
+    return drafters.Target(
+        model=model,
+        tokenizer=tokenizer,
+        end_ids=checkpoint.end_ids,
+        num_ids=min(tokenizer.num_ids, model.config.vocab_size),
+        holes=tuple(sorted(tokenizer.holes)),
+        max_batch_size=config.max_batch_size,
+        max_seq_len=max_seq_len,
+        kv_cache_backend=config.kv_cache_backend,  # type: ignore[arg-type]
+        kv_cache_tokens=config.kv_cache_tokens,
+        prefix_caching=config.prefix_caching,
+        shipped_draft=str(SHIPPED_DRAFT) if is_shipped(checkpoint.folder) else None,
+        loaded_draft=draft,
+    )

@@ -1,0 +1,1 @@
+"""What an engine needs in memory before anything is loaded, and what this machine has."""
