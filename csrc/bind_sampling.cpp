@@ -1,4 +1,4 @@
-// forerun._native.Sampler: what src/forerun/sampling.py and rng.py do to float32 rows, under the same names.
+// forerun._native.Sampler: what src/forerun/sampling do to float32 rows, under the same names.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

@@ -1,8 +1,8 @@
-// From logits to a law, and from a law to a token: the native twins of forerun.sampling and forerun.rng.
+// From logits to a law, and from a law to a token: the native twins of forerun.sampling.
 //
 // Every function returns the bits that its numpy twin returns, on every instruction set: exp and log are spelled out in
 // operations that IEEE 754 rounds alike everywhere, nothing is fused, and masses are whole numbers of ticks, whose sum
-// has no order (src/forerun/arithmetic.py). Python is not known here.
+// has no order (src/forerun/sampling/arithmetic.py). Python is not known here.
 #pragma once
 
 #include <cmath>

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 import typer.main
-from forerun.peers import DOCUMENT, PeerOption, peer_options
+from forerun.registry import DOCUMENT, PeerOption, peer_options
 
 from forerun.cli import flags
 from forerun.cli.elsewhere import on_command_line

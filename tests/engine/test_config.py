@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
-from forerun.peers import by_value, peer_values
+from forerun.registry import by_value, peer_values
 
 from forerun import drafters, registry
 from forerun.config import EngineConfig

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import typer.main
-from forerun.peers import PeerOption
+from forerun.registry import PeerOption
 
 import forerun
-from forerun import peers, registry
+from forerun import registry, registry as peers
 from forerun.cli.main import app, main
 from forerun.config import EngineConfig
 from forerun.types import SamplingParams

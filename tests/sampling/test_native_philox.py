@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from rng.test_rng import KNOWN
+from sampling.test_random import KNOWN
 
 from forerun.sampling import arithmetic, random as rng
 from forerun.sampling.random import PhiloxCoins, _place, _race
