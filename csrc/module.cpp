@@ -4,7 +4,6 @@
 void bind_system(nanobind::module_& m);
 void bind_ops(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
-void bind_pacing(nanobind::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "Native CPU kernels of forerun; loaded through forerun.native.";
@@ -12,5 +11,4 @@ NB_MODULE(_native, m) {
     bind_system(m);
     bind_ops(m);
     bind_sampling(m);
-    bind_pacing(m);
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 
 import pytest
 
@@ -10,6 +12,9 @@ from speculation import summary
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # What passes take is measured once for all tests, in a folder of their own.
+    if "FORERUN_CACHE_DIR" not in os.environ:
+        os.environ["FORERUN_CACHE_DIR"] = tempfile.mkdtemp(prefix="forerun-tests-")
     # Where a shell runs the tests in its background, SIGINT is ignored here and in every process that a test starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

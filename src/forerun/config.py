@@ -45,6 +45,9 @@ class EngineConfig:
     pacing: str | None = _option(
         None, "policy that decides how far to draft; none = fixed where spec_length is given, else auto"
     )
+    calibrate: bool = _option(
+        True, "pacing=auto measures what passes take by their rows, once per machine and model; off: a built-in curve"
+    )
     dtype: str = _option("auto", "auto, float32 or bfloat16")
     quantization: str | None = _option(None, "not available yet; must be left out")
     device: str = _option("auto", "auto, cpu or cuda")

@@ -24,7 +24,7 @@ from typing import Any
 from forerun.errors import BadOption
 
 ISAS = ("avx512", "avx2", "baseline", "reference")
-VARIABLES = ("FORERUN_ISA", "FORERUN_NUM_THREADS", "FORERUN_REQUIRE_NATIVE")
+VARIABLES = ("FORERUN_CACHE_DIR", "FORERUN_ISA", "FORERUN_NUM_THREADS", "FORERUN_REQUIRE_NATIVE")
 MAX_THREADS = 1024
 PACKAGE = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")

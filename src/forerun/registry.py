@@ -13,24 +13,27 @@ import difflib
 import functools
 import importlib
 import importlib.resources
+import importlib.util
 import json
 import numbers
 import operator
-import pkgutil
 import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from forerun.errors import BadOption
 
 
 def names(package: str) -> list[str]:
-    """Names of the methods in a room: its modules without a leading underscore, sorted. Imports none of them."""
-    path = importlib.import_module(package).__path__
-    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
+    """Names of the methods in a room, sorted: its files that hold a class `Options`. None of them is imported."""
+    spec = importlib.util.find_spec(package)
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    files = [file for folder in folders for file in Path(folder).glob("*.py") if not file.name.startswith("_")]
+    return sorted(file.stem for file in files if "\nclass Options" in file.read_text(encoding="utf-8"))
 
 
 def load(package: str, name: str, what: str) -> types.ModuleType:

@@ -343,8 +343,12 @@ class SequenceStep(NamedTuple):
     draft: str  # the drafter that it is served by
     num_drafted: int
     num_tested: int
-    num_accepted: int
+    accepted_ranks: tuple[int, ...]  # of the accepted nodes, within the sequence's draft
     num_committed: int = 0  # after stop conditions cut
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.accepted_ranks)
 
 
 @dataclass
@@ -379,7 +383,6 @@ class StepReport:
     num_committed: int = 0  # after
     schedule_s: float = 0.0  # in the engine since the report before: listeners, what has finished, the scheduler
     draft_s: float = 0.0
-    pacing_s: float = 0.0  # the part of draft_s in which the pacing policy chose its budget
     score_s: float = 0.0
     judge_s: float = 0.0
     commit_s: float = 0.0

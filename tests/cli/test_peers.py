@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import typer
 import typer.main
-from forerun.registry import DOCUMENT, PeerOption, peer_options
 
 from forerun.cli import flags
 from forerun.cli.elsewhere import on_command_line
 from forerun.cli.main import app, main
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
+from forerun.registry import DOCUMENT, PeerOption, peer_options
 from forerun.types import SamplingParams
 
 SEE = f"see {DOCUMENT}"

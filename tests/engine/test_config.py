@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
-from forerun.registry import by_value, peer_values
 
 from forerun import drafters, registry
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, NotFound
+from forerun.registry import by_value, peer_values
 from forerun.types import SamplingParams
 
 pytestmark = pytest.mark.once("no engine runs: options alone")

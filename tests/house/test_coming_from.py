@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import typer.main
-from forerun.registry import PeerOption
 
 import forerun
 from forerun import registry, registry as peers
 from forerun.cli.main import app, main
 from forerun.config import EngineConfig
+from forerun.registry import PeerOption
 from forerun.types import SamplingParams
 
 PAGE = Path(__file__).parents[2] / peers.DOCUMENT

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from forerun.pacing import Pacing
+from forerun.pacing.auto import Options, build
+from forerun.pacing.cost import WIDTHS, Costs, PassTime
 from forerun.params import SamplingParams
 from forerun.theory import formulas
 from forerun.types import DraftStep, Sequence, SequenceStep, StepReport
@@ -125,6 +127,14 @@ class World:
         self.lag: dict[int, int] = {}
         self.speed, self.left = 1.0, 0
 
+    def auto(self) -> Pacing:
+        """The policy with the curve of this machine, as a calibration would have found it."""
+        curve, draft_row = self.machine.curve, self.machine.draft_row
+        costs = Costs(PassTime(WIDTHS, [curve(n) for n in WIDTHS]))
+        if self.draft == "model":
+            costs.drafts["model"] = PassTime((1, 2), (1.0, 1 + draft_row), self.machine.pass_s)
+        return build(Options(), None, costs)
+
     def sequence(self, b: int, **params: object) -> Sequence:
         if b not in self.seqs:
             tokens = [0] * self.prompt_tokens
@@ -149,7 +159,7 @@ class World:
         while left:
             num = min(left, self.prompt_chunk)
             left -= num
-            assert pacing.budget([], [], [], num) == []
+            assert pacing.budget([], []) == []
             report = StepReport(num_prefill_tokens=num, num_rows=num)
             report.score_s = self.machine.row_s * self.machine.curve(num) * self._slowness(0) * self._jitter()
             pacing.observe(report)
@@ -157,9 +167,8 @@ class World:
     def one(self, pacing: Pacing, seqs: list[Sequence], step: int, track: Track) -> StepReport:
         """One step: budget, what it does, observe."""
         num_prompt = self.num_prompt_rows(step)
-        lags = [self.lag[s.id] for s in seqs]
         limits = [min(self.limit, s.max_len - len(s.tokens) - 1) for s in seqs]
-        granted = pacing.budget(seqs, limits, lags, num_prompt)
+        granted = pacing.budget(seqs, limits)
         assert all(0 <= k <= limit for k, limit in zip(granted, limits, strict=True))
         lengths = [k if k and self.found(step, s.id) else 0 for k, s in zip(granted, seqs, strict=True)]
         num_context = sum(len(s.tokens) for s in seqs)
@@ -190,7 +199,9 @@ class World:
         for s, k, g in zip(seqs, lengths, granted, strict=True):
             alpha = self.alpha(step, s.id)
             accepted = next((i for i in range(k) if rng.random() >= alpha), k)
-            report.sequences.append(SequenceStep(s.id, s.draft, k, min(accepted + 1, k), accepted))
+            report.num_drafted += k
+            report.num_emitted += accepted + 1
+            report.sequences.append(SequenceStep(s.id, s.draft, k, min(accepted + 1, k), tuple(range(accepted))))
             s.tokens.extend([0] * (accepted + 1))
             if s.draft == "model":
                 self.lag[s.id] = 0 if g else self.lag[s.id] + accepted + 1

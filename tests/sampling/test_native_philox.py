@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from sampling.test_random import KNOWN
 
 from forerun.sampling import arithmetic, random as rng
 from forerun.sampling.random import PhiloxCoins, _place, _race
 from forerun.types import Probs
+from sampling.test_random import KNOWN
 from sampling.twins import ISAS, KINDS, Row, row, sampler
 
 BOTH = ["reference", *ISAS]

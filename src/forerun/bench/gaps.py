@@ -191,7 +191,7 @@ def _build(
     llms = {variant: LLM(checkpoint, **{**options, **own}) for variant, own in wanted.items()}
     late = llms[f"{name}, late"].engine
     late.pacing.prepares = lambda seq: False  # type: ignore[method-assign]
-    if not hasattr(late.drafter.first, "runner"):
+    if late.drafter.first.runner is None:
         del llms[f"{name}, late"]
     return llms
 

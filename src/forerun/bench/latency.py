@@ -181,7 +181,7 @@ def loaded_once(draft: str | Checkpoint, target: Checkpoint) -> str | Checkpoint
 
 def draft_models(llms: dict[Variant, LLM]) -> list[Decoder]:
     """Every draft model once."""
-    runners = [getattr(llm.engine.drafter.first, "runner", None) for llm in llms.values()]
+    runners = [llm.engine.drafter.first.runner for llm in llms.values()]
     return list({id(runner.model): runner.model for runner in runners if runner is not None}.values())
 
 
@@ -211,7 +211,7 @@ class ForwardClock:
 def _measure(llms: dict[Variant, LLM], prompts: list[tuple[str, str]], plan: Plan, progress: Progress) -> list[Line]:
     clocks = {}
     for variant, llm in llms.items():
-        runner = getattr(llm.engine.drafter.first, "runner", None)
+        runner = llm.engine.drafter.first.runner
         clocks[variant] = None if runner is None else ForwardClock(runner)
     tallies = {(t, variant): Tally(variant, t) for t in plan.temperatures for variant in llms}
     task = progress.add_task("measuring", total=len(tallies) * len(prompts) * plan.num_repeats)

@@ -234,8 +234,8 @@ class _Grants:
         self._budget, self.last = pacing.budget, 0
         pacing.budget = self  # type: ignore[method-assign]
 
-    def __call__(self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int) -> list[int]:
-        granted = self._budget(seqs, limits, lags, num_other_rows)
+    def __call__(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
+        granted = self._budget(seqs, limits)
         self.last = sum([min(pair) for pair in zip(granted, limits, strict=True)]) if any(granted) else 0
         return granted
 
@@ -245,7 +245,7 @@ class _Meter:
 
     def __init__(self, variant: str, llm: LLM) -> None:
         self.variant, self.llm = variant, llm
-        runner = getattr(llm.engine.drafter.first, "runner", None)
+        runner = llm.engine.drafter.first.runner
         self._clock = None if runner is None else latency.ForwardClock(runner)
         self._grants = None if variant == PLAIN else _Grants(llm.engine.pacing)
         self.counts = Counts(variant, 0, 0)

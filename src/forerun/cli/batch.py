@@ -25,6 +25,7 @@ def batch(
     extra_drafts: flags.ExtraDrafts = None,
     spec_length: flags.SpecLength = None,
     pacing: flags.Pacing = None,
+    calibrate: flags.Calibrate = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
     generation_config: flags.GenerationConfig = None,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from forerun.kv.cache import Backend
     from forerun.models.loading import Checkpoint
-    from forerun.models.runner import Model
+    from forerun.models.runner import Model, Runner
 
 
 class Drafter:
@@ -33,6 +33,8 @@ class Drafter:
     only to catch up (not those that every round feeds), and the seconds that it took.
     """
 
+    runner: Runner | None = None  # of a model of its own, whose passes are worth measuring
+    is_free = False  # it runs no model and draws nothing: a guess of it costs microseconds and no coins
     caught_up: Mapping[int, int] = MappingProxyType({})
     catchup_s = 0.0
 
@@ -57,10 +59,6 @@ class Drafter:
 
     def end(self, seq: Sequence) -> None:
         """A sequence is finished or aborted: forget it."""
-
-    def lag(self, seq: Sequence) -> int:
-        """Committed tokens that have to be run before anything can be drafted for `seq`, beyond what a round leaves."""
-        return 0
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         """Run at most so many committed tokens of these sequences, in order, without drafting.

@@ -32,6 +32,8 @@ class Options:
 class LookupDrafter(Drafter):
     """Keeps, per sequence, where each n-gram of committed tokens last went on."""
 
+    is_free = True
+
     def __init__(self, options: Options) -> None:
         self.options = options
         self._indexes: dict[int, _Index] = {}

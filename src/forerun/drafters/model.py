@@ -91,7 +91,7 @@ class ModelDrafter(Drafter):
     """Runs `runner`'s model ahead of the target."""
 
     def __init__(self, runner: Runner, options: Options | None = None) -> None:
-        self.runner = runner
+        self.runner: Runner = runner
         self.options = options or Options()
         self.caught_up: dict[int, int] = {}
         self._fed: dict[int, _Fed] = {}
@@ -110,10 +110,6 @@ class ModelDrafter(Drafter):
 
     def free_tokens(self) -> int | None:
         return self.runner.cache.free_tokens()
-
-    def lag(self, seq: Sequence) -> int:
-        self._forget_rejected(seq)
-        return max(0, len(seq.tokens) - ROUND_TOKENS - len(self._fed[seq.id].tokens))
 
     def observe(self, seqs: Seq[Sequence], runs: Seq[range], hidden: Tensor, verdict: Verdict | None = None) -> None:
         """Give back what rejected tokens held, before anybody is told how much room there is."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from forerun import verify
 from forerun.drafters import Drafter
-from forerun.engine.advice import Advisor
 from forerun.engine.catchup import CatchUp
 from forerun.engine.request import Request
 from forerun.engine.router import Crew
@@ -75,7 +74,6 @@ class Engine:
             prefill_chunk_tokens=prefill_chunk_tokens,
             max_num_batched_tokens=max_num_batched_tokens,
         )
-        self._advisor = Advisor(pacing.times)
         self._listeners: list[_Entry] = []
         self._ids = itertools.count()
         self._behind_s = 0.0  # of the last step, after its report
@@ -151,10 +149,9 @@ class Engine:
     def _conclude(self, plan: Plan, report: StepReport) -> list[Request]:
         """Finish requests, and tell everybody of the step."""
         finished = [r for r in plan.decode if r.seq.finish_reason is not None]
-        self._advisor.observe(report)
         for request in finished:
             if LOG.isEnabledFor(logging.INFO):
-                LOG.info("%s", self._advisor.sentence(request))
+                LOG.info("request %d (%s): %s", request.seq.id, request.seq.finish_reason, request.report.sentence())
             self._finish(request)
         self._tell(report)
         return finished

@@ -31,6 +31,7 @@ from forerun.models.loading import (
 )
 from forerun.models.runner import Runner
 from forerun.ops.reference import ReferenceOps
+from forerun.pacing.cost import Costs
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 
@@ -205,10 +206,16 @@ def build(checkpoint: Checkpoint, tokenizer: Tokenizer, config: EngineConfig, dr
         device=model.device,
         prefix_caching=config.prefix_caching,
     )
+    runner = Runner(model, cache, target.num_ids, list(target.holes))
+    members = router.make([config.draft, *config.extra_draft_specs], target)
+    costs = Costs()
+    if config.calibrate:
+        models = {name: drafter.runner for name, drafter in members.members.items() if drafter.runner is not None}
+        costs.runners = {"": runner, **models}
     return Engine(
-        Runner(model, cache, target.num_ids, list(target.holes)),
-        router.make([config.draft, *config.extra_draft_specs], target),
-        pacing.make(config.pacing_spec, config.spec_length),
+        runner,
+        members,
+        pacing.make(config.pacing_spec, config.spec_length, costs),
         tokenizer=tokenizer,
         end_ids=checkpoint.end_ids,
         max_seq_len=max_seq_len,

@@ -58,6 +58,14 @@ class RequestReport:
         """Of the tokens drafted at position i of a round, the share that was accepted."""
         return [a / d for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
 
+    def sentence(self) -> str:
+        """The counts in one line, for the log."""
+        said = f"{self.num_emitted} tokens in {self.num_steps} steps"
+        if self.alpha_hat is None:
+            return f"{said}; nothing was drafted"
+        counted = f"{self.num_accepted} of {self.num_tested} tested tokens"
+        return f"{said}; alpha-hat {self.alpha_hat:.2f} ({counted}), acceptance rate {self.acceptance_rate:.2f}"
+
     def count(self, num_drafted: int, num_accepted: int, num_tested: int) -> None:
         """Add one round of a chain."""
         self.num_steps += 1

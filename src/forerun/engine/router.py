@@ -57,9 +57,6 @@ class Crew(Drafter):
     def end(self, seq: Sequence) -> None:
         self.of(seq).end(seq)
 
-    def lag(self, seq: Sequence) -> int:
-        return self.of(seq).lag(seq)
-
     def free_tokens(self) -> int | None:
         """The least of those that have a cache of their own."""
         found = [drafter.free_tokens() for drafter in self.members.values()]

@@ -11,7 +11,7 @@ granted only what is left after that, so that no draft ever preempts anybody.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from forerun.drafters import Drafter
@@ -81,7 +81,7 @@ class Scheduler:
                 budget -= take
                 prefill.append((request, take))
         rows = self.max_num_batched_tokens - len(decode) - sum([take for _, take in prefill])
-        return Plan(prefill, [request for request, _ in decode], _Limits(decode, rows, blocks, self.cache.block_tokens))
+        return Plan(prefill, [request for request, _ in decode], self._draft_limits(decode, rows, blocks))
 
     def finish(self, request: Request) -> None:
         """Forget a request, wherever it is, and free what it held; unknown requests are ignored."""
@@ -172,42 +172,23 @@ class Scheduler:
     def _free_blocks(self) -> int:
         return self.free_kv_tokens // self.cache.block_tokens
 
+    def _draft_limits(self, decode: Seq[_Stand], num_rows: int, num_blocks: int) -> list[int]:
+        """Nodes that each may have, so that all could have them together: rows and blocks are shared out evenly.
+
+        A request that wants no drafter may have none.
+        """
+        num = max(1, len(decode))
+        most, share = max(0, min(MAX_SPEC_LENGTH, num_rows // num)), max(0, num_blocks) // num
+        limits = []
+        for request, room in decode:
+            seq, own = request.seq, room.slack - 1 + (room.next_blocks + share) * self.cache.block_tokens
+            left = seq.max_len - len(seq.tokens) - 1
+            limits.append(0 if seq.draft == NONE else max(0, min(own, left, most)))
+        return limits
+
     def _fits(self, room: Room, num_blocks: int) -> int:
         """Tokens that a sequence can take with that many more blocks."""
         return room.slack + max(0, num_blocks) * self.cache.block_tokens
-
-
-class _Limits(Seq[int]):
-    """Nodes that each may have, so that all could have them together: rows and blocks are shared out evenly.
-
-    None for a request that wants no drafter. Computed when somebody asks, within the step: in most plain ones, nobody
-    does.
-    """
-
-    def __init__(self, decode: Seq[_Stand], num_rows: int, num_blocks: int, block_tokens: int) -> None:
-        self._decode, self._block_tokens = decode, block_tokens
-        num = max(1, len(decode))
-        self._rows = max(0, min(MAX_SPEC_LENGTH, num_rows // num))
-        self._share = max(0, num_blocks) // num
-        self._limits: list[int] | None = None
-
-    def __len__(self) -> int:
-        return len(self._decode)
-
-    def __getitem__(self, b):  # type: ignore[no-untyped-def]
-        return self._limit(*self._decode[b]) if self._limits is None else self._limits[b]
-
-    def __iter__(self) -> Iterator[int]:
-        if self._limits is None:
-            self._limits = [self._limit(*stand) for stand in self._decode]
-        return iter(self._limits)
-
-    def _limit(self, request: Request, room: Room) -> int:
-        seq = request.seq
-        if seq.draft == NONE:
-            return 0
-        own = room.slack - 1 + (room.next_blocks + self._share) * self._block_tokens
-        return max(0, min(own, seq.max_len - len(seq.tokens) - 1, self._rows))
 
 
 def _rank(request: Request) -> tuple[int, int]:

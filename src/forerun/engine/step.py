@@ -42,6 +42,8 @@ from forerun.types import (
     Verdict,
 )
 
+GUESS_TOKENS = 16  # of a drafter that costs nothing, for a request that is granted nothing: scored, never verified
+
 
 class RequestFailed(Exception):
     """One sequence cannot go on; the step was not committed and can be repeated without it."""
@@ -72,7 +74,7 @@ class Stepper:
         seqs = [request.seq for request in plan.decode]
         coins = _Coins(self.coins, seqs)
 
-        draft, granted, pacing_s = self._propose(plan, seqs, coins)
+        draft, granted = self._propose(plan, seqs, coins)
         clock.append(time.perf_counter())
         scores = self._score(plan, draft)
         clock.append(time.perf_counter())
@@ -82,7 +84,7 @@ class Stepper:
         report = self._commit(plan, draft, scores, laws, verdict, granted)
         clock.append(time.perf_counter())
 
-        report.schedule_s, report.pacing_s = schedule_s, pacing_s
+        report.schedule_s = schedule_s
         report.draft_s, report.score_s, report.judge_s, report.commit_s = map(operator.sub, clock[1:], clock)
         report.target_forward_s = scores.forward_s
         if shares_s := self.drafter.shares_s:
@@ -93,35 +95,39 @@ class Stepper:
         self.pacing.observe(report)
         return report
 
-    def _propose(self, plan: Plan, seqs: Seq[Sequence], coins: Seq[Coins]) -> tuple[Draft, list[int], float]:
-        """A draft within the limits of the plan; the drafters of running prompts run them, too, where it may pay.
+    def _propose(self, plan: Plan, seqs: Seq[Sequence], coins: Seq[Coins]) -> tuple[Draft, list[int]]:
+        """A draft within the limits of the plan, and what was granted.
 
-        Returns it, what was granted, and the seconds that the pacing policy took.
+        The drafters of running prompts run them, too, where it may pay.
         """
         prompts = [(request.seq, take) for request, take in plan.prefill if self.pacing.prepares(request.seq)]
         if prompts:
             # No more than the target reads, which takes longer for each of them: the step is not doubled either.
             most = min(self.catchup.most_tokens, sum(take for _, take in prompts))
             self.drafter.catch_up([seq for seq, _ in prompts], most)
-        lags = _Lags(self.drafter, seqs)
-        num_other_rows = sum(take for _, take in plan.prefill)
-        before = time.perf_counter()
-        paced = self.pacing.budget(seqs, plan.draft_limits, lags, num_other_rows)
-        pacing_s = time.perf_counter() - before
-        if not any(paced):
-            return Draft.empty(len(seqs)), paced, pacing_s
-        granted = [max(0, min(pair)) for pair in zip(paced, plan.draft_limits, strict=True)]
+        limits = plan.draft_limits
+        paced = self.pacing.budget(seqs, limits)
+        granted = [max(0, min(pair)) for pair in zip(paced, limits, strict=True)]
+        if self.pacing.guesses:
+            self._guess(seqs, granted, limits, coins)
         if not any(granted):
-            return Draft.empty(len(seqs)), granted, pacing_s
+            return Draft.empty(len(seqs)), granted
         catchup_tokens = self.catchup.tokens({seq.draft for seq in seqs}, self.drafter.num_caught_up)
         budget = Budget(list(granted), catchup_tokens)  # the drafter's own
         if self.pacing.stops_early:
             budget.go_on = lambda b, depth, law: self.pacing.go_on(seqs[b], depth, law)
         draft = self.drafter.propose(seqs, budget, coins)
-        starts = draft.node_starts
-        if any(starts[b + 1] - starts[b] > most for b, most in enumerate(granted)):
+        if any(len(draft.nodes(b)) > most for b, most in enumerate(granted)):
             raise InternalError("a drafter drafted more than it was granted")
-        return draft, granted, pacing_s
+        return draft, granted
+
+    def _guess(self, seqs: Seq[Sequence], granted: Seq[int], limits: Seq[int], coins: Seq[Coins]) -> None:
+        """Let drafters that cost nothing guess where nothing was granted: pacing scores that, nothing verifies it."""
+        for b, seq in enumerate(seqs):
+            drafter = self.drafter.of(seq)
+            if drafter.is_free and not granted[b] and limits[b]:
+                budget = Budget([min(GUESS_TOKENS, limits[b])], 0)
+                self.pacing.guess(seq, drafter.propose([seq], budget, [coins[b]]).tokens)
 
     def _score(self, plan: Plan, draft: Draft) -> Scores:
         """One pass over [last committed token, draft nodes] of every decoding sequence and over the prompt chunks."""
@@ -165,7 +171,7 @@ class Stepper:
         committed = request.commit(emitted, origins, logprobs)
         seq.round += 1
         self._keep(seq, rows[:committed])
-        return SequenceStep(seq.id, seq.draft, num_nodes, num_tested, len(path), committed)
+        return SequenceStep(seq.id, seq.draft, num_nodes, num_tested, tuple([n - start for n in path]), committed)
 
     def _keep(self, seq: Sequence, rows: list[int]) -> None:
         """Keep the cache rows of committed tokens, and let others find what they fill."""
@@ -189,19 +195,6 @@ class _Coins(Seq[Coins]):
         if coins is None:
             coins = self._made[b] = self._make(self._seqs[b])
         return coins
-
-
-class _Lags(Seq[int]):
-    """What each sequence's drafter has yet to run, looked up when a policy asks for it: most never do."""
-
-    def __init__(self, drafter: Crew, seqs: Seq[Sequence]) -> None:
-        self._drafter, self._seqs = drafter, seqs
-
-    def __len__(self) -> int:
-        return len(self._seqs)
-
-    def __getitem__(self, b):  # type: ignore[no-untyped-def]
-        return self._drafter.lag(self._seqs[b])
 
 
 class _Laws(Seq[Probs]):

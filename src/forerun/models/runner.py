@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import platform
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,6 +23,8 @@ from forerun.kv.cache import KVCache
 from forerun.kv.pools import CacheShape
 from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch
+
+SCRATCH_SLOT = -1  # of the cache, for passes that measure
 
 
 class ModelConfig(Protocol):
@@ -146,6 +150,22 @@ class Runner:
         if ids is None:
             raise InternalError("the model returned logits that are no numbers")
         return ids  # type: ignore[no-any-return]
+
+    @property
+    def fingerprint(self) -> str:
+        """What the time of a pass depends on: processor, operators, their threads, the model's shape and type."""
+        model, info = self.model, Path("/proc/cpuinfo")
+        lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else [platform.processor()]
+        processor = next((line for line in lines if line.startswith("model name")), lines[0])
+        return repr((processor, model.ops.build, model.ops.num_threads, model.config, model.dtype, model.device.type))
+
+    def try_pass(self, num_rows: int) -> None:
+        """Run a pass over rows that are forgotten at once, as a verification runs it. Raises CapacityError."""
+        self.cache.open(SCRATCH_SLOT)
+        try:
+            self.forward([Run(SCRATCH_SLOT, [0] * num_rows, "all", None, self.finds_best)])
+        finally:
+            self.cache.release(SCRATCH_SLOT)
 
     def _best(self, hidden: Tensor, rows: list[int]) -> list[int]:
         """Ids of the largest logits, lowest id on ties. Raises InternalError where they are no numbers."""

@@ -1,14 +1,15 @@
 """How far to draft: one policy per file, found by scanning this folder.
 
-A file `<name>.py` holds `Options` (a frozen dataclass) and `build(options, spec_length) -> Pacing`; spec_length is the
-engine's, None where it was not said.
+A file `<name>.py` holds `Options` (a frozen dataclass) and `build(options, spec_length, costs) -> Pacing`; spec_length
+is the engine's, None where none was named, and costs says what passes take. `auto` is built of two things that any
+policy may use: cost.py (the time of a pass) and acceptance.py (how likely each drafted token is to be accepted).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from forerun.pacing._times import StepTimes
+from forerun.pacing.cost import Costs
 from forerun.registry import load, make_options, parse_spec
 from forerun.types import Probs, Sequence, StepReport
 
@@ -16,10 +17,8 @@ from forerun.types import Probs, Sequence, StepReport
 class Pacing:
     """Decides how many tokens to draft, before drafting and before each draw.
 
-    Admissible control only: a decision may depend on everything known before the token in question is
-    drawn, never on that token.
-
-    times: what steps took, where a policy learns that; who reads it calls its `learn` first.
+    Admissible control only: a decision may depend on everything known before the token in question is drawn, never on
+    that token (docs/exactness.md).
     """
 
     @property
@@ -28,20 +27,16 @@ class Pacing:
         return type(self).go_on is not Pacing.go_on
 
     @property
-    def times(self) -> StepTimes | None:
-        return None
+    def guesses(self) -> bool:
+        """Whether `guess` wants to be called."""
+        return type(self).guess is not Pacing.guess
 
-    def budget(self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int) -> list[int]:
+    def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
         """Most draft nodes for each decoding sequence of this step, [B].
 
-        limits [B]: nodes that a sequence could have at most, by its own end and by the room in the caches. lags [B]:
-        committed tokens that its drafter has yet to run before it can draft, beyond what a round leaves.
-        num_other_rows: rows of the target pass that are no sequence's decoding, such as prompt chunks.
+        limits [B]: nodes that a sequence could have at most, by its own end and by the room in the caches.
         """
         raise NotImplementedError
-
-    def end(self, seq: Sequence) -> None:
-        """A sequence is finished or aborted: forget it."""
 
     def go_on(self, seq: Sequence, depth: int, draft_probs: Probs) -> bool:
         """Asked before drawing the token at `depth` (0 = first) from `draft_probs`."""
@@ -51,13 +46,19 @@ class Pacing:
         """Whether the drafter of a sequence is to run its prompt beside the target, to be ready for the first round."""
         return True
 
+    def guess(self, seq: Sequence, tokens: Seq[int]) -> None:
+        """Hear what a drafter that costs nothing would have drafted for a sequence that was granted nothing."""
+
     def observe(self, report: StepReport) -> None:
-        """The numbers of the step that was just done."""
+        """Learn from the numbers of the step that was just done."""
+
+    def end(self, seq: Sequence) -> None:
+        """Forget a sequence that is finished or aborted."""
 
 
-def make(spec: str, spec_length: int | None) -> Pacing:
-    """A policy from `name[:option=value,...]`. Raises BadOption for anything unknown."""
+def make(spec: str, spec_length: int | None, costs: Costs | None = None) -> Pacing:
+    """Return the policy of `name[:option=value,...]`. Raises BadOption for anything unknown."""
     name, options = parse_spec(spec)
     module = load(__name__, name, "pacing policy")
-    policy: Pacing = module.build(make_options(module.Options, options, name), spec_length)
-    return policy
+    made: Pacing = module.build(make_options(module.Options, options, name), spec_length, costs or Costs())
+    return made

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from forerun.config import DEFAULT_SPEC_LENGTH
 from forerun.pacing import Pacing
+from forerun.pacing.cost import Costs
 from forerun.types import Sequence
 
 
@@ -16,17 +17,15 @@ class Options:
 
 
 class FixedPacing(Pacing):
-    """Grants `spec_length` tokens to everybody who does not ask for another length."""
+    """Grants `spec_length` tokens to each request that names no length of its own."""
 
     def __init__(self, spec_length: int) -> None:
         self.spec_length = spec_length
 
-    def budget(self, seqs: Seq[Sequence], limits: Seq[int], lags: Seq[int], num_other_rows: int) -> list[int]:
-        # A sequence without a drafter has limit 0 anyway: where all are so, no limit has to be worked out.
-        wanted = [0 if seq.draft == "none" else seq.params.spec_length or self.spec_length for seq in seqs]
-        return [min(pair) for pair in zip(wanted, limits, strict=True)] if any(wanted) else wanted
+    def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
+        return [min(s.params.spec_length or self.spec_length, most) for s, most in zip(seqs, limits, strict=True)]
 
 
-def build(options: Options, spec_length: int | None) -> Pacing:
+def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
     """A policy that always grants as many tokens: the request's spec_length, else the engine's, else 5."""
     return FixedPacing(spec_length or DEFAULT_SPEC_LENGTH)

@@ -1,0 +1,95 @@
+"""How likely each drafted token is to be accepted: averages that forget, by request and by rank.
+
+The rank of a node is its place in its sequence's draft, best first. In a chain that is its depth; in a tree it is not,
+and nothing here assumes a chain. A request is taken to be as its drafter is on average until it has shown otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+
+Shares = npt.NDArray[np.float64]
+
+MAX_RANKS = 16
+FIRST_GUESS = 0.6  # acceptance of a drafter that was never seen
+
+
+class Average:
+    """Per rank, how many nodes were drafted and accepted lately. memory: rounds until one counts a third."""
+
+    def __init__(self, memory: float) -> None:
+        self.keep = 1 - 1 / memory
+        self.drafted, self.accepted = np.zeros(MAX_RANKS), np.zeros(MAX_RANKS)
+
+    def add(self, num_drafted: int, ranks: Seq[int]) -> None:
+        """One round that drafted so many nodes, of which those of these ranks were accepted."""
+        self.drafted *= self.keep
+        self.accepted *= self.keep
+        self.drafted[:num_drafted] += 1
+        self.accepted[[rank for rank in ranks if rank < MAX_RANKS]] += 1
+
+    def shares(self, steps: Shares, weight: float) -> Shares:
+        """P(the node of rank i is accepted), [MAX_RANKS], never rising.
+
+        steps [MAX_RANKS]: the P expected of rank i over that found for rank i - 1; it counts as `weight` rounds.
+        """
+        found, before = [], 1.0
+        for drafted, accepted, step in zip(self.drafted.tolist(), self.accepted.tolist(), steps.tolist(), strict=True):
+            before = min(before, (accepted + weight * before * step) / (drafted + weight))
+            found.append(before)
+        return np.array(found)
+
+
+class Acceptance:
+    """What is known of one drafter and of the requests that it serves.
+
+    found_share: of the drafts that were granted, how many had a node.
+    """
+
+    def __init__(self) -> None:
+        self.found_share = 1.0
+        self._mean = Average(memory=100)
+        self._requests: dict[int, Average] = {}
+        self._guesses: dict[int, tuple[int, Seq[int]]] = {}  # ungranted: length of the text, and the tokens
+
+    def observe(self, request: int, num_drafted: int, ranks: Seq[int]) -> None:
+        """One round of a request that was granted a draft: its nodes, and the ranks of those that were accepted."""
+        self.found_share += 0.02 * ((num_drafted > 0) - self.found_share)
+        if num_drafted:
+            self._mean.add(num_drafted, ranks)
+            self._requests.setdefault(request, Average(memory=30)).add(num_drafted, ranks)
+
+    def guess(self, request: int, num_tokens: int, tokens: Seq[int]) -> None:
+        """Keep what would have been drafted behind a text of so many tokens, until the text has grown past it."""
+        if tokens:
+            self._guesses.setdefault(request, (num_tokens, tokens[:MAX_RANKS]))
+
+    def score_guess(self, request: int, text: Seq[int]) -> None:
+        """Compare a guess with what was committed since, as soon as that shows how much of it was right."""
+        if request in self._guesses:
+            start, guessed = self._guesses[request]
+            came = text[start : start + len(guessed)]
+            right = next((i for i, (a, b) in enumerate(zip(guessed, came, strict=False)) if a != b), len(came))
+            if right < len(came) or len(came) == len(guessed):
+                del self._guesses[request]
+                self.observe(request, len(guessed), range(right))
+
+    def forget(self, request: int) -> None:
+        """Forget what a request has shown."""
+        self._requests.pop(request, None)
+        self._guesses.pop(request, None)
+
+    def drafter_shares(self) -> Shares:
+        """P(rank i is accepted) for a request that nothing is known of."""
+        drafted, accepted = self._mean.drafted, self._mean.accepted
+        tested = drafted[0] + np.minimum(accepted[:-1], drafted[1:]).sum()  # of a chain: behind an accepted node
+        alpha = min(1.0, (accepted.sum() + 2 * FIRST_GUESS) / (tested + 2))
+        return self._mean.shares(np.full(MAX_RANKS, alpha), weight=16.0)
+
+    def request_shares(self, request: int, drafter: Shares) -> Shares:
+        """P(rank i is accepted) for one request; drafter: what `drafter_shares` says."""
+        steps = drafter / np.concatenate(([1.0], np.maximum(drafter[:-1], 1e-9)))
+        return self._requests[request].shares(steps, weight=8.0) if request in self._requests else drafter

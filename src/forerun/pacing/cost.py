@@ -1,0 +1,141 @@
+"""What passes take by their rows: measured once, kept in a file, and kept fresh by one slow average.
+
+A draft pays for as long as a pass over more rows takes little more than one over one row. That ratio depends on the
+machine, the weights and the kernels, not on the text, so it is measured before the first draft and not learned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.errors import CapacityError
+from forerun.models.runner import Runner
+from forerun.types import StepReport
+
+LOG = logging.getLogger(__name__)
+WIDTHS = (1, 2, 4, 8, 16, 32)  # rows
+NUM_ROUNDS = 5
+LEAST_LIMIT_S, LIMIT_PASSES = 2.0, 12  # a calibration takes at most the larger of 2 s and 12 passes of one row
+FRESH = 0.02  # weight of a new measurement in the slow average
+
+
+@dataclass
+class PassTime:
+    """Time of a pass: `ratios[i]` times a pass of one row at `widths[i]` rows, linear between and beyond.
+
+    one_row_s: seconds of a pass of one row, None until one was measured; kept fresh by `observe`.
+    """
+
+    widths: Seq[float] = WIDTHS
+    ratios: Seq[float] = (1.0, 1.02, 1.06, 1.3, 2.2, 4.2)  # between an AVX2 and an AVX-512 server, bfloat16
+    one_row_s: float | None = None
+    _num_seen: int = 0
+
+    def ratio(self, num_rows: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """Passes of one row that a pass over so many rows takes, elementwise."""
+        rows = np.asarray(num_rows, dtype=np.float64)
+        rise, run = (np.diff(values)[-1:].sum() for values in (self.ratios, self.widths))
+        return np.asarray(
+            np.interp(rows, self.widths, self.ratios) + np.maximum(rows - self.widths[-1], 0) * rise / run
+        )
+
+    def observe(self, seconds: float, num_ratios: float) -> None:
+        """Move the average towards `seconds` for what should take `num_ratios` passes of one row."""
+        self._num_seen += 1
+        had = self.one_row_s or seconds / num_ratios
+        found = min(seconds / num_ratios, 3 * had)  # one pass that the machine held up says little
+        self.one_row_s = had + max(FRESH, 1 / (self._num_seen + 1)) * (found - had)
+
+
+@dataclass
+class Costs:
+    """What the passes of an engine take. drafts: by drafter; one without a model is free until it was seen.
+
+    runners: models to calibrate before the first plan, the target under ""; none = curves stay as they are.
+    """
+
+    target: PassTime = field(default_factory=PassTime)
+    drafts: dict[str, PassTime] = field(default_factory=dict)
+    runners: Mapping[str, Runner] = field(default_factory=dict)
+
+    def ready(self) -> None:
+        """Measure what was not measured yet."""
+        found, self.runners = {name: of_runner(runner) for name, runner in self.runners.items()}, {}
+        self.target = found.pop("", self.target)
+        self.drafts.update(found)
+
+    def draft(self, name: str) -> PassTime:
+        """The time of a pass of one drafter."""
+        return self.drafts.setdefault(name, PassTime((1, 2), (1.0, 1.0)))
+
+    def observe(self, report: StepReport) -> None:
+        """Keep the averages fresh with a step that ran no prompt."""
+        if report.num_prefill_tokens or not report.num_decoding:
+            return
+        self.target.observe(report.seconds - report.draft_s, float(self.target.ratio(report.num_rows)))
+        for name, step in report.drafts.items():
+            if step.depth and not step.num_catchup_tokens:
+                cost = self.draft(name)
+                cost.observe(step.seconds, step.depth * float(cost.ratio(step.num_nodes / step.depth)))
+
+
+def of_runner(runner: Runner) -> PassTime:
+    """The curve of a model on this machine: from the cache folder, else measured and kept there."""
+    folder = os.environ.get("FORERUN_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "forerun")
+    name = hashlib.sha256(runner.fingerprint.encode()).hexdigest()[:16]
+    path = Path(folder).expanduser() / f"passes-{name}.json"
+    try:
+        return PassTime(*json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        found = calibrated(runner.try_pass)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([found.widths, found.ratios, found.one_row_s]), encoding="utf-8")
+        LOG.warning("measured what passes of this model take, once: kept in %s", path)
+    except OSError as error:
+        LOG.warning("measured what passes of this model take; %s cannot be written (%s)", path, error)
+    return found
+
+
+def calibrated(run: Callable[[int], None], clock: Callable[[], float] = time.perf_counter) -> PassTime:
+    """Run passes of all widths in turn; medians of the ratios to one row of the same round, as a running maximum.
+
+    Drift of the machine cancels within a round. At the time limit rounds are dropped, then widths; so is a width that
+    the cache has no room for. Where nothing could be measured the built-in curve stays.
+    """
+
+    def timed(rows: int) -> float:
+        start = clock()
+        run(rows)
+        return clock() - start
+
+    ones_s, ratios = list[float](), {rows: list[float]() for rows in WIDTHS[1:]}
+    begun, limit_s = clock(), LEAST_LIMIT_S
+    try:
+        timed(1)  # warms up
+        for _ in range(NUM_ROUNDS):
+            ones_s.append(last_s := timed(1))
+            limit_s = max(limit_s, LIMIT_PASSES * ones_s[0])
+            for rows, found in ratios.items():
+                if clock() - begun + 2 * last_s > limit_s:  # twice the rows take at most twice as long
+                    break
+                last_s = timed(rows)
+                found.append(last_s / ones_s[-1])
+            if clock() - begun + last_s > limit_s:
+                break
+    except CapacityError:
+        LOG.info("the KV cache has no room for a whole calibration")
+    known = {rows: statistics.median(found) for rows, found in ratios.items() if found}
+    curve = np.maximum.accumulate([1.0, *known.values()]).tolist()
+    return PassTime([1, *known], curve, statistics.median(ones_s)) if known else PassTime()

@@ -1,0 +1,131 @@
+"""cost.py: the curve is measured once, within a time limit, kept in a file, and never falls."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.errors import CapacityError
+from forerun.pacing.cost import LIMIT_PASSES, WIDTHS, Costs, PassTime, calibrated
+from forerun.types import DraftStep, SequenceStep, StepReport
+
+
+class Machine:
+    """A clock that passes move on: `curve` seconds by rows, times a speed that drifts from pass to pass."""
+
+    def __init__(self, curve: Callable[[int], float], drift: float = 1.0, most_rows: int = 10**6) -> None:
+        self.curve, self.drift, self.speed, self.now, self.most_rows = curve, drift, 1.0, 0.0, most_rows
+        self.ran: list[int] = []
+
+    def run(self, rows: int) -> None:
+        if rows > self.most_rows:
+            raise CapacityError("no room")
+        self.ran.append(rows)
+        self.speed *= self.drift
+        self.now += self.curve(rows) * self.speed
+
+    def clock(self) -> float:
+        return self.now
+
+
+def of(machine: Machine) -> PassTime:
+    return calibrated(machine.run, machine.clock)
+
+
+def test_ratios_are_those_of_the_machine_although_it_drifts():
+    """The speed changes by 10 % within a round; one after the other, widths would be off by that."""
+    found = of(Machine(lambda n: 0.001 * (1 + 0.05 * n), drift=1.003))
+    for n in (1, 2, 4, 8, 16, 32, 64):
+        assert float(found.ratio(n)) == pytest.approx((1 + 0.05 * n) / 1.05, rel=0.03)
+
+
+def test_a_curve_never_falls():
+    """A width that seems to be faster than a narrower one is a measurement that was disturbed."""
+    found = of(Machine(lambda n: 0.5e-3 if n == 8 else 1e-3 * n))
+    ratios = [float(found.ratio(n)) for n in range(1, 65)]
+    assert ratios == sorted(ratios)
+    assert ratios[7] == ratios[3]
+
+
+@pytest.mark.parametrize(("one_s", "widest"), [(0.01, 32), (0.5, 8), (20.0, 4)])
+def test_the_time_limit_drops_rounds_then_widths(one_s: float, widest: int):
+    machine = Machine(lambda n: one_s * (1 + n / 8))
+    found = of(machine)
+    assert machine.now <= max(2.0, LIMIT_PASSES * machine.curve(1))
+    assert found.widths[-1] >= widest
+
+
+def test_a_cache_without_room_drops_widths():
+    assert of(Machine(lambda n: 0.001 * n, most_rows=8)).widths == [1, 2, 4, 8]
+    assert of(Machine(lambda n: 0.001, most_rows=0)).ratios == PassTime().ratios
+
+
+def test_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    params = SamplingParams(max_tokens=4, temperature=0)
+    with caplog.at_level(logging.WARNING):
+        LLM(max_seq_len=256).generate("def f(", params)
+    files = sorted(tmp_path.glob("passes-*.json"))
+    assert len(files) == 2, "one of the target, one of the draft model"
+    assert len([r for r in caplog.records if "once" in r.getMessage()]) == 2
+    widths, ratios, one_row_s = json.loads(files[0].read_text())
+    assert widths[0] == 1
+    assert ratios == sorted(ratios)
+    assert 0 < one_row_s < 10
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(max_seq_len=256)
+        llm.generate("def f(", params)
+    assert not caplog.records
+    assert [path.stat().st_mtime_ns for path in files] == [p.stat().st_mtime_ns for p in tmp_path.glob("*")] or len(
+        list(tmp_path.glob("*"))
+    ) == 2
+    cache = llm.engine.runner.cache
+    cache.check_integrity()
+    assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
+
+
+def test_without_calibration_nothing_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    LLM(max_seq_len=256, calibrate=False).generate("def f(", SamplingParams(max_tokens=4, temperature=0))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        LLM(max_seq_len=256).generate("def f(", SamplingParams(max_tokens=4, temperature=0))
+    assert "cannot be written" in caplog.text
+
+
+def test_the_slow_average_follows_the_machine_and_ignores_one_pause():
+    costs = Costs(PassTime(WIDTHS, [1.0, 1.0, 1.0, 1.0, 2.0, 4.0], 0.01))
+    steps = [SequenceStep(0, "model", 3, 3, (0, 1), 3)]
+
+    def step(slowness: float) -> StepReport:
+        draft = DraftStep(0.003 * slowness, 1, 3, 3)
+        return StepReport(
+            num_decoding=1,
+            num_rows=4,
+            score_s=0.01 * slowness,
+            draft_s=draft.seconds,
+            sequences=steps,
+            drafts={"model": draft},
+        )
+
+    for _ in range(200):
+        costs.observe(step(2.0))
+    assert costs.target.one_row_s == pytest.approx(0.02, rel=0.05)
+    assert costs.draft("model").one_row_s == pytest.approx(0.002, rel=0.05)
+    costs.observe(step(1000.0))
+    assert costs.target.one_row_s < 0.022
+    prompt = step(50.0)
+    prompt.num_prefill_tokens = 100
+    before = costs.target.one_row_s
+    costs.observe(prompt)
+    assert costs.target.one_row_s == before, "what a prompt took says nothing of a pass over a few rows"
