@@ -137,10 +137,10 @@ class Coins(Protocol):
         """True with probability min(1, prob); never for 0, always for 1."""
 
     def draw(self, probs: Probs, depth: int) -> int:
-        """An id with the law `probs`: a correction or a bonus."""
+        """An id with the distribution `probs`: a correction or a bonus."""
 
-    def draft(self, probs: Probs, depth: int) -> int:
-        """An id with the law `probs`: a drafter's own draw."""
+    def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
+        """An id with the distribution `probs`: a drafter's own draw. Several draws at one depth need several lanes."""
 
     def pick(self, probs: Probs, depth: int) -> int:
         """argmax of log probs + Gumbel noise of (seed, absolute index): shared by drafter, verifier, plain decoding."""
@@ -242,8 +242,12 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One coin of a verdict, for whoever listens: node, its target and draft probability, and the outcome."""
+class AcceptanceTest:
+    """One test of a verdict: the node, its target and draft probability, and the outcome.
+
+    At a node with several children each test after the first is against what the ones before it left of the target's
+    probabilities.
+    """
 
     node: int
     target_prob: float
@@ -257,7 +261,12 @@ class Verdict:
 
     paths: list[list[int]]  # accepted nodes, flat indices, root to tip
     next_tokens: list[int]  # correction after a rejection, bonus after none, plain where nothing was drafted
-    trials: list[list[Trial]]  # every test at which the path stood, in order
+    tests: list[list[AcceptanceTest]]  # every child that was tried where the path stood, in order
+
+    def num_tested(self, b: int) -> int:
+        """Positions at which sequence b's path stood and had a child: the children tried at one node count as one."""
+        is_rejected = bool(self.tests[b]) and not self.tests[b][-1].accepted
+        return len(self.paths[b]) + is_rejected
 
     def emitted(self, draft: Draft, b: int) -> list[int]:
         """Accepted tokens, then the next token."""
@@ -330,7 +339,7 @@ class RoundDetail:
     parents: list[int]  # within this round; -1 = the last committed token
     draft_probs: list[float]
     target_probs: list[float | None]  # None behind a rejection, where nobody looked
-    trials: list[Trial]  # nodes counted within this round
+    tests: list[AcceptanceTest]  # nodes counted within this round
     accepted: list[int]  # node indices within this round
     next_token: int
     granted: int  # the pacing policy's budget

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from forerun.cli.show import LiveText, Piece, RoundPrinter, committed_pieces, round_pieces, token_text, wrap
 from forerun.text import Tokenizer
-from forerun.types import RoundDetail, StepReport, Trial
+from forerun.types import AcceptanceTest, RoundDetail, StepReport
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def round_of(drafted: list[int], num_accepted: int, next_token: int) -> RoundDet
         parents=[i - 1 for i in range(len(drafted))],
         draft_probs=[1.0] * len(drafted),
         target_probs=[1.0] * len(drafted),
-        trials=[Trial(i, 1.0, 1.0, i < num_accepted) for i in range(len(tried))],
+        tests=[AcceptanceTest(i, 1.0, 1.0, i < num_accepted) for i in range(len(tried))],
         accepted=list(range(num_accepted)),
         next_token=next_token,
         granted=len(drafted),

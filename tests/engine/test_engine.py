@@ -105,7 +105,7 @@ def test_the_report_adds_up():
     assert report.num_steps == len(rounds)
     assert report.num_drafted == sum(len(r.tokens) for r in rounds)
     assert report.num_accepted == sum(len(r.accepted) for r in rounds)
-    assert report.num_tested == sum(len(r.trials) for r in rounds)
+    assert report.num_tested == sum(len(r.tests) for r in rounds)
     assert report.num_emitted == report.num_accepted + report.num_steps
     assert report.mean_accepted_length == report.num_emitted / report.num_steps
     assert report.acceptance_rate == report.num_accepted / report.num_drafted

@@ -67,7 +67,7 @@ def test_reports_of_steps_add_up() -> None:
         for name in ("drafted", "tested", "accepted"):
             assert getattr(report, f"num_{name}") == sum(getattr(s, f"num_{name}") for s in report.sequences)
         for s, r in zip(report.sequences, report.rounds, strict=True):
-            assert (s.num_drafted, s.num_tested, s.num_accepted) == (len(r.tokens), len(r.trials), len(r.accepted))
+            assert (s.num_drafted, s.num_tested, s.num_accepted) == (len(r.tokens), len(r.tests), len(r.accepted))
         assert report.num_context_tokens == sum(r.position - 1 for r in report.rounds)
         assert report.num_emitted == report.num_accepted + report.num_decoding
         for name, draft in report.drafts.items():

@@ -21,7 +21,7 @@ from forerun.engine.engine import Engine
 from forerun.kv.cache import KVCache
 from forerun.models.runner import Runner
 from forerun.models.toy import ToyLaw, ToyModel
-from forerun.sampling.random import Branching, enumerate_outcomes
+from forerun.testing import Branching, enumerate_outcomes
 from forerun.types import Coins, SamplingParams, StepReport
 
 V, HORIZON = 3, 3

@@ -227,16 +227,16 @@ def test_no_other_file_names_a_method(room: str, name: str) -> None:
     assert not importers, importers
 
 
-RULES = [path.stem for path in sorted((SOURCE / "verify").glob("*.py")) if not path.stem.startswith("_")]
-
-
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", registry.names("forerun.verify"))
 def test_a_verification_rule_is_one_file(name: str) -> None:
-    """NAME is what requests say; `rule` judges one sequence, `verify` a whole draft."""
+    """What it declares, and `rule`, which judges one sequence."""
     module = importlib.import_module(f"forerun.verify.{name}")
-    assert isinstance(module.NAME, str)
-    assert list(module.rule.__annotations__)[:-1] == ["draft", "b", "target_probs", "coins"]
-    assert list(module.verify.__annotations__)[:-1] == ["draft", "target_probs", "coins"]
+    assert module.Options.__dataclass_params__.frozen
+    assert isinstance(module.LOSSLESS, bool)
+    assert isinstance(module.NEEDS_ALL_ROWS, bool)
+    assert set(module.SHAPES) <= {"chain", "tree"}
+    assert set(module.DRAWS) <= {"point", "independent", "distinct"}
+    assert list(module.rule.__annotations__)[:-1] == ["draft", "b", "target_probs", "coins", "options"]
 
 
 # --------------------------------------------------------------------------------------------------- the public door

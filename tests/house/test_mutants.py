@@ -7,7 +7,6 @@ has gone blind.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence as Seq
 
 import pytest
 import torch
@@ -15,14 +14,14 @@ import torch
 from forerun import sampling
 from forerun.drafters import model as model_drafter
 from forerun.errors import InternalError
-from forerun.sampling.random import Branching, PhiloxCoins
-from forerun.types import Coins, Draft, Probs, SamplingParams, Trial
-from forerun.verify import chain, match
+from forerun.sampling.random import PhiloxCoins
+from forerun.testing import MUTANTS, SECOND_DRAW, Branching
+from forerun.types import Probs, SamplingParams
+from forerun.verify import match, ratio
 from house.enumeration import HORIZON, TARGET, Case, engine_for, plain_law, resembling, spoken, total_variation
 
 CAUGHT = 1e-6
 EXACT = 1e-12
-Ruling = tuple[list[int], int, list[Trial]]
 
 
 def case(rule: str = "ratio", **options) -> Case:
@@ -34,88 +33,22 @@ def error(of: Case, wrap=lambda coins: coins) -> float:
     return total_variation(spoken(of, wrap), plain_law(of))
 
 
-def ratio_with(
-    accepts: Callable[[float, float], float] = chain.acceptance,
-    left: Callable[[Probs, Probs], Probs] = chain.residual,
-    bonus: Callable[[Probs, Probs], Probs] = lambda p, q_last: p,
-) -> Callable[[Draft, int, Seq[Probs], Coins], Ruling]:
-    """chain.rule with three holes."""
-
-    def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins) -> Ruling:
-        path: list[int] = []
-        for depth, node in enumerate(draft.nodes(b)):
-            p, q, token = target_probs[depth], draft.probs[node], draft.tokens[node]
-            if not coins.accept(accepts(p.at(token), q.at(token)), depth):
-                return path, coins.draw(left(p, q), depth), []
-            path.append(node)
-        last = draft.probs[draft.nodes(b)[-1]]
-        return path, coins.draw(bonus(target_probs[len(path)], last), len(path)), []
-
-    return rule
-
-
-def changing(change: Callable[[Draft, Seq[Probs]], tuple[Draft, Seq[Probs]]]):
-    """chain.rule on a draft or laws that were tampered with."""
-    right = chain.rule
-
-    def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins) -> Ruling:
-        draft, target_probs = change(draft, target_probs)
-        return right(draft, b, target_probs, coins)
-
-    return rule
-
-
-def flatter(law: Probs) -> Probs:
-    """The same ids at another temperature."""
-    assert law.dense is not None
-    return Probs(dense=law.dense.sqrt() / law.dense.sqrt().sum())
-
-
-def without_unlikely(draft: Draft, laws: Seq[Probs]) -> tuple[Draft, Seq[Probs]]:
-    """Cut a chain of one sequence before the first drawn token whose probability is low."""
-    n = next((i for i, t in enumerate(draft.tokens) if draft.probs[i].at(t) < 0.4), len(draft.tokens))
-    return Draft(draft.tokens[:n], draft.parents[:n], [0, n], draft.probs[:n]), laws
-
-
-MUTANTS = {
-    "m1 correction drawn from p": ratio_with(left=lambda p, q: p),
-    "m2 bonus drawn from q": ratio_with(bonus=lambda p, q_last: q_last),
-    "m3 accepted iff p >= q": ratio_with(accepts=lambda p, q: float(p >= q)),
-    "m4 residual folded, not clamped": ratio_with(left=lambda p, q: Probs(dense=(p.dense - q.dense).abs())),
-    "m6 unlikely draws dropped": changing(without_unlikely),
-    "m11 rows of p shifted by one": changing(lambda draft, laws: (draft, [*list(laws)[1:], laws[len(laws) - 1]])),
-    "m12 q at another temperature": changing(
-        lambda draft, laws: (dataclasses.replace(draft, probs=[flatter(q) for q in draft.probs]), laws)
-    ),
-}
-
-
-def test_the_hollow_rule_without_a_mutation_is_right(monkeypatch):
-    monkeypatch.setattr(chain, "rule", ratio_with())
-    assert error(case()) < EXACT
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_wrong_ratio_rules(monkeypatch, mutant):
-    monkeypatch.setattr(chain, "rule", MUTANTS[mutant])
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.needs == "chain"], ids=lambda m: m.name)
+def test_wrong_rules_in_the_engine(monkeypatch, mutant):
+    monkeypatch.setattr(ratio, "rule", mutant.apply(ratio.rule))
     assert error(case()) > CAUGHT
 
 
 def test_m4_residual_without_the_clamp(monkeypatch):
-    """Negative probabilities are not drawn from: whoever forgets the clamp gets an error, not a wrong law."""
-    monkeypatch.setattr(chain, "rule", ratio_with(left=lambda p, q: Probs(dense=p.dense - q.dense)))
+    """Negative probabilities are not drawn from: a rule that forgets the clamp gets an error, not a wrong text."""
+    monkeypatch.setattr(ratio, "residual", lambda p, q: Probs(dense=p.dense - q.dense))
     with pytest.raises(InternalError, match="negative"):
         error(case())
 
 
 def test_m5_a_second_draw_after_a_mismatch(monkeypatch):
-    def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins) -> Ruling:
-        path, token, trials = right(draft, b, target_probs, coins)
-        return path, token if trials[-1].accepted else coins.draw(target_probs[len(path)], len(path)), trials
-
-    right = match.rule
     assert error(case("match")) < EXACT
-    monkeypatch.setattr(match, "rule", rule)
+    monkeypatch.setattr(match, "rule", SECOND_DRAW.apply(match.rule))
     assert error(case("match")) > CAUGHT
 
 
@@ -125,7 +58,7 @@ class ArgmaxCoins:
     def __init__(self, coins: Branching) -> None:
         self.accept = coins.accept
 
-    def draw(self, probs: Probs, depth: int) -> int:
+    def draw(self, probs: Probs, depth: int, lane: int = 0) -> int:
         return int(probs.dense.argmax()) if probs.point is None else probs.point
 
     draft = pick = draw

@@ -13,9 +13,10 @@ from forerun.kv.cache import KVCache
 from forerun.models.runner import Run, Runner
 from forerun.models.toy import ToyModel
 from forerun.sampling import arithmetic, pipeline, probs
-from forerun.sampling.random import PhiloxCoins, enumerate_outcomes
+from forerun.sampling.random import PhiloxCoins
+from forerun.testing import enumerate_outcomes
 from forerun.types import Draft, Probs, SamplingParams, Sequence
-from forerun.verify import chain, match
+from forerun.verify import match, ratio
 from house.enumeration import Case, every_way
 from house.test_lossless import assert_lossless
 from sampling.twins import ISAS, row, sampler
@@ -42,7 +43,7 @@ def test_at():
     with pytest.raises(InternalError, match="needs a point or a dense"):
         Probs().at(0)
     with pytest.raises(InternalError, match="needs a point or a dense"):
-        chain.residual(Probs(), Probs(point=0))
+        ratio.residual(Probs(), Probs(point=0))
 
 
 def test_what_filters_leave_of_a_wide_row_is_a_list():
@@ -88,13 +89,14 @@ FORMS = {
 
 @pytest.mark.parametrize(("p", "q"), list(itertools.product(FORMS, FORMS)))
 def test_the_residual_of_every_pair_of_forms(p, q):
-    """max(0, p - q), id by id; p where nothing is left; neither law is changed."""
+    """norm(max(0, p - q)), id by id; p where nothing is left; neither distribution is changed."""
     p, q = FORMS[p], FORMS[q]
     before = [[law.at(i) for i in range(10)] for law in (p, q)]
-    made = chain.residual(p, q)
+    made = ratio.residual(p, q)
     if p.point is None:
         expected = [max(0.0, p.at(i) - q.at(i)) for i in range(10)]
-        assert [made.at(i) for i in range(10)] == (expected if any(expected) else before[0])
+        expected = [share / sum(expected) for share in expected] if any(expected) else before[0]
+        assert [made.at(i) for i in range(10)] == pytest.approx(expected, abs=1e-15)
         assert (made.ids is None) == (p.ids is None)
         assert len(made.weights) == len(p.weights)
     else:
@@ -105,11 +107,11 @@ def test_the_residual_of_every_pair_of_forms(p, q):
 def test_the_residual_is_as_wide_as_the_wider_type():
     single, double = (listed([0, 2], [0.5, 0.5], dtype) for dtype in (torch.float32, torch.float64))
     for a, b in ((single, double), (double, single)):
-        assert chain.residual(a, Probs(dense=b.weights * 0.5)).weights.dtype == torch.float64
-    assert chain.residual(single, listed([0], [0.25], torch.float32)).weights.dtype == torch.float32
+        assert ratio.residual(a, Probs(dense=b.weights * 0.5)).weights.dtype == torch.float64
+    assert ratio.residual(single, listed([0], [0.25], torch.float32)).weights.dtype == torch.float32
 
 
-@pytest.mark.parametrize("module", [chain, match])
+@pytest.mark.parametrize("module", [ratio, match])
 def test_enumerated_rounds_do_not_depend_on_the_form(module):
     """Every way of one round, by lists and by vectors: the same outcomes with the same probabilities."""
     p, q = listed([0, 2], [0.75, 0.25]), listed([1, 2], [0.5, 0.5])

@@ -13,7 +13,8 @@ from scipy import stats
 
 from forerun.errors import InternalError
 from forerun.sampling import random as rng
-from forerun.sampling.random import PhiloxCoins, enumerate_outcomes
+from forerun.sampling.random import PhiloxCoins
+from forerun.testing import enumerate_outcomes
 from forerun.theory.formulas import match_acceptance
 from forerun.types import Probs
 

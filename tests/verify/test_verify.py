@@ -13,10 +13,11 @@ from forerun import verify
 from forerun.errors import BadOption
 from forerun.models.toy import ToyLaw, ToyModel
 from forerun.sampling import random as rng
-from forerun.sampling.random import Branching, PhiloxCoins, enumerate_outcomes
+from forerun.sampling.random import PhiloxCoins
+from forerun.testing import Branching, enumerate_outcomes
 from forerun.theory import formulas
 from forerun.types import Draft, Probs
-from forerun.verify import chain, match
+from forerun.verify import match, ratio
 
 
 def law(*weights: float, dtype: torch.dtype = torch.float64) -> Probs:
@@ -59,7 +60,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("module", [chain, match])
+@pytest.mark.parametrize("module", [ratio, match])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_law_of_one_position(pair, module):
     p, q = PAIRS[pair]
@@ -67,7 +68,7 @@ def test_the_law_of_one_position(pair, module):
     assert first_token(ways, 3) == pytest.approx(p, abs=1e-15)
 
 
-@pytest.mark.parametrize("module", [chain, match])
+@pytest.mark.parametrize("module", [ratio, match])
 def test_points_on_either_side(module):
     """A point is the same as its one-hot vector; both sides may be points."""
     for p, q in itertools.product([law(0.5, 0.3, 0.2), point(1)], [law(0.2, 0.6, 0.2), point(1), point(2)]):
@@ -80,17 +81,17 @@ def test_points_on_either_side(module):
 
 def test_k1_by_its_parts():
     p, q = law(0.5, 0.3, 0.2), law(0.2, 0.6, 0.2)
-    assert [chain.acceptance(p.at(x), q.at(x)) for x in range(3)] == [1.0, 0.5, 1.0]
-    residual = chain.residual(p, q).dense
+    assert [ratio.acceptance(p.at(x), q.at(x)) for x in range(3)] == [1.0, 0.5, 1.0]
+    residual = ratio.residual(p, q).dense
     assert (residual / residual.sum()).tolist() == pytest.approx([1, 0, 0], abs=1e-15)
-    accepted = sum(w for w, (_, verdict, _) in one_round(p, q, chain) if verdict.paths[0])
+    accepted = sum(w for w, (_, verdict, _) in one_round(p, q, ratio) if verdict.paths[0])
     assert accepted == pytest.approx(0.7, abs=1e-15)
 
 
 def test_laws_given_the_role():
     """Accepted tokens have law min(p, q) / beta, corrections (p - q)+ / (1 - beta): neither is p."""
     p, q = (0.5, 0.3, 0.2), (0.2, 0.5, 0.3)
-    ways = one_round(law(*p), law(*q), chain, bonus=law(0.1, 0.1, 0.8))
+    ways = one_round(law(*p), law(*q), ratio, bonus=law(0.1, 0.1, 0.8))
     for x in range(3):
         kept = sum(w for w, (_, v, e) in ways if v.paths[0] and e[0] == x)
         fixed = sum(w for w, (_, v, e) in ways if not v.paths[0] and e[0] == x)
@@ -102,27 +103,27 @@ def test_laws_given_the_role():
 
 def test_equal_laws_always_accept_and_zero_never_does():
     p = law(0.5, 0.3, 0.2)
-    assert all(verdict.paths[0] for _, (_, verdict, _) in one_round(p, p, chain))
-    assert chain.acceptance(0.0, 0.3) == 0.0
-    assert chain.acceptance(0.3, 0.3) == 1.0
-    assert chain.acceptance(1e-300, 1e-320) == 1.0
+    assert all(verdict.paths[0] for _, (_, verdict, _) in one_round(p, p, ratio))
+    assert ratio.acceptance(0.0, 0.3) == 0.0
+    assert ratio.acceptance(0.3, 0.3) == 1.0
+    assert ratio.acceptance(1e-300, 1e-320) == 1.0
 
 
 def test_residual_edges():
-    """Mass 0, points, different lengths, and the laws given stay as they were."""
+    """Always a distribution; mass 0, points, different lengths; and what is given stays as it was."""
     p, q = law(0.5, 0.3, 0.2), law(0.2, 0.6, 0.2)
-    chain.residual(p, q), chain.residual(p, point(0))
+    ratio.residual(p, q), ratio.residual(p, point(0))
     assert p.dense.tolist() == [0.5, 0.3, 0.2]
-    assert chain.residual(p, p) is p
-    assert chain.residual(point(2), q) == point(2)
-    assert chain.residual(p, point(0)).dense.tolist() == [0.0, 0.3, 0.2]
-    assert chain.residual(law(0.0, 1.0), point(1)).dense.tolist() == [0.0, 1.0], "nothing is left: p itself"
-    assert chain.residual(p, point(7)).dense.tolist() == p.dense.tolist()
-    longer = chain.residual(p, law(0.5, 0.1, 0.1, 0.3))
-    assert longer.dense.tolist() == pytest.approx([0.0, 0.2, 0.1])
-    shorter = chain.residual(p, law(0.6, 0.4))
-    assert shorter.dense.tolist() == pytest.approx([0.0, 0.0, 0.2])
-    wide = chain.residual(law(0.5, 0.5, dtype=torch.float32), law(0.25, 0.75))
+    assert ratio.residual(p, p) is p
+    assert ratio.residual(point(2), q) == point(2)
+    assert ratio.residual(p, point(0)).dense.tolist() == pytest.approx([0.0, 0.6, 0.4])
+    assert ratio.residual(law(0.0, 1.0), point(1)).dense.tolist() == [0.0, 1.0], "nothing is left: p itself"
+    assert ratio.residual(p, point(7)).dense.tolist() == p.dense.tolist()
+    longer = ratio.residual(p, law(0.5, 0.1, 0.1, 0.3))
+    assert longer.dense.tolist() == pytest.approx([0.0, 2 / 3, 1 / 3])
+    shorter = ratio.residual(p, law(0.6, 0.4))
+    assert shorter.dense.tolist() == pytest.approx([0.0, 0.0, 1.0])
+    wide = ratio.residual(law(0.5, 0.5, dtype=torch.float32), law(0.25, 0.75))
     assert wide.dense.dtype == torch.float64
 
 
@@ -130,12 +131,12 @@ def test_residual_edges():
 def test_vocabularies_of_different_length_stay_exact(sizes):
     generator = np.random.default_rng(0)
     p, q = (law(*generator.dirichlet(np.ones(n))) for n in sizes)
-    assert first_token(one_round(p, q, chain), 5) == pytest.approx(as_list(p, 5), abs=1e-15)
+    assert first_token(one_round(p, q, ratio), 5) == pytest.approx(as_list(p, 5), abs=1e-15)
 
 
 def test_a_token_that_its_own_law_excludes_is_rejected():
     """Only underflow can do it: rejected, and the correction is drawn from p (docs/exactness.md)."""
-    ways = one_round(law(0.5, 0.5), law(0.0, 1.0), chain, draw=lambda q, depth: 0)
+    ways = one_round(law(0.5, 0.5), law(0.0, 1.0), ratio, draw=lambda q, depth: 0)
     assert not any(verdict.paths[0] for _, (_, verdict, _) in ways)
     assert first_token(ways, 2) == [0.5, 0.5]
 
@@ -155,13 +156,13 @@ def test_k7_cutting_before_the_draw_is_exact_and_after_it_is_not():
 
     ways = enumerate_outcomes(drop)
     assert [sum(w for w, t in ways if t == x) for x in range(3)] == pytest.approx([0.75, 0.15, 0.1])
-    assert first_token(one_round(p, p, chain), 3) == pytest.approx([0.5, 0.3, 0.2], abs=1e-15)
+    assert first_token(one_round(p, p, ratio), 3) == pytest.approx([0.5, 0.3, 0.2], abs=1e-15)
 
 
 def test_greedy_falls_out_of_points():
     """Accepted while it is the argmax, corrected by the argmax, then the bonus; no coin is looked at."""
     draft = Draft.chains([[4, 5, 6]], [[point(4), point(5), point(6)]])
-    for module in (chain, match):
+    for module in (ratio, match):
         for targets, path, token in [((4, 5, 6, 7), [0, 1, 2], 7), ((4, 9, 6, 7), [0], 9), ((1, 5, 6, 7), [], 1)]:
             (weight, verdict), *others = enumerate_outcomes(
                 lambda c, m=module, t=targets: m.verify(draft, [[point(x) for x in t]], [c])
@@ -171,16 +172,16 @@ def test_greedy_falls_out_of_points():
             assert verdict.next_tokens == [token]
 
 
-def test_trials_say_what_was_tested():
+def test_tests_say_what_was_tested():
     draft = Draft.chains([[0, 1, 2]], [[law(0.6, 0.4, 0.0), point(1), point(2)]])
     target = [law(0.3, 0.3, 0.4), law(0.0, 0.0, 1.0), point(0), point(0)]
-    for module in (chain, match):
+    for module in (ratio, match):
         for _, verdict in enumerate_outcomes(lambda c, m=module: m.verify(draft, [target], [c])):
-            trials = verdict.trials[0]
-            assert [t.node for t in trials] == list(range(len(trials)))
-            assert [t.accepted for t in trials] == [i < len(verdict.paths[0]) for i in range(len(trials))]
-            assert (trials[0].target_prob, trials[0].draft_prob) == (0.3, 0.6)
-            assert len(trials) <= 2, "the second token has target probability 0"
+            tests = verdict.tests[0]
+            assert [t.node for t in tests] == list(range(len(tests)))
+            assert [t.accepted for t in tests] == [i < len(verdict.paths[0]) for i in range(len(tests))]
+            assert (tests[0].target_prob, tests[0].draft_prob) == (0.3, 0.6)
+            assert len(tests) <= 2, "the second token has target probability 0"
 
 
 def test_laws_behind_a_rejection_are_not_asked_for():
@@ -192,7 +193,7 @@ def test_laws_behind_a_rejection_are_not_asked_for():
             return [point(4), point(9)][i]
 
     draft = Draft.chains([[4, 5, 6]], [[point(4), point(5), point(6)]])
-    for module in (chain, match):
+    for module in (ratio, match):
         assert module.verify(draft, [UpTo()], [PhiloxCoins(0, 0, 0)]).next_tokens == [9]
 
 
@@ -206,25 +207,18 @@ def test_judge_rules_each_sequence_by_its_own_rule():
     for seed in range(40):
         coins = [PhiloxCoins(seed, 3 + b, 0) for b in range(3)]
         verdict = verify.judge(draft, laws, coins, ["match", "ratio", "ratio"])
-        for b, rule in ((0, match.rule), (2, chain.rule)):
-            path, token, trials = rule(draft, b, laws[b], coins[b])
-            assert (verdict.paths[b], verdict.next_tokens[b], verdict.trials[b]) == (path, token, trials)
+        for b, rule in ((0, match.rule), (2, ratio.rule)):
+            path, token, tests = rule(draft, b, laws[b], coins[b])
+            assert (verdict.paths[b], verdict.next_tokens[b], verdict.tests[b]) == (path, token, tests)
         # An empty draft is decided by the match noise in every mode, so that plain decoding is one text.
         assert (verdict.paths[1], verdict.next_tokens[1]) == ([], coins[1].pick(p, 0))
-        assert verdict.trials[1] == []
+        assert verdict.tests[1] == []
 
 
 def test_unknown_rules_are_refused_with_those_that_exist():
     assert {"match", "ratio"} <= set(verify.rules())
     with pytest.raises(BadOption, match=r"no acceptance rule 'typical'.*match.*ratio"):
         verify.judge(Draft.chains([[0]], [[point(0)]]), [[point(0)] * 2], [PhiloxCoins(0, 0, 0)], ["typical"])
-
-
-@pytest.mark.parametrize("rule", ["ratio", "match"])
-def test_trees_are_refused_by_rules_for_chains(rule):
-    tree = Draft([1, 2], [-1, -1], [0, 2], [point(1), point(2)])
-    with pytest.raises(BadOption, match="judges chains"):
-        verify.judge(tree, [[point(0)] * 3], [PhiloxCoins(0, 0, 0)], [rule])
 
 
 # ------------------------------------------------------------------------------------------------------- match = plain
@@ -265,7 +259,7 @@ def matched_text(seed: int, table: dict, shared: bool) -> tuple[tuple[int, ...],
         draft = Draft.chains([list(chain_tokens)], [[point(t) for t in chain_tokens]])
         verdict = match.verify(draft, [laws], [coins])
         tokens += tuple(verdict.emitted(draft, 0))
-        accepted, tested, rounds = accepted + len(verdict.paths[0]), tested + len(verdict.trials[0]), rounds + 1
+        accepted, tested, rounds = accepted + len(verdict.paths[0]), tested + len(verdict.tests[0]), rounds + 1
     return tokens[:LENGTH], accepted, tested
 
 

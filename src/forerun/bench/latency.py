@@ -182,7 +182,8 @@ def loaded_once(draft: str | Checkpoint, target: Checkpoint) -> str | Checkpoint
 def draft_models(llms: dict[Variant, LLM]) -> list[Decoder]:
     """Every draft model once."""
     runners = [llm.engine.drafter.first.runner for llm in llms.values()]
-    return list({id(runner.model): runner.model for runner in runners if runner is not None}.values())
+    models = {id(runner.model): runner.model for runner in runners if runner is not None}
+    return list(models.values())  # type: ignore[arg-type]  # the models of this benchmark are decoders
 
 
 class ForwardClock:

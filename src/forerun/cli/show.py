@@ -46,7 +46,7 @@ class Piece:
 def committed_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
     """The tokens of a round that entered the output: stop conditions may have cut it short."""
     pieces = [Piece(detail.tokens[node], "accepted") for node in detail.accepted]
-    drafted, rejected = bool(detail.tokens), any(not trial.accepted for trial in detail.trials)
+    drafted, rejected = bool(detail.tokens), any(not test.accepted for test in detail.tests)
     last: Kind = "plain" if not drafted else "correction" if rejected else "bonus"
     return [*pieces, Piece(detail.next_token, last)][:num_committed]
 
@@ -54,7 +54,7 @@ def committed_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
 def round_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
     """The same with the rejected token where it was tried. Tokens behind it were never tested and are not shown."""
     kept = committed_pieces(detail, num_committed)
-    rejected = [Piece(detail.tokens[trial.node], "rejected") for trial in detail.trials if not trial.accepted]
+    rejected = [Piece(detail.tokens[test.node], "rejected") for test in detail.tests if not test.accepted]
     at = len(detail.accepted)
     return kept[:at] + rejected + kept[at:] if len(kept) > at else kept
 

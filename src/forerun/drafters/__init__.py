@@ -33,6 +33,8 @@ class Drafter:
     only to catch up (not those that every round feeds), and the seconds that it took.
     """
 
+    shape = "chain"  # of its drafts: "chain" or "tree"
+    draws = "independent"  # how siblings are drawn: "point" masses, "independent", "distinct" (without replacement)
     runner: Runner | None = None  # of a model of its own, whose passes are worth measuring
     is_free = False  # it runs no model and draws nothing: a guess of it costs microseconds and no coins
     caught_up: Mapping[int, int] = MappingProxyType({})

@@ -32,6 +32,7 @@ class Options:
 class LookupDrafter(Drafter):
     """Keeps, per sequence, where each n-gram of committed tokens last went on."""
 
+    draws = "point"
     is_free = True
 
     def __init__(self, options: Options) -> None:

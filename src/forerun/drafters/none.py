@@ -17,6 +17,8 @@ class Options:
 class NoDrafter(Drafter):
     """Proposes nothing."""
 
+    draws = "point"
+
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         return Draft.empty(len(seqs))
 

@@ -23,7 +23,6 @@ from forerun.engine.step import RequestFailed, Stepper
 from forerun.errors import BadOption, CapacityError, PromptTooLong
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing
-from forerun.registry import unknown
 from forerun.sampling.random import PhiloxCoins, derived_seed
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Coins, Listener, SamplingParams, Sequence, StepReport
@@ -221,8 +220,8 @@ class Engine:
             if not all(map(known.__contains__, ids)):
                 wrong = next(i for i in ids if i not in known)
                 raise BadOption(f"{name} holds the id {wrong}, but the model's ids are 0 .. {known[-1]}")
-        if seq.acceptance not in verify.rules():
-            raise BadOption(unknown("acceptance rule", seq.acceptance, verify.rules()))
+        drafter = self.drafter.of(seq)
+        verify.find(seq.acceptance).check(seq.draft, drafter.shape, drafter.draws)
         if params.stop and self.tokenizer is None:
             raise BadOption("stop texts need a tokenizer: this engine has none; use stop_token_ids")
         if self.scheduler.blocks_for(seq) > self.runner.cache.num_blocks:

@@ -148,7 +148,7 @@ class Stepper:
         if self.wants_detail:
             report.rounds = [_detail(r.seq, draft, laws[b], verdict, b, granted[b]) for b, r in enumerate(plan.decode)]
         report.sequences = [self._commit_one(r, draft, scores.logits[b], verdict, b) for b, r in enumerate(plan.decode)]
-        report.num_tested = sum(map(len, verdict.trials))
+        report.num_tested = sum([step.num_tested for step in report.sequences])
         report.num_accepted = sum(map(len, verdict.paths))
         report.num_emitted = report.num_accepted + report.num_decoding
         report.num_committed = sum([step.num_committed for step in report.sequences])
@@ -160,7 +160,7 @@ class Stepper:
 
     def _commit_one(self, request: Request, draft: Draft, logits: Tensor, verdict: Verdict, b: int) -> SequenceStep:
         """Count, commit, and keep the cache rows of the tokens that are no longer last: root and accepted nodes."""
-        seq, start, path, num_tested = request.seq, draft.node_starts[b], verdict.paths[b], len(verdict.trials[b])
+        seq, start, path, num_tested = request.seq, draft.node_starts[b], verdict.paths[b], verdict.num_tested(b)
         num_nodes, emitted = draft.node_starts[b + 1] - start, verdict.emitted(draft, b)
         request.report.count(num_nodes, len(path), num_tested)
         rows = [0, *[n - start + 1 for n in path]] if path else [0]  # row i decided emitted token i
@@ -274,7 +274,7 @@ def _detail(seq: Sequence, draft: Draft, laws: Laws, verdict: Verdict, b: int, g
         parents=parents,
         draft_probs=[draft.probs[n].at(draft.tokens[n]) for n in nodes],
         target_probs=[_known(laws, parents[n - nodes.start] + 1, draft.tokens[n]) for n in nodes],
-        trials=[dataclasses.replace(trial, node=trial.node - nodes.start) for trial in verdict.trials[b]],
+        tests=[dataclasses.replace(test, node=test.node - nodes.start) for test in verdict.tests[b]],
         accepted=[n - nodes.start for n in verdict.paths[b]],
         next_token=verdict.next_tokens[b],
         granted=granted,

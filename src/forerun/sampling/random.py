@@ -8,15 +8,14 @@ depend on the batch, on neighbours, or on how many numbers somebody else used:
     counter  (absolute index of the token decided, purpose, round, lane or lane block)
 
 What float32 laws draw is computed twice over: here, and by native twins of `_place` and `_race` that return the same
-ids and are taken where they were built (csrc/sampling_race.cpp). For proofs there is a second source of randomness,
-`Branching`: it takes every outcome in turn and knows its probability.
+ids and are taken where they were built (csrc/sampling_race.cpp). For proofs there is a second source of randomness in
+forerun/testing.py, which takes every outcome in turn and knows its probability.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
 from typing import Any, TypeVar
 
 import numpy as np
@@ -157,12 +156,12 @@ class PhiloxCoins:
         return prob >= 1 or (prob > 0 and self._uniform(PURPOSE_ACCEPT, depth, lane) < prob)
 
     def draw(self, probs: Probs, depth: int) -> int:
-        """A correction or a bonus with the law `probs`."""
+        """A correction or a bonus with the distribution `probs`."""
         return _draw(probs, self._uniform(PURPOSE_NEXT, depth)) if probs.point is None else probs.point
 
-    def draft(self, probs: Probs, depth: int) -> int:
-        """A drafter's own draw with the law `probs`."""
-        return _draw(probs, self._uniform(PURPOSE_DRAFT, depth)) if probs.point is None else probs.point
+    def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
+        """A drafter's own draw with the distribution `probs`."""
+        return _draw(probs, self._uniform(PURPOSE_DRAFT, depth, lane)) if probs.point is None else probs.point
 
     def pick(self, probs: Probs, depth: int) -> int:
         """argmax over the ids with probs > 0 of log probs + Gumbel noise (Gumbel-max); lowest id on ties."""
@@ -173,6 +172,14 @@ def _host(probs: Probs) -> tuple[Row, Ids | None]:
     """The weights of a law and their ids, None = 0 to n - 1. Raises InternalError where there are none."""
     weights: Row = probs.weights.detach().cpu().numpy()
     return weights, None if probs.ids is None else probs.ids.numpy()
+
+
+def weights_of(probs: Probs) -> tuple[Row, Ids | None]:
+    """The same, checked. Raises InternalError for weights that are no distribution."""
+    weights, ids = _host(probs)
+    if error := _no_law(weights):
+        raise error
+    return weights, ids
 
 
 def _no_law(weights: Row) -> InternalError | None:
@@ -262,133 +269,3 @@ def _finish(weights: Row, blocks: Ids, seed: int, position: int, reach: float) -
     flat = np.flatnonzero(able)
     times = -arithmetic.log(uniforms.reshape(-1)[flat]) / wide.reshape(-1)[flat]
     return blocks[flat >> 2] * 4 + (flat & 3), times
-
-
-# --------------------------------------------------------------------------------------------------- exact enumeration
-
-
-@dataclass
-class _Way:
-    """One way through all branchings of a run."""
-
-    script: list[int]  # outcomes to take first; behind them the first outcome is taken
-    trail: list[tuple[int, int]] = field(default_factory=list)  # (outcome taken, number of outcomes)
-    weight: float = 1.0
-    noise: dict[int, Floats] = field(default_factory=dict)  # absolute index -> what the match noise may still be
-
-
-class Branching:
-    """Coins that take one outcome after another, depth first, and know the probability of the way (docs/exactness.md).
-
-    Made by `enumerate_outcomes`; `at(position)` gives the Coins of a round whose first token has that absolute index.
-    The match noise of one index is one random object however often it is looked at (a drafter and the verifier, or
-    two rounds), so `pick` returns what is still possible after the earlier picks, with exact conditional probability.
-    """
-
-    def __init__(self, way: _Way, position: int = 0) -> None:
-        self._way, self._position = way, position
-
-    def at(self, position: int) -> Branching:
-        """The same way, seen from a round that starts at this absolute index."""
-        return Branching(self._way, position)
-
-    def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """Both outcomes, with weights prob and 1 - prob."""
-        prob = min(1.0, max(0.0, prob))
-        return self._branch(np.array([prob, 1.0 - prob])) == 0
-
-    def draw(self, probs: Probs, depth: int) -> int:
-        """Every id of the support, with its probability."""
-        return self._branch(_spelled_out(probs)) if probs.point is None else probs.point
-
-    def draft(self, probs: Probs, depth: int) -> int:
-        """As draw."""
-        return self.draw(probs, depth)
-
-    def pick(self, probs: Probs, depth: int) -> int:
-        """Every id of the support, with its probability given the earlier picks at this index."""
-        if probs.point is not None:
-            return probs.point
-        weights, noise = _spelled_out(probs), self._way.noise
-        position = self._position + depth
-        cells = [_winning(noise.get(position, _SIMPLEX), weights, i) for i in range(len(weights))]
-        i = self._branch(np.array([_area(cell) for cell in cells]), rounding=1e-14)
-        noise[position] = cells[i]
-        return i
-
-    def _branch(self, weights: npt.NDArray[Any], rounding: float = 0.0) -> int:
-        """Take one index whose share of the weights is above `rounding`; the weights need not be normalised."""
-        law = weights.astype(np.float64) / weights.sum(dtype=np.float64)
-        possible = np.flatnonzero(law > rounding)
-        way = self._way
-        if len(possible) == 1:
-            return int(possible[0])
-        taken = way.script[len(way.trail)] if len(way.trail) < len(way.script) else 0
-        way.trail.append((taken, len(possible)))
-        way.weight *= float(law[possible[taken]])
-        return int(possible[taken])
-
-
-def _spelled_out(probs: Probs) -> Row:
-    """The weights of the ids 0 to n - 1, also of a law that is a list. Raises InternalError where this is no law."""
-    weights, ids = _host(probs)
-    if error := _no_law(weights):
-        raise error
-    if ids is None:
-        return weights
-    spelled = np.zeros(ids[-1] + 1, dtype=weights.dtype)
-    spelled[ids] = weights
-    return spelled
-
-
-def enumerate_outcomes(run: Callable[[Branching], T]) -> list[tuple[float, T]]:
-    """(probability, result) of every way that `run` can go. `run` must be a function of its coins alone."""
-    outcomes: list[tuple[float, T]] = []
-    script: list[int] = []
-    while True:
-        way = _Way(script)
-        result = run(Branching(way))
-        outcomes.append((way.weight, result))
-        while way.trail and way.trail[-1][0] + 1 == way.trail[-1][1]:
-            way.trail.pop()
-        if not way.trail:
-            return outcomes
-        script = [taken for taken, _ in way.trail[:-1]] + [way.trail[-1][0] + 1]
-
-
-# Gumbel-max as an exponential race: id x wins where E_x / p_x is smallest. Only the direction of (E_0, E_1, E_2)
-# matters, and it is uniform on the triangle E_0 + E_1 + E_2 = 1. So what is known of the noise is a convex polygon
-# in that triangle, a pick cuts it by straight lines, and probabilities are areas. Two ids: the third has weight 0.
-
-_SIMPLEX = np.eye(3)
-
-
-def _winning(polygon: Floats, weights: npt.NDArray[Any], x: int) -> Floats:
-    """The part of the polygon [n, 3] in which id x wins the race for these weights [2 or 3]."""
-    if len(weights) > 3:
-        raise InternalError(f"picks can be enumerated for at most 3 ids, not {len(weights)}")
-    if weights[x] == 0:
-        return np.empty((0, 3))
-    for z in range(len(weights)):
-        if z != x:
-            polygon = _clip(polygon, polygon[:, x] * float(weights[z]) - polygon[:, z] * float(weights[x]))
-    return polygon
-
-
-def _clip(polygon: Floats, height: Floats) -> Floats:
-    """The part of a convex polygon where a linear function, given at the corners, is <= 0 (Sutherland, Hodgman)."""
-    corners: list[Floats] = []
-    for i in range(len(polygon)):
-        j = (i + 1) % len(polygon)
-        if height[i] <= 0:
-            corners.append(polygon[i])
-        if height[i] * height[j] < 0:
-            share = height[i] / (height[i] - height[j])
-            corners.append(polygon[i] + share * (polygon[j] - polygon[i]))
-    return np.array(corners).reshape(-1, 3)
-
-
-def _area(polygon: Floats) -> float:
-    """Area relative to the whole triangle, by the shoelace formula."""
-    x, y = polygon[:, 0], polygon[:, 1]
-    return abs(float(x @ np.roll(y, -1) - y @ np.roll(x, -1))) if len(polygon) > 2 else 0.0

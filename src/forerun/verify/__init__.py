@@ -1,62 +1,93 @@
 """Which drafted tokens are kept: one rule per file, found by scanning this folder.
 
-A file holds `NAME` (the value of SamplingParams.acceptance), `rule` (one sequence) and `verify` (a whole draft). A rule
-is pure: it sees laws, tokens and coins, and no model, cache or clock. Every law may be asked for late, and a law behind
-a rejection must not be asked for: callers compute them on demand.
+A file `<name>.py` (the name is a value of SamplingParams.acceptance, `name:option=value` where it has options) holds
+
+    Options          a frozen dataclass; each field with its meaning and range in `metadata`
+    LOSSLESS         whether the output has exactly the target's distribution
+    SHAPES, DRAWS    what it can judge: "chain", "tree"; and how siblings may be drawn (forerun.drafters.Drafter)
+    NEEDS_ALL_ROWS   whether it looks at the target's distribution behind tokens that it rejects
+    rule             the ruling on one sequence: rule(draft, b, target_probs, coins, options) -> Ruling
+
+A rule is pure: it sees distributions, tokens and coins, and no model, cache or clock. Unless it needs all rows it asks
+for the target's distribution at a node only where the accepted path stands there: callers compute it on demand.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import pkgutil
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from forerun.errors import BadOption, InternalError
-from forerun.types import Coins, Draft, Probs, Trial, Verdict
+from forerun.registry import load, make_options, names, parse_spec
+from forerun.types import AcceptanceTest, Coins, Draft, Probs, Verdict
 
-Ruling = tuple[list[int], int, list[Trial]]  # on one sequence: path, next token, trials
+Ruling = tuple[list[int], int, list[AcceptanceTest]]  # on one sequence: path, next token, tests
 
 
-@functools.cache
-def _modules() -> dict[str, ModuleType]:
-    """NAME -> module of every rule file."""
-    files = [m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")]
-    modules = [importlib.import_module(f"{__name__}.{name}") for name in sorted(files)]
-    return {module.NAME: module for module in modules}
+@dataclass(frozen=True)
+class Rule:
+    """A rule with its options, as `find` returns it."""
+
+    name: str
+    module: ModuleType
+    options: Any
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the output has exactly the target's distribution."""
+        return bool(self.module.LOSSLESS)
+
+    def check(self, draft: str, shape: str, draws: str) -> None:
+        """Raise BadOption where drafts of this shape and these draws cannot be judged. draft: the drafter's name."""
+        for what, found in (("SHAPES", shape), ("DRAWS", draws)):
+            if found not in getattr(self.module, what):
+                fitting = [name for name in rules() if found in getattr(find(name).module, what)]
+                raise BadOption(
+                    f"acceptance={self.name!r} cannot judge the drafts of {draft!r} ({found}): use "
+                    + " or ".join([f"acceptance={name!r}" for name in fitting] + ["another drafter"])
+                )
+
+    def rule(self, draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins) -> Ruling:
+        """The ruling on sequence b."""
+        if self.module.NEEDS_ALL_ROWS:
+            target_probs = [target_probs[row] for row in range(len(target_probs))]
+        ruling: Ruling = self.module.rule(draft, b, target_probs, coins, self.options)
+        return ruling
 
 
 def rules() -> list[str]:
     """The names of all rules, sorted."""
-    return sorted(_modules())
+    return names(__name__)
 
 
-def find(name: str) -> ModuleType:
-    """The module of a rule. Raises BadOption with the names that exist."""
-    module = _modules().get(name)
-    if module is None:
-        raise BadOption(f"there is no acceptance rule {name!r}: it must be one of {', '.join(rules())}")
-    return module
+@functools.cache
+def find(spec: str) -> Rule:
+    """The rule of `name[:option=value,...]`. Raises BadOption with the names that exist."""
+    name, options = parse_spec(spec)
+    module = load(__name__, name, "acceptance rule")
+    return Rule(name, module, make_options(module.Options, options, name))
 
 
-def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], rules: Seq[str]) -> Verdict:
+def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], specs: Seq[str]) -> Verdict:
     """Rule on every sequence by its own rule.
 
-    target_probs[b][0] is the law after the last committed token, target_probs[b][1 + i] the law after node i of
-    sequence b (i counted within the sequence). rules [B] are names. A sequence without nodes is decided by the match
-    noise whatever its rule, so that plain decoding with a seed is one text. Raises BadOption for an unknown rule.
+    target_probs[b][0] is the distribution after the last committed token, target_probs[b][1 + i] the one after node i
+    of sequence b (i counted within the sequence). specs [B] name rules. A sequence without nodes is decided by the
+    match noise whatever its rule, so that plain decoding with a seed is one text. Raises BadOption for an unknown rule.
     """
-    if len(coins) != len(rules):
-        raise InternalError(f"{len(rules)} sequences are to be judged with the coins of {len(coins)}")
-    starts, modules = draft.node_starts, {name: find(name) for name in set(rules)}
+    if len(coins) != len(specs):
+        raise InternalError(f"{len(specs)} sequences are to be judged with the coins of {len(coins)}")
+    starts = draft.node_starts
     rulings: list[Ruling] = []
-    for b, (laws, name) in enumerate(zip(target_probs, rules, strict=True)):
+    for b, (rows, spec) in enumerate(zip(target_probs, specs, strict=True)):
         if starts[b] < starts[b + 1]:
-            rulings.append(modules[name].rule(draft, b, laws, coins[b]))
+            rulings.append(find(spec).rule(draft, b, rows, coins[b]))
         else:
-            law = laws[0]
-            rulings.append(([], coins[b].pick(law, 0) if law.point is None else law.point, []))  # a point needs no coin
+            row = rows[0]
+            rulings.append(([], coins[b].pick(row, 0) if row.point is None else row.point, []))  # a point needs no coin
     return collected(rulings)
 
 
@@ -67,9 +98,11 @@ def collected(rulings: Seq[Ruling]) -> Verdict:
     )
 
 
-def chain_nodes(draft: Draft, b: int, rule: str) -> range:
-    """The nodes of sequence b, which must be a chain. Raises BadOption for a tree."""
-    nodes = draft.nodes(b)
-    if any(draft.parents[n] != (n - 1 if n > nodes.start else -1) for n in nodes):
-        raise BadOption(f"the acceptance rule {rule!r} judges chains and this draft is a tree: use a drafter of chains")
-    return nodes
+def children_of(draft: Draft, b: int, nodes: Seq[int]) -> list[int]:
+    """The nodes of sequence b that hang from any of these (-1 = the last committed token), in draft order."""
+    return [node for node in draft.nodes(b) if draft.parents[node] in nodes]
+
+
+def equal_siblings(draft: Draft, siblings: Seq[int], node: int) -> list[int]:
+    """`node` and the later ones among its siblings with the same token: what was drawn below any of them goes on."""
+    return [n for n in siblings[siblings.index(node) :] if draft.tokens[n] == draft.tokens[node]]

@@ -9,27 +9,41 @@ Musco, Suresh 2024, arXiv 2408.07978). A drafter that uses the same noise is acc
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
-from forerun.types import Coins, Draft, Probs, Trial, Verdict
-from forerun.verify import Ruling, chain_nodes, collected
+from forerun.types import AcceptanceTest, Coins, Draft, Probs, Verdict
+from forerun.verify import Ruling, children_of, collected, equal_siblings
 
-NAME = "match"
+LOSSLESS = True
+SHAPES = ("chain", "tree")
+DRAWS = ("point", "independent", "distinct")
+NEEDS_ALL_ROWS = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """No options."""
 
 
 def verify(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins]) -> Verdict:
-    """Rule on every sequence of the draft; shapes as in `forerun.verify.judge`. Raises BadOption for a tree."""
+    """Rule on every sequence of the draft; shapes as in `forerun.verify.judge`."""
     return collected([rule(draft, b, target_probs[b], coins[b]) for b in range(draft.num_sequences)])
 
 
-def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins) -> Ruling:
-    """One sequence: (accepted nodes, correction or bonus, trials)."""
+def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options | None = None) -> Ruling:
+    """One sequence: (accepted nodes, correction or bonus, acceptance tests)."""
     path: list[int] = []
-    trials: list[Trial] = []
-    for depth, node in enumerate(chain_nodes(draft, b, NAME)):
-        token, law = draft.tokens[node], target_probs[depth]
-        drawn = coins.pick(law, depth)
-        trials.append(Trial(node, law.at(token), draft.probs[node].at(token), drawn == token))
-        if drawn != token:
-            return path, drawn, trials
-        path.append(node)
-    return path, coins.pick(target_probs[len(path)], len(path)), trials
+    tests: list[AcceptanceTest] = []
+    at, first = [-1], draft.node_starts[b]  # equal siblings that the path has reached
+    while True:
+        p = target_probs[path[-1] - first + 1 if path else 0]
+        drawn, siblings = coins.pick(p, len(path)), children_of(draft, b, at)
+        for node in siblings:
+            token = draft.tokens[node]
+            tests.append(AcceptanceTest(node, p.at(token), draft.probs[node].at(token), drawn == token))
+            if drawn == token:
+                path.append(node)
+                at = equal_siblings(draft, siblings, node)
+                break
+        else:
+            return path, drawn, tests

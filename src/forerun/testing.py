@@ -1,0 +1,445 @@
+"""Proofs for verification rules: every outcome of every coin with its probability, and wrong rules that must be caught.
+
+How to prove a rule of your own, `rule(draft, b, target_probs, coins) -> (path, next token, acceptance tests)`:
+
+    target, near = tables(3, seed=1), tables(3, seed=2)
+    said = emitted(rule, target, drawn_tree((-1, -1, 0), near, "independent"), horizon=3)
+    assert total_variation(said, plain(target, horizon=3)) < 1e-12
+
+`emitted` runs the rule through all outcomes of its coins and of the drafter's (exact enumeration, docs/exactness.md)
+and goes on with the target up to the horizon. A rule is exact if one round extended by the target says what the target
+says: rounds compose. `MUTANTS` are small changes of a right rule, or of what it is given, that a proof must refuse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forerun.errors import InternalError
+from forerun.sampling.random import weights_of
+from forerun.types import Coins, Draft, Probs
+from forerun.verify import Ruling
+
+T = TypeVar("T")
+Floats = npt.NDArray[np.float64]
+Table = Callable[[tuple[int, ...]], Floats]  # tokens so far -> probabilities of the next one, [V]
+Outputs = Mapping[tuple[int, ...], float]  # output -> probability
+RuleFunction = Callable[..., Ruling]  # (draft, b, target_probs, coins)
+
+
+@dataclass
+class _Way:
+    """One way through all branchings of a run."""
+
+    script: list[int]  # outcomes to take first; behind them the first outcome is taken
+    trail: list[tuple[int, int]] = field(default_factory=list)  # (outcome taken, number of outcomes)
+    weight: float = 1.0
+    noise: dict[int, Floats] = field(default_factory=dict)  # absolute index -> what the match noise may still be
+
+
+class Branching:
+    """Coins that take one outcome after another, depth first, and know the probability of the way (docs/exactness.md).
+
+    Made by `enumerate_outcomes`; `at(position)` gives the Coins of a round whose first token has that absolute index.
+    Production coins are a function of (purpose, depth, lane), so whoever asks for one of them twice in a round gets the
+    same random number twice: here that raises InternalError, because it would be counted as two independent ones.
+    The match noise of one index is one random object however often it is looked at (a drafter and the verifier, or
+    two rounds), so `pick` returns what is still possible after the earlier picks, with exact conditional probability.
+    """
+
+    def __init__(self, way: _Way, position: int = 0) -> None:
+        self._way, self._position = way, position
+        self._asked: set[tuple[str, int, int]] = set()
+
+    def at(self, position: int) -> Branching:
+        """The same way, seen from a round that starts at this absolute index."""
+        return Branching(self._way, position)
+
+    def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
+        """Both outcomes, with weights prob and 1 - prob."""
+        prob = min(1.0, max(0.0, prob))
+        if 0 < prob < 1:  # production tosses no coin for the others
+            self._ask("accept", depth, lane)
+        return self._branch(np.array([prob, 1.0 - prob])) == 0
+
+    def draw(self, probs: Probs, depth: int) -> int:
+        """Every id of the support, with its probability."""
+        return self._draw(probs, "next", depth, 0)
+
+    def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
+        """As draw, with a random number of the drafter's own."""
+        return self._draw(probs, "draft", depth, lane)
+
+    def _draw(self, probs: Probs, purpose: str, depth: int, lane: int) -> int:
+        if probs.point is not None:
+            return probs.point
+        self._ask(purpose, depth, lane)
+        return self._branch(_spelled_out(probs))
+
+    def _ask(self, purpose: str, depth: int, lane: int) -> None:
+        if (purpose, depth, lane) in self._asked:
+            raise InternalError(
+                f"the coin ({purpose}, depth {depth}, lane {lane}) is used twice in a round: it is one random number; "
+                "give each draw and each test at a depth a lane of its own"
+            )
+        self._asked.add((purpose, depth, lane))
+
+    def pick(self, probs: Probs, depth: int) -> int:
+        """Every id of the support, with its probability given the earlier picks at this index."""
+        if probs.point is not None:
+            return probs.point
+        weights, noise = _spelled_out(probs), self._way.noise
+        position = self._position + depth
+        cells = [_winning(noise.get(position, _SIMPLEX), weights, i) for i in range(len(weights))]
+        i = self._branch(np.array([_area(cell) for cell in cells]), rounding=1e-14)
+        noise[position] = cells[i]
+        return i
+
+    def _branch(self, weights: npt.NDArray[Any], rounding: float = 0.0) -> int:
+        """Take one index whose share of the weights is above `rounding`; the weights need not be normalised."""
+        shares = weights.astype(np.float64) / weights.sum(dtype=np.float64)
+        possible = np.flatnonzero(shares > rounding)
+        way = self._way
+        if len(possible) == 1:
+            return int(possible[0])
+        taken = way.script[len(way.trail)] if len(way.trail) < len(way.script) else 0
+        way.trail.append((taken, len(possible)))
+        way.weight *= float(shares[possible[taken]])
+        return int(possible[taken])
+
+
+def _spelled_out(probs: Probs) -> npt.NDArray[Any]:
+    """The weights of the ids 0 to n - 1, also of a list. Raises InternalError where they are no distribution."""
+    weights, ids = weights_of(probs)
+    if ids is None:
+        return weights
+    spelled = np.zeros(ids[-1] + 1, dtype=weights.dtype)
+    spelled[ids] = weights
+    return spelled
+
+
+def enumerate_outcomes(run: Callable[[Branching], T]) -> list[tuple[float, T]]:
+    """(probability, result) of every way that `run` can go. `run` must be a function of its coins alone."""
+    outcomes: list[tuple[float, T]] = []
+    script: list[int] = []
+    while True:
+        way = _Way(script)
+        result = run(Branching(way))
+        outcomes.append((way.weight, result))
+        while way.trail and way.trail[-1][0] + 1 == way.trail[-1][1]:
+            way.trail.pop()
+        if not way.trail:
+            return outcomes
+        script = [taken for taken, _ in way.trail[:-1]] + [way.trail[-1][0] + 1]
+
+
+# Gumbel-max as an exponential race: id x wins where E_x / p_x is smallest. Only the direction of (E_0, E_1, E_2)
+# matters, and it is uniform on the triangle E_0 + E_1 + E_2 = 1. So what is known of the noise is a convex polygon
+# in that triangle, a pick cuts it by straight lines, and probabilities are areas. Two ids: the third has weight 0.
+
+_SIMPLEX = np.eye(3)
+
+
+def _winning(polygon: Floats, weights: npt.NDArray[Any], x: int) -> Floats:
+    """The part of the polygon [n, 3] in which id x wins the race for these weights [2 or 3]."""
+    if len(weights) > 3:
+        raise InternalError(f"picks can be enumerated for at most 3 ids, not {len(weights)}")
+    if weights[x] == 0:
+        return np.empty((0, 3))
+    for z in range(len(weights)):
+        if z != x:
+            polygon = _clip(polygon, polygon[:, x] * float(weights[z]) - polygon[:, z] * float(weights[x]))
+    return polygon
+
+
+def _clip(polygon: Floats, height: Floats) -> Floats:
+    """The part of a convex polygon where a linear function, given at the corners, is <= 0 (Sutherland, Hodgman)."""
+    corners: list[Floats] = []
+    for i in range(len(polygon)):
+        j = (i + 1) % len(polygon)
+        if height[i] <= 0:
+            corners.append(polygon[i])
+        if height[i] * height[j] < 0:
+            share = height[i] / (height[i] - height[j])
+            corners.append(polygon[i] + share * (polygon[j] - polygon[i]))
+    return np.array(corners).reshape(-1, 3)
+
+
+def _area(polygon: Floats) -> float:
+    """Area relative to the whole triangle, by the shoelace formula."""
+    x, y = polygon[:, 0], polygon[:, 1]
+    return abs(float(x @ np.roll(y, -1) - y @ np.roll(x, -1))) if len(polygon) > 2 else 0.0
+
+
+# ------------------------------------------------------------------------------------------------- rules by themselves
+
+
+def tables(num_ids: int, seed: int, *, zero_share: float = 0.0, near: Table | None = None, share: float = 0.5) -> Table:
+    """A random distribution for each context, float64 [num_ids]; about `zero_share` of its entries are 0.
+
+    near: another table that it resembles, with a weight of `share`.
+    """
+
+    @functools.cache
+    def table(tokens: tuple[int, ...]) -> Floats:
+        rng = np.random.default_rng([seed, *tokens])
+        weights = rng.dirichlet(np.full(num_ids, 0.7))
+        weights[rng.random(num_ids) < zero_share] = 0.0
+        weights = weights if weights.sum() > 0 else np.eye(num_ids)[0]
+        weights /= weights.sum()
+        return np.asarray(weights if near is None else share * near(tokens) + (1 - share) * weights)
+
+    return table
+
+
+def dense(weights: Floats) -> Probs:
+    """A distribution as a rule sees it."""
+    return Probs(dense=torch.from_numpy(np.array(weights, dtype=np.float64)))
+
+
+def drawn_tree(parents: Seq[int], table: Table, draws: str) -> Callable[[Coins], Draft]:
+    """A drafter of one tree: parents[i] of node i, -1 = the root; tokens from `table`.
+
+    draws: "independent" siblings (with replacement), "distinct" ones (without; each states what was left), or the most
+    likely ones as "point" masses. A node for which no token is left is not drafted, nor is what hangs from it.
+    """
+
+    def draft(coins: Coins) -> Draft:
+        made = Draft([], [], [0, 0], [])
+        places: dict[int, int] = {-1: -1}  # node of the shape -> node of the draft
+        for node, parent in enumerate(parents):
+            if parent not in places:
+                continue
+            at = places[parent]
+            context = tuple(made.tokens[n] for n in made.path(at)) if at >= 0 else ()
+            left = table(context).copy()
+            siblings = [n for n, p in enumerate(made.parents) if p == at]
+            if draws != "independent":
+                left[[made.tokens[n] for n in siblings]] = 0.0
+            if left.sum() == 0:
+                continue
+            probs = Probs(point=int(left.argmax())) if draws == "point" else dense(left / left.sum())
+            places[node] = len(made.tokens)
+            made.tokens.append(coins.draft(probs, len(context), lane=node))
+            made.parents.append(at)
+            made.probs.append(probs)
+        return dataclasses.replace(made, node_starts=[0, len(made.tokens)])
+
+    return draft
+
+
+def emitted(rule: RuleFunction, target: Table, drafter: Callable[[Coins], Draft], horizon: int) -> Outputs:
+    """Output of `horizon` tokens -> probability: one round of the rule, cut where it is longer, then the target."""
+
+    def run(coins: Branching) -> tuple[int, ...]:
+        draft = drafter(coins)
+        contexts = [(), *(tuple(draft.tokens[i] for i in draft.path(n)) for n in draft.nodes(0))]
+        path, token, _ = rule(draft, 0, [dense(target(context)) for context in contexts], coins)
+        return (*(draft.tokens[n] for n in path), token)[:horizon]
+
+    said: dict[tuple[int, ...], float] = defaultdict(float)
+    for weight, output in enumerate_outcomes(run):
+        for ending, share in plain(target, horizon, output).items():
+            said[ending] += weight * share
+    return said
+
+
+def plain(target: Table, horizon: int, start: tuple[int, ...] = ()) -> Outputs:
+    """Output of `horizon` tokens that begins with `start` -> probability of what is behind it, by the target alone."""
+    outputs = {start: 1.0}
+    for _ in range(horizon - len(start)):
+        outputs = {
+            (*output, x): weight * float(p)
+            for output, weight in outputs.items()
+            for x, p in enumerate(target(output))
+            if p > 0
+        }
+    return outputs
+
+
+def total_variation(a: Outputs, b: Outputs) -> float:
+    """Half the sum of absolute differences, over the outputs of both."""
+    return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b}) / 2
+
+
+# -------------------------------------------------------------------------------------------------------------- mutants
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong rule made from a right one. needs: "chain" or "tree", and for trees how their siblings are drawn."""
+
+    name: str
+    needs: str
+    apply: Callable[[RuleFunction], RuleFunction]
+
+
+class _Spy:
+    """Coins and rows of one ruling, between a rule and what it is given; mutants change what passes through.
+
+    row: the target's distribution that was asked for last, so that of the node at which the path stands.
+    """
+
+    def __init__(self, draft: Draft, b: int, rows: Seq[Probs], coins: Coins) -> None:
+        self.draft_of, self.b, self.rows, self.coins = draft, b, rows, coins
+        self.row = rows[0]
+        self.pick, self.draft = coins.pick, coins.draft
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Probs:
+        self.row = self.rows[row]
+        return self.row
+
+    def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
+        return self.coins.accept(prob, depth, lane)
+
+    def draw(self, probs: Probs, depth: int) -> int:
+        return self.coins.draw(probs, depth)
+
+    def draft_probs(self, depth: int) -> Probs:
+        """Of the node at a depth of a chain."""
+        return self.draft_of.probs[self.draft_of.nodes(self.b)[depth]]
+
+
+def _spied(spy: type[_Spy]) -> Callable[[RuleFunction], RuleFunction]:
+    def apply(rule: RuleFunction) -> RuleFunction:
+        def wrong(draft: Draft, b: int, rows: Seq[Probs], coins: Coins, *rest: Any) -> Ruling:
+            between = spy(draft, b, rows, coins)
+            return rule(draft, b, between, between, *rest)
+
+        return wrong
+
+    return apply
+
+
+def _given(change: Callable[[Draft], Draft]) -> Callable[[RuleFunction], RuleFunction]:
+    """A rule that sees another draft than was drawn; rows are found by the tokens of their paths."""
+
+    def apply(rule: RuleFunction) -> RuleFunction:
+        def wrong(draft: Draft, b: int, rows: Seq[Probs], coins: Coins, *rest: Any) -> Ruling:
+            changed = change(draft.only(b))
+            paths = {tuple(draft.tokens[i] for i in draft.path(n)): n - draft.node_starts[b] for n in draft.nodes(b)}
+            own = [paths[tuple(changed.tokens[i] for i in changed.path(n))] for n in changed.nodes(0)]
+            if not own:
+                return [], coins.draw(rows[0], 0), []
+            path, token, tests = rule(changed, 0, [rows[0], *(rows[n + 1] for n in own)], coins, *rest)
+            return [draft.node_starts[b] + own[n] for n in path], token, tests
+
+        return wrong
+
+    return apply
+
+
+class _CorrectionFromTarget(_Spy):
+    def draw(self, probs: Probs, depth: int) -> int:
+        return self.coins.draw(self.row, depth)
+
+
+class _BonusFromDraft(_Spy):
+    def draw(self, probs: Probs, depth: int) -> int:
+        is_bonus = depth == len(self.draft_of.nodes(self.b))
+        return self.coins.draw(self.draft_probs(depth - 1) if is_bonus else probs, depth)
+
+
+class _NeverByChance(_Spy):
+    def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
+        return prob >= 1
+
+
+class _FoldedResidual(_Spy):
+    def draw(self, probs: Probs, depth: int) -> int:
+        if depth < len(self.draft_of.nodes(self.b)):
+            probs = dense(np.abs(_spelled_out(self.row) - _spelled_out(self.draft_probs(depth))))
+        return self.coins.draw(probs, depth)
+
+
+class _ShiftedRows(_Spy):
+    def __getitem__(self, row: int) -> Probs:
+        self.row = self.rows[min(row + 1, len(self.rows) - 1)]
+        return self.row
+
+
+class _OneCoin(_Spy):
+    def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
+        return self.coins.accept(prob, depth)
+
+
+def _drawn_twice(rule: RuleFunction) -> RuleFunction:
+    def wrong(draft: Draft, b: int, rows: Seq[Probs], coins: Coins, *rest: Any) -> Ruling:
+        path, token, tests = rule(draft, b, rows, coins, *rest)
+        row = path[-1] - draft.node_starts[b] + 1 if path else 0
+        return path, token if tests[-1].accepted else coins.draw(rows[row], len(path)), tests
+
+    return wrong
+
+
+def _cut_by_confidence(draft: Draft) -> Draft:
+    n = next((i for i, token in enumerate(draft.tokens) if draft.probs[i].at(token) < 0.4), len(draft.tokens))
+    return Draft(draft.tokens[:n], draft.parents[:n], [0, n], draft.probs[:n])
+
+
+def _flatter(draft: Draft) -> Draft:
+    roots = [np.sqrt(_spelled_out(q)) for q in draft.probs]
+    return dataclasses.replace(draft, probs=[dense(root / root.sum()) for root in roots])
+
+
+def _merged(draft: Draft) -> Draft:
+    places: dict[int, int] = {-1: -1}
+    made = Draft([], [], [0, 0], [])
+    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+        at = places[parent]
+        twin = next((n for n, p in enumerate(made.parents) if p == at and made.tokens[n] == token), None)
+        if twin is None:
+            made.tokens.append(token)
+            made.parents.append(at)
+            made.probs.append(draft.probs[node])
+        places[node] = len(made.tokens) - 1 if twin is None else twin
+    return dataclasses.replace(made, node_starts=[0, len(made.tokens)])
+
+
+def _first_probs(draft: Draft) -> Draft:
+    firsts = [draft.parents.index(parent) for parent in draft.parents]
+    return dataclasses.replace(draft, probs=[draft.probs[first] for first in firsts])
+
+
+def _sorted_siblings(draft: Draft) -> Draft:
+    """Siblings in the order of their probability; whole subtrees move along."""
+    order: list[int] = []
+
+    def visit(parent: int) -> None:
+        children = [n for n, p in enumerate(draft.parents) if p == parent]
+        for node in sorted(children, key=lambda n: -draft.probs[n].at(draft.tokens[n])):
+            order.append(node)
+            visit(node)
+
+    visit(-1)
+    places = {-1: -1} | {node: i for i, node in enumerate(order)}
+    parents = [places[draft.parents[n]] for n in order]
+    return Draft([draft.tokens[n] for n in order], parents, draft.node_starts, [draft.probs[n] for n in order])
+
+
+MUTANTS = [
+    Mutant("m1 correction drawn from p", "chain", _spied(_CorrectionFromTarget)),
+    Mutant("m2 bonus drawn from q", "chain", _spied(_BonusFromDraft)),
+    Mutant("m3 accepted iff p >= q", "chain", _spied(_NeverByChance)),
+    Mutant("m4 residual folded, not clamped", "chain", _spied(_FoldedResidual)),
+    Mutant("m6 unlikely draws dropped", "chain", _given(_cut_by_confidence)),
+    Mutant("m7 equal siblings merged", "independent", _given(_merged)),
+    Mutant("m8 the first sibling's q for all, drawn without replacement", "distinct", _given(_first_probs)),
+    Mutant("m9 siblings sorted by their probability", "independent", _given(_sorted_siblings)),
+    Mutant("m11 rows of p shifted by one", "chain", _spied(_ShiftedRows)),
+    Mutant("m12 q at another temperature", "chain", _given(_flatter)),
+]
+SECOND_DRAW = Mutant("m5 a second draw after a mismatch", "match", _drawn_twice)
+ONE_COIN = Mutant("siblings share one coin", "independent", _spied(_OneCoin))

@@ -1,0 +1,187 @@
+"""Trees by exact enumeration, with the mutants that only trees can have, and coins that must not be used twice."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from forerun import verify
+from forerun.errors import BadOption, InternalError
+from forerun.sampling.random import PhiloxCoins
+from forerun.testing import (
+    MUTANTS,
+    ONE_COIN,
+    Branching,
+    dense,
+    drawn_tree,
+    emitted,
+    enumerate_outcomes,
+    plain,
+    tables,
+    total_variation,
+)
+from forerun.types import Draft, Probs
+from forerun.verify import match, ratio
+
+EXACT, CAUGHT = 1e-12, 1e-6
+V, HORIZON = 3, 3
+CHAIN = (-1, 0)
+RULES = {"ratio": ratio.rule, "match": match.rule}
+
+
+def random_shape(num_nodes: int, seed: int) -> tuple[int, ...]:
+    """Parents of a random tree: each node hangs from the root or from a node before it."""
+    rng = random.Random(seed)
+    return tuple(rng.randrange(-1, node) for node in range(num_nodes))
+
+
+TABLES = {
+    "unlike": (tables(V, 1), tables(V, 2)),
+    "alike": (tables(V, 3), tables(V, 4, near=tables(V, 3))),
+    "equal": (tables(V, 5), tables(V, 5)),
+    "flat": (lambda tokens: np.array([0.2, 0.4, 0.4]), lambda tokens: np.array([0.6, 0.3, 0.1])),
+    "zeros": (tables(V, 6, zero_share=0.4), tables(V, 7, zero_share=0.4)),
+    "disjoint": (lambda tokens: np.array([0.0, 0.3, 0.7]), lambda tokens: np.array([1.0, 0.0, 0.0])),
+    "one-hot draft": (tables(V, 8), lambda tokens: np.eye(V)[len(tokens) % V]),
+    "one-hot target": (lambda tokens: np.eye(V)[len(tokens) % V], tables(V, 9)),
+}
+
+
+@pytest.mark.parametrize("draws", ["point", "independent", "distinct"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", TABLES)
+def test_random_trees_are_exact(kind, rule, draws):
+    target, near = TABLES[kind]
+    for seed in range(3):
+        shape = random_shape(4, seed)
+        said = emitted(RULES[rule], target, drawn_tree(shape, near, draws), HORIZON)
+        assert sum(said.values()) == pytest.approx(1, abs=EXACT)
+        assert total_variation(said, plain(target, HORIZON)) < EXACT, shape
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("draws", ["point", "independent", "distinct"])
+@pytest.mark.parametrize("rule", RULES)
+def test_many_random_trees_are_exact(rule, draws):
+    for seed in range(60):
+        target = tables(V, 100 + seed, zero_share=0.3 * (seed % 2))
+        near = tables(V, 200 + seed, near=target, share=0.3 * (seed % 3))
+        shape = random_shape(3 + seed % 3, seed)
+        said = emitted(RULES[rule], target, drawn_tree(shape, near, draws), HORIZON)
+        assert total_variation(said, plain(target, HORIZON)) < EXACT, (seed, shape)
+
+
+def test_siblings_that_are_equal_go_on_together():
+    """Two equal children, each with a child: what was drawn below either is tried once their token is accepted."""
+    token, other = Probs(point=1), dense(np.array([0.5, 0.5, 0.0]))
+    draft = Draft([1, 1, 0, 1], [-1, -1, 0, 1], [0, 4], [other, other, other, other])
+    rows = [token, Probs(point=1), Probs(point=2), Probs(point=0), Probs(point=0)]
+    verdict = ratio.verify(draft, [rows], [PhiloxCoins(0, 0, 0)])
+    assert verdict.paths == [[0, 3]]
+    assert [t.node for t in verdict.tests[0]] == [0, 2, 3]
+    assert verdict.num_tested(0) == 2
+
+
+# ------------------------------------------------------------------------------------------------------ known answers
+
+
+def one_level(p: tuple[float, ...], q: tuple[float, ...], num: int, rule=ratio.rule) -> tuple[list[float], float]:
+    """Probabilities of the first token, and of acceptance, with so many independent siblings."""
+    target = {(): np.array(p)}
+    drafter = drawn_tree((-1,) * num, lambda tokens: np.array(q), "independent")
+
+    def run(coins: Branching) -> tuple[int, bool]:
+        draft = drafter(coins)
+        row = dense(target[()])
+        path, token, _ = rule(draft, 0, [row] * (num + 1), coins)
+        return (draft.tokens[path[0]], True) if path else (token, False)
+
+    said, accepted = [0.0] * len(p), 0.0
+    for weight, (token, is_accepted) in enumerate_outcomes(run):
+        said[token] += weight
+        accepted += weight * is_accepted
+    return said, accepted
+
+
+def test_k4_recursive_rejection():
+    said, accepted = one_level((0.7, 0.3), (0.3, 0.7), 2)
+    assert said == pytest.approx([0.7, 0.3], abs=EXACT)
+    assert accepted == pytest.approx(0.72, abs=EXACT)
+
+
+def test_k5_duplicates():
+    """Tried and subtracted they are exact; merged they give (.2, .48, .32)."""
+    said, accepted = one_level((0.2, 0.5, 0.3), (0.8, 0.1, 0.1), 2)
+    assert said == pytest.approx([0.2, 0.5, 0.3], abs=EXACT)
+    assert accepted == pytest.approx(0.52, abs=EXACT)
+    merged = next(m for m in MUTANTS if m.name.startswith("m7"))
+    said, _ = one_level((0.2, 0.5, 0.3), (0.8, 0.1, 0.1), 2, merged.apply(ratio.rule))
+    assert said == pytest.approx([0.2, 0.48, 0.32], abs=EXACT)
+
+
+# ------------------------------------------------------------------------------------------------------------- mutants
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_mutants_are_caught(mutant):
+    shape, draws = (CHAIN, "independent") if mutant.needs == "chain" else ((-1, -1, 0), mutant.needs)
+    errors = []
+    for kind in ("unlike", "alike", "flat"):
+        target, near = TABLES[kind]
+        drafter, right = drawn_tree(shape, near, draws), plain(target, HORIZON)
+        assert total_variation(emitted(ratio.rule, target, drafter, HORIZON), right) < EXACT
+        errors.append(total_variation(emitted(mutant.apply(ratio.rule), target, drafter, HORIZON), right))
+    assert max(errors) > CAUGHT
+
+
+def test_a_coin_that_is_used_twice_is_no_proof():
+    """Production coins are a function of depth and lane: siblings with one coin would be certified as independent."""
+    target, near = TABLES["flat"]
+    with pytest.raises(InternalError, match=r"accept, depth 0, lane 0.*twice"):
+        emitted(ONE_COIN.apply(ratio.rule), target, drawn_tree((-1, -1), near, "independent"), HORIZON)
+    with pytest.raises(InternalError, match=r"draft, depth 0, lane 0.*twice"):
+        enumerate_outcomes(lambda coins: [coins.draft(dense(near(())), 0) for _ in range(2)])
+    assert len(enumerate_outcomes(lambda coins: [coins.draft(dense(near(())), 0, lane) for lane in range(2)])) == 9
+
+
+def test_siblings_of_one_lane_would_be_equal_in_production():
+    """p = (.2, .4, .4), q = (.6, .3, .1): with one lane for both, recursive rejection emits (.2, .3, .5)."""
+    q, num = dense(np.array([0.6, 0.3, 0.1])), 4000
+    for lanes, share in (((0, 0), 1.0), ((0, 1), 0.46)):
+        drawn = [[PhiloxCoins(seed, 5, 0).draft(q, 0, lane) for lane in lanes] for seed in range(num)]
+        assert sum(a == b for a, b in drawn) / num == pytest.approx(share, abs=0.03)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_a_pair_that_cannot_be_judged_is_refused(monkeypatch):
+    monkeypatch.setattr(match, "SHAPES", ("chain",))
+    rule = verify.find("match")
+    rule.check("model", "chain", "independent")
+    with pytest.raises(
+        BadOption, match=r"acceptance='match' cannot judge the drafts of 'medusa' \(tree\): use .*'ratio'"
+    ):
+        rule.check("medusa", "tree", "point")
+
+
+def test_options_of_a_rule_that_has_none():
+    with pytest.raises(BadOption, match="takes no options"):
+        verify.find("ratio:eps=0.1")
+
+
+def test_a_rule_that_needs_all_rows_gets_them(monkeypatch):
+    seen: list[int] = []
+
+    def rule(draft, b, rows, coins, options):
+        seen.append(len([rows[i] for i in range(len(rows))]))
+        assert isinstance(rows, list)
+        return [], 0, []
+
+    monkeypatch.setattr(ratio, "NEEDS_ALL_ROWS", True)
+    monkeypatch.setattr(ratio, "rule", rule)
+    draft = Draft.chains([[1, 2]], [[Probs(point=1), Probs(point=2)]])
+    verify.judge(draft, [(Probs(point=0),) * 3], [PhiloxCoins(0, 0, 0)], ["ratio"])
+    assert seen == [3]
