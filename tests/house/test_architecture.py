@@ -1,0 +1,40 @@
+"""docs/architecture.md: its picture is the code's, and every room has its paragraph."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+assert spec is not None
+assert spec.loader is not None
+pictures = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(pictures)
+
+
+def test_the_picture_is_that_of_the_code() -> None:
+    drawn = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    assert drawn == pictures.architecture(), "draw it again: python docs/pictures.py architecture"
+
+
+def test_every_room_is_described() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = [path.name for path in (ROOT / "src" / "forerun").iterdir() if (path / "__init__.py").exists()]
+    assert not [room for room in rooms if f"**{room}**" not in page]
+
+
+def test_no_circle_of_files() -> None:
+    """Files import each other in one direction, also inside of a room; what is imported inside of a function counts."""
+    graph = pictures.file_imports()
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join([*way[way.index(name) :], name])
+        if name not in done:
+            for other in sorted(graph.get(name, ())):
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
