@@ -10,8 +10,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from forerun.kv.cache import KVCache
-from forerun.kv.pools import CacheShape
+from forerun.kv.cache import BlockCache, CacheShape
 from forerun.types import RaggedBatch
 
 SHAPE = CacheShape(num_layers=1, num_kv_heads=1, head_dim=1)
@@ -19,12 +18,12 @@ BLOCK = 4  # tokens
 PROMPT = list(range(100, 116))  # four blocks
 
 
-def pool(num_blocks: int = 16) -> KVCache:
+def pool(num_blocks: int = 16) -> BlockCache:
     device = torch.device("cpu")
-    return KVCache(SHAPE, block_tokens=BLOCK, num_blocks=num_blocks, dtype=torch.float32, device=device)
+    return BlockCache(SHAPE, block_tokens=BLOCK, num_blocks=num_blocks, dtype=torch.float32, device=device)
 
 
-def batch_of(cache: KVCache, slot: int, num_tokens: int) -> RaggedBatch:
+def batch_of(cache: BlockCache, slot: int, num_tokens: int) -> RaggedBatch:
     tokens = torch.zeros(num_tokens, dtype=torch.int64)
     return RaggedBatch(tokens, tokens, [0, num_tokens], [slot], [cache.length(slot)])
 
@@ -32,7 +31,7 @@ def batch_of(cache: KVCache, slot: int, num_tokens: int) -> RaggedBatch:
 class Driven:
     """A cache and what each of its slots must hold: `kept` tokens by slot, under a salt."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: BlockCache) -> None:
         self.cache = cache
         self.kept: dict[int, list[int]] = {}
         self.salts: dict[int, str | None] = {}
@@ -62,8 +61,8 @@ class Driven:
 
     def keep(self, slot: int, path: list[int]) -> None:
         before = self.cache.length(slot)
-        is_filled = self.cache.keep(slot, path)
-        assert is_filled == ((before + len(path)) // BLOCK > before // BLOCK)
+        is_filled = (before + len(path)) // BLOCK > before // BLOCK
+        assert self.cache.keep({slot: path}) == ([slot] if is_filled else [])
         if path:
             self.kept[slot] = self._runs[slot][path[-1]]
         del self._runs[slot]

@@ -11,15 +11,14 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from forerun.errors import CapacityError, InternalError
-from forerun.kv.cache import PAGED_BLOCK_TOKENS, KVCache
-from forerun.kv.pools import CacheShape
+from forerun.kv.cache import PAGED_BLOCK_TOKENS, BlockCache, CacheShape
 from forerun.types import RaggedBatch
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=1, head_dim=2)
 SLOTS = range(4)
 
 
-def write(cache: KVCache, slot: int, marks: list[int]) -> None:
+def write(cache: BlockCache, slot: int, marks: list[int]) -> None:
     """One pass: reserve, view, and write each mark into every layer where the view says."""
     cache.reserve(slot, len(marks))
     batch = RaggedBatch(torch.tensor(marks), torch.tensor(marks), [0, len(marks)], [slot], [cache.length(slot)])
@@ -29,7 +28,7 @@ def write(cache: KVCache, slot: int, marks: list[int]) -> None:
     assert torch.equal(view.read_rows[0][cache.length(slot) :], view.write_rows)
 
 
-def contents(cache: KVCache, slot: int) -> list[int]:
+def contents(cache: BlockCache, slot: int) -> list[int]:
     """What every layer holds of a slot; all layers agree."""
     rows = cache.rows(slot, 0, cache.length(slot))
     found = [pool[rows, 0, lane].int().tolist() for pool in (*cache.keys, *cache.values) for lane in (0, 1)]
@@ -48,7 +47,7 @@ class CacheFuzz(RuleBasedStateMachine):
 
     @initialize(backend=st.sampled_from(["paged", "contiguous"]), num_tokens=st.integers(40, 200))
     def make(self, backend: Any, num_tokens: int) -> None:
-        self.cache = KVCache.create(SHAPE, backend, max_batch_size=3, max_seq_len=40, num_tokens=num_tokens)
+        self.cache = BlockCache.create(SHAPE, backend, max_batch_size=3, max_seq_len=40, num_tokens=num_tokens)
         self.slots: dict[int, _Slot] = {}
         self.next_mark = 1
 
@@ -84,7 +83,7 @@ class CacheFuzz(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from([n for n, s in self.slots.items() if s.run]))
         state = self.slots[slot]
         path = sorted(data.draw(st.sets(st.integers(0, len(state.run) - 1))))
-        self.cache.keep(slot, path)
+        self.cache.keep({slot: path})
         state.kept += [state.run[i] for i in path]
         state.run = []
 
@@ -112,8 +111,8 @@ TestCacheFuzz.settings = settings(
 )
 
 
-def make(backend: Any = "paged", **more: Any) -> KVCache:
-    return KVCache.create(SHAPE, backend, max_batch_size=2, max_seq_len=64, **more)
+def make(backend: Any = "paged", **more: Any) -> BlockCache:
+    return BlockCache.create(SHAPE, backend, max_batch_size=2, max_seq_len=64, **more)
 
 
 @pytest.mark.parametrize("backend", ["paged", "contiguous"])
@@ -124,12 +123,12 @@ def test_lengths_of_one_round(backend: Any, num_accepted: int, target: int, draf
     for slot, context in ((0, 9), (1, 9)):
         cache.open(slot)
         write(cache, slot, list(range(context)))
-        cache.keep(slot, list(range(context)))
+        cache.keep({slot: range(context)})
     write(cache, 1, [9, 10, 11, 12])  # g, x1, x2, x3: the last drafted token is not fed
-    cache.keep(1, [0, 1, 2, 3])
+    cache.keep({1: [0, 1, 2, 3]})
     assert cache.length(1) == 13
     write(cache, 0, [9, 10, 11, 12, 13])
-    cache.keep(0, list(range(num_accepted + 1)))
+    cache.keep({0: range(num_accepted + 1)})
     cache.truncate_to(1, min(13, 10 + num_accepted))
     assert (cache.length(0), cache.length(1)) == (target, draft)
     assert contents(cache, 0) == list(range(target))
@@ -145,9 +144,9 @@ def test_a_path_moves_across_block_boundaries() -> None:
     for start in range(0, 12, 4):  # blocks of the two slots interleave
         for slot in (0, 1):
             write(cache, slot, list(range(start, start + 4)))
-            cache.keep(slot, [0, 1, 2, 3])
+            cache.keep({slot: [0, 1, 2, 3]})
     write(cache, 0, list(range(100, 130)))
-    cache.keep(0, [0, 3, 4, 9, 20, 21, 29])
+    cache.keep({0: [0, 3, 4, 9, 20, 21, 29]})
     assert contents(cache, 0) == [*range(12), 100, 103, 104, 109, 120, 121, 129]
     assert contents(cache, 1) == list(range(12))
     cache.check_integrity()
@@ -159,9 +158,9 @@ def test_blocks_behind_the_length_are_freed() -> None:
     cache.open(0)
     write(cache, 0, list(range(33)))
     assert cache.free_tokens() == free - 3 * PAGED_BLOCK_TOKENS
-    cache.keep(0, list(range(16)))
+    cache.keep({0: range(16)})
     assert cache.free_tokens() == free - PAGED_BLOCK_TOKENS
-    cache.keep(0, [])
+    cache.keep({0: []})
     cache.truncate_to(0, 0)
     assert cache.free_tokens() == free
     cache.release(0)
@@ -175,7 +174,7 @@ def test_a_full_pool_says_so_and_changes_nothing() -> None:
     write(cache, 0, list(range(20)))
     with pytest.raises(CapacityError, match="kv_cache_tokens"):
         cache.reserve(0, 33)
-    cache.keep(0, list(range(20)))
+    cache.keep({0: range(20)})
     assert contents(cache, 0) == list(range(20))
 
 

@@ -124,7 +124,7 @@ def test_a_pass_is_its_operators_one_after_the_other(isa: str, dtype: torch.dtyp
             hidden = Composed(ops, config, weights).forward(batch, single.cache)
             expected = torch.cat((hidden, ops.linear(hidden, ops.pack(head))), dim=1)
         for slot, run in runs.items():
-            single.cache.keep(slot, list(range(len(run))))
+            single.cache.keep({slot: range(len(run))})
         assert bool(expected.isfinite().all())
         assert same_bits(fused.run(runs, trees), expected)
         for slot in runs:
@@ -260,7 +260,7 @@ def test_running_ahead_is_feeding_the_likeliest_token_again_and_again(
     assert ids == list(found.values())
     assert len(set(found[2])) > 2
     for slot, length in lengths.items():
-        at_once.cache.keep(slot, list(range(len(firsts[slot]) + length - 1)))
+        at_once.cache.keep({slot: range(len(firsts[slot]) + length - 1)})
     assert same_bits(*(session.run({slot: [8] for slot in lengths}) for session in (at_once, by_hand)))
 
 
@@ -291,7 +291,7 @@ def test_running_ahead_refuses_what_does_not_fit_together(isa: str, changed: dic
     for slot in (0, 1):
         session.cache.reserve(slot, 3 - slot)
     fed = dataclasses.replace(batch, run_starts=[0, 3, 5])
-    numbers, pools = run_numbers(fed, session.cache.tables(fed)), decoder._pools_of(session.cache)
+    numbers, pools = run_numbers(fed, session.cache.tables(fed)), session.cache.native
     rotations = session.model._rope.table(16).data_ptr()
     good = {"tokens": [3, 4], "positions": [2, 2], "counts": [1, 1], "lengths": [3, 2]}
     assert len(decoder._native.run_ahead(*good.values(), rotations, numbers, pools, 70)[0]) == 3
