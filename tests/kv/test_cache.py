@@ -12,7 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from forerun.errors import CapacityError, InternalError
 from forerun.kv.cache import PAGED_BLOCK_TOKENS, BlockCache, CacheShape
+from forerun.models.runner import Run, pack
 from forerun.types import RaggedBatch
+from kv.prefix_cases import BLOCK, driven
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=1, head_dim=2)
 SLOTS = range(4)
@@ -21,11 +23,10 @@ SLOTS = range(4)
 def write(cache: BlockCache, slot: int, marks: list[int]) -> None:
     """One pass: reserve, view, and write each mark into every layer where the view says."""
     cache.reserve(slot, len(marks))
-    batch = RaggedBatch(torch.tensor(marks), torch.tensor(marks), [0, len(marks)], [slot], [cache.length(slot)])
-    view = cache.view(batch)
+    view = cache.view(pack([Run(slot, marks)], cache))
     for pool in (*cache.keys, *cache.values):
         pool[view.write_rows] = torch.tensor(marks, dtype=torch.float32)[:, None, None].expand(-1, 1, 2)
-    assert torch.equal(view.read_rows[0][cache.length(slot) :], view.write_rows)
+    assert torch.equal(view.read_rows[0][cache.length(slot) + len(cache.pending(slot)) :], view.write_rows)
 
 
 def contents(cache: BlockCache, slot: int) -> list[int]:
@@ -39,6 +40,7 @@ def contents(cache: BlockCache, slot: int) -> list[int]:
 @dataclass
 class _Slot:
     kept: list[int] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
     run: list[int] = field(default_factory=list)  # written, not yet kept
 
 
@@ -79,13 +81,39 @@ class CacheFuzz(RuleBasedStateMachine):
 
     @precondition(lambda self: any(s.run for s in self.slots.values()))
     @rule(data=st.data())
-    def keep_path(self, data: st.DataObject) -> None:
+    def keep_paths(self, data: st.DataObject) -> None:
+        """Of several slots in one call."""
+        slots = data.draw(st.sets(st.sampled_from([n for n, s in self.slots.items() if s.run]), min_size=1))
+        kept = {}
+        for slot in sorted(slots):
+            state = self.slots[slot]
+            written = [*state.pending, *state.run]
+            kept[slot] = sorted(data.draw(st.sets(st.integers(0, len(written) - 1))))
+            state.kept += [written[i] for i in kept[slot]]
+            state.pending, state.run = [], []
+        self.cache.keep(kept)
+
+    @precondition(lambda self: any(s.run for s in self.slots.values()))
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from([n for n, s in self.slots.items() if s.run]))
         state = self.slots[slot]
-        path = sorted(data.draw(st.sets(st.integers(0, len(state.run) - 1))))
-        self.cache.keep({slot: path})
-        state.kept += [state.run[i] for i in path]
-        state.run = []
+        first = len(state.pending)
+        self.cache.hold(slot, [data.draw(st.integers(-1, first + i - 1)) for i in range(len(state.run))])
+        state.pending, state.run = state.pending + state.run, []
+
+    @precondition(lambda self: self.slots and len(self.slots) < len(SLOTS))
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.slots)))
+        new_slot = data.draw(st.sampled_from([n for n in SLOTS if n not in self.slots]))
+        is_partial = len(self.slots[slot].kept) % self.cache.block_tokens > 0
+        if is_partial and not self.cache.free_tokens():
+            with pytest.raises(CapacityError):
+                self.cache.fork(slot, new_slot)
+        else:
+            self.cache.fork(slot, new_slot)
+            self.slots[new_slot] = _Slot(list(self.slots[slot].kept))
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data())
@@ -94,7 +122,7 @@ class CacheFuzz(RuleBasedStateMachine):
         state = self.slots[slot]
         length = data.draw(st.integers(0, len(state.kept)))
         self.cache.truncate_to(slot, length)
-        state.kept, state.run = state.kept[:length], []
+        state.kept, state.pending, state.run = state.kept[:length], [], []
 
     @invariant()
     def agrees(self) -> None:
@@ -103,6 +131,8 @@ class CacheFuzz(RuleBasedStateMachine):
         self.cache.check_integrity()
         for slot, state in self.slots.items():
             assert contents(self.cache, slot) == state.kept
+            rows = self.cache.rows(slot, len(state.kept), len(state.kept) + len(state.pending))
+            assert self.cache.values[1][rows, 0, 1].int().tolist() == state.pending
 
 
 TestCacheFuzz = CacheFuzz.TestCase
@@ -197,3 +227,79 @@ def test_integrity_notices_a_block_owned_twice() -> None:
     cache._free.append(cache._slots[0].table[0])
     with pytest.raises(InternalError, match="owns one twice"):
         cache.check_integrity()
+
+
+@pytest.mark.parametrize("length", range(41))
+@pytest.mark.parametrize("cut", [None, 0, 1])
+def test_a_fork_shares_full_blocks_and_either_goes_on(length: int, cut: int | None) -> None:
+    """cut: the slot that is cut inside of what both share, before both write."""
+    cache = make(num_tokens=160)
+    cache.open(0)
+    write(cache, 0, list(range(length)))
+    cache.keep({0: range(length)})
+    write(cache, 0, [70, 71])
+    cache.hold(0, [-1, -1])  # which the fork does not see
+    free = cache.free_tokens()
+    cache.fork(0, 1)
+    assert free - cache.free_tokens() == (PAGED_BLOCK_TOKENS if length % PAGED_BLOCK_TOKENS else 0)
+    assert contents(cache, 1) == list(range(length))
+    assert (list(cache.pending(0)), list(cache.pending(1))) == ([-1, -1], [])
+    cache.check_integrity()
+    cache.keep({0: [1]})
+    expected = [[*range(length), 71], list(range(length))]
+    if cut is not None:
+        cache.truncate_to(cut, length // 3)
+        expected[cut] = list(range(length // 3))
+    for slot in (0, 1):
+        write(cache, slot, [80 + slot] * 19)
+        cache.check_integrity()
+        cache.keep({slot: range(19)})
+        expected[slot] += [80 + slot] * 19
+    for slot in (0, 1):
+        assert contents(cache, slot) == expected[slot]
+    cache.release(0)
+    assert contents(cache, 1) == expected[1]
+    cache.release(1)
+    cache.check_integrity()
+    assert cache.free_tokens() == 160
+
+
+def test_a_fork_needs_room_for_the_last_block_and_a_new_slot() -> None:
+    cache = make(num_tokens=32)
+    cache.open(0)
+    write(cache, 0, list(range(20)))
+    cache.keep({0: range(20)})
+    with pytest.raises(CapacityError, match="kv_cache_tokens"):
+        cache.fork(0, 1)
+    with pytest.raises(InternalError, match="open already"):
+        cache.fork(0, 0)
+    assert cache.length(1) == 0
+    cache.truncate_to(0, 16)
+    cache.fork(0, 1)
+    assert (cache.free_tokens(), contents(cache, 1)) == (16, list(range(16)))
+    cache.check_integrity()
+
+
+def test_forks_publish_the_block_that_they_share() -> None:
+    """Each behind the node that it found: the first who computed block 0 was another, and went."""
+    d = driven(12)
+    prompt = list(range(12))
+    d.open(0), d.open(2)
+    d.feed(0, prompt)
+    d.feed(2, prompt[:4])
+    d.cache.publish(2, prompt[:4])
+    d.fork(0, 1)
+    d.cache.publish(0, prompt)  # behind slot 2's block
+    d.release(2)
+    d.cache.clear_prefixes()
+    d.cache.publish(1, prompt)  # behind its own, for slot 2's is gone
+    d.check()
+    assert d.found([*prompt, 99]) == 4
+    for slot in (0, 1):
+        d.feed(slot, [7, 8, 9])
+        d.truncate(slot, 6)
+        d.feed(slot, [slot])
+        d.check()
+        d.release(slot)
+    d.check()
+    assert d.cache.free_tokens() == 12 * BLOCK

@@ -84,7 +84,7 @@ def test_a_run_into_a_published_block_is_refused(is_shared: bool) -> None:
         d.open(1, [*PROMPT, 9])
     d.truncate(0, 13)
     for look in (d.cache.view, d.cache.tables):
-        with pytest.raises(InternalError, match="would write into block 3, which is published"):
+        with pytest.raises(InternalError, match="would write into block 3, which others may read"):
             look(batch_of(d.cache, 0, 2))
     with pytest.raises(InternalError, match="would write into block 3"):
         d.cache.keep({0: [1]})
@@ -126,8 +126,9 @@ def _free_though_published(cache: BlockCache) -> None:
     cache._free.append(block)
 
 
-def _shared_though_private(cache: BlockCache) -> None:
-    cache._prefixes.remove(cache._slots[0].table[0])
+def _shared_behind_the_end(cache: BlockCache) -> None:
+    cache._slots[0].length = 4
+    cache._slots[0].path.nodes.pop()
 
 
 def _another_key(cache: BlockCache) -> None:
@@ -152,10 +153,6 @@ def _path_of_another(cache: BlockCache) -> None:
     cache._slots[0].path.salt = "another"
 
 
-def _forgotten_path(cache: BlockCache) -> None:
-    cache._slots[0].path.nodes.pop()
-
-
 def _swapped_blocks(cache: BlockCache) -> None:
     cache._slots[0].table.reverse()
 
@@ -165,13 +162,12 @@ def _swapped_blocks(cache: BlockCache) -> None:
     [
         (_miscount, "counts other users"),
         (_free_though_published, "free and published"),
-        (_shared_though_private, "shared and was not published"),
+        (_shared_behind_the_end, "others may read"),
         (_another_key, "a key that is not its own"),
         (_lost_node, "lost a published block"),
         (_lost_block, "lost a block"),
         (_path_too_long, "published more blocks than it filled"),
         (_path_of_another, "does not follow 'another'"),
-        (_forgotten_path, "as a private one"),
         (_swapped_blocks, "published as other tokens"),
     ],
 )
