@@ -314,7 +314,7 @@ class RaggedBatch:
         return self.cached[b] + (len(self.run(b)) if tree is None else len(tree))
 
     def visible(self, b: int, i: int) -> list[int]:
-        """Indices into CacheView.read_rows[b] that row i of run b sees: cached ones, then its ancestors, itself last."""
+        """Indices into CacheView.read_rows[b] that row i of run b sees: cached rows, then ancestors, itself last."""
         tree, cached, at = self.tree(b), self.cached[b], self.end(b) - len(self.run(b)) + i
         if tree is None:
             return list(range(at + 1))

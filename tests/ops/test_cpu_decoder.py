@@ -66,8 +66,9 @@ class Composed:
     def forward(self, batch: RaggedBatch, cache: Any) -> Tensor:
         """Final hidden states of one pass [T, H]; writes the cache."""
         rope = Rope(self.config.rope, self.config.head_dim, torch.device("cpu"), FLOAT32)
-        rotation = rope.at(batch.positions, int(batch.positions.max()) + 1)
-        x = self.weights["model.embed_tokens.weight"][batch.tokens].float()
+        tokens, positions = batch.ids()
+        rotation = rope.at(torch.tensor(positions), max(positions) + 1)
+        x = self.weights["model.embed_tokens.weight"][tokens].float()
         for i in range(self.config.num_layers):
             at = f"model.layers.{i}."
             attended = self.attention(self.norm(x, at + "input_layernorm"), i, rotation, batch, cache)

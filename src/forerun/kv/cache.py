@@ -97,9 +97,9 @@ class BlockCache:
         self.shape = shape
         self.block_tokens = block_tokens
         self.num_blocks = num_blocks
-        self.device = device
+        self.device, self.dtype = device, dtype
         self.keys, self.values = _pools(shape, num_blocks * block_tokens, dtype, device)
-        self.native = _native(self.keys, self.values, block_tokens)
+        self.native = self._native_pools()
         self.prefix_caching = prefix_caching
         self.prefix_queries_tokens = 0
         self.prefix_hit_tokens = 0
@@ -107,6 +107,14 @@ class BlockCache:
         self._num_users = [0] * num_blocks  # slots that have the block in their table
         self._slots: dict[int, _Slot] = {}
         self._prefixes = PrefixIndex(block_tokens)
+
+    def _native_pools(self) -> Any:
+        extension = native.extension()
+        if extension is None or self.device.type != "cpu":
+            return None
+        addresses = ([pool.data_ptr() for pool in pools] for pools in (self.keys, self.values))
+        row_bytes = self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
+        return extension.Pools(*addresses, self.block_tokens, row_bytes)
 
     @classmethod
     def create(
@@ -481,12 +489,3 @@ def _pools(
             f"there is no memory for a KV cache of {num_gb:.1f} GB on {device}: lower max_batch_size, max_seq_len "
             "or kv_cache_tokens; forerun plan says what fits"
         ) from error
-
-
-def _native(keys: list[Tensor], values: list[Tensor], block_tokens: int) -> Any:
-    """What native operators take in place of the tensors, which must live as long; None where there are none."""
-    extension = native.extension()
-    if extension is None or keys[0].device.type != "cpu":
-        return None
-    addresses = ([pool.data_ptr() for pool in pools] for pools in (keys, values))
-    return extension.Pools(*addresses, block_tokens, keys[0][0].nbytes)
