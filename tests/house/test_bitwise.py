@@ -20,6 +20,7 @@ from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
 from parity.bitwise import Models, bits, cached, compare, cut_prompts, feed
 from parity.covering import LEAST, LEVELS, SIXTY, THOUSAND, Group, all_pairs, count_pairs, design
+from parity.trees import compare_trees
 
 FORTY = {1: 4, 2: 2, 3: 1, 4: 1, 7: 1, 8: 1}
 NUM_TOKENS, LONGEST = 32, 64
@@ -172,3 +173,16 @@ def test_a_path_through_a_tree(isa: str, dtype: str, start: int) -> None:
     runner.cache.keep({0: path})
     assert torch.equal(cached(runner, 0, 0, stop), keys_and_values[:, :, :stop])
     assert torch.equal(feed(runner, 0, TEXT[stop : stop + 2], 2), logits[stop : stop + 2])
+
+
+@needs_native
+@pytest.mark.parametrize(("isa", "dtype"), CASES)
+def test_trees_of_random_shape(isa: str, dtype: str) -> None:
+    found = compare_trees(models(isa, 2, dtype).target, 8, seed=5, max_nodes=16)
+    assert found.num_grown > 2
+    assert found.num_other_rows == 0, str(found)
+
+
+def test_the_comparison_of_trees_can_fail() -> None:
+    """Negative control, as above."""
+    assert compare_trees(Models.shipped("float32", ReferenceOps()).target, 2, seed=5).num_other_rows > 0
