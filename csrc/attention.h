@@ -1,7 +1,7 @@
 // Attention over block tables, by logical position.
 //
-// A row at logical position p sees the positions 0 .. p (or the last `window` of them): the committed ones from the
-// cache, and from there on its own ancestors in the run, depth by depth. Positions are taken in blocks of 64, counted
+// A row at logical position p sees the positions 0 .. p (or the last `window` of them): the cached ones, and
+// from there on its own ancestors among pending rows and the run, depth by depth. Positions are taken in blocks of 64, counted
 // from position 0, with the running maximum and sum of Milakov and Gimelshein 2018. Where a key lies physically, how long
 // the run is, what its neighbours are and whether the row sits in a chain or in a tree changes no operation.
 #pragma once
@@ -110,7 +110,7 @@ void take_block_for_rows(const Attention& a, const Run& run, const Tile& tile, i
         const int depth = depths[row - first];
         const Seen seen = seen_of(a, run.cached + depth + 1, start);
         if (seen.last <= 0 || seen.first >= KEY_BLOCK) continue;
-        const int shared = a.parents && committed < seen.last ? committed : seen.last;
+        const int shared = run.parents && committed < seen.last ? committed : seen.last;
         if (shared > filled) {
             fill_tile(a, run, tile, kv_head, start, filled, shared, row, depth);
             filled = shared;
@@ -120,7 +120,7 @@ void take_block_for_rows(const Attention& a, const Run& run, const Tile& tile, i
         int num_rows = 1;  // rows that see all of the block alike are taken together
         while (shared == KEY_BLOCK && seen.first == 0 && row + num_rows < last) {
             const Seen next = seen_of(a, run.cached + depths[row + num_rows - first] + 1, start);
-            if (next.first != 0 || next.last != KEY_BLOCK || (a.parents && committed < KEY_BLOCK)) break;
+            if (next.first != 0 || next.last != KEY_BLOCK || (run.parents && committed < KEY_BLOCK)) break;
             ++num_rows;
         }
         take_block(tile, seen, own, num_rows * group);
@@ -131,7 +131,7 @@ void take_block_for_rows(const Attention& a, const Run& run, const Tile& tile, i
 // Where the blocks begin that some row of [first, last) sees; before it nothing is visible through the window.
 inline int first_block(const Attention& a, const Run& run, int first) {
     if (a.window == 0) return 0;
-    const int oldest = run.cached + (a.parents ? 0 : first) + 1 - a.window;  // a row of a tree may be of depth 0
+    const int oldest = run.cached + (run.parents ? 0 : first) + 1 - a.window;  // a row of a tree may be of depth 0
     return oldest > 0 ? oldest / KEY_BLOCK * KEY_BLOCK : 0;
 }
 
@@ -146,7 +146,7 @@ void attend(const Attention& a, const Run& run, int kv_head, int first, int last
     State* states = reinterpret_cast<State*>(depths + (last - first + 15) / 16 * 16);
     int deepest = 0;
     for (int row = first; row < last; ++row) {
-        const int depth = depths[row - first] = depth_of(a, run, row);
+        const int depth = depths[row - first] = depth_of(run, row);
         if (depth > deepest) deepest = depth;
         const float* q = a.q + static_cast<size_t>(run.first_row + row) * a.q_stride + kv_head * group * a.head_dim;
         for (int g = 0; g < group; ++g) {

@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -46,16 +47,17 @@ struct Runs {
     std::vector<Run> runs;
     std::vector<int32_t> rows;
 
-    // numbers: four for each run (first row, rows, cached, where its table begins), then all tables.
+    // numbers: six for each run (first row, rows, cached, pending, where its table begins, where its parents begin, 0 in a
+    // chain), then tables and parents, which are not copied.
     Runs(const Numbers& numbers, int num_runs, int block_tokens) {
         std::vector<size_t> starts;
         for (int i = 0; i < num_runs; ++i) {
-            const int32_t* n = numbers.data() + 4 * i;
+            const int32_t* n = numbers.data() + 6 * i;
             starts.push_back(rows.size());
-            const int32_t* block = numbers.data() + n[3];
-            for (int left = n[1] + n[2]; left > 0; left -= block_tokens, ++block)
+            const int32_t* block = numbers.data() + n[4];
+            for (int left = n[1] + n[2] + n[3]; left > 0; left -= block_tokens, ++block)
                 for (int j = 0; j < block_tokens && j < left; ++j) rows.push_back(*block * block_tokens + j);
-            runs.push_back({n[0], n[1], n[2], nullptr});
+            runs.push_back({n[0], n[1], n[2], n[3], nullptr, n[5] ? numbers.data() + n[5] : nullptr});
         }
         for (size_t i = 0; i < runs.size(); ++i) runs[i].rows = rows.data() + starts[i];
     }
@@ -127,14 +129,13 @@ void rope(Backend& b, Address x, Address cos, Address sin, int num_rows, int num
 
 // q [rows, heads, dim] scaled; keys, values [pool rows, kv heads, dim]; out [rows, heads, dim]. dim must be even.
 void attention(Backend& b, bool bfloat16, Address q, Address keys, Address values, int num_heads, int num_kv_heads, int dim,
-               int window, int block_tokens, int num_runs, const Numbers& numbers, const std::optional<Numbers>& parents, Address out) {
+               int window, int block_tokens, int num_runs, const Numbers& numbers, Address out) {
     if (dim % 2 != 0)
         throw std::invalid_argument("native attention multiplies pairs of dimensions: head_dim must be even, not " +
                                     std::to_string(dim));
     const size_t stride = static_cast<size_t>(num_heads) * dim;
     const Attention a{bfloat16 ? Type::bfloat16 : Type::float32, at<const float>(q), stride, at<const void>(keys),
-                      at<const void>(values), num_heads, num_kv_heads, dim, window,
-                      parents ? parents->data() : nullptr, at<float>(out), stride, {}};
+                      at<const void>(values), num_heads, num_kv_heads, dim, window, at<float>(out), stride, {}};
     const Runs expanded(numbers, num_runs, block_tokens);
     const std::vector<Run>& runs = expanded.runs;
     int longest = 0;
@@ -182,19 +183,29 @@ std::unique_ptr<Decoder> make_decoder(Backend& b, const std::vector<int>& sizes,
 struct Pools {
     std::vector<void*> keys, values;
     int block_tokens;
+    size_t row_bytes;
+
+    // Row sources[i] becomes row targets[i], one after the other, in every layer.
+    void copy(const std::vector<size_t>& sources, const std::vector<size_t>& targets) const {
+        for (const auto* pools : {&keys, &values})
+            for (void* pool : *pools)
+                for (size_t i = 0; i < sources.size(); ++i)
+                    std::memcpy(static_cast<char*>(pool) + targets[i] * row_bytes,
+                                static_cast<const char*>(pool) + sources[i] * row_bytes, row_bytes);
+    }
 };
 
-Pass make_pass(const Ids& tokens, const int64_t* positions, Address rotations, const Runs& runs,
-               const std::optional<Numbers>& parents, const Pools& pools, Address hidden) {
+Pass make_pass(const Ids& tokens, const int64_t* positions, Address rotations, const Runs& runs, const Pools& pools,
+               Address hidden) {
     return {static_cast<int>(tokens.size()), tokens.data(), positions, at<const float>(rotations), runs.runs,
-            parents ? parents->data() : nullptr, pools.keys.data(), pools.values.data(), at<float>(hidden)};
+            pools.keys.data(), pools.values.data(), at<float>(hidden)};
 }
 
 void forward(Decoder& d, const Ids& tokens, const Ids& positions, Address rotations, int num_runs, const Numbers& numbers,
-             const std::optional<Numbers>& parents, const Pools& pools, Address hidden) {
+             const Pools& pools, Address hidden) {
     if (positions.size() != tokens.size()) throw std::invalid_argument("every token needs a position");
     const Runs runs(numbers, num_runs, pools.block_tokens);
-    const Pass pass = make_pass(tokens, positions.data(), rotations, runs, parents, pools, hidden);
+    const Pass pass = make_pass(tokens, positions.data(), rotations, runs, pools, hidden);
     nb::gil_scoped_release release;
     d.forward(pass);
 }
@@ -227,7 +238,7 @@ std::optional<std::vector<Ids>> run_ahead(Decoder& d, const Ids& tokens, const I
     }
     if (static_cast<size_t>(first_row) != tokens.size() || positions.size() != tokens.size() || counts.empty())
         throw std::invalid_argument("every token needs a run and a position");
-    const Pass pass = make_pass(tokens, positions.data(), rotations, runs, {}, pools, 0);
+    const Pass pass = make_pass(tokens, positions.data(), rotations, runs, pools, 0);
     std::vector<Ids> ids;
     nb::gil_scoped_release release;
     if (!d.run_ahead(pass, lengths, num_ids, ids)) return {};
@@ -241,11 +252,13 @@ void bind_ops(nb::module_& m) {
         .def_prop_ro("num_bytes", [](const Packed& p) { return p.matrix().bytes(); })
         .def("unpack_row", [](const Packed& p, int index, Address out) { p.unpack(index, at<void>(out)); });
     nb::class_<Pools>(m, "Pools", "Addresses of a cache's keys and values, one pool for each layer.")
-        .def("__init__", [](Pools* self, const std::vector<Address>& keys, const std::vector<Address>& values, int tokens) {
-            new (self) Pools{{}, {}, tokens};
+        .def("__init__", [](Pools* self, const std::vector<Address>& keys, const std::vector<Address>& values, int tokens,
+                            size_t row_bytes) {
+            new (self) Pools{{}, {}, tokens, row_bytes};
             for (Address a : keys) self->keys.push_back(at<void>(a));
             for (Address a : values) self->values.push_back(at<void>(a));
-        });
+        })
+        .def("copy", &Pools::copy);
     nb::class_<Backend>(m, "Backend", "The kernels of one instruction set and a team of threads.")
         .def("__init__", [](Backend* self, const std::string& isa, int num_threads) {
             new (self) Backend(kernels_of(isa), num_threads);
@@ -257,11 +270,9 @@ void bind_ops(nb::module_& m) {
         .def("rms_norm", &rms_norm, Free())
         .def("silu_mul", &silu_mul, Free())
         .def("rope", &rope, Free())
-        .def("attention", &attention, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-             nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
+        .def("attention", &attention, Free());
     nb::class_<Decoder>(m, "Decoder", "A whole decoder; one call for each pass.")
-        .def("forward", &forward, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
-             nb::arg())
+        .def("forward", &forward)
         .def("logits", [](Decoder& d, Address hidden, int rows, Address out) {
             d.logits(at<const float>(hidden), rows, at<float>(out)); }, Free())
         .def("argmax", &argmax)

@@ -203,7 +203,7 @@ void Decoder::rotate_and_write(const Layer& layer, int index, const Pass& pass, 
     }
     const Run* run = &pass.runs[0];
     while (row >= run->first_row + run->num_rows) ++run;
-    const int at = run->cached + row - run->first_row, width = s.num_kv_heads * dim;
+    const int at = run->cached + run->pending + row - run->first_row, width = s.num_kv_heads * dim;
     const size_t offset = static_cast<size_t>(run->rows[at]) * static_cast<size_t>(width) * bytes_of(s.type);
     k.to_type(key, width, s.type, static_cast<char*>(pass.keys[index]) + offset);
     k.to_type(value, width, s.type, static_cast<char*>(pass.values[index]) + offset);
@@ -212,8 +212,8 @@ void Decoder::rotate_and_write(const Layer& layer, int index, const Pass& pass, 
 void Decoder::attend(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b) {
     const DecoderShape& s = shape_;
     const Attention a{s.type, b.qkv, static_cast<size_t>(b.qkv_stride), pass.keys[index], pass.values[index],
-                      s.num_heads, s.num_kv_heads, s.head_dim, layer.window, pass.parents,
-                      nullptr, 0, b.heads};
+                      s.num_heads, s.num_kv_heads, s.head_dim, layer.window, nullptr, 0,
+                      b.heads};
     int num_items = 0;
     for (const Run& run : pass.runs) num_items += (run.num_rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
     float* scratch = b.attention + b.attention_stride * static_cast<size_t>(thread);
@@ -295,7 +295,7 @@ bool Decoder::run_ahead(const Pass& first, const std::vector<int>& lengths, int 
             const Run& run = first.runs[i];
             const int at = run.cached + run.num_rows + depth - 1;
             rows.push_back(static_cast<int>(going.size()));
-            pass.runs.push_back({rows.back(), 1, at, run.rows});
+            pass.runs.push_back({rows.back(), 1, at, 0, run.rows, nullptr});
             tokens.push_back(ids[i].back());
             positions.push_back(at);
             going.push_back(i);

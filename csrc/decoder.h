@@ -59,7 +59,6 @@ struct Pass {
     const int64_t *tokens, *positions;
     const float* rotations;
     std::vector<Run> runs;
-    const int32_t* parents;
     void* const* keys;
     void* const* values;
     float* hidden;

@@ -92,8 +92,10 @@ struct Output {
 struct Run {
     int first_row;
     int num_rows;
-    int cached;               // committed tokens before the run
-    const int32_t* rows;      // [cached + num_rows] physical row of each, the run's own behind the committed ones
+    int cached;               // rows that every row of the run sees, in order
+    int pending;              // rows behind them that are written and not kept; 0 in a chain
+    const int32_t* rows;      // [cached + pending + num_rows] physical row of each, the run's own last
+    const int32_t* parents;   // [pending + num_rows] index of each one's parent among these, -1 = cached; null = a chain
 };
 
 struct Attention {
@@ -104,7 +106,6 @@ struct Attention {
     const void* values;
     int num_heads, num_kv_heads, head_dim;
     int window;               // 0 = none
-    const int32_t* parents;   // [rows of the pass], index within the pass, -1 = the committed context; null = chains
     float* out;               // [rows, out_stride] float32, or null
     size_t out_stride;
     Inputs next;              // where out is null: inputs of the product that follows

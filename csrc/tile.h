@@ -193,20 +193,20 @@ using Bfloat16Tile = WideTile<uint16_t>;
 
 // --------------------------------------------------------------------------------------- from the cache
 
-// Depth of a row of the run below the committed context.
-inline int depth_of(const Attention& a, const Run& run, int row) {
-    if (!a.parents) return row;
+// Depth of a row of the run below the cached ones.
+inline int depth_of(const Run& run, int row) {
+    if (!run.parents) return row;
     int depth = 0;
-    for (int at = a.parents[run.first_row + row]; at >= 0; at = a.parents[at]) ++depth;
+    for (int at = run.parents[run.pending + row]; at >= 0; at = run.parents[at]) ++depth;
     return depth;
 }
 
-// Index within the run of the ancestor at a depth of a row of the run; in a chain that is the depth itself.
-inline int ancestor_at(const Attention& a, const Run& run, int row, int own_depth, int depth) {
-    if (!a.parents) return depth;
-    int at = run.first_row + row;
-    for (int d = own_depth; d > depth; --d) at = a.parents[at];
-    return at - run.first_row;
+// Index among pending rows and the run's own of the ancestor at a depth; in a chain that is the depth itself.
+inline int ancestor_at(const Run& run, int row, int own_depth, int depth) {
+    if (!run.parents) return depth;
+    int at = run.pending + row;
+    for (int d = own_depth; d > depth; --d) at = run.parents[at];
+    return at;
 }
 
 // The cached rows of one head's block lie far apart, which no processor foresees: ask for them before they are needed.
@@ -231,7 +231,7 @@ void fill_tile(const Attention& a, const Run& run, const Tile& tile, int kv_head
     const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
     for (int lane = first; lane < last; ++lane) {
         int index = start + lane;
-        if (index >= run.cached) index = run.cached + ancestor_at(a, run, row, own_depth, index - run.cached);
+        if (index >= run.cached) index = run.cached + ancestor_at(run, row, own_depth, index - run.cached);
         const size_t at = static_cast<size_t>(run.rows[index]) * width + static_cast<size_t>(kv_head) * a.head_dim;
         keys[lane] = static_cast<const T*>(a.keys) + at;
         values[lane] = static_cast<const T*>(a.values) + at;

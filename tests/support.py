@@ -9,7 +9,7 @@ import torch
 from forerun.drafters import Drafter, Target
 from forerun.drafters.model import ModelDrafter, Options
 from forerun.engine.engine import Engine
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
 from forerun.models.runner import Runner
 from forerun.ops.reference import ReferenceOps
@@ -39,7 +39,7 @@ def noisy_copy(model: Decoder, seed: int, noise: float = 0.02) -> Decoder:
 
 
 def runner_for(model: Any, backend: str = "paged", max_seq_len: int = 256) -> Runner:
-    cache = KVCache.create(
+    cache = BlockCache.create(
         model.config.cache_shape, backend, max_batch_size=8, max_seq_len=max_seq_len, dtype=model.dtype
     )
     return Runner(model, cache)

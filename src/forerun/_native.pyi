@@ -32,7 +32,8 @@ class Packed:
 class Pools:
     """Addresses of a cache's keys and values, one pool for each layer."""
 
-    def __init__(self, arg0: Sequence[int], arg1: Sequence[int], arg2: int, /) -> None: ...
+    def __init__(self, arg0: Sequence[int], arg1: Sequence[int], arg2: int, arg3: int, /) -> None: ...
+    def copy(self, arg0: Sequence[int], arg1: Sequence[int], /) -> None: ...
 
 class Backend:
     """The kernels of one instruction set and a team of threads."""
@@ -60,8 +61,7 @@ class Backend:
         arg8: int,
         arg9: int,
         arg10: Sequence[int],
-        arg11: Sequence[int] | None,
-        arg12: int,
+        arg11: int,
         /,
     ) -> None: ...
 
@@ -75,9 +75,8 @@ class Decoder:
         arg2: int,
         arg3: int,
         arg4: Sequence[int],
-        arg5: Sequence[int] | None,
-        arg6: Pools,
-        arg7: int,
+        arg5: Pools,
+        arg6: int,
         /,
     ) -> None: ...
     def logits(self, arg0: int, arg1: int, arg2: int, /) -> None: ...

@@ -282,8 +282,10 @@ class RaggedBatch:
     """One forward pass: each sequence contributes a run of new tokens, and nothing is padded.
 
     tokens [T] and positions [T] (lists, or int64 tensors where they never were on the host), run_starts [B+1],
-    slots [B] (cache slot of each run), cached [B] (tokens of the slot that are in the cache already). parents [T]: row
-    of the parent in this batch, -1 = the committed context; None = every row follows the row before it.
+    slots [B] (cache slot of each run), cached [B] (rows of the slot that every row of the run sees, in order).
+    parents [B]: None for a run whose rows follow each other, else the parent of each *pending* row of the slot (written
+    behind the cached ones, not kept) and then of each row of the run, as an index into these; -1 = the cached rows.
+    Empty: no run has any.
     """
 
     tokens: list[int] | Tensor
@@ -291,7 +293,7 @@ class RaggedBatch:
     run_starts: list[int]
     slots: list[int]
     cached: list[int]
-    parents: list[int] | None = None
+    parents: Seq[Seq[int] | None] = ()
 
     def ids(self) -> tuple[list[int], list[int]]:
         """Tokens and positions on the host."""
@@ -302,23 +304,33 @@ class RaggedBatch:
         """Rows of run b."""
         return range(self.run_starts[b], self.run_starts[b + 1])
 
-    def ancestors(self, row: int, b: int) -> list[int]:
-        """Rows of run b that `row` sees, itself included, in depth order."""
-        start = self.run_starts[b]
-        if self.parents is None:
-            return list(range(start, row + 1))
-        path = [row]
-        while self.parents[path[-1]] >= 0:
-            path.append(self.parents[path[-1]])
-        return path[::-1]
+    def tree(self, b: int) -> Seq[int] | None:
+        """The parents of run b, None where its rows follow each other."""
+        return self.parents[b] if self.parents else None
+
+    def end(self, b: int) -> int:
+        """Rows of run b's slot when the run is written: cached and pending ones, and its own."""
+        tree = self.tree(b)
+        return self.cached[b] + (len(self.run(b)) if tree is None else len(tree))
+
+    def visible(self, b: int, i: int) -> list[int]:
+        """Indices into CacheView.read_rows[b] that row i of run b sees: cached rows, then ancestors, itself last."""
+        tree, cached, at = self.tree(b), self.cached[b], self.end(b) - len(self.run(b)) + i
+        if tree is None:
+            return list(range(at + 1))
+        path, node = [at], tree[at - cached]
+        while node >= 0:
+            path.append(cached + node)
+            node = tree[node]
+        return [*range(cached), *path[::-1]]
 
 
 @dataclass(frozen=True)
 class CacheView:
     """Where one ragged batch reads and writes; the same for all layers.
 
-    write_rows [T]: physical row of each new token. read_rows[b] [cached + n]: physical rows of run b's keys, the kept
-    ones in logical order, then the run's own.
+    write_rows [T]: physical row of each new token. read_rows[b]: physical rows of run b's keys, the cached ones in
+    logical order, then pending ones, then the run's own.
     """
 
     batch: RaggedBatch

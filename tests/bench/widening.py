@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.models.layers import Decoder, DecoderConfig, RopeConfig, parameter_shapes
 from forerun.models.runner import Run, Runner
 from forerun.models.widening import WideShape
@@ -69,7 +69,7 @@ def random_weights(config: DecoderConfig, seed: int = 0) -> dict[str, Tensor]:
 
 def run_greedy(config: DecoderConfig, weights: dict[str, Tensor], steps: int) -> tuple[list[int], Tensor]:
     """Greedy tokens after PROMPT and the logits [prompt + steps - 1, V] behind them."""
-    cache = KVCache.create(
+    cache = BlockCache.create(
         config.cache_shape, "paged", max_batch_size=1, max_seq_len=64, dtype=weights["model.norm.weight"].dtype
     )
     runner = Runner(Decoder(config, weights, ReferenceOps()), cache)
@@ -77,7 +77,7 @@ def run_greedy(config: DecoderConfig, weights: dict[str, Tensor], steps: int) ->
     tokens, rows, new = [], [], PROMPT
     for _ in range(steps):
         logits = runner.forward([Run(0, new)]).logits[0]
-        cache.keep(0, list(range(len(new))))
+        cache.keep({0: range(len(new))})
         rows.append(logits)
         tokens.append(int(logits[-1].argmax()))
         new = tokens[-1:]

@@ -12,7 +12,7 @@ from forerun.drafters.model import ModelDrafter, Options
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.engine.router import Crew
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.models.layers import Decoder
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing
@@ -26,7 +26,7 @@ DRAFT = noisy_copy(MODEL, 7)
 
 def runner_with(model: Decoder, num_tokens: int, backend: str = "paged", prefix_caching: bool = True) -> Runner:
     """A runner whose cache holds so many tokens in all."""
-    cache = KVCache.create(
+    cache = BlockCache.create(
         model.config.cache_shape,
         backend,  # type: ignore[arg-type]
         max_batch_size=8,
@@ -101,7 +101,7 @@ def check(engine: Engine) -> None:
         assert engine.runner.cache.length(request.seq.id) <= len(request.seq.tokens) - 1
 
 
-def caches(engine: Engine) -> list[KVCache]:
+def caches(engine: Engine) -> list[BlockCache]:
     """The target's, and those of its drafters."""
     runners = [getattr(drafter, "runner", None) for drafter in engine.drafter.members.values()]
     return [engine.runner.cache, *(runner.cache for runner in runners if runner is not None)]

@@ -13,7 +13,7 @@ import torch
 
 from forerun import native, ops as operators
 from forerun.config import EngineConfig
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.memory.plan import MemoryPlan
 from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
 from forerun.models.runner import Run, Runner
@@ -56,7 +56,7 @@ def one_pass(config: DecoderConfig, options: EngineConfig, dtype: torch.dtype) -
         weight.copy_(torch.randn(weight.shape, generator=generator) * 0.05)
     length, batch = options.max_seq_len or 0, options.max_batch_size
     sizes: dict[str, Any] = {"max_batch_size": batch, "max_seq_len": length, "dtype": dtype}
-    cache = KVCache.create(config.cache_shape, options.kv_cache_backend, **sizes)  # type: ignore[arg-type]
+    cache = BlockCache.create(config.cache_shape, options.kv_cache_backend, **sizes)  # type: ignore[arg-type]
     verified = 1 if options.draft == "none" else options.longest_draft + 1
     counts = [options.prefill_chunk_tokens] + [verified] * (batch - 1)
     for slot in range(batch):
@@ -66,7 +66,7 @@ def one_pass(config: DecoderConfig, options: EngineConfig, dtype: torch.dtype) -
             step = min(16, length - count - at)
             if step > 0:
                 cache.reserve(slot, step)
-                cache.keep(slot, list(range(step)))
+                cache.keep({slot: range(step)})
     for pool in (*cache.keys, *cache.values):
         pool.zero_()
     wanted = ["none" if options.prefill_chunk_tokens > verified else "all"] + ["all"] * (batch - 1)

@@ -26,7 +26,7 @@ from engine.memory_cases import (
 )
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
 from forerun.memory.plan import memory_plan, pool_tokens, resolve_max_seq_len
 from forerun.memory.reference import weight_bytes
@@ -77,7 +77,7 @@ def test_pools_are_what_the_cache_allocates(
     )
 
     def real(config: DecoderConfig) -> int:
-        cache = KVCache.create(
+        cache = BlockCache.create(
             config.cache_shape, backend, max_batch_size=3, max_seq_len=max_seq_len, num_tokens=num_tokens, dtype=dtype
         )
         return sum(pool.nbytes for pool in (*cache.keys, *cache.values))

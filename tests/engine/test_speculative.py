@@ -17,8 +17,7 @@ from engine.speculative_cases import PROMPTS, continuous_batching, e2e, greedy_p
 from forerun import LLM, BadOption, SamplingParams, VocabularyMismatch
 from forerun.config import EngineConfig
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
-from forerun.kv.cache import KVCache
-from forerun.kv.pools import CacheShape
+from forerun.kv.cache import BlockCache, CacheShape
 from forerun.sampling.random import Branching, enumerate_outcomes
 from forerun.types import Draft, Probs
 from forerun.verify import chain
@@ -71,10 +70,10 @@ def test_accept_reject_sampling(p: tuple[float, ...], q: tuple[float, ...]) -> N
 @pytest.mark.parametrize("length", range(41))
 def test_kv_cache_rollback(length: int) -> None:
     """truncate_to sets the length and frees every block at index >= ceil(length / 16), no other."""
-    cache = KVCache.create(CacheShape(1, 1, 4), "paged", max_batch_size=1, max_seq_len=64)
+    cache = BlockCache.create(CacheShape(1, 1, 4), "paged", max_batch_size=1, max_seq_len=64)
     cache.open(0)
     cache.reserve(0, 40)
-    cache.keep(0, list(range(40)))
+    cache.keep({0: range(40)})
     had = cache.rows(0, 0, 40).tolist()
     cache.truncate_to(0, length)
     assert cache.length(0) == length

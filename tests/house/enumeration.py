@@ -18,7 +18,7 @@ from forerun import pacing, registry
 from forerun.drafters import Drafter, Target
 from forerun.drafters.model import ModelDrafter, Options
 from forerun.engine.engine import Engine
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.models.runner import Runner
 from forerun.models.toy import ToyLaw, ToyModel
 from forerun.testing import Branching, enumerate_outcomes
@@ -55,7 +55,7 @@ def resembling(target: ToyModel, seed: int = 2, distance: float = 0.7) -> ToyMod
 
 
 def runner_for(model: ToyModel) -> Runner:
-    cache = KVCache.create(
+    cache = BlockCache.create(
         model.config.cache_shape, "paged", max_batch_size=2, max_seq_len=SPACE_TOKENS, dtype=model.dtype
     )
     for pool in (*cache.keys, *cache.values):

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from forerun import native
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner
 from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
 from parity.bitwise import Models, bits, cached, compare, cut_prompts, feed
 from parity.covering import LEAST, LEVELS, SIXTY, THOUSAND, Group, all_pairs, count_pairs, design
+from parity.trees import compare_trees
 
 FORTY = {1: 4, 2: 2, 3: 1, 4: 1, 7: 1, 8: 1}
 NUM_TOKENS, LONGEST = 32, 64
@@ -115,7 +116,7 @@ CASES = [pytest.param(isa, dtype, id=f"{isa}-{dtype}") for isa in ISAS for dtype
 
 def runner_of(pair: Models, backend: str) -> Runner:
     model = pair.target.model
-    pools = KVCache.create(model.config.cache_shape, backend, max_batch_size=4, max_seq_len=192, dtype=model.dtype)
+    pools = BlockCache.create(model.config.cache_shape, backend, max_batch_size=4, max_seq_len=192, dtype=model.dtype)
     for slot in range(3):
         pools.open(slot)
     return Runner(model, pools)
@@ -169,6 +170,19 @@ def test_a_path_through_a_tree(isa: str, dtype: str, start: int) -> None:
     feed(runner, 0, TEXT[:start], 64)
     found = runner.forward([Run(1, TEXT[9:14]), Run(0, tokens, parents=parents)]).logits[1]
     assert torch.equal(bits(found[path]), logits[start:stop])
-    runner.cache.keep(0, path)
+    runner.cache.keep({0: path})
     assert torch.equal(cached(runner, 0, 0, stop), keys_and_values[:, :, :stop])
     assert torch.equal(feed(runner, 0, TEXT[stop : stop + 2], 2), logits[stop : stop + 2])
+
+
+@needs_native
+@pytest.mark.parametrize(("isa", "dtype"), CASES)
+def test_trees_of_random_shape(isa: str, dtype: str) -> None:
+    found = compare_trees(models(isa, 2, dtype).target, 8, seed=5, max_nodes=16)
+    assert found.num_grown > 2
+    assert found.num_other_rows == 0, str(found)
+
+
+def test_the_comparison_of_trees_can_fail() -> None:
+    """Negative control, as above."""
+    assert compare_trees(Models.shipped("float32", ReferenceOps()).target, 2, seed=5).num_other_rows > 0

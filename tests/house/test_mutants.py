@@ -136,7 +136,7 @@ def test_m17_stale_draft_cache_after_full_acceptance(monkeypatch):
         fed, cache = self._fed[seq.id], self.runner.cache
         if fed.tokens and len(fed.tokens) == len(seq.tokens) - 2:
             cache.reserve(seq.id, 1)
-            cache.keep(seq.id, [0])
+            cache.keep({seq.id: [0]})
             fed.tokens.append(seq.tokens[-2])
         right(self, seq)
 

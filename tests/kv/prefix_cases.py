@@ -10,8 +10,8 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from forerun.kv.cache import KVCache
-from forerun.kv.pools import CacheShape
+from forerun.kv.cache import BlockCache, CacheShape
+from forerun.models.runner import Run, pack
 from forerun.types import RaggedBatch
 
 SHAPE = CacheShape(num_layers=1, num_kv_heads=1, head_dim=1)
@@ -19,12 +19,12 @@ BLOCK = 4  # tokens
 PROMPT = list(range(100, 116))  # four blocks
 
 
-def pool(num_blocks: int = 16) -> KVCache:
+def pool(num_blocks: int = 16) -> BlockCache:
     device = torch.device("cpu")
-    return KVCache(SHAPE, block_tokens=BLOCK, num_blocks=num_blocks, dtype=torch.float32, device=device)
+    return BlockCache(SHAPE, block_tokens=BLOCK, num_blocks=num_blocks, dtype=torch.float32, device=device)
 
 
-def batch_of(cache: KVCache, slot: int, num_tokens: int) -> RaggedBatch:
+def batch_of(cache: BlockCache, slot: int, num_tokens: int) -> RaggedBatch:
     tokens = torch.zeros(num_tokens, dtype=torch.int64)
     return RaggedBatch(tokens, tokens, [0, num_tokens], [slot], [cache.length(slot)])
 
@@ -32,11 +32,14 @@ def batch_of(cache: KVCache, slot: int, num_tokens: int) -> RaggedBatch:
 class Driven:
     """A cache and what each of its slots must hold: `kept` tokens by slot, under a salt."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: BlockCache) -> None:
         self.cache = cache
         self.kept: dict[int, list[int]] = {}
         self.salts: dict[int, str | None] = {}
-        self._runs: dict[int, list[list[int]]] = {}  # per row of the run, the tokens from the beginning up to it
+        # Per pending row, and per row of the run behind them: the tokens from the beginning up to it.
+        self._held: dict[int, list[list[int]]] = {}
+        self._runs: dict[int, list[list[int]]] = {}
+        self._parents: dict[int, Seq[int]] = {}  # of the run
         self._numbers: dict[tuple[str | None, tuple[int, ...]], int] = {}
 
     def number(self, salt: str | None, tokens: Seq[int]) -> int:
@@ -48,25 +51,50 @@ class Driven:
         self.kept[slot], self.salts[slot] = list(tokens[:found]), salt
         return found
 
+    def fork(self, slot: int, new_slot: int) -> None:
+        self.cache.fork(slot, new_slot)
+        self.kept[new_slot], self.salts[new_slot] = list(self.kept[slot]), self.salts[slot]
+
+    def pending(self, slot: int) -> Seq[int]:
+        return self.cache.pending(slot)
+
     def write(self, slot: int, tokens: Seq[int], parents: Seq[int] | None = None) -> None:
-        """One pass, nothing kept yet. Raises CapacityError as the cache does."""
+        """One pass, nothing kept yet. Raises CapacityError as the cache does.
+
+        parents: indices among the pending rows, then the run.
+        """
         self.cache.reserve(slot, len(tokens))
-        view = self.cache.view(batch_of(self.cache, slot, len(tokens)))
-        chains: list[list[int]] = []
-        for token, parent in zip(tokens, parents or range(-1, len(tokens) - 1), strict=True):
+        batch = pack([Run(slot, tokens, parents=parents)], self.cache)
+        view = self.cache.view(batch)
+        chains = list(self._held.get(slot, []))
+        num_pending = len(chains)
+        parents = range(num_pending - 1, num_pending - 1 + len(tokens)) if parents is None else parents
+        for token, parent in zip(tokens, parents, strict=True):
             chains.append([*(self.kept[slot] if parent < 0 else chains[parent]), token])
-        numbers = torch.tensor([self.number(self.salts[slot], chain) for chain in chains], dtype=torch.float32)
+        numbers = [self.number(self.salts[slot], chain) for chain in chains]
         for rows in (*self.cache.keys, *self.cache.values):
-            rows[view.write_rows] = numbers[:, None, None]
-        self._runs[slot] = chains
+            rows[view.write_rows] = torch.tensor(numbers[num_pending:], dtype=torch.float32)[:, None, None]
+            for i, number in enumerate(numbers[num_pending:]):  # a row sees its own chain and nothing else
+                seen = view.read_rows[0][batch.visible(0, i)]
+                chain = chains[num_pending + i]
+                wanted = [self.number(self.salts[slot], chain[: j + 1]) for j in range(len(chain))]
+                assert rows[seen, 0, 0].int().tolist() == wanted
+                assert wanted[-1] == number
+        self._runs[slot], self._parents[slot] = chains, parents
+
+    def hold(self, slot: int) -> None:
+        """What was just written is pending."""
+        self.cache.hold(slot, self._parents[slot])
+        self._held[slot] = self._runs.pop(slot)
 
     def keep(self, slot: int, path: list[int]) -> None:
         before = self.cache.length(slot)
-        is_filled = self.cache.keep(slot, path)
-        assert is_filled == ((before + len(path)) // BLOCK > before // BLOCK)
+        is_filled = (before + len(path)) // BLOCK > before // BLOCK
+        assert self.cache.keep({slot: path}) == ([slot] if is_filled else [])
         if path:
             self.kept[slot] = self._runs[slot][path[-1]]
         del self._runs[slot]
+        self._held.pop(slot, None)
 
     def feed(self, slot: int, tokens: Seq[int]) -> None:
         """Run a chain and keep all of it."""
@@ -84,10 +112,11 @@ class Driven:
         self.cache.truncate_to(slot, length)
         self.kept[slot] = self.kept[slot][:length]
         self._runs.pop(slot, None)
+        self._held.pop(slot, None)
 
     def release(self, slot: int) -> None:
         self.cache.release(slot)
-        for of_slots in (self.kept, self.salts, self._runs):
+        for of_slots in (self.kept, self.salts, self._runs, self._held):
             of_slots.pop(slot, None)  # type: ignore[attr-defined]
 
     def found(self, tokens: Seq[int], salt: str | None = None) -> int:

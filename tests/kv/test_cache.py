@@ -11,25 +11,25 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from forerun.errors import CapacityError, InternalError
-from forerun.kv.cache import PAGED_BLOCK_TOKENS, KVCache
-from forerun.kv.pools import CacheShape
+from forerun.kv.cache import PAGED_BLOCK_TOKENS, BlockCache, CacheShape
+from forerun.models.runner import Run, pack
 from forerun.types import RaggedBatch
+from kv.prefix_cases import BLOCK, driven
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=1, head_dim=2)
 SLOTS = range(4)
 
 
-def write(cache: KVCache, slot: int, marks: list[int]) -> None:
+def write(cache: BlockCache, slot: int, marks: list[int]) -> None:
     """One pass: reserve, view, and write each mark into every layer where the view says."""
     cache.reserve(slot, len(marks))
-    batch = RaggedBatch(torch.tensor(marks), torch.tensor(marks), [0, len(marks)], [slot], [cache.length(slot)])
-    view = cache.view(batch)
+    view = cache.view(pack([Run(slot, marks)], cache))
     for pool in (*cache.keys, *cache.values):
         pool[view.write_rows] = torch.tensor(marks, dtype=torch.float32)[:, None, None].expand(-1, 1, 2)
-    assert torch.equal(view.read_rows[0][cache.length(slot) :], view.write_rows)
+    assert torch.equal(view.read_rows[0][cache.length(slot) + len(cache.pending(slot)) :], view.write_rows)
 
 
-def contents(cache: KVCache, slot: int) -> list[int]:
+def contents(cache: BlockCache, slot: int) -> list[int]:
     """What every layer holds of a slot; all layers agree."""
     rows = cache.rows(slot, 0, cache.length(slot))
     found = [pool[rows, 0, lane].int().tolist() for pool in (*cache.keys, *cache.values) for lane in (0, 1)]
@@ -40,6 +40,7 @@ def contents(cache: KVCache, slot: int) -> list[int]:
 @dataclass
 class _Slot:
     kept: list[int] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
     run: list[int] = field(default_factory=list)  # written, not yet kept
 
 
@@ -48,7 +49,7 @@ class CacheFuzz(RuleBasedStateMachine):
 
     @initialize(backend=st.sampled_from(["paged", "contiguous"]), num_tokens=st.integers(40, 200))
     def make(self, backend: Any, num_tokens: int) -> None:
-        self.cache = KVCache.create(SHAPE, backend, max_batch_size=3, max_seq_len=40, num_tokens=num_tokens)
+        self.cache = BlockCache.create(SHAPE, backend, max_batch_size=3, max_seq_len=40, num_tokens=num_tokens)
         self.slots: dict[int, _Slot] = {}
         self.next_mark = 1
 
@@ -80,13 +81,39 @@ class CacheFuzz(RuleBasedStateMachine):
 
     @precondition(lambda self: any(s.run for s in self.slots.values()))
     @rule(data=st.data())
-    def keep_path(self, data: st.DataObject) -> None:
+    def keep_paths(self, data: st.DataObject) -> None:
+        """Of several slots in one call."""
+        slots = data.draw(st.sets(st.sampled_from([n for n, s in self.slots.items() if s.run]), min_size=1))
+        kept = {}
+        for slot in sorted(slots):
+            state = self.slots[slot]
+            written = [*state.pending, *state.run]
+            kept[slot] = sorted(data.draw(st.sets(st.integers(0, len(written) - 1))))
+            state.kept += [written[i] for i in kept[slot]]
+            state.pending, state.run = [], []
+        self.cache.keep(kept)
+
+    @precondition(lambda self: any(s.run for s in self.slots.values()))
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from([n for n, s in self.slots.items() if s.run]))
         state = self.slots[slot]
-        path = sorted(data.draw(st.sets(st.integers(0, len(state.run) - 1))))
-        self.cache.keep(slot, path)
-        state.kept += [state.run[i] for i in path]
-        state.run = []
+        first = len(state.pending)
+        self.cache.hold(slot, [data.draw(st.integers(-1, first + i - 1)) for i in range(len(state.run))])
+        state.pending, state.run = state.pending + state.run, []
+
+    @precondition(lambda self: self.slots and len(self.slots) < len(SLOTS))
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.slots)))
+        new_slot = data.draw(st.sampled_from([n for n in SLOTS if n not in self.slots]))
+        is_partial = len(self.slots[slot].kept) % self.cache.block_tokens > 0
+        if is_partial and not self.cache.free_tokens():
+            with pytest.raises(CapacityError):
+                self.cache.fork(slot, new_slot)
+        else:
+            self.cache.fork(slot, new_slot)
+            self.slots[new_slot] = _Slot(list(self.slots[slot].kept))
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data())
@@ -95,7 +122,7 @@ class CacheFuzz(RuleBasedStateMachine):
         state = self.slots[slot]
         length = data.draw(st.integers(0, len(state.kept)))
         self.cache.truncate_to(slot, length)
-        state.kept, state.run = state.kept[:length], []
+        state.kept, state.pending, state.run = state.kept[:length], [], []
 
     @invariant()
     def agrees(self) -> None:
@@ -104,6 +131,8 @@ class CacheFuzz(RuleBasedStateMachine):
         self.cache.check_integrity()
         for slot, state in self.slots.items():
             assert contents(self.cache, slot) == state.kept
+            rows = self.cache.rows(slot, len(state.kept), len(state.kept) + len(state.pending))
+            assert self.cache.values[1][rows, 0, 1].int().tolist() == state.pending
 
 
 TestCacheFuzz = CacheFuzz.TestCase
@@ -112,8 +141,8 @@ TestCacheFuzz.settings = settings(
 )
 
 
-def make(backend: Any = "paged", **more: Any) -> KVCache:
-    return KVCache.create(SHAPE, backend, max_batch_size=2, max_seq_len=64, **more)
+def make(backend: Any = "paged", **more: Any) -> BlockCache:
+    return BlockCache.create(SHAPE, backend, max_batch_size=2, max_seq_len=64, **more)
 
 
 @pytest.mark.parametrize("backend", ["paged", "contiguous"])
@@ -124,12 +153,12 @@ def test_lengths_of_one_round(backend: Any, num_accepted: int, target: int, draf
     for slot, context in ((0, 9), (1, 9)):
         cache.open(slot)
         write(cache, slot, list(range(context)))
-        cache.keep(slot, list(range(context)))
+        cache.keep({slot: range(context)})
     write(cache, 1, [9, 10, 11, 12])  # g, x1, x2, x3: the last drafted token is not fed
-    cache.keep(1, [0, 1, 2, 3])
+    cache.keep({1: [0, 1, 2, 3]})
     assert cache.length(1) == 13
     write(cache, 0, [9, 10, 11, 12, 13])
-    cache.keep(0, list(range(num_accepted + 1)))
+    cache.keep({0: range(num_accepted + 1)})
     cache.truncate_to(1, min(13, 10 + num_accepted))
     assert (cache.length(0), cache.length(1)) == (target, draft)
     assert contents(cache, 0) == list(range(target))
@@ -145,9 +174,9 @@ def test_a_path_moves_across_block_boundaries() -> None:
     for start in range(0, 12, 4):  # blocks of the two slots interleave
         for slot in (0, 1):
             write(cache, slot, list(range(start, start + 4)))
-            cache.keep(slot, [0, 1, 2, 3])
+            cache.keep({slot: [0, 1, 2, 3]})
     write(cache, 0, list(range(100, 130)))
-    cache.keep(0, [0, 3, 4, 9, 20, 21, 29])
+    cache.keep({0: [0, 3, 4, 9, 20, 21, 29]})
     assert contents(cache, 0) == [*range(12), 100, 103, 104, 109, 120, 121, 129]
     assert contents(cache, 1) == list(range(12))
     cache.check_integrity()
@@ -159,9 +188,9 @@ def test_blocks_behind_the_length_are_freed() -> None:
     cache.open(0)
     write(cache, 0, list(range(33)))
     assert cache.free_tokens() == free - 3 * PAGED_BLOCK_TOKENS
-    cache.keep(0, list(range(16)))
+    cache.keep({0: range(16)})
     assert cache.free_tokens() == free - PAGED_BLOCK_TOKENS
-    cache.keep(0, [])
+    cache.keep({0: []})
     cache.truncate_to(0, 0)
     assert cache.free_tokens() == free
     cache.release(0)
@@ -175,7 +204,7 @@ def test_a_full_pool_says_so_and_changes_nothing() -> None:
     write(cache, 0, list(range(20)))
     with pytest.raises(CapacityError, match="kv_cache_tokens"):
         cache.reserve(0, 33)
-    cache.keep(0, list(range(20)))
+    cache.keep({0: range(20)})
     assert contents(cache, 0) == list(range(20))
 
 
@@ -198,3 +227,79 @@ def test_integrity_notices_a_block_owned_twice() -> None:
     cache._free.append(cache._slots[0].table[0])
     with pytest.raises(InternalError, match="owns one twice"):
         cache.check_integrity()
+
+
+@pytest.mark.parametrize("length", range(41))
+@pytest.mark.parametrize("cut", [None, 0, 1])
+def test_a_fork_shares_full_blocks_and_either_goes_on(length: int, cut: int | None) -> None:
+    """cut: the slot that is cut inside of what both share, before both write."""
+    cache = make(num_tokens=160)
+    cache.open(0)
+    write(cache, 0, list(range(length)))
+    cache.keep({0: range(length)})
+    write(cache, 0, [70, 71])
+    cache.hold(0, [-1, -1])  # which the fork does not see
+    free = cache.free_tokens()
+    cache.fork(0, 1)
+    assert free - cache.free_tokens() == (PAGED_BLOCK_TOKENS if length % PAGED_BLOCK_TOKENS else 0)
+    assert contents(cache, 1) == list(range(length))
+    assert (list(cache.pending(0)), list(cache.pending(1))) == ([-1, -1], [])
+    cache.check_integrity()
+    cache.keep({0: [1]})
+    expected = [[*range(length), 71], list(range(length))]
+    if cut is not None:
+        cache.truncate_to(cut, length // 3)
+        expected[cut] = list(range(length // 3))
+    for slot in (0, 1):
+        write(cache, slot, [80 + slot] * 19)
+        cache.check_integrity()
+        cache.keep({slot: range(19)})
+        expected[slot] += [80 + slot] * 19
+    for slot in (0, 1):
+        assert contents(cache, slot) == expected[slot]
+    cache.release(0)
+    assert contents(cache, 1) == expected[1]
+    cache.release(1)
+    cache.check_integrity()
+    assert cache.free_tokens() == 160
+
+
+def test_a_fork_needs_room_for_the_last_block_and_a_new_slot() -> None:
+    cache = make(num_tokens=32)
+    cache.open(0)
+    write(cache, 0, list(range(20)))
+    cache.keep({0: range(20)})
+    with pytest.raises(CapacityError, match="kv_cache_tokens"):
+        cache.fork(0, 1)
+    with pytest.raises(InternalError, match="open already"):
+        cache.fork(0, 0)
+    assert cache.length(1) == 0
+    cache.truncate_to(0, 16)
+    cache.fork(0, 1)
+    assert (cache.free_tokens(), contents(cache, 1)) == (16, list(range(16)))
+    cache.check_integrity()
+
+
+def test_forks_publish_the_block_that_they_share() -> None:
+    """Each behind the node that it found: the first who computed block 0 was another, and went."""
+    d = driven(12)
+    prompt = list(range(12))
+    d.open(0), d.open(2)
+    d.feed(0, prompt)
+    d.feed(2, prompt[:4])
+    d.cache.publish(2, prompt[:4])
+    d.fork(0, 1)
+    d.cache.publish(0, prompt)  # behind slot 2's block
+    d.release(2)
+    d.cache.clear_prefixes()
+    d.cache.publish(1, prompt)  # behind its own, for slot 2's is gone
+    d.check()
+    assert d.found([*prompt, 99]) == 4
+    for slot in (0, 1):
+        d.feed(slot, [7, 8, 9])
+        d.truncate(slot, 6)
+        d.feed(slot, [slot])
+        d.check()
+        d.release(slot)
+    d.check()
+    assert d.cache.free_tokens() == 12 * BLOCK

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forerun.errors import CapacityError
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from kv.prefix_cases import BLOCK, PROMPT, SHAPE, Driven, driven, pool
 
 
@@ -99,7 +99,7 @@ def test_what_was_asked_and_found_is_counted() -> None:
 @pytest.mark.parametrize("backend", ["paged", "contiguous"])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_who_shares(backend: Any, prefix_caching: bool) -> None:
-    cache = KVCache.create(SHAPE, backend, max_batch_size=2, max_seq_len=64, prefix_caching=prefix_caching)
+    cache = BlockCache.create(SHAPE, backend, max_batch_size=2, max_seq_len=64, prefix_caching=prefix_caching)
     d, tokens = Driven(cache), list(range(64))
     d.start(0, tokens)  # to the last position, so that the one block of a contiguous slot is full
     shares = backend == "paged" and prefix_caching

@@ -57,9 +57,20 @@ class Lives:
             if self.write(slot, chunk, None):
                 self.d.keep(slot, list(range(len(chunk))))
             return
+        if not remaining:
+            return
         drafted = self.some(0, 7)
-        parents = [-1, *(self.random.randint(0, i) for i in range(len(drafted)))]
-        if not remaining or not self.write(slot, [*remaining, *drafted], parents):
+        run, parents = [*remaining, *drafted], [-1, *(self.random.randint(0, i) for i in range(len(drafted)))]
+        while len(run) > 3 and self.random.random() < 0.5:  # the tree grows: its first nodes are written and held
+            cut = self.random.randint(1, len(run) - 1)
+            if not self.write(slot, run[:cut], parents[len(self.d.pending(slot)) :][:cut]):
+                self.d.truncate(slot, len(kept))
+                return
+            self.d.hold(slot)
+            self.seen.add("held")
+            run = run[cut:]
+        if not self.write(slot, run, parents[len(self.d.pending(slot)) :]):
+            self.d.truncate(slot, len(kept))
             return
         path, node = [], self.random.randrange(len(parents))
         while node >= 0:
@@ -71,6 +82,7 @@ class Lives:
 
     def write(self, slot: int, run: list[int], parents: list[int] | None) -> bool:
         fits, cut = self.d.cache.can_reserve(slot, len(run)), self.d.cache._cut_block(self.d.cache._slots[slot])
+        is_findable = cut is not None and self.d.cache._prefixes.holds(cut)
         users = 0 if cut is None else self.d.cache._num_users[cut]
         evictable, free = self.d.cache._prefixes.evictable(), list(self.d.cache._free)
         state = (self.d.cache.free_tokens(), list(self.d.cache._slots[slot].table))
@@ -86,7 +98,8 @@ class Lives:
         # Free ones first, then from the front of those that wait; a withdrawn block was in use and is none of them.
         assert self.d.cache._prefixes.evictable() == evictable[max(0, missing - len(free)) :]
         self.seen |= {"evicted"} if missing > len(free) else set()
-        self.seen |= {"withdrawn" if users == 1 else "copied"} if users else set()
+        if users:
+            self.seen.add("withdrawn" if users == 1 else "copied" if is_findable else "copied, of a fork")
         return True
 
     def cut(self, slot: int) -> None:
@@ -95,6 +108,24 @@ class Lives:
         self.d.truncate(slot, length)
         if self.random.random() < 0.5 or length == len(self.tokens[slot]):
             self.tokens[slot] = [*self.tokens[slot][:length], *self.some(1, 6)]
+
+    def fork(self, slot: int) -> None:
+        """Another slot goes on with what is kept of this one."""
+        new_slot = self.random.randrange(NUM_SLOTS)
+        if new_slot in self.tokens:
+            return
+        is_partial, free = len(self.d.kept[slot]) % BLOCK > 0, self.d.cache.free_tokens()
+        try:
+            self.d.fork(slot, new_slot)
+        except CapacityError:
+            assert is_partial
+            assert free == 0
+            self.seen.add("no room to fork")
+            return
+        assert free - self.d.cache.free_tokens() == BLOCK * is_partial
+        self.seen.add("forked")
+        kept = self.d.kept[slot]
+        self.tokens[new_slot] = [*kept, *self.some(1, 6)]
 
     def publish(self, slot: int) -> None:
         """All that is committed, or as far as a caller says."""
@@ -112,7 +143,7 @@ class Lives:
         elif len(self.tokens[slot]) > MAX_TOKENS:
             self.end(slot)
         else:
-            do = self.random.choices((self.run, self.publish, self.cut, self.end), (6, 6, 2, 1))[0]
+            do = self.random.choices((self.run, self.publish, self.cut, self.fork, self.end), (6, 6, 2, 2, 1))[0]
             do(slot)
         if self.random.random() < 0.005:
             self.d.cache.clear_prefixes()
@@ -126,7 +157,9 @@ def test_random_lives_share_what_is_equal_and_nothing_else(seed: int) -> None:
     lives = Lives(seed)
     for _ in range(NUM_OPERATIONS):
         lives.operate()
-    assert lives.seen == {"hit", "miss", "moved", "chain", "full", "evicted", "withdrawn", "copied"}
+    rare = {"copied, of a fork", "no room to fork"}  # not with every seed
+    wanted = {"hit", "miss", "moved", "chain", "held", "full", "evicted", "withdrawn", "copied", "forked"}
+    assert lives.seen - rare == wanted
     for slot in range(NUM_SLOTS):
         lives.d.release(slot)
     lives.d.check()

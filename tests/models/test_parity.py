@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.models.layers import Decoder
 from forerun.models.loading import load_checkpoint
-from forerun.types import RaggedBatch
+from forerun.models.runner import Run, pack
 
 Raw = dict[str, Any]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -67,30 +68,19 @@ class Pair:
         with torch.inference_mode():
             return self.oracle(torch.tensor([tokens])).logits[0]
 
-    def cache(self, backend: str) -> KVCache:
+    def cache(self, backend: str) -> BlockCache:
         shape = self.model.config.cache_shape
-        return KVCache.create(shape, backend, max_batch_size=4, max_seq_len=64)  # type: ignore[arg-type]
+        return BlockCache.create(shape, backend, max_batch_size=4, max_seq_len=64)  # type: ignore[arg-type]
 
-    def run(self, cache: KVCache, runs: dict[int, list[int]], parents: list[list[int]] | None = None) -> list[Tensor]:
-        """One pass; logits of every row, by run. parents: per run, -1 = the cached context."""
-        starts, tokens, positions, flat = [0], [], [], []
-        for b, (slot, run) in enumerate(runs.items()):
+    def run(self, cache: BlockCache, runs: dict[int, list[int]], parents: Seq[list[int] | None] = ()) -> list[Tensor]:
+        """One pass; logits of every row, by run. parents: per run, -1 = the cached context, None = a chain."""
+        for slot, run in runs.items():
             cache.reserve(slot, len(run))
-            tree = range(-1, len(run) - 1) if parents is None else parents[b]
-            depths: list[int] = []
-            for parent in tree:
-                depths.append(0 if parent < 0 else depths[parent] + 1)
-            positions += [cache.length(slot) + d for d in depths]
-            flat += [p if p < 0 else p + starts[-1] for p in tree]
-            tokens += run
-            starts.append(len(tokens))
-        slots = list(runs)
-        lengths = [cache.length(slot) for slot in slots]
-        rows = None if parents is None else flat
-        batch = RaggedBatch(torch.tensor(tokens), torch.tensor(positions), starts, slots, lengths, rows)
+        trees = zip(runs.items(), parents or [None] * len(runs), strict=True)
+        batch = pack([Run(slot, run, parents=tree) for (slot, run), tree in trees], cache)
         with torch.inference_mode():
             logits = self.model.logits(self.model.forward(batch, cache))
-        return [logits[starts[b] : starts[b + 1]] for b in range(len(slots))]
+        return [logits[batch.run_starts[b] : batch.run_starts[b + 1]] for b in range(len(runs))]
 
 
 @pytest.fixture(params=[f"{case}/{generation}" for case in CASES for generation in (4, 5)])
@@ -125,7 +115,7 @@ def test_prefill_chunks_and_ragged_mixtures_agree(pair: Pair) -> None:
             for (slot, run), logits in zip(runs.items(), pair.run(cache, runs), strict=True):
                 start = cache.length(slot)
                 assert_close(logits, expected[slot][start : start + len(run)])
-                cache.keep(slot, list(range(len(run))))
+                cache.keep({slot: range(len(run))})
         cache.check_integrity()
         assert all(cache.length(slot) == len(tokens) for slot, tokens in texts.items())
 
@@ -137,16 +127,16 @@ def test_tree_rows_are_the_chain_rows_over_each_path(pair: Pair) -> None:
     for slot in (1, 2):
         cache.open(slot)
         pair.run(cache, {slot: context})
-        cache.keep(slot, list(range(len(context))))
+        cache.keep({slot: range(len(context))})
     plain = tokens_of(3, 6)
-    found, chain = pair.run(cache, {1: tree, 2: plain}, [parents, [-1, 0, 1]])
+    found, chain = pair.run(cache, {1: tree, 2: plain}, [parents, None])
     assert_close(chain, pair.expect(context + plain)[-3:])
     for node in range(len(tree)):
         path = path_to(node, parents)
         expected = pair.expect(context + [tree[i] for i in path])
         assert_close(found[path], expected[len(context) :])
     kept = path_to(6, parents)
-    cache.keep(1, kept)
+    cache.keep({1: kept})
     text = context + [tree[i] for i in kept]
     (after,) = pair.run(cache, {1: [42, 43]})
     assert_close(after, pair.expect([*text, 42, 43])[-2:])

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from forerun import native
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
+from forerun.models.runner import Run, pack
 from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
 from forerun.types import CacheView, RaggedBatch
@@ -81,18 +82,24 @@ def close(found: Tensor, expected: Tensor, tolerance: Tensor | float) -> bool:
 
 @dataclass(frozen=True)
 class RunShape:
-    """One sequence's run: tokens in the cache, and the parents of its rows within the run (-1 = the context)."""
+    """One sequence's run: tokens in the cache, and the parents of pending rows and its own (-1 = the context)."""
 
     cached: int
     parents: tuple[int, ...]
+    num_pending: int = 0
 
     @property
     def num_rows(self) -> int:
-        return len(self.parents)
+        return len(self.parents) - self.num_pending
+
+    @property
+    def num_before(self) -> int:
+        """Rows that are written already."""
+        return self.cached + self.num_pending
 
     def path(self, row: int) -> list[int]:
-        """Rows of the run that `row` sees, itself included, in depth order."""
-        path = [row]
+        """What a row of the run sees of pending rows and the run, itself included, in depth order."""
+        path = [self.num_pending + row]
         while self.parents[path[0]] >= 0:
             path.insert(0, self.parents[path[0]])
         return path
@@ -142,17 +149,16 @@ class AttentionCase:
         return AttentionCase(self.runs, self.view, self.q.double(), k, v, self.keys.double(), self.values.double())
 
 
-def batch_of(runs: Seq[RunShape], *, as_trees: bool = False) -> RaggedBatch:
-    """Positions and flat parents of some runs; all tokens are 0. as_trees: chains say their parents, too."""
-    starts, flat, positions = [0], [], []
+def batch_of(runs: Seq[RunShape]) -> RaggedBatch:
+    """Positions and parents of some runs; all tokens are 0."""
+    starts, trees, positions = [0], [], []
     for run in runs:
-        flat += [p if p < 0 else p + starts[-1] for p in run.parents]
+        trees.append(None if run == chain(run.cached, run.num_rows) else run.parents)
         positions += [run.cached + len(run.path(row)) - 1 for row in range(run.num_rows)]
         starts.append(starts[-1] + run.num_rows)
-    is_tree = as_trees or any(run != chain(run.cached, run.num_rows) for run in runs)
     slots, cached = list(range(len(runs))), [run.cached for run in runs]
     tokens = torch.zeros(starts[-1], dtype=torch.int64)
-    return RaggedBatch(tokens, torch.tensor(positions), starts, slots, cached, flat if is_tree else None)
+    return RaggedBatch(tokens, torch.tensor(positions), starts, slots, cached, trees)
 
 
 def attention_case(
@@ -161,12 +167,12 @@ def attention_case(
     """heads: query heads, key heads, head_dim."""
     num_heads, num_kv, dim = heads
     batch, generator = batch_of(runs), seeded(seed)
-    num_rows, num_owned = len(batch.tokens), sum(run.cached + run.num_rows for run in runs)
+    num_rows, num_owned = len(batch.tokens), sum(run.num_before + run.num_rows for run in runs)
     scattered = torch.randperm(num_owned + 9, generator=generator)[:num_owned]
-    reads = list(scattered.split([run.cached + run.num_rows for run in runs]))
-    writes = torch.cat([read[run.cached :] for read, run in zip(reads, runs, strict=True)])
+    reads = list(scattered.split([run.num_before + run.num_rows for run in runs]))
+    writes = torch.cat([read[run.num_before :] for read, run in zip(reads, runs, strict=True)])
     keys, values = torch.full((2, num_owned + 9, num_kv, dim), NAN).unbind()
-    past = torch.cat([read[: run.cached] for read, run in zip(reads, runs, strict=True)])
+    past = torch.cat([read[: run.num_before] for read, run in zip(reads, runs, strict=True)])
     keys[past] = torch.randn(len(past), num_kv, dim, generator=generator) * scale
     values[past] = torch.randn(len(past), num_kv, dim, generator=generator)
     q = torch.randn(num_rows, num_heads, dim, generator=generator)
@@ -222,7 +228,7 @@ class Session:
         self.model, block = model, layout or max_seq_len
         num_blocks = 4 * -(-max_seq_len // block)
         shape, device = model.config.cache_shape, torch.device("cpu")
-        self.cache = KVCache(shape, block_tokens=block, num_blocks=num_blocks, dtype=model.dtype, device=device)
+        self.cache = BlockCache(shape, block_tokens=block, num_blocks=num_blocks, dtype=model.dtype, device=device)
         for pool in (*self.cache.keys, *self.cache.values):
             pool.fill_(NAN)
         np.random.default_rng(seed).shuffle(self.cache._free)
@@ -241,21 +247,16 @@ class Session:
         with torch.inference_mode():
             hidden = self.model.forward(batch, self.cache)
             found = torch.cat((hidden, self.model.logits(hidden)), dim=1)
-        for slot, run in runs.items():
-            self.cache.keep(slot, (kept or {}).get(slot, list(range(len(run)))))
+        self.cache.keep({slot: (kept or {}).get(slot, range(len(run))) for slot, run in runs.items()})
         return found
 
     def batch(self, runs: dict[int, list[int]], trees: dict[int, list[int]]) -> RaggedBatch:
         """Reserves what the runs need, opens slots that are new."""
-        shapes = []
         for slot, run in runs.items():
             if slot not in self.cache._slots:
                 self.cache.open(slot)
             self.cache.reserve(slot, len(run))
-            shapes.append(RunShape(self.cache.length(slot), tuple(trees.get(slot, range(-1, len(run) - 1)))))
-        batch = batch_of(shapes, as_trees=bool(trees))
-        tokens = torch.tensor([token for run in runs.values() for token in run])
-        return RaggedBatch(tokens, batch.positions, batch.run_starts, list(runs), batch.cached, batch.parents)
+        return pack([Run(slot, run, parents=trees.get(slot)) for slot, run in runs.items()], self.cache)
 
     def written(self, slot: int) -> Tensor:
         """Keys and values of the slot's kept tokens: [layers, 2, tokens, kv_heads, head_dim]."""

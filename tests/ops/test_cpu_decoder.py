@@ -66,8 +66,9 @@ class Composed:
     def forward(self, batch: RaggedBatch, cache: Any) -> Tensor:
         """Final hidden states of one pass [T, H]; writes the cache."""
         rope = Rope(self.config.rope, self.config.head_dim, torch.device("cpu"), FLOAT32)
-        rotation = rope.at(batch.positions, int(batch.positions.max()) + 1)
-        x = self.weights["model.embed_tokens.weight"][batch.tokens].float()
+        tokens, positions = batch.ids()
+        rotation = rope.at(torch.tensor(positions), max(positions) + 1)
+        x = self.weights["model.embed_tokens.weight"][tokens].float()
         for i in range(self.config.num_layers):
             at = f"model.layers.{i}."
             attended = self.attention(self.norm(x, at + "input_layernorm"), i, rotation, batch, cache)
@@ -124,7 +125,7 @@ def test_a_pass_is_its_operators_one_after_the_other(isa: str, dtype: torch.dtyp
             hidden = Composed(ops, config, weights).forward(batch, single.cache)
             expected = torch.cat((hidden, ops.linear(hidden, ops.pack(head))), dim=1)
         for slot, run in runs.items():
-            single.cache.keep(slot, list(range(len(run))))
+            single.cache.keep({slot: range(len(run))})
         assert bool(expected.isfinite().all())
         assert same_bits(fused.run(runs, trees), expected)
         for slot in runs:
@@ -260,7 +261,7 @@ def test_running_ahead_is_feeding_the_likeliest_token_again_and_again(
     assert ids == list(found.values())
     assert len(set(found[2])) > 2
     for slot, length in lengths.items():
-        at_once.cache.keep(slot, list(range(len(firsts[slot]) + length - 1)))
+        at_once.cache.keep({slot: range(len(firsts[slot]) + length - 1)})
     assert same_bits(*(session.run({slot: [8] for slot in lengths}) for session in (at_once, by_hand)))
 
 
@@ -291,7 +292,7 @@ def test_running_ahead_refuses_what_does_not_fit_together(isa: str, changed: dic
     for slot in (0, 1):
         session.cache.reserve(slot, 3 - slot)
     fed = dataclasses.replace(batch, run_starts=[0, 3, 5])
-    numbers, pools = run_numbers(fed, session.cache.tables(fed)), decoder._pools_of(session.cache)
+    numbers, pools = run_numbers(fed, session.cache.tables(fed)), session.cache.native
     rotations = session.model._rope.table(16).data_ptr()
     good = {"tokens": [3, 4], "positions": [2, 2], "counts": [1, 1], "lengths": [3, 2]}
     assert len(decoder._native.run_ahead(*good.values(), rotations, numbers, pools, 70)[0]) == 3

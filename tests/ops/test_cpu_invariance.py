@@ -188,7 +188,7 @@ def tree_of(num_rows: int, seed: int) -> tuple[int, ...]:
 
 
 def random_runs(seed: int) -> list[RunShape]:
-    """Up to six runs of 1 to 40 rows, chains and trees, behind 0 to 300 tokens."""
+    """Up to six runs of 1 to 40 rows, chains and trees, behind 0 to 300 tokens, some with pending rows between."""
     generator = seeded(seed)
 
     def draw(low: int, high: int) -> int:
@@ -198,13 +198,15 @@ def random_runs(seed: int) -> list[RunShape]:
     for i in range(draw(1, 6)):
         cached = (0, draw(1, 20), 64 * draw(1, 4) - draw(0, 8), draw(0, 300))[draw(0, 3)]
         num_rows = (1, draw(2, 9), draw(10, 40))[draw(0, 2)]
-        runs.append(RunShape(cached, tree_of(num_rows, seed + i)) if draw(0, 1) else chain(cached, num_rows))
+        num_pending = draw(0, 1) * draw(1, 30)
+        tree = RunShape(cached, tree_of(num_pending + num_rows, seed + i), num_pending)
+        runs.append(tree if draw(0, 1) else chain(cached, num_rows))
     return runs
 
 
 def with_wild_run(case: AttentionCase) -> AttentionCase:
     """The first run's queries, keys and values are wild: its neighbours must not notice."""
-    rows, past = case.view.batch.run(0), case.view.read_rows[0][: case.runs[0].cached]
+    rows, past = case.view.batch.run(0), case.view.read_rows[0][: case.runs[0].num_before]
     changed = {name: getattr(case, name).clone() for name in ("q", "k", "v", "keys", "values")}
     for i, name in enumerate(changed):
         part = past if name in ("keys", "values") else torch.tensor(rows)
@@ -247,10 +249,11 @@ def test_wild_siblings_in_a_tree(isa: str, dtype: torch.dtype) -> None:
 
 
 @every_isa
-def test_a_chain_written_as_a_tree(isa: str) -> None:
-    runs = [chain(61, 9), chain(0, 70), RunShape(3, (-1, -1))]  # one real tree makes the whole pass carry parents
+def test_a_chain_behind_a_pending_chain(isa: str) -> None:
+    """Written as a tree, with its pending rows named; the other runs of the pass carry no parents."""
+    runs = [RunShape(50, chain(0, 20).parents, 11), chain(0, 70), RunShape(3, (-1, -1))]
     case = attention_case(2, runs, (4, 2, 20), FLOAT32)
-    assert case.view.batch.parents is not None
+    assert [tree is None for tree in case.view.batch.parents] == [False, True, False]
     found = case.attend(ops_of(isa))
     for b in (0, 1):
         for i, row in enumerate(case.view.batch.run(b)):

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.models.layers import Decoder, DecoderConfig, RopeConfig, join_projections, parameter_shapes
+from forerun.models.runner import Run, pack
 from forerun.ops import reference
 from forerun.ops.reference import ReferenceOps, run_mask
 from forerun.types import CacheView, RaggedBatch
@@ -50,32 +51,19 @@ class Bench:
 
     def __init__(self, model: Decoder, backend: Any = "paged") -> None:
         self.model = model
-        self.cache = KVCache.create(CONFIG.cache_shape, backend, max_batch_size=4, max_seq_len=64, dtype=model.dtype)
+        self.cache = BlockCache.create(CONFIG.cache_shape, backend, max_batch_size=4, max_seq_len=64, dtype=model.dtype)
 
     def run(self, runs: dict[int, list[int]], parents: dict[int, list[int]] | None = None, keep: bool = True) -> Tensor:
         """Logits of every row of one pass [T, V]."""
-        starts, tokens, positions, flat = [0], [], [], []
         for slot, run in runs.items():
             if slot not in self.cache._slots:
                 self.cache.open(slot)
             self.cache.reserve(slot, len(run))
-            tree = (parents or {}).get(slot, range(-1, len(run) - 1))
-            depths: list[int] = []
-            for parent in tree:
-                depths.append(0 if parent < 0 else depths[parent] + 1)
-            positions += [self.cache.length(slot) + d for d in depths]
-            flat += [p if p < 0 else p + starts[-1] for p in tree]
-            tokens += run
-            starts.append(len(tokens))
-        lengths = [self.cache.length(slot) for slot in runs]
-        batch = RaggedBatch(
-            torch.tensor(tokens), torch.tensor(positions), starts, list(runs), lengths, flat if parents else None
-        )
+        batch = pack([Run(slot, run, parents=(parents or {}).get(slot)) for slot, run in runs.items()], self.cache)
         with torch.inference_mode():
             logits = self.model.logits(self.model.forward(batch, self.cache))
-        for slot, run in runs.items():
-            if keep:
-                self.cache.keep(slot, list(range(len(run))))
+        if keep:
+            self.cache.keep({slot: range(len(run)) for slot, run in runs.items()})
         return logits
 
 
@@ -127,7 +115,7 @@ def test_tree_rows_are_chain_rows(row_by_row: bool, same: Same) -> None:
         assert same(logits[path], expected)
     # The kept path is the chain in the cache too: what follows is computed from it.
     bench.cache.truncate_to(1, 5)
-    bench.cache.keep(0, [0, 2, 4])
+    bench.cache.keep({0: [0, 2, 4]})
     after = bench.run({0: [11]})
     assert same(after, plain(model, context + [tree[i] for i in (0, 2, 4)] + [11])[-1:])
 
@@ -193,7 +181,7 @@ def test_masks_by_logical_position(window: int | None) -> None:
     """A chain written as a tree has the chain's mask; a row sees window positions at most, its own included."""
     cached, n = 5, 4
     batch = RaggedBatch(torch.zeros(n), torch.zeros(n), [0, n], [0], [cached])
-    tree = RaggedBatch(torch.zeros(n), torch.zeros(n), [0, n], [0], [cached], [-1, 0, 1, 2])
+    tree = RaggedBatch(torch.zeros(n), torch.zeros(n), [0, n], [0], [cached], [[-1, 0, 1, 2]])
     masks = [run_mask(CacheView(b, torch.zeros(n), [torch.zeros(cached + n)]), 0, window) for b in (batch, tree)]
     assert torch.equal(masks[0], masks[1])
     for i in range(n):

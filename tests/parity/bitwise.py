@@ -318,5 +318,5 @@ def feed(runner: Runner, slot: int, ids: Seq[int], chunk: int, neighbours: Seq[R
     for start in range(0, len(ids), chunk):
         piece = ids[start : start + chunk]
         found.append(bits(runner.forward([*neighbours, Run(slot, piece)]).logits[-1]))
-        runner.cache.keep(slot, list(range(len(piece))))
+        runner.cache.keep({slot: range(len(piece))})
     return torch.cat(found)

@@ -21,6 +21,7 @@ from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
 from parity.bitwise import Models, compare, cut_prompts
 from parity.covering import SIXTY, THOUSAND, design
+from parity.trees import compare_trees
 
 NUM_TOKENS = 128
 WIDE, WIDE_LONGEST = SHAPES["llama-3.2-1b"], 200
@@ -70,6 +71,18 @@ def test_sixty_prompts_with_a_wide_target(dtype: str, capsys: pytest.CaptureFixt
     assert found.num_outputs == 60
     assert found.num_accepted > 100
     assert not found.mismatches, "\n".join(found.mismatches)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_trees_of_random_shape(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ops = CpuOps()
+    found = compare_trees(Models.shipped(dtype, ops).target, 300, seed=6)
+    with capsys.disabled():
+        say(f"\nshipped target, {name_of(ops, dtype)}: {found}")
+    assert found.num_trees == 300
+    assert found.num_grown > 100
+    assert found.num_other_rows == 0
 
 
 def test_the_fast_reference_operators_fail_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def last_logits(runner: Runner, ids: list[int], chunk: int) -> torch.Tensor:
         for start in range(0, len(ids), chunk):
             tokens = ids[start : start + chunk]
             scores = runner.forward([Run(-1, tokens, "last")])
-            runner.cache.keep(-1, list(range(len(tokens))))
+            runner.cache.keep({-1: range(len(tokens))})
         return scores.logits[0][-1].double()
     finally:
         runner.cache.release(-1)

@@ -9,7 +9,7 @@ import torch
 
 from forerun.drafters.model import ModelDrafter, Options
 from forerun.errors import InternalError
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner
 from forerun.models.toy import ToyModel
 from forerun.sampling import arithmetic, pipeline, probs
@@ -143,7 +143,7 @@ def test_the_engine_is_lossless_with_lists(rule, options, monkeypatch):
 
 def narrow_runner(num_rows: int, num_ids: int, holes: tuple[int, ...] = ()) -> Runner:
     model = ToyModel(num_rows, 3)
-    cache = KVCache.create(model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=32, dtype=model.dtype)
+    cache = BlockCache.create(model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=32, dtype=model.dtype)
     return Runner(model, cache, num_ids, holes)
 
 

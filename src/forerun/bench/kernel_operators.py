@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.models.layers import Decoder, DecoderConfig, empty_weights
 from forerun.ops.cpu import CpuOps
 from forerun.ops.packed import PackedMatrix
@@ -140,17 +140,17 @@ def _attention(model: Decoder, ops: CpuOps, context: int, most_rows: int, *, pre
     return Operator(f"attention, {context}", prepare, num_bytes, small.num_layers, prefill)
 
 
-def cache_behind(model: Decoder, context: int, num_rows: int) -> KVCache:
+def cache_behind(model: Decoder, context: int, num_rows: int) -> BlockCache:
     """A paged cache whose slot 0 holds `context` tokens of random numbers, with room for a pass behind them."""
     length = context + num_rows
-    cache = KVCache.create(
+    cache = BlockCache.create(
         model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=length, dtype=model.dtype, device="cpu"
     )
     for pool in (*cache.keys, *cache.values):
         pool.copy_(torch.randn(pool.shape[1:]) * 0.5)
     cache.open(0)
     cache.reserve(0, length)
-    cache.keep(0, list(range(context)))
+    cache.keep({0: range(context)})
     cache.reserve(0, num_rows)
     return cache
 

@@ -40,7 +40,7 @@ from forerun.bench.results import print_ceiling, record_of
 from forerun.bench.widen import describe, num_parameters
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
-from forerun.kv.cache import Backend, KVCache
+from forerun.kv.cache import Backend, BlockCache
 from forerun.models.layers import Decoder
 from forerun.models.loading import Checkpoint
 from forerun.models.runner import Run, Runner
@@ -175,7 +175,7 @@ class OwnForward:
 
     def __init__(self, model: Decoder, config: EngineConfig, num_tokens: int) -> None:
         self.name, self.idle_cpu_s, self.about = OWN, 0.0, about_own(model)
-        cache = KVCache.create(
+        cache = BlockCache.create(
             model.config.cache_shape,
             cast(Backend, config.kv_cache_backend),
             max_batch_size=1,
@@ -194,11 +194,11 @@ class OwnForward:
         else:
             cache.truncate_to(0, 0)
             self._runner.forward([Run(0, past, logits="none")])
-            cache.keep(0, list(range(len(past))))
+            cache.keep({0: range(len(past))})
         start = time.perf_counter()
         scores = self._runner.forward([Run(0, ids)])
         seconds = time.perf_counter() - start
-        cache.keep(0, list(range(len(ids))))
+        cache.keep({0: range(len(ids))})
         self._held = past + ids
         return Pass(seconds, scores.logits[0].argmax(-1).tolist())
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from forerun.drafters import Drafter, Target
 from forerun.errors import BadOption
-from forerun.kv.cache import KVCache
+from forerun.kv import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
 from forerun.models.runner import Run, Runner
 from forerun.sampling import History, probs, takes_the_best
@@ -165,8 +166,9 @@ class ModelDrafter(Drafter):
         """What the loop of `propose` would draft where all take the likeliest token and nobody stops it: one call."""
         found = self.runner.run_ahead([(seq.id, tokens, limits[b]) for b, (seq, tokens) in feeds.items()])
         chains: list[list[int]] = [[] for _ in limits]
+        fed = zip(feeds.values(), found, strict=True)
+        self.runner.cache.keep({seq.id: range(len(tokens) + len(chain) - 1) for (seq, tokens), chain in fed})
         for (b, (seq, tokens)), chain in zip(feeds.items(), found, strict=True):
-            self.runner.cache.keep(seq.id, list(range(len(tokens) + len(chain) - 1)))
             self._commit(seq, tokens)
             self._guess(seq, chain[:-1])
             chains[b] = chain
@@ -247,8 +249,7 @@ class ModelDrafter(Drafter):
                 for (seq, tokens), own in zip(feeds.values(), fed, strict=True)
             ]
         )
-        for seq, tokens in feeds.values():
-            self.runner.cache.keep(seq.id, list(range(len(tokens))))
+        self.runner.cache.keep({seq.id: range(len(tokens)) for seq, tokens in feeds.values()})
         if wanted != "last":
             return {}
         last = [scores.best[i][0] if own.best_only else scores.logits[i][-1] for i, own in enumerate(fed)]
@@ -283,7 +284,7 @@ def build(options: Options, target: Target) -> Drafter:
     checkpoint = _checkpoint(options, target)
     _check_pair(checkpoint, target)
     model = checkpoint.model
-    cache = KVCache.create(
+    cache = BlockCache.create(
         model.config.cache_shape,
         target.kv_cache_backend,
         max_batch_size=target.max_batch_size,

@@ -17,7 +17,7 @@ from forerun.config import EngineConfig
 from forerun.engine import router
 from forerun.engine.engine import Engine
 from forerun.errors import BadOption, CapacityError, NotFound
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
 from forerun.memory.plan import memory_plan, pool_tokens, resolve_max_seq_len
 from forerun.models.generation import sampling_defaults, sampling_fields
@@ -196,7 +196,7 @@ def build(checkpoint: Checkpoint, tokenizer: Tokenizer, config: EngineConfig, dr
     model = checkpoint.model
     max_seq_len = resolve_max_seq_len(config.max_seq_len, model.config.max_positions)
     target = _drafters_target(checkpoint, tokenizer, config, draft, max_seq_len)
-    cache = KVCache.create(
+    cache = BlockCache.create(
         model.config.cache_shape,
         target.kv_cache_backend,
         max_batch_size=config.max_batch_size,

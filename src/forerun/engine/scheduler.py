@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from forerun.drafters import Drafter
 from forerun.engine.request import Request
 from forerun.engine.router import NONE
-from forerun.kv.cache import KVCache
-from forerun.kv.slots import Room
+from forerun.kv import KVCache, Room
 from forerun.types import Sequence
 
 MAX_SPEC_LENGTH = 64  # draft nodes of one sequence in one step

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import operator
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -147,19 +147,23 @@ class Stepper:
         report.num_context_tokens = sum([len(request.seq.tokens) for request in plan.decode]) - report.num_decoding
         if self.wants_detail:
             report.rounds = [_detail(r.seq, draft, laws[b], verdict, b, granted[b]) for b, r in enumerate(plan.decode)]
-        report.sequences = [self._commit_one(r, draft, scores.logits[b], verdict, b) for b, r in enumerate(plan.decode)]
+        kept: dict[int, Seq[int]] = {request.seq.id: range(take) for request, take in plan.prefill}
+        for b, request in enumerate(plan.decode):
+            step, kept[request.seq.id] = self._commit_one(request, draft, scores.logits[b], verdict, b)
+            report.sequences.append(step)
         report.num_tested = sum([step.num_tested for step in report.sequences])
         report.num_accepted = sum(map(len, verdict.paths))
         report.num_emitted = report.num_accepted + report.num_decoding
         report.num_committed = sum([step.num_committed for step in report.sequences])
-        for request, take in plan.prefill:
-            self._keep(request.seq, list(range(take)))
         seqs = [request.seq for request in plan.decode] + [request.seq for request, _ in plan.prefill]
+        self._keep(seqs, kept)
         self.drafter.observe(seqs, scores.rows, scores.hidden, verdict)
         return report
 
-    def _commit_one(self, request: Request, draft: Draft, logits: Tensor, verdict: Verdict, b: int) -> SequenceStep:
-        """Count, commit, and keep the cache rows of the tokens that are no longer last: root and accepted nodes."""
+    def _commit_one(
+        self, request: Request, draft: Draft, logits: Tensor, verdict: Verdict, b: int
+    ) -> tuple[SequenceStep, list[int]]:
+        """Count and commit; and the cache rows of the tokens that are no longer last: root and accepted nodes."""
         seq, start, path, num_tested = request.seq, draft.node_starts[b], verdict.paths[b], verdict.num_tested(b)
         num_nodes, emitted = draft.node_starts[b + 1] - start, verdict.emitted(draft, b)
         request.report.count(num_nodes, len(path), num_tested)
@@ -170,14 +174,15 @@ class Stepper:
         origins = _origins(len(path), len(path) == num_nodes) if num_nodes else _PLAIN
         committed = request.commit(emitted, origins, logprobs)
         seq.round += 1
-        self._keep(seq, rows[:committed])
-        return SequenceStep(seq.id, seq.draft, num_nodes, num_tested, tuple([n - start for n in path]), committed)
+        step = SequenceStep(seq.id, seq.draft, num_nodes, num_tested, tuple([n - start for n in path]), committed)
+        return step, rows[:committed]
 
-    def _keep(self, seq: Sequence, rows: list[int]) -> None:
+    def _keep(self, seqs: Seq[Sequence], kept: Mapping[int, Seq[int]]) -> None:
         """Keep the cache rows of committed tokens, and let others find what they fill."""
-        cache = self.runner.cache
-        if cache.keep(seq.id, rows):
-            cache.publish(seq.id, seq.tokens)
+        full = set(self.runner.cache.keep(kept))
+        for seq in seqs:
+            if seq.id in full:
+                self.runner.cache.publish(seq.id, seq.tokens)
 
 
 class _Coins(Seq[Coins]):

@@ -1,26 +1,26 @@
 """The KV cache: one class with block tables, for the paged and the contiguous backend alike.
 
-A sequence (its *slot*) owns a table of blocks. Logical position j of a slot lives in physical row
+A slot owns a table of blocks. Logical position j of it lives in physical row
 `table[j // block_tokens] * block_tokens + j % block_tokens` of the pool. "paged" has blocks of 16 tokens,
 "contiguous" one block that is as long as the longest sequence; operators see physical rows and know neither.
 
-The length of a slot counts rows that are *kept*. A forward pass writes its run behind them (`view`), and afterwards
-`keep` says which rows of the run stay: all of a prompt chunk, the accepted path of a draft. The rest is overwritten
-by the next run (docs/journey.md). Half-open ranges everywhere:
+Half-open ranges everywhere, of a slot with `length` kept and p pending rows:
 
-    [0, length)                 kept rows, read by every run of the slot
-    [length, length + n)        the run being verified, owned by the step
-    [.., len(table)*block)      reserved, unused
+    [0, length)                     kept rows, read by every run of the slot
+    [length, length + p)            pending rows: nodes of a tree, read by their descendants
+    [length + p, length + p + n)    the run being verified, owned by the step
+    [.., len(table)*block)          reserved, unused
 
 Sequences that begin with the same tokens share blocks (kv/prefix.py). `publish` lets others find the full blocks of
-committed tokens, `open` finds them. Each block is in one of three states: free (nobody's and not findable), evictable
-(findable, used by no slot) or referenced by one slot or several. Only a block with one reference that is not
-published is written to, which `view` and `keep` assert. Two cases look as if they could break that:
+committed tokens, `open` finds them, and `fork` shares those of one slot with another. Each block is in one of three
+states: free (used by no slot and not findable), evictable (findable, used by no slot) or referenced by one slot or
+several. Only a block with one reference that is not published is written to, which `view` and `keep` assert. Two cases
+look as if they could break that:
 
-*A slot is cut inside of a published block.* `truncate_to` leaves the block as it is, for its rows are still right and
-others may be reading them. Whoever wants to write behind the cut reserves first, and `reserve` makes the block
-private: it withdraws it where this slot is its only user, else copies the kept rows into a new block. So a cut never
-needs memory and cannot fail, and a slot that is cut again or released copies nothing.
+*A slot is cut inside of a block that is published or shared.* `truncate_to` leaves the block as it is, for its rows are
+still right and others may be reading them. Who wants to write behind the cut reserves first, and `reserve` makes the
+block private: it withdraws it where this slot is its only user, else copies the kept rows into a new block. So a cut
+never needs memory and cannot fail, and a slot that is cut again or released copies nothing.
 
 *Two slots computed the same block.* The first to publish it is found; the other's stays private, and what the other
 publishes later follows the first one's node. When the first one's block is evicted, those later blocks can no longer be
@@ -31,27 +31,57 @@ Apart from these, a slot that uses a block uses all blocks before it, so they ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as Seq
-from typing import Literal
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from forerun import native
 from forerun.errors import BadOption, CapacityError, InternalError
-from forerun.kv.pools import CacheShape, make_pools
+from forerun.kv import Room
 from forerun.kv.prefix import Path, PrefixIndex
-from forerun.kv.slots import Room, Slot
 from forerun.types import CacheView, RaggedBatch
 
 Backend = Literal["paged", "contiguous"]
 PAGED_BLOCK_TOKENS = 16
 
 
-class KVCache:
-    """Keys and values of every sequence of one model.
+@dataclass(frozen=True)
+class CacheShape:
+    """What one token costs: num_layers x 2 x num_kv_heads x head_dim numbers."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of keys and values of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One sequence: its blocks, which of them others may find, how many rows are kept, the parents of pending ones."""
+
+    table: list[int]
+    path: Path
+    length: int
+    pending: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Where the next run is written."""
+        return self.length + len(self.pending)
+
+
+class BlockCache:
+    """Keys and values of every sequence of one model: the KVCache of the models in models/.
 
     keys, values: per layer [num_blocks * block_tokens, num_kv_heads, head_dim]. prefix_caching: whether sequences
-    share blocks. prefix_queries_tokens, prefix_hit_tokens: tokens that `open` was asked for and found, in all so far.
+    share blocks. native: the pools as native operators take them, None where there are no such operators.
+    prefix_queries_tokens, prefix_hit_tokens: tokens that `open` was asked for and found, in all so far.
     """
 
     def __init__(
@@ -67,15 +97,24 @@ class KVCache:
         self.shape = shape
         self.block_tokens = block_tokens
         self.num_blocks = num_blocks
-        self.device = device
-        self.keys, self.values = make_pools(shape, num_blocks * block_tokens, dtype, device)
+        self.device, self.dtype = device, dtype
+        self.keys, self.values = _pools(shape, num_blocks * block_tokens, dtype, device)
+        self.native = self._native_pools()
         self.prefix_caching = prefix_caching
         self.prefix_queries_tokens = 0
         self.prefix_hit_tokens = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_users = [0] * num_blocks  # slots that have the block in their table
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, _Slot] = {}
         self._prefixes = PrefixIndex(block_tokens)
+
+    def _native_pools(self) -> Any:
+        extension = native.extension()
+        if extension is None or self.device.type != "cpu":
+            return None
+        addresses = ([pool.data_ptr() for pool in pools] for pools in (self.keys, self.values))
+        row_bytes = self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
+        return extension.Pools(*addresses, self.block_tokens, row_bytes)
 
     @classmethod
     def create(
@@ -89,7 +128,7 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         prefix_caching: bool = True,
-    ) -> KVCache:
+    ) -> BlockCache:
         """A pool for `max_batch_size` sequences of `max_seq_len` tokens, or for `num_tokens` in all.
 
         Raises BadOption where `num_tokens` is less than one block.
@@ -125,11 +164,29 @@ class KVCache:
             self._prefixes.wake(block)
             self._num_users[block] += 1
         found = len(table) * self.block_tokens
-        self._slots[slot] = Slot(table, path, found)
+        self._slots[slot] = _Slot(table, path, found)
         if self.prefix_caching:
             self.prefix_queries_tokens += len(tokens)
             self.prefix_hit_tokens += found
         return found
+
+    def fork(self, slot: int, new_slot: int) -> None:
+        """Begin a sequence with the kept rows of another: full blocks are shared, of the last one they are copied.
+
+        Raises CapacityError, and begins nothing, where there is no block for the copy.
+        """
+        if new_slot in self._slots:
+            raise InternalError(f"cache slot {new_slot} is open already")
+        own = self._slots[slot]
+        num_full, inside = divmod(own.length, self.block_tokens)
+        if inside and not self._num_available():
+            raise self._no_room(1)
+        table = own.table[:num_full]
+        for block in table:
+            self._num_users[block] += 1
+        if inside:
+            table.append(self._take_copy(own.table[num_full], inside))
+        self._slots[new_slot] = _Slot(table, Path(own.path.salt, list(own.path.nodes)), own.length)
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
         """Let others find the slot's full blocks; without cost where there are no more than before (see `keep`).
@@ -170,24 +227,27 @@ class KVCache:
         own = self._slots.get(slot)
         return 0 if own is None else own.length
 
+    def pending(self, slot: int) -> Seq[int]:
+        """The parent of each pending row of an open slot: an index among them, -1 = the kept rows."""
+        return self._slots[slot].pending
+
     def free_tokens(self) -> int:
         """Tokens that fit into blocks no slot uses, evictable ones included."""
         return self._num_available() * self.block_tokens
 
     def room(self, slot: int) -> Room:
-        """What an open slot holds and may still take, read at once. Raises KeyError for one that is not open."""
+        """What an open slot holds and may still take. Raises KeyError for one that is not open."""
         own = self._slots[slot]
-        length, num_own = own.length, len(own.table)
-        copies = own.may_be_cut and self._num_copies(own)
-        slack = (num_own - copies) * self.block_tokens - length
-        return Room(length, slack, 0 if slack > 0 else length // self.block_tokens + 1 - num_own + copies)
+        copies, num_own = self._num_copies(own), len(own.table)
+        slack = (num_own - copies) * self.block_tokens - own.end
+        return Room(own.length, slack, 0 if slack > 0 else own.end // self.block_tokens + 1 - num_own + copies)
 
     def missing_blocks(self, slot: int, num_tokens: int) -> int:
         """Blocks that `reserve` would take from the pool: for new rows, and for a copy of a shared last one."""
         if not num_tokens:
             return 0
         own = self._slots[slot]
-        blocks = -(-(own.length + num_tokens) // self.block_tokens) - len(own.table)
+        blocks = -(-(own.end + num_tokens) // self.block_tokens) - len(own.table)
         return (blocks if blocks > 0 else 0) + self._num_copies(own)
 
     def can_reserve(self, slot: int, num_tokens: int) -> bool:
@@ -195,59 +255,67 @@ class KVCache:
         return self.missing_blocks(slot, num_tokens) <= self._num_available()
 
     def reserve(self, slot: int, num_tokens: int) -> None:
-        """Own blocks for `num_tokens` rows behind the kept ones, free ones first, then the longest unused.
+        """Own blocks for a run of `num_tokens` rows, free ones first, then the longest unused.
 
         Raises CapacityError when the pool is exhausted; nothing is reserved then.
         """
-        own = self._slots[slot]
-        cut = self._cut_block(own) if own.may_be_cut else None
-        own.may_be_cut = cut is not None
-        if cut is None and own.length + num_tokens <= len(own.table) * self.block_tokens:
-            return  # as in most steps
-        missing = self.missing_blocks(slot, num_tokens)
+        own, missing = self._slots[slot], self.missing_blocks(slot, num_tokens)
         if missing > self._num_available():
-            raise CapacityError(
-                f"the KV cache has {self.free_tokens()} free tokens and {missing * self.block_tokens} are needed: "
-                "lower max_batch_size or max_seq_len, or raise kv_cache_tokens"
-            )
-        if num_tokens and cut is not None:
+            raise self._no_room(missing)
+        if num_tokens and (cut := self._cut_block(own)) is not None:
             missing -= self._make_private(own, cut)
         own.table += [self._take() for _ in range(missing)]
 
     def _num_available(self) -> int:
         return len(self._free) + self._prefixes.num_evictable
 
-    def _cut_block(self, own: Slot) -> int | None:
-        """The published block inside of which the slot was cut, if it was."""
-        if not own.may_be_cut:
-            return None
+    def _no_room(self, num_blocks: int) -> CapacityError:
+        return CapacityError(
+            f"the KV cache has {self.free_tokens()} free tokens and {num_blocks * self.block_tokens} are needed: "
+            "lower max_batch_size or max_seq_len, or raise kv_cache_tokens"
+        )
+
+    def _cut_block(self, own: _Slot) -> int | None:
+        """The block inside of which the slot ends, if others may read that block too."""
         i, inside = divmod(own.length, self.block_tokens)
         if not inside:
             return None
         block = own.table[i]
-        return block if self._prefixes.holds(block) else None
+        return block if self._num_users[block] > 1 or self._prefixes.holds(block) else None
 
-    def _num_copies(self, own: Slot) -> bool:
+    def _num_copies(self, own: _Slot) -> bool:
         """Whether the slot has to copy its last block before it may write: 0 or 1 blocks."""
         block = self._cut_block(own)
         return block is not None and self._num_users[block] > 1
 
-    def _make_private(self, own: Slot, block: int) -> bool:
+    def _make_private(self, own: _Slot, block: int) -> bool:
         """Withdraw a block inside of which the slot was cut, or put a copy of its kept rows in its place if shared.
 
         Returns whether a block was taken for the copy.
         """
-        own.may_be_cut = False
         if self._num_users[block] == 1:
             self._prefixes.remove(block)
             return False
         i, inside = divmod(own.length, self.block_tokens)
-        copy = own.table[i] = self._take()
-        source, target = block * self.block_tokens, copy * self.block_tokens
-        for pool in (*self.keys, *self.values):
-            pool[target : target + inside] = pool[source : source + inside]
+        own.table[i] = self._take_copy(block, inside)
         self._drop(block)
         return True
+
+    def _take_copy(self, block: int, num_rows: int) -> int:
+        """A block of one's own with the first rows of another."""
+        copy = self._take()
+        first, start = block * self.block_tokens, copy * self.block_tokens
+        self._copy(list(range(first, first + num_rows)), list(range(start, start + num_rows)))
+        return copy
+
+    def _copy(self, sources: list[int], targets: list[int]) -> None:
+        """Copy physical rows one after the other, in all layers."""
+        if self.native is not None:
+            self.native.copy(sources, targets)
+            return
+        source, target = (torch.tensor(rows, device=self.device) for rows in (sources, targets))
+        for pool in (*self.keys, *self.values):
+            pool[target] = pool[source]
 
     def _take(self) -> int:
         """A block of one's own."""
@@ -276,12 +344,10 @@ class KVCache:
         """Rows to write and to read for one pass. Raises InternalError where the batch and the cache disagree."""
         reads, writes = [], []
         for b, slot in enumerate(batch.slots):
-            cached = batch.cached[b]
-            end = cached + batch.run_starts[b + 1] - batch.run_starts[b]
-            self._checked(slot, cached, end)
-            read = self.rows(slot, 0, end)
+            self._checked(batch, b)
+            read = self.rows(slot, 0, batch.end(b))
             reads.append(read)
-            writes.append(read[cached:])
+            writes.append(read[len(read) - len(batch.run(b)) :])
         if len(writes) == 1:
             return CacheView(batch, writes[0], reads)
         empty = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -289,20 +355,17 @@ class KVCache:
 
     def tables(self, batch: RaggedBatch) -> list[list[int]]:
         """The block table of each run's slot, for operators that find the rows themselves. Raises as `view`."""
-        starts = batch.run_starts
-        return [
-            self._checked(slot, cached, cached + starts[b + 1] - starts[b]).table
-            for b, (slot, cached) in enumerate(zip(batch.slots, batch.cached, strict=True))
-        ]
+        return [self._checked(batch, b).table for b in range(len(batch.slots))]
 
-    def _checked(self, slot: int, cached: int, end: int) -> Slot:
-        """A slot that a run of positions cached .. end-1 may be written to: as long as that, reserved, private."""
-        own = self._slots.get(slot)
-        if own is None or cached != own.length:
-            raise InternalError(f"slot {slot} holds {self.length(slot)} tokens, the batch says {cached}")
+    def _checked(self, batch: RaggedBatch, b: int) -> _Slot:
+        """The slot that run b may be written to: as long as the batch says, reserved, private."""
+        slot, end = batch.slots[b], batch.end(b)
+        own, start = self._slots.get(slot), end - len(batch.run(b))
+        if own is None or start != own.end:
+            raise InternalError(f"slot {slot} holds {0 if own is None else own.end} tokens, the batch says {start}")
         if end > len(own.table) * self.block_tokens:
             raise InternalError(f"slot {slot} has no rows for {end} tokens: reserve them first")
-        self._check_private(slot, own.table, cached, end)
+        self._check_private(slot, own.table, start, end)
         return own
 
     def _check_private(self, slot: int, table: list[int], start: int, end: int) -> None:
@@ -310,56 +373,78 @@ class KVCache:
         size = self.block_tokens
         for block in table[start // size : -(-end // size)]:
             if self._num_users[block] != 1 or self._prefixes.holds(block):
-                raise InternalError(f"slot {slot} would write into block {block}, which is published: reserve first")
+                raise InternalError(f"slot {slot} would write into block {block}, which others may read: reserve first")
 
-    def keep(self, slot: int, kept: list[int]) -> bool:
-        """Keep these rows of the run just written (indices within the run, ascending), in order; drop the others.
+    def keep(self, kept: Mapping[int, Seq[int]]) -> list[int]:
+        """Of each slot, keep these of its pending rows and of the run just written, in order; drop the others.
 
-        Returns whether a block has become full, which can be published when all that is kept is committed.
+        kept: by slot, ascending indices among the pending rows, then the rows of the run. Returns the slots of which a
+        block has become full, which can be published when all that is kept is committed.
 
         A path through a tree is copied down to consecutive rows; a source is never before its destination, so
-        ascending copies are safe (Miao et al. 2023). A chain moves nothing.
+        ascending copies are safe (Miao et al. 2023). It is one call for all slots and layers; a chain moves nothing.
+        """
+        sources, targets = list[int](), list[int]()
+        for slot, rows in kept.items():
+            own = self._slots[slot]
+            if rows and rows[-1] >= len(rows):
+                self._check_private(slot, own.table, own.length, own.length + rows[-1] + 1)
+                moved = [(j, i) for i, j in enumerate(rows) if i != j]
+                sources += [self._row(own, own.length + j) for j, _ in moved]
+                targets += [self._row(own, own.length + i) for _, i in moved]
+        if sources:
+            self._copy(sources, targets)
+        full = list[int]()
+        for slot, rows in kept.items():
+            own = self._slots[slot]
+            num_full = own.length // self.block_tokens
+            self._set_length(own, own.length + len(rows))  # which is never below what is published
+            if own.length // self.block_tokens > num_full:
+                full.append(slot)
+        return full
+
+    def hold(self, slot: int, parents: Seq[int]) -> None:
+        """The rows of the run just written become pending, behind those that are pending already.
+
+        parents: of each row, an index among the pending rows, then the rows of the run; -1 = the kept rows. Raises
+        InternalError for a parent that does not come before its child, and where no such rows were reserved.
         """
         own = self._slots[slot]
-        start = own.length
-        if kept and kept[-1] >= len(kept):
-            moved = [(i, j) for i, j in enumerate(kept) if i != j]
-            self._check_private(slot, own.table, start, start + kept[-1] + 1)
-            run = self.rows(slot, start, start + kept[-1] + 1)
-            source, target = run[[j for _, j in moved]], run[[i for i, _ in moved]]
-            for pool in (*self.keys, *self.values):
-                pool[target] = pool[source]
-        self._set_length(own, start + len(kept))  # which is never below what is published
-        return own.length // self.block_tokens > start // self.block_tokens
+        if any(not -1 <= parent < i for i, parent in enumerate(parents, len(own.pending))):
+            raise InternalError(f"slot {slot} cannot hold rows with the parents {parents}: a parent comes first")
+        if own.end + len(parents) > len(own.table) * self.block_tokens:
+            raise InternalError(f"slot {slot} has no {len(parents)} rows behind {own.end}: reserve them first")
+        own.pending += parents
 
     def truncate_to(self, slot: int, length: int) -> None:
-        """Set the absolute length and give back every block at index >= ceil(length / block_tokens).
+        """Set the absolute length, drop pending rows, give back every block at index >= ceil(length / block_tokens).
 
-        Raises InternalError for a length beyond what was written: rows up there are somebody's old numbers.
+        Raises InternalError for a length beyond what was kept: rows up there are old numbers of others.
         """
         own = self._slots[slot]
         if length > own.length:
             raise InternalError(f"slot {slot} holds {own.length} tokens and cannot be extended to {length}")
         self._set_length(own, length)
-        if len(own.path.nodes) * self.block_tokens > length:
-            del own.path.nodes[length // self.block_tokens :]
-            own.may_be_cut = True
+        del own.path.nodes[length // self.block_tokens :]
 
-    def _set_length(self, own: Slot, length: int) -> None:
-        own.length = length
+    def _set_length(self, own: _Slot, length: int) -> None:
+        own.length, own.pending = length, []
         needed = -(-length // self.block_tokens)
-        if needed < len(own.table):
-            for block in reversed(own.table[needed:]):
-                self._drop(block)
-            del own.table[needed:]
+        for block in reversed(own.table[needed:]):
+            self._drop(block)
+        del own.table[needed:]
+
+    def _row(self, own: _Slot, position: int) -> int:
+        """Physical row of a logical position."""
+        return own.table[position // self.block_tokens] * self.block_tokens + position % self.block_tokens
 
     # ------------------------------------------------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
         """Every promise about blocks, in time proportional to the pool. Raises InternalError where one is broken.
 
-        A block is free, evictable or used, and used as often as the tables say; what is shared is published; what is
-        published is in the index as what it holds; tables are long enough.
+        A block is free, evictable or used, and used as often as the tables say; what is published is in the index as
+        what it holds; tables are long enough; no slot is about to write into a block that others may read.
         """
         users = Counter(block for own in self._slots.values() for block in own.table)
         if sorted([*users, *self._free, *self._prefixes.evictable()]) != list(range(self.num_blocks)):
@@ -370,22 +455,37 @@ class KVCache:
         for block in self._free:
             if self._prefixes.holds(block):
                 raise InternalError(f"block {block} of the KV cache is free and published")
-        for block, num in users.items():
-            if num > 1 and not self._prefixes.holds(block):
-                raise InternalError(f"block {block} of the KV cache is shared and was not published")
         for slot, own in self._slots.items():
             self._check_slot(slot, own)
 
-    def _check_slot(self, slot: int, own: Slot) -> None:
+    def _check_slot(self, slot: int, own: _Slot) -> None:
         length, table, path = own.length, own.table, own.path
-        if length > len(table) * self.block_tokens:
+        if own.end > len(table) * self.block_tokens:
             raise InternalError(f"slot {slot} is longer than its blocks")
         if len(set(table)) < len(table):
             raise InternalError(f"slot {slot} has a block twice")
         if len(path.nodes) * self.block_tokens > length:
             raise InternalError(f"slot {slot} published more blocks than it filled")
         self._prefixes.check_path(path, table)
-        # Only the block that the slot was cut inside of may be published beyond the path.
-        for block in table[len(path.nodes) :]:
-            if self._prefixes.holds(block) and block != self._cut_block(own):
-                raise InternalError(f"slot {slot} uses the published block {block} as a private one")
+        # The block that the slot ends inside of is made private by the next `reserve`; those behind it are already.
+        num_filled = -(-length // self.block_tokens)
+        self._check_private(slot, table, num_filled * self.block_tokens, len(table) * self.block_tokens)
+
+
+def _pools(
+    shape: CacheShape, num_rows: int, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values per layer, not zeroed: untouched pages cost no memory on a CPU, and no row is read unwritten.
+
+    Raises CapacityError where there is no memory for them.
+    """
+    pool = (num_rows, shape.num_kv_heads, shape.head_dim)
+    try:
+        keys = [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        return keys, [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+    except RuntimeError as error:  # torch's OutOfMemoryError is one, and a CPU's refusal is a plain one
+        num_gb = num_rows * shape.bytes_per_token(dtype) / 1e9
+        raise CapacityError(
+            f"there is no memory for a KV cache of {num_gb:.1f} GB on {device}: lower max_batch_size, max_seq_len "
+            "or kv_cache_tokens; forerun plan says what fits"
+        ) from error

@@ -91,11 +91,12 @@ class PrefixIndex:
         size = self.block_tokens
         for i in range(len(path.nodes), len(blocks)):
             key = (path.parent, tuple(tokens[i * size : (i + 1) * size]))
-            path.nodes.append(self._by_key.get(key) or self._add(key, blocks[i]))
+            node = self._by_key.get(key)
+            if node is None and self.holds(blocks[i]):
+                return  # a fork published the shared block behind another node, which need not be findable any more
+            path.nodes.append(node or self._add(key, blocks[i]))
 
     def _add(self, key: Key, block: int) -> Node:
-        if block in self._by_block:
-            raise InternalError(f"block {block} of the KV cache is published already, as other tokens")
         node = Node(self._next_number, key, block)
         self._next_number += 1
         self._by_key[key] = self._by_block[block] = node
@@ -155,6 +156,6 @@ class PrefixIndex:
         for node, block in zip(path.nodes, table, strict=False):
             if node.key[0] != parent:
                 raise InternalError(f"node {node.number} of the prefix index does not follow {parent!r}")
-            if self._by_block.get(block, node) is not node:
+            if self._by_block.get(block, node).key[1] != node.key[1]:
                 raise InternalError(f"block {block} of the KV cache is published as other tokens than it holds")
             parent = node.number

@@ -21,8 +21,7 @@ import torch
 from forerun import native, ops
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
-from forerun.kv.cache import PAGED_BLOCK_TOKENS
-from forerun.kv.pools import CacheShape
+from forerun.kv.cache import PAGED_BLOCK_TOKENS, CacheShape
 from forerun.memory.native import NativeSizes
 from forerun.memory.parts import PROB_BYTES, MemoryPart, Pass, Sizes
 from forerun.memory.reference import ReferenceSizes
@@ -145,7 +144,7 @@ def resolve_max_seq_len(wanted: int | None, max_positions: int) -> int:
 
 
 def pool_tokens(backend: str, *, max_batch_size: int, max_seq_len: int, num_tokens: int | None = None) -> int:
-    """Rows of the pool that KVCache.create allocates: whole blocks. Raises BadOption where there is not even one."""
+    """Rows of the pool that BlockCache.create allocates: whole blocks. Raises BadOption where there is not even one."""
     block = PAGED_BLOCK_TOKENS if backend == "paged" else max_seq_len
     num_blocks = max_batch_size * -(-max_seq_len // block) if num_tokens is None else num_tokens // block
     if num_blocks < 1:

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.errors import InternalError, UnsupportedModel
-from forerun.kv.cache import KVCache
-from forerun.kv.pools import CacheShape
+from forerun.kv.cache import BlockCache, CacheShape
 from forerun.ops.reference import ReferenceOps
 from forerun.types import CacheView, RaggedBatch
 
@@ -278,7 +277,7 @@ class Decoder:
         looked_up = "" if self.config.tie_embeddings else "model.embed_tokens.weight"
         return sum(tensor.nbytes for name, tensor in self.weights.items() if name != looked_up)
 
-    def forward(self, batch: RaggedBatch, cache: KVCache | None) -> Tensor:
+    def forward(self, batch: RaggedBatch, cache: BlockCache | None) -> Tensor:
         """Run every new token; its keys and values go into the cache. Returns final-norm hidden states [T, H]."""
         if self.compiled is not None:
             return self._forward_compiled(batch, cache)
@@ -304,12 +303,14 @@ class Decoder:
         """Id and value of the largest of the first `num_ids` logits of these rows; only for compiled decoders."""
         return self.compiled.best(hidden, rows, num_ids)  # type: ignore[no-any-return]
 
-    def run_ahead(self, batch: RaggedBatch, lengths: list[int], cache: KVCache, num_ids: int) -> list[list[int]] | None:
+    def run_ahead(
+        self, batch: RaggedBatch, lengths: list[int], cache: BlockCache, num_ids: int
+    ) -> list[list[int]] | None:
         """The likeliest tokens behind each run; see CpuDecoder.run_ahead, only for compiled decoders."""
         end = _end(batch) + max(lengths, default=0)
         return self.compiled.run_ahead(batch, lengths, cache, self._rope.table(end), num_ids)  # type: ignore[no-any-return]
 
-    def _forward_compiled(self, batch: RaggedBatch, cache: KVCache | None) -> Tensor:
+    def _forward_compiled(self, batch: RaggedBatch, cache: BlockCache | None) -> Tensor:
         if cache is None:
             raise InternalError("native decoders keep keys and values in a cache and were given none")
         return self.compiled.forward(batch, cache, self._rope.table(_end(batch)))  # type: ignore[no-any-return]

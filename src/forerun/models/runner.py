@@ -13,14 +13,14 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from forerun.errors import InternalError
-from forerun.kv.cache import KVCache
-from forerun.kv.pools import CacheShape
+from forerun.kv import KVCache
+from forerun.kv.cache import CacheShape
 from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch
 
@@ -39,7 +39,7 @@ class ModelConfig(Protocol):
 
 
 class Model(Protocol):
-    """Weights plus one forward; see models/layers.py for the shapes."""
+    """Weights plus one forward; see models/layers.py for the shapes. It reads caches of one class, which it names."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -49,14 +49,16 @@ class Model(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def ops(self) -> ReferenceOps: ...
-    def forward(self, batch: RaggedBatch, cache: KVCache | None) -> Tensor: ...
+    def forward(self, batch: RaggedBatch, cache: Any) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Run(NamedTuple):
     """New tokens of one sequence for one pass.
 
-    parents [n]: index within the run of each token's parent, -1 = the cached context; None = a chain.
+    parents [n]: each token's parent as an index among the pending rows of the slot and then the run's own, -1 = the
+    kept rows; None = a chain behind all that is there. pending: the rows stay as pending ones (KVCache.hold), so that
+    the next run of the slot goes on behind them; others are overwritten by it, unless `keep` comes before.
     logits: of every row, of the last row only, or of none. best_only: the id of the largest logit is all that is asked
     for, of the same rows; only where the runner `finds_best`.
     """
@@ -66,15 +68,11 @@ class Run(NamedTuple):
     logits: str = "all"  # "all" | "last" | "none"
     parents: Seq[int] | None = None
     best_only: bool = False
+    pending: bool = False
 
-    def positions(self, past: int) -> Seq[int]:
-        """Position of each token behind `past` cached ones: as deep as it is in the draft."""
-        if self.parents is None:
-            return range(past, past + len(self.tokens))
-        positions: list[int] = []
-        for parent in self.parents:
-            positions.append(past if parent < 0 else positions[parent] + 1)
-        return positions
+    def behind(self, num_pending: int) -> Seq[int]:
+        """The parents, of a chain too."""
+        return range(num_pending - 1, num_pending - 1 + len(self.tokens)) if self.parents is None else self.parents
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class Runner:
         self.finds_best = self._is_native and not self.holes
 
     def forward(self, runs: Seq[Run]) -> Scores:
-        """Reserve cache rows, run every token once. The rows are not kept until `cache.keep` says so.
+        """Reserve cache rows, run every token once. No row is kept until `cache.keep` says so.
 
         Raises CapacityError where the pool is exhausted.
         """
@@ -131,6 +129,9 @@ class Runner:
             wanted = own if run.logits == "all" else own[-1:] if run.logits == "last" else ()
             (few if run.best_only else full).extend(wanted)
         hidden = self.model.forward(batch, self.cache)
+        for run in runs:
+            if run.pending:
+                self.cache.hold(run.slot, run.behind(len(self.cache.pending(run.slot))))
         logits, best = _by_run(runs, self._logits(hidden, full), self._best(hidden, few), self._none)
         return Scores(hidden, rows, logits, best, time.perf_counter() - started)
 
@@ -139,13 +140,15 @@ class Runner:
 
         Feeds the tokens, then what was found, one by one: `length` are found, and all but the last are fed. Their cache
         rows are reserved here, and not kept. Raises CapacityError where the pool is exhausted, InternalError where
-        logits are no numbers.
+        logits are no numbers or a tree is pending.
         """
         if not starts:
             return []
         for slot, tokens, length in starts:
             self.cache.reserve(slot, len(tokens) + length - 1)
         batch = pack([Run(slot, tokens) for slot, tokens, _ in starts], self.cache)
+        if batch.parents:
+            raise InternalError("a pending tree cannot be run ahead of: keep a path of it first")
         ids = self.model.run_ahead(batch, [length for *_, length in starts], self.cache, self.width)  # type: ignore[attr-defined]
         if ids is None:
             raise InternalError("the model returned logits that are no numbers")
@@ -219,28 +222,30 @@ def _by_run(runs: Seq[Run], logits: Tensor, best: list[int], none: Tensor) -> tu
 def pack(runs: Seq[Run], cache: KVCache) -> RaggedBatch:
     """Runs -> one ragged batch; nothing is padded."""
     starts, tokens, positions = [0], list[int](), list[int]()
-    cached = [cache.length(run.slot) for run in runs]
-    for run, past in zip(runs, cached, strict=True):
+    cached, parents = list[int](), list[Seq[int] | None]()
+    for run in runs:
+        past, pending = cache.length(run.slot), cache.pending(run.slot)
+        tree = [*pending, *run.behind(len(pending))] if pending or run.parents is not None else None
+        if tree is None or _is_chain(tree):
+            tree, past = None, past + len(pending)
+            positions += range(past, past + len(run.tokens))
+        else:
+            positions += [past + depth for depth in _depths(tree)[len(pending) :]]
+        cached.append(past)
+        parents.append(tree)
         tokens += run.tokens
-        positions += run.positions(past)
         starts.append(len(tokens))
-    return RaggedBatch(
-        tokens=tokens,
-        positions=positions,
-        run_starts=starts,
-        slots=[run.slot for run in runs],
-        cached=cached,
-        parents=_parents(runs, starts) if any(map(_is_tree, runs)) else None,
-    )
+    slots = [run.slot for run in runs]
+    return RaggedBatch(tokens, positions, starts, slots, cached, parents if any(parents) else ())
 
 
-def _parents(runs: Seq[Run], starts: Seq[int]) -> list[int]:
-    """Row of each row's parent in the batch, -1 = the cached context."""
-    parents: list[int] = []
-    for run, start in zip(runs, starts, strict=False):
-        parents += [p if p < 0 else start + p for p in run.parents or range(-1, len(run.tokens) - 1)]
-    return parents
+def _is_chain(parents: list[int]) -> bool:
+    return parents == list(range(-1, len(parents) - 1))
 
 
-def _is_tree(run: Run) -> bool:
-    return run.parents is not None and list(run.parents) != list(range(-1, len(run.parents) - 1))
+def _depths(parents: Seq[int]) -> list[int]:
+    """How many ancestors each row has."""
+    depths = list[int]()
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import InternalError
-from forerun.kv.cache import KVCache
-from forerun.kv.pools import CacheShape
+from forerun.kv.cache import BlockCache, CacheShape
 from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch
 
@@ -80,7 +79,7 @@ class ToyModel:
 
     # ------------------------------------------------------------------------------------------------ as a model
 
-    def forward(self, batch: RaggedBatch, cache: KVCache | None) -> Tensor:
+    def forward(self, batch: RaggedBatch, cache: BlockCache | None) -> Tensor:
         """Write ids and positions of the new tokens, read every row's history back; hidden [T, V]."""
         if cache is None:
             raise InternalError("the toy reads its history from a cache and was given none")
@@ -92,10 +91,9 @@ class ToyModel:
         rows = []
         for b, read in enumerate(view.read_rows):
             tokens, positions = ([int(x) for x in kept[read].tolist()] for kept in (ids, places))
-            for row in batch.run(b):
-                own = [batch.cached[b] + i - batch.run_starts[b] for i in batch.ancestors(row, b)]
-                seen = [*range(batch.cached[b]), *own]
-                rows.append(self._at([tokens[i] for i in seen], [positions[i] for i in seen]))
+            for i in range(len(batch.run(b))):
+                seen = batch.visible(b, i)
+                rows.append(self._at([tokens[j] for j in seen], [positions[j] for j in seen]))
         return torch.stack(rows) if rows else torch.empty(0, self.config.vocab_size, dtype=self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:

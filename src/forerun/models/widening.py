@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import BadOption, UnsupportedModel
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.models.layers import Decoder, DecoderConfig, empty_weights
 from forerun.models.runner import Run, Runner
 from forerun.ops.reference import ReferenceOps
@@ -315,7 +315,7 @@ def _last_stream(config: DecoderConfig, weights: Mapping[str, Tensor], seed: int
     """The residual stream before and after the final norm, float32 [T, H] each, over one run of random ids."""
     num, norm, tap = min(PROBE_TOKENS, config.max_positions), weights[FINAL_NORM], _Tap()
     ids = torch.randint(config.vocab_size, (num,), generator=torch.Generator().manual_seed(seed)).tolist()
-    cache = KVCache.create(
+    cache = BlockCache.create(
         config.cache_shape, "paged", max_batch_size=1, max_seq_len=num, dtype=norm.dtype, device=norm.device
     )
     cache.open(0)

@@ -171,7 +171,6 @@ class CpuOps(ReferenceOps):
             1,  # a table entry for each row: where blocks begin is the cache's affair
             len(view.batch.slots),
             numbers,
-            view.batch.parents,
             out.data_ptr(),
         )
         return out

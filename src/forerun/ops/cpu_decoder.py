@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -38,9 +37,7 @@ class DecoderSizes(Protocol):
 class Cache(Protocol):
     """What a native pass reads of a KV cache; kv/cache.py has it."""
 
-    keys: list[Tensor]
-    values: list[Tensor]
-    block_tokens: int
+    native: Any
 
     def tables(self, batch: RaggedBatch) -> list[list[int]]: ...
 
@@ -52,7 +49,6 @@ class CpuDecoder:
         self, ops: CpuOps, config: DecoderSizes, weights: Mapping[str, Tensor], *, consume: bool = False
     ) -> None:
         self.config, self.ops = config, ops
-        self._pools: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._norms: list[Tensor] = []  # kept alive: the native side has their addresses
         source = _Source(weights, consume)
         embedding = weights["model.embed_tokens.weight"]
@@ -102,8 +98,7 @@ class CpuDecoder:
                 rotations.data_ptr(),
                 len(batch.slots),
                 numbers,
-                batch.parents,
-                self._pools_of(cache),
+                cache.native,
                 hidden.data_ptr(),
             )
         return hidden
@@ -122,8 +117,8 @@ class CpuDecoder:
         counts = [end - start for start, end in itertools.pairwise(batch.run_starts)]
         ends = [0, *itertools.accumulate(count + length - 1 for count, length in zip(counts, lengths, strict=True))]
         fed = dataclasses.replace(batch, run_starts=ends)
-        numbers, pools = run_numbers(fed, cache.tables(fed)), self._pools_of(cache)
-        return self._native.run_ahead(*batch.ids(), counts, lengths, rotations.data_ptr(), numbers, pools, num_ids)  # type: ignore[no-any-return]
+        numbers, rotated = run_numbers(fed, cache.tables(fed)), rotations.data_ptr()
+        return self._native.run_ahead(*batch.ids(), counts, lengths, rotated, numbers, cache.native, num_ids)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> float32 logits [R, V]."""
@@ -142,13 +137,6 @@ class CpuDecoder:
             return [], []
         hidden = hidden.contiguous()
         return self._native.argmax(hidden.data_ptr(), rows, num_ids)  # type: ignore[no-any-return]
-
-    def _pools_of(self, cache: Cache) -> Any:
-        known = self._pools.get(cache)
-        if known is None:
-            keys, values = ([pool.data_ptr() for pool in pools] for pools in (cache.keys, cache.values))
-            known = self._pools[cache] = self.ops.extension.Pools(keys, values, cache.block_tokens)
-        return known
 
     def _pack_layer(self, at: str, source: _Source) -> list[int]:
         index = at.split(".")[2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +38,16 @@ class PackedMatrix:
 
 
 def run_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
-    """What csrc/bind_ops.cpp wants: (first row, rows, cached, where the table begins) for each run, then the tables."""
-    numbers: list[int] = []
-    start = 4 * len(tables)
-    for table, (first, end), cached in zip(tables, itertools.pairwise(batch.run_starts), batch.cached, strict=True):
-        numbers += (first, end - first, cached, start)
-        start += len(table)
-    numbers += itertools.chain.from_iterable(tables)
+    """What csrc/bind_ops.cpp wants: six numbers for each run, then block tables and parents of trees.
+
+    The six: first row, rows, cached, pending, where the table begins, where the parents begin (0 = a chain).
+    """
+    numbers = [0] * (6 * len(tables))
+    for b, table in enumerate(tables):
+        rows, tree, start = batch.run(b), batch.tree(b), len(numbers)
+        num_pending = 0 if tree is None else len(tree) - len(rows)
+        at_parents = 0 if tree is None else start + len(table)
+        numbers[6 * b : 6 * b + 6] = (rows.start, len(rows), batch.cached[b], num_pending, start, at_parents)
+        numbers += table
+        numbers += tree or ()
     return numbers

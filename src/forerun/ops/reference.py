@@ -8,7 +8,7 @@ oracle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -33,7 +33,7 @@ class Plan(CacheView):
     """A view with what attention derives from it once, not once per layer.
 
     writes: rows to write. reads[b]: rows of run b's keys. Both are slices where the rows are consecutive, which needs
-    no copy. masks: by run and window, [n, cached + n] float32, 0 or -inf.
+    no copy. masks: by run and window, [n, keys of the run] float32, 0 or -inf.
     """
 
     writes: Rows = field(default_factory=lambda: slice(0, 0))
@@ -43,8 +43,8 @@ class Plan(CacheView):
     def mask(self, b: int, window: int | None) -> Tensor | None:
         """The mask of run b; None where its only row sees everything."""
         if (b, window) not in self.masks:
-            alone = len(self.batch.run(b)) == 1 and window is None
-            self.masks[b, window] = None if alone else run_mask(self, b, window).to(self.write_rows.device)
+            sees_all = len(self.batch.run(b)) == 1 and window is None and self.batch.tree(b) is None
+            self.masks[b, window] = None if sees_all else run_mask(self, b, window).to(self.write_rows.device)
         return self.masks[b, window]
 
 
@@ -105,7 +105,7 @@ class ReferenceOps:
         reads = [_consecutive(rows) for rows in view.read_rows]
         writes: Rows = view.write_rows
         if len(reads) == 1 and isinstance(reads[0], slice):
-            writes = slice(reads[0].start + view.batch.cached[0], reads[0].stop)
+            writes = slice(reads[0].stop - len(view.write_rows), reads[0].stop)
         return Plan(view.batch, view.write_rows, view.read_rows, writes, reads)
 
     def attention(
@@ -145,50 +145,49 @@ class ReferenceOps:
         return torch.cat([op(*(x[i : i + 1].clone() for x in xs)) for i in range(len(xs[0]))])
 
     def _attend_run(self, q: Tensor, keys: Tensor, values: Tensor, plan: Plan, b: int, window: int | None) -> Tensor:
-        """One run at once: q [n, heads, D] against keys [cached + n, kv_heads, D] under a mask."""
+        """One run at once: q [n, heads, D] against the run's keys [keys, kv_heads, D] under a mask."""
         if window is not None and window >= len(keys):
             window = None
-        if len(q) == 1 and window is not None:
+        if len(q) == 1 and window is not None and plan.batch.tree(b) is None:
             return _sdpa(q, keys[-window:], values[-window:], None)
         return _sdpa(q, keys, values, plan.mask(b, window))
 
     def _attend_alone(self, q: Tensor, keys: Tensor, values: Tensor, plan: Plan, b: int, window: int | None) -> Tensor:
         """Each row of run b alone, over exactly its keys in logical order, gathered into fresh buffers."""
-        cached, rows = plan.batch.cached[b], plan.batch.run(b)
         outs = []
-        for row in rows:
-            own = [cached + r - rows.start for r in plan.batch.ancestors(row, b)]
-            seen = torch.tensor([*range(cached), *own], device=keys.device)
+        for i in range(len(q)):
+            seen = torch.tensor(plan.batch.visible(b, i), device=keys.device)
             seen = seen if window is None else seen[-window:]
-            outs.append(_sdpa(q[row - rows.start].clone()[None], keys[seen], values[seen], None))
+            outs.append(_sdpa(q[i].clone()[None], keys[seen], values[seen], None))
         return torch.cat(outs) if outs else torch.empty_like(q)
 
 
 def run_mask(view: CacheView, b: int, window: int | None) -> Tensor:
-    """Which keys each row of run b sees: float32 [n, cached + n], 0 where it does and -inf where not.
+    """Which keys each row of run b sees: float32 [n, keys of the run], 0 where it does and -inf where not.
 
     By logical position: a tree row counts its depth. A row sees the last `window` positions, its own too.
     """
     batch, cached, n = view.batch, view.batch.cached[b], len(view.batch.run(b))
-    if batch.parents is None:
+    tree = batch.tree(b)
+    if tree is None:
         hidden = torch.full((n, cached + n), -torch.inf)
         mask = hidden.triu(cached + 1)
         return mask if window is None else mask + hidden.tril(cached - window)
-    own = _ancestry(batch.parents[batch.run_starts[b] : batch.run_starts[b + 1]], batch.run_starts[b])
-    depth = own.sum(axis=1) - 1 + cached  # logical position of each row of the run
-    seen = np.concatenate((np.ones((n, cached), dtype=bool), own), axis=1)
+    own = _ancestry(tree)
+    depth = own.sum(axis=1) - 1 + cached  # logical position of each pending row and each row of the run
+    seen = np.concatenate((np.ones((len(own), cached), dtype=bool), own), axis=1)
     if window is not None:
         position = np.concatenate((np.arange(cached), depth))
         seen &= position[None, :] > depth[:, None] - window
-    return torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
+    return torch.from_numpy(np.where(seen[-n:], np.float32(0), np.float32(-np.inf)))
 
 
-def _ancestry(parents: list[int], start: int) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+def _ancestry(parents: Seq[int]) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
     """bool [n, n]: is column an ancestor of row, or the row itself; parents come before children."""
     own = np.eye(len(parents), dtype=bool)
     for i, parent in enumerate(parents):
         if parent >= 0:
-            own[i] |= own[parent - start]
+            own[i] |= own[parent]
     return own
 
 

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from forerun.kv.cache import KVCache
+from forerun.kv.cache import BlockCache
 from forerun.models.layers import Decoder
 from forerun.train.batches import Tokens, encode_documents
 from forerun.train.corpus import load_corpus
@@ -27,7 +27,7 @@ def continuations(
 ) -> list[list[int]]:
     """num_new_tokens ids after each prompt; temperature 0 takes the most likely. End-of-text does not stop it."""
     longest = max(map(len, prompts)) + num_new_tokens
-    cache = KVCache.create(
+    cache = BlockCache.create(
         model.config.cache_shape, "contiguous", max_batch_size=len(prompts), max_seq_len=longest, device=model.device
     )
     for slot in range(len(prompts)):
@@ -43,7 +43,7 @@ def continuations(
     return outputs
 
 
-def next_logits(model: Decoder, cache: KVCache, runs: list[list[int]]) -> Tensor:
+def next_logits(model: Decoder, cache: BlockCache, runs: list[list[int]]) -> Tensor:
     """Runs the new tokens of every slot and keeps them; logits [B, V] after the last token of each."""
     cached = [cache.length(slot) for slot in range(len(runs))]
     starts = [0]
@@ -60,8 +60,7 @@ def next_logits(model: Decoder, cache: KVCache, runs: list[list[int]]) -> Tensor
         cached,
     )
     hidden = model.forward(batch, cache)
-    for slot, run in enumerate(runs):
-        cache.keep(slot, list(range(len(run))))
+    cache.keep({slot: range(len(run)) for slot, run in enumerate(runs)})
     return model.logits(hidden[[stop - 1 for stop in starts[1:]]])
 
 

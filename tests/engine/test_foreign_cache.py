@@ -1,0 +1,186 @@
+"""A model of transformers with a cache of its own serves as target and as draft model: KVCache asks for no tables.
+
+What it says is what generate() of transformers says, greedily, whatever drafts for it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence as Seq
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from forerun import pacing
+from forerun.drafters.model import ModelDrafter
+from forerun.engine.engine import Engine
+from forerun.errors import CapacityError, InternalError
+from forerun.kv import KVCache, Room
+from forerun.kv.cache import CacheShape
+from forerun.models.runner import Run, Runner
+from forerun.ops.reference import ReferenceOps
+from forerun.types import RaggedBatch, SamplingParams
+from support import VOCAB, drafter_for
+
+CAPACITY_TOKENS = 160
+
+
+class ForeignCache:
+    """One DynamicCache for each slot; only chains. Memory is counted in blocks of one token."""
+
+    block_tokens = 1
+
+    def __init__(self, num_tokens: int = CAPACITY_TOKENS) -> None:
+        self.num_blocks = num_tokens
+        self.caches: dict[int, DynamicCache] = {}
+        self._lengths: dict[int, int] = {}
+        self._reserved: dict[int, int] = {}  # rows, the kept ones included
+
+    def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
+        self.caches[slot], self._lengths[slot], self._reserved[slot] = DynamicCache(), 0, 0
+        return 0
+
+    def fork(self, slot: int, new_slot: int) -> None:
+        self.truncate_to(slot, self.length(slot))
+        if self.length(slot) > self.free_tokens():
+            raise CapacityError("no room for a copy")
+        for of_slots in (self.caches, self._lengths, self._reserved):
+            of_slots[new_slot] = copy.deepcopy(of_slots[slot])  # type: ignore[attr-defined, index]
+
+    def publish(self, slot: int, tokens: Seq[int]) -> None:
+        """Nothing is shared."""
+
+    def release(self, slot: int) -> None:
+        for of_slots in (self.caches, self._lengths, self._reserved):
+            of_slots.pop(slot, None)  # type: ignore[attr-defined]
+
+    def length(self, slot: int) -> int:
+        return self._lengths.get(slot, 0)
+
+    def pending(self, slot: int) -> Seq[int]:
+        return ()
+
+    def room(self, slot: int) -> Room:
+        return Room(self._lengths[slot], self._reserved[slot] - self._lengths[slot], 1)
+
+    def free_tokens(self) -> int:
+        return self.num_blocks - sum(self._reserved.values())
+
+    def missing_blocks(self, slot: int, num_tokens: int) -> int:
+        return max(0, self._lengths[slot] + num_tokens - self._reserved[slot])
+
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        missing = self.missing_blocks(slot, num_tokens)
+        if missing > self.free_tokens():
+            raise CapacityError("the cache is full")
+        self._reserved[slot] += missing
+
+    def keep(self, kept: Mapping[int, Seq[int]]) -> list[int]:
+        for slot, rows in kept.items():
+            assert list(rows) == list(range(len(rows)))
+            self._cut(slot, self._lengths[slot] + len(rows))
+        return []
+
+    def hold(self, slot: int, parents: Seq[int]) -> None:
+        raise InternalError("this cache has no pending rows")
+
+    def truncate_to(self, slot: int, length: int) -> None:
+        assert length <= self._lengths[slot]
+        self._cut(slot, length)
+
+    def _cut(self, slot: int, length: int) -> None:
+        self._lengths[slot] = self._reserved[slot] = length
+        if surplus := self.caches[slot].get_seq_length() - length:
+            self.caches[slot].crop(-surplus)
+
+    def check_integrity(self) -> None:
+        assert all(cache.get_seq_length() == self._lengths[slot] for slot, cache in self.caches.items())
+
+
+class ForeignModel:
+    """A model of transformers as a Runner runs it; config is its own face to the engine."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self.model, self.config = model, self
+        self.device, self.dtype, self.ops = torch.device("cpu"), model.dtype, ReferenceOps()
+        self.vocab_size, self.max_positions = model.config.vocab_size, model.config.max_position_embeddings
+        self.cache_shape = CacheShape(2, 2, 8)
+
+    def forward(self, batch: RaggedBatch, cache: ForeignCache) -> Tensor:
+        if batch.parents:
+            raise InternalError("this model runs chains only")
+        tokens, _ = batch.ids()
+        hidden = []
+        for b, slot in enumerate(batch.slots):
+            cache.truncate_to(slot, batch.cached[b])  # what an interrupted step left
+            ids = torch.tensor([[tokens[row] for row in batch.run(b)]])
+            hidden.append(self.model.model(ids, past_key_values=cache.caches[slot]).last_hidden_state[0])
+        return torch.cat(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.lm_head(hidden)
+
+
+def llama(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes, **heads)).double().eval()
+
+
+TARGET = llama(0)
+PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 9, 8, 9, 8, 30, 31, 32, 33, 34]]
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+def expected(prompt: list[int]) -> list[int]:
+    ids = TARGET.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return ids[0, len(prompt) :].tolist()
+
+
+def runner_of(model: LlamaForCausalLM) -> tuple[Runner, ForeignCache]:
+    cache = ForeignCache()
+    stands_behind: KVCache = cache
+    return Runner(ForeignModel(model), stands_behind), cache
+
+
+@pytest.mark.once("asks for its own drafters, and for fixed lengths")
+@pytest.mark.parametrize("draft", ["none", "lookup", "model"])
+def test_the_engine_says_what_generate_says(draft: str) -> None:
+    """Three requests in one batch, prompts in chunks; the draft model is the target's like, with another cache."""
+    runner, cache = runner_of(TARGET)
+    caches = [cache]
+    if draft == "model":
+        near = copy.deepcopy(TARGET)
+        near.lm_head.weight.data += 0.05 * torch.randn(near.lm_head.weight.shape, dtype=torch.float64)
+        draft_runner, draft_cache = runner_of(near)
+        drafter = ModelDrafter(draft_runner)
+        caches.append(draft_cache)
+    else:
+        drafter = drafter_for(draft, runner.model)
+    engine = Engine(runner, drafter, pacing.make("fixed", 4), max_seq_len=128, prefill_chunk_tokens=4)
+    requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
+    while any(request.seq.finish_reason is None for request in requests):
+        engine.step()
+        cache.check_integrity()
+    assert [request.seq.output_ids for request in requests] == [expected(prompt) for prompt in PROMPTS]
+    assert (sum(request.report.num_accepted for request in requests) > 0) == (draft != "none")
+    assert all(c.free_tokens() == CAPACITY_TOKENS for c in caches)
+
+
+@pytest.mark.once("no engine runs")
+@torch.inference_mode()
+def test_a_fork_goes_on_alone() -> None:
+    runner, cache = runner_of(TARGET)
+    cache.open(0)
+    runner.forward([Run(0, PROMPTS[2])])
+    cache.keep({0: range(6)})
+    cache.fork(0, 1)
+    rows = [runner.forward([Run(slot, [slot + 1])]).logits[0] for slot in (0, 1)]
+    for slot, found in enumerate(rows):
+        whole = TARGET(torch.tensor([[*PROMPTS[2][:6], slot + 1]])).logits[0, -1:]
+        assert torch.allclose(found, whole, atol=1e-10)
+    with pytest.raises(InternalError, match="chains only"):
+        runner.forward([Run(0, [1, 2, 3], parents=[-1, 0, 0])])
