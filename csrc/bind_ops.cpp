@@ -196,16 +196,20 @@ struct Pools {
 };
 
 Pass make_pass(const Ids& tokens, const int64_t* positions, Address rotations, const Runs& runs, const Pools& pools,
-               Address hidden) {
+               const std::vector<int>& layers) {
     return {static_cast<int>(tokens.size()), tokens.data(), positions, at<const float>(rotations), runs.runs,
-            pools.keys.data(), pools.values.data(), at<float>(hidden)};
+            pools.keys.data(), pools.values.data(), layers, nullptr, {}, true, nullptr};
 }
 
+// input: 0 = embeddings of the tokens. taps: see Pass.
 void forward(Decoder& d, const Ids& tokens, const Ids& positions, Address rotations, int num_runs, const Numbers& numbers,
-             const Pools& pools, Address hidden) {
+             const Pools& pools, const std::vector<int>& layers, Address input,
+             const std::vector<std::pair<int, Address>>& taps, bool is_normed, Address hidden) {
     if (positions.size() != tokens.size()) throw std::invalid_argument("every token needs a position");
     const Runs runs(numbers, num_runs, pools.block_tokens);
-    const Pass pass = make_pass(tokens, positions.data(), rotations, runs, pools, hidden);
+    Pass pass = make_pass(tokens, positions.data(), rotations, runs, pools, layers);
+    pass.input = at<const float>(input), pass.is_normed = is_normed, pass.hidden = at<float>(hidden);
+    for (const auto& [k, address] : taps) pass.taps.emplace_back(k, at<float>(address));
     nb::gil_scoped_release release;
     d.forward(pass);
 }
@@ -225,7 +229,8 @@ std::pair<Ids, std::vector<float>> argmax(Decoder& d, Address hidden, const std:
 // `tokens` each run begins with.
 std::optional<std::vector<Ids>> run_ahead(Decoder& d, const Ids& tokens, const Ids& positions,
                                           const std::vector<int>& counts, const std::vector<int>& lengths,
-                                          Address rotations, const Numbers& numbers, const Pools& pools, int num_ids) {
+                                          Address rotations, const Numbers& numbers, const Pools& pools,
+                                          const std::vector<int>& layers, int num_ids) {
     if (lengths.size() != counts.size()) throw std::invalid_argument("every run needs a length");
     Runs runs(numbers, static_cast<int>(counts.size()), pools.block_tokens);
     int first_row = 0;
@@ -238,7 +243,7 @@ std::optional<std::vector<Ids>> run_ahead(Decoder& d, const Ids& tokens, const I
     }
     if (static_cast<size_t>(first_row) != tokens.size() || positions.size() != tokens.size() || counts.empty())
         throw std::invalid_argument("every token needs a run and a position");
-    const Pass pass = make_pass(tokens, positions.data(), rotations, runs, pools, 0);
+    const Pass pass = make_pass(tokens, positions.data(), rotations, runs, pools, layers);
     std::vector<Ids> ids;
     nb::gil_scoped_release release;
     if (!d.run_ahead(pass, lengths, num_ids, ids)) return {};

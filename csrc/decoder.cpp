@@ -132,19 +132,31 @@ void Decoder::embed(int64_t token, float* x) const {
 void Decoder::forward(const Pass& pass) {
     Room& room = room_.get();
     std::lock_guard<std::mutex> lock(room.turn);
-    for (int row = 0; row < pass.num_rows; ++row)
+    for (int row = 0; row < pass.num_rows && !pass.input; ++row)
         if (pass.tokens[row] < 0 || pass.tokens[row] >= shape_.vocab_size)
             throw std::out_of_range("there is no token with the id " + std::to_string(pass.tokens[row]));
     Buffers b = buffers(room, pass.num_rows);
     const size_t width = static_cast<size_t>(shape_.hidden_size);
     backend_.team.run(alone(pass.num_rows), [&](int thread) {
-        Team& team = backend_.team;
-        team.tiles(thread, pass.num_rows, [&](int row) {
-            embed(pass.tokens[row], b.residual + static_cast<size_t>(row) * width);
-        });
-        for (size_t i = 0; i < layers_.size(); ++i) layer(thread, layers_[i], static_cast<int>(i), pass, b);
-        team.tiles(thread, pass.num_rows, [&](int row) {
-            const size_t at = static_cast<size_t>(row) * width;
+        const auto for_rows = [&](const auto& act) {
+            backend_.team.tiles(thread, pass.num_rows, [&](int row) { act(row, static_cast<size_t>(row) * width); });
+        };
+        const auto copy = [&](const float* from, float* to) {
+            for_rows([&](int, size_t at) { std::memcpy(to + at, from + at, width * sizeof(float)); });
+        };
+        size_t tap = 0;
+        const auto write_taps = [&](int last) {
+            for (; tap < pass.taps.size() && pass.taps[tap].first <= last; ++tap) copy(b.residual, pass.taps[tap].second);
+        };
+        if (pass.input) copy(pass.input, b.residual);
+        else for_rows([&](int row, size_t at) { embed(pass.tokens[row], b.residual + at); });
+        for (int i : pass.layers) {
+            write_taps(i);
+            layer(thread, layers_[static_cast<size_t>(i)], i, pass, b);
+        }
+        write_taps(static_cast<int>(layers_.size()));
+        if (!pass.is_normed) return copy(b.residual, pass.hidden);
+        for_rows([&](int, size_t at) {
             backend_.kernels.rms_norm(b.residual + at, final_norm_, shape_.hidden_size, shape_.norm_eps, pass.hidden + at);
         });
     });

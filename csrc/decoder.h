@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -52,8 +53,10 @@ struct Embedding {
     const void* rows;
 };
 
-// One ragged pass. tokens, positions [num_rows]; rotations: cos and sin by position, [.., 2, head_dim]; keys, values: one
-// pool for each layer; hidden [num_rows, hidden_size]: what comes out, after the final norm.
+// One ragged pass through some layers, in ascending order. tokens, positions [num_rows]; rotations: cos and sin by position,
+// [.., 2, head_dim]; keys, values: one pool for each layer; input: what the first layer gets, null = embeddings of the
+// tokens; hidden: what comes out, after the final norm if is_normed; taps: ascending, (k, where to write what the layers
+// before layer k make of the input). All rows are float32 [num_rows, hidden_size].
 struct Pass {
     int num_rows;
     const int64_t *tokens, *positions;
@@ -61,6 +64,10 @@ struct Pass {
     std::vector<Run> runs;
     void* const* keys;
     void* const* values;
+    std::vector<int> layers;
+    const float* input;
+    std::vector<std::pair<int, float*>> taps;
+    bool is_normed;
     float* hidden;
 };
 

@@ -7,7 +7,6 @@ test holds it to the code. demo.svg is a real run of `forerun demo`, as it stood
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
 import tomllib
@@ -80,7 +79,8 @@ def architecture() -> str:
     for room, (x, y) in places.items():
         lines.append(
             f'<rect x="{x - BOX / 2:.0f}" y="{y - HEIGHT / 2:.0f}" width="{BOX}" height="{HEIGHT}" rx="8" '
-            f'fill="#eef3fb" stroke="#4a6fa5"/><text x="{x:.0f}" y="{y + 5:.0f}" text-anchor="middle" font-size="15">{room}</text>'
+            f'fill="#eef3fb" stroke="#4a6fa5"/><text x="{x:.0f}" y="{y + 5:.0f}" text-anchor="middle" '
+            f'font-size="15">{room}</text>'
         )
     return "\n".join([*lines, "</svg>", ""])
 

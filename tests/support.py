@@ -40,7 +40,7 @@ def noisy_copy(model: Decoder, seed: int, noise: float = 0.02) -> Decoder:
 
 def runner_for(model: Any, backend: str = "paged", max_seq_len: int = 256) -> Runner:
     cache = BlockCache.create(
-        model.config.cache_shape, backend, max_batch_size=8, max_seq_len=max_seq_len, dtype=model.dtype
+        model.config.cache_shape, backend, max_batch_size=8, max_seq_len=max_seq_len, dtype=model.cache_dtype
     )
     return Runner(model, cache)
 

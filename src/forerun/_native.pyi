@@ -76,7 +76,11 @@ class Decoder:
         arg3: int,
         arg4: Sequence[int],
         arg5: Pools,
-        arg6: int,
+        arg6: Sequence[int],
+        arg7: int,
+        arg8: Sequence[tuple[int, int]],
+        arg9: bool,
+        arg10: int,
         /,
     ) -> None: ...
     def logits(self, arg0: int, arg1: int, arg2: int, /) -> None: ...
@@ -90,7 +94,8 @@ class Decoder:
         arg4: int,
         arg5: Sequence[int],
         arg6: Pools,
-        arg7: int,
+        arg7: Sequence[int],
+        arg8: int,
         /,
     ) -> list[list[int]] | None: ...
 

@@ -122,7 +122,7 @@ def test_a_plan_is_what_the_engine_allocates(cli: Any, checkpoints: Path, ops: s
         assert found["parts"][f"{name} KV cache"] == sum(pool.nbytes for pool in pools)
     assert found["max_seq_len"] == llm.engine.max_seq_len
     assert found["ops"] == llm.checkpoint.model.ops.name == operators.resolve(ops, "cpu")
-    assert found["dtype"] == str(llm.checkpoint.model.dtype).removeprefix("torch.")
+    assert found["dtype"] == str(llm.checkpoint.model.weight_dtype).removeprefix("torch.")
 
 
 def test_extra_draft_models_have_lines_of_their_own(cli: Any, checkpoints: Path) -> None:

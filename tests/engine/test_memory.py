@@ -324,7 +324,7 @@ def measure(target, draft, small, ops, dtype):
     llm, num_drafted = run(target, draft, 472, **options)
     peak = status("VmHWM") - before
     model, drafter = llm.checkpoint.model, llm.engine.drafter.first.runner.model
-    plan = memory_plan(model.config, drafter.config, llm.config, dtype=model.dtype)
+    plan = memory_plan(model.config, drafter.config, llm.config, dtype=model.weight_dtype)
     later = sum(part.bytes for part in plan.later)
     return {"peak": peak, "planned": plan.total_bytes, "later": later, "num_drafted": num_drafted}
 

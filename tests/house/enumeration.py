@@ -56,7 +56,7 @@ def resembling(target: ToyModel, seed: int = 2, distance: float = 0.7) -> ToyMod
 
 def runner_for(model: ToyModel) -> Runner:
     cache = BlockCache.create(
-        model.config.cache_shape, "paged", max_batch_size=2, max_seq_len=SPACE_TOKENS, dtype=model.dtype
+        model.config.cache_shape, "paged", max_batch_size=2, max_seq_len=SPACE_TOKENS, dtype=model.cache_dtype
     )
     for pool in (*cache.keys, *cache.values):
         pool.fill_(-1)  # fresh memory may hold the very rows of an earlier engine, and hide that nobody wrote them

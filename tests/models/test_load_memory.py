@@ -66,7 +66,7 @@ def measure(folder, small, ops, dtype):
         "held": after["VmRSS"] - before["VmRSS"],
         "held_of_files": after["RssFile"] - before["RssFile"],
         "one_head": len(tensors(model)) < 10 if packed else model._head.data_ptr() == model._embedding.data_ptr(),
-        "dtype": str(model.dtype),
+        "dtype": str(model.weight_dtype),
         "ops": model.ops.name,
     }
 

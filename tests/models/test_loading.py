@@ -41,9 +41,9 @@ def test_round_trip_in_shards_and_through_transformers(
 
 def test_dtype(write_checkpoint: Any, llama_raw: Raw, weights_of: Any) -> None:
     folder = write_checkpoint(llama_raw, {k: w.bfloat16() for k, w in weights_of(llama_raw).items()})
-    assert load_checkpoint(folder).model.dtype == torch.float32
-    assert load_checkpoint(folder, dtype="bfloat16").model.dtype == torch.bfloat16
-    assert load_checkpoint(folder, dtype=torch.float64).model.dtype == torch.float64
+    assert load_checkpoint(folder).model.weight_dtype == torch.float32
+    assert load_checkpoint(folder, dtype="bfloat16").model.weight_dtype == torch.bfloat16
+    assert load_checkpoint(folder, dtype=torch.float64).model.weight_dtype == torch.float64
     with pytest.raises(BadOption, match=r"dtype='int8'.*'bfloat16'"):
         load_checkpoint(folder, dtype="int8")
 

@@ -228,7 +228,9 @@ class Session:
         self.model, block = model, layout or max_seq_len
         num_blocks = 4 * -(-max_seq_len // block)
         shape, device = model.config.cache_shape, torch.device("cpu")
-        self.cache = BlockCache(shape, block_tokens=block, num_blocks=num_blocks, dtype=model.dtype, device=device)
+        self.cache = BlockCache(
+            shape, block_tokens=block, num_blocks=num_blocks, dtype=model.cache_dtype, device=device
+        )
         for pool in (*self.cache.keys, *self.cache.values):
             pool.fill_(NAN)
         np.random.default_rng(seed).shuffle(self.cache._free)

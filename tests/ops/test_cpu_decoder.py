@@ -295,9 +295,9 @@ def test_running_ahead_refuses_what_does_not_fit_together(isa: str, changed: dic
     numbers, pools = run_numbers(fed, session.cache.tables(fed)), session.cache.native
     rotations = session.model._rope.table(16).data_ptr()
     good = {"tokens": [3, 4], "positions": [2, 2], "counts": [1, 1], "lengths": [3, 2]}
-    assert len(decoder._native.run_ahead(*good.values(), rotations, numbers, pools, 70)[0]) == 3
+    assert len(decoder._native.run_ahead(*good.values(), rotations, numbers, pools, [0, 1], 70)[0]) == 3
     with pytest.raises(ValueError, match=message):
-        decoder._native.run_ahead(*(good | changed).values(), rotations, numbers, pools, 70)
+        decoder._native.run_ahead(*(good | changed).values(), rotations, numbers, pools, [0, 1], 70)
 
 
 def test_running_ahead_stops_at_logits_that_are_no_numbers(isa: str) -> None:

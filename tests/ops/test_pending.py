@@ -69,7 +69,7 @@ class Bench:
 
     def __init__(self, model: Decoder, context: Seq[int] = CONTEXT) -> None:
         cache = BlockCache.create(
-            model.config.cache_shape, "paged", max_batch_size=4, max_seq_len=256, dtype=model.dtype
+            model.config.cache_shape, "paged", max_batch_size=4, max_seq_len=256, dtype=model.cache_dtype
         )
         self.runner, self.cache = Runner(model, cache), cache
         for slot in (0, NEIGHBOUR):

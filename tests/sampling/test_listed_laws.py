@@ -143,7 +143,9 @@ def test_the_engine_is_lossless_with_lists(rule, options, monkeypatch):
 
 def narrow_runner(num_rows: int, num_ids: int, holes: tuple[int, ...] = ()) -> Runner:
     model = ToyModel(num_rows, 3)
-    cache = BlockCache.create(model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=32, dtype=model.dtype)
+    cache = BlockCache.create(
+        model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=32, dtype=model.cache_dtype
+    )
     return Runner(model, cache, num_ids, holes)
 
 

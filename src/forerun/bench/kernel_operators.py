@@ -83,7 +83,7 @@ def _products(model: Decoder, ops: CpuOps) -> list[Operator]:
         name: [matrices[f"{i}.{name}"] for i in layers] for name in ("qkv", "o", "gate_up", "down")
     }
     # gate and up end in the inputs of a next product: one with a single output costs next to nothing.
-    one = ops.pack(torch.full((1, model.config.ffn_size), 0.01, dtype=model.dtype))
+    one = ops.pack(torch.full((1, model.config.ffn_size), 0.01, dtype=model.weight_dtype))
 
     def added(name: str) -> Callable[[int], Call]:
         def prepare(num_rows: int) -> Call:
@@ -130,9 +130,9 @@ def _attention(model: Decoder, ops: CpuOps, context: int, most_rows: int, *, pre
     reads is counted; it is just so much that threads share a pass of one row, as they would share a large model's.
     """
     small = replace(model.config, hidden_size=128, ffn_size=32, vocab_size=32)
-    heads = Decoder(small, random_weights(small, model.dtype), ops)
+    heads = Decoder(small, random_weights(small, model.weight_dtype), ops)
     cache = cache_behind(heads, context, most_rows)
-    num_bytes = heads.bytes_per_pass + context * small.cache_shape.bytes_per_token(model.dtype)
+    num_bytes = heads.bytes_per_pass + context * small.cache_shape.bytes_per_token(model.cache_dtype)
 
     def prepare(num_rows: int) -> Call:
         return _call(heads.forward, batch_of(small, context, num_rows), cache)
@@ -144,7 +144,7 @@ def cache_behind(model: Decoder, context: int, num_rows: int) -> BlockCache:
     """A paged cache whose slot 0 holds `context` tokens of random numbers, with room for a pass behind them."""
     length = context + num_rows
     cache = BlockCache.create(
-        model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=length, dtype=model.dtype, device="cpu"
+        model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=length, dtype=model.cache_dtype, device="cpu"
     )
     for pool in (*cache.keys, *cache.values):
         pool.copy_(torch.randn(pool.shape[1:]) * 0.5)

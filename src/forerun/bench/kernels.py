@@ -254,7 +254,7 @@ def measure_prefill(model: Decoder, plan: KernelsPlan, num_threads: int) -> Pref
     """A prompt chunk on an empty cache, in turn with torch's products of the same shapes and type and threads."""
     config, num = model.config, plan.prefill_tokens
     batch, cache = batch_of(config, 0, num), cache_behind(model, 0, num)
-    products = torch_products(config, model.dtype, num)
+    products = torch_products(config, model.weight_dtype, num)
 
     def own() -> None:
         torch.set_num_threads(1)

@@ -176,7 +176,7 @@ def loaded_once(draft: str | Checkpoint, target: Checkpoint) -> str | Checkpoint
     path = getattr(options, "path", None) or (str(SHIPPED_DRAFT) if shipped else None)
     if method != "model" or path is None or replace(options, path=None) != type(options)():
         return draft
-    return load_checkpoint(path, dtype=model.dtype, device=model.device, ops=model.ops, with_tokenizer=True)
+    return load_checkpoint(path, dtype=model.weight_dtype, device=model.device, ops=model.ops, with_tokenizer=True)
 
 
 def draft_models(llms: dict[Variant, LLM]) -> list[Decoder]:

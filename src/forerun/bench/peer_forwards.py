@@ -180,7 +180,7 @@ class OwnForward:
             cast(Backend, config.kv_cache_backend),
             max_batch_size=1,
             max_seq_len=num_tokens,
-            dtype=model.dtype,
+            dtype=model.cache_dtype,
             device=model.device,
         )
         cache.open(0)

@@ -216,7 +216,7 @@ def widened(source: Path, shape: str, work: Path) -> Path:
 
 def about_own(model: Decoder) -> str:
     """What computes in forerun."""
-    return f"{model.ops.build}, {model.ops.num_threads} threads, {str(model.dtype).removeprefix('torch.')}"
+    return f"{model.ops.build}, {model.ops.num_threads} threads, {str(model.weight_dtype).removeprefix('torch.')}"
 
 
 def say(text: str) -> None:
@@ -241,7 +241,7 @@ class OwnEngine:
         drafts: dict[str, str | Checkpoint] = {"lookup": f"lookup:max_n={LOOKUP_MAX_N}"}
         if draft is not None:
             self.draft = load_checkpoint(
-                draft, dtype=model.dtype, device=model.device, ops=model.ops, with_tokenizer=True
+                draft, dtype=model.weight_dtype, device=model.device, ops=model.ops, with_tokenizer=True
             )
             drafts["draft"] = self.draft
         self._llms = {PLAIN: LLM(checkpoint, **{**options, "draft": "none"})}

@@ -228,7 +228,7 @@ def record_of(lines: Seq[Line], model: Decoder, drafts: Seq[Decoder], ceiling: C
         ],
         "bandwidth_bytes_per_s": round(ceiling.bytes_per_s),
         "ceiling_tokens_per_s": ceiling.tokens_per_s,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": str(model.weight_dtype).removeprefix("torch."),
         "device": str(model.device),
         "machine": platform.processor() or platform.machine(),
         "num_threads": model.ops.num_threads,

@@ -145,7 +145,7 @@ def load_widened(config: EngineConfig, shape: str, console: Console) -> Checkpoi
             checkpoint = widen_checkpoint(small, shape_named(shape, small.model.config), ops)
             note = ", a widened small model"
     model = checkpoint.model
-    kind = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
+    kind = f"{str(model.weight_dtype).removeprefix('torch.')} on {model.device}"
     console.print(
         f"target: {num_parameters(model.config):,} parameters{note} ({describe(model.config)}), {kind}; "
         f"ready in {time.perf_counter() - start:.1f} s"
@@ -170,5 +170,5 @@ def load_widened_draft(config: EngineConfig, target: Checkpoint, shape: str) -> 
     It has the target's type, device and operators.
     """
     model = target.model
-    checkpoint = load_checkpoint(draft_name(config), dtype=model.dtype, device=model.device, with_tokenizer=True)
+    checkpoint = load_checkpoint(draft_name(config), dtype=model.weight_dtype, device=model.device, with_tokenizer=True)
     return widen_checkpoint(checkpoint, shape_named(shape, checkpoint.model.config), model.ops)

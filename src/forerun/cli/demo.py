@@ -72,7 +72,7 @@ def verdict(plain: RequestOutput, fast: RequestOutput, params: SamplingParams, l
     """Whether both texts are identical, and in which mode, type, device and build: nothing is promised beyond."""
     model = llm.checkpoint.model
     rule = "greedy" if params.greedy else f"{params.acceptance or 'match'}, temperature {params.temperature}"
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = str(model.weight_dtype).removeprefix("torch.")
     mode = f"{rule}; {dtype} on {model.device}; {model.ops.build}"
     if plain.token_ids == fast.token_ids:
         return f"identical: yes, all {len(plain.token_ids)} tokens ({mode})"

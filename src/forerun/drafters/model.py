@@ -290,7 +290,7 @@ def build(options: Options, target: Target) -> Drafter:
         max_batch_size=target.max_batch_size,
         max_seq_len=target.max_seq_len,
         num_tokens=target.kv_cache_tokens,
-        dtype=model.dtype,
+        dtype=model.cache_dtype,
         device=model.device,
         prefix_caching=target.prefix_caching,
     )
@@ -315,7 +315,9 @@ def _checkpoint(options: Options, target: Target) -> Checkpoint:
             "the drafter 'model' needs a draft model: give its folder or hub id, as in draft='path/to/draft'"
         )
     with_tokenizer = target.tokenizer is not None
-    return load_checkpoint(name, dtype=model.dtype, device=model.device, ops=model.ops, with_tokenizer=with_tokenizer)
+    return load_checkpoint(
+        name, dtype=model.weight_dtype, device=model.device, ops=model.ops, with_tokenizer=with_tokenizer
+    )
 
 
 def _check_pair(checkpoint: Checkpoint, target: Target) -> None:

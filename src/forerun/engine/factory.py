@@ -114,7 +114,7 @@ def check_loaded(checkpoint: Checkpoint, config: EngineConfig) -> None:
     """A loaded model brings type, device and operators along: options that say otherwise are refused, not ignored."""
     model = checkpoint.model
     facts = {
-        "dtype": (config.dtype, str(model.dtype).removeprefix("torch.")),
+        "dtype": (config.dtype, str(model.weight_dtype).removeprefix("torch.")),
         "device": (config.device, model.device.type),
         "ops": (config.ops, model.ops.name),
     }
@@ -202,7 +202,7 @@ def build(checkpoint: Checkpoint, tokenizer: Tokenizer, config: EngineConfig, dr
         max_batch_size=config.max_batch_size,
         max_seq_len=max_seq_len,
         num_tokens=config.kv_cache_tokens,
-        dtype=model.dtype,
+        dtype=model.cache_dtype,
         device=model.device,
         prefix_caching=config.prefix_caching,
     )

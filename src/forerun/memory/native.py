@@ -33,11 +33,16 @@ FEW_ROWS = 24  # up to so many, every thread has a copy of its own of what goes 
 
 @dataclass(frozen=True)
 class NativeSizes:
-    """The native operators in float32 or bfloat16, run by so many threads."""
+    """The native operators on weights and caches of float32 or bfloat16, run by so many threads; rows are float32."""
 
     dtype: torch.dtype
     max_seq_len: int
     num_threads: int
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        return self.dtype
 
     def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
         """Packed matrices and their biases, norms as float32, an untied embedding as it is; and ends of huge pages."""

@@ -49,7 +49,13 @@ class Pass:
 
 
 class Sizes(Protocol):
-    """What operators need in memory: one class for each kind, with everything that decides its sizes."""
+    """What operators need in memory: one class for each kind, with everything that decides its sizes.
+
+    cache_dtype: of keys and values, as the models that they run have it.
+    """
+
+    @property
+    def cache_dtype(self) -> torch.dtype: ...
 
     def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
         """The weights as they are kept, of "target", "draft" and extra draft models."""

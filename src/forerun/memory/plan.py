@@ -118,9 +118,9 @@ def memory_plan(
     """The plan for a target and its draft model (None = a drafter without a model) under the engine's options.
 
     extra_drafts: the models among the extra drafters, by what they are called in the configuration.
-    dtype: of weights and caches, of all models. device: "cpu" or "cuda"; on "cuda" the plan is of its memory, and the
-    probability rows are left out, because they lie on the host. Raises BadOption as the engine itself would for ops,
-    max_seq_len and kv_cache_tokens.
+    dtype: of the weights of all models; the operators decide what type caches and rows have. device: "cpu" or "cuda";
+    on "cuda" the plan is of its memory, and the probability rows are left out, because they lie on the host. Raises
+    BadOption as the engine itself would for ops, max_seq_len and kv_cache_tokens.
     """
     extra = extra_drafts or {}
     labels = [EXTRA_DRAFT if number == 1 else f"{EXTRA_DRAFT} {number}" for number in range(1, len(extra) + 1)]
@@ -225,7 +225,7 @@ class _Needs:
         return [MemoryPart("loading", more, "blocks of files, beyond what is needed later")] if more > 0 else []
 
     def _pool(self, name: str, shape: CacheShape) -> MemoryPart:
-        tokens, each = self.num_pool_tokens, shape.bytes_per_token(self.dtype)
+        tokens, each = self.num_pool_tokens, shape.bytes_per_token(self.sizes.cache_dtype)
         batch, per_sequence = self.config.max_batch_size, tokens // self.config.max_batch_size
         counted = f"{batch} x {per_sequence:,}" if self.config.kv_cache_tokens is None else f"{tokens:,}"
         return MemoryPart(f"{name} KV cache", tokens * each, f"{counted} tokens x {each:,} bytes")

@@ -23,13 +23,21 @@ COMPILED_MAX_BYTES = 1_700_000_000  # of all, measured: 1.0 GB for 2,000, 1.68 G
 
 @dataclass(frozen=True)
 class ReferenceSizes:
-    """The reference operators. in_place: rows of the cache that follow each other are read where they lie."""
+    """The reference operators: weights, rows and caches of one type.
+
+    in_place: rows of the cache that follow each other are read where they lie.
+    """
 
     dtype: torch.dtype
     device: str
     max_seq_len: int
     in_place: bool
     row_by_row: bool
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        return self.dtype
 
     def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
         """Every weight once; a tied LM head is its embedding."""

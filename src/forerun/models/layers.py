@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
@@ -232,6 +233,19 @@ def _end(batch: RaggedBatch) -> int:
     return max([cached + starts[b + 1] - starts[b] for b, cached in enumerate(batch.cached)], default=0)
 
 
+def _check_part(name: str, part: Seq[int], whole: int) -> None:
+    """Raise InternalError unless these numbers ascend and are all below `whole`."""
+    if part and not (part[0] >= 0 and part[-1] < whole and all(a < b for a, b in itertools.pairwise(part))):
+        raise InternalError(f"{name} must ascend from 0 or more to less than {whole}, and {list(part)} do not")
+
+
+def _write(taps: Mapping[int, Tensor], wanted: range, x: Tensor) -> None:
+    """The residual stream x [T, H] into those taps that are wanted."""
+    for k, rows in taps.items():
+        if k in wanted:
+            rows.copy_(x)
+
+
 def _on_device(batch: RaggedBatch, device: torch.device) -> tuple[Tensor, Tensor]:
     """Tokens and positions, int64 [T]."""
     if isinstance(batch.tokens, Tensor) and isinstance(batch.positions, Tensor):
@@ -246,6 +260,9 @@ class Decoder:
     weights: every name of `parameter_shapes`, with that shape; tensors of one dtype on one device. They are looked up
     once: later changes must be in place. consume: operators that keep a copy of their own may take the weights apart
     while they make it, so that nothing is in memory twice; the mapping must then not be used again.
+
+    weight_dtype: of the weights. activation_dtype: of the rows that go in and come out. cache_dtype: what a KV cache
+    for this model must be made with. The reference operators have one type for all three.
     """
 
     def __init__(
@@ -254,9 +271,11 @@ class Decoder:
         self.config = config
         self.ops = ops
         self._embedding = weights["model.embed_tokens.weight"]
-        self.device, self.dtype = self._embedding.device, self._embedding.dtype
+        self.device = self._embedding.device
+        self.weight_dtype = self.activation_dtype = self.cache_dtype = self._embedding.dtype
         self.compiled = ops.compile(config, weights, consume=consume)
         if self.compiled is not None:
+            self.activation_dtype, self.cache_dtype = self.compiled.activation_dtype, self.compiled.cache_dtype
             del self._embedding
             self.weights: Mapping[str, Tensor] = {}
             self._rope = Rope(config.rope, config.head_dim, self.device, torch.float32)
@@ -264,7 +283,7 @@ class Decoder:
         self.weights = weights
         self._head = self._embedding if config.tie_embeddings else weights["lm_head.weight"]
         self._layers = [_Layer.of(config, weights, i) for i in range(config.num_layers)]
-        self._rope = Rope(config.rope, config.head_dim, self.device, self.dtype)
+        self._rope = Rope(config.rope, config.head_dim, self.device, self.activation_dtype)
 
     @property
     def bytes_per_pass(self) -> int:
@@ -277,21 +296,65 @@ class Decoder:
         looked_up = "" if self.config.tie_embeddings else "model.embed_tokens.weight"
         return sum(tensor.nbytes for name, tensor in self.weights.items() if name != looked_up)
 
-    def forward(self, batch: RaggedBatch, cache: BlockCache | None) -> Tensor:
-        """Run every new token; its keys and values go into the cache. Returns final-norm hidden states [T, H]."""
+    def forward(
+        self,
+        batch: RaggedBatch,
+        cache: BlockCache | None,
+        layers: Seq[int] | None = None,
+        hidden: Tensor | None = None,
+        taps: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Run every new token through these layers, whose keys and values go into the cache. Returns rows [T, H].
+
+        layers: ascending, gaps allowed; None = all. hidden [T, H]: what the first of them gets; None = the tokens'
+        embeddings. The rows come after the final norm if the last layer is among them, else they are the residual
+        stream. taps: by k, a float32 [T, H] to which the residual stream before layer k is written; k = 0: before all
+        layers, k = num_layers: behind all, before the final norm. Raises InternalError for what is no such layer, tap
+        or row.
+        """
+        num_layers, taps = self.config.num_layers, taps or {}
+        chosen = range(num_layers) if layers is None else layers
+        is_normed = layers is None or num_layers - 1 in layers
+        _check_part("layers", chosen, num_layers)
+        _check_part("taps", sorted(taps), num_layers + 1)
+        for rows in taps.values() if hidden is None else (hidden, *taps.values()):
+            if rows.shape != (batch.run_starts[-1], self.config.hidden_size):
+                raise InternalError(
+                    f"{tuple(rows.shape)} is not the shape of hidden rows of {batch.run_starts[-1]} tokens"
+                )
         if self.compiled is not None:
-            return self._forward_compiled(batch, cache)
+            if cache is None:
+                raise InternalError("native decoders keep keys and values in a cache and were given none")
+            table = self._rope.table(_end(batch))
+            return self.compiled.forward(batch, cache, table, chosen, hidden, taps, is_normed)  # type: ignore[no-any-return]
         ops, eps = self.ops, self.config.norm_eps
         view = None if cache is None else ops.plan(cache.view(batch))
         tokens, positions = _on_device(batch, self.device)
-        x = F.embedding(tokens, self._embedding)
+        x = F.embedding(tokens, self._embedding) if hidden is None else hidden.to(self.activation_dtype)
         cos, sin = self._rope.at(positions, _end(batch))
-        for i, layer in enumerate(self._layers):
+        first = 0
+        for i in chosen:
+            _write(taps, range(first, i + 1), x)
+            layer, first = self._layers[i], i + 1
             pools = (None, None) if cache is None else (cache.keys[i], cache.values[i])
             x = x + self._attention(ops.rms_norm(x, layer.input_norm, eps), layer, (cos, sin), pools, view)
             gate, up = layer.gate_up.apply(ops, ops.rms_norm(x, layer.mlp_norm, eps))
             x = x + layer.down.apply(ops, ops.silu_mul(gate, up))[0]
-        return ops.rms_norm(x, self.weights["model.norm.weight"], eps)
+        _write(taps, range(first, num_layers + 1), x)
+        return self.norm(x) if is_normed else x
+
+    def embed(self, ids: Seq[int]) -> Tensor:
+        """The embeddings of these ids [n, H], as a pass begins with them."""
+        if self.compiled is not None:
+            return self.compiled.embed(ids)  # type: ignore[no-any-return]
+        return F.embedding(torch.tensor(ids, dtype=torch.int64, device=self.device), self._embedding)
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The final norm of rows of the residual stream [R, H]: what `logits` reads of an inner layer."""
+        if self.compiled is not None:
+            return self.compiled.norm(hidden)  # type: ignore[no-any-return]
+        rows = hidden.to(self.activation_dtype)
+        return self.ops.rms_norm(rows, self.weights["model.norm.weight"], self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> float32 logits [R, V]."""
@@ -304,16 +367,18 @@ class Decoder:
         return self.compiled.best(hidden, rows, num_ids)  # type: ignore[no-any-return]
 
     def run_ahead(
-        self, batch: RaggedBatch, lengths: list[int], cache: BlockCache, num_ids: int
+        self,
+        batch: RaggedBatch,
+        lengths: list[int],
+        cache: BlockCache,
+        num_ids: int,
+        layers: Seq[int] | None = None,
     ) -> list[list[int]] | None:
         """The likeliest tokens behind each run; see CpuDecoder.run_ahead, only for compiled decoders."""
-        end = _end(batch) + max(lengths, default=0)
-        return self.compiled.run_ahead(batch, lengths, cache, self._rope.table(end), num_ids)  # type: ignore[no-any-return]
-
-    def _forward_compiled(self, batch: RaggedBatch, cache: BlockCache | None) -> Tensor:
-        if cache is None:
-            raise InternalError("native decoders keep keys and values in a cache and were given none")
-        return self.compiled.forward(batch, cache, self._rope.table(_end(batch)))  # type: ignore[no-any-return]
+        chosen = range(self.config.num_layers) if layers is None else layers
+        _check_part("layers", chosen, self.config.num_layers)
+        table = self._rope.table(_end(batch) + max(lengths, default=0))
+        return self.compiled.run_ahead(batch, lengths, cache, table, chosen, num_ids)  # type: ignore[no-any-return]
 
     def _attention(
         self,

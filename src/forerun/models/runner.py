@@ -10,8 +10,8 @@ import itertools
 import math
 import platform
 import time
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -33,6 +33,8 @@ class ModelConfig(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def hidden_size(self) -> int: ...
+    @property
     def max_positions(self) -> int: ...
     @property
     def cache_shape(self) -> CacheShape: ...
@@ -46,10 +48,23 @@ class Model(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
-    def dtype(self) -> torch.dtype: ...
+    def weight_dtype(self) -> torch.dtype: ...
+    @property
+    def activation_dtype(self) -> torch.dtype: ...
+    @property
+    def cache_dtype(self) -> torch.dtype: ...
     @property
     def ops(self) -> ReferenceOps: ...
-    def forward(self, batch: RaggedBatch, cache: Any) -> Tensor: ...
+    def forward(
+        self,
+        batch: RaggedBatch,
+        cache: Any,
+        layers: Seq[int] | None = None,
+        hidden: Tensor | None = None,
+        taps: Mapping[int, Tensor] | None = None,
+    ) -> Tensor: ...
+    def embed(self, ids: Seq[int]) -> Tensor: ...
+    def norm(self, hidden: Tensor) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -60,7 +75,8 @@ class Run(NamedTuple):
     kept rows; None = a chain behind all that is there. pending: the rows stay as pending ones (KVCache.hold), so that
     the next run of the slot goes on behind them; others are overwritten by it, unless `keep` comes before.
     logits: of every row, of the last row only, or of none. best_only: the id of the largest logit is all that is asked
-    for, of the same rows; only where the runner `finds_best`.
+    for, of the same rows; only where the runner `finds_best`. vectors: by row of the run, what the first layer gets in
+    place of the embedding of its token [H]; the token must be an id all the same.
     """
 
     slot: int
@@ -69,6 +85,7 @@ class Run(NamedTuple):
     parents: Seq[int] | None = None
     best_only: bool = False
     pending: bool = False
+    vectors: Mapping[int, Tensor] | None = None
 
     def behind(self, num_pending: int) -> Seq[int]:
         """The parents, of a chain too."""
@@ -79,7 +96,8 @@ class Run(NamedTuple):
 class Scores:
     """One pass: hidden [T, H] after the final norm; rows[b] = rows of run b.
 
-    logits[b] [wanted rows, ids], or best[b] [wanted rows] for a run that asked for the best ids only.
+    logits[b] [wanted rows, ids], or best[b] [wanted rows] for a run that asked for the best ids only. taps: by k, the
+    residual stream before layer k of every row, float32 [T, H], as Runner.taps has asked for it.
     """
 
     hidden: Tensor
@@ -87,6 +105,7 @@ class Scores:
     logits: list[Tensor]
     best: list[list[int]]
     forward_s: float
+    taps: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Runner:
@@ -94,11 +113,23 @@ class Runner:
 
     num_ids: ids that have a token; matrix rows beyond it are padding. holes: ids below num_ids without a token. Both
     get probability 0: they are cut off, or set to -inf. A draft model may have fewer rows than its target has ids: its
-    logits end where its rows do, and ids beyond the end of a law have probability 0.
+    logits end where its rows do, and ids beyond the end of a law have probability 0. layers: those that run, ascending;
+    None = all. The final norm and the LM head read what the last of them leaves, so that a model is a draft model of
+    its own. taps: inner layers whose rows every pass returns; may be set later.
     """
 
-    def __init__(self, model: Model, cache: KVCache, num_ids: int | None = None, holes: Seq[int] = ()) -> None:
-        self.model, self.cache = model, cache
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        num_ids: int | None = None,
+        holes: Seq[int] = (),
+        *,
+        layers: Seq[int] | None = None,
+        taps: Seq[int] = (),
+    ) -> None:
+        self.model, self.cache, self.layers, self.taps = model, cache, layers, taps
+        self._ends_early = layers is not None and model.config.cache_shape.num_layers - 1 not in layers
         self.num_ids = model.config.vocab_size if num_ids is None else num_ids
         self.width = min(self.num_ids, model.config.vocab_size)  # of a row of logits
         self._none = torch.empty(0, self.width)
@@ -128,12 +159,16 @@ class Runner:
         for own, run in zip(rows, runs, strict=True):
             wanted = own if run.logits == "all" else own[-1:] if run.logits == "last" else ()
             (few if run.best_only else full).extend(wanted)
-        hidden = self.model.forward(batch, self.cache)
+        shape = batch.run_starts[-1], self.model.config.hidden_size
+        taps = {k: torch.empty(shape, device=self.model.device) for k in self.taps}
+        hidden = self.model.forward(batch, self.cache, self.layers, self._inputs(runs, batch), taps)
+        if self._ends_early:
+            hidden = self.model.norm(hidden)
         for run in runs:
             if run.pending:
                 self.cache.hold(run.slot, run.behind(len(self.cache.pending(run.slot))))
         logits, best = _by_run(runs, self._logits(hidden, full), self._best(hidden, few), self._none)
-        return Scores(hidden, rows, logits, best, time.perf_counter() - started)
+        return Scores(hidden, rows, logits, best, time.perf_counter() - started, taps)
 
     def run_ahead(self, starts: Seq[tuple[int, Seq[int], int]]) -> list[list[int]]:
         """The likeliest continuation of each (slot, tokens, length), in one call; only where this `finds_best`.
@@ -149,7 +184,8 @@ class Runner:
         batch = pack([Run(slot, tokens) for slot, tokens, _ in starts], self.cache)
         if batch.parents:
             raise InternalError("a pending tree cannot be run ahead of: keep a path of it first")
-        ids = self.model.run_ahead(batch, [length for *_, length in starts], self.cache, self.width)  # type: ignore[attr-defined]
+        lengths = [length for *_, length in starts]
+        ids = self.model.run_ahead(batch, lengths, self.cache, self.width, self.layers)  # type: ignore[attr-defined]
         if ids is None:
             raise InternalError("the model returned logits that are no numbers")
         return ids  # type: ignore[no-any-return]
@@ -160,7 +196,9 @@ class Runner:
         model, info = self.model, Path("/proc/cpuinfo")
         lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else [platform.processor()]
         processor = next((line for line in lines if line.startswith("model name")), lines[0])
-        return repr((processor, model.ops.build, model.ops.num_threads, model.config, model.dtype, model.device.type))
+        return repr(
+            (processor, model.ops.build, model.ops.num_threads, model.config, model.weight_dtype, model.device.type)
+        )
 
     def try_pass(self, num_rows: int) -> None:
         """Run a pass over rows that are forgotten at once, as a verification runs it. Raises CapacityError."""
@@ -169,6 +207,16 @@ class Runner:
             self.forward([Run(SCRATCH_SLOT, [0] * num_rows, "all", None, self.finds_best)])
         finally:
             self.cache.release(SCRATCH_SLOT)
+
+    def _inputs(self, runs: Seq[Run], batch: RaggedBatch) -> Tensor | None:
+        """What the first layer gets [T, H]; None where no run has vectors."""
+        if not any(run.vectors for run in runs):
+            return None
+        rows = self.model.embed(batch.ids()[0])
+        for run, start in zip(runs, batch.run_starts, strict=False):
+            for i, vector in (run.vectors or {}).items():
+                rows[start + i] = vector
+        return rows
 
     def _best(self, hidden: Tensor, rows: list[int]) -> list[int]:
         """Ids of the largest logits, lowest id on ties. Raises InternalError where they are no numbers."""

@@ -8,7 +8,7 @@ is a random table over contexts, made on demand from a seed; `law` states it dir
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +56,10 @@ class ToyLaw:
 
 
 class ToyModel:
-    """A random context-dependent table. Hidden states are the logits themselves (H = V)."""
+    """A random context-dependent table with one layer. Hidden states are the logits themselves (H = V).
+
+    An embedding is 1 at its id and 0 elsewhere, and stands for the id where it is largest; the final norm does nothing.
+    """
 
     def __init__(
         self,
@@ -72,21 +75,32 @@ class ToyModel:
             raise InternalError(f"the toy keeps ids in its cache, which {dtype} cannot hold exactly")
         self.config = ToyConfig(vocab_size, max_positions)
         self.shape = law or ToyLaw()
-        self.near, self.seed, self.dtype = near, seed, dtype
+        self.near, self.seed = near, seed
+        self.weight_dtype = self.activation_dtype = self.cache_dtype = dtype
         self.device = torch.device("cpu")
         self.ops = ReferenceOps()
         self._table: dict[tuple[int, ...], Tensor] = {}
 
     # ------------------------------------------------------------------------------------------------ as a model
 
-    def forward(self, batch: RaggedBatch, cache: BlockCache | None) -> Tensor:
+    def forward(
+        self,
+        batch: RaggedBatch,
+        cache: BlockCache | None,
+        layers: Seq[int] | None = None,
+        hidden: Tensor | None = None,
+        taps: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
         """Write ids and positions of the new tokens, read every row's history back; hidden [T, V]."""
         if cache is None:
             raise InternalError("the toy reads its history from a cache and was given none")
+        if layers is not None and list(layers) != [0]:
+            raise InternalError(f"the toy has the layer 0 and runs no others: {list(layers)}")
         view = cache.view(batch)
         ids, places = cache.keys[0].view(-1), cache.values[0].view(-1)
         tokens, positions = batch.ids()
-        ids[view.write_rows] = torch.tensor(tokens, dtype=ids.dtype)
+        inputs = self.embed(tokens) if hidden is None else hidden
+        ids[view.write_rows] = inputs.argmax(dim=1).to(ids.dtype)
         places[view.write_rows] = torch.tensor(positions, dtype=places.dtype)
         rows = []
         for b, read in enumerate(view.read_rows):
@@ -94,7 +108,18 @@ class ToyModel:
             for i in range(len(batch.run(b))):
                 seen = batch.visible(b, i)
                 rows.append(self._at([tokens[j] for j in seen], [positions[j] for j in seen]))
-        return torch.stack(rows) if rows else torch.empty(0, self.config.vocab_size, dtype=self.dtype)
+        found = torch.stack(rows) if rows else torch.empty(0, self.config.vocab_size, dtype=self.activation_dtype)
+        for k, tap in (taps or {}).items():
+            tap.copy_((inputs, found)[k])
+        return found
+
+    def embed(self, ids: Seq[int]) -> Tensor:
+        """One row for each id [n, V]."""
+        return torch.eye(self.config.vocab_size, dtype=self.activation_dtype)[list(ids)]
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """hidden [R, V], a copy."""
+        return hidden.clone()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, V] -> logits [R, V], a copy in the toy's own dtype."""
@@ -128,4 +153,4 @@ class ToyModel:
         logits[excluded] = -np.inf
         if not np.isfinite(logits).any():
             logits[generator.integers(size)] = 0.0
-        return torch.from_numpy(logits).to(self.dtype)
+        return torch.from_numpy(logits).to(self.weight_dtype)

@@ -301,23 +301,14 @@ def _spare_lane(config: DecoderConfig, weights: Mapping[str, Tensor], wide: Deco
     return _SpareLane(carried, norm_weight, new_id)
 
 
-class _Tap(ReferenceOps):
-    """Keeps what the last norm was given: after a forward pass the final residual stream [T, H]."""
-
-    stream: Tensor
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        self.stream = x
-        return super().rms_norm(x, weight, eps)
-
-
 def _last_stream(config: DecoderConfig, weights: Mapping[str, Tensor], seed: int) -> tuple[Tensor, Tensor]:
     """The residual stream before and after the final norm, float32 [T, H] each, over one run of random ids."""
-    num, norm, tap = min(PROBE_TOKENS, config.max_positions), weights[FINAL_NORM], _Tap()
+    num, norm, end = min(PROBE_TOKENS, config.max_positions), weights[FINAL_NORM], config.num_layers
     ids = torch.randint(config.vocab_size, (num,), generator=torch.Generator().manual_seed(seed)).tolist()
     cache = BlockCache.create(
         config.cache_shape, "paged", max_batch_size=1, max_seq_len=num, dtype=norm.dtype, device=norm.device
     )
     cache.open(0)
-    scores = Runner(Decoder(config, weights, tap), cache).forward([Run(0, ids, logits="none")])
-    return tap.stream.float(), scores.hidden.float()
+    runner = Runner(Decoder(config, weights, ReferenceOps()), cache, taps=[end])
+    scores = runner.forward([Run(0, ids, logits="none")])
+    return scores.taps[end], scores.hidden.float()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.ops.packed import PackedMatrix, run_numbers
@@ -43,7 +44,10 @@ class Cache(Protocol):
 
 
 class CpuDecoder:
-    """Packed weights of a pre-norm decoder and the native object that runs them."""
+    """Packed weights of a pre-norm decoder and the native object that runs them.
+
+    Rows go in and come out as float32; keys and values are kept in the type of the weights (`weight_dtype`).
+    """
 
     def __init__(
         self, ops: CpuOps, config: DecoderSizes, weights: Mapping[str, Tensor], *, consume: bool = False
@@ -52,7 +56,8 @@ class CpuDecoder:
         self._norms: list[Tensor] = []  # kept alive: the native side has their addresses
         source = _Source(weights, consume)
         embedding = weights["model.embed_tokens.weight"]
-        self.dtype = embedding.dtype
+        self.weight_dtype = self.cache_dtype = embedding.dtype
+        self.activation_dtype = torch.float32
         norms: list[int] = []
         self.matrices: dict[str, PackedMatrix] = {}
         for i in range(config.num_layers):
@@ -68,7 +73,7 @@ class CpuDecoder:
             ops.backend,
             [*sizes, config.vocab_size],
             config.norm_eps,
-            self.dtype == torch.bfloat16,
+            self.weight_dtype == torch.bfloat16,
             norms,
             [self.matrices[f"{i}.{name}"].handle for i in range(config.num_layers) for name in per_layer],
             [config.window(i) or 0 for i in range(config.num_layers)],
@@ -83,34 +88,53 @@ class CpuDecoder:
         """Bytes of weights that a pass of a few rows reads: every packed matrix and norm once."""
         return sum(m.nbytes for m in self.matrices.values()) + sum(norm.nbytes for norm in self._norms)
 
-    def forward(self, batch: RaggedBatch, cache: Cache, rotations: Tensor) -> Tensor:
-        """Run every new token, write the cache; final-norm hidden states, float32 [T, H].
+    def forward(
+        self,
+        batch: RaggedBatch,
+        cache: Cache,
+        rotations: Tensor,
+        layers: Seq[int],
+        hidden: Tensor | None,
+        taps: Mapping[int, Tensor],
+        is_normed: bool,
+    ) -> Tensor:
+        """One pass as Decoder.forward has it; float32 [T, H], after the final norm if `is_normed`.
 
         rotations: float32 [positions, 2, 1, head_dim], cos and sin by position.
         """
         tokens, positions = batch.ids()
-        hidden = torch.empty(len(tokens), self.config.hidden_size)
+        hidden = None if hidden is None else hidden.float().contiguous()
+        out = torch.empty(len(tokens), self.config.hidden_size)
         if tokens:
-            numbers = run_numbers(batch, cache.tables(batch))
             self._native.forward(
                 tokens,
                 positions,
                 rotations.data_ptr(),
                 len(batch.slots),
-                numbers,
+                run_numbers(batch, cache.tables(batch)),
                 cache.native,
-                hidden.data_ptr(),
+                list(layers),
+                0 if hidden is None else hidden.data_ptr(),
+                [(k, taps[k].data_ptr()) for k in sorted(taps)],
+                is_normed,
+                out.data_ptr(),
             )
-        return hidden
+        return out
 
     def run_ahead(
-        self, batch: RaggedBatch, lengths: list[int], cache: Cache, rotations: Tensor, num_ids: int
+        self,
+        batch: RaggedBatch,
+        lengths: list[int],
+        cache: Cache,
+        rotations: Tensor,
+        layers: Seq[int],
+        num_ids: int,
     ) -> list[list[int]] | None:
         """The likeliest continuation of each run, in one native call: ids[b] has lengths[b] of them.
 
         batch: runs of committed tokens, with cache rows for those and for lengths[b] - 1 more, which are fed one by
-        one. ids[b][i] is the argmax of the first `num_ids` logits after the run's tokens and ids[b][:i]. None where a
-        logit is no number.
+        one. layers: those that run; the final norm follows the last of them. ids[b][i] is the argmax of the first
+        `num_ids` logits after the run's tokens and ids[b][:i]. None where a logit is no number.
         """
         if not batch.slots:
             return []
@@ -118,7 +142,19 @@ class CpuDecoder:
         ends = [0, *itertools.accumulate(count + length - 1 for count, length in zip(counts, lengths, strict=True))]
         fed = dataclasses.replace(batch, run_starts=ends)
         numbers, rotated = run_numbers(fed, cache.tables(fed)), rotations.data_ptr()
-        return self._native.run_ahead(*batch.ids(), counts, lengths, rotated, numbers, cache.native, num_ids)  # type: ignore[no-any-return]
+        return self._native.run_ahead(  # type: ignore[no-any-return]
+            *batch.ids(), counts, lengths, rotated, numbers, cache.native, list(layers), num_ids
+        )
+
+    def embed(self, ids: Seq[int]) -> Tensor:
+        """The embeddings of these ids, float32 [n, H], as a pass has them."""
+        if self._table is None:
+            return self.matrices["head"].unpack(ids).float()
+        return F.embedding(torch.tensor(ids, dtype=torch.int64), self._table).float()
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The final norm of rows of the residual stream [R, H], float32, as a pass has it."""
+        return self.ops.rms_norm(hidden, self._norms[-1], self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> float32 logits [R, V]."""

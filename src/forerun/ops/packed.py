@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +30,13 @@ class PackedMatrix:
         """Bytes in memory, padding of odd shapes included."""
         return int(self.handle.num_bytes)
 
-    def unpack(self) -> Tensor:
-        """The rows as they were, [num_out, num_in]."""
-        out = torch.empty(self.num_out, self.num_in, dtype=self.dtype)
-        for i, row in enumerate(out):
+    def unpack(self, rows: Seq[int] | None = None) -> Tensor:
+        """These rows as they were, [rows, num_in]; None = all. Raises IndexError for one that is not there."""
+        chosen = range(self.num_out) if rows is None else rows
+        out = torch.empty(len(chosen), self.num_in, dtype=self.dtype)
+        for i, row in zip(chosen, out, strict=True):
+            if not 0 <= i < self.num_out:
+                raise IndexError(f"there is no row {i} in a matrix of {self.num_out}")
             self.handle.unpack_row(i, row.data_ptr())
         return out
 

@@ -1,0 +1,331 @@
+"""What a pass may leave out and let out: ranges of layers, inner layers, embeddings by vector.
+
+The native operators and the reference operators in row_by_row mode agree bit for bit with the whole pass; in fast mode
+they agree by value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.errors import InternalError
+from forerun.kv.cache import BlockCache
+from forerun.models.layers import Decoder, DecoderConfig
+from forerun.models.runner import Run, Runner, Scores, pack
+from forerun.models.toy import ToyModel
+from forerun.ops.reference import ReferenceOps
+from ops.native_cases import (
+    BFLOAT16,
+    FLOAT32,
+    ISAS,
+    NAN,
+    make_config,
+    needs_native,
+    normal,
+    ops_of,
+    random_weights,
+    same_bits,
+    tokens_of,
+)
+
+NUM_LAYERS = 4
+VARIANTS: dict[str, dict[str, Any]] = {"tied": {}, "untied": {"tie_embeddings": False, "windows": (9, None, 70, 5)}}
+CONTEXT, TOKENS, PARENTS = tokens_of(61, 1), tokens_of(6, 2), [-1, 0, 0, 1, 2, 1]  # over the end of a block of 64 keys
+
+
+def by_value(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= 2e-5 * b.abs().max())
+
+
+Same = Callable[[Tensor, Tensor], bool]
+EXACT = [
+    *(pytest.param(ops_of(isa, 2), d, same_bits, id=f"{isa}-{d}") for isa in ISAS for d in (FLOAT32, BFLOAT16)),
+    pytest.param(ReferenceOps(row_by_row=True), FLOAT32, same_bits, id="row_by_row"),
+]
+FAST = pytest.param(ReferenceOps(), FLOAT32, by_value, id="fast")
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+exact = pytest.mark.parametrize(("ops", "dtype", "same"), EXACT)
+every_ops = pytest.mark.parametrize(("ops", "dtype", "same"), [*EXACT, FAST])
+
+
+def config_of(variant: str) -> DecoderConfig:
+    return make_config(num_layers=NUM_LAYERS, **VARIANTS[variant])
+
+
+def decoder(ops: ReferenceOps, dtype: torch.dtype, variant: str = "tied") -> Decoder:
+    return Decoder(config_of(variant), random_weights(config_of(variant), dtype), ops)
+
+
+def cache_of(model: Decoder, context: Seq[int] = CONTEXT) -> BlockCache:
+    """Slot 0 holds the context, and slot 1 a part of it; what nobody has written is NaN."""
+    cache = BlockCache.create(
+        model.config.cache_shape, "paged", max_batch_size=4, max_seq_len=128, dtype=model.cache_dtype
+    )
+    for pool in (*cache.keys, *cache.values):
+        pool.fill_(NAN)
+    for slot, num in ((0, len(context)), (1, len(context) // 2)):
+        cache.open(slot)
+        Runner(model, cache).forward([Run(slot, context[:num], "none")])
+        cache.keep({slot: range(num)})
+    return cache
+
+
+def both(**tree: Any) -> list[Run]:
+    """A tree behind the context, and a chain beside it."""
+    return [Run(1, [5, 6, 7]), Run(0, TOKENS, parents=PARENTS, **tree)]
+
+
+def everything(scores: Scores) -> Tensor:
+    """Hidden states and logits of all rows, side by side."""
+    return torch.cat((scores.hidden, torch.cat(scores.logits)), dim=1)
+
+
+def held(cache: BlockCache, layers: Seq[int]) -> Tensor:
+    """All that is in the pools of these layers."""
+    empty = torch.empty(0, dtype=cache.keys[0].dtype)
+    return torch.cat([empty, *(pool[i].flatten() for pool in (cache.keys, cache.values) for i in layers)])
+
+
+# ------------------------------------------------------------------------------------------------------- inner layers
+
+
+@exact
+@every_variant
+def test_taps_do_not_depend_on_the_pass(ops: ReferenceOps, dtype: torch.dtype, same: Same, variant: str) -> None:
+    """Eight rows beside other runs, and one row alone: the same inner layers, and the same outputs as without taps."""
+    model, taps = decoder(ops, dtype, variant), range(NUM_LAYERS + 1)
+    text = tokens_of(8, 3)
+    beside, plain = (Runner(model, cache_of(model), taps=wanted) for wanted in (taps, ()))
+    many = beside.forward([Run(1, [5, 6, 7]), Run(0, text)])
+    assert same(everything(many), everything(plain.forward([Run(1, [5, 6, 7]), Run(0, text)])))
+    alone = Runner(model, cache_of(model), taps=taps)
+    for i, token in enumerate(text):
+        one = alone.forward([Run(0, [token])])
+        alone.cache.keep({0: [0]})
+        for k in taps:
+            assert one.taps[k].dtype == FLOAT32
+            assert same(one.taps[k], many.taps[k][3 + i : 4 + i]), (i, k)
+    assert plain.forward([Run(0, text)]).taps == {}
+
+
+@every_ops
+@every_variant
+def test_taps_begin_with_embeddings_and_end_before_the_final_norm(
+    ops: ReferenceOps, dtype: torch.dtype, same: Same, variant: str
+) -> None:
+    model = decoder(ops, dtype, variant)
+    scores = Runner(model, cache_of(model), taps=[NUM_LAYERS, 0]).forward(both())
+    ids = [5, 6, 7, *TOKENS]
+    assert same(scores.taps[0], random_weights(model.config, dtype)["model.embed_tokens.weight"][ids].float())
+    assert same(model.embed(ids), scores.taps[0])
+    assert same(model.norm(scores.taps[NUM_LAYERS]), scores.hidden)
+
+
+@needs_native
+@every_variant
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("isa", ISAS)
+def test_native_taps_are_those_of_the_reference(isa: str, dtype: torch.dtype, variant: str) -> None:
+    """In float64, of the same weights; bfloat16 rounds the inputs of each product on the way."""
+    native = decoder(ops_of(isa), dtype, variant)
+    weights = {name: weight.double() for name, weight in random_weights(native.config, dtype).items()}
+    twin = Decoder(native.config, weights, ReferenceOps())
+    taps = range(NUM_LAYERS + 1)
+    found, expected = (Runner(model, cache_of(model), taps=taps).forward(both()).taps for model in (native, twin))
+    for k in taps:
+        assert float((found[k] - expected[k]).abs().max() / expected[k].abs().max()) < (
+            1e-5 if dtype == FLOAT32 else 0.03
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- ranges of layers
+
+
+@every_ops
+@every_variant
+def test_two_parts_are_the_whole(ops: ReferenceOps, dtype: torch.dtype, same: Same, variant: str) -> None:
+    """[0, e), then [e, n) on the rows of tap e in the same cache, whose other layers each part leaves alone."""
+    model = decoder(ops, dtype, variant)
+    whole, everywhere = Runner(model, cache_of(model)), range(NUM_LAYERS)
+    expected = whole.forward(both())
+    for e in range(NUM_LAYERS + 1):
+        cache = cache_of(model)
+        before, lower, upper = held(cache, everywhere[e:]), everywhere[:e], everywhere[e:]
+        first = Runner(model, cache, layers=lower, taps=[e]).forward(both())
+        assert same_bits(held(cache, upper), before)
+        written, rows = held(cache, lower), dict(enumerate(first.taps[e]))
+        chain, tree = both()
+        runs = [chain._replace(vectors={i: rows[i] for i in range(3)}), tree._replace(vectors=at_0(rows))]
+        second = Runner(model, cache, layers=upper).forward(runs)
+        assert same_bits(held(cache, lower), written)
+        assert same(everything(second), everything(expected)), e
+        assert same_bits(held(cache, everywhere), held(whole.cache, everywhere)) or same is by_value
+
+
+def at_0(rows: dict[int, Tensor]) -> dict[int, Tensor]:
+    """The rows of the tree, counted from its first one."""
+    return {i - 3: row for i, row in rows.items() if i >= 3}
+
+
+@every_ops
+def test_a_tree_grown_by_the_lower_layers_is_judged_by_the_upper(
+    ops: ReferenceOps, dtype: torch.dtype, same: Same
+) -> None:
+    """Level by level as pending rows of the target's own cache; then all at once through the other layers."""
+    model, e = decoder(ops, dtype), 2
+    expected = Runner(model, cache_of(model)).forward([Run(0, TOKENS, parents=PARENTS)])
+    cache = cache_of(model)
+    lower = Runner(model, cache, layers=range(e), taps=[e])
+    levels = ([0], [1, 2], [3, 4, 5])
+    found = [
+        lower.forward([Run(0, [TOKENS[i] for i in level], parents=[PARENTS[i] for i in level], pending=True)]).taps[e]
+        for level in levels
+    ]
+    cache.keep({0: []})
+    rows = dict(enumerate(torch.cat(found)))
+    upper = Runner(model, cache, layers=range(e, NUM_LAYERS))
+    assert same(
+        everything(upper.forward([Run(0, TOKENS, parents=PARENTS, vectors=rows)])),
+        everything(expected),
+    )
+
+
+@every_ops
+@every_variant
+@pytest.mark.parametrize("layers", [(0, 2), (1, 3), (3,), (0, 1)])
+def test_skipped_layers_are_not_there(
+    ops: ReferenceOps, dtype: torch.dtype, same: Same, variant: str, layers: tuple[int, ...]
+) -> None:
+    """A model that skips layers is the shallower one of the others, its final norm included."""
+    deep = decoder(ops, dtype, variant)
+    windows = tuple(deep.config.window(i) for i in layers)
+    config = replace(deep.config, num_layers=len(layers), windows=windows)
+    weights = {name: w for name, w in random_weights(deep.config, dtype).items() if "layers." not in name}
+    for name, weight in random_weights(deep.config, dtype).items():
+        parts = name.split(".")
+        if parts[1] == "layers" and int(parts[2]) in layers:
+            weights[".".join((*parts[:2], str(layers.index(int(parts[2]))), *parts[3:]))] = weight
+    shallow = Decoder(config, weights, ops)
+    skipping, expected = Runner(deep, cache_of(deep, []), layers=layers), Runner(shallow, cache_of(shallow, []))
+    for run in (Run(0, CONTEXT), Run(0, TOKENS, parents=PARENTS)):
+        found, whole = skipping.forward([run]), expected.forward([run])
+        assert same(everything(found), everything(whole))
+        for runner in (skipping, expected):
+            runner.cache.keep({0: range(len(run.tokens))})
+    if skipping.finds_best:
+        starts = [(0, [3, 4], 5)]
+        assert skipping.run_ahead(starts) == expected.run_ahead(starts)
+
+
+@every_ops
+def test_an_early_exit_is_read_through_the_final_norm(ops: ReferenceOps, dtype: torch.dtype, same: Same) -> None:
+    """And a pass of the model itself gives the residual stream."""
+    model, e = decoder(ops, dtype), 2
+    stream = Runner(model, cache_of(model), taps=[e]).forward(both()).taps[e]
+    early = Runner(model, cache_of(model), layers=range(e)).forward(both())
+    assert same(early.hidden, model.norm(stream))
+    assert same(torch.cat(early.logits), model.logits(model.norm(stream)))
+    runs, cache = both(), cache_of(model)
+    for run in runs:
+        cache.reserve(run.slot, len(run.tokens))
+    with torch.inference_mode():
+        assert same(model.forward(pack(runs, cache), cache, range(e)), stream)
+
+
+@every_ops
+def test_what_is_no_part_of_a_model_is_refused(ops: ReferenceOps, dtype: torch.dtype, same: Same) -> None:
+    model = decoder(ops, dtype)
+    cache = cache_of(model)
+    cache.reserve(0, 2)
+    batch = pack([Run(0, [1, 2])], cache)
+    width = model.config.hidden_size
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"layers": [1, 0]}, "layers"),
+        ({"layers": [0, 0]}, "layers"),
+        ({"layers": [-1]}, "layers"),
+        ({"layers": range(NUM_LAYERS + 1)}, "layers"),
+        ({"taps": {NUM_LAYERS + 1: torch.zeros(2, width)}}, "taps"),
+        ({"taps": {-1: torch.zeros(2, width)}}, "taps"),
+        ({"taps": {1: torch.zeros(3, width)}}, "hidden rows"),
+        ({"hidden": torch.zeros(2, width + 1)}, "hidden rows"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(InternalError, match=message):
+            model.forward(batch, cache, **arguments)
+    for ids in ([77], [-1]):
+        with pytest.raises(IndexError):
+            model.embed(ids)
+
+
+# ------------------------------------------------------------------------------------------------ embeddings by vector
+
+
+@every_ops
+@every_variant
+def test_vectors_stand_for_tokens(ops: ReferenceOps, dtype: torch.dtype, same: Same, variant: str) -> None:
+    """Rows with an embedding in place of their token, beside rows of tokens, in one run and in one batch."""
+    model = decoder(ops, dtype, variant)
+    plain, other = Runner(model, cache_of(model)), Runner(model, cache_of(model))
+    expected = plain.forward(both())
+    vectors = dict(zip((1, 4), model.embed([TOKENS[1], TOKENS[4]]).float(), strict=True))
+    tokens = [0 if i in vectors else token for i, token in enumerate(TOKENS)]
+    chain, tree = both(vectors=vectors)
+    found = other.forward([chain, tree._replace(tokens=tokens)])
+    assert same(everything(found), everything(expected))
+    assert same(held(other.cache, range(NUM_LAYERS)).nan_to_num(), held(plain.cache, range(NUM_LAYERS)).nan_to_num())
+
+
+@every_ops
+def test_a_vector_need_not_be_an_embedding(ops: ReferenceOps, dtype: torch.dtype, same: Same) -> None:
+    """What it says reaches the rows that see it, and no others."""
+    model = decoder(ops, dtype)
+    plain, other = Runner(model, cache_of(model)), Runner(model, cache_of(model))
+    expected, found = plain.forward(both()), other.forward(both(vectors={2: normal(1, model.config.hidden_size)}))
+    sees = [3 + i for i in (2, 4)]  # node 4 is the only child of node 2
+    blind = [i for i in range(3 + len(TOKENS)) if i not in sees]
+    assert same(everything(found)[blind], everything(expected)[blind])
+    assert not bool(torch.isclose(found.hidden[sees], expected.hidden[sees]).all(dim=1).any())
+
+
+# --------------------------------------------------------------------------------------------------------------- types
+
+
+@pytest.mark.parametrize(
+    ("ops", "weights", "rows"),
+    [
+        *(pytest.param(ops_of(isa), d, FLOAT32, id=f"{isa}-{d}") for isa in ISAS for d in (FLOAT32, BFLOAT16)),
+        *(pytest.param(ReferenceOps(), d, d, id=f"reference-{d}") for d in (FLOAT32, BFLOAT16, torch.float64)),
+    ],
+)
+def test_types_of_weights_of_rows_and_of_the_cache(ops: ReferenceOps, weights: torch.dtype, rows: torch.dtype) -> None:
+    model = decoder(ops, weights)
+    assert (model.weight_dtype, model.activation_dtype, model.cache_dtype) == (weights, rows, weights)
+    runner = Runner(model, cache_of(model))
+    hidden = runner.forward([Run(0, TOKENS)]).hidden
+    assert {hidden.dtype, model.embed([1]).dtype, model.norm(hidden).dtype} == {rows}
+    assert runner.cache.keys[0].dtype == weights
+
+
+# ------------------------------------------------------------------------------------------------------------- the toy
+
+
+def test_the_toy_has_taps_and_takes_vectors() -> None:
+    """Tap 0 is one at the id, tap 1 the logits; a vector stands for the id where it is largest."""
+    model, text = ToyModel(5, 3), [1, 4, 2]
+
+    def run(**changes: Any) -> Scores:
+        cache = BlockCache.create(model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=16)
+        cache.open(0)
+        return Runner(model, cache, taps=(0, 1)).forward([Run(0, **{"tokens": text, **changes})])
+
+    scores = run()
+    assert scores.taps[0].argmax(dim=1).tolist() == text
+    assert torch.equal(scores.taps[1], scores.hidden.float())
+    found = run(tokens=[1, 0, 2], vectors={1: model.embed([4])[0]})
+    assert torch.equal(found.hidden, scores.hidden)
