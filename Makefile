@@ -47,7 +47,7 @@ demo: $(RUN_READY) $(NATIVE)  ## the same text written with and without speculat
 	$(BIN)/forerun demo $(ARGS)
 
 test: check  ## check, all tests except the long comparison, and without ARGS test-isas
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-isas \
 		TESTED="$$($(BIN)/python -c 'from forerun import native; print(native.isa())')")
 
@@ -56,7 +56,7 @@ test-isas: $(TEST_READY) $(NATIVE)  ## the tests of what the kernels compute, on
 	@possible="$$($(BIN)/python -c 'from forerun import native; print(*native.available_isas())')" || exit; \
 	for isa in $(filter-out $(TESTED),$(ISAS)); do \
 		case " $$possible " in \
-		*" $$isa "*) echo "FORERUN_ISA=$$isa:"; FORERUN_ISA=$$isa $(BIN)/python -m pytest $(ISA_TESTS) $(ARGS) || exit ;; \
+		*" $$isa "*) echo "FORERUN_ISA=$$isa:"; FORERUN_ISA=$$isa $(BIN)/python -m pytest -n auto --dist worksteal $(ISA_TESTS) $(ARGS) || exit ;; \
 		*) echo "FORERUN_ISA=$$isa: not run, for here are $$possible" ;; \
 		esac; \
 	done

@@ -7,6 +7,7 @@ test holds it to the code. demo.svg is a real run of `forerun demo`, as it stood
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import tomllib
@@ -91,13 +92,7 @@ def demo() -> str:
     from rich.text import Text
 
     command = [sys.executable, "-m", "forerun", "demo", "--max-tokens", "40"]
-    env = {
-        "TERM": "xterm-256color",
-        "FORCE_COLOR": "1",
-        "COLUMNS": "88",
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(Path.home()),
-    }
+    env = {**os.environ, "TERM": "xterm-256color", "FORCE_COLOR": "1", "COLUMNS": "88"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     console = Console(record=True, width=88, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
     console.print(Text.from_ansi("$ make demo\n" + done.stdout.split("With a model of your own")[0].rstrip()))

@@ -9,7 +9,7 @@ Shape legend, used in every docstring of the package:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -150,18 +150,34 @@ class Coins(Protocol):
 
 
 @dataclass(frozen=True)
+class Extra:
+    """Rows of one sequence that are scored and shown to `Drafter.observe`, never judged and never kept.
+
+    They count as nodes of the budget. tokens [M]; parents [M]: an index among the sequence's nodes and then these rows,
+    -1 = the last committed token; a row is as deep as its ancestors are many. vectors: by row, what the first layer
+    gets in place of the embedding of its token, [H] (learned look-ahead tokens).
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    vectors: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Draft:
     """The guess for the sequences of one step, flat.
 
     tokens [N], parents [N] (index of the parent node in the same flat numbering, -1 = hangs from the last committed
-    token; parents come before children), node_starts [B+1], probs [N] (the law each token was drawn from).
-    A chain is a tree whose parent is the node before. Zero nodes is legal: that is plain decoding.
+    token; parents come before children), node_starts [B+1], probs [N] (the distribution each token was drawn from).
+    A chain is a tree whose parent is the node before. Zero nodes is legal: that is plain decoding. Siblings come in the
+    order in which they were drawn, and a sequence's nodes best first. extra: by sequence, rows that are scored beside.
     """
 
     tokens: list[int]
     parents: list[int]
     node_starts: list[int]
     probs: list[Probs]
+    extra: Mapping[int, Extra] = field(default_factory=dict)
 
     @staticmethod
     def empty(num_sequences: int) -> Draft:
@@ -183,20 +199,23 @@ class Draft:
         tokens: list[int] = []
         parents: list[int] = []
         starts, laws = [0], list[Probs]()
+        extra: dict[int, Extra] = {}
         for draft in drafts:
             first = len(tokens)
+            extra |= {len(starts) - 1 + b: rows for b, rows in draft.extra.items()}
             tokens += draft.tokens
             parents += [p if p < 0 else first + p for p in draft.parents]
             starts += [first + start for start in draft.node_starts[1:]]
             laws += draft.probs
-        return Draft(tokens, parents, starts, laws)
+        return Draft(tokens, parents, starts, laws, extra)
 
     def only(self, b: int) -> Draft:
         """The draft of one sequence, by itself."""
         own = self.nodes(b)
         parents = [p if p < 0 else p - own.start for p in self.parents[own.start : own.stop]]
         cut = slice(own.start, own.stop)
-        return Draft(self.tokens[cut], parents, [0, len(own)], self.probs[cut])
+        extra = {0: self.extra[b]} if b in self.extra else {}
+        return Draft(self.tokens[cut], parents, [0, len(own)], self.probs[cut], extra)
 
     @property
     def num_sequences(self) -> int:
@@ -205,6 +224,17 @@ class Draft:
     def nodes(self, b: int) -> range:
         """The flat indices of sequence b's nodes."""
         return range(self.node_starts[b], self.node_starts[b + 1])
+
+    def num_rows(self, b: int) -> int:
+        """Rows of the target pass that sequence b's nodes and extra rows take."""
+        return len(self.nodes(b)) + (len(self.extra[b].tokens) if b in self.extra else 0)
+
+    def depth(self, b: int) -> int:
+        """Nodes on the longest path of sequence b."""
+        depths: dict[int, int] = {-1: 0}
+        for node in self.nodes(b):
+            depths[node] = depths[self.parents[node]] + 1
+        return max(depths.values())
 
     def path(self, node: int) -> list[int]:
         """Flat indices from the root's child down to `node`, both included."""

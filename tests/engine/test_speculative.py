@@ -18,9 +18,9 @@ from forerun import LLM, BadOption, SamplingParams, VocabularyMismatch
 from forerun.config import EngineConfig
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.kv.cache import BlockCache, CacheShape
-from forerun.sampling.random import Branching, enumerate_outcomes
+from forerun.testing import Branching, enumerate_outcomes
 from forerun.types import Draft, Probs
-from forerun.verify import chain
+from forerun.verify import ratio
 
 pytestmark = pytest.mark.once("each compares plain decoding with speculation itself")
 
@@ -52,7 +52,7 @@ def test_accept_reject_sampling(p: tuple[float, ...], q: tuple[float, ...]) -> N
     def run(coins: Branching) -> tuple[int, bool, int]:
         token = coins.draft(laws[1], 0)
         draft = Draft.chains([[token]], [[laws[1]]])
-        verdict = chain.verify(draft, [[laws[0], Probs(point=0)]], [coins])
+        verdict = ratio.verify(draft, [[laws[0], Probs(point=0)]], [coins])
         return token, bool(verdict.paths[0]), verdict.emitted(draft, 0)[0]
 
     ways = enumerate_outcomes(run)

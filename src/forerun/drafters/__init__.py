@@ -16,14 +16,46 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption
 from forerun.registry import by_value, load, make_options, names, parse_spec
-from forerun.types import Budget, Coins, Draft, Sequence, Verdict
+from forerun.types import Budget, Coins, Draft, Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.kv.cache import Backend
     from forerun.models.loading import Checkpoint
-    from forerun.models.runner import Model, Runner
+    from forerun.models.runner import Model, Runner, Scores
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one target pass showed of one sequence, to the drafter that serves it.
+
+    start: index in the text of the first token that was run and kept. kept: rows of the pass, of the tokens that were
+    kept; scored: all rows of the sequence (the last committed token, nodes, extra rows). scores: of the whole pass.
+    """
+
+    start: int
+    kept: Seq[int]
+    scored: range
+    run: int
+    scores: Scores
+
+    @property
+    def hidden(self) -> Tensor:
+        """Final-norm hidden states of the kept rows, [len(kept), H]."""
+        return self.scores.hidden[list(self.kept)]
+
+    def layer(self, k: int) -> Tensor:
+        """The residual stream behind k layers of the kept rows, float32 [len(kept), H]; k is one of `hidden_layers`."""
+        return self.scores.taps[k][list(self.kept)]
+
+    def top(self, num: int) -> tuple[Tensor, Tensor]:
+        """Ids and logits of the `num` likeliest tokens behind each scored row, [rows, num]; at most `top_logits`.
+
+        A prompt chunk wants no logits and has no rows.
+        """
+        values, ids = self.scores.logits[self.run].topk(num)
+        return ids, values
 
 
 class Drafter:
@@ -33,6 +65,8 @@ class Drafter:
     only to catch up (not those that every round feeds), and the seconds that it took.
     """
 
+    hidden_layers: tuple[int, ...] = ()  # whose rows `observe` is to get: k = behind k layers of the target
+    top_logits = 0  # likeliest tokens of each scored row that `observe` is to get
     shape = "chain"  # of its drafts: "chain" or "tree"
     draws = "independent"  # how siblings are drawn: "point" masses, "independent", "distinct" (without replacement)
     runner: Runner | None = None  # of a model of its own, whose passes are worth measuring
@@ -52,12 +86,15 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def observe(self, seqs: Seq[Sequence], runs: Seq[range], hidden: Tensor, verdict: Verdict | None = None) -> None:
-        """After every target pass, prompt chunks included.
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        """See what a target pass showed of this drafter's own sequences, prompt chunks included, after the commit."""
 
-        seqs[b] ran the tokens at hidden rows runs[b] (final-norm hidden states [T, H]). Called after the commit;
-        `verdict` covers the decoding sequences only.
+    def resumes_from(self, seq: Sequence, num_tokens: int) -> int:
+        """Of so many first tokens that the target's cache holds already, how many the drafter can do without seeing.
+
+        A drafter that lives on hidden states has to see each token's: the target then runs the others again.
         """
+        return num_tokens
 
     def end(self, seq: Sequence) -> None:
         """A sequence is finished or aborted: forget it."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.drafters import Drafter, Target
+from forerun.drafters import Drafter, Seen, Target
 from forerun.errors import BadOption
 from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
@@ -27,7 +27,7 @@ from forerun.models.loading import Checkpoint, load_checkpoint, small_files
 from forerun.models.runner import Run, Runner
 from forerun.sampling import History, probs, takes_the_best
 from forerun.text.tokenizer import Tokenizer, compare
-from forerun.types import ROUND_TOKENS, Budget, Coins, Draft, Probs, SamplingParams, Sequence, Verdict
+from forerun.types import ROUND_TOKENS, Budget, Coins, Draft, Probs, SamplingParams, Sequence
 
 Row = Tensor | int  # what follows a sequence: logits [V], or the id of the largest one
 
@@ -112,8 +112,8 @@ class ModelDrafter(Drafter):
     def free_tokens(self) -> int | None:
         return self.runner.cache.free_tokens()
 
-    def observe(self, seqs: Seq[Sequence], runs: Seq[range], hidden: Tensor, verdict: Verdict | None = None) -> None:
-        """Give back what rejected tokens held, before anybody is told how much room there is."""
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        """Give back what rejected tokens held, before the scheduler is told how much room there is."""
         if not self._guessing:
             return
         for seq in seqs:

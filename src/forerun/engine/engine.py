@@ -65,6 +65,7 @@ class Engine:
         self.tokenizer, self.end_ids, self.max_seq_len = tokenizer, end_ids, max_seq_len
         self.runner, self.pacing = runner, pacing
         self.drafter = drafter if isinstance(drafter, Crew) else Crew({"drafter": drafter})
+        runner.taps = self.drafter.hidden_layers
         self.stepper = Stepper(runner, self.drafter, pacing, coins, CatchUp(catchup_tokens))
         self.scheduler = Scheduler(
             runner.cache,

@@ -55,7 +55,7 @@ class RequestReport:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Of the tokens drafted at position i of a round, the share that was accepted."""
+        """Of the rounds that drafted at position i (in a tree: so deep), the share that accepted a token there."""
         return [a / d for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
 
     def sentence(self) -> str:
@@ -66,8 +66,8 @@ class RequestReport:
         counted = f"{self.num_accepted} of {self.num_tested} tested tokens"
         return f"{said}; alpha-hat {self.alpha_hat:.2f} ({counted}), acceptance rate {self.acceptance_rate:.2f}"
 
-    def count(self, num_drafted: int, num_accepted: int, num_tested: int) -> None:
-        """Add one round of a chain."""
+    def count(self, num_drafted: int, depth: int, num_accepted: int, num_tested: int) -> None:
+        """Add one round; depth: nodes on the longest path of the draft, which are its positions."""
         self.num_steps += 1
         self.num_emitted += num_accepted + 1
         self.rounds.append((num_drafted, num_accepted))
@@ -76,8 +76,8 @@ class RequestReport:
         self.num_drafted += num_drafted
         self.num_tested += num_tested
         self.num_accepted += num_accepted
-        for counts, length in ((self.drafted_per_position, num_drafted), (self.accepted_per_position, num_accepted)):
-            counts.extend([0] * (num_drafted - len(counts)))
+        for counts, length in ((self.drafted_per_position, depth), (self.accepted_per_position, num_accepted)):
+            counts.extend([0] * (depth - len(counts)))
             for i in range(length):
                 counts[i] += 1
 

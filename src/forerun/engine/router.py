@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence as Seq
-from typing import TYPE_CHECKING
 
 from forerun import drafters
-from forerun.drafters import Drafter, Target
+from forerun.drafters import Drafter, Seen, Target
 from forerun.errors import BadOption
 from forerun.registry import unknown
-from forerun.types import Budget, Coins, Draft, DraftStep, Sequence, Verdict
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from forerun.types import Budget, Coins, Draft, DraftStep, Sequence
 
 NONE = "none"  # the drafter of requests that are decoded plainly; there is always one
 LOOKUP = "lookup"  # costs no weights and no cache: there is always one, too
@@ -30,6 +25,7 @@ class Crew(Drafter):
     def __init__(self, members: Mapping[str, Drafter], aliases: Mapping[str, str] | None = None) -> None:
         self.members = {**members, NONE: members.get(NONE, Drafter())}
         self.main = next(iter(self.members))
+        self.hidden_layers = tuple(sorted({k for drafter in self.members.values() for k in drafter.hidden_layers}))
         self._aliases = {"auto": self.main, **(aliases or {})}
         self._steps: dict[str, DraftStep] = {}
         self.shares_s: dict[int, float] = {}
@@ -96,11 +92,11 @@ class Crew(Drafter):
 
     def _add_draft(self, name: str, begun: float, draft: Draft) -> DraftStep:
         """Add a draft, asked for at the time `begun`, to what its drafter did in this step; returns that."""
-        sizes = [end - start for start, end in itertools.pairwise(draft.node_starts)]
+        depths = [draft.depth(b) for b in range(draft.num_sequences)]
         step = self._steps.setdefault(name, DraftStep())
-        step.num_sequences += sum([size > 0 for size in sizes])
+        step.num_sequences += sum([depth > 0 for depth in depths])
         step.num_nodes += len(draft.tokens)
-        step.depth = max(step.depth, *sizes)
+        step.depth = max(step.depth, *depths)
         self._count(name, begun)
         return step
 
@@ -112,9 +108,12 @@ class Crew(Drafter):
                 self._count(name, start)
                 num_tokens -= sum(drafter.caught_up.values())
 
-    def observe(self, seqs: Seq[Sequence], runs: Seq[range], hidden: Tensor, verdict: Verdict | None = None) -> None:
-        for drafter in self.members.values():
-            drafter.observe(seqs, runs, hidden, verdict)
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        for name, members in _groups(seqs, [1] * len(seqs)).items():
+            self.members[name].observe([seqs[b] for b in members], [seen[b] for b in members])
+
+    def resumes_from(self, seq: Sequence, num_tokens: int) -> int:
+        return self.of(seq).resumes_from(seq, num_tokens)
 
     def _count(self, name: str, begun: float) -> None:
         """Add a call of a drafter, made at the time `begun`, to what it did in this step."""

@@ -126,6 +126,9 @@ class Scheduler:
     def _start(self, request: Request) -> None:
         seq = request.seq
         found = self.cache.open(seq.id, seq.tokens, seq.params.cache_salt)
+        if (least := self.drafter.resumes_from(seq, found)) < found:
+            self.cache.truncate_to(seq.id, least)
+            found = least
         if not request.report.num_preemptions:
             request.report.num_cached_tokens = found
         self.drafter.begin(seq)

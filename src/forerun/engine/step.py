@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forerun import sampling, verify
+from forerun.drafters import Seen
 from forerun.engine.catchup import CatchUp
 from forerun.engine.request import Request
 from forerun.engine.router import Crew
@@ -117,7 +118,7 @@ class Stepper:
         if self.pacing.stops_early:
             budget.go_on = lambda b, depth, law: self.pacing.go_on(seqs[b], depth, law)
         draft = self.drafter.propose(seqs, budget, coins)
-        if any(len(draft.nodes(b)) > most for b, most in enumerate(granted)):
+        if any(draft.num_rows(b) > most for b, most in enumerate(granted)):
             raise InternalError("a drafter drafted more than it was granted")
         return draft, granted
 
@@ -132,7 +133,10 @@ class Stepper:
     def _score(self, plan: Plan, draft: Draft) -> Scores:
         """One pass over [last committed token, draft nodes] of every decoding sequence and over the prompt chunks."""
         best = self.runner.finds_best
-        runs = [_run(request, draft, b, best and request.takes_the_best) for b, request in enumerate(plan.decode)]
+        runs = []
+        for b, request in enumerate(plan.decode):
+            only_best = best and request.takes_the_best and not self.drafter.of(request.seq).top_logits
+            runs.append(_run(request, draft, b, only_best))
         for request, take in plan.prefill:
             done = self.runner.cache.length(request.seq.id)
             runs.append(Run(request.seq.id, request.seq.tokens[done : done + take], "none"))
@@ -143,7 +147,7 @@ class Stepper:
     ) -> StepReport:
         report = StepReport(num_decoding=len(plan.decode), num_drafted=len(draft.tokens))
         report.num_prefill_tokens = sum(take for _, take in plan.prefill)
-        report.num_rows = report.num_prefill_tokens + report.num_decoding + report.num_drafted
+        report.num_rows = scores.rows[-1].stop if scores.rows else 0
         report.num_context_tokens = sum([len(request.seq.tokens) for request in plan.decode]) - report.num_decoding
         if self.wants_detail:
             report.rounds = [_detail(r.seq, draft, laws[b], verdict, b, granted[b]) for b, r in enumerate(plan.decode)]
@@ -157,8 +161,14 @@ class Stepper:
         report.num_committed = sum([step.num_committed for step in report.sequences])
         seqs = [request.seq for request in plan.decode] + [request.seq for request, _ in plan.prefill]
         self._keep(seqs, kept)
-        self.drafter.observe(seqs, scores.rows, scores.hidden, verdict)
+        self.drafter.observe(seqs, [self._seen(seq, kept[seq.id], scores, run) for run, seq in enumerate(seqs)])
         return report
+
+    def _seen(self, seq: Sequence, kept: Seq[int], scores: Scores, run: int) -> Seen:
+        """What the pass showed of a sequence, behind the commit."""
+        rows = scores.rows[run]
+        start = self.runner.cache.length(seq.id) - len(kept)
+        return Seen(start, [rows.start + i for i in kept], rows, run, scores)
 
     def _commit_one(
         self, request: Request, draft: Draft, logits: Tensor, verdict: Verdict, b: int
@@ -166,12 +176,12 @@ class Stepper:
         """Count and commit; and the cache rows of the tokens that are no longer last: root and accepted nodes."""
         seq, start, path, num_tested = request.seq, draft.node_starts[b], verdict.paths[b], verdict.num_tested(b)
         num_nodes, emitted = draft.node_starts[b + 1] - start, verdict.emitted(draft, b)
-        request.report.count(num_nodes, len(path), num_tested)
+        request.report.count(num_nodes, draft.depth(b) if num_nodes else 0, len(path), num_tested)
         rows = [0, *[n - start + 1 for n in path]] if path else [0]  # row i decided emitted token i
         logprobs: Seq[TokenLogprob] = ()
         if (most := seq.params.logprobs) is not None:
             logprobs = [sampling.logprobs_of(logits[r], t, most) for r, t in zip(rows, emitted, strict=True)]
-        origins = _origins(len(path), len(path) == num_nodes) if num_nodes else _PLAIN
+        origins = _origins(len(path), len(path) == num_tested) if num_nodes else _PLAIN
         committed = request.commit(emitted, origins, logprobs)
         seq.round += 1
         step = SequenceStep(seq.id, seq.draft, num_nodes, num_tested, tuple([n - start for n in path]), committed)
@@ -250,13 +260,17 @@ def _laws(seqs: Seq[Sequence], draft: Draft, scores: Scores) -> list[Laws]:
 
 
 def _run(request: Request, draft: Draft, b: int, best_only: bool) -> Run:
-    """The last committed token of a request, then its draft."""
-    seq, start, stop = request.seq, draft.node_starts[b], draft.node_starts[b + 1]
-    if start == stop:
+    """The last committed token of a request, then its draft, then its extra rows."""
+    seq, start, stop, extra = request.seq, draft.node_starts[b], draft.node_starts[b + 1], draft.extra.get(b)
+    if start == stop and extra is None:
         return Run(seq.id, (seq.tokens[-1],), "all", None, best_only)
     tokens = [seq.tokens[-1], *draft.tokens[start:stop]]
     parents = [-1, *[0 if p < 0 else p - start + 1 for p in draft.parents[start:stop]]]
-    return Run(seq.id, tokens, "all", parents, best_only)
+    if extra is None:
+        return Run(seq.id, tokens, "all", parents, best_only)
+    vectors = {len(tokens) + i: vector for i, vector in extra.vectors.items()}
+    parents += [p + 1 for p in extra.parents]
+    return Run(seq.id, [*tokens, *extra.tokens], "all", parents, best_only, vectors=vectors or None)
 
 
 _PLAIN: Seq[Origin] = ("plain",)
@@ -264,7 +278,7 @@ _PLAIN: Seq[Origin] = ("plain",)
 
 @functools.cache
 def _origins(num_accepted: int, is_whole: bool) -> Seq[Origin]:
-    """Of what a round emits that has drafted; is_whole: its whole draft was accepted."""
+    """Of what a round emits that has drafted; is_whole: the path ended at a leaf, not at a rejection."""
     accepted: list[Origin] = ["accepted"] * num_accepted
     return (*accepted, "bonus" if is_whole else "correction")
 

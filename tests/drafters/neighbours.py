@@ -1,0 +1,60 @@
+"""A tree of what followed the most similar inner hidden states of this text: point masses, one static shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from forerun.drafters import Drafter, Seen, Target
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
+
+LAYER = 2  # of the target, whose rows are compared
+
+
+@dataclass(frozen=True)
+class Options:
+    """How wide the tree is."""
+
+    width: int = field(default=3, metadata={"help": "children of the root; each has one child", "min": 1, "max": 8})
+
+
+class NeighbourDrafter(Drafter):
+    """Remembers the hidden state of every token that was run; that of the last one comes with the next pass."""
+
+    shape, draws, hidden_layers = "tree", "point", (LAYER,)
+
+    def __init__(self, options: Options) -> None:
+        self.options, self._rows = options, dict[int, Tensor]()
+
+    def resumes_from(self, seq: Sequence, num_tokens: int) -> int:
+        return 0  # the states of a prefix that the target does not run would be missing
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        for seq, one in zip(seqs, seen, strict=True):
+            had = self._rows.get(seq.id, one.layer(LAYER)[:0])[: one.start]
+            self._rows[seq.id] = torch.cat((had, torch.nn.functional.normalize(one.layer(LAYER))))
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        return Draft.joined([self._tree(seq, budget.num_tokens[b]) for b, seq in enumerate(seqs)])
+
+    def end(self, seq: Sequence) -> None:
+        self._rows.pop(seq.id, None)
+
+    def _tree(self, seq: Sequence, most: int) -> Draft:
+        """What stood two and three places behind the states that are nearest to the one before the last token."""
+        rows, tokens = self._rows[seq.id], seq.tokens
+        order = (rows[:-2] @ rows[-1]).argsort(descending=True).tolist() if len(rows) > 2 else []
+        followed = [i for i in order if tokens[i + 1] == tokens[-1]]
+        firsts = {tokens[i + 2]: i + 3 for i in reversed(followed)}  # the nearest neighbour of a token wins
+        roots = sorted(firsts, key=lambda token: followed.index(firsts[token] - 3))[: min(self.options.width, most)]
+        seconds = [(n, tokens[firsts[t]]) for n, t in enumerate(roots) if firsts[t] < len(tokens)][: most - len(roots)]
+        nodes = [*roots, *(token for _, token in seconds)]
+        parents = [-1] * len(roots) + [n for n, _ in seconds]
+        return Draft(nodes, parents, [0, len(nodes)], [Probs.of_point(token) for token in nodes])
+
+
+def build(options: Options, target: Target) -> Drafter:
+    return NeighbourDrafter(options)

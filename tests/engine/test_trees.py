@@ -1,0 +1,135 @@
+"""A drafter of trees from inner hidden states, as one file beside the others; extra rows; likeliest tokens; counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.load import DRAFT, MODEL, run, runner_with
+from forerun import LLM, BadOption, SamplingParams, drafters
+from forerun.drafters import Drafter, Seen
+from forerun.engine.engine import Engine
+from forerun.engine.router import Crew
+from forerun.models.runner import Run
+from forerun.pacing import make
+from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
+from forerun.verify import match
+
+PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n    return"
+GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=40, temperature=0.7, seed=3, ignore_eos=True)
+pytestmark = pytest.mark.once("about drafts of trees")
+
+
+@pytest.fixture
+def with_neighbours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """tests/drafters/neighbours.py as one more file of the drafters' room, and nothing else."""
+    folder = str(Path(__file__).parents[1] / "drafters")
+    drafters.__path__.append(folder)
+    yield
+    drafters.__path__.remove(folder)
+
+
+@pytest.mark.parametrize("spec_length", [2, 6])
+def test_a_drafter_of_trees_is_one_file(with_neighbours: None, spec_length: int) -> None:
+    """Its texts are plain decoding's, bit for bit; trees were drafted, accepted and rejected; nothing leaks."""
+    plain = LLM(draft="none").generate([PROMPT, PROMPT[:60]], [GREEDY, SAMPLED])
+    llm = LLM(draft="neighbours:width=3", spec_length=spec_length, max_seq_len=512)
+    rounds: list[Any] = []
+    llm.listen(lambda report: rounds.extend(report.rounds), detail=True)
+    for _ in range(2):  # the second time the target's cache holds the prompt, and the drafter must see it all the same
+        outs = llm.generate([PROMPT, PROMPT[:60]], [GREEDY, SAMPLED])
+        assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+        assert all(out.report.num_cached_tokens == 0 for out in outs)
+    trees = [r for r in rounds if r.parents.count(-1) > 1]
+    assert {len(r.accepted) for r in trees} == ({0, 1} if spec_length == 2 else {0, 1, 2})
+    for out in outs:
+        report = out.report
+        assert report.num_accepted <= report.num_tested <= report.num_drafted
+        assert len(report.drafted_per_position) <= 2, "two levels"
+        assert sum(report.accepted_per_position) == report.num_accepted
+        assert all(rate <= 1 for rate in report.acceptance_per_position)
+        assert report.origins.count("accepted") == report.num_accepted
+    llm.engine.runner.cache.check_integrity()
+    assert not llm.engine.drafter.first._rows  # type: ignore[attr-defined]
+
+
+def test_a_pair_that_cannot_be_judged_is_refused_when_it_is_added(
+    with_neighbours: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(draft="neighbours", max_seq_len=512)
+    monkeypatch.setattr(match, "SHAPES", ("chain",))
+    with pytest.raises(BadOption, match=r"'match' cannot judge the drafts of 'neighbours' \(tree\): use .*'ratio'"):
+        llm.generate(PROMPT, SAMPLED)
+    assert llm.generate(PROMPT, GREEDY)[0].token_ids
+    assert llm.generate(PROMPT, SamplingParams(max_tokens=4, seed=3, draft="none"))[0].token_ids
+
+
+class Watcher(Drafter):
+    """Drafts one token and two extra rows below it, and keeps what it is shown."""
+
+    draws, top_logits = "point", 2
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, list[int], Seen]] = []
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        draft = Draft.chains([[1] for _ in seqs], [[Probs.of_point(1)] for _ in seqs])
+        extra = {b: Extra([2, 3], [0, 1]) for b in range(len(seqs)) if budget.num_tokens[b] >= 3}
+        return Draft(draft.tokens, draft.parents, draft.node_starts, draft.probs, extra)
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        self.seen += [(seq.id, list(seq.tokens), one) for seq, one in zip(seqs, seen, strict=True)]
+
+
+def logits_behind(tokens: list[int]) -> torch.Tensor:
+    """Of the model alone, in one pass."""
+    runner = runner_with(MODEL, 400)
+    runner.cache.open(0)
+    return runner.forward([Run(0, tokens, "last")]).logits[0][-1]
+
+
+def test_extra_rows_are_scored_shown_and_never_kept() -> None:
+    """What stands behind 1, 2 and 1, 2, 3 is what the model says of a text that ends so."""
+    watcher = Watcher()
+    engine = Engine(runner_with(MODEL, 400), Crew({"watcher": watcher}), make("fixed", 3))
+    request = engine.add([1, 2, 3, 4], SamplingParams(max_tokens=8, temperature=0))
+    other = engine.add([4, 3], SamplingParams(max_tokens=8, temperature=0, draft="none"))
+    outputs = run(engine, [request, other])
+    plain = Engine(runner_with(MODEL, 400), Crew({"none": Drafter()}), make("fixed", 3))
+    greedy = SamplingParams(max_tokens=8, temperature=0)
+    assert outputs == run(plain, [plain.add([1, 2, 3, 4], greedy), plain.add([4, 3], greedy)])
+    assert {seq for seq, _, _ in watcher.seen} == {request.seq.id}, "its own sequences only"
+    decoded = [(tokens, one) for _, tokens, one in watcher.seen if len(one.scored) == 4]
+    assert decoded
+    for tokens, one in decoded:
+        ids, values = one.top(2)
+        assert ids.shape == values.shape == (4, 2)
+        before = tokens[: one.start + 1]  # the last committed token was run at index `start`
+        for row, behind in enumerate(([], [1], [1, 2], [1, 2, 3])):
+            expected = logits_behind([*before, *behind]).topk(2)
+            assert ids[row].tolist() == expected.indices.tolist()
+            assert torch.allclose(values[row], expected.values, atol=1e-4)
+        assert len(one.kept) == len(tokens) - len(before)
+    engine.runner.cache.check_integrity()
+
+
+def test_extra_rows_count_as_nodes_of_the_budget() -> None:
+    engine = Engine(runner_with(MODEL, 400), Crew({"watcher": Watcher()}), make("fixed", 2))
+    reports: list[Any] = []
+    engine.listen(reports.append)
+    run(engine, [engine.add([1, 2, 3], SamplingParams(max_tokens=6, temperature=0))])
+    assert max(report.num_rows for report in reports if report.num_decoding) == 2, "one node, and no room for two more"
+
+
+def test_a_drafter_hears_of_its_own_sequences_only() -> None:
+    first, second = Watcher(), Watcher()
+    engine = Engine(runner_with(DRAFT, 400), Crew({"first": first, "second": second}), make("fixed", 1))
+    greedy = {"max_tokens": 5, "temperature": 0.0}
+    requests = [engine.add([1, 2], SamplingParams(**greedy, draft=name)) for name in ("first", "second")]
+    run(engine, requests)
+    assert [{seq for seq, _, _ in watcher.seen} for watcher in (first, second)] == [{r.seq.id} for r in requests]
