@@ -33,6 +33,9 @@ ISA_TESTS := tests/ops tests/models/test_parity.py tests/models/test_loading.py 
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 	$(BIN)/python -m pip install --disable-pip-version-check --no-input
 
+# One process for each core, with one thread: two teams of threads on the same cores would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
 # Modules from elsewhere would shadow what .venv holds.
 unexport PYTHONPATH PYTHONHOME
 
@@ -47,7 +50,7 @@ demo: $(RUN_READY) $(NATIVE)  ## the same text written with and without speculat
 	$(BIN)/forerun demo $(ARGS)
 
 test: check  ## check, all tests except the long comparison, and without ARGS test-isas
-	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	$(PYTEST) $(ARGS)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-isas \
 		TESTED="$$($(BIN)/python -c 'from forerun import native; print(native.isa())')")
 
@@ -56,7 +59,7 @@ test-isas: $(TEST_READY) $(NATIVE)  ## the tests of what the kernels compute, on
 	@possible="$$($(BIN)/python -c 'from forerun import native; print(*native.available_isas())')" || exit; \
 	for isa in $(filter-out $(TESTED),$(ISAS)); do \
 		case " $$possible " in \
-		*" $$isa "*) echo "FORERUN_ISA=$$isa:"; FORERUN_ISA=$$isa $(BIN)/python -m pytest -n auto --dist worksteal $(ISA_TESTS) $(ARGS) || exit ;; \
+		*" $$isa "*) echo "FORERUN_ISA=$$isa:"; FORERUN_ISA=$$isa $(PYTEST) $(ISA_TESTS) $(ARGS) || exit ;; \
 		*) echo "FORERUN_ISA=$$isa: not run, for here are $$possible" ;; \
 		esac; \
 	done
