@@ -104,20 +104,29 @@ class ForeignModel:
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.model, self.config = model, self
-        self.device, self.dtype, self.ops = torch.device("cpu"), model.dtype, ReferenceOps()
+        self.device, self.ops = torch.device("cpu"), ReferenceOps()
+        self.weight_dtype = self.activation_dtype = self.cache_dtype = model.dtype
+        self.hidden_size = model.config.hidden_size
         self.vocab_size, self.max_positions = model.config.vocab_size, model.config.max_position_embeddings
         self.cache_shape = CacheShape(2, 2, 8)
 
-    def forward(self, batch: RaggedBatch, cache: ForeignCache) -> Tensor:
-        if batch.parents:
-            raise InternalError("this model runs chains only")
+    def forward(
+        self,
+        batch: RaggedBatch,
+        cache: ForeignCache,
+        layers: Seq[int] | None = None,
+        hidden: Tensor | None = None,
+        taps: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        if batch.parents or layers is not None or hidden is not None or taps:
+            raise InternalError("this model runs chains only, all layers of them")
         tokens, _ = batch.ids()
-        hidden = []
+        found = []
         for b, slot in enumerate(batch.slots):
             cache.truncate_to(slot, batch.cached[b])  # what an interrupted step left
             ids = torch.tensor([[tokens[row] for row in batch.run(b)]])
-            hidden.append(self.model.model(ids, past_key_values=cache.caches[slot]).last_hidden_state[0])
-        return torch.cat(hidden)
+            found.append(self.model.model(ids, past_key_values=cache.caches[slot]).last_hidden_state[0])
+        return torch.cat(found)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.lm_head(hidden)
