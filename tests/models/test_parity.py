@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from forerun.kv.cache import BlockCache
 from forerun.models.layers import Decoder
 from forerun.models.loading import load_checkpoint
-from forerun.models.runner import Run, pack
+from forerun.models.runner import Run, Runner, pack
 
 Raw = dict[str, Any]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -118,6 +118,19 @@ def test_prefill_chunks_and_ragged_mixtures_agree(pair: Pair) -> None:
                 cache.keep({slot: range(len(run))})
         cache.check_integrity()
         assert all(cache.length(slot) == len(tokens) for slot, tokens in texts.items())
+
+
+def test_taps_are_the_hidden_states_of_transformers(pair: Pair) -> None:
+    """Of every layer; the last of theirs comes after the final norm."""
+    tokens, num_layers = tokens_of(23, 8), pair.model.config.num_layers
+    with torch.inference_mode():
+        expected = pair.oracle(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    cache = pair.cache("paged")
+    cache.open(0)
+    scores = Runner(pair.model, cache, taps=range(num_layers + 1)).forward([Run(0, tokens, "none")])
+    for k in range(num_layers):
+        assert_close(scores.taps[k], expected[k][0])
+    assert_close(pair.model.norm(scores.taps[num_layers]), expected[num_layers][0])
 
 
 def test_tree_rows_are_the_chain_rows_over_each_path(pair: Pair) -> None:
