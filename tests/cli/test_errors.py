@@ -2,7 +2,6 @@
 
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -158,22 +157,15 @@ def test_the_same_from_a_shell(process: Any, case: str) -> None:
     assert sentence in done.stderr
 
 
-def test_help_is_quick_and_needs_no_torch(process: Any) -> None:
+def test_help_needs_no_torch() -> None:
     script = (
         "import sys\nfrom forerun.cli.main import _run\n"
         "for words in ([], ['generate'], ['demo'], ['bench'], ['bench', 'latency'], ['bench', 'widen'], ['train']):\n"
         "    assert _run([*words, '--help']) == 0\n"
-        "assert not {'torch', 'tokenizers', 'transformers'} & set(sys.modules)\n"
+        "assert not {'torch', 'numpy', 'tokenizers', 'transformers'} & set(sys.modules)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, env=environment)
-    seconds = []
-    for _ in range(3):  # processor seconds: a busy machine must not decide this
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert process("--help").returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 0.5, seconds
 
 
 def test_version(cli: Any) -> None:
