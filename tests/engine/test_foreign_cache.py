@@ -106,9 +106,8 @@ class ForeignModel:
         self.model, self.config = model, self
         self.device, self.ops = torch.device("cpu"), ReferenceOps()
         self.weight_dtype = self.activation_dtype = self.cache_dtype = model.dtype
-        self.hidden_size = model.config.hidden_size
         self.vocab_size, self.max_positions = model.config.vocab_size, model.config.max_position_embeddings
-        self.cache_shape = CacheShape(2, 2, 8)
+        self.hidden_size, self.cache_shape = model.config.hidden_size, CacheShape(2, 2, 8)
 
     def forward(
         self,
@@ -118,15 +117,24 @@ class ForeignModel:
         hidden: Tensor | None = None,
         taps: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
-        if batch.parents or layers is not None or hidden is not None or taps:
-            raise InternalError("this model runs chains only, all layers of them")
-        tokens, _ = batch.ids()
-        found = []
+        if batch.parents or layers is not None:
+            raise InternalError("this model runs chains only, through all of its layers")
+        inputs, found = self.embed(batch.ids()[0]) if hidden is None else hidden, []
         for b, slot in enumerate(batch.slots):
             cache.truncate_to(slot, batch.cached[b])  # what an interrupted step left
-            ids = torch.tensor([[tokens[row] for row in batch.run(b)]])
-            found.append(self.model.model(ids, past_key_values=cache.caches[slot]).last_hidden_state[0])
-        return torch.cat(found)
+            rows = inputs[list(batch.run(b))][None]
+            found.append(
+                self.model.model(inputs_embeds=rows, past_key_values=cache.caches[slot], output_hidden_states=True)
+            )
+        for k, tap in (taps or {}).items():
+            tap.copy_(torch.cat([run.hidden_states[k][0] for run in found]))
+        return torch.cat([run.last_hidden_state[0] for run in found])
+
+    def embed(self, ids: Seq[int]) -> Tensor:
+        return self.model.model.embed_tokens(torch.tensor(ids))
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        return self.model.model.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.lm_head(hidden)
@@ -193,3 +201,18 @@ def test_a_fork_goes_on_alone() -> None:
         assert torch.allclose(found, whole, atol=1e-10)
     with pytest.raises(InternalError, match="chains only"):
         runner.forward([Run(0, [1, 2, 3], parents=[-1, 0, 0])])
+
+
+def test_its_inner_layers_are_shown_and_vectors_stand_for_tokens() -> None:
+    """Taps are the hidden states of transformers; an embedding in place of its token changes nothing."""
+    model, tokens = ForeignModel(TARGET), PROMPTS[2]
+    with torch.inference_mode():
+        expected = TARGET.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        vectors = {3: model.embed(tokens)[3]}
+    for run in (Run(0, tokens), Run(0, [*tokens[:3], 0, *tokens[4:]], vectors=vectors)):
+        cache = ForeignCache()
+        cache.open(0)
+        scores = Runner(model, cache, taps=(0, 1)).forward([run])
+        for k in (0, 1):
+            assert torch.allclose(scores.taps[k], expected[k][0].float())
+        assert torch.allclose(scores.hidden, expected[2][0])

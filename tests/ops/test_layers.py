@@ -258,6 +258,9 @@ def test_what_is_no_part_of_a_model_is_refused(ops: ReferenceOps, dtype: torch.d
     for arguments, message in wrong:
         with pytest.raises(InternalError, match=message):
             model.forward(batch, cache, **arguments)
+    for row in (2, -1):
+        with pytest.raises(InternalError, match=f"no row {row}"):
+            Runner(model, cache).forward([Run(1, [1, 2]), Run(0, [1, 2], vectors={row: torch.zeros(width)})])
     for ids in ([77], [-1]):
         with pytest.raises(IndexError):
             model.embed(ids)

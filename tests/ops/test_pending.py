@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder
+from forerun.models.layers import Decoder, Rope
 from forerun.models.runner import Run, Runner, pack
 from forerun.ops.reference import ReferenceOps, run_mask
 from ops.native_cases import BFLOAT16, FLOAT32, ISAS, make_config, ops_of, random_weights, same_bits, tokens_of
@@ -200,3 +200,14 @@ def test_nothing_runs_ahead_of_a_pending_tree() -> None:
     bench.rows(Run(0, [1, 2], parents=[-1, -1], pending=True))
     with pytest.raises(InternalError, match="pending tree"):
         bench.runner.run_ahead([(0, [3], 4)])
+
+
+@pytest.mark.parametrize(("ops", "dtype", "same"), BACKENDS)
+def test_positions_reach_as_far_as_pending_rows(ops: ReferenceOps, dtype: torch.dtype, same: Same) -> None:
+    """Deep in a pending tree, a row's position lies beyond the rotations that its own run alone would need."""
+    context, tree = tokens_of(Rope.BLOCK - 6, 2), Tree(tokens_of(12, 3), [-1, -1, *range(1, 11)])
+    model, longer = (Decoder(make_config(), random_weights(make_config(), dtype), ops) for _ in range(2))
+    bench, alone = Bench(model, context), Bench(longer, context)
+    found, at = grow(bench, tree)
+    assert at == list(range(12))
+    assert same(found[1:], alone.rows(Run(0, tree.tokens[1:])))

@@ -229,8 +229,7 @@ def _back_to_back(weights: list[Tensor]) -> Tensor | None:
 
 def _end(batch: RaggedBatch) -> int:
     """One more than the highest position of a batch can be."""
-    starts = batch.run_starts
-    return max([cached + starts[b + 1] - starts[b] for b, cached in enumerate(batch.cached)], default=0)
+    return max(map(batch.end, range(len(batch.slots))), default=0)
 
 
 def _check_part(name: str, part: Seq[int], whole: int) -> None:

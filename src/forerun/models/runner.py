@@ -192,13 +192,12 @@ class Runner:
 
     @property
     def fingerprint(self) -> str:
-        """What the time of a pass depends on: processor, operators, their threads, the model's shape and type."""
+        """What the time of a pass depends on: processor, operators, threads, the model's shape, layers and type."""
         model, info = self.model, Path("/proc/cpuinfo")
         lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else [platform.processor()]
         processor = next((line for line in lines if line.startswith("model name")), lines[0])
-        return repr(
-            (processor, model.ops.build, model.ops.num_threads, model.config, model.weight_dtype, model.device.type)
-        )
+        ops, shape = (model.ops.build, model.ops.num_threads), (model.config, self.layers)
+        return repr((processor, *ops, *shape, model.weight_dtype, model.device.type))
 
     def try_pass(self, num_rows: int) -> None:
         """Run a pass over rows that are forgotten at once, as a verification runs it. Raises CapacityError."""
@@ -215,6 +214,8 @@ class Runner:
         rows = self.model.embed(batch.ids()[0])
         for run, start in zip(runs, batch.run_starts, strict=False):
             for i, vector in (run.vectors or {}).items():
+                if not 0 <= i < len(run.tokens):
+                    raise InternalError(f"a run of {len(run.tokens)} rows has no row {i} to give a vector to")
                 rows[start + i] = vector
         return rows
 
