@@ -205,7 +205,7 @@ def test_a_config_file_that_cannot_be_read_is_refused(tmp_path):
 
 def test_a_folder_with_a_colon_in_its_name_is_a_draft_model(tmp_path):
     (tmp_path / "m:1b").mkdir()
-    model = SimpleNamespace(dtype="auto", device="cpu", ops=None)
+    model = SimpleNamespace(weight_dtype="auto", device="cpu", ops=None)
     target = SimpleNamespace(model=model, tokenizer=None, loaded_draft=None, shipped_draft=None)
     with pytest.raises(NotFound, match="m:1b"):  # it was looked into, and it is empty
         drafters.make(str(tmp_path / "m:1b"), target)

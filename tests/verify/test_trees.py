@@ -162,7 +162,7 @@ def test_a_pair_that_cannot_be_judged_is_refused(monkeypatch):
     rule = verify.find("match")
     rule.check("model", "chain", "independent")
     with pytest.raises(
-        BadOption, match=r"acceptance='match' cannot judge the drafts of 'medusa' \(tree\): use .*'ratio'"
+        BadOption, match=r"acceptance='match' cannot judge the drafts of 'medusa' \(tree, point\): use .*'ratio'"
     ):
         rule.check("medusa", "tree", "point")
 

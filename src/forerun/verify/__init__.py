@@ -42,13 +42,16 @@ class Rule:
 
     def check(self, draft: str, shape: str, draws: str) -> None:
         """Raise BadOption where drafts of this shape and these draws cannot be judged. draft: the drafter's name."""
-        for what, found in (("SHAPES", shape), ("DRAWS", draws)):
-            if found not in getattr(self.module, what):
-                fitting = [name for name in rules() if found in getattr(find(name).module, what)]
-                raise BadOption(
-                    f"acceptance={self.name!r} cannot judge the drafts of {draft!r} ({found}): use "
-                    + " or ".join([f"acceptance={name!r}" for name in fitting] + ["another drafter"])
-                )
+
+        def judges(module: ModuleType) -> bool:
+            return shape in module.SHAPES and draws in module.DRAWS
+
+        if not judges(self.module):
+            fitting = [f"acceptance={name!r}" for name in rules() if judges(find(name).module)]
+            raise BadOption(
+                f"acceptance={self.name!r} cannot judge the drafts of {draft!r} ({shape}, {draws}): "
+                f"use {' or '.join([*fitting, 'another drafter'])}"
+            )
 
     def rule(self, draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins) -> Ruling:
         """The ruling on sequence b."""
