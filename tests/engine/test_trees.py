@@ -63,9 +63,7 @@ def test_a_pair_that_cannot_be_judged_is_refused_when_it_is_added(
 ) -> None:
     llm = LLM(draft="neighbours", max_seq_len=512)
     monkeypatch.setattr(match, "SHAPES", ("chain",))
-    with pytest.raises(
-        BadOption, match=r"'match' cannot judge .*'neighbours' \(tree, point\): use .*'ratio'"
-    ):
+    with pytest.raises(BadOption, match=r"'match' cannot judge .*'neighbours' \(tree, point\): use .*'ratio'"):
         llm.generate(PROMPT, SAMPLED)
     assert llm.generate(PROMPT, GREEDY)[0].token_ids
     assert llm.generate(PROMPT, SamplingParams(max_tokens=4, seed=3, draft="none"))[0].token_ids
