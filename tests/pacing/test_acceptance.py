@@ -75,7 +75,7 @@ def test_guesses_are_scored_when_the_text_says_how_much_was_right():
     known.score_guess(0, text[:4])
     assert known._mean.drafted[0] == 0, "1, 2 were right so far, and nothing says that 9 is wrong"
     known.score_guess(0, text[:5])
-    assert known._mean.drafted[:5].tolist() == [1, 1, 1, 1, 0]
+    assert known._mean.drafted[:5] == [1, 1, 1, 1, 0]
     assert known._mean.accepted[:5].tolist() == [1, 1, 0, 0, 0]
     known.score_guess(0, text)
     assert known._mean.drafted[0] == 1, "once"

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-import numpy as np
-import numpy.typing as npt
-
-Shares = npt.NDArray[np.float64]
+Shares = list[float]  # [MAX_RANKS]
 
 MAX_RANKS = 16
 FIRST_GUESS = 0.6  # acceptance of a drafter that was never seen
@@ -22,25 +19,23 @@ class Average:
 
     def __init__(self, memory: float) -> None:
         self.keep = 1 - 1 / memory
-        self.drafted, self.accepted = np.zeros(MAX_RANKS), np.zeros(MAX_RANKS)
+        self.drafted, self.accepted = [0.0] * MAX_RANKS, [0.0] * MAX_RANKS
 
     def add(self, num_drafted: int, ranks: Seq[int]) -> None:
         """One round that drafted so many nodes, of which those of these ranks were accepted."""
-        self.drafted *= self.keep
-        self.accepted *= self.keep
-        self.drafted[:num_drafted] += 1
-        self.accepted[[rank for rank in ranks if rank < MAX_RANKS]] += 1
+        self.drafted = [self.keep * weight + (rank < num_drafted) for rank, weight in enumerate(self.drafted)]
+        self.accepted = [self.keep * weight + (rank in ranks) for rank, weight in enumerate(self.accepted)]
 
-    def shares(self, steps: Shares, weight: float) -> Shares:
+    def shares(self, steps: Seq[float], weight: float) -> Shares:
         """P(the node of rank i is accepted), [MAX_RANKS], never rising.
 
         steps [MAX_RANKS]: the P expected of rank i over that found for rank i - 1; it counts as `weight` rounds.
         """
         found, before = [], 1.0
-        for drafted, accepted, step in zip(self.drafted.tolist(), self.accepted.tolist(), steps.tolist(), strict=True):
+        for drafted, accepted, step in zip(self.drafted, self.accepted, steps, strict=True):
             before = min(before, (accepted + weight * before * step) / (drafted + weight))
             found.append(before)
-        return np.array(found)
+        return found
 
 
 class Acceptance:
@@ -85,11 +80,13 @@ class Acceptance:
     def drafter_shares(self) -> Shares:
         """P(rank i is accepted) for a request that nothing is known of."""
         drafted, accepted = self._mean.drafted, self._mean.accepted
-        tested = drafted[0] + np.minimum(accepted[:-1], drafted[1:]).sum()  # of a chain: behind an accepted node
-        alpha = min(1.0, (accepted.sum() + 2 * FIRST_GUESS) / (tested + 2))
-        return self._mean.shares(np.full(MAX_RANKS, alpha), weight=16.0)
+        tested = drafted[0] + sum(map(min, accepted, drafted[1:]))  # of a chain: behind an accepted node
+        alpha = min(1.0, (sum(accepted) + 2 * FIRST_GUESS) / (tested + 2))
+        return self._mean.shares([alpha] * MAX_RANKS, weight=16.0)
 
     def request_shares(self, request: int, drafter: Shares) -> Shares:
         """P(rank i is accepted) for one request; drafter: what `drafter_shares` says."""
-        steps = drafter / np.concatenate(([1.0], np.maximum(drafter[:-1], 1e-9)))
-        return self._requests[request].shares(steps, weight=8.0) if request in self._requests else drafter
+        if request not in self._requests:
+            return drafter
+        steps = [share / max(before, 1e-9) for share, before in zip(drafter, (1.0, *drafter), strict=False)]
+        return self._requests[request].shares(steps, weight=8.0)

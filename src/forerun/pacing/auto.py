@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from forerun.config import AUTO_SPEC_LENGTH
 from forerun.pacing import Pacing
-from forerun.pacing.acceptance import MAX_RANKS, Acceptance, Shares
+from forerun.pacing.acceptance import MAX_RANKS, Acceptance
 from forerun.pacing.cost import Costs
 from forerun.types import Sequence, StepReport
 
@@ -31,6 +31,7 @@ TRIAL_STEPS = 4
 TRIAL_MARGIN = 1.03  # tokens per second of plain decoding, over those of drafting, that count as faster
 
 Ints = npt.NDArray[np.intp]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class AutoPacing(Pacing):
         return [request.granted for request in requests]
 
     def prepares(self, seq: Sequence) -> bool:
-        return float(self._of(seq).drafter_shares()[0]) > 0.1
+        return self._of(seq).drafter_shares()[0] > 0.1
 
     def guess(self, seq: Sequence, tokens: Seq[int]) -> None:
         self._of(seq).guess(seq.id, len(seq.tokens), tokens)
@@ -176,7 +177,7 @@ class AutoPacing(Pacing):
                 request.probe_at = self._step + request.pause
             request.length = length
 
-    def _nodes(self, requests: Seq[_Request], limits: Seq[int], members: Seq[int]) -> Shares:
+    def _nodes(self, requests: Seq[_Request], limits: Seq[int], members: Seq[int]) -> Floats:
         """Each node that one drafter could draft, [5, nodes]: tokens gained, its request, rank, rows and seconds.
 
         A rank is one pass of the drafter over all requests that draft so deep: the first of them pays for most of it.
@@ -194,26 +195,20 @@ class AutoPacing(Pacing):
         columns = (gains * found, np.array(members)[order], np.arange(MAX_RANKS), found, seconds)
         return np.stack([np.broadcast_to(column, order.shape).ravel() for column in columns])
 
-    def _best(self, old: Ints, num_rows: int, nodes: Shares) -> Ints:
+    def _best(self, old: Ints, num_rows: int, nodes: Floats) -> Ints:
         """Draft lengths [B] of the plan that makes the most tokens per second; the old ones unless that is faster."""
         gains, owners, ranks, rows, seconds = nodes[:, np.argsort(-nodes[0], kind="stable")]
         owners, one_row_s = owners.astype(int), self.costs.target.one_row_s or 1.0
-
-        def rates(wanted: npt.NDArray[np.bool_]) -> Shares:
-            """Tokens per second with the first n of the wanted nodes, n from 0 on."""
-            sums = [np.concatenate(([0.0], np.cumsum(column[wanted]))) for column in (gains, rows, seconds)]
-            return np.asarray(
-                (len(old) + sums[0]) / (one_row_s * self.costs.target.ratio(num_rows + sums[1]) + sums[2])
-            )
-
-        best_rate, best = float(rates(ranks < old[owners])[-1]) * HYSTERESIS, old
-        for cut in CUTS:
-            wanted = (ranks < cut) & (gains > 0)
-            found = rates(wanted)
-            n = int(found.argmax())
-            if found[n] > best_rate:
-                best_rate, best = float(found[n]), np.bincount(owners[wanted][:n], minlength=len(old))
-        return best
+        cuts = np.repeat(CUTS, len(ranks)).reshape(-1, len(ranks))
+        wanted = ranks < np.concatenate(([old[owners]], cuts))  # [1 + cuts, nodes]: by the old plan, by each cut
+        wanted[1:] &= gains > 0
+        # With the wanted ones of the first n nodes; the cut at 0 is plain decoding.
+        tokens, rows, draft_s = (np.cumsum(wanted * column, axis=1) for column in (gains, rows, seconds))
+        rates = (len(old) + tokens) / (one_row_s * self.costs.target.ratio(num_rows + rows) + draft_s)
+        cut, last = np.unravel_index(int(rates[1:].argmax()), cuts.shape)
+        if rates[1 + cut, last] <= HYSTERESIS * rates[0, -1]:
+            return old
+        return np.bincount(owners[: last + 1][wanted[1 + cut, : last + 1]], minlength=len(old))
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:

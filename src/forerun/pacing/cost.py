@@ -42,13 +42,15 @@ class PassTime:
     one_row_s: float | None = None
     _num_seen: int = 0
 
+    def __post_init__(self) -> None:
+        far, last = 1e6, self.widths[-1]  # where the last slope leads
+        slope = (self.ratios[-1] - self.ratios[-2]) / (last - self.widths[-2])
+        self._rows = np.array([*self.widths, far])
+        self._passes = np.array([*self.ratios, self.ratios[-1] + slope * (far - last)])
+
     def ratio(self, num_rows: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Passes of one row that a pass over so many rows takes, elementwise."""
-        rows = np.asarray(num_rows, dtype=np.float64)
-        rise, run = (np.diff(values)[-1:].sum() for values in (self.ratios, self.widths))
-        return np.asarray(
-            np.interp(rows, self.widths, self.ratios) + np.maximum(rows - self.widths[-1], 0) * rise / run
-        )
+        return np.asarray(np.interp(np.asarray(num_rows), self._rows, self._passes))
 
     def observe(self, seconds: float, num_ratios: float) -> None:
         """Move the average towards `seconds` for what should take `num_ratios` passes of one row."""
