@@ -11,7 +11,7 @@ from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
 from forerun.drafters.model import ModelDrafter, Options
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
-from forerun.engine.router import Crew
+from forerun.engine.router import Router
 from forerun.kv.cache import BlockCache
 from forerun.models.layers import Decoder
 from forerun.models.runner import Runner
@@ -46,7 +46,7 @@ def engine_with(
     """
     paced = pacing_of(spec_length) if policy is None else policy
     backend, sharing = options.pop("backend", "paged"), options.pop("prefix_caching", True)
-    crew = Crew(
+    router = Router(
         ({"none": Drafter()} if mode() == "off" else {})
         | {
             "model": ModelDrafter(runner_with(DRAFT, num_tokens, backend, sharing), Options()),
@@ -55,7 +55,7 @@ def engine_with(
     )
     return Engine(
         runner_with(options.pop("model", MODEL), num_tokens, backend, sharing),
-        crew,
+        router,
         pacing.make(paced, spec_length) if isinstance(paced, str) else paced,
         **{"max_seq_len": 128, **options},
     )

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import logging
 import os
+import select
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Coroutine
+import weakref
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from engine.load import caches
-from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport
-from forerun.engine.loop import SharedEngine
-from forerun.engine.request import Chunk
-from forerun.types import FinishReason, Origin, Sequence
+from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport, native
+from forerun.engine.request import Chunk, Request
+from forerun.errors import InternalError
+from forerun.models.runner import NO_NUMBERS
 from speculation import llm_options, mode
 
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "import os\n", "def fib(n):\n    if n < 2:\n", "for i in range("]
 TIMEOUT_S = 120
+needs_native = pytest.mark.skipif(native.isa() == "reference", reason="torch's threads are not there in a child")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +51,8 @@ async def collect(llm: LLM, prompt: str, max_tokens: int = 24) -> list[Chunk]:
 
 
 def assert_idle(llm: LLM) -> None:
-    """No request is left, and every block of both caches is free."""
+    """No request is left, and every block of both caches is free, once what was asked for is done."""
+    llm._loop.call(lambda: None)
     assert not llm.engine.scheduler.running
     assert not llm.engine.scheduler.waiting
     for cache in caches(llm.engine):
@@ -189,33 +197,35 @@ def test_an_asynchronous_stream_whose_loop_is_gone_ends_when_it_is_forgotten(llm
     assert_idle(llm)
 
 
-def test_a_listener_cannot_call_the_engine_that_runs_it(llm: LLM) -> None:
+def test_a_listener_cannot_call_the_engine_that_runs_it(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     end = llm.listen(lambda report: llm.generate(PROMPTS[1], params()))
-    with pytest.raises(BadOption, match="a listener runs inside a step and cannot call the engine"):
+    with caplog.at_level(logging.ERROR):
         llm.generate(PROMPTS[0], params())
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], BadOption)
+    assert "a listener runs inside a step and cannot call the engine" in str(record.exc_info[1])
     end()
     end()  # once more does no harm
     assert_idle(llm)
 
 
-def test_a_failing_listener_ends_its_own_callers_work_alone(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    heard = list[StepReport]()
+def test_a_failing_listener_is_dropped_and_logged(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    heard, num_failures = list[StepReport](), list[int]()
 
     def fail(report: StepReport) -> None:
+        num_failures.append(1)
         raise ZeroDivisionError("a bug of the listener")
 
     ends = [llm.listen(fail), llm.listen(heard.append)]
-    with pytest.raises(ZeroDivisionError):
-        llm.generate(PROMPTS[0], params())
-    assert len(heard) == 1  # those behind it hear the step, too
-    assert_idle(llm)
-    with caplog.at_level(logging.ERROR):  # the worker steps for an asynchronous stream, and the listener is not its own
-        assert within_time(collect(llm, PROMPTS[0]))[-1].finish_reason == "length"
-    assert [record.message for record in caplog.records] == [
-        "a listener failed in a step of another thread and is not called again"
-    ]
+    with caplog.at_level(logging.ERROR):
+        assert llm.generate(PROMPTS[0], params())[0].finish_reason == "length"
+    assert len(num_failures) == 1
+    assert len(heard) > 1  # those behind it hear every step
+    assert [record.message for record in caplog.records] == ["a listener failed and is not called again"]
     for end in ends:
         end()
+    assert_idle(llm)
 
 
 @pytest.mark.parametrize(
@@ -247,112 +257,206 @@ def test_conversations_may_come_from_any_iterable(llm: LLM) -> None:
     assert [out.token_ids for out in several] == [one[0].token_ids] * 2
 
 
-def test_ctrl_c_waits_for_the_end_of_the_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torn in the middle of a commit, a step would leave another request with a token and without its cache."""
+def test_several_outputs_of_one_prompt_stream_mixed(llm: LLM) -> None:
+    """Each output is what `generate` gives for it, whether its chunks are read in a thread or in an event loop."""
+    several = dataclasses.replace(params(), n=3)
+    expected = llm.generate(PROMPTS[0], several)
+
+    async def read() -> list[Chunk]:
+        return [chunk async for chunk in llm.astream(PROMPTS[0], several)]
+
+    for chunks in (list(llm.stream(PROMPTS[0], several)), within_time(read())):
+        for i, out in enumerate(expected):
+            own = [chunk for chunk in chunks if chunk.index == i]
+            assert "".join(chunk.text for chunk in own) == out.text
+            assert [token for chunk in own for token in chunk.token_ids] == out.token_ids
+            assert [chunk.finish_reason for chunk in own if chunk.finish_reason] == [out.finish_reason]
+            assert own[-1].output is not None
+            assert own[-1].output.index == i
+    assert_idle(llm)
+
+
+def test_requests_carry_their_times(llm: LLM) -> None:
+    before = time.monotonic()
+    for out in llm.generate(PROMPTS, params()):
+        report = out.report
+        assert report.scheduled_at_s is not None
+        assert report.first_token_at_s is not None
+        assert report.last_token_at_s is not None
+        times = [before, report.arrived_at_s, report.scheduled_at_s, report.first_token_at_s, report.last_token_at_s]
+        assert times == sorted(times)
+        assert report.last_token_at_s > report.first_token_at_s
+
+
+def test_submitted_requests_tell_how_they_go_on_and_may_be_ended(llm: LLM) -> None:
+    expected, news = llm.generate(PROMPTS[0], params(40))[0], SimpleQueue[Request]()
+    kept, dropped = llm.submit(PROMPTS[:2], [params(40), params(400)], hear=news.put)
+    while kept.seq.finish_reason is None:
+        news.get(timeout=TIMEOUT_S)
+    llm.end([dropped, kept])
+    while dropped.seq.finish_reason is None:
+        news.get(timeout=TIMEOUT_S)
+    assert (kept.output().token_ids, dropped.seq.finish_reason) == (expected.token_ids, "abort")
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("num_presses", [1, 3])
+def test_ctrl_c_leaves_the_requests_of_others_alone(llm: LLM, num_presses: int) -> None:
+    """In the middle of a commit: a torn step would leave another request with a token and without its cache."""
     expected = llm.generate(PROMPTS[0], params(40))[0]
     other = llm.stream(PROMPTS[0], params(40))
-    chunks, times = [next(other)], list[int]()
-    (request,) = llm.engine.scheduler.running
-    commit = Sequence.commit
+    chunks, presses = [next(other)], list[int]()
 
-    def commit_and_press(seq: Sequence, token: int, origin: Origin) -> FinishReason | None:
-        reason = commit(seq, token, origin)
-        if seq is request.seq and not times:
-            times.append(1)
-            os.kill(os.getpid(), signal.SIGINT)  # the token is committed, and its row of the cache is not kept yet
-        return reason
+    def press(report: StepReport) -> None:
+        if report.num_decoding > 1 and len(presses) < num_presses:
+            presses.append(1)
+            os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Sequence, "commit", commit_and_press)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS[1], params(40))
+    end = llm.listen(press)
+    for _ in range(num_presses):
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[1], params(400))
+    end()
     chunks += list(other)
-    assert times == [1]
     assert "".join(chunk.text for chunk in chunks) == expected.text
     assert [t for chunk in chunks for t in chunk.token_ids] == expected.token_ids
     assert_idle(llm)
 
 
-class StubEngine:
-    """What SharedEngine calls, and no more."""
-
-    def add_all(self, prompt: list[int], params: SamplingParams) -> list[object]:
-        return [object()]
-
-    def step(self) -> None:
-        pass
-
-    def abort(self, request: object) -> None:
-        pass
-
-
-@pytest.mark.once("no engine runs: the guard alone")
-def test_interrupts_at_random_moments_leave_nothing_behind() -> None:
-    """The guard alone, over an engine that does nothing: a lock that stays held would hang the next call."""
-    shared = SharedEngine(StubEngine())  # type: ignore[arg-type]
+def test_interrupts_at_random_moments_leave_nothing_behind(llm: LLM) -> None:
+    expected = llm.generate(PROMPTS[1], params(6))[0].token_ids
     interrupted = 0
     before = signal.signal(signal.SIGALRM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
     try:
-        for i in range(400):
+        for i in range(100):
             try:
                 end = time.monotonic() + TIMEOUT_S / 10
-                signal.setitimer(signal.ITIMER_REAL, 2e-5 + (i % 40) * 5e-6)
+                signal.setitimer(signal.ITIMER_REAL, 1e-4 + (i % 50) * 2e-4)
                 while time.monotonic() < end:  # until it comes
-                    requests = shared.add([[1]], [SamplingParams()])
-                    shared.step()
-                    shared.end(requests)
+                    next(llm.stream(PROMPTS[0], params(6)))
             except KeyboardInterrupt:
                 interrupted += 1
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            thread = threading.Thread(target=shared.step, daemon=True)
-            thread.start()
-            thread.join(TIMEOUT_S / 10)
-            assert not thread.is_alive(), "the lock is held by nobody"
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert interrupted == 400
+    assert interrupted == 100
+    assert llm.generate(PROMPTS[1], params(6))[0].token_ids == expected
+    assert_idle(llm)
 
 
-@pytest.mark.once("no engine runs: the guard alone")
-def test_who_waits_and_gives_up_leaves_the_step_of_another_thread_alone() -> None:
-    """Any signal's handler may raise in whoever waits for the lock, which is not his to release."""
-    inside, go_on, ended = threading.Event(), threading.Event(), list[bool]()
+def test_a_step_that_fails_ends_its_requests_with_the_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.generate(PROMPTS[0], params())[0].token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "forward", lambda runs: 1 // 0)
+        with pytest.raises(InternalError, match=r"prompt 1: the step failed: ZeroDivisionError"):
+            llm.generate(PROMPTS[:2], params())
+        with pytest.raises(InternalError, match="the step failed"):
+            within_time(collect(llm, PROMPTS[0]))
+    assert_idle(llm)
+    assert llm.generate(PROMPTS[0], params())[0].token_ids == expected
 
-    class Slow(StubEngine):
-        def step(self) -> None:
-            inside.set()
-            go_on.wait(TIMEOUT_S / 10)
-            inside.clear()
 
-        def abort(self, request: object) -> None:
-            ended.append(inside.is_set())
-
-    def give_up(number: int, frame: object) -> None:
-        raise TimeoutError
-
-    shared, errors = SharedEngine(Slow()), list[BaseException]()  # type: ignore[arg-type]
-
-    def step() -> None:
+def in_a_child(work: Callable[[], str]) -> str:
+    """What `work` says, or the error that it raises, in a child of fork."""
+    read, write = os.pipe()
+    if os.fork() == 0:
         try:
-            shared.step()
+            said = work()
         except BaseException as error:
-            errors.append(error)
+            said = f"{type(error).__name__}: {error}"
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    assert select.select([read], [], [], TIMEOUT_S)[0], "the child hangs"
+    with os.fdopen(read, "rb") as pipe:
+        said = pipe.read().decode()
+    os.wait()
+    return said
 
-    thread = threading.Thread(target=step, daemon=True)
-    thread.start()
-    assert inside.wait(TIMEOUT_S / 10)
-    before, handler = signal.signal(signal.SIGALRM, give_up), signal.getsignal(signal.SIGINT)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with pytest.raises(TimeoutError):
-            shared.step()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert signal.getsignal(signal.SIGINT) is handler
-    shared.end([object()])  # type: ignore[list-item]
-    assert ended == [], "the other thread is inside of its step"
-    go_on.set()
-    thread.join(TIMEOUT_S / 10)
-    assert errors == []
-    assert ended == [False]
+
+@needs_native
+def test_a_child_of_fork_goes_on_where_no_step_ran(llm: LLM) -> None:
+    expected = llm.generate(PROMPTS[0], params())[0].text
+    assert in_a_child(lambda: llm.generate(PROMPTS[0], params())[0].text) == expected
+    assert llm.generate(PROMPTS[0], params())[0].text == expected
+
+
+@needs_native
+def test_a_child_of_fork_says_where_a_step_ran(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[0], params(100))
+    first = next(stream)
+    said = in_a_child(lambda: llm.generate(PROMPTS[1], params())[0].text)
+    assert said.startswith("BadOption: this process was forked while its parent's engine was running requests")
+    assert sum(len(chunk.token_ids) for chunk in (first, *stream)) == 100
+    assert_idle(llm)
+
+
+@pytest.mark.once("an LLM of its own")
+def test_an_llm_that_is_dropped_takes_its_thread_along() -> None:
+    llm = LLM(**llm_options())
+    llm.generate(PROMPTS[0], params(4))
+    thread, engine = llm._loop._thread, weakref.ref(llm.engine)
+    assert thread is not None
+    assert thread.is_alive()
+    del llm
+    gc.collect()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    gc.collect()
+    assert engine() is None
+
+
+@pytest.mark.once("an LLM of its own")
+def test_a_program_that_ends_while_requests_run_ends_quietly() -> None:
+    program = "from forerun import LLM; LLM(draft='lookup').submit('x = 1')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_row_of_no_numbers_ends_its_own_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is the largest logit that is asked for, or the whole row."""
+    wanted = [SamplingParams(max_tokens=24, temperature=0, ignore_eos=True), params(24)]
+    expected = [llm.generate(PROMPTS[0], param)[0].token_ids for param in wanted]
+    for bad in wanted:
+        requests = llm.engine.make(llm.tokenizer.encode(PROMPTS[2]), bad)
+        broken, forward = requests[0].seq.id, llm.engine.runner.forward
+
+        def spoiled(runs: Any, broken: int = broken, forward: Any = forward) -> Any:
+            scores = forward(runs)
+            for b, run in enumerate(runs):
+                if run.slot == broken and run.logits != "none":
+                    if scores.best[b]:
+                        scores.best[b][:] = [NO_NUMBERS] * len(scores.best[b])
+                    else:
+                        scores.logits[b][:] = float("nan")
+            return scores
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.runner, "forward", spoiled)
+            llm._loop.add(requests)
+            assert [llm.generate(PROMPTS[0], param)[0].token_ids for param in wanted] == expected
+        llm._loop.call(lambda: None)
+        assert requests[0].seq.finish_reason == "abort"
+        assert isinstance(requests[0].error, InternalError)
+        assert "logits that are no numbers" in str(requests[0].error)
+    assert_idle(llm)
+
+
+@pytest.mark.speculation("fixed")
+@pytest.mark.parametrize("method", ["begin", "propose", "observe", "catch_up", "end"])
+def test_a_drafter_that_fails_is_done_without(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = [out.token_ids for out in LLM(draft="none").generate(PROMPTS, params())]
+    llm = LLM(**llm_options())
+    llm.generate(PROMPTS[0], params())
+    monkeypatch.setattr(llm.engine.drafter.first, method, lambda *args: 1 // 0)
+    with caplog.at_level(logging.ERROR):
+        assert [out.token_ids for out in llm.generate(PROMPTS, params())] == expected
+        assert [out.token_ids for out in llm.generate(PROMPTS, params())] == expected
+    (record,) = caplog.records
+    assert "failed and is not asked again: its requests are decoded plainly" in record.message
+    assert_idle(llm)

@@ -8,7 +8,7 @@ from engine.load import DRAFT, MODEL, alone, engine_with, run, runner_with
 from forerun.drafters.model import ModelDrafter
 from forerun.engine.catchup import FIRST_TOKENS, LEAST_TOKENS, SHARE, CatchUp
 from forerun.engine.engine import Engine
-from forerun.engine.router import Crew
+from forerun.engine.router import Router
 from forerun.pacing.fixed import FixedPacing
 from forerun.types import DraftStep, SamplingParams, Sequence, StepReport
 
@@ -23,10 +23,10 @@ class Late(FixedPacing):
 
 
 def late_engine(catchup_tokens: int, prefill_chunk_tokens: int = 512) -> Engine:
-    crew = Crew({name: ModelDrafter(runner_with(DRAFT, 1024)) for name in "ab"})
+    router = Router({name: ModelDrafter(runner_with(DRAFT, 1024)) for name in "ab"})
     return Engine(
         runner_with(MODEL, 1024),
-        crew,
+        router,
         Late(3),
         max_seq_len=128,
         prefill_chunk_tokens=prefill_chunk_tokens,

@@ -107,7 +107,7 @@ def test_the_text_ends_before_a_stop_id_whoever_reads_it_and_when(draft, monkeyp
     (out,) = engine.generate(PROMPT, params)
     assert (out.token_ids, out.text, out.finish_reason) == (ids, expected, "stop")
     assert "".join(chunk.text for chunk in engine.stream(PROMPT, params)) == expected
-    (request,), read = engine.submit([PROMPT], params), list[str]()
+    request, read = engine.engine.add(engine.tokenizer.encode(PROMPT), params), list[str]()
     commit = Sequence.commit
 
     def commit_and_read(seq, token, origin):
@@ -117,7 +117,7 @@ def test_the_text_ends_before_a_stop_id_whoever_reads_it_and_when(draft, monkeyp
 
     monkeypatch.setattr(Sequence, "commit", commit_and_read)
     while request.seq.finish_reason is None:
-        engine.step()
+        engine.engine.step()
     assert request.text == expected
     assert len(read) == len(ids)
     assert all(expected.startswith(piece) for piece in read)
@@ -126,10 +126,11 @@ def test_the_text_ends_before_a_stop_id_whoever_reads_it_and_when(draft, monkeyp
 def test_readers_of_a_finished_request_all_get_its_text():
     engine = llm()
     (expected,) = engine.generate(PROMPT, greedy(60))
-    (request,) = engine.submit([PROMPT], greedy(60))
+    request = engine.engine.add(engine.tokenizer.encode(PROMPT), greedy(60))
     while request.seq.finish_reason is None:
-        engine.step()
-    push, inside, pushed = request._detokenizer.push, threading.Event(), []
+        engine.engine.step()
+    request._reader = request.detokenizer()
+    push, inside, pushed = request._reader.push, threading.Event(), []
 
     def slow(ids):
         pushed.append(ids)
@@ -137,7 +138,7 @@ def test_readers_of_a_finished_request_all_get_its_text():
         time.sleep(0.2)
         return push(ids)
 
-    request._detokenizer.push = slow
+    request._reader.push = slow
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(request.output)
         inside.wait()

@@ -12,7 +12,7 @@ from engine.load import DRAFT, MODEL, alone, engine_with, mixed, run, runner_wit
 from forerun.drafters.model import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
-from forerun.engine.router import Crew
+from forerun.engine.router import Router
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing, make
 from forerun.pacing.fixed import FixedPacing
@@ -94,7 +94,7 @@ def test_the_seconds_of_a_step_are_those_of_the_engine() -> None:
             return super().budget(seqs, limits)
 
     pacing = Slow(2)
-    engine = Engine(runner_with(MODEL, 400), Crew({"model": ModelDrafter(runner_with(DRAFT, 400))}), pacing)
+    engine = Engine(runner_with(MODEL, 400), Router({"model": ModelDrafter(runner_with(DRAFT, 400))}), pacing)
     engine.listen(lambda _: time.sleep(0.006))
     begun = time.perf_counter()
     run(engine, [engine.add([1, 2, 3], greedy(12)) for _ in range(2)])
@@ -315,10 +315,10 @@ def test_each_draw_is_asked_for_with_its_own_sequence() -> None:
 @pytest.mark.parametrize("names", ["aa", "ab"])
 def test_draft_models_together_keep_to_the_budget_of_a_step(names: str) -> None:
     """Two long prompts, of one draft model or of one each: 16 tokens per step, and no more than the target reads."""
-    crew = Crew({name: ModelDrafter(runner_with(DRAFT, 1024)) for name in "ab"})
+    router = Router({name: ModelDrafter(runner_with(DRAFT, 1024)) for name in "ab"})
     engine = Engine(
         runner_with(MODEL, 1024),
-        crew,
+        router,
         make("fixed", 3),
         max_seq_len=128,
         prefill_chunk_tokens=64,
@@ -337,17 +337,17 @@ def test_draft_models_together_keep_to_the_budget_of_a_step(names: str) -> None:
 @pytest.mark.parametrize("sizes", [(512, 64, 256), (64, 512, 256), (512, 256, 64)])
 def test_the_smallest_of_several_caches_decides_who_is_let_in(sizes: tuple[int, ...]) -> None:
     target, *drafts = sizes
-    crew = Crew({name: ModelDrafter(runner_with(DRAFT, size)) for name, size in zip("ab", drafts, strict=True)})
-    engine = Engine(runner_with(MODEL, target), crew, make("fixed", 3), max_seq_len=128)
+    router = Router({name: ModelDrafter(runner_with(DRAFT, size)) for name, size in zip("ab", drafts, strict=True)})
+    engine = Engine(runner_with(MODEL, target), router, make("fixed", 3), max_seq_len=128)
     assert engine.scheduler.free_kv_tokens == 64
-    assert Crew({}).free_tokens() is None
+    assert Router({}).free_tokens() is None
 
 
 @pytest.mark.once("about the draft model")
 def test_a_draft_model_holds_what_was_committed_and_nothing_that_was_rejected() -> None:
     """An exact copy of the target is never rejected by a greedy request, however often others were."""
-    crew = Crew({"copy": ModelDrafter(runner_with(MODEL, 1024)), "noisy": ModelDrafter(runner_with(DRAFT, 1024))})
-    engine = Engine(runner_with(MODEL, 1024), crew, make("fixed", 5), max_seq_len=128)
+    router = Router({"copy": ModelDrafter(runner_with(MODEL, 1024)), "noisy": ModelDrafter(runner_with(DRAFT, 1024))})
+    engine = Engine(runner_with(MODEL, 1024), router, make("fixed", 5), max_seq_len=128)
     sampled = SamplingParams(max_tokens=60, temperature=1.0, seed=2, draft="copy", acceptance="ratio")
     requests = [engine.add([1, 2, 3], greedy(60, draft="copy")), engine.add([4, 5], sampled)]
     run(engine, requests)
@@ -360,5 +360,5 @@ def test_a_draft_model_holds_what_was_committed_and_nothing_that_was_rejected() 
     assert 0 < noisy.report.num_accepted < noisy.report.num_drafted
     laws = [(noisy.seq.tokens[: r.position], r.tokens[0]) for r in rounds if r.tokens]
     for tokens, drafted in laws:  # the first guess of every round is that of the draft model after the committed tokens
-        engine = Engine(runner_with(DRAFT, 256), Crew({}), make("fixed", 1), max_seq_len=128)
+        engine = Engine(runner_with(DRAFT, 256), Router({}), make("fixed", 1), max_seq_len=128)
         assert run(engine, [engine.add(tokens, greedy(1))]) == [[drafted]]

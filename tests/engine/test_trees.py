@@ -13,7 +13,7 @@ from engine.load import DRAFT, MODEL, run, runner_with
 from forerun import LLM, BadOption, SamplingParams, drafters
 from forerun.drafters import Drafter, Seen
 from forerun.engine.engine import Engine
-from forerun.engine.router import Crew
+from forerun.engine.router import Router
 from forerun.models.runner import Run
 from forerun.pacing import make
 from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
@@ -96,11 +96,11 @@ def logits_behind(tokens: list[int]) -> torch.Tensor:
 def test_extra_rows_are_scored_shown_and_never_kept() -> None:
     """What stands behind 1, 2 and 1, 2, 3 is what the model says of a text that ends so."""
     watcher = Watcher()
-    engine = Engine(runner_with(MODEL, 400), Crew({"watcher": watcher}), make("fixed", 3))
+    engine = Engine(runner_with(MODEL, 400), Router({"watcher": watcher}), make("fixed", 3))
     request = engine.add([1, 2, 3, 4], SamplingParams(max_tokens=8, temperature=0))
     other = engine.add([4, 3], SamplingParams(max_tokens=8, temperature=0, draft="none"))
     outputs = run(engine, [request, other])
-    plain = Engine(runner_with(MODEL, 400), Crew({"none": Drafter()}), make("fixed", 3))
+    plain = Engine(runner_with(MODEL, 400), Router({"none": Drafter()}), make("fixed", 3))
     greedy = SamplingParams(max_tokens=8, temperature=0)
     assert outputs == run(plain, [plain.add([1, 2, 3, 4], greedy), plain.add([4, 3], greedy)])
     assert {seq for seq, _, _ in watcher.seen} == {request.seq.id}, "its own sequences only"
@@ -119,7 +119,7 @@ def test_extra_rows_are_scored_shown_and_never_kept() -> None:
 
 
 def test_extra_rows_count_as_nodes_of_the_budget() -> None:
-    engine = Engine(runner_with(MODEL, 400), Crew({"watcher": Watcher()}), make("fixed", 2))
+    engine = Engine(runner_with(MODEL, 400), Router({"watcher": Watcher()}), make("fixed", 2))
     reports: list[Any] = []
     engine.listen(reports.append)
     run(engine, [engine.add([1, 2, 3], SamplingParams(max_tokens=6, temperature=0))])
@@ -128,7 +128,7 @@ def test_extra_rows_count_as_nodes_of_the_budget() -> None:
 
 def test_a_drafter_hears_of_its_own_sequences_only() -> None:
     first, second = Watcher(), Watcher()
-    engine = Engine(runner_with(DRAFT, 400), Crew({"first": first, "second": second}), make("fixed", 1))
+    engine = Engine(runner_with(DRAFT, 400), Router({"first": first, "second": second}), make("fixed", 1))
     greedy = {"max_tokens": 5, "temperature": 0.0}
     requests = [engine.add([1, 2], SamplingParams(**greedy, draft=name)) for name in ("first", "second")]
     run(engine, requests)

@@ -228,13 +228,13 @@ class _Clock:
 
     def submit(self, prompt: list[int], params: SamplingParams) -> Request:
         """One more request."""
-        (request,) = self._llm.submit([prompt], params)
+        request = self._llm.engine.add(prompt, params)
         self.requests.append(request)
         return request
 
     def until(self, is_done: Callable[[], bool]) -> list[_Gap]:
         """Step until then; the gaps that end in these steps."""
-        end, gaps = self._llm.listen(self._hear), list[_Gap]()
+        end, gaps = self._llm.engine.listen(self._hear), list[_Gap]()
         try:
             while not is_done():
                 gaps += self._step()
@@ -247,7 +247,7 @@ class _Clock:
 
     def _step(self) -> Iterator[_Gap]:
         had = [request.seq.num_output_tokens for request in self.requests]
-        self._llm.step()
+        self._llm.engine.step()
         now = time.perf_counter()
         for request, num in zip(self.requests, had, strict=True):
             if request.seq.num_output_tokens > num:
@@ -278,7 +278,7 @@ def _first_token(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[f
     request = clock.submit(prompt, params)
     clock.until(lambda: request.seq.num_output_tokens > 0)
     seconds = time.perf_counter() - start
-    llm.end([request])
+    llm.engine.abort(request)
     return seconds, request.report.num_cached_tokens
 
 
@@ -294,7 +294,8 @@ def _around_a_long_prompt(
     reading = clock.until(lambda: longer.report.num_steps > 0)
     long_prompt_s = time.perf_counter() - start
     behind = clock.until(lambda: longer.report.num_steps > plan.num_steps)
-    llm.end(clock.requests)
+    for request in clock.requests:
+        llm.engine.abort(request)
     catching_up = [gap for gap in behind if gap.num_caught_up]
     return {
         "alone": _numbers(alone),

@@ -262,14 +262,15 @@ class _Meter:
         """Step for a slice of time, and count; False when fewer are going than there should be, and cut these off."""
         if self._clock is not None:
             self._clock.take()
-        end, began = self.llm.listen(self._note), time.perf_counter()
+        end, began = self.llm.engine.listen(self._note), time.perf_counter()
         self._last = began
         try:
             while self._last - began < SLICE_S:
                 if not self._fill():
-                    self.llm.end(self._going)
+                    for request in self._going:
+                        self.llm.engine.abort(request)
                     return False
-                self.llm.step()
+                self.llm.engine.step()
         finally:
             end()
         return True
@@ -281,7 +282,7 @@ class _Meter:
             return True  # as at most steps, which are not to pay for a look at every request
         self._going = [request for request in self._going if request.seq.finish_reason is None]
         for prompt, params in itertools.islice(self._waiting, self.counts.concurrency - len(self._going)):
-            self._going += self.llm.submit([list(prompt)], params)
+            self._going.append(self.llm.engine.add(prompt, params))
         return len(self._going) == self.counts.concurrency
 
     def _note(self, report: StepReport) -> None:

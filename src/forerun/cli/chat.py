@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import sys
 import time
@@ -30,7 +29,7 @@ HELP = """\
 /help    this list
 /reset   forget the conversation
 /exit    leave; so does Ctrl-D
-Ctrl-C stops an answer when its step is over; what was written stays in the conversation. Ctrl-\\ ends the program.
+Ctrl-C stops an answer; what was written stays in the conversation. Ctrl-\\ ends the program.
 A line that ends with a backslash goes on in the next one; a message that begins with / is written with //."""
 SHIPPED_NOTE = "The shipped model knows no questions and answers: it continues the Python code that you type."
 SHIPPED_MAX_TOKENS = 128  # it seldom ends by itself
@@ -48,7 +47,6 @@ class Numbers:
     num_tokens: int = 0
     num_tested: int = 0
     num_accepted: int = 0
-    interrupted: bool = False
 
     def __call__(self, report: StepReport) -> None:
         self.num_tested += report.num_tested
@@ -93,8 +91,8 @@ class Chat:
         messages, numbers = [*self.messages, {"role": "user", "content": text}], Numbers()
         end = self.llm.listen(numbers)
         try:
-            with _interrupts(numbers) if keys else nullcontext():
-                answer, finish_reason = self._write(self.llm.apply_chat_template(messages), numbers, out)
+            with _one_interrupt() if keys else nullcontext():
+                answer, finish_reason = self._write(messages, out, keys)
         finally:
             end()
         if not answer and finish_reason is None:
@@ -104,30 +102,29 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return numbers.summary(finish_reason)
 
-    def _write(self, ids: list[int], numbers: Numbers, out: TextIO) -> tuple[str, str | None]:
+    def _write(self, messages: list[Message], out: TextIO, keys: bool) -> tuple[str, str | None]:
         """The text that was written and why it ended, None where Ctrl-C did it."""
         answer = ""
-        for chunk in self.llm.stream(ids, self.params, every_step=True):
-            answer += chunk.text
-            out.write(chunk.text)
-            out.flush()
-            if chunk.finish_reason is not None:
-                return answer, chunk.finish_reason
-            if numbers.interrupted:
-                break
+        with suppress(KeyboardInterrupt) if keys else nullcontext():
+            for chunk in self.llm.stream(self.llm.apply_chat_template(messages), self.params):
+                answer += chunk.text
+                out.write(chunk.text)
+                out.flush()
+                if chunk.finish_reason is not None:
+                    return answer, chunk.finish_reason
         return answer, None
 
 
 @contextmanager
-def _interrupts(numbers: Numbers) -> Iterator[None]:
-    """Ctrl-C sets a mark that is read between two steps: an exception inside a step would tear it apart."""
+def _one_interrupt() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt once: an impatient second one would interrupt the end of the answer."""
+    before = signal.getsignal(signal.SIGINT)
 
-    def mark(number: int, frame: FrameType | None) -> None:
-        if numbers.interrupted:
-            os.write(sys.stderr.fileno(), b"\n(stopping after this step; Ctrl-\\ ends the program)\n")
-        numbers.interrupted = True
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, mark)
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from forerun.bench.widen import (
     PROMPTS,
     load_widened,
 )
-from forerun.cli.show import LiveText
+from forerun.cli.show import LiveText, watched
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
 from forerun.engine.request import RequestOutput
@@ -98,14 +98,12 @@ def _live(llm: LLM, prompt: str, params: SamplingParams, console: Console) -> Ou
     ids = llm.tokenizer.encode(prompt)
     console.print(prompt, style="dim", end="", soft_wrap=True)
     live = LiveText(llm.tokenizer, console, ids)
-    end = llm.listen(live, detail=True)
     start, output = time.perf_counter(), None
     try:
-        for chunk in llm.stream(ids, params):
+        for chunk in watched(llm, ids, params, live):
             output = chunk.output or output
         seconds = time.perf_counter() - start
     finally:
-        end()
         live.finish()
     assert output is not None
     return Outcome(seconds, output)

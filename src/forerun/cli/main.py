@@ -227,17 +227,13 @@ def _print_batch(llm: LLM, requests: Seq[Encoded]) -> None:
 
 
 def _print_rounds(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:
-    from forerun.cli.show import RoundPrinter
+    from forerun.cli.show import RoundPrinter, watched
     from forerun.text.terminal import make_console
 
     ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     printer = RoundPrinter(llm.tokenizer, make_console(), ids[-1] if ids else None)
-    end = llm.listen(printer, detail=True)
-    try:
-        for _ in llm.stream(ids, params):
-            pass
-    finally:
-        end()
+    for _ in watched(llm, ids, params, printer):
+        pass
     printer.finish()
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Literal
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -22,7 +23,11 @@ from forerun.registry import load, names
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.terminal import PIPE_WIDTH, has_colour
 from forerun.text.tokenizer import BYTES, REPLACEMENT, Tokenizer
-from forerun.types import RoundDetail, StepReport
+from forerun.types import RoundDetail, SamplingParams, StepReport
+
+if TYPE_CHECKING:
+    from forerun.engine.llm import LLM
+    from forerun.engine.request import Chunk
 
 Kind = Literal["accepted", "rejected", "correction", "bonus", "plain"]
 STYLES: dict[Kind, str] = {
@@ -173,3 +178,16 @@ def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
             default = "" if field.default is None else f" [default: {field.default}]"
             text = f"{field.name} ({kind}{bounds}): {field.metadata.get('help', '')}{default}"
             yield textwrap.fill(text, width, initial_indent=" " * 10, subsequent_indent=" " * 12)
+
+
+def watched(llm: LLM, ids: Seq[int], params: SamplingParams, show: Callable[[StepReport], None]) -> Iterator[Chunk]:
+    """Stream an output; `show` gets the report of every step before its chunk, in this thread, with its rounds."""
+    reports = SimpleQueue[StepReport]()
+    end = llm.listen(reports.put, detail=True)
+    try:
+        for chunk in llm.stream(ids, params):
+            while not reports.empty():
+                show(reports.get())
+            yield chunk
+    finally:
+        end()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from dataclasses import dataclass
 from forerun import verify
 from forerun.drafters import Drafter
 from forerun.engine.catchup import CatchUp
-from forerun.engine.request import Request
-from forerun.engine.router import Crew
+from forerun.engine.request import Request, unheard
+from forerun.engine.router import Router
 from forerun.engine.scheduler import Plan, Scheduler
 from forerun.engine.step import RequestFailed, Stepper
-from forerun.errors import BadOption, CapacityError, PromptTooLong
+from forerun.errors import BadOption, CapacityError, ForerunError, InternalError, PromptTooLong
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing
 from forerun.sampling.random import PhiloxCoins, derived_seed
@@ -37,11 +36,10 @@ def philox_coins(seq: Sequence) -> Coins:
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """A listener, whether it wants the rounds, and the thread that it belongs to."""
+    """A listener, and whether it wants the rounds."""
 
     listener: Listener
     detail: bool
-    thread: int
 
 
 class Engine:
@@ -64,7 +62,7 @@ class Engine:
     ) -> None:
         self.tokenizer, self.end_ids, self.max_seq_len = tokenizer, end_ids, max_seq_len
         self.runner, self.pacing = runner, pacing
-        self.drafter = drafter if isinstance(drafter, Crew) else Crew({"drafter": drafter})
+        self.drafter = drafter if isinstance(drafter, Router) else Router({"drafter": drafter})
         runner.taps = self.drafter.hidden_layers
         self.stepper = Stepper(runner, self.drafter, pacing, coins, CatchUp(catchup_tokens))
         self.scheduler = Scheduler(
@@ -81,9 +79,9 @@ class Engine:
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
         """Call `listener` with every StepReport; `detail` fills its `rounds`. Returns a function that ends it.
 
-        What a listener raises is raised to the call that stepped, or logged where another thread made that call.
+        What a listener raises is raised by `step`, when that is done.
         """
-        entry = _Entry(listener, detail, threading.get_ident())
+        entry = _Entry(listener, detail)
         self._listeners.append(entry)
 
         def end() -> None:
@@ -99,6 +97,12 @@ class Engine:
 
     def add_all(self, prompt_ids: Seq[int], params: SamplingParams) -> list[Request]:
         """Queue one prompt, for params.n outputs. Raises as `add`."""
+        made = self.make(prompt_ids, params)
+        self.queue(made)
+        return made
+
+    def make(self, prompt_ids: Seq[int], params: SamplingParams) -> list[Request]:
+        """The requests of one prompt, params.n of them, for `queue`. Any thread may make them. Raises as `add`."""
         seed = secrets.randbits(64) if params.seed is None else params.seed
         made: list[Request] = []
         for index in range(params.n):
@@ -106,9 +110,13 @@ class Engine:
             if not made:
                 self._check(seq)
             made.append(Request(seq, self.tokenizer, index=index, leader=made[0] if made else None))
-        for request in made:
-            self.scheduler.add(request)
         return made
+
+    def queue(self, requests: Seq[Request]) -> None:
+        """Queue requests that were made; the next step may run them."""
+        for request in requests:
+            if request.seq.finish_reason is None:
+                self.scheduler.add(request)
 
     def _sequence(self, ids: list[int], params: SamplingParams, seed: int) -> Sequence:
         return Sequence(
@@ -137,8 +145,7 @@ class Engine:
             report = self.stepper.step(plan, self._behind_s + time.perf_counter() - begun)
         except RequestFailed as failure:
             request = next(r for r in plan.decode if r.seq is failure.seq)
-            request.error = failure.error
-            self.abort(request)
+            self._fail(request, failure.error)
             return [request]
         reported = time.perf_counter()
         try:
@@ -147,42 +154,60 @@ class Engine:
             self._behind_s = time.perf_counter() - reported
 
     def _conclude(self, plan: Plan, report: StepReport) -> list[Request]:
-        """Finish requests, and tell everybody of the step."""
+        """Finish requests, and tell them and the listeners of the step."""
+        now_s = time.monotonic()
+        for request in plan.decode:
+            times = request.report
+            times.first_token_at_s, times.last_token_at_s = times.first_token_at_s or now_s, now_s
         finished = [r for r in plan.decode if r.seq.finish_reason is not None]
         for request in finished:
             if LOG.isEnabledFor(logging.INFO):
                 LOG.info("request %d (%s): %s", request.seq.id, request.seq.finish_reason, request.report.sentence())
             self._finish(request)
-        self._tell(report)
+        try:
+            self._tell(report)
+        finally:
+            for request in (*plan.decode, *(request for request, _ in plan.prefill)):
+                self._tell_of(request)
         return finished
 
     def abort(self, request: Request) -> None:
         """End a request at once and free what it holds; what it has committed stays readable. Ended ones are left."""
-        try:
-            if request.seq.finish_reason is None:
-                request.abort()
-        finally:
+        if request.seq.finish_reason is None:
+            request.abort()
             self._finish(request)
+            self._tell_of(request)
+
+    def fail_running(self, error: Exception) -> None:
+        """End every request that runs, or waits where none runs, with the error of a step that failed."""
+        for request in self.scheduler.running[:] or self.scheduler.waiting[:]:
+            self._fail(request, error)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        request.error = error if isinstance(error, ForerunError) else InternalError(f"the step failed: {error!r:.200}")
+        self.abort(request)
+
+    def _tell_of(self, request: Request) -> None:
+        """Tell of a request's progress. One that cannot be told any more is ended."""
+        try:
+            request.hear(request)
+        except Exception as error:
+            LOG.warning("request %d is ended: it could not be told how it goes on (%s)", request.seq.id, error)
+            request.hear = unheard
+            self.abort(request)
 
     def _finish(self, request: Request) -> None:
         self.scheduler.finish(request)
         self.pacing.end(request.seq)
 
     def _tell(self, report: StepReport) -> None:
-        """Every listener hears it. One that fails ends the call that stepped, if that was made by the same thread.
-
-        The step may be somebody else's: then the listener is dropped, and its error goes to the log.
-        """
+        """Every listener hears it; what the first of them raised is raised behind that."""
         errors = []
         for entry in self._listeners:
             try:
                 entry.listener(report)
             except Exception as error:
-                if entry.thread == threading.get_ident():
-                    errors.append(error)
-                else:
-                    LOG.exception("a listener failed in a step of another thread and is not called again")
-                    self._listeners = [kept for kept in self._listeners if kept is not entry]
+                errors.append(error)
         if errors:
             raise errors[0]
 

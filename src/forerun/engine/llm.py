@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from forerun.config import EngineConfig
 from forerun.engine.factory import build, check_loaded, load_target, refuse_early, refuse_what_does_not_fit
-from forerun.engine.loop import SharedEngine
+from forerun.engine.loop import Loop
 from forerun.engine.prompts import Message, Prompt, as_list, conversations, only_one, params_for
-from forerun.engine.request import Chunk, Request, RequestOutput
+from forerun.engine.request import Chunk, Mark, Reader, Request, RequestOutput, unheard
 from forerun.errors import BadOption, UserError
 from forerun.models.generation import sampling_defaults
 from forerun.models.loading import Checkpoint
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
-from forerun.types import Listener, SamplingParams
+from forerun.types import Listener, SamplingParams, StepReport
 
-
-class _Held:
-    """The request of an asynchronous stream. A stream whose loop is gone is never closed, only forgotten."""
-
-    def __init__(self, shared: SharedEngine) -> None:
-        self.shared = shared
-        self.requests: list[Request] = []
-
-    def end(self) -> None:
-        """End it, and free what it holds."""
-        self.shared.end(self.requests)
-
-    def __del__(self) -> None:
-        self.end()
+LOG = logging.getLogger(__name__)
 
 
 class LLM:
@@ -45,8 +34,7 @@ class LLM:
     draft may be a loaded Checkpoint, too.
     Raises UserError for everything that the caller can mend.
 
-    Threads and asynchronous tasks may share one LLM: their requests run in one batch, and one of them at a time steps
-    it for all.
+    Threads and asynchronous tasks may share one LLM: their requests run in one batch, which a thread of the LLM steps.
     """
 
     def __init__(self, target: str | Path | Checkpoint | None = None, **options: Any) -> None:
@@ -73,7 +61,8 @@ class LLM:
         if self.config.chat_template is not None:
             _ = self.chat_template  # a file that cannot be read is refused here
         self.engine = build(self.checkpoint, self.tokenizer, self.config, self._loaded_draft)
-        self._shared = SharedEngine(self.engine)
+        self._loop = Loop(self.engine)
+        weakref.finalize(self, self._loop.close)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
@@ -87,12 +76,19 @@ class LLM:
 
         Where params.n asks for several outputs, those of one prompt follow each other.
         """
-        requests = self._add(as_list(prompts), params)
+        ended = SimpleQueue[Request]()
+
+        def hear(request: Request) -> None:
+            if request.seq.finish_reason is not None:
+                ended.put(request)
+
+        requests = self._make(as_list(prompts), params, hear)
         try:
-            while any(r.seq.finish_reason is None for r in requests):
-                self._shared.step()
+            self._loop.add(requests)
+            for _ in requests:
+                ended.get()
         finally:
-            self._shared.end(requests)
+            self._loop.end(requests)
         failed = next((request for request in requests if request.error is not None), None)
         if failed is not None and failed.error is not None:
             number = 1 + sum(request.index == 0 for request in requests[1 : requests.index(failed) + 1])
@@ -100,66 +96,61 @@ class LLM:
         return [request.output() for request in requests]
 
     def submit(
-        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        hear: Callable[[Request], None] = unheard,
     ) -> list[Request]:
         """Queue prompts, all or none, and return at once: params.n requests for each of them, in order.
 
-        Each `step` brings them on; one is over when its `seq.finish_reason` is set, and then has its `output()`, or the
-        `error` that ended it. Requests that nobody waits for any more are to be given to `end`.
+        hear(request) is called by the engine's thread, behind each step that brought a request on and when it ends:
+        let it put the request into a queue. One is over when its `seq.finish_reason` is set, and then has its
+        `output()`, or the `error` that ended it. Requests that are no longer wanted are to be given to `end`.
         """
-        return self._add(as_list(prompts), params)
-
-    def step(self) -> None:
-        """One step of the batch, for every request that is queued or running."""
-        self._shared.step()
+        requests = self._make(as_list(prompts), params, hear)
+        self._loop.add(requests)
+        return requests
 
     def end(self, requests: Seq[Request]) -> None:
-        """End submitted requests and free what they hold; those that are over are left as they are."""
-        self._shared.end(requests)
+        """End submitted requests and free what they hold, behind the step that runs. Ended ones are left."""
+        self._loop.end(requests)
 
-    def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, every_step: bool = False
-    ) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Chunks as they are verified: text that can no longer change, and the tokens behind it.
 
-        every_step: yield an empty chunk, too, after a step that brought nothing, such as one of a long prompt's.
+        Where params.n asks for several outputs, their chunks come mixed, each with its `index`. Leaving the loop early
+        ends the request.
         """
-        requests = self._add([only_one(prompt)], params, one=True)
+        news = SimpleQueue[tuple[Request, Mark]]()
+        requests = self._make([only_one(prompt)], params, lambda request: news.put((request, request.mark())))
+        readers = {request: Reader(request) for request in requests}
         try:
-            finished = False
-            while not finished:
-                chunk = self._shared.advance(requests[0])
-                finished = chunk.finish_reason is not None
-                if chunk.token_ids or finished or every_step:
-                    yield chunk
+            self._loop.add(requests)
+            while readers:
+                yield from _chunks(readers, *news.get())
         finally:
-            self._shared.end(requests)
+            self._loop.end(requests)
 
-    async def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, every_step: bool = False
-    ) -> AsyncIterator[Chunk]:
+    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
         """`stream` for asyncio. The event loop stays free; several streams run in one batch.
 
         Leaving the loop early, closing the iterator or cancelling the task ends the request and frees what it holds.
         """
-        loop, held = asyncio.get_running_loop(), _Held(self._shared)
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[Request, Mark]]()
 
-        def add() -> None:
-            held.requests = self._add([only_one(prompt)], params, one=True)
+        def hear(request: Request) -> None:  # raises where the event loop was closed, which ends the request
+            loop.call_soon_threadsafe(news.put_nowait, (request, request.mark()))
 
+        requests = await asyncio.to_thread(self._make, [only_one(prompt)], params, hear)
+        readers = {request: Reader(request) for request in requests}
         try:
-            await loop.run_in_executor(self._worker, add)
-            finished = False
-            while not finished:
-                chunk = await loop.run_in_executor(self._worker, self._shared.advance, held.requests[0])
-                finished = chunk.finish_reason is not None
-                if chunk.token_ids or finished or every_step:
+            self._loop.add(requests)
+            while readers:
+                for chunk in _chunks(readers, *await news.get()):
                     yield chunk
         finally:
-            if loop.is_closed():
-                held.end()
-            else:  # A cancelled task leaves its last job running: the worker gets to this one after it.
-                await asyncio.shield(loop.run_in_executor(self._worker, held.end))
+            self._loop.end(requests)
 
     def chat(
         self,
@@ -191,18 +182,45 @@ class LLM:
         return ChatTemplate.load(self.checkpoint.folder, self.config.chat_template)
 
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
-        """Hear every StepReport; `detail` fills its rounds. Returns a function that ends it."""
-        return self.engine.listen(listener, detail=detail)
+        """Hear every StepReport; `detail` fills its rounds. Returns a function that ends it.
 
-    @cached_property
-    def _worker(self) -> ThreadPoolExecutor:
-        """One thread for all asynchronous streams: each thread of its own would get a pool of torch threads."""
-        return ThreadPoolExecutor(1, thread_name_prefix="forerun")
+        The engine's thread calls the listener inside of a step. One that raises is logged and not called again.
+        """
 
-    def _add(
-        self, prompts: list[Prompt], params: SamplingParams | Seq[SamplingParams] | None, *, one: bool = False
+        def guarded(report: StepReport) -> None:
+            try:
+                listener(report)
+            except Exception:
+                LOG.exception("a listener failed and is not called again")
+                end()
+
+        end = self.engine.listen(guarded, detail=detail)
+        return end
+
+    def __reduce__(self) -> Any:
+        raise BadOption(
+            "an LLM cannot be pickled: it holds weights in memory and a running thread; make one in each process"
+        )
+
+    def _make(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None,
+        hear: Callable[[Request], None],
     ) -> list[Request]:
-        each = params_for(len(prompts), params, self.default_params)
-        if one and each[0].n > 1:
-            raise BadOption(f"n={each[0].n} is not possible for a stream, which has one output: start several streams")
-        return self._shared.add([self.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts], each)
+        """The requests of all prompts, not queued yet. Raises UserError for the first that cannot be honoured."""
+        made: list[Request] = []
+        for prompt, each in zip(prompts, params_for(len(prompts), params, self.default_params), strict=True):
+            made += self.engine.make(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, each)
+        for request in made:
+            request.hear = hear
+        return made
+
+
+def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Iterator[Chunk]:
+    """The chunk of a step, if it has something; a request that is over leaves the readers."""
+    chunk = readers[request].chunk(mark)
+    if mark.finish_reason is not None:
+        del readers[request]
+    if chunk.token_ids or mark.finish_reason is not None:
+        yield chunk

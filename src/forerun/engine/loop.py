@@ -1,141 +1,117 @@
-"""One engine for several threads and tasks: whoever waits for a token steps the whole batch, one at a time."""
+"""One thread steps the engine for all requests; callers give it work through a queue and wait on queues of their own.
+
+A step is never interrupted: Ctrl-C and cancelled tasks reach the thread that waits, not the one that steps.
+"""
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # `signal` itself looks handlers up in an enum: 30 us of each step
+import logging
+import os
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence as Seq
-from types import FrameType
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import TypeVar
 
 from forerun.engine.engine import Engine
-from forerun.engine.request import Chunk, Request
+from forerun.engine.request import Request
 from forerun.errors import BadOption
-from forerun.types import SamplingParams
 
 T = TypeVar("T")
+LOG = logging.getLogger(__name__)
 
 
-class SharedEngine:
-    """Guards an Engine with a lock, and never waits for that lock to end a request.
+class Loop:
+    """Owns an Engine: whatever touches it runs in one thread, between two steps.
 
-    A generator that nobody holds any more is closed by the garbage collector, at any moment and in any thread: also
-    in the middle of a step, by the very thread that runs it. So a request that is to end is put down here, and ended by
-    whoever holds the engine, before or after its step.
+    The thread starts with the first request and sleeps while there is none.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._lock = threading.Lock()
-        self._owner: int | None = None  # the thread that holds the lock
-        self._ended: deque[Request] = deque()
+        # A SimpleQueue may be written to by a destructor that the garbage collector runs in any thread at any moment.
+        self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._going: list[Request] = []
+        self._process, self._is_busy = os.getpid(), False
 
-    def add(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Request]:
-        """Queue all of these prompts, or none: raises UserError for the first that cannot be honoured."""
-        added: list[Request] = []
+    def add(self, requests: Seq[Request]) -> None:
+        """Queue requests; each one's `hear` tells how they go on. Raises BadOption where the engine cannot run."""
 
-        def work() -> None:
-            for prompt, param in zip(prompts, params, strict=True):
-                added.extend(self._engine.add_all(prompt, param))
+        def queue() -> None:
+            self._engine.queue(requests)
+            self._going += requests
 
-        try:
-            self._hold(work)
-        except BaseException:
-            self.end(added)
-            raise
-        return added
-
-    def step(self) -> None:
-        """One step for everybody."""
-        self._hold(self._engine.step)
-
-    def advance(self, request: Request) -> Chunk:
-        """What is new of a request; a step where nothing is. Others may step, and finish, it too.
-
-        Raises the error that ended it, if one did.
-        """
-
-        def work() -> Chunk:
-            if request.seq.finish_reason is None and not request.has_news:
-                self._engine.step()
-            return request.chunk()
-
-        chunk = self._hold(work)
-        if request.error is not None:
-            raise request.error
-        return chunk
+        self._post(queue)
 
     def end(self, requests: Seq[Request]) -> None:
-        """End requests and free what they hold: at once, or when the step that runs is over. Ended ones are left."""
-        self._ended.extend(requests)
-        self._settle()
+        """End requests and free what they hold when the step that runs is over. Ended ones are left. Never waits."""
+        left = [request for request in requests if request.seq.finish_reason is None]
 
-    def _hold(self, work: Callable[[], T]) -> T:
-        """Do what needs the engine to oneself. Not a context manager of Python's: a step would take 5 us longer."""
-        if self._owner == threading.get_ident():
+        def abort() -> None:
+            for request in left:
+                self._engine.abort(request)
+
+        if left:
+            self._commands.put(abort)
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Do `work` between two steps, behind all that was asked for before, and wait for its result."""
+        done = Future[T]()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._post(run)
+        return done.result()
+
+    def close(self) -> None:
+        """Let the thread end behind the step that runs; what is queued stays."""
+        thread = self._thread
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            self._commands.put(None)
+            thread.join()
+
+    def _post(self, command: Callable[[], object]) -> None:
+        if self._thread is threading.current_thread():
             raise BadOption("a listener runs inside a step and cannot call the engine: keep what it heard, call later")
-        with _Uninterrupted():
+        if self._process != os.getpid():
+            self._take_over()
+        with self._starting:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
+                self._thread.start()
+        self._commands.put(command)
+
+    def _take_over(self) -> None:
+        """Go on in a child of fork(2), which copied no threads: possible where no step was running."""
+        if self._is_busy:
+            raise BadOption(
+                "this process was forked while its parent's engine was running requests, which cannot go on here: "
+                "make an LLM of its own in the child, or fork while no request runs"
+            )
+        self._commands, self._starting, self._process = SimpleQueue(), threading.Lock(), os.getpid()
+
+    def _run(self) -> None:
+        while True:
+            while not (going := self._unfinished()) or not self._commands.empty():
+                self._is_busy = bool(going)
+                command = self._commands.get()
+                self._is_busy = True
+                if command is None:
+                    return
+                command()
+                del command  # what it holds is not to live until the next one comes
             try:
-                with self._lock:
-                    self._owner = threading.get_ident()
-                    try:
-                        if self._ended:
-                            self._end_all()
-                        return work()
-                    finally:
-                        self._owner = None
-                        if self._ended:
-                            self._end_all()
-            finally:
-                if self._ended:  # somebody may have put a request down after the last look
-                    self._settle()
+                self._engine.step()
+            except Exception as error:
+                LOG.exception("a step failed: the requests that ran are ended")
+                self._engine.fail_running(error)
 
-    def _settle(self) -> None:
-        if not self._ended:
-            return
-        with _Uninterrupted():
-            while self._ended and self._lock.acquire(blocking=False):
-                try:
-                    self._end_all()
-                finally:
-                    self._lock.release()
-
-    def _end_all(self) -> None:
-        while self._ended:
-            self._engine.abort(self._ended.popleft())
-
-
-class _Uninterrupted:
-    """Let Ctrl-C wait for the end of the block: torn in two, a step would leave locks held and texts without a token.
-
-    Only the main thread is interrupted, and only by a handler written in Python.
-    """
-
-    def __enter__(self) -> None:
-        self._came: tuple[int, FrameType | None] | None = None
-        self._handler: Callable[[int, FrameType | None], object] | None = None
-        if threading.get_ident() != threading.main_thread().ident:
-            return
-        handler = _signal.getsignal(_signal.SIGINT)
-        if callable(handler) and not isinstance(handler, _Uninterrupted):
-            try:
-                _signal.signal(_signal.SIGINT, self)
-                self._handler = handler
-            except BaseException:  # which the handler of another signal has raised
-                _signal.signal(_signal.SIGINT, handler)
-                raise
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """As the handler: remember the signal."""
-        self._came = (number, frame)
-
-    def __exit__(self, *_: object) -> None:
-        if self._handler is not None:
-            try:
-                _signal.signal(_signal.SIGINT, self._handler)
-            except BaseException:  # as above; what came of this signal is answered by that
-                _signal.signal(_signal.SIGINT, self._handler)
-                raise
-            if self._came is not None:
-                self._handler(*self._came)
+    def _unfinished(self) -> list[Request]:
+        self._going = [request for request in self._going if request.seq.finish_reason is None]
+        return self._going

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence as Seq
+import time
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 
-from forerun.errors import UserError
+from forerun.errors import ForerunError
 from forerun.sampling import takes_the_best
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import Tokenizer
@@ -32,6 +33,10 @@ class RequestReport:
     draft_prefill_s: float = 0.0  # its share of the time that the draft model took to catch up with it
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_preemptions: int = 0
+    arrived_at_s: float = 0.0  # by time.monotonic, as those below; None until it happened
+    scheduled_at_s: float | None = None
+    first_token_at_s: float | None = None
+    last_token_at_s: float | None = None
 
     @property
     def acceptance_rates(self) -> list[float]:
@@ -104,10 +109,29 @@ class Chunk:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     output: RequestOutput | None = None  # with the last piece
+    index: int = 0  # of the output, where SamplingParams.n asked for several
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How far a request had come behind a step. num_readable: output tokens that have a text."""
+
+    num_tokens: int
+    num_readable: int
+    finish_reason: FinishReason | None
+
+
+def unheard(request: Request) -> None:
+    """Do nothing: the `hear` of requests that nothing waits for."""
 
 
 class Request:
-    """A sequence plus what surrounds it. `commit` is where stop conditions cut, token by token, in order."""
+    """A sequence plus what surrounds it. `commit` is where stop conditions cut, token by token, in order.
+
+    hear(request) is called behind each step that brought the request on, and when it ends, by the thread that steps.
+    """
+
+    hear: Callable[[Request], None] = staticmethod(unheard)
 
     def __init__(
         self, seq: Sequence, tokenizer: Tokenizer | None, *, index: int = 0, leader: Request | None = None
@@ -115,16 +139,14 @@ class Request:
         self.seq, self.index = seq, index
         self._leader = leader  # the first of several outputs for one prompt
         self.takes_the_best = takes_the_best(seq.params, seq.bad_word_ids)
-        self.report = RequestReport(origins=seq.origins)
-        self.error: UserError | None = None  # why it was aborted, where that was not the user's wish
+        self.report = RequestReport(origins=seq.origins, arrived_at_s=time.monotonic())
+        self.error: ForerunError | None = None  # why it was aborted, where that was not the user's wish
         self._tokenizer = tokenizer
         self._reader: Detokenizer | None = None
         self._stops_at_texts = bool(seq.params.stop)
         self._text, self._num_readable = "", 0  # output tokens that have a text: not the one that ended the output
         self._num_read, self._is_read = 0, False  # those whose text was made, and whether it is the whole
-        self._reading = threading.RLock()  # anybody may ask for the text while another thread steps
-        self._streamed_chars = 0
-        self._streamed_tokens = 0
+        self._reading = threading.RLock()  # the text may be asked for while the engine's thread commits
 
     def commit(self, tokens: Seq[int], origins: Seq[Origin], logprobs: Seq[TokenLogprob]) -> int:
         """Commit tokens until one ends the output; the rest is discarded. Returns how many were committed."""
@@ -146,13 +168,11 @@ class Request:
         """Stop here; what was committed stays."""
         self.seq.finish_reason = "abort"
 
-    @property
-    def _detokenizer(self) -> Detokenizer | None:
-        """Made where a text is wanted: not between two passes, where nobody may want one."""
-        if self._reader is None and self._tokenizer is not None:
-            seq = self.seq
-            self._reader = Detokenizer(self._tokenizer, seq.tokens[: seq.num_prompt_tokens], seq.params.stop)
-        return self._reader
+    def detokenizer(self) -> Detokenizer | None:
+        """A new reader of the output's text, None where there is no tokenizer."""
+        seq = self.seq
+        prompt = seq.tokens[: seq.num_prompt_tokens]
+        return None if self._tokenizer is None else Detokenizer(self._tokenizer, prompt, seq.params.stop)
 
     @property
     def text(self) -> str:
@@ -162,14 +182,16 @@ class Request:
 
     def _read(self) -> None:
         with self._reading:
-            if self._is_read or self._detokenizer is None:
+            if self._reader is None:  # made where a text is wanted: not between two passes, if nothing asks for one
+                self._reader = self.detokenizer()
+            if self._is_read or self._reader is None:
                 return
             is_whole, start, end = self.seq.finish_reason is not None, self._num_read, self._num_readable
             first = self.seq.num_prompt_tokens
-            self._text += self._detokenizer.push(self.seq.tokens[first + start : first + end]).text
+            self._text += self._reader.push(self.seq.tokens[first + start : first + end]).text
             self._num_read = end
             if is_whole:
-                self._text, self._is_read = self._text + self._detokenizer.finish(), True
+                self._text, self._is_read = self._text + self._reader.finish(), True
 
     @property
     def waits(self) -> bool:
@@ -177,18 +199,9 @@ class Request:
         leader = self._leader
         return leader is not None and leader.seq.finish_reason is None and leader.report.num_steps == 0
 
-    @property
-    def has_news(self) -> bool:
-        """True where `chunk` would have tokens."""
-        return self.seq.num_output_tokens > self._streamed_tokens
-
-    def chunk(self) -> Chunk:
-        """What is new since the last chunk."""
-        whole = self.text
-        text, ids = whole[self._streamed_chars :], self.seq.output_ids[self._streamed_tokens :]
-        self._streamed_chars, self._streamed_tokens = len(whole), self.seq.num_output_tokens
-        done = self.seq.finish_reason is not None
-        return Chunk(text, ids, self.seq.finish_reason, self.output() if done else None)
+    def mark(self) -> Mark:
+        """How far it has come."""
+        return Mark(self.seq.num_output_tokens, self._num_readable, self.seq.finish_reason)
 
     def output(self) -> RequestOutput:
         """Everything so far."""
@@ -201,4 +214,28 @@ class Request:
 
     def _has_stop_text(self) -> bool:
         self._read()
-        return self._detokenizer is not None and self._detokenizer.stop is not None
+        return self._reader is not None and self._reader.stop is not None
+
+
+class Reader:
+    """Makes the chunks of one request from the marks that were set behind its steps, in their order.
+
+    It belongs to the thread that reads: the one that steps makes no text for it.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request, self._detokenizer = request, request.detokenizer()
+        self._last = Mark(0, 0, None)
+
+    def chunk(self, mark: Mark) -> Chunk:
+        """What came between the mark before and this one. Raises the error that ended the request, if one did."""
+        request, seq, last, text = self._request, self._request.seq, self._last, ""
+        self._last, first = mark, seq.num_prompt_tokens
+        if mark.finish_reason is not None and request.error is not None:
+            raise request.error
+        if self._detokenizer is not None:
+            text = self._detokenizer.push(seq.tokens[first + last.num_readable : first + mark.num_readable]).text
+            text += self._detokenizer.finish() if mark.finish_reason is not None else ""
+        ids = seq.tokens[first + last.num_tokens : first + mark.num_tokens]
+        output = request.output() if mark.finish_reason is not None else None
+        return Chunk(text, ids, mark.finish_reason, output, request.index)

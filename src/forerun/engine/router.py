@@ -1,21 +1,28 @@
-"""Several drafters in one batch: each sequence is served by the one that its request chose."""
+"""Several drafters in one batch: each sequence is served by the one that its request chose.
+
+A drafter that raises is not asked again: its requests are decoded plainly, which is what they would have said anyway.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
 
 from forerun import drafters
 from forerun.drafters import Drafter, Seen, Target
-from forerun.errors import BadOption
+from forerun.drafters.none import NoDrafter
+from forerun.errors import BadOption, InternalError
 from forerun.registry import unknown
 from forerun.types import Budget, Coins, Draft, DraftStep, Sequence
 
+LOG = logging.getLogger(__name__)
 NONE = "none"  # the drafter of requests that are decoded plainly; there is always one
 LOOKUP = "lookup"  # costs no weights and no cache: there is always one, too
 
 
-class Crew(Drafter):
+class Router(Drafter):
     """Hands every sequence to the drafter that `seq.draft` names, and joins their drafts.
 
     members: by name, the first of them for requests that choose none. aliases: other names of theirs. shares_s: of
@@ -23,7 +30,7 @@ class Crew(Drafter):
     """
 
     def __init__(self, members: Mapping[str, Drafter], aliases: Mapping[str, str] | None = None) -> None:
-        self.members = {**members, NONE: members.get(NONE, Drafter())}
+        self.members = {**members, NONE: members.get(NONE, NoDrafter())}
         self.main = next(iter(self.members))
         self.hidden_layers = tuple(sorted({k for drafter in self.members.values() for k in drafter.hidden_layers}))
         self._aliases = {"auto": self.main, **(aliases or {})}
@@ -48,22 +55,32 @@ class Crew(Drafter):
         return self.members[seq.draft]
 
     def begin(self, seq: Sequence) -> None:
-        self.of(seq).begin(seq)
+        with self._spared(seq.draft):
+            self.of(seq).begin(seq)
 
     def end(self, seq: Sequence) -> None:
-        self.of(seq).end(seq)
+        with self._spared(seq.draft):
+            self.of(seq).end(seq)
 
     def free_tokens(self) -> int | None:
         """The least of those that have a cache of their own."""
         found = [drafter.free_tokens() for drafter in self.members.values()]
         return min([free for free in found if free is not None], default=None)
 
+    def guess(self, seq: Sequence, num_tokens: int, coins: Coins) -> Seq[int]:
+        """What the drafter of a sequence would draft, if that costs nothing; not counted."""
+        found: Seq[int] = ()
+        with self._spared(seq.draft):
+            if self.of(seq).is_free:
+                found = self.of(seq).propose([seq], Budget([num_tokens], 0), [coins]).tokens
+        return found
+
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         clock, groups = time.perf_counter(), _groups(seqs, budget.num_tokens)
         if [len(members) for members in groups.values()] != [len(seqs)]:
             return self._joined(seqs, budget, coins, groups, clock)
         (name,) = groups  # which serves everybody
-        draft = self.members[name].propose(seqs, budget, coins)
+        draft = self._asked(name, seqs, budget, coins)
         self._add_draft(name, clock, draft)
         return draft
 
@@ -80,7 +97,7 @@ class Crew(Drafter):
         parts, catchup_tokens = [Draft.empty(1)] * len(seqs), budget.catchup_tokens
         for name, members in groups.items():
             drafter, own = self.members[name], budget.only(members, catchup_tokens)
-            draft = drafter.propose([seqs[b] for b in members], own, [coins[b] for b in members])
+            draft = self._asked(name, [seqs[b] for b in members], own, [coins[b] for b in members])
             catchup_tokens -= sum(drafter.caught_up.values())
             for i, b in enumerate(members):
                 parts[b] = draft.only(i)
@@ -89,6 +106,27 @@ class Crew(Drafter):
         joined = Draft.joined(parts)
         step.seconds += time.perf_counter() - clock  # whatever a draft takes is somebody's
         return joined
+
+    def _asked(self, name: str, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        """The draft of one member; an empty one where it fails."""
+        granted = list(budget.num_tokens)
+        with self._spared(name):
+            draft = self.members[name].propose(seqs, budget, coins)
+            if any(draft.num_rows(b) > most for b, most in enumerate(granted)):
+                raise InternalError(f"it drafted more nodes than the {granted} that it was granted")
+            return draft
+        return Draft.empty(len(seqs))
+
+    @contextmanager
+    def _spared(self, name: str) -> Iterator[None]:
+        """Go on without a drafter that raises. An AssertionError passes: it says that the program is wrong."""
+        try:
+            yield
+        except AssertionError:
+            raise
+        except Exception:
+            LOG.exception("the drafter %r failed and is not asked again: its requests are decoded plainly", name)
+            self.members[name] = NoDrafter()
 
     def _add_draft(self, name: str, begun: float, draft: Draft) -> DraftStep:
         """Add a draft, asked for at the time `begun`, to what its drafter did in this step; returns that."""
@@ -103,17 +141,21 @@ class Crew(Drafter):
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         for name, members in _groups(seqs, [num_tokens] * len(seqs)).items():
             drafter, start = self.members[name], time.perf_counter()
-            drafter.catch_up([seqs[b] for b in members], num_tokens)
+            with self._spared(name):
+                drafter.catch_up([seqs[b] for b in members], num_tokens)
             if drafter.caught_up:
                 self._count(name, start)
                 num_tokens -= sum(drafter.caught_up.values())
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         for name, members in _groups(seqs, [1] * len(seqs)).items():
-            self.members[name].observe([seqs[b] for b in members], [seen[b] for b in members])
+            with self._spared(name):
+                self.members[name].observe([seqs[b] for b in members], [seen[b] for b in members])
 
     def resumes_from(self, seq: Sequence, num_tokens: int) -> int:
-        return self.of(seq).resumes_from(seq, num_tokens)
+        with self._spared(seq.draft):
+            return self.of(seq).resumes_from(seq, num_tokens)
+        return num_tokens
 
     def _count(self, name: str, begun: float) -> None:
         """Add a call of a drafter, made at the time `begun`, to what it did in this step."""
@@ -146,7 +188,7 @@ def _groups(seqs: Seq[Sequence], granted: Seq[int]) -> dict[str, list[int]]:
     return groups
 
 
-def make(specs: Seq[str], target: Target) -> Crew:
+def make(specs: Seq[str], target: Target) -> Router:
     """The engine's drafter, extra ones behind it, and the two that cost nothing: lookup, none.
 
     Each is called by its method's name, or by its whole text where two are of one method. Raises BadOption.
@@ -158,4 +200,4 @@ def make(specs: Seq[str], target: Target) -> Crew:
         name = text if method in members else method
         members[name], aliases[text] = drafters.make(text, target), name
     members.setdefault(LOOKUP, drafters.make(LOOKUP, target))
-    return Crew(members, aliases)
+    return Router(members, aliases)

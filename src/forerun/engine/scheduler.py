@@ -11,6 +11,7 @@ granted only what is left after that, so that no draft ever preempts anybody.
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -130,7 +131,7 @@ class Scheduler:
             self.cache.truncate_to(seq.id, least)
             found = least
         if not request.report.num_preemptions:
-            request.report.num_cached_tokens = found
+            request.report.num_cached_tokens, request.report.scheduled_at_s = found, time.monotonic()
         self.drafter.begin(seq)
         bisect.insort(self.running, request, key=_rank)
 

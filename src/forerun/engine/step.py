@@ -24,10 +24,10 @@ from forerun import sampling, verify
 from forerun.drafters import Seen
 from forerun.engine.catchup import CatchUp
 from forerun.engine.request import Request
-from forerun.engine.router import Crew
+from forerun.engine.router import Router
 from forerun.engine.scheduler import Plan
-from forerun.errors import InternalError, UserError
-from forerun.models.runner import Run, Runner, Scores
+from forerun.errors import InternalError
+from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
 from forerun.pacing import Pacing
 from forerun.types import (
     Budget,
@@ -49,7 +49,7 @@ GUESS_TOKENS = 16  # of a drafter that costs nothing, for a request that is gran
 class RequestFailed(Exception):
     """One sequence cannot go on; the step was not committed and can be repeated without it."""
 
-    def __init__(self, seq: Sequence, error: UserError) -> None:
+    def __init__(self, seq: Sequence, error: Exception) -> None:
         super().__init__(str(error))
         self.seq, self.error = seq, error
 
@@ -59,7 +59,7 @@ class Stepper:
     """What a step works with. coins(seq) makes the randomness of one sequence's next round."""
 
     runner: Runner
-    drafter: Crew
+    drafter: Router
     pacing: Pacing
     coins: Callable[[Sequence], Coins]
     catchup: CatchUp
@@ -68,7 +68,7 @@ class Stepper:
     def step(self, plan: Plan, schedule_s: float = 0.0) -> StepReport:
         """Run one step; every decoding request gets at least one token. schedule_s: what the plan took, for the report.
 
-        Raises RequestFailed, with nothing committed, where a sequence has no token left that it may emit.
+        Raises RequestFailed, with nothing committed, where a sequence has no token that it may emit.
         """
         self.drafter.take_steps()  # what an interrupted step left
         clock = [time.perf_counter()]
@@ -81,6 +81,9 @@ class Stepper:
         clock.append(time.perf_counter())
         laws = _laws(seqs, draft, scores)
         verdict = verify.judge(draft, laws, coins, [seq.acceptance for seq in seqs])
+        for seq, token in zip(seqs, verdict.next_tokens, strict=True):
+            if token == NO_NUMBERS:
+                raise RequestFailed(seq, InternalError("the model returned logits that are no numbers"))
         clock.append(time.perf_counter())
         report = self._commit(plan, draft, scores, laws, verdict, granted)
         clock.append(time.perf_counter())
@@ -117,18 +120,13 @@ class Stepper:
         budget = Budget(list(granted), catchup_tokens)  # the drafter's own
         if self.pacing.stops_early:
             budget.go_on = lambda b, depth, law: self.pacing.go_on(seqs[b], depth, law)
-        draft = self.drafter.propose(seqs, budget, coins)
-        if any(draft.num_rows(b) > most for b, most in enumerate(granted)):
-            raise InternalError("a drafter drafted more than it was granted")
-        return draft, granted
+        return self.drafter.propose(seqs, budget, coins), granted
 
     def _guess(self, seqs: Seq[Sequence], granted: Seq[int], limits: Seq[int], coins: Seq[Coins]) -> None:
         """Let drafters that cost nothing guess where nothing was granted: pacing scores that, nothing verifies it."""
         for b, seq in enumerate(seqs):
-            drafter = self.drafter.of(seq)
-            if drafter.is_free and not granted[b] and limits[b]:
-                budget = Budget([min(GUESS_TOKENS, limits[b])], 0)
-                self.pacing.guess(seq, drafter.propose([seq], budget, [coins[b]]).tokens)
+            if not granted[b] and limits[b]:
+                self.pacing.guess(seq, self.drafter.guess(seq, min(GUESS_TOKENS, limits[b]), coins[b]))
 
     def _score(self, plan: Plan, draft: Draft) -> Scores:
         """One pass over [last committed token, draft nodes] of every decoding sequence and over the prompt chunks."""
@@ -232,7 +230,7 @@ class _Laws(Seq[Probs]):
             history = sampling.History.of(self._seq, [self._draft.tokens[n] for n in path])
             try:
                 law = self._rows[row] = sampling.probs(self._logits[row], self._seq.params, history)
-            except UserError as error:
+            except Exception as error:
                 raise RequestFailed(self._seq, error) from error
         return law
 

@@ -25,6 +25,7 @@ from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch
 
 SCRATCH_SLOT = -1  # of the cache, for passes that measure
+NO_NUMBERS = -1  # in place of the largest logit's id, where logits are no numbers
 
 
 class ModelConfig(Protocol):
@@ -96,7 +97,8 @@ class Run(NamedTuple):
 class Scores:
     """One pass: hidden [T, H] after the final norm; rows[b] = rows of run b.
 
-    logits[b] [wanted rows, ids], or best[b] [wanted rows] for a run that asked for the best ids only. taps: by k, the
+    logits[b] [wanted rows, ids], or best[b] [wanted rows] for a run that asked for the best ids only (NO_NUMBERS where
+    logits are no numbers). taps: by k, the
     residual stream before layer k of every row, float32 [T, H], as Runner.taps has asked for it.
     """
 
@@ -220,13 +222,13 @@ class Runner:
         return rows
 
     def _best(self, hidden: Tensor, rows: list[int]) -> list[int]:
-        """Ids of the largest logits, lowest id on ties. Raises InternalError where they are no numbers."""
+        """Ids of the largest logits, lowest id on ties; NO_NUMBERS for a row whose logits are no numbers."""
         if not rows:
             return []
         ids, values = self.model.best(hidden, rows, self.width)  # type: ignore[attr-defined]
-        if not all(map(math.isfinite, values)):
-            raise InternalError(f"the model returned logits that are no numbers (their maxima are {values})")
-        return ids  # type: ignore[no-any-return]
+        if all(map(math.isfinite, values)):
+            return ids  # type: ignore[no-any-return]
+        return [id_ if math.isfinite(value) else NO_NUMBERS for id_, value in zip(ids, values, strict=True)]
 
     def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         if not rows:

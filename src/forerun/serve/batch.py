@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -121,14 +122,17 @@ class Runner:
     def __init__(self, llm: LLM, names: tuple[str, ...], defaults: Mapping[str, Any], window: int) -> None:
         self._llm, self._names, self._defaults, self._window = llm, names, defaults, window
         self._running: list[_Running] = []
+        self._news: SimpleQueue[Request] = SimpleQueue()
 
     def run(self, requests: Iterator[BatchRequest], answers: AnswerFile, on_step: Callable[[], None]) -> None:
-        """Answer all of them; what ended in one step is appended together. Raises what ends the engine."""
+        """Answer all of them; on_step is called behind each step of a request."""
         try:
             while True:
                 refused = self._fill(requests)
                 if self._running:
-                    self._llm.step()
+                    self._news.get()
+                    while not self._news.empty():
+                        self._news.get()
                 elif not refused:
                     return
                 answers.append([*refused, *self._land()])
@@ -165,7 +169,7 @@ class Runner:
         prompts: list[Prompt] = list(job.prompts)
         if job.messages is not None:
             prompts = [self._llm.apply_chat_template(job.messages, **job.variables)]
-        return _Running(request.custom_id, job, self._llm.submit(prompts, job.params))
+        return _Running(request.custom_id, job, self._llm.submit(prompts, job.params, hear=self._news.put))
 
     def _land(self) -> list[dict[str, Any]]:
         """The answers to those that are over. They are forgotten before they are written, so never written twice."""
