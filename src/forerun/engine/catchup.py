@@ -1,7 +1,7 @@
 """How many committed tokens drafters may run in a step, so that catching up at most about doubles it.
 
 A drafter with a model of its own that is behind has to run what it lacks before it can draft. All at once, that
-would be a gap in everybody's text, so it is spread over steps. What a token takes and how long a step usually is are
+would be a gap in every text, so it is spread over steps. What a token takes and how long a step usually is are
 learned from the reports of steps; no clock is read here.
 """
 
@@ -33,7 +33,7 @@ class CatchUp:
     def tokens(self, drafts: Iterable[str], num_used: int = 0) -> int:
         """Tokens for the decoding sequences of a step, which these drafters serve.
 
-        num_used: what went to prompts in the same step already. Where nobody decodes nobody waits, and only
+        num_used: what went to prompts in the same step already. Where no request decodes none waits, and only
         `most_tokens` counts.
         """
         return min(self.most_tokens - num_used, max(LEAST_TOKENS, self._affordable(drafts) - num_used))

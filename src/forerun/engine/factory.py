@@ -51,7 +51,7 @@ def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpo
 
 
 def load_unpacked(config: EngineConfig) -> Checkpoint:
-    """The same in the same type, but with weights that can be read: for whoever makes another model of them."""
+    """The same in the same type, but with weights that can be read: for a caller that makes another model of them."""
     own = make_ops(config)
     if own.name != "native":
         return load_target(config)

@@ -79,7 +79,7 @@ class Router(Drafter):
         clock, groups = time.perf_counter(), _groups(seqs, budget.num_tokens)
         if [len(members) for members in groups.values()] != [len(seqs)]:
             return self._joined(seqs, budget, coins, groups, clock)
-        (name,) = groups  # which serves everybody
+        (name,) = groups  # which serves all
         draft = self._asked(name, seqs, budget, coins)
         self._add_draft(name, clock, draft)
         return draft
@@ -92,7 +92,7 @@ class Router(Drafter):
         groups: Mapping[str, Seq[int]],
         clock: float,
     ) -> Draft:
-        """The drafts of several drafters, or of one that does not serve everybody. clock: when this began."""
+        """The drafts of several drafters, or of one that does not serve all. clock: when this began."""
         step = DraftStep()
         parts, catchup_tokens = [Draft.empty(1)] * len(seqs), budget.catchup_tokens
         for name, members in groups.items():
@@ -104,7 +104,7 @@ class Router(Drafter):
             step = self._add_draft(name, clock, draft)
             clock = time.perf_counter()
         joined = Draft.joined(parts)
-        step.seconds += time.perf_counter() - clock  # whatever a draft takes is somebody's
+        step.seconds += time.perf_counter() - clock  # whatever a draft takes is charged to a drafter
         return joined
 
     def _asked(self, name: str, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
@@ -180,7 +180,7 @@ class Router(Drafter):
 
 
 def _groups(seqs: Seq[Sequence], granted: Seq[int]) -> dict[str, list[int]]:
-    """By drafter: the sequences that may draft. Nobody drafts for those that want none."""
+    """By drafter: the sequences that may draft, but those that want no drafter."""
     groups: dict[str, list[int]] = {}
     for b, seq in enumerate(seqs):
         if granted[b] > 0 and seq.draft != NONE:

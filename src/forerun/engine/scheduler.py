@@ -1,11 +1,11 @@
-"""Who runs in the next step, and with how many tokens.
+"""Which requests run in the next step, and with how many tokens.
 
 Requests are ranked by priority, then by arrival. One pass of the target has `max_num_batched_tokens` rows: one for each
 decoding request, then prompt chunks (at most `prefill_chunk_tokens` of them), and what is left, drafts. A request is
 admitted when the caches have room for its prompt, not for its longest output: where the running ones have grown until
-not everybody has room for one more token, the lowest in rank is preempted. It loses its cache, keeps its tokens, and
+not all have room for one more token, the lowest in rank is preempted. It loses its cache, keeps its tokens, and
 later runs them again (recomputation); prefix caching makes that cheap where its blocks are still there. Drafts are
-granted only what is left after that, so that no draft ever preempts anybody.
+granted only what is left after that, so that no draft ever preempts a request.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------- room in caches
 
     def _make_room(self) -> tuple[list[_Stand], list[_Stand], int]:
-        """Who runs; who of them decodes, all with room for one more token; and the blocks that are free before that.
+        """The running requests, those of them that decode, and the blocks that are free before they do.
 
-        Until there is that room, the last in rank is preempted.
+        Those that decode have room for one more token each: until then, the last in rank is preempted.
         """
         while True:
             stands = [(request, self.cache.room(request.seq.id)) for request in self.running]
@@ -165,7 +165,7 @@ class Scheduler:
     def _claim(self, request: Request) -> int:
         """Blocks that a running request's prompt, or tokens to recompute, will still take.
 
-        And one more where it may grow beyond: who would soon be preempted is not let in.
+        And one more where it may grow beyond: a request that would soon be preempted is not let in.
         """
         seq, room = request.seq, self.cache.room(request.seq.id)
         num_remaining = len(seq.tokens) - 1 - room.length

@@ -1,7 +1,7 @@
-"""The one step. Plain decoding, prefill, chunked prefill and verification are one ragged pass each sequence of which
+"""The one step: plain decoding, prefill, chunked prefill and verification are one ragged pass.
 
-contributes a run of new tokens: a prompt chunk wants no logits, plain decoding is a run of one, verification is the
-last committed token plus the draft.
+Each sequence contributes a run of new tokens: a prompt chunk wants no logits, plain decoding is a run of one,
+verification is the last committed token plus the draft.
 
     propose   the drafter guesses within the budget that the pacing policy set per sequence
     score     one target pass over every run
@@ -12,7 +12,6 @@ last committed token plus the draft.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
@@ -73,19 +72,19 @@ class Stepper:
         self.drafter.take_steps()  # what an interrupted step left
         clock = [time.perf_counter()]
         seqs = [request.seq for request in plan.decode]
-        coins = _Coins(self.coins, seqs)
+        coins = [self.coins(seq) for seq in seqs]
 
         draft, granted = self._propose(plan, seqs, coins)
         clock.append(time.perf_counter())
         scores = self._score(plan, draft)
         clock.append(time.perf_counter())
-        laws = _laws(seqs, draft, scores)
-        verdict = verify.judge(draft, laws, coins, [seq.acceptance for seq in seqs])
+        target_probs = _target_probs(seqs, draft, scores)
+        verdict = verify.judge(draft, target_probs, coins, [seq.acceptance for seq in seqs])
         for seq, token in zip(seqs, verdict.next_tokens, strict=True):
             if token == NO_NUMBERS:
                 raise RequestFailed(seq, InternalError("the model returned logits that are no numbers"))
         clock.append(time.perf_counter())
-        report = self._commit(plan, draft, scores, laws, verdict, granted)
+        report = self._commit(plan, draft, scores, target_probs, verdict, granted)
         clock.append(time.perf_counter())
 
         report.schedule_s = schedule_s
@@ -119,7 +118,7 @@ class Stepper:
         catchup_tokens = self.catchup.tokens({seq.draft for seq in seqs}, self.drafter.num_caught_up)
         budget = Budget(list(granted), catchup_tokens)  # the drafter's own
         if self.pacing.stops_early:
-            budget.go_on = lambda b, depth, law: self.pacing.go_on(seqs[b], depth, law)
+            budget.go_on = lambda b, depth, probs: self.pacing.go_on(seqs[b], depth, probs)
         return self.drafter.propose(seqs, budget, coins), granted
 
     def _guess(self, seqs: Seq[Sequence], granted: Seq[int], limits: Seq[int], coins: Seq[Coins]) -> None:
@@ -141,14 +140,23 @@ class Stepper:
         return self.runner.forward(runs)
 
     def _commit(
-        self, plan: Plan, draft: Draft, scores: Scores, laws: list[Laws], verdict: Verdict, granted: list[int]
+        self,
+        plan: Plan,
+        draft: Draft,
+        scores: Scores,
+        target_probs: list[Rows],
+        verdict: Verdict,
+        granted: list[int],
     ) -> StepReport:
         report = StepReport(num_decoding=len(plan.decode), num_drafted=len(draft.tokens))
         report.num_prefill_tokens = sum(take for _, take in plan.prefill)
         report.num_rows = scores.rows[-1].stop if scores.rows else 0
         report.num_context_tokens = sum([len(request.seq.tokens) for request in plan.decode]) - report.num_decoding
         if self.wants_detail:
-            report.rounds = [_detail(r.seq, draft, laws[b], verdict, b, granted[b]) for b, r in enumerate(plan.decode)]
+            report.rounds = [
+                _detail(request.seq, draft, target_probs[b], verdict, b, granted[b])
+                for b, request in enumerate(plan.decode)
+            ]
         kept: dict[int, Seq[int]] = {request.seq.id: range(take) for request, take in plan.prefill}
         for b, request in enumerate(plan.decode):
             step, kept[request.seq.id] = self._commit_one(request, draft, scores.logits[b], verdict, b)
@@ -179,8 +187,7 @@ class Stepper:
         logprobs: Seq[TokenLogprob] = ()
         if (most := seq.params.logprobs) is not None:
             logprobs = [sampling.logprobs_of(logits[r], t, most) for r, t in zip(rows, emitted, strict=True)]
-        origins = _origins(len(path), len(path) == num_tested) if num_nodes else _PLAIN
-        committed = request.commit(emitted, origins, logprobs)
+        committed = request.commit(emitted, _origins(num_nodes, len(path), num_tested), logprobs)
         seq.round += 1
         step = SequenceStep(seq.id, seq.draft, num_nodes, num_tested, tuple([n - start for n in path]), committed)
         return step, rows[:committed]
@@ -193,66 +200,39 @@ class Stepper:
                 self.runner.cache.publish(seq.id, seq.tokens)
 
 
-class _Coins(Seq[Coins]):
-    """The randomness of each sequence's round, made when somebody asks for it: in plain greedy decoding nobody does."""
+class _LazyRows(Seq[Probs]):
+    """target_probs of one sequence, computed when a rule asks for them: rows behind a rejection cost nothing.
 
-    def __init__(self, make: Callable[[Sequence], Coins], seqs: Seq[Sequence]) -> None:
-        self._make, self._seqs = make, seqs
-        self._made: dict[int, Coins] = {}
-
-    def __len__(self) -> int:
-        return len(self._seqs)
-
-    def __getitem__(self, b):  # type: ignore[no-untyped-def]
-        coins = self._made.get(b)
-        if coins is None:
-            coins = self._made[b] = self._make(self._seqs[b])
-        return coins
-
-
-class _Laws(Seq[Probs]):
-    """target_probs of one sequence, computed when asked for: rows behind a rejection cost nothing.
-
-    Row 0 is the law after the last committed token, row 1 + i the law after node i of the sequence.
+    Row 0 is the distribution after the last committed token, row 1 + i the one after node i of the sequence.
     """
 
     def __init__(self, seq: Sequence, draft: Draft, b: int, logits: Tensor) -> None:
         self._seq, self._draft, self._first, self._logits = seq, draft, draft.node_starts[b], logits
-        self._rows: list[Probs | None] = [None] * len(logits)
+        self.known: list[Probs | None] = [None] * len(logits)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.known)
 
     def __getitem__(self, row):  # type: ignore[no-untyped-def]
-        law = self._rows[row]
-        if law is None:
+        probs = self.known[row]
+        if probs is None:
             path = self._draft.path(self._first + row - 1) if row > 0 else []
             history = sampling.History.of(self._seq, [self._draft.tokens[n] for n in path])
             try:
-                law = self._rows[row] = sampling.probs(self._logits[row], self._seq.params, history)
+                probs = self.known[row] = sampling.probs(self._logits[row], self._seq.params, history)
             except Exception as error:
                 raise RequestFailed(self._seq, error) from error
-        return law
-
-    def known(self, row: int) -> Probs | None:
-        """The law of a row, None where nobody asked for it."""
-        return self._rows[row]
+        return probs
 
 
-Laws = list[Probs] | _Laws  # of one sequence
+Rows = list[Probs] | _LazyRows  # target_probs of one sequence
 
 
-def _known(laws: Laws, row: int, token: int) -> float | None:
-    """Probability of `token` at `row`, None where nobody asked for that row: watching must not compute more."""
-    law = laws[row] if isinstance(laws, list) else laws.known(row)
-    return None if law is None else law.at(token)
-
-
-def _laws(seqs: Seq[Sequence], draft: Draft, scores: Scores) -> list[Laws]:
+def _target_probs(seqs: Seq[Sequence], draft: Draft, scores: Scores) -> list[Rows]:
     """Of each sequence; points where only the largest logits were asked for."""
-    found = zip(seqs, scores.best, scores.logits, strict=False)  # prompts have no laws
+    found = zip(seqs, scores.best, scores.logits, strict=False)  # prompt chunks, behind these, want no logits
     return [
-        list(map(Probs.of_point, best)) if best else _Laws(seq, draft, b, logits)
+        list(map(Probs.of_point, best)) if best else _LazyRows(seq, draft, b, logits)
         for b, (seq, best, logits) in enumerate(found)
     ]
 
@@ -271,26 +251,24 @@ def _run(request: Request, draft: Draft, b: int, best_only: bool) -> Run:
     return Run(seq.id, [*tokens, *extra.tokens], "all", parents, best_only, vectors=vectors or None)
 
 
-_PLAIN: Seq[Origin] = ("plain",)
+def _origins(num_nodes: int, num_accepted: int, num_tested: int) -> list[Origin]:
+    """Of each token that a round emits. A path that ended at a leaf, not at a rejection, emits a bonus token."""
+    last: Origin = "plain" if not num_nodes else "bonus" if num_accepted == num_tested else "correction"
+    return [*["accepted"] * num_accepted, last]  # type: ignore[list-item]
 
 
-@functools.cache
-def _origins(num_accepted: int, is_whole: bool) -> Seq[Origin]:
-    """Of what a round emits that has drafted; is_whole: the path ended at a leaf, not at a rejection."""
-    accepted: list[Origin] = ["accepted"] * num_accepted
-    return (*accepted, "bonus" if is_whole else "correction")
-
-
-def _detail(seq: Sequence, draft: Draft, laws: Laws, verdict: Verdict, b: int, granted: int) -> RoundDetail:
+def _detail(seq: Sequence, draft: Draft, rows: Rows, verdict: Verdict, b: int, granted: int) -> RoundDetail:
     nodes = draft.nodes(b)
     parents = [p - nodes.start if p >= 0 else -1 for p in (draft.parents[n] for n in nodes)]
+    known = rows if isinstance(rows, list) else rows.known  # watching must not compute more
+    judging = [known[parent + 1] for parent in parents]
     return RoundDetail(
         sequence_id=seq.id,
         position=len(seq.tokens),
         tokens=[draft.tokens[n] for n in nodes],
         parents=parents,
         draft_probs=[draft.probs[n].at(draft.tokens[n]) for n in nodes],
-        target_probs=[_known(laws, parents[n - nodes.start] + 1, draft.tokens[n]) for n in nodes],
+        target_probs=[None if p is None else p.at(draft.tokens[n]) for n, p in zip(nodes, judging, strict=True)],
         tests=[dataclasses.replace(test, node=test.node - nodes.start) for test in verdict.tests[b]],
         accepted=[n - nodes.start for n in verdict.paths[b]],
         next_token=verdict.next_tokens[b],
