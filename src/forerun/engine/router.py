@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 from forerun import drafters
 from forerun.drafters import Drafter, Seen, Target
-from forerun.drafters.none import NoDrafter
 from forerun.errors import BadOption, InternalError
 from forerun.registry import unknown
 from forerun.types import Budget, Coins, Draft, DraftStep, Sequence
@@ -20,6 +19,13 @@ from forerun.types import Budget, Coins, Draft, DraftStep, Sequence
 LOG = logging.getLogger(__name__)
 NONE = "none"  # the drafter of requests that are decoded plainly; there is always one
 LOOKUP = "lookup"  # costs no weights and no cache: there is always one, too
+
+
+class _Silent(Drafter):
+    """Stands in for a drafter that has failed."""
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        return Draft.empty(len(seqs))
 
 
 class Router(Drafter):
@@ -30,7 +36,7 @@ class Router(Drafter):
     """
 
     def __init__(self, members: Mapping[str, Drafter], aliases: Mapping[str, str] | None = None) -> None:
-        self.members = {**members, NONE: members.get(NONE, NoDrafter())}
+        self.members = {**members, NONE: members.get(NONE, _Silent())}
         self.main = next(iter(self.members))
         self.hidden_layers = tuple(sorted({k for drafter in self.members.values() for k in drafter.hidden_layers}))
         self._aliases = {"auto": self.main, **(aliases or {})}
@@ -126,7 +132,7 @@ class Router(Drafter):
             raise
         except Exception:
             LOG.exception("the drafter %r failed and is not asked again: its requests are decoded plainly", name)
-            self.members[name] = NoDrafter()
+            self.members[name] = _Silent()
 
     def _add_draft(self, name: str, begun: float, draft: Draft) -> DraftStep:
         """Add a draft, asked for at the time `begun`, to what its drafter did in this step; returns that."""
