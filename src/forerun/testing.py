@@ -87,7 +87,7 @@ class Branching:
 
     def _ask(self, purpose: str, depth: int, lane: int) -> None:
         if (purpose, depth, lane) in self._asked:
-            raise InternalError(
+            raise AssertionError(  # the engine lets it pass, whatever part of it asked
                 f"the coin ({purpose}, depth {depth}, lane {lane}) is used twice in a round: it is one random number; "
                 "give each draw and each test at a depth a lane of its own"
             )

@@ -1,0 +1,103 @@
+"""House test 1 for trees: drafts of random shape through the whole engine, by exact enumeration."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence as Seq
+
+import pytest
+
+from forerun import pacing
+from forerun.drafters import Drafter
+from forerun.engine.engine import Engine
+from forerun.testing import Branching, drawn_tree, enumerate_outcomes, tables
+from forerun.types import Budget, Coins, Draft, RoundDetail, SamplingParams, Sequence
+from house.enumeration import HORIZON, PROMPT, SPACE_TOKENS, TARGET, V, runner_for, second_pipeline, total_variation
+
+EXACT = 1e-12
+NUM_NODES = 4
+SAMPLING = {
+    "plain": SamplingParams(max_tokens=2 * HORIZON),
+    "filters": SamplingParams(max_tokens=2 * HORIZON, temperature=0.7, top_k=2),
+    "penalties": SamplingParams(max_tokens=2 * HORIZON, repetition_penalty=1.6, frequency_penalty=0.5),
+    "greedy": SamplingParams(max_tokens=2 * HORIZON, temperature=0.0),
+}
+
+
+class RandomTrees(Drafter):
+    """Draws a tree of another random shape in each round, from a table of its own."""
+
+    shape = "tree"
+
+    def __init__(self, seed: int, draws: str) -> None:
+        self.draws, self._seed, self._table = draws, seed, tables(V, seed)
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        (seq,) = seqs
+        rng = random.Random(f"{self._seed} {seq.tokens}")
+        parents = [rng.randrange(-1, node) for node in range(NUM_NODES)]
+        draft = drawn_tree(parents, lambda path: self._table((seq.tokens[-1], *path)), self.draws)(coins[0])
+        kept = min(len(draft.tokens), budget.num_tokens[0])
+        return Draft(draft.tokens[:kept], draft.parents[:kept], [0, kept], draft.probs[:kept])
+
+
+def spoken(drafter: RandomTrees, params: SamplingParams) -> tuple[dict[tuple[int, ...], float], int]:
+    """First HORIZON tokens -> probability: one round of the real engine, then the target's own distribution.
+
+    And the most siblings that a draft had.
+    """
+    most_siblings = 0
+
+    def run(way: Branching) -> tuple[int, ...]:
+        nonlocal most_siblings
+        engine = Engine(
+            runner_for(TARGET),
+            drafter,
+            pacing.make("fixed", NUM_NODES),
+            coins=lambda seq: way.at(len(seq.tokens)),
+            max_seq_len=SPACE_TOKENS,
+            max_batch_size=1,
+        )
+        rounds: list[RoundDetail] = []
+        engine.listen(lambda report: rounds.extend(report.rounds), detail=True)
+        request = engine.add(PROMPT, params)
+        while not rounds:
+            engine.step()
+        for _, same in itertools.groupby(sorted(rounds[0].parents)):
+            most_siblings = max(most_siblings, len(list(same)))
+        return tuple(request.seq.output_ids)
+
+    said: dict[tuple[int, ...], float] = defaultdict(float)
+    for weight, output in enumerate_outcomes(run):
+        for rest, share in continued(output, params):
+            said[rest] += weight * share
+    return said, most_siblings
+
+
+def continued(output: tuple[int, ...], params: SamplingParams) -> Iterator[tuple[tuple[int, ...], float]]:
+    """The outputs of HORIZON tokens that begin so, and their probabilities, by the target alone."""
+    if len(output) >= HORIZON:
+        yield output[:HORIZON], 1.0
+        return
+    logits = TARGET.law([*PROMPT, *output]).tolist()
+    for token, share in enumerate(second_pipeline(logits, params, PROMPT, output, ())):
+        if share > 0:
+            for rest, weight in continued((*output, token), params):
+                yield rest, share * weight
+
+
+@pytest.mark.parametrize("draws", ["point", "independent", "distinct"])
+@pytest.mark.parametrize("rule", ["ratio", "match"])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_trees_of_random_shape_say_what_the_target_says(sampling: str, rule: str, draws: str) -> None:
+    params = dataclasses.replace(SAMPLING[sampling], acceptance=rule)
+    right, siblings = dict(continued((), params)), 0
+    for seed in range(2):
+        said, most = spoken(RandomTrees(seed, draws), params)
+        siblings = max(siblings, most)
+        assert sum(said.values()) == pytest.approx(1, abs=EXACT)
+        assert total_variation(said, right) < EXACT, seed
+    assert siblings > 1
