@@ -45,7 +45,7 @@ class KVCache(Protocol):
         """
 
     def fork(self, slot: int, new_slot: int) -> None:
-        """Begin a sequence with the kept rows of another; both may go on. Raises CapacityError where there is no room."""
+        """Begin a sequence with the kept rows of another; both may go on. Raises CapacityError without room."""
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
         """Let later sequences find the kept rows of `tokens`; a cache that shares nothing does nothing.
