@@ -12,8 +12,8 @@ from forerun.types import CacheView
 class TrainingOps(ReferenceOps):
     """The reference operators with attention over rows that are consecutive sequences of `seq_len_tokens` each.
 
-    So training runs the same forward pass of the decoder as serving; only the source of keys and values differs. Sliding
-    windows are refused, because no trainable shape has one.
+    So training runs the same forward pass of the decoder as serving; only the source of keys and values differs.
+    Sliding windows are refused, because no trainable shape has one.
     """
 
     def __init__(self, seq_len_tokens: int) -> None:

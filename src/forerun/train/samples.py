@@ -25,7 +25,7 @@ from forerun.types import RaggedBatch
 def continuations(
     model: Decoder, prompts: list[list[int]], num_new_tokens: int, temperature: float, seed: int = 0
 ) -> list[list[int]]:
-    """Return num_new_tokens ids after each prompt; temperature 0 takes the most likely. End-of-text does not stop it."""
+    """Return num_new_tokens ids after each prompt, past an end of text; temperature 0 takes the most likely."""
     longest = max(map(len, prompts)) + num_new_tokens
     cache = BlockCache.create(
         model.config.cache_shape, "contiguous", max_batch_size=len(prompts), max_seq_len=longest, device=model.device
@@ -85,8 +85,8 @@ def own_text(
 ) -> Tokens:
     """Return prompts and the target's continuations, about num_tokens ids in all, uint16 [N].
 
-    Half of the continuations are greedy, half are drawn at temperature 1. Prompts are spans of the train split at random
-    places; an end-of-text id follows each continuation.
+    Half of the continuations are greedy, half are drawn at temperature 1. Prompts are spans of the train split at
+    random places; an end-of-text id follows each continuation.
     """
     rng = np.random.default_rng(seed)
     source = encode_documents(load_corpus(text).train, tokenizer)
