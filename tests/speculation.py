@@ -23,7 +23,7 @@ from forerun import pacing
 from forerun.pacing import Pacing
 
 MODES = ("off", "auto")  # of a test that does not say otherwise
-FIXED_LENGTH = 4  # tokens per step, where nobody says how many
+FIXED_LENGTH = 4  # tokens per step, where the test names no number
 
 _now: list[str | None] = [None]  # the mode of the test that runs; None = it runs once
 

@@ -49,7 +49,7 @@ def bytes_by_name(plan: MemoryPlan) -> dict[str, int]:
 
 
 def one_pass(config: DecoderConfig, options: EngineConfig, dtype: torch.dtype) -> Callable[[], object]:
-    """The largest pass of these options: one prompt chunk, and everybody else verifying at the end of the context."""
+    """Run the largest pass of these options: a prompt chunk, while all other requests verify at the context's end."""
     generator = torch.Generator().manual_seed(0)
     weights = empty_weights(config, dtype, "cpu")
     for weight in weights.values():

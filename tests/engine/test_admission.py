@@ -1,4 +1,4 @@
-"""Who is let in, who waits, who has to go: requests in caches that are just too small for what they ask."""
+"""Which requests are admitted, wait, or are preempted, in caches that are just too small for them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_whoever_would_soon_be_preempted_is_not_let_in() -> None:
 
 
 def test_a_prompt_that_is_still_being_read_keeps_its_room() -> None:
-    """It has one block by now; the four that it will need are not somebody else's."""
+    """It has one block by now; the four that it will need are not given to another request."""
     engine = engine_with(128, prefill_chunk_tokens=8, prefix_caching=False)
     first = engine.add([1] * 70, greedy(10))
     engine.step()
@@ -62,7 +62,7 @@ def test_a_prompt_that_is_still_being_read_keeps_its_room() -> None:
 def test_small_chunks_in_little_memory_never_take_the_block_that_a_decoding_request_needs(
     num_tokens: int, chunk: int, seed: int
 ) -> None:
-    """A pass that reserves more than there is would fail; and nobody is left without a step for ever."""
+    """A pass that reserves more than there is would fail; and no request waits for ever."""
     random_ = random.Random(seed)
     engine = engine_with(num_tokens, prefill_chunk_tokens=chunk, prefix_caching=False)
     lengths = [random_.choice((2, 3, 30, 45)) for _ in range(10)]
@@ -97,7 +97,7 @@ def test_prompts_that_block_each_other_do_not_wait_for_ever() -> None:
 
 
 def test_priorities_order_the_queue() -> None:
-    """Nobody is preempted: the place becomes free, and the best of those that wait takes it."""
+    """No request is preempted: a place becomes free, and the best of the waiting requests takes it."""
     engine = engine_with(max_batch_size=1)
     first = engine.add([9], greedy(30, priority=-5))
     engine.step()

@@ -191,7 +191,7 @@ def test_an_asynchronous_stream_whose_loop_is_gone_ends_when_it_is_forgotten(llm
     loop = asyncio.new_event_loop()
     stream = llm.astream(PROMPTS[2], params(200))
     loop.run_until_complete(anext(stream))
-    loop.close()  # and nobody shut its asynchronous generators down
+    loop.close()  # its asynchronous generators were not shut down
     del stream
     gc.collect()
     assert_idle(llm)

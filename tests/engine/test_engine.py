@@ -231,7 +231,7 @@ def test_a_request_that_may_emit_nothing_fails_alone(draft):
 
 @pytest.mark.speculation("fixed", "auto")
 def test_watching_changes_nothing_where_masks_leave_no_token():
-    """A listener with detail must not compute laws that the rules did not ask for."""
+    """A listener with detail must not compute distributions that the rules did not read."""
     outcomes = []
     for watch in (False, True):
         engine = engine_for(random_decoder(1), "lookup")

@@ -107,7 +107,7 @@ def test_only_what_a_drafter_needs_is_counted(ops: str) -> None:
     with_model = always | {"draft weights", "draft KV cache"}
     assert names(SMALL, "./d") == with_model | {"draft probabilities", "target probabilities"}
     on_cuda = {"target weights", "target KV cache", "draft weights", "draft KV cache", "activations", "freed blocks"}
-    assert names(SMALL, "./d", "auto", "cuda") == on_cuda  # laws lie on the host, and so do blocks of files
+    assert names(SMALL, "./d", "auto", "cuda") == on_cuda  # probabilities are on the host, and so are blocks of files
 
 
 def test_plain_decoding_wants_one_row_per_sequence() -> None:

@@ -70,7 +70,7 @@ def test_what_a_rejected_draft_held_is_free_before_the_next_plan() -> None:
 @pytest.mark.once("about drafts of a fixed length")
 @pytest.mark.parametrize("tokens", [64, 80, 96, 128])
 def test_drafts_preempt_nobody(tokens: int) -> None:
-    """Somebody is preempted only where the running ones have no room for one token each, drafts or not."""
+    """A request is preempted only where the running ones have no room for one token each, drafts or not."""
     wanted = [([i] * 10, SamplingParams(max_tokens=30, temperature=0.0)) for i in range(5)]
     engine = engine_with(tokens, spec_length=9, prefix_caching=False)
     requests = [engine.add(*one) for one in wanted]
@@ -134,7 +134,7 @@ def test_the_cache_of_a_drafter_counts_for_admission() -> None:
     waiting = engine.add([1] * 60, GREEDY)
     running = engine.add([2] * 10, GREEDY)
     engine.step()
-    assert waiting in engine.scheduler.running  # alone it must run: nobody would ever make more room
+    assert waiting in engine.scheduler.running  # alone it must run, because no other request could make room
     assert running in engine.scheduler.waiting
     runner.cache.release(-1)
     run(engine, [waiting, running])

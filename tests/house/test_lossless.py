@@ -15,7 +15,7 @@ from forerun import drafters, pacing, registry, theory, verify
 from forerun.models.toy import ToyLaw, ToyModel
 from forerun.theory import formulas
 from forerun.types import SamplingParams
-from house.enumeration import HORIZON, TARGET, Case, V, every_way, plain_law, resembling, spoken, total_variation
+from house.enumeration import HORIZON, TARGET, Case, V, every_way, plain_outputs, resembling, spoken, total_variation
 
 EXACT = 1e-12
 RULES = verify.rules()
@@ -63,9 +63,9 @@ def label(value: Any) -> str | None:
 
 
 def assert_lossless(case: Case) -> None:
-    law = spoken(case)
-    assert sum(law.values()) == pytest.approx(1, abs=EXACT)
-    assert total_variation(law, plain_law(case)) < EXACT
+    outputs = spoken(case)
+    assert sum(outputs.values()) == pytest.approx(1, abs=EXACT)
+    assert total_variation(outputs, plain_outputs(case)) < EXACT
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -156,7 +156,7 @@ def first_round(case: Case) -> float:
 
 @pytest.mark.parametrize(("rule", "acceptance"), [("ratio", formulas.acceptance), ("match", formulas.match_acceptance)])
 def test_mean_length_is_the_closed_form(rule, acceptance):
-    """Laws without memory have one alpha, so the mean length of a round is equation (1) of Leviathan et al. 2023."""
+    """Without context there is one alpha, and the mean length is equation (1) of Leviathan et al. 2023."""
     target = ToyModel(V, 3, ToyLaw(order=0))
     near = ToyModel(V, 4, ToyLaw(order=0, distance=1.0), near=target)
     alpha = acceptance(target.law(()).softmax(0).numpy(), near.law(()).softmax(0).numpy())
@@ -166,14 +166,14 @@ def test_mean_length_is_the_closed_form(rule, acceptance):
 
 
 def test_mean_length_with_memory():
-    """With context-dependent laws: 1 + beta() + sum_x min(p, q)(x) beta(x) for two drafted tokens."""
+    """With context it is 1 + beta() + sum_x min(p, q)(x) beta(x) for two drafted tokens."""
     case = Case("model", params("ratio"), near=resembling(TARGET))
 
-    def laws(*drafted: int):
+    def both_probs(*drafted: int):
         history = [*case.prompt, *drafted]
         return [model.law(history).softmax(0).numpy() for model in (case.target, case.near)]
 
-    p, q = laws()
+    p, q = both_probs()
     kept = [min(a, b) for a, b in zip(p, q, strict=True)]
-    expected = 1 + sum(kept) + sum(k * formulas.acceptance(*laws(x)) for x, k in enumerate(kept))
+    expected = 1 + sum(kept) + sum(k * formulas.acceptance(*both_probs(x)) for x, k in enumerate(kept))
     assert first_round(case) == pytest.approx(expected, abs=EXACT)

@@ -1,7 +1,7 @@
-"""A cache driven as a model drives it, where every row says which tokens it was computed from.
+"""A cache that is used as a model uses it, with rows that say which tokens they were computed from.
 
 The number written into a row stands for the salt and all tokens up to that row, so a row that is shared wrongly, or
-overwritten while somebody else reads it, is seen.
+overwritten while another slot reads it, is found.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def close(found: Tensor, expected: Tensor, tolerance: Tensor | float) -> bool:
-    """NaN and infinities where the twin has them, everything else within the tolerance."""
+    """Whether NaN and infinities are where the reference has them, and all else is within the tolerance."""
     found, expected = found.double(), expected.double()
     finite = expected.isfinite()
     same = torch.equal(found.isnan(), expected.isnan()) and torch.equal(
@@ -113,7 +113,7 @@ def chain(cached: int, num_rows: int) -> RunShape:
 class AttentionCase:
     """Queries, new keys and values of some runs, and pools that hold their past in scattered rows.
 
-    Rows of the pools that nobody owns are NaN: whoever reads one shows it.
+    Rows of the pools that no run owns are NaN, so that a kernel which reads one is caught.
     """
 
     runs: list[RunShape]
@@ -221,7 +221,7 @@ class Session:
     """A decoder with a cache: some sequences that grow pass by pass.
 
     layout: tokens of a block, 0 = one block for the whole sequence. Blocks are handed out in shuffled order, and rows
-    that nobody has written are NaN.
+    that were never written are NaN.
     """
 
     def __init__(self, model: Decoder, layout: int = 16, *, max_seq_len: int = 640, seed: int = 0) -> None:

@@ -1,7 +1,7 @@
 """The native operators against the reference ones, on every instruction set that this machine has.
 
-The twin computes in float64 what the kernel computes in float32. With bfloat16 weights a product's inputs are rounded
-to bfloat16 first; the products of two such numbers are exact in float32 already.
+The reference computes in float64 what the kernel computes in float32. With bfloat16 weights a product's inputs are
+rounded to bfloat16 first; the products of two such numbers are exact in float32 already.
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ def test_gated_feed_forward_keeps_infinities_and_nan(isa: str) -> None:
     ops, x, residual = ops_of(isa), whole_numbers(1, 7, 9), whole_numbers(2, 7, 5)
     x[1, 3], x[2, 0], x[4, 8] = INF, -INF, NAN
     gate, up, down = whole_numbers(3, 19, 9), whole_numbers(4, 19, 9), whole_numbers(5, 5, 19)
-    twin = ReferenceOps()
-    between = twin.silu_mul(twin.linear(x.double(), gate.double()), twin.linear(x.double(), up.double()))
-    expected = residual.double() + twin.linear(between, down.double())
+    reference = ReferenceOps()
+    between = reference.silu_mul(reference.linear(x.double(), gate.double()), reference.linear(x.double(), up.double()))
+    expected = residual.double() + reference.linear(between, down.double())
     found = ops.add_gated(residual, x, ops.pack([gate, up], paired=True), ops.pack(down))
     assert bool(expected.isnan().any())
     assert close(found, expected, 1e-5 * (between.abs() @ down.double().abs().T))
@@ -244,9 +244,9 @@ def test_rms_norm_keeps_infinities_and_nan(isa: str) -> None:
     x[1, 36], x[2, 0], x[3] = INF, NAN, 0.0
     weight = normal(2, 37)
     weight[5] = INF
-    twin = ReferenceOps()
+    reference = ReferenceOps()
     for eps in (1e-5, 0.0):
-        assert close(ops_of(isa).rms_norm(x, weight, eps), twin.rms_norm(x, weight, eps), 1e-5)
+        assert close(ops_of(isa).rms_norm(x, weight, eps), reference.rms_norm(x, weight, eps), 1e-5)
     assert ops_of(isa).rms_norm(x.view(2, 2, 37), weight, 1e-5).shape == (2, 2, 37)
 
 

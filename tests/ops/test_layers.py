@@ -63,7 +63,7 @@ def decoder(ops: ReferenceOps, dtype: torch.dtype, variant: str = "tied") -> Dec
 
 
 def cache_of(model: Decoder, context: Seq[int] = CONTEXT) -> BlockCache:
-    """Slot 0 holds the context, and slot 1 a part of it; what nobody has written is NaN."""
+    """Slot 0 holds the context, and slot 1 a part of it; rows that were never written are NaN."""
     cache = BlockCache.create(
         model.config.cache_shape, "paged", max_batch_size=4, max_seq_len=128, dtype=model.cache_dtype
     )
@@ -135,9 +135,9 @@ def test_native_taps_are_those_of_the_reference(isa: str, dtype: torch.dtype, va
     """In float64, of the same weights; bfloat16 rounds the inputs of each product on the way."""
     native = decoder(ops_of(isa), dtype, variant)
     weights = {name: weight.double() for name, weight in random_weights(native.config, dtype).items()}
-    twin = Decoder(native.config, weights, ReferenceOps())
+    reference = Decoder(native.config, weights, ReferenceOps())
     taps = range(NUM_LAYERS + 1)
-    found, expected = (Runner(model, cache_of(model), taps=taps).forward(both()).taps for model in (native, twin))
+    found, expected = (Runner(model, cache_of(model), taps=taps).forward(both()).taps for model in (native, reference))
     for k in taps:
         assert float((found[k] - expected[k]).abs().max() / expected[k].abs().max()) < (
             1e-5 if dtype == FLOAT32 else 0.03

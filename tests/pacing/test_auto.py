@@ -77,7 +77,7 @@ def test_hysteresis():
 
 
 def test_the_net_catches_a_curve_that_lies():
-    """Rows cost ten times what the calibration said: plain decoding wins trials, and drafting pauses."""
+    """Rows cost ten times what the calibration said: plain decoding wins comparisons, and drafting pauses."""
     world = World(lambda step, b: 0.6, machine=Machine(COMPUTE_BOUND, pass_s=0.02), noise=QUIET)
     policy = World(lambda step, b: 0.6, machine=Machine(CPU)).auto()
     track = world.run(policy, 1200)
