@@ -37,7 +37,7 @@ def test_a_prompt_without_room_waits() -> None:
     assert engine.scheduler.num_preemptions == 0
 
 
-def test_whoever_would_soon_be_preempted_is_not_let_in() -> None:
+def test_a_request_that_would_soon_be_preempted_is_not_admitted() -> None:
     """The running one has filled two of four blocks and will need the others; a prompt of two would fit for now."""
     engine = engine_with(64, prefix_caching=False)
     first, second = engine.add([1] * 30, greedy(30)), engine.add([2] * 30, greedy(2))
@@ -166,7 +166,7 @@ def test_prompts_are_read_first_come_first_served() -> None:
 # ------------------------------------------------------------------------------------------------- shared prompts
 
 
-def test_an_output_that_waits_for_its_prompt_to_be_read_holds_nobody_up() -> None:
+def test_an_output_that_waits_for_its_prompt_holds_no_request_up() -> None:
     engine = engine_with(prefill_chunk_tokens=16)
     leader, follower = engine.add_all([i % 9 for i in range(60)], greedy(4, n=2))
     other = engine.add([1, 2], greedy(4))

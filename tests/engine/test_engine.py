@@ -156,7 +156,7 @@ def test_aborting_at_any_time_leaks_no_block(draft):
         assert pool.free_tokens() == pool.num_blocks * pool.block_tokens
 
 
-def test_a_pool_too_small_for_everybody_makes_requests_wait_and_loses_none():
+def test_a_pool_too_small_for_all_requests_makes_some_wait_and_loses_none():
     alone = serve(engine := engine_for(random_decoder(1)), engine.add([1, 2], GREEDY))
     engine = engine_for(random_decoder(1))
     spare = engine.runner.cache

@@ -96,7 +96,7 @@ def test_a_stop_string_ends_the_output_inside_a_round(draft):
 
 
 @pytest.mark.parametrize("draft", ["none", "model"])
-def test_the_text_ends_before_a_stop_id_whoever_reads_it_and_when(draft, monkeypatch):
+def test_the_text_ends_before_a_stop_id_however_it_is_read(draft, monkeypatch):
     """At the end, in pieces, or in the middle of a commit, as another thread may: the id that stops has no text."""
     engine = llm(draft)
     (whole,) = engine.generate(PROMPT, greedy(40))

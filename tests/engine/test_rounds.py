@@ -260,7 +260,7 @@ def test_whatever_a_draft_takes_is_in_some_drafters_time(monkeypatch: pytest.Mon
 
 @pytest.mark.once("about reports")
 @pytest.mark.parametrize("num_others", [0, 1])
-def test_what_a_drafter_did_is_reported_whether_or_not_it_serves_everybody(
+def test_what_a_drafter_did_is_reported_whether_or_not_it_serves_all_requests(
     num_others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, reports = engine_with(policy=Told(3)), list[StepReport]()

@@ -69,7 +69,7 @@ def test_what_a_rejected_draft_held_is_free_before_the_next_plan() -> None:
 
 @pytest.mark.once("about drafts of a fixed length")
 @pytest.mark.parametrize("tokens", [64, 80, 96, 128])
-def test_drafts_preempt_nobody(tokens: int) -> None:
+def test_drafts_preempt_no_request(tokens: int) -> None:
     """A request is preempted only where the running ones have no room for one token each, drafts or not."""
     wanted = [([i] * 10, SamplingParams(max_tokens=30, temperature=0.0)) for i in range(5)]
     engine = engine_with(tokens, spec_length=9, prefix_caching=False)
@@ -255,7 +255,7 @@ def test_the_draft_model_runs_a_long_prompt_beside_the_target(catchup_tokens: in
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_arrivals_and_aborts_lose_no_block_and_answer_everybody_once(seed: int) -> None:
+def test_random_arrivals_and_aborts_lose_no_block_and_answer_each_request_once(seed: int) -> None:
     random_ = random.Random(seed)
     engine = engine_with(random_.choice((128, 192)), prefill_chunk_tokens=random_.choice((5, 64)))
     wanted = mixed(seed, 150, longest=20)

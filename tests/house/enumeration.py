@@ -1,8 +1,8 @@
 """Exact enumeration of the real engine (docs/exactness.md): every outcome of every coin, with its probability.
 
 `spoken` runs the engine through Branching coins and sums the probability of each output. `plain_outputs` is the product
-of the target's own probabilities, by a pipeline that is written a second time in plain Python. A rule is lossless if both
-agree to the last bits of float64.
+of the target's own probabilities, by a pipeline that is written a second time in plain Python. A rule is lossless if
+both agree to the last bits of float64.
 """
 
 from __future__ import annotations

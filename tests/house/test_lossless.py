@@ -104,7 +104,7 @@ def pair(shape: str) -> tuple[ToyModel, ToyModel]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_shape_of_law(name, rule, shape, temperature):
+def test_every_shape_of_distribution(name, rule, shape, temperature):
     target, near = pair(shape)
     assert_lossless(Case(name, params(rule, temperature=temperature), {}, target, near))
 

@@ -171,7 +171,7 @@ def test_a_block_in_use_is_never_evicted() -> None:
     assert d.found(PROMPT[:9]) == 8
 
 
-def test_clear_prefixes_forgets_what_nobody_uses() -> None:
+def test_clear_prefixes_forgets_blocks_without_users() -> None:
     d = driven(8)
     d.start(0, PROMPT)
     d.release(0)

@@ -82,7 +82,7 @@ def test_passes_alone_and_together_take_turns_without_a_data_race(driver: Driver
         pytest.skip(f"{COMPILER} has no ThreadSanitizer that runs here")
 
 
-def test_whoever_throws_the_pass_ends_and_the_next_one_runs(driver: Driver) -> None:
+def test_an_exception_on_any_thread_ends_the_pass_and_the_next_one_runs(driver: Driver) -> None:
     done = driver.run("fail")
     assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr[:2000]
 

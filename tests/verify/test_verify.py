@@ -62,7 +62,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("module", [ratio, match])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_law_of_one_position(pair, module):
+def test_the_distribution_of_one_position(pair, module):
     p, q = PAIRS[pair]
     ways = one_round(dist(*p), dist(*q), module, draw=None)
     assert first_token(ways, 3) == pytest.approx(p, abs=1e-15)
@@ -88,7 +88,7 @@ def test_k1_by_its_parts():
     assert accepted == pytest.approx(0.7, abs=1e-15)
 
 
-def test_laws_given_the_role():
+def test_distributions_given_the_role():
     """Accepted tokens have the distribution min(p, q) / beta, corrections (p - q)+ / (1 - beta): neither is p."""
     p, q = (0.5, 0.3, 0.2), (0.2, 0.5, 0.3)
     ways = one_round(dist(*p), dist(*q), ratio, bonus=dist(0.1, 0.1, 0.8))
@@ -101,7 +101,7 @@ def test_laws_given_the_role():
     assert bonus == pytest.approx([0.7 * b for b in (0.1, 0.1, 0.8)], abs=1e-15)
 
 
-def test_equal_laws_always_accept_and_zero_never_does():
+def test_equal_distributions_always_accept_and_zero_never_does():
     p = dist(0.5, 0.3, 0.2)
     assert all(verdict.paths[0] for _, (_, verdict, _) in one_round(p, p, ratio))
     assert ratio.acceptance(0.0, 0.3) == 0.0
@@ -134,7 +134,7 @@ def test_vocabularies_of_different_length_stay_exact(sizes):
     assert first_token(one_round(p, q, ratio), 5) == pytest.approx(as_list(p, 5), abs=1e-15)
 
 
-def test_a_token_that_its_own_law_excludes_is_rejected():
+def test_a_token_that_its_own_distribution_excludes_is_rejected():
     """Only underflow gives q(x) = 0: the token is rejected, and the correction is drawn from p (docs/exactness.md)."""
     ways = one_round(dist(0.5, 0.5), dist(0.0, 1.0), ratio, draw=lambda q, depth: 0)
     assert not any(verdict.paths[0] for _, (_, verdict, _) in ways)
@@ -184,7 +184,7 @@ def test_tests_say_what_was_tested():
             assert len(tests) <= 2, "the second token has target probability 0"
 
 
-def test_laws_behind_a_rejection_are_not_asked_for():
+def test_rows_behind_a_rejection_are_not_read():
     """A rule reads no row behind a rejection, because callers compute rows on demand."""
 
     class UpTo(list):
