@@ -1,4 +1,4 @@
-"""What the tests of the memory plan share: shapes, a largest pass to measure, and the operators of this machine."""
+"""Helpers of the tests of the memory plan: shapes, a largest pass, and the operators of this machine."""
 
 from __future__ import annotations
 

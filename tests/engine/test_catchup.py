@@ -1,4 +1,4 @@
-"""Catching up in small parts: how many tokens a step allows, and who gets them."""
+"""Catching up in small parts: how many tokens a step allows, and which requests get them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory plan against what is really allocated: byte for byte where it says so, within a band where it does not."""
+"""The memory plan against what is really allocated: exact to the byte where it says so, else within a band."""
 
 import json
 import subprocess
@@ -340,7 +340,7 @@ PROCESSES = ["reference float32", *(["native float32", "native bfloat16"] if HAS
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    """What was seen of every case: 148 MB of target and 18 MB of draft weights in float32.
+    """Measure every case: 148 MB of target and 18 MB of draft weights in float32.
 
     All but the embeddings are too small for compiled kernels.
     """

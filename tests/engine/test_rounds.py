@@ -1,4 +1,4 @@
-"""What a step tells its listeners, its pacing and its drafters: numbers that agree with what was really done."""
+"""Listeners, pacing and drafters get numbers that agree with what the step did."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forerun.types import Draft, Probs, RoundDetail, SamplingParams, Sequence, S
 
 
 class Told(Pacing):
-    """Grants what it is told to, and remembers what it hears."""
+    """A policy that grants given lengths and records what it is asked and told."""
 
     def __init__(self, granted: int, *, prepares: bool = True) -> None:
         self.granted, self.wants_prompts = granted, prepares
@@ -283,7 +283,7 @@ def test_what_a_drafter_did_is_reported_whether_or_not_it_serves_all_requests(
 @pytest.mark.once("about randomness")
 @pytest.mark.parametrize("granted", [0, 3])
 def test_coins_are_made_where_somebody_tosses_them(granted: int) -> None:
-    """Once for each round of a sequence: none for the likeliest token, which is certain."""
+    """Coins are made once for each round that draws, and never for greedy rounds."""
     engine, made = engine_with(policy=Told(granted)), list[tuple[int, int]]()
     coins = engine.stepper.coins
     engine.stepper.coins = lambda seq: made.append((seq.id, seq.round)) or coins(seq)  # type: ignore[func-returns-value]

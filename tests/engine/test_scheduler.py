@@ -1,4 +1,4 @@
-"""Many requests in little memory: budgets, priorities, preemption, drafts that step aside, shared prompts, aborts."""
+"""Many requests in little memory: budgets, priorities, preemption, drafts that give way, shared prompts, aborts."""
 
 from __future__ import annotations
 

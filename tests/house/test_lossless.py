@@ -1,6 +1,6 @@
-"""House test 1: every drafter x every verification rule x every sampling option says exactly what the target says.
+"""House test 1: every drafter x verification rule x sampling option has exactly the target's distribution.
 
-Nothing here lists drafters, rules or pacing policies: the rooms are scanned. A new file is tested by being there.
+Drafters, rules and pacing policies are found by scanning their rooms, so that a new file is tested at once.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_every_sampling_option(name, rule, sampling):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("drafter", [d for d in DRAFTERS if d[1]], ids=label)
 def test_options_of_a_drafter(drafter, rule, sampling):
-    """They may change how much is accepted and nothing else."""
+    """Options of a drafter may change how much is accepted, and nothing else."""
     assert_lossless(Case(drafter[0], params(rule, **SAMPLING[sampling]), drafter[1]))
 
 

@@ -1,4 +1,4 @@
-"""The native extension: it is there, fresh and described; what chooses between kernels; what a build without it gives.
+"""The native extension exists, matches its sources and its stub; kernels are chosen; builds without it work.
 
 Every new process gets a copy of the package in front of its path, where something is to be missing.
 """

@@ -37,7 +37,7 @@ ROW_COUNTS = (1, 2, 5, 14, 15, 33)
 
 
 def sum_tolerance(x: Tensor, weight: Tensor) -> Tensor:
-    """Of a sum of n products in any order, two roundings for each: n u sum |x w| (Higham 2002, section 3.1)."""
+    """Return the error bound of a sum of n products in any order: n u sum |x w| (Higham 2002, section 3.1)."""
     return (2 * weight.shape[1] + 2) * UNIT * (x.abs() @ weight.abs().T) + TINY
 
 
@@ -69,7 +69,7 @@ def test_products_of_random_numbers(isa: str, dtype: torch.dtype, num_in: int, n
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_keep_infinities_and_nan(isa: str, dtype: torch.dtype) -> None:
-    """In inputs, weights and bias, and in odd shapes, where a kernel pads: a padded zero must not meet them."""
+    """NaN and infinities in inputs, weights and bias must not be multiplied by the zeros that pad odd shapes."""
     for num_in, num_out in ((1, 1), (5, 3), (33, 35), (64, 32), (129, 70)):
         x, weight, bias = (whole_numbers(s, *n) for s, n in ((1, (9, num_in)), (2, (num_out, num_in)), (3, (num_out,))))
         x[1, -1], x[3, num_in // 2], x[5, 0] = INF, -INF, NAN
@@ -98,7 +98,7 @@ def test_denormal_inputs_and_weights_in_float32(isa: str) -> None:
 
 
 def test_denormal_inputs_and_weights_in_bfloat16(isa: str) -> None:
-    """Exact, too, but with AVX-512: its instruction takes denormal numbers for 0 and makes 0 of denormal sums.
+    """Denormal numbers are exact, except with AVX-512, whose instruction takes denormal numbers and sums as 0.
 
     The error is then below the least normal number for each input times its weight, and once more for each sum.
     """
@@ -133,7 +133,7 @@ def test_no_rows_are_no_rows(isa: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_added_to_a_residual(isa: str, dtype: torch.dtype) -> None:
-    """One rounding more than the product alone, and the residual stays as it was."""
+    """The result has one more rounding than the product, and the residual is not changed."""
     ops = ops_of(isa)
     for num_in, num_out, num_rows in ((3, 1, 1), (17, 31, 2), (65, 33, 15), (300, 100, 40)):
         x, residual, weight = normal(1, num_rows, num_in), normal(2, num_rows, num_out), normal(3, num_out, num_in)
@@ -190,7 +190,7 @@ def test_padding_between_two_products_meets_no_infinity(isa: str, dtype: torch.d
 @pytest.mark.parametrize("consume", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_packed_matrices_unpack_to_the_same_bits(isa: str, dtype: torch.dtype, consume: bool) -> None:
-    """Alone, in parts, and paired; every odd shape, NaN and denormal numbers included."""
+    """Weights are unpacked as they were: alone, in parts, paired, in odd shapes, with NaN and denormal numbers."""
     for num_out in (1, 3, 16, 17, 32, 33, 65):
         for num_in in (1, 2, 5, 31, 64, 129):
             weight = normal(num_out, num_out, num_in)

@@ -97,7 +97,7 @@ def test_sliding_windows(isa: str, dtype: torch.dtype, window: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 2, 7, 40])
 def test_what_left_the_window_does_not_count(isa: str, dtype: torch.dtype, window: int) -> None:
-    """Not even as NaN, wherever within a block the window begins."""
+    """Keys outside the window have no effect, even if they are NaN, wherever in a block the window begins."""
     for cached in (63, 64, 75, 76, 130):
         case = attention_case(12, [chain(cached, 3)], (4, 2, 20), dtype)
         keys, values = case.keys.clone(), case.values.clone()
@@ -188,7 +188,7 @@ def test_weights_are_rounded_to_nearest_and_sum_to_one(isa: str, dtype: torch.dt
 
 
 def test_scores_of_any_size(isa: str) -> None:
-    """Far beyond what e^x holds: the largest score decides, the rest is exactly 0."""
+    """Where e^x would overflow, the largest score has weight 1 and all others exactly 0."""
     case = attention_case(6, [chain(140, 4), RunShape(70, TREE)], (2, 1, 32), FLOAT32, scale=3e4)
     found, expected = case.attend(ops_of(isa)), expected_of(case)
     assert bool((found.isfinite()).all())
@@ -208,7 +208,7 @@ def test_denormal_numbers(isa: str) -> None:
 @pytest.mark.parametrize("where", ["q", "k", "v", "keys", "values"])
 @pytest.mark.parametrize("what", [INF, -INF, NAN])
 def test_infinities_and_nan_come_out_where_the_reference_has_them(isa: str, where: str, what: float) -> None:
-    """Placed in one row, they reach the rows that see it and no others."""
+    """NaN and infinities in one row reach the rows that see it, and no others."""
     runs = [chain(100, 6), RunShape(66, TREE), chain(0, 5)]
     case = attention_case(8, runs, (4, 2, 20), FLOAT32)
     changed = getattr(case, where).clone()

@@ -203,7 +203,7 @@ def serve(engine: Engine, jobs: Seq[Job]) -> list[Outcome]:
 
 @dataclass
 class Comparison:
-    """What came of it. mismatches: a sentence for each output that differs from plain decoding's in any way."""
+    """The result of a comparison. mismatches: a sentence for each output that differs from plain decoding."""
 
     num_outputs: int = 0
     num_tokens: int = 0

@@ -136,7 +136,7 @@ def test_theory_needs_numpy_alone():
 
 
 def test_expected_tokens_of_counts_are_the_posterior_mean():
-    """Book 7.4: Beta(8, 2) says 2.4545 at two tokens, where its mean of 0.8 would say 2.44."""
+    """Beta(8, 2) gives 2.4545 at two tokens, where its mean of 0.8 would give 2.44."""
     assert formulas.expected_tokens_beta(8, 2, 2) == pytest.approx(1 + 0.8 + 0.8 * 9 / 11)
     assert round(formulas.expected_tokens_beta(8, 2, 2), 4) == 2.4545
     assert formulas.expected_tokens_beta(8, 2, 0) == 1
