@@ -66,7 +66,7 @@ def test_same_distribution(factor: int, group: str, rope: str, tied: bool, grown
 
 
 def last_stream(config: DecoderConfig, wide_config: DecoderConfig, wide: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the final residual stream of both models over old ids, other ones than those that widening measures."""
+    """Run a model over old ids, other ones than those that widening measures; results as `_last_stream`."""
     return widening._last_stream(dataclasses.replace(wide_config, vocab_size=config.vocab_size), wide, seed=5)
 
 

@@ -44,7 +44,7 @@ class NeighbourDrafter(Drafter):
         self._rows.pop(seq.id, None)
 
     def _tree(self, seq: Sequence, most: int) -> Draft:
-        """Draft the two tokens that followed the last token where the states before it are nearest to the present one."""
+        """Draft the two tokens that followed the last token elsewhere, nearest hidden states first."""
         rows, tokens = self._rows[seq.id], seq.tokens
         order = (rows[:-2] @ rows[-1]).argsort(descending=True).tolist() if len(rows) > 2 else []
         followed = [i for i in order if tokens[i + 1] == tokens[-1]]
