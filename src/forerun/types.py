@@ -191,7 +191,7 @@ class Draft:
 
     @staticmethod
     def chains(tokens: Seq[Seq[int]], probs: Seq[Seq[Probs]]) -> Draft:
-        """One chain per sequence: tokens[b][i] was drawn from probs[b][i] after tokens[b][:i]."""
+        """Make a draft of one chain per sequence: tokens[b][i] was drawn from probs[b][i] after tokens[b][:i]."""
         starts, parents = [0], []
         for chain in tokens:
             parents += [-1 if i == 0 else starts[-1] + i - 1 for i in range(len(chain))]
@@ -227,11 +227,11 @@ class Draft:
         return len(self.node_starts) - 1
 
     def nodes(self, b: int) -> range:
-        """The flat indices of sequence b's nodes."""
+        """Return the flat indices of sequence b's nodes."""
         return range(self.node_starts[b], self.node_starts[b + 1])
 
     def num_rows(self, b: int) -> int:
-        """Rows of the target pass that sequence b's nodes and extra rows take."""
+        """Return how many rows of the target pass sequence b's nodes and extra rows take."""
         return len(self.nodes(b)) + (len(self.extra[b].tokens) if b in self.extra else 0)
 
     def depth(self, b: int) -> int:
@@ -337,16 +337,16 @@ class RaggedBatch:
     parents: Seq[Seq[int] | None] = ()
 
     def ids(self) -> tuple[list[int], list[int]]:
-        """Tokens and positions on the host."""
+        """Return tokens and positions as lists on the host."""
         tokens, positions = (ids if isinstance(ids, list) else ids.tolist() for ids in (self.tokens, self.positions))
         return tokens, positions
 
     def run(self, b: int) -> range:
-        """Rows of run b."""
+        """Return the rows of run b."""
         return range(self.run_starts[b], self.run_starts[b + 1])
 
     def tree(self, b: int) -> Seq[int] | None:
-        """The parents of run b, None where its rows follow each other."""
+        """Return the parents of run b, None where its rows follow each other."""
         return self.parents[b] if self.parents else None
 
     def end(self, b: int) -> int:

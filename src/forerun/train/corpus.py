@@ -55,7 +55,7 @@ class Corpus:
     bench: tuple[Document, ...]
 
     def fingerprint(self) -> str:
-        """The SHA-256 over split names, paths and texts, which is equal exactly where the training data are equal."""
+        """Return the SHA-256 over split names, paths and texts, which is equal exactly where the data are equal."""
         digest = hashlib.sha256()
         for name in ("train", "validation", "bench"):
             for document in getattr(self, name):
