@@ -1,6 +1,6 @@
 """Draws the pictures of the documentation: `python docs/pictures.py architecture` and `python docs/pictures.py demo`.
 
-architecture.svg has the layers of pyproject.toml with an arrow for each room that imports another, read from the code; a
+architecture.svg has the layers of pyproject.toml, with an arrow for each room that imports another, from the code; a
 test compares it with the code. demo.svg is a real run of `forerun demo`, as the terminal showed it.
 """
 
