@@ -121,9 +121,9 @@ def run(config: EngineConfig, plan: GapsPlan) -> None:
 def _refuse(config: EngineConfig) -> None:
     """Raise BadOption for a drafter or a pacing policy that the benchmark has no variant for, before any loading."""
     if drafters.resolve(config.draft, is_shipped(config.target))[0] == "none":
-        raise BadOption(f"draft={config.draft!r} is what the others are held against here: name a drafter")
+        raise BadOption(f"draft={config.draft!r} is measured here in any case: name a drafter to compare with it")
     if config.pacing is not None and not config.pacing_spec.startswith(AUTO):
-        raise BadOption(f"pacing={config.pacing!r} is measured here as it is: leave it out, or name auto's options")
+        raise BadOption(f"pacing={config.pacing!r} is not possible here: leave it out, or name auto's options")
 
 
 # ---------------------------------------------------------------------------------------------------------- engines

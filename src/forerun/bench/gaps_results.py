@@ -165,13 +165,13 @@ def _ms(seconds: float) -> str:
 
 
 NOTES = """\
-cold, again: to the first token of a prompt, and of the same one again; long: of the long prompt, beside a stream; \
-draft prefill: what the draft model took to catch up with that.
-alone, reading, behind: gaps of a stream by itself and while the long prompt is read, and of both requests behind its \
-first token; several tokens of one step count as one. max / median: the largest gap of a run over its median; medians \
-over the repeats. caught up: most tokens that draft models caught up in one step behind the first token; up / median: \
-the median gap of such steps over that of all.
-late: no drafter reads a prompt beside the target, so all of it is caught up behind the first token."""
+cold, again: time to the first token of a prompt, and of the same prompt again; long: the same of the long prompt, \
+beside a stream; draft prefill: time in which the draft model caught up with the long prompt.
+alone, reading, behind: gaps of a stream alone, of it while the long prompt is read, and of both requests after the \
+long prompt's first token; several tokens of one step count as one. max / median: the largest gap of a run over its \
+median; all are medians over the repeats. caught up: the most tokens that draft models caught up in one step after the \
+first token; up / median: the median gap of such steps over that of all.
+late: no drafter reads a prompt beside the target, so all of it is caught up after the first token."""
 
 
 def print_summary(lines: Seq[Line], plain: str, console: Console) -> None:
