@@ -1,9 +1,9 @@
 // Attention over block tables, by logical position.
 //
-// A row at logical position p sees the positions 0 .. p (or the last `window` of them): the cached ones, and
-// from there on its own ancestors among pending rows and the run, depth by depth. Positions are taken in blocks of 64, counted
-// from position 0, with the running maximum and sum of Milakov and Gimelshein 2018. Where a key lies physically, how long
-// the run is, what its neighbours are and whether the row sits in a chain or in a tree changes no operation.
+// A row at logical position p sees the positions 0 .. p (or the last `window` of them): the cached rows, then its own
+// ancestors among pending rows and the run, depth by depth. Positions are taken in blocks of 64, counted from position 0,
+// with the running maximum and sum of Milakov and Gimelshein 2018. The operations are the same wherever a key lies, however
+// long the run is, whatever is beside it, and whether the row is in a chain or in a tree.
 #pragma once
 
 #include "kernels.h"
@@ -14,7 +14,7 @@
 namespace forerun {
 namespace FORERUN_ISA {
 
-// The running states of N queries take up new values: values = values * scale + sum of weight * value.
+// Adds new values to the running states of N queries: values = values * scale + sum of weight * value.
 template <class Tile, int N, int CHUNKS>
 void add_values(const Tile& tile, int d, const typename Tile::Weights* weights, Seen seen, const float* scales,
                 State* states) {
@@ -26,7 +26,7 @@ void add_values(const Tile& tile, int d, const typename Tile::Weights* weights, 
         for (int c = 0; c < CHUNKS; ++c) store(states[n].values + d + c * LANES, sums[n][c]);
 }
 
-// Scores of the lanes that are not seen become -inf: they weigh exactly nothing.
+// Sets the scores of lanes that are not seen to -inf, so that their weight is exactly 0.
 template <int N>
 void hide(Seen seen, F16 (*scores)[VECTORS]) {
     if (seen.first == 0 && seen.last == KEY_BLOCK) return;
@@ -39,11 +39,11 @@ void hide(Seen seen, F16 (*scores)[VECTORS]) {
     }
 }
 
-// What scores are compared with: where all of them are -inf so far, 0 takes the maximum's place, so that they weigh nothing
-// instead of being no numbers.
+// Returns the number that is subtracted from scores: the maximum, or 0 where all scores are -inf so far, because
+// -inf - -inf would be NaN and their weights must be 0.
 inline float finite(float max) { return max == -__builtin_inff() ? 0.0f : max; }
 
-// Take one block into the running states of N queries that see the same lanes; the others do not exist for them.
+// Adds one block to the running states of N queries that see the same lanes; other lanes have no effect on them.
 template <class Tile, int N>
 void take_block(const Tile& tile, Seen seen, State* states) {
     F16 scores[N][VECTORS];
@@ -73,7 +73,7 @@ void take_block(const Tile& tile, Seen seen, State* states) {
     for (; d < tile.padded_dim; d += LANES) add_values<Tile, N, 1>(tile, d, weights, seen, scales, states);
 }
 
-// Four queries share each load of keys and values; the rest go alone.
+// Four queries share each load of keys and values; the remaining ones are computed one by one.
 template <class Tile>
 void take_block(const Tile& tile, Seen seen, State* states, int num_queries) {
     for (; num_queries >= 4; num_queries -= 4, states += 4) take_block<Tile, 4>(tile, seen, states);
@@ -99,13 +99,13 @@ inline Seen seen_of(const Attention& a, int end, int start) {
     return {first, end - start < KEY_BLOCK ? end - start : KEY_BLOCK};
 }
 
-// One block for all rows: in a chain the keys are filled once, in a tree each row has ancestors of its own.
+// Computes one block for all rows. In a chain the keys are filled once; in a tree each row has ancestors of its own.
 template <class Tile>
 void take_block_for_rows(const Attention& a, const Run& run, const Tile& tile, int kv_head, int start,
                          const int32_t* depths, int first, int last, State* states) {
     const int group = a.num_heads / a.num_kv_heads;
     const int committed = run.cached - start < 0 ? 0 : run.cached - start;
-    int filled = 0;  // lanes that hold what every row sees there
+    int filled = 0;  // lanes with keys that every row sees at these positions
     for (int row = first; row < last; ++row) {
         const int depth = depths[row - first];
         const Seen seen = seen_of(a, run.cached + depth + 1, start);
@@ -117,7 +117,7 @@ void take_block_for_rows(const Attention& a, const Run& run, const Tile& tile, i
         }
         if (shared < seen.last) fill_tile(a, run, tile, kv_head, start, shared, seen.last, row, depth);
         State* own = states + (row - first) * group;
-        int num_rows = 1;  // rows that see all of the block alike are taken together
+        int num_rows = 1;  // rows that see the same lanes of the block are computed together
         while (shared == KEY_BLOCK && seen.first == 0 && row + num_rows < last) {
             const Seen next = seen_of(a, run.cached + depths[row + num_rows - first] + 1, start);
             if (next.first != 0 || next.last != KEY_BLOCK || (run.parents && committed < KEY_BLOCK)) break;
@@ -128,14 +128,14 @@ void take_block_for_rows(const Attention& a, const Run& run, const Tile& tile, i
     }
 }
 
-// Where the blocks begin that some row of [first, last) sees; before it nothing is visible through the window.
+// Returns the position of the first block that a row of [first, last) sees; blocks before it are outside the window.
 inline int first_block(const Attention& a, const Run& run, int first) {
     if (a.window == 0) return 0;
     const int oldest = run.cached + (run.parents ? 0 : first) + 1 - a.window;  // a row of a tree may be of depth 0
     return oldest > 0 ? oldest / KEY_BLOCK * KEY_BLOCK : 0;
 }
 
-// The rows [first, last) of a run, for all query heads that share one key head.
+// Computes the rows [first, last) of a run, for all query heads that share one key head.
 template <class Tile>
 void attend(const Attention& a, const Run& run, int kv_head, int first, int last, float* scratch) {
     const int group = a.num_heads / a.num_kv_heads, dim = padded(a.head_dim), count = (last - first) * group;
@@ -160,7 +160,7 @@ void attend(const Attention& a, const Run& run, int kv_head, int first, int last
     for (int start = begin; start <= run.cached + deepest; start += KEY_BLOCK) {
         if (start + KEY_BLOCK < run.cached)
             fetch_block<typename Tile::Stored>(a, run, kv_head, start + KEY_BLOCK);
-        else if (kv_head + 1 < a.num_kv_heads)  // whom this thread takes next, most likely
+        else if (kv_head + 1 < a.num_kv_heads)  // the head that this thread takes next, most likely
             fetch_block<typename Tile::Stored>(a, run, kv_head + 1, begin);
         take_block_for_rows(a, run, tile, kv_head, start, depths, first, last, states);
     }

@@ -25,9 +25,9 @@ typedef uint64_t Line __attribute__((vector_size(LINE_BYTES), aligned(LINE_BYTES
 
 using Read = uint64_t (*)(const char* tile);
 
-// The exclusive or of a tile. It is read as `streams` contiguous parts side by side, each with lines asked for `ahead`
-// bytes before their turn: for this use only (`once`), or to stay in the caches as usual. ahead = 0: no prefetching
-// but the processor's own. A prefetch beyond the buffer does nothing.
+// Returns the exclusive or of a tile. It reads `streams` contiguous parts side by side and prefetches each `ahead` bytes
+// ahead: for one use (`once`), or to stay in the caches as usual. ahead = 0: only the processor itself prefetches. A
+// prefetch beyond the buffer does nothing.
 template <int streams, int ahead, bool once>
 __attribute__((always_inline)) inline uint64_t read_tile(const char* tile) {
     constexpr size_t part = TILE_BYTES / streams;
@@ -72,8 +72,8 @@ struct Probe {
     Read read;
 };
 
-// Those of two dozen that came first somewhere: in a quiet minute two streams read most, beside busy neighbours all
-// are alike, and one thread alone reads most with two streams and a prefetch that spares the caches.
+// Of two dozen ways that were tried, these were the fastest in some case: on an idle machine two streams read most, on a
+// busy one all are alike, and one thread alone reads most with two streams and a prefetch that spares the caches.
 std::vector<Probe> all_probes() {
     const std::string isa = supported_isas().front();
     return {
@@ -95,7 +95,7 @@ char* huge_pages(size_t num_bytes) {
     void* memory = nullptr;
     if (posix_memalign(&memory, HUGE_PAGE_BYTES, num_bytes) != 0) throw std::bad_alloc();
 #if defined(__linux__)
-    madvise(memory, num_bytes, MADV_HUGEPAGE);  // only a wish
+    madvise(memory, num_bytes, MADV_HUGEPAGE);  // the system may ignore it
 #endif
     return static_cast<char*>(memory);
 }
@@ -106,7 +106,7 @@ BandwidthProbe::BandwidthProbe(size_t num_bytes, int num_threads)
     : team_(num_threads),
       num_bytes_(whole_tiles(num_bytes)),
       buffer_(huge_pages(num_bytes_), std::free) {
-    // Pages are given when they are first written; unwritten ones would all be the same page of zeros.
+    // The system allocates a page when it is first written; pages not written would all be the same page of zeros.
     team_.run(false, [this](int thread) {
         team_.tiles(thread, static_cast<int>(num_bytes_ / TILE_BYTES),
                     [this](int i) { std::memset(buffer_.get() + i * TILE_BYTES, 1, TILE_BYTES); });
@@ -118,7 +118,7 @@ std::vector<Reading> BandwidthProbe::read(int num_repeats) {
     const std::vector<Probe> probes = all_probes();
     std::vector<Reading> readings;
     for (const Probe& probe : probes) readings.push_back({probe.name, {}});
-    std::atomic<uint64_t> sink{0};  // so that no read can be left out
+    std::atomic<uint64_t> sink{0};  // keeps the compiler from leaving reads out
     for (int repeat = 0; repeat < num_repeats; ++repeat)
         for (size_t p = 0; p < probes.size(); ++p) {
             const Clock::time_point start = Clock::now();

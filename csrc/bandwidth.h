@@ -1,8 +1,8 @@
-// How fast this machine reads memory: the ceiling of everything that streams weights.
+// Measures how fast this machine reads memory, which limits every kernel that streams weights.
 //
-// A ceiling must not be beaten by what it is the ceiling of, so the probe reads as the kernels do, with the same team
-// of threads, tiles from a counter, huge pages and prefetching, and computes next to nothing. Which way of reading is
-// the fastest depends on the processor and on its neighbours: several are tried in turn, and the caller takes the best.
+// No kernel may be faster than this limit, so the probe reads as the kernels do, with the same team of threads, tiles from
+// a counter, huge pages and prefetching, and computes almost nothing. Which way of reading is fastest depends on the
+// processor and on its load: several are tried in turn, and the caller takes the best.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ class BandwidthProbe {
 
     size_t num_bytes() const { return num_bytes_; }
 
-    // Every probe num_repeats times, in turn, so that a change of the machine's load meets all of them.
+    // Runs every probe num_repeats times, in turn, so that a change of the machine's load affects all of them.
     std::vector<Reading> read(int num_repeats);
 
   private:

@@ -1,4 +1,4 @@
-// The kernels for Python: matrices, single operators, whole decoders. Tensors come as addresses of contiguous memory that
+// Bindings of the kernels: matrices, single operators, whole decoders. Tensors come as addresses of contiguous memory that
 // the caller keeps alive; forerun/ops/cpu.py checks types and shapes. The interpreter lock is released while they run.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -42,7 +42,7 @@ const Kernels& kernels_of(const std::string& isa) {
     return *kernels;
 }
 
-// Runs with the physical rows that their block tables say.
+// The runs of a pass, with the physical rows that their block tables name.
 struct Runs {
     std::vector<Run> runs;
     std::vector<int32_t> rows;
@@ -185,7 +185,7 @@ struct Pools {
     int block_tokens;
     size_t row_bytes;
 
-    // Row sources[i] becomes row targets[i], one after the other, in every layer.
+    // Copies row sources[i] to row targets[i] in every layer, one after the other.
     void copy(const std::vector<size_t>& sources, const std::vector<size_t>& targets) const {
         for (const auto* pools : {&keys, &values})
             for (void* pool : *pools)
@@ -214,7 +214,7 @@ void forward(Decoder& d, const Ids& tokens, const Ids& positions, Address rotati
     d.forward(pass);
 }
 
-// The ids and their logits.
+// Returns the ids of the largest logits, and these logits.
 std::pair<Ids, std::vector<float>> argmax(Decoder& d, Address hidden, const std::vector<int>& rows, int num_ids) {
     Ids ids(rows.size());
     std::vector<float> values(rows.size());
@@ -225,7 +225,7 @@ std::pair<Ids, std::vector<float>> argmax(Decoder& d, Address hidden, const std:
     return {std::move(ids), std::move(values)};
 }
 
-// None where a logit is no number. numbers: as for `forward`, with rows for all tokens that are fed; counts: how many of
+// Returns None where a logit is NaN. numbers: as for `forward`, with rows for all tokens that are fed; counts: how many of
 // `tokens` each run begins with.
 std::optional<std::vector<Ids>> run_ahead(Decoder& d, const Ids& tokens, const Ids& positions,
                                           const std::vector<int>& counts, const std::vector<int>& lengths,

@@ -1,4 +1,4 @@
-// What the machine is and can do, for Python: instruction sets, and how fast memory is read.
+// Bindings about the machine: its instruction sets, and how fast it reads memory.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -17,7 +17,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using forerun::BandwidthProbe;
 
-// Made by csrc/CMakeLists.txt of all files here; Python compares it with what it finds.
+// csrc/CMakeLists.txt computes it from all files here; Python compares it with the hash of the files it finds.
 #if !defined(FORERUN_SOURCE_HASH)
 #define FORERUN_SOURCE_HASH ""
 #endif
@@ -31,7 +31,7 @@ static NamedValues read_all(BandwidthProbe& probe, int num_repeats) {
     return values;
 }
 
-// Threads that cannot be had are no fault of the caller's: another moment, or another number of them, would do.
+// Threads that cannot be started are a CapacityError: a later call, or a smaller number of threads, could work.
 static void translate(const std::exception_ptr& error, void*) {
     try {
         std::rethrow_exception(error);

@@ -19,9 +19,9 @@ namespace {
 
 constexpr size_t HUGE_PAGE = size_t{1} << 21;
 constexpr size_t TILE_BYTES = 96 << 10;     // of weights per tile: some microseconds
-constexpr size_t ALONE_BYTES = 1 << 20;     // below, waking another thread costs more than it brings
-constexpr int FEW_BLOCKS = 2;               // of rows, which every thread norms for itself instead of waiting for others
-constexpr int ATTENTION_ROWS = 16;          // of one run that share a tile of keys
+constexpr size_t ALONE_BYTES = 1 << 20;     // passes that read less run on one thread: waking others would cost more
+constexpr int FEW_BLOCKS = 2;               // up to so many blocks of rows, each thread norms all rows and waits for none
+constexpr int ATTENTION_ROWS = 16;          // rows of one run that share a tile of keys
 
 size_t up_to(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
@@ -30,7 +30,7 @@ size_t up_to(size_t n, size_t step) { return (n + step - 1) / step * step; }
 void* allocate(size_t bytes) {
     const bool large = bytes >= HUGE_PAGE;
     const size_t alignment = large ? HUGE_PAGE : 64;
-    // One line pair and the distance fetched ahead may lie behind the end; they are never read, only asked for.
+    // Prefetches may reach behind the end by one line pair and the distance fetched ahead; nothing is read there.
     void* data = std::aligned_alloc(alignment, up_to(std::max<size_t>(bytes, 1), alignment));
 #if defined(__linux__)
     if (data && large) madvise(data, up_to(bytes, alignment), MADV_HUGEPAGE);
@@ -70,13 +70,13 @@ void product(Backend& backend, int thread, const Matrix& w, const Inputs& x, con
     });
 }
 
-// What one pass writes besides the caches. Inputs of products live one after the other in the same memory.
+// The buffers that one pass writes, besides the caches. The inputs of one product after the other use the same memory.
 struct Decoder::Buffers {
     float *residual, *qkv, *normed, *attention;
     int qkv_stride;
     size_t attention_stride, normed_stride;
     Inputs hidden, heads, ffn;
-    uint32_t* own;  // normed rows of each thread for itself, or null
+    uint32_t* own;  // each thread's own copy of the normed rows, or null
     size_t own_stride;
 };
 
@@ -194,7 +194,7 @@ void Decoder::layer(int thread, const Layer& layer, int index, const Pass& pass,
     product(backend_, thread, *layer.down, b.ffn, residual);
 }
 
-// Norm of each head where the architecture has one, rotary positions, and the new keys and values into the cache.
+// Norms each head where the architecture wants it, rotates by position, and writes new keys and values into the cache.
 void Decoder::rotate_and_write(const Layer& layer, int index, const Pass& pass, Buffers& b, int row) {
     const DecoderShape& s = shape_;
     const Kernels& k = backend_.kernels;

@@ -19,7 +19,7 @@ struct Backend {
     Backend(const Kernels& k, int num_threads) : kernels(k), team(num_threads) {}
 };
 
-// Memory that is aligned, grows, and is never copied when it does.
+// Aligned memory that grows on demand; its contents are lost when it grows.
 class Scratch {
   public:
     ~Scratch();
@@ -32,7 +32,7 @@ class Scratch {
     size_t size_ = 0;
 };
 
-void* allocate(size_t bytes);  // in huge pages where the system has them; null where there is no memory
+void* allocate(size_t bytes);  // uses huge pages where the system has them; null where there is no memory
 void release(void* data);
 
 struct DecoderShape {
@@ -47,16 +47,16 @@ struct Layer {
     int window;  // 0 = full attention
 };
 
-// Where the tokens' rows come from: a packed matrix (tied to the head) or plain rows of the model's type.
+// The embedding: a packed matrix (tied to the head), or plain rows in the model's type.
 struct Embedding {
     const Matrix* packed;
     const void* rows;
 };
 
-// One ragged pass through some layers, in ascending order. tokens, positions [num_rows]; rotations: cos and sin by position,
-// [.., 2, head_dim]; keys, values: one pool for each layer; input: what the first layer gets, null = embeddings of the
-// tokens; hidden: what comes out, after the final norm if is_normed; taps: ascending, (k, where to write what the layers
-// before layer k make of the input). All rows are float32 [num_rows, hidden_size].
+// One ragged pass through some layers, in ascending order. tokens, positions [num_rows]; rotations: cos and sin by
+// position, [.., 2, head_dim]; keys, values: one pool for each layer; input: the first layer's input, null = embeddings of
+// the tokens; hidden: receives the result, after the final norm if is_normed; taps: ascending pairs (k, memory that
+// receives the residual stream before layer k). All rows are float32 [num_rows, hidden_size].
 struct Pass {
     int num_rows;
     const int64_t *tokens, *positions;
@@ -80,17 +80,17 @@ class Decoder {
     void forward(const Pass& pass);
     // Rows of the final hidden states [num_rows, hidden_size] -> float32 logits [num_rows, vocab_size].
     void logits(const float* hidden, int num_rows, float* out);
-    // The largest of the first num_ids logits of some rows and its id, without writing the others: lowest id on ties, the
-    // first NaN before all.
+    // Finds the largest of the first num_ids logits of some rows and its id, without writing the other logits. Ties go to
+    // the lowest id; a NaN counts as the largest, the first one if there are several.
     void argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values);
-    // The likeliest continuation of each run: ids[i][k] follows the run's tokens and ids[i][0 .. k-1], which are fed one by
-    // one. lengths [runs], each at least 1: how many are wanted; rows of a run reach far enough to feed all but the last.
-    // Returns false, and stops, where a logit is no number.
+    // Continues each run greedily: ids[i][k] follows the run's tokens and ids[i][0 .. k-1], which are fed one by one.
+    // lengths [runs], each at least 1: how many ids are wanted; a run must have cache rows for all of them but the last.
+    // Stops and returns false where a logit is NaN.
     bool run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, std::vector<std::vector<int64_t>>& ids);
 
   private:
     struct Buffers;
-    // Where passes compute, one at a time.
+    // The buffers of passes, which take turns.
     struct Room {
         std::mutex turn;
         Scratch residual, qkv, inputs, own, ffn, normed, attention;
@@ -109,11 +109,11 @@ class Decoder {
     Embedding embedding_;
     const float* final_norm_;
     const Matrix* head_;
-    size_t bytes_;  // of weights that a pass reads
+    size_t bytes_;  // weights that a pass reads
     PerProcess<Room> room_;
 };
 
-// A product by all threads of a team; to be called by each of them inside `run`.
+// Computes a product with all threads of a team; each of them must call it inside `run`.
 void product(Backend& backend, int thread, const Matrix& w, const Inputs& x, const Output& to);
 
 }  // namespace forerun

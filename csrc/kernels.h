@@ -1,14 +1,14 @@
-// What the kernels work on, and the table of them that each instruction set fills. No instruction set is known here.
+// The data of the kernels, and the table of kernels that each instruction set fills. This file is the same for all sets.
 //
-// Weights are packed in *panels* of 32 outputs: for each step along the inputs one 128-byte line pair holds what all 32
-// outputs need next, so a panel is read as one sequential stream (docs/kernels.md has pictures).
+// Weights are packed in *panels* of 32 outputs: for each step along the inputs, 128 consecutive bytes hold the weights of
+// all 32 outputs, so a panel is read as one sequential stream (docs/kernels.md has pictures).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-// This header is compiled with the flags of every instruction set, and a linker keeps one of several equal functions. Were
-// one of these not inlined, it could be the one with instructions that the processor lacks.
+// This header is compiled with the flags of every instruction set, and a linker keeps only one of several equal functions.
+// A function that is not inlined could be kept with instructions that the processor lacks, so all of them are inlined.
 #define FORERUN_INLINE inline __attribute__((always_inline))
 
 namespace forerun {
@@ -38,8 +38,8 @@ struct Matrix {
     FORERUN_INLINE size_t bytes() const { return panel_bytes() * static_cast<size_t>(num_panels); }
 };
 
-// Rows of inputs as the linear kernels want them: 32-bit words (two bfloat16 or one float32), in blocks of up to 14
-// rows, word s of all rows of a block side by side. Only the grouping depends on the number of rows, never a sum.
+// Rows of inputs in the layout of the linear kernels: 32-bit words (two bfloat16 or one float32), in blocks of up to 14
+// rows, word s of all rows of a block side by side. The number of rows decides the blocks, but never the order of a sum.
 struct Inputs {
     uint32_t* words;
     Type type;
@@ -62,7 +62,7 @@ enum class Finish : int {
     store,   // out = product + bias
     add,     // out += product + bias: the residual stream
     gated,   // inputs of the next product = silu(gate) * up
-    argmax,  // best value and lowest id of the panels given, per row
+    argmax,  // per row, the largest value in the given panels and its lowest id
 };
 
 // The largest logit of a row so far.
@@ -79,7 +79,8 @@ FORERUN_INLINE bool beats(const Best& a, const Best& b) {
     return a.value > b.value;
 }
 
-// Where a product goes. out: float32 [num_rows, stride]. next: for `gated`. best: for `argmax`, one per row, merged in.
+// Where a product is written. out: float32 [num_rows, stride]. next: for `gated`. best: for `argmax`, one per row, which
+// is updated.
 struct Output {
     Finish finish;
     float* out;
@@ -108,7 +109,7 @@ struct Attention {
     int window;               // 0 = none
     float* out;               // [rows, out_stride] float32, or null
     size_t out_stride;
-    Inputs next;              // where out is null: inputs of the product that follows
+    Inputs next;              // the inputs of the next product, written where out is null
 };
 
 struct Kernels {

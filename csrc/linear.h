@@ -1,6 +1,6 @@
-// The skinny matrix product: a few rows of inputs against weights that are streamed from memory once.
+// The matrix product of a few rows of inputs and weights that are read from memory once.
 //
-// Every output of every row is one accumulator that walks the inputs from first to last: y = (((x0 w0) + x1 w1) + ...).
+// Each output of each row has one accumulator, which sums the inputs from first to last: y = (((x0 w0) + x1 w1) + ...).
 // The number of rows only decides how many accumulators share a loaded line of weights, so the bits of a row are the
 // same for one row and for five hundred. With bfloat16 a step takes two inputs at once.
 #pragma once
@@ -12,8 +12,9 @@ namespace forerun {
 namespace FORERUN_ISA {
 
 constexpr int AHEAD_BYTES = 4096;  // how far the weights are fetched ahead; 0.5 to 8 KB were tried, 4 was best or equal
-// Steps after which the next block of rows has its turn. Two blocks: 8 KB, half of them in flight. More are bound by
-// arithmetic and want fewer turns: 128 steps brought 512 rows from 0.93 to 1.0 of oneDNN's speed, 256 no more.
+// The steps after which the next block of rows takes its turn. For two blocks a turn reads 8 KB, half of it prefetched
+// already. More blocks are limited by arithmetic and need fewer turns: 128 steps brought 512 rows from 0.93 to 1.0 of
+// oneDNN's speed, 256 brought no more.
 constexpr int CHUNK_STEPS = 64, MANY_CHUNK_STEPS = 128;
 
 // ---------------------------------------------------------------------------------- one step of 16 outputs
@@ -86,13 +87,13 @@ struct Bfloat16Step {
 
 // -------------------------------------------------------------------------------- a block of rows, a panel
 
-// Where to fetch ahead: `stride` bytes further with every step, two lines of 64 where a pass is alone.
+// The address to prefetch, which moves by `stride` bytes with every step: two lines of 64 where a pass is alone.
 struct Ahead {
     const char* at;
     int stride;
 };
 
-// acc [ROWS][2] += steps of one panel; `fresh` starts from zero. Kept in registers throughout.
+// Adds the steps of one panel to acc [ROWS][2], which stays in registers; `fresh` starts from zero.
 template <class Step, int ROWS>
 void block_times_panel(const char* w, const uint32_t* x, int num_steps, bool fresh, Ahead ahead, float* acc) {
     F16 sums[ROWS][2];
@@ -126,8 +127,8 @@ constexpr Block FLOAT32_BLOCKS[] = {FORERUN_BLOCKS(Float32Step)};
 constexpr Block BFLOAT16_BLOCKS[] = {FORERUN_BLOCKS(Bfloat16Step)};
 #undef FORERUN_BLOCKS
 
-// Sums of all rows for one panel, float32 [num_rows][32]. One block of rows streams the panel; several take turns every
-// CHUNK_STEPS, and share the fetching ahead of the next chunk evenly, so that memory never waits for arithmetic.
+// Computes the sums of all rows for one panel, float32 [num_rows][32]. One block of rows streams the panel; several take
+// turns every CHUNK_STEPS and prefetch equal parts of the next chunk, so that reading memory never waits for arithmetic.
 inline void panel_sums(const Matrix& w, const Inputs& x, int panel, float* sums) {
     const Block* blocks = w.type == Type::bfloat16 ? BFLOAT16_BLOCKS : FLOAT32_BLOCKS;
     const char* data = static_cast<const char*>(w.data) + w.panel_bytes() * static_cast<size_t>(panel);
@@ -149,7 +150,7 @@ inline void panel_sums(const Matrix& w, const Inputs& x, int panel, float* sums)
 
 // --------------------------------------------------------------------------------------------- what follows
 
-// Put n values at inputs k.. of one row; k is even.
+// Writes n values to the inputs from k on of one row; k is even.
 inline void put(const Inputs& to, int row, int k, F16 values, int n) {
     const int b = to.block_of(row), start = to.block_start(b), rows = to.block_start(b + 1) - start;
     uint32_t* words = to.words + static_cast<size_t>(start) * to.num_steps + (row - start);
@@ -161,7 +162,7 @@ inline void put(const Inputs& to, int row, int k, F16 values, int n) {
     }
     alignas(64) uint16_t halves[LANES];
     narrow(values, halves);
-    if (n % 2 == 1) halves[n] = 0;  // it meets a weight that is zero: it must be a number
+    if (n % 2 == 1) halves[n] = 0;  // it is multiplied by a padding weight of 0, so it must not be NaN
     for (int i = 0; i < n; i += 2) std::memcpy(words + static_cast<size_t>((k + i) / 2) * rows, halves + i, 4);
 }
 

@@ -15,9 +15,9 @@ namespace forerun {
 
 namespace {
 
-constexpr size_t GIVE_BACK_BYTES = 8 << 20;  // of packed weights between two returns of source pages
+constexpr size_t GIVE_BACK_BYTES = 8 << 20;  // packed weights after which source pages are given back
 
-// Whole pages within [from, to) become the system's again; they would read as zeros.
+// Gives the whole pages within [from, to) back to the system; after that they would read as zeros.
 void give_pages_back(const char* from, const char* to) {
 #if defined(__linux__)
     const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
@@ -55,7 +55,7 @@ Packed::Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in
         if (!give_back) continue;
         int before = 0;  // outputs in the parts before
         for (const Part& part : parts) {
-            // From the part's beginning: a page that two turns share would stay otherwise, and no huge page fit around it.
+            // Begins at the part's beginning each time: else a page that two turns share would never be given back.
             const int last = std::clamp(end * outputs_per_panel - (paired ? 0 : before), 0, part.num_rows);
             const char* rows = static_cast<const char*>(part.rows);
             give_pages_back(rows, rows + row_bytes * static_cast<size_t>(last));

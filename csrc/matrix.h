@@ -1,4 +1,4 @@
-// Packing: row-major weights into panels, with the source's memory given back on the way.
+// Packs row-major weights into panels, and can give the source's memory back while it does.
 #pragma once
 
 #include <memory>
@@ -19,14 +19,14 @@ class Packed {
   public:
     // paired: exactly two parts of equal height (gate, up), 16 outputs of each in a panel; otherwise the parts follow each
     // other. bias: float32 over all outputs in the order of the parts, or null. give_back: the pages of the source are
-    // returned to the system as they are packed; whoever owns it must not read it again.
+    // returned to the system as they are packed, and its owner must not read it again.
     Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in, bool paired, const float* bias,
            bool give_back);
     Packed(const Packed&) = delete;
     Packed& operator=(const Packed&) = delete;
 
     const Matrix& matrix() const { return matrix_; }
-    // Row-major copy of output `index` .. for tests and for saving: [num_in] of the packed type.
+    // Copies the weights of one output, [num_in] in the packed type, for tests and for saving.
     void unpack(int index, void* out) const;
 
   private:

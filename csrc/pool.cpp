@@ -7,7 +7,7 @@ namespace forerun {
 
 namespace {
 
-constexpr int NUM_SPINS = 4000;  // about 40 us: longer than a tile, shorter than a time slice
+constexpr int NUM_SPINS = 4000;  // about 40 us: longer than a tile, shorter than the scheduler's time slice
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -19,7 +19,7 @@ inline void relax() {
 #endif
 }
 
-// Takes a thread out of a body that another one has failed in.
+// Thrown in a thread's body where the body failed on another thread.
 struct GivenUp {};
 
 }  // namespace
@@ -37,18 +37,18 @@ void Signal::wait_beyond(uint32_t seen) {
         relax();
     }
     std::unique_lock<std::mutex> lock(mutex_);
-    num_sleepers_.fetch_add(1);  // before the count is read again: whoever raises it afterwards sees a sleeper
+    num_sleepers_.fetch_add(1);  // before the count is read again, so that a later `raise` sees a sleeper
     wake_.wait(lock, [&] { return count_.load() != seen; });
     num_sleepers_.fetch_sub(1);
 }
 
 // ------------------------------------------------------------------------------------------------------ the threads
 
-Crew::Crew(int num_threads) : num_threads_(num_threads), next_(static_cast<size_t>(num_threads)) {}
+TeamThreads::TeamThreads(int num_threads) : num_threads_(num_threads), next_(static_cast<size_t>(num_threads)) {}
 
-Crew::~Crew() { end(); }
+TeamThreads::~TeamThreads() { end(); }
 
-void Crew::start() {
+void TeamThreads::start() {
     if (!threads_.empty()) return;
     const size_t wanted = static_cast<size_t>(num_threads_) - 1;
     try {
@@ -73,7 +73,7 @@ void Crew::start() {
     }
 }
 
-void Crew::end() {
+void TeamThreads::end() {
     ending_ = true;
     begin_.raise();
     for (std::thread& thread : threads_) thread.join();
@@ -83,12 +83,12 @@ void Crew::end() {
 
 // ----------------------------------------------------------------------------------------------------------- a pass
 
-void Crew::reset() {
+void TeamThreads::reset() {
     num_arrived_ = 0;
     for (Counter& counter : next_) counter.value = 0;
 }
 
-void Crew::run(bool alone, const std::function<void(int)>& body) {
+void TeamThreads::run(bool alone, const std::function<void(int)>& body) {
     std::lock_guard<std::mutex> lock(turn_);
     alone_ = alone || num_threads_ == 1;
     if (alone_) return body(0);
@@ -101,9 +101,9 @@ void Crew::run(bool alone, const std::function<void(int)>& body) {
     if (failed_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
-// Everybody leaves the body at the same barrier. Where somebody has failed that is any of its barriers, and one more
-// shows that all are out, because the body may not live longer than this pass.
-void Crew::work(int thread) {
+// All threads leave the body at the same barrier. After a failure this may be any barrier of the body; one more barrier
+// then waits until all threads have left, because the body must not be used after this pass.
+void TeamThreads::work(int thread) {
     bool given_up;
     try {
         (*body_)(thread);
@@ -117,17 +117,17 @@ void Crew::work(int thread) {
     if (given_up) barrier();
 }
 
-void Crew::fail(std::exception_ptr error) {
+void TeamThreads::fail(std::exception_ptr error) {
     std::lock_guard<std::mutex> lock(error_mutex_);
     if (!failed_.exchange(true)) error_ = std::move(error);
 }
 
-void Crew::meet() {
+void TeamThreads::meet() {
     if (barrier()) throw GivenUp();
 }
 
-// Whether to go on is decided by the last to arrive, once for all: somebody may fail again before the others look.
-bool Crew::barrier() {
+// The last thread to arrive decides for all whether to go on, because another thread may fail before the others read it.
+bool TeamThreads::barrier() {
     const uint32_t seen = passed_.now();
     if (num_arrived_.fetch_add(1) + 1 < num_threads_) {
         passed_.wait_beyond(seen);

@@ -1,9 +1,9 @@
-// A team of threads that walk through one pass together.
+// A team of threads that compute one pass together.
 //
-// Work between two barriers is cut into tiles that are taken from atomic counters, so a thread that the operating
-// system takes off its processor costs one tile and not a share. Waiting is short spinning, then sleep: a sleeping
-// thread leaves its processor to the very teammate that everybody waits for, where a spinning one would keep it.
-// The threads start with the first pass that wants them; a forked child starts its own (process.h).
+// The work between two barriers is cut into tiles, and threads take tiles from atomic counters: when the operating
+// system suspends a thread, only its current tile waits, not a whole share of the work. A waiting thread spins briefly
+// and then sleeps: a sleeping thread leaves its processor to the thread that all others wait for, where a spinning one
+// would keep it. The threads start with the first pass that needs them; a forked child starts its own (process.h).
 #pragma once
 
 #include <atomic>
@@ -20,12 +20,12 @@
 
 namespace forerun {
 
-// The system gives fewer threads than a team has.
+// The system has started fewer threads than a team needs.
 struct NoThreads : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Can be waited on until it is raised: spins for some microseconds, then sleeps.
+// A counter on which threads wait until it is raised. They spin for some microseconds, then sleep.
 class Signal {
   public:
     uint32_t now() const { return count_.load(std::memory_order_acquire); }
@@ -39,17 +39,17 @@ class Signal {
     std::condition_variable wake_;
 };
 
-// The threads of one team in one process, and all that they share.
-class Crew {
+// The threads of one team in one process, with the state that they share.
+class TeamThreads {
   public:
-    explicit Crew(int num_threads);
-    ~Crew();
+    explicit TeamThreads(int num_threads);
+    ~TeamThreads();
 
     void run(bool alone, const std::function<void(int)>& body);
     bool is_alone() const { return alone_; }
-    // The counter of a thread's share.
+    // The counter of the tiles in a thread's share.
     std::atomic<int>& next(int thread) { return next_[static_cast<size_t>(thread)].value; }
-    // Waits for all others; leaves the body where one of them could not go on.
+    // Waits for all other threads; leaves the body, by an exception, where one of them failed.
     void meet();
 
   private:
@@ -65,8 +65,8 @@ class Crew {
     void fail(std::exception_ptr error);
 
     const int num_threads_;
-    bool alone_ = true;  // the pass that runs now
-    bool given_up_ = false;  // whether somebody had failed when the last barrier was passed
+    bool alone_ = true;  // whether the current pass runs on the calling thread alone
+    bool given_up_ = false;  // whether a thread had failed when the last barrier was passed
     std::atomic<bool> ending_{false}, failed_{false};
     std::mutex turn_, error_mutex_;
     std::exception_ptr error_;
@@ -84,30 +84,30 @@ class Team {
 
     int num_threads() const { return num_threads_; }
 
-    // Run body(thread) on every thread, or on the caller alone, who is thread 0; returns when all are done. Calls from
-    // several Python threads take turns. What a body throws ends the pass for all and is thrown again here; throws
-    // NoThreads where they cannot be started.
-    void run(bool alone, const std::function<void(int)>& body) { crew_.get(num_threads_).run(alone, body); }
+    // Runs body(thread) on every thread, or on the calling thread alone, which is thread 0; returns when all are done.
+    // Calls from several Python threads take turns. An exception of a body ends the pass on all threads and is thrown
+    // again here. Throws NoThreads where the threads cannot be started.
+    void run(bool alone, const std::function<void(int)>& body) { threads_.get(num_threads_).run(alone, body); }
 
-    // Inside a body, by every thread: tile(i) once for each i below `count`, then a barrier. Each thread begins with a
-    // share of neighbouring tiles, because memory is read fastest in long runs (59 GB/s against 51 for tiles of 128 KB
-    // dealt out in turn), and then helps the others with what is left of theirs.
+    // To be called by every thread inside a body: runs tile(i) once for each i below `count`, then waits at a barrier.
+    // Each thread begins with a share of neighbouring tiles, because memory is read fastest in long runs (59 GB/s; 51
+    // for tiles of 128 KB dealt out in turn), and then takes tiles that are left of the other shares.
     template <class Tile>
     void tiles(int thread, int count, Tile tile) {
-        Crew& crew = crew_.get(num_threads_);
-        if (crew.is_alone()) {
+        TeamThreads& threads = threads_.get(num_threads_);
+        if (threads.is_alone()) {
             for (int i = 0; i < count; ++i) tile(i);
             return;
         }
         for (int k = 0; k < num_threads_; ++k) {
             const int whose = (thread + k) % num_threads_;
             const int first = share(count, whose), size = share(count, whose + 1) - first;
-            std::atomic<int>& next = crew.next(whose);
+            std::atomic<int>& next = threads.next(whose);
             for (int i = next.fetch_add(1, std::memory_order_relaxed); i < size;
                  i = next.fetch_add(1, std::memory_order_relaxed))
                 tile(first + i);
         }
-        crew.meet();
+        threads.meet();
     }
 
   private:
@@ -116,7 +116,7 @@ class Team {
     }
 
     const int num_threads_;
-    PerProcess<Crew> crew_;
+    PerProcess<TeamThreads> threads_;
 };
 
 }  // namespace forerun

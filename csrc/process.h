@@ -1,9 +1,9 @@
-// State that has a lock, kept apart for each process.
+// State with a lock, of which each process has its own.
 //
-// A forked child has one thread and a copy of all memory as it was at that moment: a lock that another thread held
-// stays locked for ever, a condition counts sleepers that do not exist, and what a lock protects may be half written.
-// So whatever has a lock lies in one block on the heap, and a child that needs it makes a new one. The old one is left
-// where it is, for nothing in it can be used, not even to destroy it; its pages stay shared with the parent.
+// A forked child has one thread and a copy of all memory as it was at the fork: a lock that another thread held stays
+// locked for ever, a condition variable counts sleepers that do not exist, and data behind a lock may be half written.
+// So all state with a lock is in one block on the heap, and a child that needs the state makes a new block. The old block
+// is never freed, because it cannot even be destroyed safely; its pages stay shared with the parent.
 #pragma once
 
 #include <atomic>
@@ -14,10 +14,10 @@ namespace forerun {
 
 extern std::atomic<uint32_t> fork_count;
 
-// Forks between the process that loaded the library and this one; a child has one more than its parent.
+// The number of forks between the process that loaded the library and this one; a child has one more than its parent.
 inline uint32_t num_forks() { return fork_count.load(std::memory_order_relaxed); }
 
-// A T of this process, made when it is first asked for.
+// Holds this process's T, which is made when it is first needed.
 template <class T>
 class PerProcess {
   public:

@@ -1,4 +1,4 @@
-// Everything that is done to one row at a time: norms, activation, rotary positions, conversions.
+// Operators on one row at a time: norms, activation, rotary positions, conversions.
 #pragma once
 
 #include "kernels.h"

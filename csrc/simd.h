@@ -1,9 +1,9 @@
-// Sixteen floats, on every instruction set: F16 and the few operations that the kernels are written in.
+// F16, sixteen floats on every instruction set, and the few operations that the kernels are written in.
 //
-// The kernels (linear.h, attention.h, ...) are included once by each file of isa/, which is compiled with flags of its
-// own; everything lives in a namespace named after the instruction set, so that the linker never mixes them up. A lane
-// always does the same operations in the same order, whatever the neighbours hold: that is what row invariance rests
-// on. `madd` is one rounding with AVX2 and AVX-512 and two at the baseline; nothing else differs between them.
+// Each file of isa/ includes the kernels (linear.h, attention.h, ...) once and is compiled with flags of its own. All of
+// it is in a namespace named after the instruction set, so that the linker never confuses two sets. A lane always does the
+// same operations in the same order, whatever the other lanes hold; row invariance depends on that. `madd` rounds once
+// with AVX2 and AVX-512 and twice at the baseline; nothing else differs between the sets.
 #pragma once
 
 #include <cstdint>
@@ -31,12 +31,12 @@ inline F16 operator-(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline F16 operator*(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline F16 madd(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-// Where a is NaN the result is b, as the instruction has it.
+// Where a is NaN the result is b, as with the processor's instruction.
 inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F16 less_than(F16 a, F16 b, F16 then, F16 otherwise) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), otherwise.v, then.v)};
 }
-// The float whose bits are those of a, as an integer, shifted up by 23: an exponent field.
+// Converts a to an integer and shifts it left by 23 bits, into the exponent field of the returned float.
 inline F16 shift_to_exponent(F16 a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a.v), 23))}; }
 inline F16 add_bits(F16 a, F16 b) {
     return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))};
@@ -160,7 +160,7 @@ inline float bf16_to_float(uint16_t x) {
     return out;
 }
 
-// Round to nearest, ties to even, as torch does it; NaN stays NaN, denormals stay what they are.
+// Rounds to nearest, ties to even, as torch does; NaN stays NaN, and denormals are kept.
 inline uint16_t float_to_bf16(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -180,7 +180,7 @@ inline void narrow(F16 a, uint16_t* out) {
 #endif
 }
 
-// Numbers in memory as floats: a row of weights, keys or values has either type.
+// Loads numbers of either type from memory as floats: a row of weights, keys or values.
 inline F16 load(const uint16_t* p) { return load_bf16(p); }
 inline float widen(float x) { return x; }
 inline float widen(uint16_t x) { return bf16_to_float(x); }
@@ -196,7 +196,7 @@ inline F16 load_first(const T* p, int n) {
     return load(lanes);
 }
 
-// One fixed tree: halves, quarters, ... so that the order never depends on anything.
+// Sums the lanes by one fixed tree (halves, quarters, ...), so that the order is always the same.
 #if defined(__AVX512F__)
 inline __m128 halves_sum(__m256 x) { return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)); }
 inline float sum(F16 a) {
@@ -222,7 +222,7 @@ inline float largest(F16 a) {
 }
 #endif
 
-// Rows become columns, in place.
+// Transposes 16 x 16 floats in place.
 #if defined(__AVX512F__)
 inline void transpose(F16 (&x)[LANES]) {
     __m512 t[LANES];
@@ -260,8 +260,8 @@ inline void transpose(F16 (&x)[LANES]) {
 }
 #endif
 
-// e^x for x < 88.3, within 2 units in the last place: x = n ln 2 + r, a polynomial of degree 6 in r (Cephes,
-// Moshier 1989), n put into the exponent. Exactly 0 below -87.3, infinite above 88.3; NaN stays NaN.
+// Returns e^x, within 2 units in the last place for x < 88.3: x = n ln 2 + r, a polynomial of degree 6 in r (Cephes,
+// Moshier 1989), and n in the exponent. It is exactly 0 below -87.3 and infinite above 88.3; NaN stays NaN.
 inline F16 exp(F16 x) {
     const F16 magic = f16(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
     const F16 shifted = madd(x, f16(1.44269504088896341f), magic);

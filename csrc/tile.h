@@ -1,7 +1,7 @@
-// One block of 64 keys and values of one head, gathered from wherever the cache keeps them, as the sums want it.
+// One block of 64 keys and values of one head, gathered from the cache's rows into the layout that the sums need.
 //
-// WideTile: floats, for every instruction set. PairTile: bfloat16 as it is, for the instruction that multiplies pairs of
-// them (AVX-512 BF16): half the memory, half the multiplications.
+// WideTile holds floats, for every instruction set. PairTile holds bfloat16 unchanged, for the instruction that multiplies
+// pairs of them (AVX-512 BF16): it takes half the memory and half the multiplications.
 #pragma once
 
 #include "kernels.h"
@@ -15,12 +15,12 @@ constexpr int VECTORS = KEY_BLOCK / LANES;
 
 inline int padded(int head_dim) { return (head_dim + LANES - 1) / LANES * LANES; }
 
-// What a row sees of a block: lanes [first, last).
+// The lanes [first, last) of a block that a row sees.
 struct Seen {
     int first, last;
 };
 
-// Running state of one query row and head: maximum, sum, weighted values [padded_dim]. q: as the tile wants it.
+// The running state of one query row and head: maximum, sum, weighted values [padded_dim]. q: in the tile's layout.
 struct State {
     const void* q;
     float max, sum;
@@ -58,7 +58,7 @@ struct WideTile {
                 store(values + lane * padded_dim + d, load_first(rows[lane] + d, dim - d));
     }
 
-    // Scores of N queries: a lane is a key, summed over dimensions in order.
+    // Computes the scores of N queries: a lane is a key, and dimensions are summed in order.
     template <int N>
     void score(const State* states, F16 (*scores)[VECTORS]) const {
         for (int d = 0; d < dim; ++d) {
@@ -74,7 +74,7 @@ struct WideTile {
     struct Weights {
         alignas(64) float of[KEY_BLOCK];
     };
-    // Keep 16 weights; returns them as they will count.
+    // Stores 16 weights, and returns them as rounded by that.
     static F16 keep(Weights& weights, int lane, F16 weight) {
         store(weights.of + lane, weight);
         return weight;
@@ -168,7 +168,7 @@ struct PairTile {
     template <int N, int CHUNKS>
     void add(int d, const Weights* weights, Seen seen, F16 (*sums)[CHUNKS]) const {
         for (int pair = seen.first / 2; 2 * pair < seen.last; ++pair) {
-            // Of a pair that is seen by half the other half does not exist: zero, whatever lies there.
+            // Where only one of a pair is seen, the other's value is replaced by 0, because it may be NaN.
             uint32_t mask = 0xffffffffu;
             if (2 * pair < seen.first) mask &= 0xffff0000u;
             if (2 * pair + 1 >= seen.last) mask &= 0x0000ffffu;
@@ -193,7 +193,7 @@ using Bfloat16Tile = WideTile<uint16_t>;
 
 // --------------------------------------------------------------------------------------- from the cache
 
-// Depth of a row of the run below the cached ones.
+// Returns the depth of a row of the run below the cached rows.
 inline int depth_of(const Run& run, int row) {
     if (!run.parents) return row;
     int depth = 0;
@@ -201,7 +201,7 @@ inline int depth_of(const Run& run, int row) {
     return depth;
 }
 
-// Index among pending rows and the run's own of the ancestor at a depth; in a chain that is the depth itself.
+// Returns the index, among pending rows and the run's own, of a row's ancestor at a depth; in a chain it is the depth.
 inline int ancestor_at(const Run& run, int row, int own_depth, int depth) {
     if (!run.parents) return depth;
     int at = run.pending + row;
@@ -209,7 +209,7 @@ inline int ancestor_at(const Run& run, int row, int own_depth, int depth) {
     return at;
 }
 
-// The cached rows of one head's block lie far apart, which no processor foresees: ask for them before they are needed.
+// Prefetches the cached rows of one head's block: they lie far apart, so the processor does not prefetch them itself.
 template <class T>
 void fetch_block(const Attention& a, const Run& run, int kv_head, int start) {
     const size_t width = static_cast<size_t>(a.num_kv_heads) * static_cast<size_t>(a.head_dim);
@@ -222,7 +222,7 @@ void fetch_block(const Attention& a, const Run& run, int kv_head, int start) {
     }
 }
 
-// Fill lanes [first, last) of the block that begins at position `start`, as `row` of the run sees them.
+// Fills lanes [first, last) of the block that begins at position `start`, as `row` of the run sees them.
 template <class Tile>
 void fill_tile(const Attention& a, const Run& run, const Tile& tile, int kv_head, int start, int first, int last, int row,
                int own_depth) {

@@ -1,7 +1,7 @@
-"""Draw the pictures of the documentation: `python docs/pictures.py architecture` and `python docs/pictures.py demo`.
+"""Draws the pictures of the documentation: `python docs/pictures.py architecture` and `python docs/pictures.py demo`.
 
-architecture.svg is the layers of pyproject.toml with an arrow for each room that imports another, read from the code; a
-test holds it to the code. demo.svg is a real run of `forerun demo`, as it stood in the terminal.
+architecture.svg has the layers of pyproject.toml, with an arrow for each room that imports another, from the code; a
+test compares it with the code. demo.svg is a real run of `forerun demo`, as the terminal showed it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDTH, ROW, BOX, HEIGHT = 920, 92, 118, 40
 
 
 def layers() -> list[list[str]]:
-    """Rooms by layer, the highest first, as import-linter enforces them."""
+    """Return the rooms by layer, the highest first, as import-linter enforces them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contract = next(c for c in project["tool"]["importlinter"]["contracts"] if c["id"] == "rooms")
     rows = [[room.strip() for room in layer.split("|")] for layer in contract["layers"]]
@@ -28,7 +28,7 @@ def layers() -> list[list[str]]:
 
 
 def file_imports() -> dict[str, set[str]]:
-    """File -> files of the package that it imports, function bodies included; not those for type checkers alone."""
+    """Return, by file, the files of the package that it imports, in functions too, but not for type checkers alone."""
     files = {path: ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts) for path in SOURCE.rglob("*.py")}
     names = {name.removesuffix(".__init__") for name in files.values()}
     found: dict[str, set[str]] = {}
@@ -47,7 +47,7 @@ def file_imports() -> dict[str, set[str]]:
 
 
 def imports() -> set[tuple[str, str]]:
-    """(room, room that it imports)."""
+    """Return (room, room that it imports) of all imports between rooms."""
     pairs: set[tuple[str, str]] = set()
     for file, others in file_imports().items():
         pairs |= {(file.split(".")[1], other.split(".")[1]) for other in others if "." in file and "." in other}
@@ -55,7 +55,7 @@ def imports() -> set[tuple[str, str]]:
 
 
 def architecture() -> str:
-    """The SVG: one row for each layer, arrows from a room to those that it imports."""
+    """Draw the SVG with one row for each layer, and arrows from a room to those that it imports."""
     rows = layers()
     places = {
         room: (WIDTH * (i + 1) / (len(row) + 1), 40 + y * ROW)
@@ -87,7 +87,7 @@ def architecture() -> str:
 
 
 def demo() -> str:
-    """The SVG of a real run, without the advice at its end."""
+    """Draw the SVG of a real run, without the advice at its end."""
     from rich.console import Console
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""What every test may rely on: the marks of speculation.py, and its line at the end of a run."""
+"""Fixtures of all tests: the marks of speculation.py, and its line at the end of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from speculation import summary
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # What passes take is measured once for all tests, in a folder of their own.
+    # The times of passes are measured once for all tests, and kept in a folder of their own.
     if "FORERUN_CACHE_DIR" not in os.environ:
         os.environ["FORERUN_CACHE_DIR"] = tempfile.mkdtemp(prefix="forerun-tests-")
     # Where a shell runs the tests in its background, SIGINT is ignored here and in every process that a test starts.

@@ -3,7 +3,7 @@
 The conftest.py of tests/engine and of tests/serve take the fixture and the hook from here, so that every test in
 those folders runs once per mode. Where a test does not ask for a drafter or a pacing itself, the mode is what its
 engine gets: `llm_options` for an LLM, `environment` for a process, `pacing_of` and `draft_of` for the small engines of
-support.py and engine/load.py. What is about drafts themselves says so:
+support.py and engine/load.py. Tests about drafts themselves are marked:
 
     @pytest.mark.speculation("fixed", "auto")   asks for its own drafters: fixed lengths, and auto
     @pytest.mark.once("why")                    runs once, with what it asks for; the reason must be given
@@ -23,46 +23,46 @@ from forerun import pacing
 from forerun.pacing import Pacing
 
 MODES = ("off", "auto")  # of a test that does not say otherwise
-FIXED_LENGTH = 4  # tokens per step, where nobody says how many
+FIXED_LENGTH = 4  # tokens per step, where the test names no number
 
 _now: list[str | None] = [None]  # the mode of the test that runs; None = it runs once
 
 
 def mode() -> str | None:
-    """Of the test that runs; None = it runs once, with what it asks for."""
+    """Return the mode of the current test; None = it runs once, with the options that it names."""
     return _now[0]
 
 
 def llm_options() -> dict[str, Any]:
-    """Options of an LLM whose test does not care how it drafts."""
+    """Return the options of an LLM in a test that does not set how to draft."""
     return {"draft": "none" if mode() == "off" else "auto"} | ({"spec_length": 5} if mode() == "fixed" else {})
 
 
 def environment() -> dict[str, str]:
-    """The same for a process."""
+    """Return the same options as variables of a process."""
     return {"FORERUN_USE_SPECULATIVE_DECODING": "false"} if mode() == "off" else {}
 
 
 def draft_of(asked: str | None) -> str:
-    """The drafter of a small engine: as asked, else the mode's."""
+    """Return the drafter of a small engine: the named one, else the mode's."""
     return asked or ("model" if mode() == "auto" else "none")
 
 
 def pacing_of(spec_length: int | None) -> Pacing:
-    """The pacing of a small engine. spec_length: with auto the most that is granted."""
+    """Return the pacing of a small engine. spec_length: with auto the most that is granted."""
     return pacing.make("auto", spec_length) if mode() == "auto" else pacing.make("fixed", spec_length or FIXED_LENGTH)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def speculation(request: pytest.FixtureRequest) -> Iterator[str | None]:
-    """The mode, for whatever the test makes."""
+    """Set the mode for all engines that the test makes."""
     before, _now[0] = _now[0], getattr(request, "param", None)
     yield mode()
     _now[0] = before
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One run per mode."""
+    """Run a test once per mode."""
     mark = next((m for m in metafunc.definition.iter_markers() if m.name in ("once", "speculation")), None)
     if mark is not None and mark.name == "once":
         if not (mark.args and str(mark.args[0]).strip()):

@@ -1,4 +1,4 @@
-"""Small real things that many rooms test with: random llama decoders, and engines around them."""
+"""Small random llama decoders, and engines around them, which the tests of many rooms use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCAB = 61
 def random_decoder(
     seed: int, *, row_by_row: bool = False, layers: int = 2, hidden: int = 32, scale: float = 0.3
 ) -> Decoder:
-    """A llama of a few thousand random weights; `scale` sets how peaked its distributions are."""
+    """Make a llama of a few thousand random weights; `scale` sets how peaked its distributions are."""
     config = DecoderConfig("llama", VOCAB, hidden, layers, 4, 2, 8, 48, 1e-5, 512)
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -32,7 +32,7 @@ def random_decoder(
 
 
 def noisy_copy(model: Decoder, seed: int, noise: float = 0.02) -> Decoder:
-    """A draft model that agrees with `model` most of the time."""
+    """Make a draft model that agrees with `model` most of the time."""
     generator = torch.Generator().manual_seed(seed)
     weights = {n: w + noise * torch.randn(w.shape, generator=generator) for n, w in model.weights.items()}
     return Decoder(model.config, weights, model.ops)
@@ -46,7 +46,7 @@ def runner_for(model: Any, backend: str = "paged", max_seq_len: int = 256) -> Ru
 
 
 def drafter_for(name: str, model: Decoder, backend: str = "paged", **options: Any) -> Drafter:
-    """Any scanned drafter; those that need a draft model get a noisy copy of the target."""
+    """Make any drafter; one that needs a draft model gets a noisy copy of the target."""
     if name == "model":
         return ModelDrafter(runner_for(noisy_copy(model, 7), backend), Options(**options))
     target = Target(model, None, frozenset(), VOCAB, (), 8, 256, backend)
@@ -57,7 +57,7 @@ def drafter_for(name: str, model: Decoder, backend: str = "paged", **options: An
 def engine_for(
     model: Decoder, draft: str | None = None, *, backend: str = "paged", spec_length: int | None = None, **options: Any
 ) -> Engine:
-    """An engine with the drafter and the pacing that speculation.py gives where they are not asked for."""
+    """Make an engine; speculation.py chooses the drafter and the pacing where none is named."""
     return Engine(
         runner_for(model, backend),
         drafter_for(draft_of(draft), model, backend),

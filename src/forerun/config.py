@@ -1,4 +1,4 @@
-"""Every default of the engine, in one frozen, validated place.
+"""The engine's options with their defaults, in one frozen, validated dataclass.
 
 Precedence: request > command-line flag > FORERUN_* variable > config file > default.
 """
@@ -27,7 +27,7 @@ def _option(default: Any, text: str, **range_: Any) -> Any:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is started with. Raises BadOption, with the name and the value, for what cannot be honoured."""
+    """The options that an engine is started with. Raises BadOption for an option that cannot be honoured."""
 
     target: str | None = _option(None, "checkpoint folder or hub id (org/name[@revision]); none = the shipped model")
     draft: str = _option(
@@ -87,27 +87,30 @@ class EngineConfig:
                 raise BadOption(by_value(name, value) or unknown(f"{name} called", value, allowed))
 
     def options(self) -> dict[str, Any]:
-        """Every option but the target, as keyword arguments of LLM, for a target that is loaded already."""
+        """Return all options but the target as keyword arguments of LLM, for a target that is loaded already."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "target"}
 
     @property
     def longest_draft(self) -> int:
-        """Tokens drafted per step at most, where requests do not ask for more: what memory is planned for."""
+        """The most tokens drafted per step, for which memory is planned; a request may ask for more."""
         return self.spec_length or (AUTO_SPEC_LENGTH if self.pacing_spec.startswith("auto") else DEFAULT_SPEC_LENGTH)
 
     @property
     def extra_draft_specs(self) -> tuple[str, ...]:
-        """Each of `extra_drafts`, in order."""
+        """The specs in `extra_drafts`, in order."""
         return tuple(filter(None, (part.strip() for part in (self.extra_drafts or "").split(";"))))
 
     @property
     def pacing_spec(self) -> str:
-        """The pacing policy: as named, else fixed where a length was named, else auto."""
+        """The spec of the pacing policy: as named, else fixed where a length was named, else auto."""
         return self.pacing or ("auto" if self.spec_length is None else "fixed")
 
     @classmethod
     def make(cls, **options: Any) -> EngineConfig:
-        """From keyword options, aliases of other engines included. Unknown and contradictory options are refused."""
+        """Make a configuration from keyword options, which may be aliases of other engines.
+
+        Raises BadOption for unknown and for contradictory options.
+        """
         values = _resolve_aliases(options)
         if values.pop(_USE, None) and "draft" not in values:
             raise BadOption(NO_DRAFT)
@@ -122,8 +125,8 @@ class EngineConfig:
     def from_sources(cls, flags: Mapping[str, Any], config_file: str | None = None) -> EngineConfig:
         """Merge flags (None = not given) over FORERUN_* variables over a TOML file over the defaults.
 
-        Aliases are resolved within each source, so only one source can contradict itself. FORERUN_CONFIG names the
-        file where `config_file` does not.
+        Aliases are resolved within each source, so options contradict each other only within a source. Without
+        `config_file`, FORERUN_CONFIG names the file. Raises BadOption and NotFound.
         """
         variables = _read_environment()
         file = variables.pop("config", None) if config_file is None else config_file
@@ -134,7 +137,7 @@ class EngineConfig:
             values = _resolve_aliases(source)
             on = values.pop(_USE, None)
             if on and merged.get("draft") == _OFF:
-                del merged["draft"]  # a source above switches on again what one below had switched off
+                del merged["draft"]  # a later source switches drafting on that an earlier one had switched off
             merged |= values
             needs_draft = needs_draft if on is None else on
         if needs_draft and "draft" not in merged:
@@ -152,7 +155,7 @@ _CHOICES = {
 
 
 def _as_text(value: Any) -> Any:
-    """A Path as text that no hub id can be taken for."""
+    """Write a Path as text that cannot be taken for a hub id; other values stay as they are."""
     if not isinstance(value, Path):
         return value
     text = str(value)
@@ -173,9 +176,9 @@ _LOOKUP_OPTIONS = {"prompt_lookup_max": "max_n", "prompt_lookup_min": "min_n"}
 
 
 def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
-    """One source's options, with what other engines call draft_model, num_speculative_tokens, speculative_config.
+    """Return one source's options with draft_model, num_speculative_tokens and speculative_config replaced by ours.
 
-    use_speculative_decoding=False becomes the draft that is none; True is kept for whoever merges sources.
+    use_speculative_decoding=False becomes draft="none"; True is kept, because another source may name the draft.
     """
     given = {k: v for k, v in options.items() if v is not None or k not in {"draft", "speculative_config", *_ALIASES}}
     for key, value in _flatten(given.pop("speculative_config", {})).items():
@@ -197,9 +200,9 @@ def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(config: Any) -> dict[str, Any]:
-    """speculative_config as options: its model is the draft, and so is its method where it names no model.
+    """Return speculative_config as options: the draft is its model, or its method where it names no model.
 
-    What vLLM says of its n-grams becomes the options of lookup, where that is the method.
+    Where the method is lookup, vLLM's options for n-grams become options of lookup. Raises BadOption.
     """
     if not isinstance(config, Mapping):
         raise BadOption(f"speculative_config={config!r} is not possible: it must be a dictionary")
@@ -220,7 +223,7 @@ def _flatten(config: Any) -> dict[str, Any]:
 
 
 def _with_lookup_options(options: dict[str, Any]) -> str:
-    """lookup with the options that are taken out of `options`; a least length alone is the greatest, too."""
+    """Return the spec of lookup, with its options taken out of `options`; min_n without max_n sets both."""
     given = {ours: options.pop(theirs) for theirs, ours in _LOOKUP_OPTIONS.items() if theirs in options}
     if "min_n" in given:
         given = {"max_n": given["min_n"], **given}
@@ -234,7 +237,7 @@ def _set(options: dict[str, Any], name: str, value: Any, alias: str) -> None:
 
 
 def _read_environment() -> dict[str, Any]:
-    """The FORERUN_* variables by option name. Raises BadOption for one that names no option."""
+    """Return the FORERUN_* variables by option name. Raises BadOption for one that names no option."""
     known = [*EngineConfig.__dataclass_fields__, *_ALIASES, _USE, "config"]
     names = {f"FORERUN_{name.upper()}": name for name in known}
     allowed = [*names, *VARIABLES]

@@ -1,5 +1,6 @@
-"""The native extension, or why there is none, and how many threads it gets: the only importer of forerun._native.
+"""The native extension, or the reason why there is none, and its number of threads.
 
+No other file imports forerun._native.
 Three variables are read here: FORERUN_ISA, FORERUN_NUM_THREADS and, when forerun is installed, FORERUN_REQUIRE_NATIVE
 (pyproject.toml).
 """
@@ -29,7 +30,7 @@ MAX_THREADS = 1024
 PACKAGE = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 _SOURCES = {".cpp", ".h", ".inc"}
-# What /proc/cpuinfo calls the parts of an instruction set; csrc/cpu.cpp asks the processor itself.
+# Names in /proc/cpuinfo of the parts of an instruction set; csrc/cpu.cpp asks the processor itself.
 _FLAGS = {
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"},
     "avx2": {"avx2", "fma", "f16c"},
@@ -40,7 +41,7 @@ _FLAGS = {
 
 
 def extension() -> Any:
-    """The module forerun._native; None where there is none (`why_not` says why)."""
+    """Return the module forerun._native; None where there is none (`why_not` says why)."""
     return _load()[0]
 
 
@@ -49,10 +50,10 @@ X86 = ("x86_64", "amd64", "i386", "i686")  # as platform.machine() has them, in 
 
 @cache
 def isa() -> str:
-    """The instruction set whose kernels run: the best that was built and that the processor has.
+    """Return the instruction set whose kernels run: the best that was built and that the processor has.
 
-    "reference" = none, torch computes: also where no x86 processor is, for nobody has run the portable kernels there
-    yet. FORERUN_ISA overrides; raises BadOption for one that cannot be had.
+    "reference" = none, torch computes. It is also the default on processors other than x86, where the portable kernels
+    have not been tested yet. FORERUN_ISA overrides the choice; raises BadOption for a value that is not possible here.
     """
     possible = available_isas()
     wanted = os.environ.get("FORERUN_ISA")
@@ -65,13 +66,13 @@ def isa() -> str:
 
 
 def available_isas() -> list[str]:
-    """What FORERUN_ISA may be here, best first; "reference" is always among them."""
+    """Return the values that FORERUN_ISA may have here, best first; "reference" is always among them."""
     module = extension()
     return [*(module.supported_isas() if module is not None else []), "reference"]
 
 
 def processor_isas(root: Path = Path("/")) -> list[str]:
-    """Instruction sets with kernels of ours that the processor has, whether or not the extension was built.
+    """Return the instruction sets of the processor that forerun has kernels for, even if no extension was built.
 
     Without the extension they are read from /proc/cpuinfo below `root`; best first.
     """
@@ -83,13 +84,13 @@ def processor_isas(root: Path = Path("/")) -> list[str]:
 
 
 def processor_name(root: Path = Path("/")) -> str:
-    """As the processor calls itself; empty where the system does not tell."""
+    """Return the processor's name for itself; empty where the system does not tell."""
     return _field("model name", root)
 
 
 @cache
 def why_not() -> str | None:
-    """Why the extension is not there, or is not the one to trust, and what to do; None where all is well."""
+    """Say why the extension is missing or does not match its sources, and what to do; None where it is fine."""
     module, error = _load()
     if module is not None:
         return _why_stale(module)
@@ -105,7 +106,7 @@ def why_not() -> str | None:
 
 
 def source_hash(folder: Path) -> str:
-    """What csrc/CMakeLists.txt writes into the extension: a SHA-256 over all files that it is made of."""
+    """Return the SHA-256 over all files of the extension, which csrc/CMakeLists.txt writes into it."""
     found = [path for path in folder.rglob("*") if path.suffix in _SOURCES or path.name == "CMakeLists.txt"]
     names = sorted(path.relative_to(folder).as_posix() for path in found)
     listing = "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()} {name}\n" for name in names)
@@ -114,7 +115,7 @@ def source_hash(folder: Path) -> str:
 
 @cache
 def _load() -> tuple[Any, str | None]:
-    """The module, or None and what the dynamic linker said of a file that is there."""
+    """Return the module and None, or None and the dynamic linker's message about a file that exists."""
     try:
         return importlib.import_module("forerun._native"), None
     except ImportError as error:
@@ -130,7 +131,7 @@ def _why_stale(module: Any) -> str | None:
 
 
 def _checkout() -> Path | None:
-    """The folder with csrc/ where this package is run from its sources."""
+    """Return the folder that contains csrc/ where this package is run from its sources, else None."""
     root = PACKAGE.parents[1]
     return root if (root / "csrc" / "CMakeLists.txt").is_file() else None
 
@@ -155,7 +156,7 @@ def _reinstall() -> str:
 
 @dataclass(frozen=True)
 class Cores:
-    """What this process may use of the machine's processor."""
+    """The part of the machine's processor that this process may use."""
 
     num_logical: int  # logical processors of the machine
     num_allowed: int  # those that this process may run on
@@ -164,13 +165,13 @@ class Cores:
 
     @property
     def num_usable(self) -> int:
-        """Threads that can really run at once; at least 1."""
+        """The number of threads that can run at once, at least 1."""
         limit = self.num_physical if self.quota is None else math.floor(self.quota)
         return max(1, min(self.num_physical, limit))
 
 
 def cores(root: Path = Path("/")) -> Cores:
-    """Counted from the affinity mask, and from /sys and /proc below `root`."""
+    """Count the processors from the affinity mask, and from /sys and /proc below `root`."""
     num_logical = os.cpu_count() or 1
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(num_logical))
     quotas = list(_quotas(root))
@@ -183,10 +184,10 @@ def cores(root: Path = Path("/")) -> Cores:
 
 
 def num_threads() -> int:
-    """Threads of the native kernels: FORERUN_NUM_THREADS, else OMP_NUM_THREADS, else the cores that can be used.
+    """Return the threads of the native kernels: FORERUN_NUM_THREADS, else OMP_NUM_THREADS, else the usable cores.
 
-    Raises BadOption for a FORERUN_NUM_THREADS that is no number from 1 to 1024. What OpenMP itself would not
-    understand is passed over, as OpenMP does.
+    Raises BadOption for a FORERUN_NUM_THREADS that is no number from 1 to 1024. An OMP_NUM_THREADS that OpenMP itself
+    would not understand is ignored, as OpenMP ignores it.
     """
     wanted = os.environ.get("FORERUN_NUM_THREADS")
     if wanted is not None:
@@ -200,7 +201,7 @@ def num_threads() -> int:
 
 
 def _siblings(cpu: int, root: Path) -> str:
-    """The logical processors that share a core with this one, as the kernel writes them; itself where it does not."""
+    """Return the logical processors that share this one's core, as the kernel writes them; else itself alone."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     return _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list") or str(cpu)
 
@@ -216,7 +217,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
-    """The folders of the control groups that this process is in, outermost first, and the kernel's version of them.
+    """Yield the folder of each control group of this process, outermost first, with the kernel's version of it.
 
     controller: "cpu" or "memory". A folder need not exist.
     """
@@ -231,7 +232,7 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pa
 
 
 def _field(name: str, root: Path) -> str:
-    """The first line of /proc/cpuinfo with this name."""
+    """Return the value of the first line of /proc/cpuinfo with this name; empty without one."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:

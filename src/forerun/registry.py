@@ -1,9 +1,9 @@
-"""Names: methods are files that a scan of their room finds, and unknown names are answered with what would work.
+"""Finds methods by name, makes their options, and answers unknown names with what would work.
 
-`name:option=value,...` becomes the validated Options of a method; a field of an Options dataclass carries
-`metadata={"help": ..., "min": ..., "max": ...}` (min and max optional). An option that another engine has under its own
-name is answered with ours: data/peers.json is the table, docs/coming-from.md shows it, and a test holds the two
-together. Nothing here imports torch.
+A method is a file that a scan of its room finds. `name:option=value,...` becomes the validated Options of a method; a
+field of an Options dataclass carries `metadata={"help": ..., "min": ..., "max": ...}` (min and max optional). For an
+option's name in another engine the error message names ours: data/peers.json is the table, docs/coming-from.md shows
+it, and a test compares the two. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from forerun.errors import BadOption
 
 
 def names(package: str) -> list[str]:
-    """Names of the methods in a room, sorted: its files that hold a class `Options`. None of them is imported."""
+    """Return the sorted names of the methods in a room: its files with a class `Options`. None of them is imported."""
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
     files = [file for folder in folders for file in Path(folder).glob("*.py") if not file.name.startswith("_")]
@@ -37,7 +37,7 @@ def names(package: str) -> list[str]:
 
 
 def load(package: str, name: str, what: str) -> types.ModuleType:
-    """The module of one method. Raises BadOption with the list of known names."""
+    """Import the module of one method. Raises BadOption with the list of known names."""
     known = names(package)
     if name not in known:
         raise BadOption(unknown(what, name, known))
@@ -45,7 +45,7 @@ def load(package: str, name: str, what: str) -> types.ModuleType:
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """The sentence for a name that does not exist, with the nearest one that does."""
+    """Return the sentence for a name that does not exist, with the nearest name that does."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -53,7 +53,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """'lookup:max_n=3,min_n=1' -> ('lookup', {'max_n': '3', 'min_n': '1'}). Raises BadOption on anything else."""
+    """Parse 'lookup:max_n=3,min_n=1' to ('lookup', {'max_n': '3', 'min_n': '1'}). Raises BadOption for other forms."""
     name, _, rest = spec.partition(":")
     options: dict[str, str] = {}
     for part in filter(None, rest.split(",")):
@@ -65,7 +65,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def make_options(cls: type[Any], values: Mapping[str, Any], method: str = "") -> Any:
-    """An Options instance from texts or values, checked against the type and range of each field.
+    """Make an Options instance from texts or values, checked against the type and range of each field.
 
     Raises BadOption naming `method:option`, the value and what would work.
     """
@@ -84,7 +84,7 @@ def make_options(cls: type[Any], values: Mapping[str, Any], method: str = "") ->
 
 
 def _convert(value: Any, hint: Any, name: str) -> Any:
-    """The value as its field's type: texts are parsed, None is kept where the hint has None."""
+    """Return the value in the type of its field: a text is parsed, None is kept where the hint has None."""
     kinds = typing.get_args(hint) or (hint,)
     kind = next(k for k in kinds if k is not type(None))
     if value is None and type(None) in kinds:
@@ -119,7 +119,7 @@ def _check_range(value: Any, metadata: Mapping[str, Any], name: str) -> None:
 # ------------------------------------------------------------------------------------- names that other engines use
 
 DOCUMENT = "docs/coming-from.md"
-_WHOLE = ("forerun ", "LLM.")  # a command or a method is written the same everywhere
+_WHOLE = ("forerun ", "LLM.")  # names of commands and methods begin so, and are written the same everywhere
 _HOMES = {"prompt": "LLM.generate", "prompt_file": "forerun generate", "system": "forerun chat"}
 
 
@@ -127,8 +127,9 @@ _HOMES = {"prompt": "LLM.generate", "prompt_file": "forerun generate", "system":
 class PeerOption:
     """One option of another engine.
 
-    theirs: spellings of it. ours: what does its work here, () = nothing: a name (of EngineConfig, SamplingParams or a
-    command's parameter), a name with the value to give, or a command. note: what differs; may be empty.
+    theirs: its spellings. ours: what replaces it here, () = nothing. Each entry is a name (of EngineConfig,
+    SamplingParams or a command's parameter), a name with the value to give, or a command. note: what differs; may be
+    empty.
     """
 
     peer: str
@@ -146,34 +147,38 @@ def _peers() -> Mapping[str, Any]:
 
 @functools.cache
 def peer_options() -> list[PeerOption]:
-    """The table of other engines' options, read in their own sources and documentation of 2025 and 2026."""
+    """Return the table of other engines' options, taken from their sources and documentation of 2025 and 2026."""
     return [PeerOption(r["peer"], tuple(r["theirs"]), tuple(r["ours"]), r["note"]) for r in _peers()["options"]]
 
 
 def peer_values() -> list[list[str]]:
-    """Values of other engines for options that are called the same here: option, pattern, answer."""
+    """Return other engines' values of options that have the same name here: [option, pattern, answer] each."""
     values: list[list[str]] = _peers()["values"]
     return values
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an option of ours is. text: how it is written there. home: whose it is, "" = of where it was looked for."""
+    """Where one of our options belongs.
+
+    text: how it is written there. home: the class or command that has it, "" = the one in which it was looked for.
+    """
 
     text: str
     home: str = ""
 
 
 def normal(spelling: str) -> str:
-    """`--max-model-len`, `max-model-len` and `max_model_len` are one name; a short flag such as `-md` is itself."""
+    """Return the name behind `--max-model-len`, `max-model-len` or `max_model_len`; short flags like `-md` stay."""
     is_short = spelling.startswith("-") and not spelling.startswith("--")
     return spelling if is_short else spelling.removeprefix("--").replace("-", "_")
 
 
 def answer(spelling: str, find: Callable[[str], Place]) -> str | None:
-    """One sentence on a peer's option: what it is here, or that it is not. None where no peer has the name.
+    """Say in one sentence what a peer's option is called here, or that it does not exist here.
 
-    find: the place of a name of ours, or of a name=value. Peers whose rows agree are named together.
+    Returns None where no peer has the name. find: returns the place of our name, or of a name=value. Peers whose rows
+    agree are named together.
     """
     agreeing: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for row in peer_options():
@@ -192,10 +197,10 @@ def answer(spelling: str, find: Callable[[str], Place]) -> str | None:
 
 
 def by_name(name: str, known: Collection[str], home: str, variable_prefix: str = "") -> str | None:
-    """The answer to an unknown keyword or key.
+    """Return the answer to an unknown keyword or key; None where no peer has it.
 
-    known: names that are possible where it was found; any other name of ours belongs to `home`. variable_prefix: of
-    environment variables, which are written in capitals.
+    known: the names that are possible where it was found; our other names belong to `home`. variable_prefix: the prefix
+    of environment variables, which are written in capitals.
     """
 
     def find(entry: str) -> Place:
@@ -209,7 +214,7 @@ def by_name(name: str, known: Collection[str], home: str, variable_prefix: str =
 
 
 def by_value(name: str, value: str) -> str | None:
-    """The answer to a peer's value for an option that is called the same here; None where nobody has it."""
+    """Return the answer to a peer's value of an option that has the same name here; None where no peer has it."""
     for option, pattern, text in peer_values():
         if option == name and re.fullmatch(pattern, value, re.IGNORECASE):
             return f"{name}={value!r} is not possible: {text.format(value=value)}"
@@ -217,7 +222,7 @@ def by_value(name: str, value: str) -> str | None:
 
 
 def _written(places: Seq[Place]) -> str:
-    """Places that share a home are joined before it is named."""
+    """Write places as text; a home that all of them share is named once, at the end."""
     if len({place.home for place in places}) == 1:
         home = places[0].home
         return _joined([place.text for place in places]) + (f" of {home}" if home else "")

@@ -1,14 +1,15 @@
-"""Proofs for verification rules: every outcome of every coin with its probability, and wrong rules that must be caught.
+"""Proofs for verification rules: they enumerate all outcomes of a rule's coins, and must refuse wrong rules.
 
-How to prove a rule of your own, `rule(draft, b, target_probs, coins) -> (path, next token, acceptance tests)`:
+This proves a rule of your own, `rule(draft, b, target_probs, coins) -> (path, next token, acceptance tests)`:
 
     target, near = tables(3, seed=1), tables(3, seed=2)
     said = emitted(rule, target, drawn_tree((-1, -1, 0), near, "independent"), horizon=3)
     assert total_variation(said, plain(target, horizon=3)) < 1e-12
 
-`emitted` runs the rule through all outcomes of its coins and of the drafter's (exact enumeration, docs/exactness.md)
-and goes on with the target up to the horizon. A rule is exact if one round extended by the target says what the target
-says: rounds compose. `MUTANTS` are small changes of a right rule, or of what it is given, that a proof must refuse.
+`emitted` runs the rule through all outcomes of its coins and of the drafter's (exact enumeration, docs/exactness.md),
+and continues each output with the target up to the horizon. A rule is exact if one round that the target continues has
+the distribution of the target alone, because rounds compose. `MUTANTS` are small changes of a right rule, or of what it
+is given, that a proof must refuse.
 """
 
 from __future__ import annotations
@@ -43,17 +44,18 @@ class _Way:
     script: list[int]  # outcomes to take first; behind them the first outcome is taken
     trail: list[tuple[int, int]] = field(default_factory=list)  # (outcome taken, number of outcomes)
     weight: float = 1.0
-    noise: dict[int, Floats] = field(default_factory=dict)  # absolute index -> what the match noise may still be
+    noise: dict[int, Floats] = field(default_factory=dict)  # absolute index -> polygon of the possible match noise
 
 
 class Branching:
-    """Coins that take one outcome after another, depth first, and know the probability of the way (docs/exactness.md).
+    """Coins that take every outcome in turn, depth first, and count its probability (docs/exactness.md).
 
-    Made by `enumerate_outcomes`; `at(position)` gives the Coins of a round whose first token has that absolute index.
-    Production coins are a function of (purpose, depth, lane), so whoever asks for one of them twice in a round gets the
-    same random number twice: here that raises InternalError, because it would be counted as two independent ones.
-    The match noise of one index is one random object however often it is looked at (a drafter and the verifier, or
-    two rounds), so `pick` returns what is still possible after the earlier picks, with exact conditional probability.
+    `enumerate_outcomes` makes them; `at(position)` gives the Coins of a round whose first token has that absolute
+    index. A production coin is a function of (purpose, depth, lane), so a rule that asks for the same coin twice in a
+    round gets the same random number twice. Here that raises InternalError, because enumeration would count the two as
+    independent. The match noise of one index is one random object, however often it is used (by a drafter and the
+    verifier, or in two rounds), so `pick` takes each outcome that the earlier picks leave possible, with its exact
+    conditional probability.
     """
 
     def __init__(self, way: _Way, position: int = 0) -> None:
@@ -61,22 +63,22 @@ class Branching:
         self._asked: set[tuple[str, int, int]] = set()
 
     def at(self, position: int) -> Branching:
-        """The same way, seen from a round that starts at this absolute index."""
+        """Return the coins of a round on the same way that starts at this absolute index."""
         return Branching(self._way, position)
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """Both outcomes, with weights prob and 1 - prob."""
+        """Take both outcomes in turn, with weights prob and 1 - prob."""
         prob = min(1.0, max(0.0, prob))
-        if 0 < prob < 1:  # production tosses no coin for the others
+        if 0 < prob < 1:  # production uses no random number for 0 and 1
             self._ask("accept", depth, lane)
         return self._branch(np.array([prob, 1.0 - prob])) == 0
 
     def draw(self, probs: Probs, depth: int) -> int:
-        """Every id of the support, with its probability."""
+        """Take every id of the support in turn, with its probability."""
         return self._draw(probs, "next", depth, 0)
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        """As draw, with a random number of the drafter's own."""
+        """Do as `draw`, with a random number of the drafter's own."""
         return self._draw(probs, "draft", depth, lane)
 
     def _draw(self, probs: Probs, purpose: str, depth: int, lane: int) -> int:
@@ -94,7 +96,7 @@ class Branching:
         self._asked.add((purpose, depth, lane))
 
     def pick(self, probs: Probs, depth: int) -> int:
-        """Every id of the support, with its probability given the earlier picks at this index."""
+        """Take every id of the support in turn, with its probability given the earlier picks at this index."""
         if probs.point is not None:
             return probs.point
         weights, noise = _spelled_out(probs), self._way.noise
@@ -118,7 +120,7 @@ class Branching:
 
 
 def _spelled_out(probs: Probs) -> npt.NDArray[Any]:
-    """The weights of the ids 0 to n - 1, also of a list. Raises InternalError where they are no distribution."""
+    """Return the weights of the ids 0 to n - 1, also for listed ids. Raises InternalError for no distribution."""
     weights, ids = weights_of(probs)
     if ids is None:
         return weights
@@ -128,7 +130,7 @@ def _spelled_out(probs: Probs) -> npt.NDArray[Any]:
 
 
 def enumerate_outcomes(run: Callable[[Branching], T]) -> list[tuple[float, T]]:
-    """(probability, result) of every way that `run` can go. `run` must be a function of its coins alone."""
+    """Return (probability, result) of every way that `run` can go. `run` must be a function of its coins alone."""
     outcomes: list[tuple[float, T]] = []
     script: list[int] = []
     while True:
@@ -142,15 +144,16 @@ def enumerate_outcomes(run: Callable[[Branching], T]) -> list[tuple[float, T]]:
         script = [taken for taken, _ in way.trail[:-1]] + [way.trail[-1][0] + 1]
 
 
-# Gumbel-max as an exponential race: id x wins where E_x / p_x is smallest. Only the direction of (E_0, E_1, E_2)
-# matters, and it is uniform on the triangle E_0 + E_1 + E_2 = 1. So what is known of the noise is a convex polygon
-# in that triangle, a pick cuts it by straight lines, and probabilities are areas. Two ids: the third has weight 0.
+# Gumbel-max is an exponential race: id x wins where E_x / p_x is smallest. Only the direction of (E_0, E_1, E_2)
+# matters, and it is uniform on the triangle E_0 + E_1 + E_2 = 1. So the noise that is still possible after some picks
+# is a convex polygon in that triangle, a pick cuts it by straight lines, and probabilities are areas. With two ids the
+# third has weight 0.
 
 _SIMPLEX = np.eye(3)
 
 
 def _winning(polygon: Floats, weights: npt.NDArray[Any], x: int) -> Floats:
-    """The part of the polygon [n, 3] in which id x wins the race for these weights [2 or 3]."""
+    """Return the part of the polygon [n, 3] in which id x wins the race for these weights [2 or 3]."""
     if len(weights) > 3:
         raise InternalError(f"picks can be enumerated for at most 3 ids, not {len(weights)}")
     if weights[x] == 0:
@@ -162,7 +165,7 @@ def _winning(polygon: Floats, weights: npt.NDArray[Any], x: int) -> Floats:
 
 
 def _clip(polygon: Floats, height: Floats) -> Floats:
-    """The part of a convex polygon where a linear function, given at the corners, is <= 0 (Sutherland, Hodgman)."""
+    """Cut a convex polygon to where a linear function, given at its corners, is <= 0 (Sutherland, Hodgman 1974)."""
     corners: list[Floats] = []
     for i in range(len(polygon)):
         j = (i + 1) % len(polygon)
@@ -175,7 +178,7 @@ def _clip(polygon: Floats, height: Floats) -> Floats:
 
 
 def _area(polygon: Floats) -> float:
-    """Area relative to the whole triangle, by the shoelace formula."""
+    """Return the area relative to the whole triangle, by the shoelace formula."""
     x, y = polygon[:, 0], polygon[:, 1]
     return abs(float(x @ np.roll(y, -1) - y @ np.roll(x, -1))) if len(polygon) > 2 else 0.0
 
@@ -184,9 +187,9 @@ def _area(polygon: Floats) -> float:
 
 
 def tables(num_ids: int, seed: int, *, zero_share: float = 0.0, near: Table | None = None, share: float = 0.5) -> Table:
-    """A random distribution for each context, float64 [num_ids]; about `zero_share` of its entries are 0.
+    """Make a random distribution for each context, float64 [num_ids]; about `zero_share` of its entries are 0.
 
-    near: another table that it resembles, with a weight of `share`.
+    near: another table, which is mixed in with a weight of `share`.
     """
 
     @functools.cache
@@ -202,15 +205,16 @@ def tables(num_ids: int, seed: int, *, zero_share: float = 0.0, near: Table | No
 
 
 def dense(weights: Floats) -> Probs:
-    """A distribution as a rule sees it."""
+    """Return weights as the Probs that a rule sees."""
     return Probs(dense=torch.from_numpy(np.array(weights, dtype=np.float64)))
 
 
 def drawn_tree(parents: Seq[int], table: Table, draws: str) -> Callable[[Coins], Draft]:
-    """A drafter of one tree: parents[i] of node i, -1 = the root; tokens from `table`.
+    """Return a drafter of trees of one shape: parents[i] of node i, -1 = the root. Tokens are drawn from `table`.
 
-    draws: "independent" siblings (with replacement), "distinct" ones (without; each states what was left), or the most
-    likely ones as "point" masses. A node for which no token is left is not drafted, nor is what hangs from it.
+    draws: "independent" siblings (with replacement), "distinct" ones (without; each states the distribution that its
+    earlier siblings left), or the most likely ones as "point" masses. A node for which no token is left is not drafted,
+    nor are its descendants.
     """
 
     def draft(coins: Coins) -> Draft:
@@ -238,7 +242,10 @@ def drawn_tree(parents: Seq[int], table: Table, draws: str) -> Callable[[Coins],
 
 
 def emitted(rule: RuleFunction, target: Table, drafter: Callable[[Coins], Draft], horizon: int) -> Outputs:
-    """Output of `horizon` tokens -> probability: one round of the rule, cut where it is longer, then the target."""
+    """Return the probability of each output of `horizon` tokens: one round of the rule, then the target alone.
+
+    A round that emits more than `horizon` tokens is cut.
+    """
 
     def run(coins: Branching) -> tuple[int, ...]:
         draft = drafter(coins)
@@ -254,7 +261,7 @@ def emitted(rule: RuleFunction, target: Table, drafter: Callable[[Coins], Draft]
 
 
 def plain(target: Table, horizon: int, start: tuple[int, ...] = ()) -> Outputs:
-    """Output of `horizon` tokens that begins with `start` -> probability of what is behind it, by the target alone."""
+    """Return the probability, by the target alone, of each output of `horizon` tokens, given that it begins so."""
     outputs = {start: 1.0}
     for _ in range(horizon - len(start)):
         outputs = {
@@ -267,7 +274,7 @@ def plain(target: Table, horizon: int, start: tuple[int, ...] = ()) -> Outputs:
 
 
 def total_variation(a: Outputs, b: Outputs) -> float:
-    """Half the sum of absolute differences, over the outputs of both."""
+    """Return the total variation distance: half the sum of absolute differences over the outputs of both."""
     return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b}) / 2
 
 
@@ -284,9 +291,9 @@ class Mutant:
 
 
 class _Spy:
-    """Coins and rows of one ruling, between a rule and what it is given; mutants change what passes through.
+    """Stands between a rule and its coins and rows; subclasses change what passes through, which makes a mutant.
 
-    row: the target's distribution that was asked for last, so that of the node at which the path stands.
+    row: the distribution of the target that the rule read last, which is the one behind the path so far.
     """
 
     def __init__(self, draft: Draft, b: int, rows: Seq[Probs], coins: Coins) -> None:
@@ -308,7 +315,7 @@ class _Spy:
         return self.coins.draw(probs, depth)
 
     def draft_probs(self, depth: int) -> Probs:
-        """Of the node at a depth of a chain."""
+        """Return the draft probabilities of the node at a depth of a chain."""
         return self.draft_of.probs[self.draft_of.nodes(self.b)[depth]]
 
 
@@ -324,7 +331,7 @@ def _spied(spy: type[_Spy]) -> Callable[[RuleFunction], RuleFunction]:
 
 
 def _given(change: Callable[[Draft], Draft]) -> Callable[[RuleFunction], RuleFunction]:
-    """A rule that sees another draft than was drawn; rows are found by the tokens of their paths."""
+    """Make a mutant that judges a changed draft. The target's row of a node is found by the tokens of its path."""
 
     def apply(rule: RuleFunction) -> RuleFunction:
         def wrong(draft: Draft, b: int, rows: Seq[Probs], coins: Coins, *rest: Any) -> Ruling:
@@ -399,12 +406,12 @@ def _merged(draft: Draft) -> Draft:
     made = Draft([], [], [0, 0], [])
     for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
         at = places[parent]
-        twin = next((n for n, p in enumerate(made.parents) if p == at and made.tokens[n] == token), None)
-        if twin is None:
+        equal = next((n for n, p in enumerate(made.parents) if p == at and made.tokens[n] == token), None)
+        if equal is None:
             made.tokens.append(token)
             made.parents.append(at)
             made.probs.append(draft.probs[node])
-        places[node] = len(made.tokens) - 1 if twin is None else twin
+        places[node] = len(made.tokens) - 1 if equal is None else equal
     return dataclasses.replace(made, node_starts=[0, len(made.tokens)])
 
 
@@ -414,7 +421,7 @@ def _first_probs(draft: Draft) -> Draft:
 
 
 def _sorted_siblings(draft: Draft) -> Draft:
-    """Siblings in the order of their probability; whole subtrees move along."""
+    """Sort siblings by their probability, with their whole subtrees."""
     order: list[int] = []
 
     def visit(parent: int) -> None:

@@ -39,7 +39,7 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class Sequence:
-    """One request's committed truth. It grows only through `commit`; drafted tokens never enter it.
+    """The committed tokens of one request. Only `commit` appends to them; drafted tokens never enter.
 
     acceptance: the verification rule; where the request names none, match if it has a seed and temperature > 0.
     """
@@ -52,7 +52,7 @@ class Sequence:
     max_len: int  # prompt + output tokens at most, by max_tokens and max_seq_len
     end_ids: frozenset[int] = frozenset()  # ids that end the output (end of sequence and stop ids)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
-    draft: str = "none"  # the drafter that serves it
+    draft: str = "none"  # name of the drafter that serves it
     round: int = 0  # decode steps so far; part of the random counter, so it survives preemption
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -64,8 +64,9 @@ class Sequence:
         self.acceptance = usual if self.params.acceptance is None else self.params.acceptance
 
     def commit(self, token: int, origin: Origin) -> FinishReason | None:
-        """Append a verified token; returns why the output ends with it, if it does, other than by a text.
+        """Append a verified token, and return why the output ends with it; None where it goes on.
 
+        Stop strings are not looked at here: they need the text.
         Raises InternalError on a finished sequence or beyond max_len.
         """
         if self.finish_reason is not None or len(self.tokens) >= self.max_len:
@@ -91,8 +92,8 @@ class Sequence:
 class Probs:
     """One exact distribution over V ids, in one of three forms.
 
-    A point mass, that nobody spells out as a one-hot of V; a dense vector; or a list of the few ids that filters left
-    of a wide vocabulary. Ids beyond a vector, and ids that a list lacks, have probability 0.
+    The forms are a point mass, which stands for a one-hot vector without storing it; a dense vector; and a list of the
+    few ids of a wide vocabulary that filters left. Ids beyond a vector, and ids that a list lacks, have probability 0.
     """
 
     point: int | None = None  # the id that has probability 1
@@ -103,7 +104,7 @@ class Probs:
     @staticmethod
     @functools.cache
     def of_point(token: int) -> Probs:
-        """The law under which `token` has probability 1."""
+        """Return the distribution in which `token` has probability 1."""
         return Probs(point=token)
 
     def at(self, token: int) -> float:
@@ -122,28 +123,31 @@ class Probs:
         """[n]: the probabilities of `ids`, or of the ids 0 to n - 1. Raises InternalError where there is no vector."""
         weights = self.dense if self.ids is None else self.listed
         if weights is None:
-            raise InternalError("a law needs a point or a dense vector, or ids with their probabilities")
+            raise InternalError("a distribution needs a point or a dense vector, or ids with their probabilities")
         return weights
 
 
 class Coins(Protocol):
-    """Injected randomness of one sequence in one round (docs/exactness.md).
+    """The random decisions of one sequence in one round, passed in from outside (docs/exactness.md).
 
     `depth` counts from the first token of the round: the token decided has absolute index (committed tokens + depth).
     `lane` separates several coins at one depth.
     """
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """True with probability min(1, prob); never for 0, always for 1."""
+        """Return True with probability min(1, prob): never for 0, always for 1."""
 
     def draw(self, probs: Probs, depth: int) -> int:
-        """An id with the distribution `probs`: a correction or a bonus."""
+        """Draw a correction or a bonus: an id with the distribution `probs`."""
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        """An id with the distribution `probs`: a drafter's own draw. Several draws at one depth need several lanes."""
+        """Draw a drafter's own id with the distribution `probs`. Several draws at one depth need several lanes."""
 
     def pick(self, probs: Probs, depth: int) -> int:
-        """argmax of log probs + Gumbel noise of (seed, absolute index): shared by drafter, verifier, plain decoding."""
+        """Return the argmax of log probs + Gumbel noise of (seed, absolute index).
+
+        Drafter, verifier and plain decoding share this noise.
+        """
 
 
 # ------------------------------------------------------------------------------------------------ the guess, the ruling
@@ -154,8 +158,8 @@ class Extra:
     """Rows of one sequence that are scored and shown to `Drafter.observe`, never judged and never kept.
 
     They count as nodes of the budget. tokens [M]; parents [M]: an index among the sequence's nodes and then these rows,
-    -1 = the last committed token; a row is as deep as its ancestors are many. vectors: by row, what the first layer
-    gets in place of the embedding of its token, [H] (learned look-ahead tokens).
+    -1 = the last committed token. The depth of a row is the number of its ancestors. vectors: by row, the vector [H]
+    that the first layer gets in place of the token's embedding (learned look-ahead tokens).
     """
 
     tokens: list[int]
@@ -165,12 +169,13 @@ class Extra:
 
 @dataclass(frozen=True)
 class Draft:
-    """The guess for the sequences of one step, flat.
+    """The drafted tokens of all sequences of one step, in flat lists.
 
-    tokens [N], parents [N] (index of the parent node in the same flat numbering, -1 = hangs from the last committed
-    token; parents come before children), node_starts [B+1], probs [N] (the distribution each token was drawn from).
-    A chain is a tree whose parent is the node before. Zero nodes is legal: that is plain decoding. Siblings come in the
-    order in which they were drawn, and a sequence's nodes best first. extra: by sequence, rows that are scored beside.
+    tokens [N], parents [N] (index of the parent node in the same flat numbering, -1 = the node follows the last
+    committed token; parents come before children), node_starts [B+1], probs [N] (the distribution each token was drawn
+    from). A chain is a tree in which the parent of each node is the node before it. A sequence may have no nodes: it
+    then decodes plainly. Siblings come in the order in which they were drawn, and a sequence's nodes best first.
+    extra: by sequence, rows that are scored as well.
     """
 
     tokens: list[int]
@@ -181,12 +186,12 @@ class Draft:
 
     @staticmethod
     def empty(num_sequences: int) -> Draft:
-        """No guesses for anybody."""
+        """Return a draft in which no sequence has a node."""
         return Draft([], [], [0] * (num_sequences + 1), [])
 
     @staticmethod
     def chains(tokens: Seq[Seq[int]], probs: Seq[Seq[Probs]]) -> Draft:
-        """One chain per sequence: tokens[b][i] was drawn from probs[b][i] after tokens[b][:i]."""
+        """Make a draft of one chain per sequence: tokens[b][i] was drawn from probs[b][i] after tokens[b][:i]."""
         starts, parents = [0], []
         for chain in tokens:
             parents += [-1 if i == 0 else starts[-1] + i - 1 for i in range(len(chain))]
@@ -195,10 +200,10 @@ class Draft:
 
     @staticmethod
     def joined(drafts: Seq[Draft]) -> Draft:
-        """The drafts of several groups of sequences, one after the other."""
+        """Put the drafts of several groups of sequences one after the other."""
         tokens: list[int] = []
         parents: list[int] = []
-        starts, laws = [0], list[Probs]()
+        starts, probs = [0], list[Probs]()
         extra: dict[int, Extra] = {}
         for draft in drafts:
             first = len(tokens)
@@ -206,11 +211,11 @@ class Draft:
             tokens += draft.tokens
             parents += [p if p < 0 else first + p for p in draft.parents]
             starts += [first + start for start in draft.node_starts[1:]]
-            laws += draft.probs
-        return Draft(tokens, parents, starts, laws, extra)
+            probs += draft.probs
+        return Draft(tokens, parents, starts, probs, extra)
 
     def only(self, b: int) -> Draft:
-        """The draft of one sequence, by itself."""
+        """Return the draft of sequence b as a draft of one sequence, its nodes numbered from 0."""
         own = self.nodes(b)
         parents = [p if p < 0 else p - own.start for p in self.parents[own.start : own.stop]]
         cut = slice(own.start, own.stop)
@@ -222,22 +227,22 @@ class Draft:
         return len(self.node_starts) - 1
 
     def nodes(self, b: int) -> range:
-        """The flat indices of sequence b's nodes."""
+        """Return the flat indices of sequence b's nodes."""
         return range(self.node_starts[b], self.node_starts[b + 1])
 
     def num_rows(self, b: int) -> int:
-        """Rows of the target pass that sequence b's nodes and extra rows take."""
+        """Return how many rows of the target pass sequence b's nodes and extra rows take."""
         return len(self.nodes(b)) + (len(self.extra[b].tokens) if b in self.extra else 0)
 
     def depth(self, b: int) -> int:
-        """Nodes on the longest path of sequence b."""
+        """Return the number of nodes on the longest path of sequence b."""
         depths: dict[int, int] = {-1: 0}
         for node in self.nodes(b):
             depths[node] = depths[self.parents[node]] + 1
         return max(depths.values())
 
     def path(self, node: int) -> list[int]:
-        """Flat indices from the root's child down to `node`, both included."""
+        """Return the flat indices from the first node of the path down to `node`, both included."""
         path = []
         while node >= 0:
             path.append(node)
@@ -247,11 +252,11 @@ class Draft:
 
 @dataclass
 class Budget:
-    """How far this step may draft. Made by the pacing policy, read by the drafter.
+    """How far this step may draft. The pacing policy makes it, and the drafter reads it.
 
     num_tokens [B]: most draft nodes of each sequence. catchup_tokens: most committed tokens the drafter may run
-    through its own model before drafting, beside those that the round before left. go_on(b, depth, draft_probs): asked
-    before each draw; it may look at the law, never at the drawn token (docs/exactness.md).
+    through its own model before drafting, beside those that the previous round left. go_on(b, depth, draft_probs): the
+    drafter asks it before each draw; it may look at the distribution, never at the drawn token (docs/exactness.md).
     """
 
     num_tokens: list[int]
@@ -260,22 +265,25 @@ class Budget:
 
     @property
     def stops_early(self) -> bool:
-        """False where `go_on` is always true: a drafter may then make a whole draft at once."""
+        """Whether `go_on` may return False; where it cannot, a drafter may make a whole draft at once."""
         return self.go_on is not Budget.go_on
 
     def only(self, members: Seq[int], catchup_tokens: int) -> Budget:
-        """The same for some of the sequences, numbered anew, with what others leave them for catching up."""
+        """Return the budget of some of the sequences, which are numbered anew.
+
+        members: their indices in this budget. catchup_tokens: what the other drafters of the step left to them.
+        """
         granted = [self.num_tokens[b] for b in members]
         if not self.stops_early:
             return Budget(granted, catchup_tokens)
-        return Budget(granted, catchup_tokens, lambda i, depth, law: self.go_on(members[i], depth, law))
+        return Budget(granted, catchup_tokens, lambda i, depth, draft_probs: self.go_on(members[i], depth, draft_probs))
 
 
 @dataclass(frozen=True)
 class AcceptanceTest:
     """One test of a verdict: the node, its target and draft probability, and the outcome.
 
-    At a node with several children each test after the first is against what the ones before it left of the target's
+    Where a node has several children, each test after the first uses what the earlier tests left of the target's
     probabilities.
     """
 
@@ -290,16 +298,19 @@ class Verdict:
     """The ruling on a Draft. Lists over the B sequences; a step emits len(paths[b]) + 1 tokens."""
 
     paths: list[list[int]]  # accepted nodes, flat indices, root to tip
-    next_tokens: list[int]  # correction after a rejection, bonus after none, plain where nothing was drafted
-    tests: list[list[AcceptanceTest]]  # every child that was tried where the path stood, in order
+    next_tokens: list[int]  # a correction after a rejection, a bonus after none, plain where nothing was drafted
+    tests: list[list[AcceptanceTest]]  # of every child that was tested, in order
 
     def num_tested(self, b: int) -> int:
-        """Positions at which sequence b's path stood and had a child: the children tried at one node count as one."""
+        """Return how many nodes of sequence b's path had a child that was tested, the root included.
+
+        The children that were tested below one node count once.
+        """
         is_rejected = bool(self.tests[b]) and not self.tests[b][-1].accepted
         return len(self.paths[b]) + is_rejected
 
     def emitted(self, draft: Draft, b: int) -> list[int]:
-        """Accepted tokens, then the next token."""
+        """Return the tokens that the step emits for sequence b: the accepted ones, then the next token."""
         path, next_token = self.paths[b], self.next_tokens[b]
         return [*[draft.tokens[n] for n in path], next_token] if path else [next_token]
 
@@ -315,7 +326,7 @@ class RaggedBatch:
     slots [B] (cache slot of each run), cached [B] (rows of the slot that every row of the run sees, in order).
     parents [B]: None for a run whose rows follow each other, else the parent of each *pending* row of the slot (written
     behind the cached ones, not kept) and then of each row of the run, as an index into these; -1 = the cached rows.
-    Empty: no run has any.
+    An empty list of parents says that no run has any.
     """
 
     tokens: list[int] | Tensor
@@ -326,25 +337,28 @@ class RaggedBatch:
     parents: Seq[Seq[int] | None] = ()
 
     def ids(self) -> tuple[list[int], list[int]]:
-        """Tokens and positions on the host."""
+        """Return tokens and positions as lists on the host."""
         tokens, positions = (ids if isinstance(ids, list) else ids.tolist() for ids in (self.tokens, self.positions))
         return tokens, positions
 
     def run(self, b: int) -> range:
-        """Rows of run b."""
+        """Return the rows of run b."""
         return range(self.run_starts[b], self.run_starts[b + 1])
 
     def tree(self, b: int) -> Seq[int] | None:
-        """The parents of run b, None where its rows follow each other."""
+        """Return the parents of run b, None where its rows follow each other."""
         return self.parents[b] if self.parents else None
 
     def end(self, b: int) -> int:
-        """Rows of run b's slot when the run is written: cached and pending ones, and its own."""
+        """Return the rows of run b's slot once the run is written: cached ones, pending ones, and the run's own."""
         tree = self.tree(b)
         return self.cached[b] + (len(self.run(b)) if tree is None else len(tree))
 
     def visible(self, b: int, i: int) -> list[int]:
-        """Indices into CacheView.read_rows[b] that row i of run b sees: cached rows, then ancestors, itself last."""
+        """Return what row i of run b attends to, as indices into CacheView.read_rows[b].
+
+        They are the cached rows, then the row's ancestors, then the row itself.
+        """
         tree, cached, at = self.tree(b), self.cached[b], self.end(b) - len(self.run(b)) + i
         if tree is None:
             return list(range(at + 1))
@@ -357,7 +371,7 @@ class RaggedBatch:
 
 @dataclass(frozen=True)
 class CacheView:
-    """Where one ragged batch reads and writes; the same for all layers.
+    """The rows of the cache that one ragged batch reads and writes; they are the same in all layers.
 
     write_rows [T]: physical row of each new token. read_rows[b]: physical rows of run b's keys, the cached ones in
     logical order, then pending ones, then the run's own.
@@ -373,14 +387,14 @@ class CacheView:
 
 @dataclass
 class RoundDetail:
-    """One sequence's round, for listeners that asked for detail. Probabilities are of the drafted tokens."""
+    """One round of one sequence, for listeners that ask for detail. Probabilities are those of the drafted tokens."""
 
     sequence_id: int
     position: int  # absolute index of the first token of this round
     tokens: list[int]  # drafted
     parents: list[int]  # within this round; -1 = the last committed token
     draft_probs: list[float]
-    target_probs: list[float | None]  # None behind a rejection, where nobody looked
+    target_probs: list[float | None]  # None behind a rejection, where the rule did not ask for the row
     tests: list[AcceptanceTest]  # nodes counted within this round
     accepted: list[int]  # node indices within this round
     next_token: int
@@ -388,10 +402,10 @@ class RoundDetail:
 
 
 class SequenceStep(NamedTuple):
-    """What one step did for one decoding sequence. Counts but the last are taken before stop conditions cut."""
+    """What one step did for one decoding sequence. Stop conditions shorten num_committed alone, no other count."""
 
     sequence_id: int
-    draft: str  # the drafter that it is served by
+    draft: str  # name of the drafter that serves it
     num_drafted: int
     num_tested: int
     accepted_ranks: tuple[int, ...]  # of the accepted nodes, within the sequence's draft
@@ -406,9 +420,9 @@ class SequenceStep(NamedTuple):
 class DraftStep:
     """What one drafter did in one step.
 
-    depth: most nodes of one sequence, which is the number of passes that a draft model makes one after another.
-    num_catchup_tokens: committed tokens that it ran before, beyond those of the round before; catchup_s: of `seconds`,
-    what they took.
+    depth: length of the longest path of a draft; a draft model makes so many passes one after another.
+    num_catchup_tokens: committed tokens that it ran before drafting, beside those that the previous round left.
+    catchup_s: the part of `seconds` that they took.
     """
 
     seconds: float = 0.0
@@ -421,7 +435,7 @@ class DraftStep:
 
 @dataclass
 class StepReport:
-    """The numbers of one step; metrics, printers, benchmarks and pacing read this and nothing else."""
+    """The numbers of one step. Metrics, printers, benchmarks and pacing read this and nothing else."""
 
     num_prefill_tokens: int = 0
     num_decoding: int = 0  # sequences that emitted
@@ -432,19 +446,19 @@ class StepReport:
     num_accepted: int = 0
     num_emitted: int = 0  # before stop conditions cut
     num_committed: int = 0  # after
-    schedule_s: float = 0.0  # in the engine since the report before: listeners, what has finished, the scheduler
+    schedule_s: float = 0.0  # in the engine since the last report: listeners, finishing requests, the scheduler
     draft_s: float = 0.0
     score_s: float = 0.0
     judge_s: float = 0.0
     commit_s: float = 0.0
     target_forward_s: float = 0.0  # the part of score_s inside the model
     sequences: list[SequenceStep] = field(default_factory=list)  # one for each that decoded
-    drafts: dict[str, DraftStep] = field(default_factory=dict)  # by drafter: those that were asked
+    drafts: dict[str, DraftStep] = field(default_factory=dict)  # by name, of the drafters that were asked
     rounds: list[RoundDetail] = field(default_factory=list)  # only when a listener wants detail
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """The duration of the whole step."""
         return self.schedule_s + self.draft_s + self.score_s + self.judge_s + self.commit_s
 
 

@@ -1,4 +1,4 @@
-"""`forerun bench peers`: a real peer in a process of its own, what becomes of absent and dead ones, and the numbers."""
+"""`forerun bench peers`: a real peer in a process of its own, absent and dead peers, and the numbers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerProcess]:
 
 
 def test_a_peer_takes_turns_fails_goes_on_and_dies(peer: PeerProcess, tmp_path: Path) -> None:
-    """In one test, in this order: the last step ends the process."""
+    """Ask a real peer in this order, because the last question ends its process."""
     own, _ = open_own(EngineConfig(dtype="bfloat16"), PeersPlan(shape="none", spec_lengths=(3,)), tmp_path, 1)
     prompts = [own.encode("def fib(n):\n    if n"), own.encode("class Stack:\n    def __init__(self")]
     left_out: dict[str, str] = {}
@@ -129,7 +129,7 @@ def test_a_peer_that_cannot_load_says_why(bare_python: Path, tmp_path: Path) -> 
 
 
 def test_workers_import_nothing_of_forerun() -> None:
-    """They run where forerun is not installed. (They run here: only what type checkers read may name it.)"""
+    """Workers run where forerun is not installed; only imports for type checkers may name it."""
     known = {"__future__", *sys.stdlib_module_names, *(file.stem for file in WORKERS.glob("*.py"))}
     for file in WORKERS.glob("*.py"):
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -159,7 +159,7 @@ def quick_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_forwards_beside_a_real_peer(
     bare_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick_probes: None
 ) -> None:
-    """Passes that begin at the context again, too; the peer agrees about (nearly) every token."""
+    """The peer agrees about nearly every token, also in passes that begin behind the context again."""
     rows = (1, 40, 90)  # two of a round fit behind the context, three do not
     plan = ForwardsPlan(rows, 70, 3, shape="none", folder=tmp_path, pythons={"openvino": bare_python})
     peer_forwards.run(EngineConfig(), plan)
@@ -186,7 +186,7 @@ def test_forwards_beside_a_real_peer(
 
 
 def test_a_pass_sees_the_tokens_before_it() -> None:
-    """Whatever is in the cache when it is asked for, and however the text is cut."""
+    """A pass gives the same tokens whatever the cache holds before, and however the text is cut."""
     checkpoint = load_target(EngineConfig(dtype="float32"))
     text = text_of(checkpoint, 60)
     own = OwnForward(checkpoint.model, EngineConfig(), 60)

@@ -200,16 +200,16 @@ def test_the_best_length_weighs_repeats_alike() -> None:
 def test_the_wrong_drafter_fills_its_budget_and_asks_before_each_token() -> None:
     asked: list[tuple[int, int]] = []
 
-    def go_on(b: int, depth: int, law: Probs) -> bool:
+    def go_on(b: int, depth: int, draft_probs: Probs) -> bool:
         asked.append((b, depth))
-        return (b, depth) != (1, 2) and law.point == 7
+        return (b, depth) != (1, 2) and draft_probs.point == 7
 
     seqs = [Sequence(i, [1], 1, SamplingParams(), 0, 9, frozenset(), ()) for i in range(3)]
     draft = AlwaysWrong(7).propose(seqs, Budget([3, 4, 0], 9, go_on), [])
     assert draft.tokens == [7] * 5
     assert draft.node_starts == [0, 3, 5, 5]
     assert draft.parents == [-1, 0, 1, -1, 3]
-    assert all(law.at(7) == 1 for law in draft.probs)
+    assert all(probs.at(7) == 1 for probs in draft.probs)
     assert asked == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 

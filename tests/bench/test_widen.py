@@ -1,4 +1,4 @@
-"""Widening: sizes, zeros and noise, refusals, presets, folders. That the law survives is in test_widen_law.py."""
+"""Widening: sizes, zeros and noise, refusals, presets, folders. Distributions are tested in test_widen_probs.py."""
 
 import dataclasses
 from pathlib import Path

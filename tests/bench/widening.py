@@ -1,4 +1,4 @@
-"""Small random llamas, what they say, and the shapes they are widened to."""
+"""Small random llamas, their outputs, and the shapes that they are widened to."""
 
 from __future__ import annotations
 

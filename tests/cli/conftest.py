@@ -46,7 +46,7 @@ class Done:
 
 
 def _given(environ: Mapping[str, str]) -> list[str]:
-    """Variables of whoever runs the tests that would change what a command does."""
+    """Remove variables of the developer's shell that would change what a command does."""
     return [k for k in environ if k.startswith(("FORERUN_", "NO_COLOR", "FORCE_COLOR", "COLUMNS"))]
 
 

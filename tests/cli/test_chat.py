@@ -159,7 +159,7 @@ def test_a_message_that_cannot_be_honoured_is_forgotten(cli: Any, talker: Path) 
     assert "Traceback" not in done.stderr
 
 
-def test_a_checkpoint_without_a_template_is_refused_before_anybody_types(cli: Any) -> None:
+def test_a_checkpoint_without_a_template_is_refused_before_the_user_types(cli: Any) -> None:
     done = cli("chat", "llama", stdin="hello\n")
     assert done.returncode == 2
     assert done.stdout == ""

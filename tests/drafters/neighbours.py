@@ -1,4 +1,4 @@
-"""A tree of what followed the most similar inner hidden states of this text: point masses, one static shape."""
+"""Drafts a tree of the tokens that followed the most similar inner hidden states in this text, as point masses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LAYER = 2  # of the target, whose rows are compared
 
 @dataclass(frozen=True)
 class Options:
-    """How wide the tree is."""
+    """The width of the tree."""
 
     width: int = field(default=3, metadata={"help": "children of the root; each has one child", "min": 1, "max": 8})
 
 
 class NeighbourDrafter(Drafter):
-    """Remembers the hidden state of every token that was run; that of the last one comes with the next pass."""
+    """Keeps the hidden state of every token that was run; the last token's comes with the next pass."""
 
     shape, draws, hidden_layers = "tree", "point", (LAYER,)
 
@@ -44,7 +44,7 @@ class NeighbourDrafter(Drafter):
         self._rows.pop(seq.id, None)
 
     def _tree(self, seq: Sequence, most: int) -> Draft:
-        """What stood two and three places behind the states that are nearest to the one before the last token."""
+        """Draft the two tokens that followed the last token elsewhere, nearest hidden states first."""
         rows, tokens = self._rows[seq.id], seq.tokens
         order = (rows[:-2] @ rows[-1]).argsort(descending=True).tolist() if len(rows) > 2 else []
         followed = [i for i in order if tokens[i + 1] == tokens[-1]]

@@ -1,4 +1,4 @@
-"""Mixed requests for one engine, and the same requests alone: what the batch may never change."""
+"""Mixed requests for one engine, and the same requests alone, whose outputs must be equal."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def run(engine: Engine, requests: list[Request], max_steps: int = 100_000) -> li
 
 
 def check(engine: Engine) -> None:
-    """No cache lost a block, and no sequence's cache runs ahead of its committed tokens."""
+    """Check that no cache lost a block, and that no cache holds more than the committed tokens."""
     for cache in caches(engine):
         cache.check_integrity()
     for request in engine.scheduler.running:
@@ -102,13 +102,13 @@ def check(engine: Engine) -> None:
 
 
 def caches(engine: Engine) -> list[BlockCache]:
-    """The target's, and those of its drafters."""
+    """Return the caches of the target and of its drafters."""
     runners = [getattr(drafter, "runner", None) for drafter in engine.drafter.members.values()]
     return [engine.runner.cache, *(runner.cache for runner in runners if runner is not None)]
 
 
 def alone(wanted: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
-    """Each request by itself: no drafts, no neighbours, nothing shared."""
+    """Run each request alone, without drafts, neighbours, or shared prefixes."""
     outputs = []
     for prompt, params in wanted:
         engine = engine_with(prefix_caching=False)

@@ -1,4 +1,4 @@
-"""What the tests of the memory plan share: shapes, a largest pass to measure, and the operators of this machine."""
+"""Helpers of the tests of the memory plan: shapes, a largest pass, and the operators of this machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bytes_by_name(plan: MemoryPlan) -> dict[str, int]:
 
 
 def one_pass(config: DecoderConfig, options: EngineConfig, dtype: torch.dtype) -> Callable[[], object]:
-    """The largest pass of these options: one prompt chunk, and everybody else verifying at the end of the context."""
+    """Run the largest pass of these options: a prompt chunk, while all other requests verify at the context's end."""
     generator = torch.Generator().manual_seed(0)
     weights = empty_weights(config, dtype, "cpu")
     for weight in weights.values():

@@ -1,4 +1,4 @@
-"""Who is let in, who waits, who has to go: requests in caches that are just too small for what they ask."""
+"""Which requests are admitted, wait, or are preempted, in caches that are just too small for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_prompt_without_room_waits() -> None:
     assert engine.scheduler.num_preemptions == 0
 
 
-def test_whoever_would_soon_be_preempted_is_not_let_in() -> None:
+def test_a_request_that_would_soon_be_preempted_is_not_admitted() -> None:
     """The running one has filled two of four blocks and will need the others; a prompt of two would fit for now."""
     engine = engine_with(64, prefix_caching=False)
     first, second = engine.add([1] * 30, greedy(30)), engine.add([2] * 30, greedy(2))
@@ -48,7 +48,7 @@ def test_whoever_would_soon_be_preempted_is_not_let_in() -> None:
 
 
 def test_a_prompt_that_is_still_being_read_keeps_its_room() -> None:
-    """It has one block by now; the four that it will need are not somebody else's."""
+    """It has one block by now; the four that it will need are not given to another request."""
     engine = engine_with(128, prefill_chunk_tokens=8, prefix_caching=False)
     first = engine.add([1] * 70, greedy(10))
     engine.step()
@@ -62,7 +62,7 @@ def test_a_prompt_that_is_still_being_read_keeps_its_room() -> None:
 def test_small_chunks_in_little_memory_never_take_the_block_that_a_decoding_request_needs(
     num_tokens: int, chunk: int, seed: int
 ) -> None:
-    """A pass that reserves more than there is would fail; and nobody is left without a step for ever."""
+    """A pass that reserves more than there is would fail; and no request waits for ever."""
     random_ = random.Random(seed)
     engine = engine_with(num_tokens, prefill_chunk_tokens=chunk, prefix_caching=False)
     lengths = [random_.choice((2, 3, 30, 45)) for _ in range(10)]
@@ -97,7 +97,7 @@ def test_prompts_that_block_each_other_do_not_wait_for_ever() -> None:
 
 
 def test_priorities_order_the_queue() -> None:
-    """Nobody is preempted: the place becomes free, and the best of those that wait takes it."""
+    """No request is preempted: a place becomes free, and the best of the waiting requests takes it."""
     engine = engine_with(max_batch_size=1)
     first = engine.add([9], greedy(30, priority=-5))
     engine.step()
@@ -166,7 +166,7 @@ def test_prompts_are_read_first_come_first_served() -> None:
 # ------------------------------------------------------------------------------------------------- shared prompts
 
 
-def test_an_output_that_waits_for_its_prompt_to_be_read_holds_nobody_up() -> None:
+def test_an_output_that_waits_for_its_prompt_holds_no_request_up() -> None:
     engine = engine_with(prefill_chunk_tokens=16)
     leader, follower = engine.add_all([i % 9 for i in range(60)], greedy(4, n=2))
     other = engine.add([1, 2], greedy(4))

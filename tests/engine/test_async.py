@@ -124,7 +124,7 @@ def test_leaving_a_stream_early_frees_what_it_holds(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_a_cancelled_task_frees_what_it_holds_and_disturbs_nobody(llm: LLM, num_steps: int) -> None:
+def test_a_cancelled_task_frees_its_blocks_and_disturbs_no_request(llm: LLM, num_steps: int) -> None:
     """num_steps: how long it ran; 0 = it is cancelled while its prompt is still being added."""
     expected = llm.generate(PROMPTS[0], params(40))[0].token_ids
     steps = list[StepReport]()
@@ -164,7 +164,7 @@ def test_threads_share_one_llm(llm: LLM) -> None:
     assert_idle(llm)
 
 
-def test_a_stream_that_the_collector_closes_inside_a_step_hangs_nobody(llm: LLM) -> None:
+def test_a_stream_that_the_collector_closes_inside_a_step_hangs_no_thread(llm: LLM) -> None:
     """A generator in a cycle is closed wherever the collector happens to run, in the thread that steps, too."""
     expected = llm.generate(PROMPTS[0], params())[0].token_ids
     end = llm.listen(lambda report: gc.collect())
@@ -191,7 +191,7 @@ def test_an_asynchronous_stream_whose_loop_is_gone_ends_when_it_is_forgotten(llm
     loop = asyncio.new_event_loop()
     stream = llm.astream(PROMPTS[2], params(200))
     loop.run_until_complete(anext(stream))
-    loop.close()  # and nobody shut its asynchronous generators down
+    loop.close()  # its asynchronous generators were not shut down
     del stream
     gc.collect()
     assert_idle(llm)

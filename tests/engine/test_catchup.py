@@ -1,4 +1,4 @@
-"""Catching up in small parts: how many tokens a step allows, and who gets them."""
+"""Catching up in small parts: how many tokens a step allows, and which requests get them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_drafters_share_what_a_step_allows(names: str) -> None:
     assert outputs == alone([(prompt, greedy(30, "none")) for prompt, _ in wanted])
 
 
-def test_whoever_is_ready_does_not_wait_for_one_that_is_behind() -> None:
+def test_a_sequence_that_is_ready_does_not_wait_for_one_that_is_behind() -> None:
     engine, reports = late_engine(catchup_tokens=16), list[StepReport]()
     engine.listen(reports.append)
     behind, ready = engine.add([1] * 90, greedy(20, "a")), engine.add([2, 3], greedy(20, "a"))

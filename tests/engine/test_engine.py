@@ -156,7 +156,7 @@ def test_aborting_at_any_time_leaks_no_block(draft):
         assert pool.free_tokens() == pool.num_blocks * pool.block_tokens
 
 
-def test_a_pool_too_small_for_everybody_makes_requests_wait_and_loses_none():
+def test_a_pool_too_small_for_all_requests_makes_some_wait_and_loses_none():
     alone = serve(engine := engine_for(random_decoder(1)), engine.add([1, 2], GREEDY))
     engine = engine_for(random_decoder(1))
     spare = engine.runner.cache
@@ -231,7 +231,7 @@ def test_a_request_that_may_emit_nothing_fails_alone(draft):
 
 @pytest.mark.speculation("fixed", "auto")
 def test_watching_changes_nothing_where_masks_leave_no_token():
-    """A listener with detail must not compute laws that the rules did not ask for."""
+    """A listener with detail must not compute distributions that the rules did not read."""
     outcomes = []
     for watch in (False, True):
         engine = engine_for(random_decoder(1), "lookup")

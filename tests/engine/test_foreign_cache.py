@@ -1,6 +1,6 @@
 """A model of transformers with a cache of its own serves as target and as draft model: KVCache asks for no tables.
 
-What it says is what generate() of transformers says, greedily, whatever drafts for it.
+Its greedy text is that of generate() of transformers, whichever drafter it has.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_a_stream_is_the_text_in_pieces():
 
 
 def test_streams_and_batches_beside_each_other_lose_nothing():
-    """A request may be finished by somebody else's steps."""
+    """The steps of another caller may finish a request."""
     (whole,) = llm().generate(PROMPT, greedy(20))
     pieces = []
     for chunk in llm().stream(PROMPT, greedy(20)):
@@ -96,7 +96,7 @@ def test_a_stop_string_ends_the_output_inside_a_round(draft):
 
 
 @pytest.mark.parametrize("draft", ["none", "model"])
-def test_the_text_ends_before_a_stop_id_whoever_reads_it_and_when(draft, monkeypatch):
+def test_the_text_ends_before_a_stop_id_however_it_is_read(draft, monkeypatch):
     """At the end, in pieces, or in the middle of a commit, as another thread may: the id that stops has no text."""
     engine = llm(draft)
     (whole,) = engine.generate(PROMPT, greedy(40))
@@ -189,7 +189,7 @@ def test_a_draft_model_need_not_know_every_id(tmp_path, sampling):
 
 
 def test_without_a_limit_an_output_goes_as_far_as_the_cache():
-    """Nobody asked for more tokens than there is room for."""
+    """A request without max_tokens gets as many tokens as there is room for."""
     small = LLM(**llm_options(), kv_cache_tokens=64)
     (out,) = small.generate([[5, 6, 7]], SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True))
     assert (len(out.token_ids), out.finish_reason) == (61, "length")
@@ -199,7 +199,7 @@ def test_without_a_limit_an_output_goes_as_far_as_the_cache():
 
 @pytest.mark.once("about the draft model")
 def test_a_draft_model_may_end_at_other_ids(tmp_path):
-    """A base model drafts for a chat model: its end ids are not the target's, and nobody asks for them."""
+    """A base model drafts for a chat model: the draft's end ids differ from the target's and are not used."""
     small = load_checkpoint(SHIPPED_DRAFT).model
     save_checkpoint(tmp_path / "draft", small.config, small.weights, end_ids=[7], tokenizer_folder=SHIPPED_DRAFT)
     (out,) = LLM(draft=str(tmp_path / "draft")).generate(PROMPT, greedy(24))

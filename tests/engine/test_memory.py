@@ -1,4 +1,4 @@
-"""The memory plan against what is really allocated: byte for byte where it says so, within a band where it does not."""
+"""The memory plan against what is really allocated: exact to the byte where it says so, else within a band."""
 
 import json
 import subprocess
@@ -107,7 +107,7 @@ def test_only_what_a_drafter_needs_is_counted(ops: str) -> None:
     with_model = always | {"draft weights", "draft KV cache"}
     assert names(SMALL, "./d") == with_model | {"draft probabilities", "target probabilities"}
     on_cuda = {"target weights", "target KV cache", "draft weights", "draft KV cache", "activations", "freed blocks"}
-    assert names(SMALL, "./d", "auto", "cuda") == on_cuda  # laws lie on the host, and so do blocks of files
+    assert names(SMALL, "./d", "auto", "cuda") == on_cuda  # probabilities are on the host, and so are blocks of files
 
 
 def test_plain_decoding_wants_one_row_per_sequence() -> None:
@@ -340,7 +340,7 @@ PROCESSES = ["reference float32", *(["native float32", "native bfloat16"] if HAS
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    """What was seen of every case: 148 MB of target and 18 MB of draft weights in float32.
+    """Measure every case: 148 MB of target and 18 MB of draft weights in float32.
 
     All but the embeddings are too small for compiled kernels.
     """

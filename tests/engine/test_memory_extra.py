@@ -31,7 +31,7 @@ def plan_with(ops: str, draft: DecoderConfig | None, available: int | None = Non
 
 @pytest.mark.parametrize("ops", OPS)
 def test_a_second_draft_model_adds_what_it_takes_as_the_only_one(ops: str) -> None:
-    """Weights, cache and buffers of its own; drafted laws and activations are of one model at a time."""
+    """Weights, cache and buffers of its own; draft probabilities and activations belong to one model at a time."""
     one, two = (bytes_by_name(plan_with(ops, SMALL, **extra)) for extra in ({}, {"b": SECOND}))
     none, alone = (bytes_by_name(plan_with(ops, draft)) for draft in (None, SECOND))
     own = {"extra draft weights": alone["draft weights"], "extra draft KV cache": alone["draft KV cache"]}

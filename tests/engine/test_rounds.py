@@ -1,4 +1,4 @@
-"""What a step tells its listeners, its pacing and its drafters: numbers that agree with what was really done."""
+"""Listeners, pacing and drafters get numbers that agree with what the step did."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forerun.types import Draft, Probs, RoundDetail, SamplingParams, Sequence, S
 
 
 class Told(Pacing):
-    """Grants what it is told to, and remembers what it hears."""
+    """A policy that grants given lengths and records what it is asked and told."""
 
     def __init__(self, granted: int, *, prepares: bool = True) -> None:
         self.granted, self.wants_prompts = granted, prepares
@@ -77,7 +77,7 @@ def test_reports_of_steps_add_up() -> None:
             assert 0 <= draft.catchup_s <= draft.seconds
             assert (draft.catchup_s > 0) == (draft.num_catchup_tokens > 0)
             granted = [r.granted for s, r in zip(report.sequences, report.rounds, strict=True) if s.draft == name]
-            assert any(granted) or draft.num_catchup_tokens, "a drafter was asked for nobody"
+            assert any(granted) or draft.num_catchup_tokens, "a drafter was asked for no sequence"
     assert sum(report.num_committed for report in reports) == sum(map(len, outputs))
     assert sum(report.num_emitted for report in reports) == sum(r.report.num_emitted for r in requests)
     prefill_s = sum(draft.catchup_s for report in reports for draft in report.drafts.values())
@@ -260,7 +260,7 @@ def test_whatever_a_draft_takes_is_in_some_drafters_time(monkeypatch: pytest.Mon
 
 @pytest.mark.once("about reports")
 @pytest.mark.parametrize("num_others", [0, 1])
-def test_what_a_drafter_did_is_reported_whether_or_not_it_serves_everybody(
+def test_what_a_drafter_did_is_reported_whether_or_not_it_serves_all_requests(
     num_others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, reports = engine_with(policy=Told(3)), list[StepReport]()
@@ -357,7 +357,10 @@ def test_a_draft_model_holds_what_was_committed_and_nothing_that_was_rejected() 
     engine.listen(lambda report: rounds.extend(report.rounds), detail=True)
     run(engine, [noisy])
     assert 0 < noisy.report.num_accepted < noisy.report.num_drafted
-    laws = [(noisy.seq.tokens[: r.position], r.tokens[0]) for r in rounds if r.tokens]
-    for tokens, drafted in laws:  # the first guess of every round is that of the draft model after the committed tokens
+    guesses = [(noisy.seq.tokens[: r.position], r.tokens[0]) for r in rounds if r.tokens]
+    for (
+        tokens,
+        drafted,
+    ) in guesses:  # in every round the draft model guesses first what it says after the committed tokens
         engine = Engine(runner_with(DRAFT, 256), Router({}), make("fixed", 1), max_seq_len=128)
         assert run(engine, [engine.add(tokens, greedy(1))]) == [[drafted]]

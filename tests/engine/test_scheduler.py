@@ -1,4 +1,4 @@
-"""Many requests in little memory: budgets, priorities, preemption, drafts that step aside, shared prompts, aborts."""
+"""Many requests in little memory: budgets, priorities, preemption, drafts that give way, shared prompts, aborts."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_what_a_rejected_draft_held_is_free_before_the_next_plan() -> None:
 
 @pytest.mark.once("about drafts of a fixed length")
 @pytest.mark.parametrize("tokens", [64, 80, 96, 128])
-def test_drafts_preempt_nobody(tokens: int) -> None:
-    """Somebody is preempted only where the running ones have no room for one token each, drafts or not."""
+def test_drafts_preempt_no_request(tokens: int) -> None:
+    """A request is preempted only where the running ones have no room for one token each, drafts or not."""
     wanted = [([i] * 10, SamplingParams(max_tokens=30, temperature=0.0)) for i in range(5)]
     engine = engine_with(tokens, spec_length=9, prefix_caching=False)
     requests = [engine.add(*one) for one in wanted]
@@ -134,7 +134,7 @@ def test_the_cache_of_a_drafter_counts_for_admission() -> None:
     waiting = engine.add([1] * 60, GREEDY)
     running = engine.add([2] * 10, GREEDY)
     engine.step()
-    assert waiting in engine.scheduler.running  # alone it must run: nobody would ever make more room
+    assert waiting in engine.scheduler.running  # alone it must run, because no other request could make room
     assert running in engine.scheduler.waiting
     runner.cache.release(-1)
     run(engine, [waiting, running])
@@ -255,7 +255,7 @@ def test_the_draft_model_runs_a_long_prompt_beside_the_target(catchup_tokens: in
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_arrivals_and_aborts_lose_no_block_and_answer_everybody_once(seed: int) -> None:
+def test_random_arrivals_and_aborts_lose_no_block_and_answer_each_request_once(seed: int) -> None:
     random_ = random.Random(seed)
     engine = engine_with(random_.choice((128, 192)), prefill_chunk_tokens=random_.choice((5, 64)))
     wanted = mixed(seed, 150, longest=20)

@@ -47,12 +47,12 @@ def test_accept_reject_greedy() -> None:
 )
 def test_accept_reject_sampling(p: tuple[float, ...], q: tuple[float, ...]) -> None:
     """Every outcome of one round with one drafted token: acceptance min(1, p/q), correction norm(max(0, p - q))."""
-    laws = [Probs(dense=torch.tensor(weights, dtype=torch.float64)) for weights in (p, q)]
+    p_probs, q_probs = [Probs(dense=torch.tensor(weights, dtype=torch.float64)) for weights in (p, q)]
 
     def run(coins: Branching) -> tuple[int, bool, int]:
-        token = coins.draft(laws[1], 0)
-        draft = Draft.chains([[token]], [[laws[1]]])
-        verdict = ratio.verify(draft, [[laws[0], Probs(point=0)]], [coins])
+        token = coins.draft(q_probs, 0)
+        draft = Draft.chains([[token]], [[q_probs]])
+        verdict = ratio.verify(draft, [[p_probs, Probs(point=0)]], [coins])
         return token, bool(verdict.paths[0]), verdict.emitted(draft, 0)[0]
 
     ways = enumerate_outcomes(run)

@@ -36,7 +36,7 @@ def with_neighbours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("spec_length", [2, 6])
 def test_a_drafter_of_trees_is_one_file(with_neighbours: None, spec_length: int) -> None:
-    """Its texts are plain decoding's, bit for bit; trees were drafted, accepted and rejected; nothing leaks."""
+    """Texts are plain decoding's, bit for bit, trees are accepted and rejected, and no block leaks."""
     plain = LLM(draft="none").generate([PROMPT, PROMPT[:60]], [GREEDY, SAMPLED])
     llm = LLM(draft="neighbours:width=3", spec_length=spec_length, max_seq_len=512)
     rounds: list[Any] = []
@@ -70,7 +70,7 @@ def test_a_pair_that_cannot_be_judged_is_refused_when_it_is_added(
 
 
 class Watcher(Drafter):
-    """Drafts one token and two extra rows below it, and keeps what it is shown."""
+    """A drafter of one token and two extra rows below it, which records what it is shown."""
 
     draws, top_logits = "point", 2
 

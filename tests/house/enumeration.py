@@ -1,8 +1,8 @@
 """Exact enumeration of the real engine (docs/exactness.md): every outcome of every coin, with its probability.
 
-`spoken` runs the engine through Branching coins and sums the probability of each output; `plain_law` is the product of
-the target's own probabilities, by a pipeline written a second time in plain Python. Lossless means that both agree to
-the last bits of float64.
+`spoken` runs the engine through Branching coins and sums the probability of each output. `plain_outputs` is the product
+of the target's own probabilities, by a pipeline that is written a second time in plain Python. A rule is lossless if
+both agree to the last bits of float64.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from forerun.types import Coins, SamplingParams, StepReport
 
 V, HORIZON = 3, 3
 PROMPT = (0, 1, 2, 0, 1)  # its last two tokens occurred before, so lookup has a guess
-Law = Mapping[tuple[int, ...], float]
+Outputs = Mapping[tuple[int, ...], float]
 SPACE_TOKENS = 32
 
 
@@ -50,7 +50,7 @@ class Case:
 
 @functools.cache
 def resembling(target: ToyModel, seed: int = 2, distance: float = 0.7) -> ToyModel:
-    """A draft model that is right most of the time."""
+    """Return a draft model whose draws are right most of the time."""
     return ToyModel(target.config.vocab_size, seed, ToyLaw(distance=distance), near=target)
 
 
@@ -59,12 +59,14 @@ def runner_for(model: ToyModel) -> Runner:
         model.config.cache_shape, "paged", max_batch_size=2, max_seq_len=SPACE_TOKENS, dtype=model.cache_dtype
     )
     for pool in (*cache.keys, *cache.values):
-        pool.fill_(-1)  # fresh memory may hold the very rows of an earlier engine, and hide that nobody wrote them
+        pool.fill_(
+            -1
+        )  # new memory may have the rows of an earlier engine, which would hide rows that were never written
     return Runner(model, cache)
 
 
 def drafter_for(case: Case) -> Drafter:
-    """Any drafter by name; the one that loads a draft model from a folder gets a toy instead."""
+    """Return any drafter by name; the one that loads a draft model from a folder gets a toy model."""
     if case.drafter == "model":
         return ModelDrafter(runner_for(case.near or resembling(case.target)), Options(**case.options))
     size = case.target.config.vocab_size
@@ -74,7 +76,7 @@ def drafter_for(case: Case) -> Drafter:
 
 
 def steady(policy: pacing.Pacing) -> pacing.Pacing:
-    """The policy on a machine whose steps take always the same: the same coins then lead to the same lengths."""
+    """Return the policy with constant step times, so that the same coins lead to the same lengths."""
     observe = policy.observe
 
     def told(report: StepReport) -> None:
@@ -100,7 +102,7 @@ def engine_for(case: Case, coins: Callable[..., Coins]) -> Engine:
 
 
 def generate(case: Case, coins: Callable[..., Coins]) -> tuple[tuple[int, ...], list[StepReport]]:
-    """One request from prompt to end on a fresh engine."""
+    """Run one request from prompt to end on a new engine."""
     engine = engine_for(case, coins)
     reports: list[StepReport] = []
     engine.listen(reports.append)
@@ -114,7 +116,7 @@ Wrap = Callable[[Coins], Coins]
 
 
 def every_way(case: Case, wrap: Wrap = lambda coins: coins) -> list[tuple[float, tuple[tuple[int, ...], Any]]]:
-    """(probability, (output, reports)) of every way the engine can go."""
+    """Return (probability, (output, reports)) of every way the engine can go."""
 
     def run(way: Branching) -> tuple[tuple[int, ...], list[StepReport]]:
         return generate(case, lambda seq: wrap(way.at(len(seq.tokens))))
@@ -122,42 +124,42 @@ def every_way(case: Case, wrap: Wrap = lambda coins: coins) -> list[tuple[float,
     return enumerate_outcomes(run)
 
 
-def spoken(case: Case, wrap: Wrap = lambda coins: coins) -> Law:
-    """Output -> probability, by the real engine."""
-    law: dict[tuple[int, ...], float] = defaultdict(float)
+def spoken(case: Case, wrap: Wrap = lambda coins: coins) -> Outputs:
+    """Return the probability of each output, by the real engine."""
+    outputs: dict[tuple[int, ...], float] = defaultdict(float)
     for weight, (output, _) in every_way(case, wrap):
-        law[output] += weight
-    return law
+        outputs[output] += weight
+    return outputs
 
 
-def total_variation(a: Law, b: Law) -> float:
-    """Half the sum of absolute differences, over the outputs of both."""
+def total_variation(a: Outputs, b: Outputs) -> float:
+    """Return the total variation: half the sum of absolute differences over the outputs of both."""
     return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b}) / 2
 
 
 # ------------------------------------------------------------------------------------------------ the second pipeline
 
 
-def plain_law(case: Case) -> Law:
-    """Output -> probability of plain decoding: the product of the target's probabilities up to an end."""
+def plain_outputs(case: Case) -> Outputs:
+    """Return the probability of each output of plain decoding: the product of the target's probabilities to an end."""
     assert case.params.max_tokens is not None
-    law: dict[tuple[int, ...], float] = {}
+    outputs: dict[tuple[int, ...], float] = {}
     open_outputs: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while open_outputs:
         output, weight = open_outputs.pop()
         if len(output) == case.params.max_tokens or (output and output[-1] in case.end_ids):
-            law[output] = weight
+            outputs[output] = weight
             continue
         logits = case.target.law([*case.prompt, *output]).tolist()
         probs = second_pipeline(logits, case.params, case.prompt, output, case.end_ids)
         open_outputs += [((*output, x), weight * p) for x, p in enumerate(probs) if p > 0]
-    return law
+    return outputs
 
 
 def second_pipeline(
     logits: Seq[float], params: SamplingParams, prompt: Seq[int], output: Seq[int], end_ids: Seq[int] | frozenset[int]
 ) -> list[float]:
-    """Design section 4 once more, with lists and full sorts."""
+    """Compute `forerun.sampling.probs` a second time, with lists and full sorts, as weights [V]."""
     z = list(logits)
     for x, bias in (params.logit_bias or {}).items():
         z[x] += bias

@@ -1,4 +1,4 @@
-"""The native operators say the same however rows are batched: the short form of tests/parity/test_bitwise.py.
+"""Native operators give the same bits however rows are batched: the short form of tests/parity/test_bitwise.py.
 
 First the design that decides what runs with what; then whole engines against plain decoding; then single passes, in
 which logits and the cache's keys and values must have the bits of one-token decoding.

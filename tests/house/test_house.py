@@ -1,4 +1,4 @@
-"""The house itself: what every file of the package keeps to, whoever wrote it.
+"""Rules that every file of the package keeps.
 
 The import order of the rooms is checked by import-linter (pyproject.toml), formatting and types by `make check`.
 """
@@ -122,7 +122,7 @@ def test_only_commands_print() -> None:
 
 FORBIDDEN = {
     "a promise instead of work": r"\b(?:TODO|FIXME|XXX|HACK)\b",
-    "a path of somebody's machine": r"(?<![\w.])/(?:home|Users|root|work|mnt)/[\w.]+|[A-Z]:\\\\?Users",
+    "a path of a developer's machine": r"(?<![\w.])/(?:home|Users|root|work|mnt)/[\w.]+|[A-Z]:\\\\?Users",
     "marketing": r"\b(?:blazing(?:ly)?|seamless(?:ly)?|effortless(?:ly)?|revolutionary|cutting[- ]edge|supercharged?"
     r"|game[- ]chang\w+|state[- ]of[- ]the[- ]art)\b",
 }
@@ -216,7 +216,7 @@ def test_a_method_is_one_file(room: str, name: str) -> None:
 
 @pytest.mark.parametrize(("room", "name"), METHODS)
 def test_no_other_file_names_a_method(room: str, name: str) -> None:
-    """Nobody keeps a list: no module outside of the room imports a method by name, except engine and bench defaults."""
+    """No module outside of a room imports its methods by name, except engine and bench defaults."""
     importers = [
         relative(path)
         for path, tree in TREES.items()

@@ -1,6 +1,6 @@
-"""House test 1: every drafter x every verification rule x every sampling option says exactly what the target says.
+"""House test 1: every drafter x verification rule x sampling option has exactly the target's distribution.
 
-Nothing here lists drafters, rules or pacing policies: the rooms are scanned. A new file is tested by being there.
+Drafters, rules and pacing policies are found by scanning their rooms, so that a new file is tested at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from forerun import drafters, pacing, registry, theory, verify
 from forerun.models.toy import ToyLaw, ToyModel
 from forerun.theory import formulas
 from forerun.types import SamplingParams
-from house.enumeration import HORIZON, TARGET, Case, V, every_way, plain_law, resembling, spoken, total_variation
+from house.enumeration import HORIZON, TARGET, Case, V, every_way, plain_outputs, resembling, spoken, total_variation
 
 EXACT = 1e-12
 RULES = verify.rules()
@@ -63,9 +63,9 @@ def label(value: Any) -> str | None:
 
 
 def assert_lossless(case: Case) -> None:
-    law = spoken(case)
-    assert sum(law.values()) == pytest.approx(1, abs=EXACT)
-    assert total_variation(law, plain_law(case)) < EXACT
+    outputs = spoken(case)
+    assert sum(outputs.values()) == pytest.approx(1, abs=EXACT)
+    assert total_variation(outputs, plain_outputs(case)) < EXACT
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -79,7 +79,7 @@ def test_every_sampling_option(name, rule, sampling):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("drafter", [d for d in DRAFTERS if d[1]], ids=label)
 def test_options_of_a_drafter(drafter, rule, sampling):
-    """They may change how much is accepted and nothing else."""
+    """Options of a drafter may change how much is accepted, and nothing else."""
     assert_lossless(Case(drafter[0], params(rule, **SAMPLING[sampling]), drafter[1]))
 
 
@@ -104,7 +104,7 @@ def pair(shape: str) -> tuple[ToyModel, ToyModel]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_shape_of_law(name, rule, shape, temperature):
+def test_every_shape_of_distribution(name, rule, shape, temperature):
     target, near = pair(shape)
     assert_lossless(Case(name, params(rule, temperature=temperature), {}, target, near))
 
@@ -156,7 +156,7 @@ def first_round(case: Case) -> float:
 
 @pytest.mark.parametrize(("rule", "acceptance"), [("ratio", formulas.acceptance), ("match", formulas.match_acceptance)])
 def test_mean_length_is_the_closed_form(rule, acceptance):
-    """Laws without memory have one alpha, so the mean length of a round is equation (1) of Leviathan et al. 2023."""
+    """Without context there is one alpha, and the mean length is equation (1) of Leviathan et al. 2023."""
     target = ToyModel(V, 3, ToyLaw(order=0))
     near = ToyModel(V, 4, ToyLaw(order=0, distance=1.0), near=target)
     alpha = acceptance(target.law(()).softmax(0).numpy(), near.law(()).softmax(0).numpy())
@@ -166,14 +166,14 @@ def test_mean_length_is_the_closed_form(rule, acceptance):
 
 
 def test_mean_length_with_memory():
-    """With context-dependent laws: 1 + beta() + sum_x min(p, q)(x) beta(x) for two drafted tokens."""
+    """With context it is 1 + beta() + sum_x min(p, q)(x) beta(x) for two drafted tokens."""
     case = Case("model", params("ratio"), near=resembling(TARGET))
 
-    def laws(*drafted: int):
+    def both_probs(*drafted: int):
         history = [*case.prompt, *drafted]
         return [model.law(history).softmax(0).numpy() for model in (case.target, case.near)]
 
-    p, q = laws()
+    p, q = both_probs()
     kept = [min(a, b) for a, b in zip(p, q, strict=True)]
-    expected = 1 + sum(kept) + sum(k * formulas.acceptance(*laws(x)) for x, k in enumerate(kept))
+    expected = 1 + sum(kept) + sum(k * formulas.acceptance(*both_probs(x)) for x, k in enumerate(kept))
     assert first_round(case) == pytest.approx(expected, abs=EXACT)

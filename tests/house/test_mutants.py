@@ -1,7 +1,7 @@
 """Wrong decoders that the enumeration must catch (docs/exactness.md), each a small change of the real code.
 
-A certificate is worth what it can refuse. Numbers m1 ... m17 are fixed names; a test that stops failing on its mutant
-has gone blind.
+A proof is worth something only if it can fail. The numbers m1 ... m17 are fixed names. A test in which a mutant is not
+caught any more shows that the enumeration has become blind to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forerun.sampling.random import PhiloxCoins
 from forerun.testing import MUTANTS, SECOND_DRAW, Branching
 from forerun.types import Probs, SamplingParams
 from forerun.verify import match, ratio
-from house.enumeration import HORIZON, TARGET, Case, engine_for, plain_law, resembling, spoken, total_variation
+from house.enumeration import HORIZON, TARGET, Case, engine_for, plain_outputs, resembling, spoken, total_variation
 
 CAUGHT = 1e-6
 EXACT = 1e-12
@@ -29,8 +29,8 @@ def case(rule: str = "ratio", **options) -> Case:
 
 
 def error(of: Case, wrap=lambda coins: coins) -> float:
-    """Total variation between what the engine says and what it should."""
-    return total_variation(spoken(of, wrap), plain_law(of))
+    """Return the total variation between the outputs of the engine and those of plain decoding."""
+    return total_variation(spoken(of, wrap), plain_outputs(of))
 
 
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.needs == "chain"], ids=lambda m: m.name)
@@ -40,7 +40,7 @@ def test_wrong_rules_in_the_engine(monkeypatch, mutant):
 
 
 def test_m4_residual_without_the_clamp(monkeypatch):
-    """Negative probabilities are not drawn from: a rule that forgets the clamp gets an error, not a wrong text."""
+    """A rule that does not clamp the residual gets an error, because no token is drawn from negative weights."""
     monkeypatch.setattr(ratio, "residual", lambda p, q: Probs(dense=p.dense - q.dense))
     with pytest.raises(InternalError, match="negative"):
         error(case())
@@ -53,7 +53,7 @@ def test_m5_a_second_draw_after_a_mismatch(monkeypatch):
 
 
 class ArgmaxCoins:
-    """Draws that are argmaxes, on top of honest acceptance coins."""
+    """Coins that draw the argmax, but decide acceptance correctly."""
 
     def __init__(self, coins: Branching) -> None:
         self.accept = coins.accept
@@ -97,7 +97,7 @@ def perfect_draft() -> Case:
 
 
 def cache_errors(of: Case) -> int:
-    """Rows of both caches that differ from those of the committed tokens, over one generation (docs/journey.md).
+    """Count rows of both caches that differ from those of the committed tokens, over one generation (docs/journey.md).
 
     The toy keeps ids and positions in its cache, so a rebuilt cache is the token list itself.
     """
@@ -113,7 +113,7 @@ def cache_errors(of: Case) -> int:
 
 
 def wrong_rows(cache, slot: int, tokens: list[int]) -> int:
-    """What must be right are the rows that are kept, and of those the ones before the pending token."""
+    """Count the wrong ones among the kept rows before the last committed token."""
     held = min(cache.length(slot), len(tokens) - 1)
     rows = cache.rows(slot, 0, held)
     right_ids = cache.keys[0][rows, 0, 0] == torch.tensor(tokens[:held])
@@ -126,9 +126,9 @@ def test_the_caches_are_those_of_the_committed_tokens():
 
 
 def test_m17_stale_draft_cache_after_full_acceptance(monkeypatch):
-    """The law stays exact, only acceptance would fall: nothing but the cache shows it.
+    """The output stays exact and only acceptance falls, so that only the cache shows this mutant.
 
-    The mutant takes the last drafted token as fed, which it never was, and reads whatever the row held.
+    The mutant counts the last drafted token as fed, which it was not, and then reads an old row of the cache.
     """
     right = model_drafter.ModelDrafter._forget_rejected
 

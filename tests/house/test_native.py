@@ -1,4 +1,4 @@
-"""The native extension: it is there, fresh and described; what chooses between kernels; what a build without it gives.
+"""The native extension exists, matches its sources and its stub; kernels are chosen; builds without it work.
 
 Every new process gets a copy of the package in front of its path, where something is to be missing.
 """
@@ -112,7 +112,7 @@ def test_forerun_isa_chooses(isa: str) -> None:
 
 @NEEDS_EXTENSION
 @pytest.mark.parametrize(("machine", "is_native"), [("x86_64", True), ("AMD64", True), ("aarch64", False)])
-def test_processors_on_which_nobody_has_run_the_kernels_take_torch(machine: str, is_native: bool) -> None:
+def test_processors_on_which_the_kernels_are_untested_take_torch(machine: str, is_native: bool) -> None:
     code = f"import platform; platform.machine = lambda: {machine!r}; from forerun import native; print(native.isa())"
     assert (run(code).stdout.strip() != "reference") == is_native
     chosen = run(code, FORERUN_ISA="baseline")

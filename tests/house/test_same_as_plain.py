@@ -119,7 +119,7 @@ def test_the_draft_model_drafts_and_is_mostly_right():
 @pytest.mark.parametrize("catchup_tokens", [1, 3, 512])
 @pytest.mark.parametrize("ops", OPS)
 def test_the_draft_cache_equals_one_rebuilt_from_the_committed_tokens(ops, catchup_tokens):
-    """Book 1.5 and mutant m17: stale rows after a rejection or a full acceptance would only lower acceptance."""
+    """Stale rows after a rejection or a full acceptance would only lower acceptance (mutant m17)."""
     engine = engine_on(ops, "model", catchup_tokens=catchup_tokens)
     request = engine.add(prompts()[4], SamplingParams(max_tokens=40, temperature=0.8, seed=5))
     drafter = engine.drafter.first

@@ -1,7 +1,7 @@
-"""A cache driven as a model drives it, where every row says which tokens it was computed from.
+"""A cache that is used as a model uses it, with rows that say which tokens they were computed from.
 
 The number written into a row stands for the salt and all tokens up to that row, so a row that is shared wrongly, or
-overwritten while somebody else reads it, is seen.
+overwritten while another slot reads it, is found.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Driven:
         return self.cache.pending(slot)
 
     def write(self, slot: int, tokens: Seq[int], parents: Seq[int] | None = None) -> None:
-        """One pass, nothing kept yet. Raises CapacityError as the cache does.
+        """Write one pass without keeping its rows. Raises CapacityError as the cache does.
 
         parents: indices among the pending rows, then the run.
         """
@@ -83,7 +83,7 @@ class Driven:
         self._runs[slot], self._parents[slot] = chains, parents
 
     def hold(self, slot: int) -> None:
-        """What was just written is pending."""
+        """Make the rows just written pending."""
         self.cache.hold(slot, self._parents[slot])
         self._held[slot] = self._runs.pop(slot)
 
@@ -102,7 +102,7 @@ class Driven:
         self.keep(slot, list(range(len(tokens))))
 
     def start(self, slot: int, tokens: Seq[int], salt: str | None = None) -> int:
-        """Open, run whatever was not found, publish; returns what was found."""
+        """Open a slot, run the tokens that were not found, publish; returns how many were found."""
         found = self.open(slot, tokens, salt)
         self.feed(slot, tokens[found:])
         self.cache.publish(slot, tokens)
@@ -120,13 +120,13 @@ class Driven:
             of_slots.pop(slot, None)  # type: ignore[attr-defined]
 
     def found(self, tokens: Seq[int], salt: str | None = None) -> int:
-        """What a new sequence would find; it is not kept open. Counts as a use of what is found."""
+        """Return how many tokens a new sequence would find, and end it. The found blocks count as used."""
         found = self.open(-1, tokens, salt)
         self.release(-1)
         return found
 
     def check(self) -> None:
-        """Every slot holds what it must, and the cache keeps its own promises."""
+        """Check that every slot holds its tokens, and that the cache keeps its promises."""
         self.cache.check_integrity()
         for slot, kept in self.kept.items():
             assert self.cache.length(slot) == len(kept)

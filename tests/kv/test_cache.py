@@ -30,7 +30,7 @@ def write(cache: BlockCache, slot: int, marks: list[int]) -> None:
 
 
 def contents(cache: BlockCache, slot: int) -> list[int]:
-    """What every layer holds of a slot; all layers agree."""
+    """Return the marks that a slot holds, which must be the same in all layers."""
     rows = cache.rows(slot, 0, cache.length(slot))
     found = [pool[rows, 0, lane].int().tolist() for pool in (*cache.keys, *cache.values) for lane in (0, 1)]
     assert all(layer == found[0] for layer in found)
@@ -82,7 +82,7 @@ class CacheFuzz(RuleBasedStateMachine):
     @precondition(lambda self: any(s.run for s in self.slots.values()))
     @rule(data=st.data())
     def keep_paths(self, data: st.DataObject) -> None:
-        """Of several slots in one call."""
+        """Keep rows of several slots in one call."""
         slots = data.draw(st.sets(st.sampled_from([n for n, s in self.slots.items() if s.run]), min_size=1))
         kept = {}
         for slot in sorted(slots):
@@ -281,7 +281,7 @@ def test_a_fork_needs_room_for_the_last_block_and_a_new_slot() -> None:
 
 
 def test_forks_publish_the_block_that_they_share() -> None:
-    """Each behind the node that it found: the first who computed block 0 was another, and went."""
+    """Two slots publish behind the nodes that they found; the slot that first computed block 0 has ended."""
     d = driven(12)
     prompt = list(range(12))
     d.open(0), d.open(2)

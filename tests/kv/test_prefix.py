@@ -61,7 +61,7 @@ def test_only_committed_and_kept_rows_are_published() -> None:
     d = driven()
     d.open(0, PROMPT)
     d.feed(0, PROMPT[:7])
-    d.write(0, PROMPT[7:12])  # a run that nobody has judged yet
+    d.write(0, PROMPT[7:12])  # a run that is not judged yet
     d.cache.publish(0, PROMPT)
     assert d.found(PROMPT) == 4
     d.keep(0, [0, 1, 2, 3, 4])
@@ -171,7 +171,7 @@ def test_a_block_in_use_is_never_evicted() -> None:
     assert d.found(PROMPT[:9]) == 8
 
 
-def test_clear_prefixes_forgets_what_nobody_uses() -> None:
+def test_clear_prefixes_forgets_blocks_without_users() -> None:
     d = driven(8)
     d.start(0, PROMPT)
     d.release(0)
@@ -212,7 +212,7 @@ def test_an_equal_block_stays_private_and_what_follows_it_is_found() -> None:
     d.check()
 
 
-def test_the_equal_block_is_evicted_while_its_twin_lives() -> None:
+def test_the_equal_block_is_evicted_while_its_copy_lives() -> None:
     d = twice(7)
     d.feed(1, PROMPT[8:12])
     d.cache.publish(1, PROMPT[:12])
@@ -234,7 +234,7 @@ def test_the_equal_block_is_evicted_while_its_twin_lives() -> None:
     d.check()
 
 
-def test_the_end_of_a_twin_is_a_use_of_what_it_equals() -> None:
+def test_the_end_of_a_copy_is_a_use_of_what_it_equals() -> None:
     d, new = twice(8), others()
     d.feed(1, PROMPT[8:12])
     d.cache.publish(1, PROMPT[:12])
@@ -250,7 +250,7 @@ def test_the_end_of_a_twin_is_a_use_of_what_it_equals() -> None:
     d.check()
 
 
-def test_the_end_of_a_twin_is_no_use_of_what_took_the_place_of_its_equal() -> None:
+def test_the_end_of_a_copy_is_no_use_of_what_took_the_place_of_its_equal() -> None:
     d, new = twice(7), others(8)
     d.release(0)
     early, late = next(new), [*next(new), *next(new)][:12]

@@ -29,7 +29,7 @@ class Lives:
         return self.random.choices((0, 1), k=self.random.randint(low, high))
 
     def open(self, slot: int) -> None:
-        """A prompt that begins like one of before, mostly."""
+        """Make a prompt, which mostly begins like an earlier one."""
         past = self.random.choice(self.past)
         tokens = [*past[: self.random.randint(0, len(past))], *self.some(0, 6)][:MAX_TOKENS] or [0]
         salt = self.random.choice((None, None, None, "a"))
@@ -40,7 +40,7 @@ class Lives:
         self.tokens[slot] = tokens
 
     def findable(self, tokens: list[int], salt: str | None) -> int:
-        """The most that may be found: blocks of the pool whose rows were computed from just these tokens."""
+        """Return the most tokens that may be found: those in blocks that were computed from exactly these tokens."""
         keys, index = self.d.cache.keys[0], self.d.cache._prefixes
         last = {int(keys[(b + 1) * BLOCK - 1, 0, 0]) for b in range(self.num_blocks) if index.holds(b)}
         length = 0
@@ -128,7 +128,7 @@ class Lives:
         self.tokens[new_slot] = [*kept, *self.some(1, 6)]
 
     def publish(self, slot: int) -> None:
-        """All that is committed, or as far as a caller says."""
+        """Publish all committed tokens, or as many as a caller says."""
         tokens = self.tokens[slot]
         self.d.cache.publish(slot, tokens[: self.random.choice((len(tokens), self.random.randint(0, len(tokens))))])
 

@@ -16,7 +16,7 @@ from kv.prefix_cases import BLOCK, PROMPT, batch_of, driven, pool
 @pytest.mark.parametrize("length", range(len(PROMPT) + 1))
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_cut_anywhere_and_write_on(length: int, is_shared: bool) -> None:
-    """Slot 0 published four blocks; slot 1 uses them too, or nobody does."""
+    """Slot 0 published four blocks; slot 1 uses them too, or no slot does."""
     d = driven(12)
     d.start(0, PROMPT)
     if is_shared:
@@ -35,7 +35,7 @@ def test_cut_anywhere_and_write_on(length: int, is_shared: bool) -> None:
     d.feed(0, [7, 8, 9, 10, 11])
     new = [*PROMPT[:length], 7, 8, 9, 10, 11]
     d.check()
-    # A block that was cut inside is withdrawn where it was used by nobody else, and what followed it goes along.
+    # A block that was cut inside is withdrawn where no other slot used it, and so are the blocks behind it.
     assert d.found([*PROMPT, 9]) == (16 if is_shared or not inside else length // BLOCK * BLOCK)
     d.cache.publish(0, new)
     assert d.found([*new, 1]) == len(new) // BLOCK * BLOCK

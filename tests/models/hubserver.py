@@ -42,7 +42,7 @@ class Asked:
 
 @dataclass
 class Repo:
-    """commits: files by commit; refs: commit by branch or tag. readers: tokens that may read it, None = everybody."""
+    """commits: files by commit; refs: commit by branch or tag. readers: tokens that may read it, None = all."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)

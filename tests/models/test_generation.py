@@ -68,7 +68,7 @@ def test_what_changes_nothing_is_taken(tmp_path: Path, name: str) -> None:
 
 
 def test_every_key_of_transformers_has_an_answer(tmp_path: Path) -> None:
-    """None of them is refused with the value it has there unless somebody sets it."""
+    """None of them is refused with the value it has there unless the user sets it."""
     transformers = pytest.importorskip("transformers")
     known = transformers.GenerationConfig()
     ours = {"max_length", "top_k"}  # 20 and 50 there, which no published file relies on

@@ -305,9 +305,7 @@ def in_a_full_disk() -> dict[str, Any]:
     within = ("unshare", "-rm", "sh", "-c", FULL, "sh")
     probe = subprocess.run([*within, "true"], env=os.environ | {"HF_HOME": "/tmp"}, capture_output=True, check=False)
     if probe.returncode != 0:
-        pytest.skip(
-            "this machine lets nobody mount a file system of their own; the limit on file sizes is tried instead"
-        )
+        pytest.skip("this machine allows no process to mount a file system; the limit on file sizes is tested instead")
     return {"within": within}
 
 

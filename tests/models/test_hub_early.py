@@ -141,7 +141,7 @@ print(locate("org/late"))
 
 
 def test_a_look_that_failed_is_not_remembered(hub: HubServer, client: Client, tiny: dict[str, bytes]) -> None:
-    """Whoever has mended the name, the licence or the server goes on in the same process."""
+    """After the name, the licence or the server is corrected, the same process can go on."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", LATE]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=client.environ(), cwd=client.home) as run:

@@ -1,7 +1,7 @@
-"""What test_fork.py runs, in a process of its own: a parent computes, forks, and its children compute the same.
+"""The program of test_fork.py: a parent computes and forks, and its children must compute the same.
 
-python -m ops.forking idle | busy | llm. Exit code 0 = every child said the same bits as the parent and ended well; one
-that hangs is killed.
+python -m ops.forking idle | busy | llm. Exit code 0 = every child computed the same bits as the parent and ended
+without an error; a child that hangs is killed.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ def make_model() -> Decoder:
 
 
 def one_pass(model: Decoder) -> tuple[Tensor, Any]:
-    """Hidden states and logits of ten rows, and a law that fills a pooled row."""
+    """Compute hidden states and logits of ten rows, and the native sampler's distribution of one row."""
     found = Session(model, max_seq_len=64).run({0: tokens_of(10, 3, 700)})
     row = found[-1, -700:].numpy().copy()
-    law = native.extension().Sampler(native.processor_isas()[0]).law(row, 1.0, 0, -np.inf, 1.0, 0)[1]
-    return found, law.copy()
+    weights = native.extension().Sampler(native.processor_isas()[0]).law(row, 1.0, 0, -np.inf, 1.0, 0)[1]
+    return found, weights.copy()
 
 
 def compute(model: list[Decoder], expected: tuple[Tensor, Any], num_passes: int) -> None:
-    """In a child. Between two passes its threads have the time to fall asleep."""
+    """Compute in a child. Between two passes its threads have time to fall asleep."""
     for _ in range(num_passes):
-        found, law = one_pass(model[0])
+        found, weights = one_pass(model[0])
         assert same_bits(found, expected[0])
-        assert law.tobytes() == expected[1].tobytes()
+        assert weights.tobytes() == expected[1].tobytes()
         time.sleep(0.003)
 
 
 def drop(model: list[Decoder]) -> None:
-    """In a child, whether or not it computed."""
+    """Drop the model in a child, whether or not the child computed."""
     died = weakref.ref(model[0].ops)
     model.clear()
     gc.collect()
@@ -59,7 +59,7 @@ def drop(model: list[Decoder]) -> None:
 
 
 def compute_and_drop(model: list[Decoder], expected: tuple[Tensor, Any], num_passes: int) -> None:
-    """In a child, the whole life of a model."""
+    """Make, run and drop a model in a child."""
     compute(model, expected, num_passes)
     drop(model)
 
@@ -77,7 +77,7 @@ def fork(target: Callable[..., None], *arguments: Any) -> None:
 
 
 def idle() -> None:
-    """Forks while the threads sleep; and a child of a child."""
+    """Fork while the threads sleep, and fork a child of a child."""
     model = [make_model()]
     expected = one_pass(model[0])
     time.sleep(0.1)
@@ -94,7 +94,7 @@ def forks_again(model: list[Decoder], expected: tuple[Tensor, Any]) -> None:
 
 
 def busy() -> None:
-    """Forks while another thread is in the middle of passes, which holds every lock there is at some moment."""
+    """Fork while another thread runs passes, so that it holds each lock at some moment."""
     model = [make_model()]
     expected, ends = one_pass(model[0]), threading.Event()
 
@@ -115,7 +115,7 @@ def busy() -> None:
 
 
 def llm() -> None:
-    """The shipped pair behind LLM()."""
+    """Fork with an LLM of the shipped pair."""
     engine, params = LLM(), SamplingParams(max_tokens=12, temperature=0)
     text = engine.generate("def fib(n):", params)[0].text
     time.sleep(0.1)

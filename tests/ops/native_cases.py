@@ -1,4 +1,4 @@
-"""What the tests of the native operators share: every instruction set of this machine, bits, ragged passes, decoders.
+"""Helpers of the tests of the native operators: instruction sets, comparison of bits, ragged passes, decoders.
 
 A test that needs more than one row to fail compares *bits*: a NaN has to be the same NaN, and -0 is not 0.
 """
@@ -66,7 +66,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def close(found: Tensor, expected: Tensor, tolerance: Tensor | float) -> bool:
-    """NaN and infinities where the twin has them, everything else within the tolerance."""
+    """Whether NaN and infinities are where the reference has them, and all else is within the tolerance."""
     found, expected = found.double(), expected.double()
     finite = expected.isfinite()
     same = torch.equal(found.isnan(), expected.isnan()) and torch.equal(
@@ -94,11 +94,11 @@ class RunShape:
 
     @property
     def num_before(self) -> int:
-        """Rows that are written already."""
+        """The number of rows that are written already."""
         return self.cached + self.num_pending
 
     def path(self, row: int) -> list[int]:
-        """What a row of the run sees of pending rows and the run, itself included, in depth order."""
+        """Return the pending rows and rows of the run that row i sees, itself included, in depth order."""
         path = [self.num_pending + row]
         while self.parents[path[0]] >= 0:
             path.insert(0, self.parents[path[0]])
@@ -113,7 +113,7 @@ def chain(cached: int, num_rows: int) -> RunShape:
 class AttentionCase:
     """Queries, new keys and values of some runs, and pools that hold their past in scattered rows.
 
-    Rows of the pools that nobody owns are NaN: whoever reads one shows it.
+    Rows of the pools that no run owns are NaN, so that a kernel which reads one is caught.
     """
 
     runs: list[RunShape]
@@ -131,7 +131,7 @@ class AttentionCase:
             return ops.attention(self.q, self.k, self.v, keys=keys, values=values, view=self.view, window=window)
 
     def alone(self, b: int, i: int) -> AttentionCase:
-        """Row i of run b as plain decoding has it: one new token, behind all that it sees in rows one by one."""
+        """Return row i of run b as plain decoding computes it: one new token behind the rows that it sees."""
         run, row = self.runs[b], self.view.batch.run(b)[i]
         path = run.path(i)
         rows = self.view.read_rows[b][[*range(run.cached), *(run.cached + r for r in path[:-1])]]
@@ -144,7 +144,7 @@ class AttentionCase:
         return AttentionCase([shape], view, *new, torch.cat((keys[rows], space)), torch.cat((values[rows], space)))
 
     def wide(self) -> AttentionCase:
-        """The same numbers as float64, new keys and values rounded as the pools round them."""
+        """Return the same numbers as float64, with new keys and values rounded as in the pools."""
         k, v = (x.to(self.keys.dtype).double() for x in (self.k, self.v))
         return AttentionCase(self.runs, self.view, self.q.double(), k, v, self.keys.double(), self.values.double())
 
@@ -221,7 +221,7 @@ class Session:
     """A decoder with a cache: some sequences that grow pass by pass.
 
     layout: tokens of a block, 0 = one block for the whole sequence. Blocks are handed out in shuffled order, and rows
-    that nobody has written are NaN.
+    that were never written are NaN.
     """
 
     def __init__(self, model: Decoder, layout: int = 16, *, max_seq_len: int = 640, seed: int = 0) -> None:

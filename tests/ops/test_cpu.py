@@ -1,7 +1,7 @@
 """The native operators against the reference ones, on every instruction set that this machine has.
 
-The twin computes in float64 what the kernel computes in float32. With bfloat16 weights a product's inputs are rounded
-to bfloat16 first; the products of two such numbers are exact in float32 already.
+The reference computes in float64 what the kernel computes in float32. With bfloat16 weights a product's inputs are
+rounded to bfloat16 first; the products of two such numbers are exact in float32 already.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROW_COUNTS = (1, 2, 5, 14, 15, 33)
 
 
 def sum_tolerance(x: Tensor, weight: Tensor) -> Tensor:
-    """Of a sum of n products in any order, two roundings for each: n u sum |x w| (Higham 2002, section 3.1)."""
+    """Return the error bound of a sum of n products in any order: n u sum |x w| (Higham 2002, section 3.1)."""
     return (2 * weight.shape[1] + 2) * UNIT * (x.abs() @ weight.abs().T) + TINY
 
 
@@ -69,7 +69,7 @@ def test_products_of_random_numbers(isa: str, dtype: torch.dtype, num_in: int, n
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_keep_infinities_and_nan(isa: str, dtype: torch.dtype) -> None:
-    """In inputs, weights and bias, and in odd shapes, where a kernel pads: a padded zero must not meet them."""
+    """NaN and infinities in inputs, weights and bias must not be multiplied by the zeros that pad odd shapes."""
     for num_in, num_out in ((1, 1), (5, 3), (33, 35), (64, 32), (129, 70)):
         x, weight, bias = (whole_numbers(s, *n) for s, n in ((1, (9, num_in)), (2, (num_out, num_in)), (3, (num_out,))))
         x[1, -1], x[3, num_in // 2], x[5, 0] = INF, -INF, NAN
@@ -98,7 +98,7 @@ def test_denormal_inputs_and_weights_in_float32(isa: str) -> None:
 
 
 def test_denormal_inputs_and_weights_in_bfloat16(isa: str) -> None:
-    """Exact, too, but with AVX-512: its instruction takes denormal numbers for 0 and makes 0 of denormal sums.
+    """Denormal numbers are exact, except with AVX-512, whose instruction takes denormal numbers and sums as 0.
 
     The error is then below the least normal number for each input times its weight, and once more for each sum.
     """
@@ -133,7 +133,7 @@ def test_no_rows_are_no_rows(isa: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_added_to_a_residual(isa: str, dtype: torch.dtype) -> None:
-    """One rounding more than the product alone, and the residual stays as it was."""
+    """The result has one more rounding than the product, and the residual is not changed."""
     ops = ops_of(isa)
     for num_in, num_out, num_rows in ((3, 1, 1), (17, 31, 2), (65, 33, 15), (300, 100, 40)):
         x, residual, weight = normal(1, num_rows, num_in), normal(2, num_rows, num_out), normal(3, num_out, num_in)
@@ -163,9 +163,9 @@ def test_gated_feed_forward_keeps_infinities_and_nan(isa: str) -> None:
     ops, x, residual = ops_of(isa), whole_numbers(1, 7, 9), whole_numbers(2, 7, 5)
     x[1, 3], x[2, 0], x[4, 8] = INF, -INF, NAN
     gate, up, down = whole_numbers(3, 19, 9), whole_numbers(4, 19, 9), whole_numbers(5, 5, 19)
-    twin = ReferenceOps()
-    between = twin.silu_mul(twin.linear(x.double(), gate.double()), twin.linear(x.double(), up.double()))
-    expected = residual.double() + twin.linear(between, down.double())
+    reference = ReferenceOps()
+    between = reference.silu_mul(reference.linear(x.double(), gate.double()), reference.linear(x.double(), up.double()))
+    expected = residual.double() + reference.linear(between, down.double())
     found = ops.add_gated(residual, x, ops.pack([gate, up], paired=True), ops.pack(down))
     assert bool(expected.isnan().any())
     assert close(found, expected, 1e-5 * (between.abs() @ down.double().abs().T))
@@ -190,7 +190,7 @@ def test_padding_between_two_products_meets_no_infinity(isa: str, dtype: torch.d
 @pytest.mark.parametrize("consume", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_packed_matrices_unpack_to_the_same_bits(isa: str, dtype: torch.dtype, consume: bool) -> None:
-    """Alone, in parts, and paired; every odd shape, NaN and denormal numbers included."""
+    """Weights are unpacked as they were: alone, in parts, paired, in odd shapes, with NaN and denormal numbers."""
     for num_out in (1, 3, 16, 17, 32, 33, 65):
         for num_in in (1, 2, 5, 31, 64, 129):
             weight = normal(num_out, num_out, num_in)
@@ -244,9 +244,9 @@ def test_rms_norm_keeps_infinities_and_nan(isa: str) -> None:
     x[1, 36], x[2, 0], x[3] = INF, NAN, 0.0
     weight = normal(2, 37)
     weight[5] = INF
-    twin = ReferenceOps()
+    reference = ReferenceOps()
     for eps in (1e-5, 0.0):
-        assert close(ops_of(isa).rms_norm(x, weight, eps), twin.rms_norm(x, weight, eps), 1e-5)
+        assert close(ops_of(isa).rms_norm(x, weight, eps), reference.rms_norm(x, weight, eps), 1e-5)
     assert ops_of(isa).rms_norm(x.view(2, 2, 37), weight, 1e-5).shape == (2, 2, 37)
 
 

@@ -1,6 +1,7 @@
 """Native attention against the reference: ragged runs, trees, windows, grouped heads, contexts of many key blocks.
 
-The twin computes in float64, each row alone over exactly its keys; keys and values are rounded as the cache has them.
+The reference computes in float64, each row alone over exactly its keys; keys and values are rounded as in
+the cache.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ pytestmark = [needs_native, pytest.mark.parametrize("isa", ISAS)]
 # Queries are normal numbers: scores of a few units, whose error of some 2^-22 is what the weights, and so the outputs,
 # inherit; values are a few units, too.
 TOLERANCE = 4e-6
-# Pairs of bfloat16 (avx512) round queries, which the twin is given rounded, and weights: 2^-9 of each, and twice that
+# Pairs of bfloat16 (avx512) round queries, which the reference gets rounded, and weights: 2^-9 of each, and twice that
 # of their quotient with the sum, times the largest value.
 PAIR_TOLERANCE = 2.0**-8
 TREE = (-1, 0, 0, 1, 2, 1, 4, -1, 7, 3)
@@ -52,7 +53,7 @@ def expected_of(case: AttentionCase, window: int | None = None) -> Tensor:
 
 
 def agrees(case: AttentionCase, isa: str, window: int | None = None) -> bool:
-    """Whether an instruction set's attention is its twin's, within what its rounding allows."""
+    """Whether an instruction set's attention equals the reference's within what its rounding allows."""
     found = case.attend(ops_of(isa), window)
     if not in_pairs(case, isa):
         return close(found, expected_of(case, window), TOLERANCE)
@@ -81,7 +82,7 @@ def by_formula(case: AttentionCase, window: int | None = None) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(1, 1, 8), (4, 2, 20), (4, 1, 32), (8, 1, 64), (6, 6, 80), (8, 4, 128), (16, 2, 64)])
 def test_ragged_runs_and_trees(isa: str, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
-    """Every head size, 1 to 8 query heads for each key head; what nobody owns in the pools is NaN."""
+    """Every head size, 1 to 8 query heads for each key head; rows of the pools that no run owns are NaN."""
     case = attention_case(1, RAGGED, heads, dtype)
     assert agrees(case, isa)
 
@@ -96,7 +97,7 @@ def test_sliding_windows(isa: str, dtype: torch.dtype, window: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 2, 7, 40])
 def test_what_left_the_window_does_not_count(isa: str, dtype: torch.dtype, window: int) -> None:
-    """Not even as NaN, wherever within a block the window begins."""
+    """Keys outside the window have no effect, even if they are NaN, wherever in a block the window begins."""
     for cached in (63, 64, 75, 76, 130):
         case = attention_case(12, [chain(cached, 3)], (4, 2, 20), dtype)
         keys, values = case.keys.clone(), case.values.clone()
@@ -187,7 +188,7 @@ def test_weights_are_rounded_to_nearest_and_sum_to_one(isa: str, dtype: torch.dt
 
 
 def test_scores_of_any_size(isa: str) -> None:
-    """Far beyond what e^x holds: the largest score decides, the rest is exactly 0."""
+    """Where e^x would overflow, the largest score has weight 1 and all others exactly 0."""
     case = attention_case(6, [chain(140, 4), RunShape(70, TREE)], (2, 1, 32), FLOAT32, scale=3e4)
     found, expected = case.attend(ops_of(isa)), expected_of(case)
     assert bool((found.isfinite()).all())
@@ -207,7 +208,7 @@ def test_denormal_numbers(isa: str) -> None:
 @pytest.mark.parametrize("where", ["q", "k", "v", "keys", "values"])
 @pytest.mark.parametrize("what", [INF, -INF, NAN])
 def test_infinities_and_nan_come_out_where_the_reference_has_them(isa: str, where: str, what: float) -> None:
-    """Placed in one row, they reach the rows that see it and no others."""
+    """NaN and infinities in one row reach the rows that see it, and no others."""
     runs = [chain(100, 6), RunShape(66, TREE), chain(0, 5)]
     case = attention_case(8, runs, (4, 2, 20), FLOAT32)
     changed = getattr(case, where).clone()

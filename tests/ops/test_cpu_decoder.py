@@ -139,10 +139,10 @@ def test_a_pass_is_close_to_the_reference(isa: str, dtype: torch.dtype, name: st
     config = make_config(**ARCHITECTURES[name])
     weights = random_weights(config, dtype)
     native = Session(Decoder(config, weights, ops_of(isa)))
-    twin = Session(Decoder(config, {n: w.double() for n, w in weights.items()}, ReferenceOps(row_by_row=True)))
+    reference = Session(Decoder(config, {n: w.double() for n, w in weights.items()}, ReferenceOps(row_by_row=True)))
     for seed, (rows, trees) in enumerate(PASSES):
         runs = {slot: tokens_of(n, 10 * seed + slot, config.vocab_size) for slot, n in rows.items()}
-        expected, found = twin.run(runs, trees), native.run(runs, trees)
+        expected, found = reference.run(runs, trees), native.run(runs, trees)
         difference = (found - expected).abs().max() / expected.abs().max()
         assert float(difference) < (1e-5 if dtype == FLOAT32 else 0.03)
 

@@ -1,7 +1,7 @@
 """Row invariance of the native operators: the bits of a row are a function of that row alone (docs/exactness.md).
 
-Not of how many rows there are, which place it has among them, what the others hold, of threads, of the cache's layout,
-and not of whether it stands in a chain or in a tree. The fast reference operators must fail the same test.
+They do not depend on the number of rows, on the row's place among them, on the other rows, on threads, on the cache's
+layout, or on whether the row is in a chain or in a tree. The fast reference operators must fail the same test.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def test_products(isa: str, dtype: torch.dtype, threads: int, num_in: int, num_o
 @every_dtype
 @pytest.mark.parametrize("num_in", [2049, 4096, 14336])
 def test_products_as_wide_as_published_models(isa: str, dtype: torch.dtype, num_in: int) -> None:
-    """Where splitting the inputs would pay most."""
+    """Products with few outputs and many inputs, where other kernels would split the inputs."""
     op = product_of(ops_of(isa), num_in, 40, dtype)
     assert first_difference(op, op, (normal(7, 64, num_in),), SOME_COUNTS) is None
 
@@ -126,7 +126,7 @@ def test_products_of_whole_prompts(isa: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("num_out", [161, 1024])
 def test_the_fast_reference_fails_the_same_test(num_out: int) -> None:
-    """torch's libraries choose their kernels by shape: that is what all of this is for."""
+    """Negative control: torch's libraries choose their kernels by shape."""
     op = product_of(ReferenceOps(), 1024, num_out, FLOAT32)
     assert first_difference(op, op, (normal(7, 64, 1024),), EVERY_COUNT, wild=False) is not None
 
@@ -205,7 +205,7 @@ def random_runs(seed: int) -> list[RunShape]:
 
 
 def with_wild_run(case: AttentionCase) -> AttentionCase:
-    """The first run's queries, keys and values are wild: its neighbours must not notice."""
+    """Put NaN and huge numbers into the first run, which must not change its neighbours."""
     rows, past = case.view.batch.run(0), case.view.read_rows[0][: case.runs[0].num_before]
     changed = {name: getattr(case, name).clone() for name in ("q", "k", "v", "keys", "values")}
     for i, name in enumerate(changed):

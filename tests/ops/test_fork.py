@@ -1,4 +1,4 @@
-"""A forked child computes what its parent computes, whatever the parent's threads were doing: see forking.py."""
+"""A forked child computes the same bits as its parent, whatever the parent's threads do meanwhile (forking.py)."""
 
 from __future__ import annotations
 

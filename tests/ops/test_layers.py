@@ -1,4 +1,4 @@
-"""What a pass may leave out and let out: ranges of layers, inner layers, embeddings by vector.
+"""Passes over ranges of layers, with outputs of inner layers, and with embeddings given as vectors.
 
 The native operators and the reference operators in row_by_row mode agree bit for bit with the whole pass; in fast mode
 they agree by value.
@@ -63,7 +63,7 @@ def decoder(ops: ReferenceOps, dtype: torch.dtype, variant: str = "tied") -> Dec
 
 
 def cache_of(model: Decoder, context: Seq[int] = CONTEXT) -> BlockCache:
-    """Slot 0 holds the context, and slot 1 a part of it; what nobody has written is NaN."""
+    """Slot 0 holds the context, and slot 1 a part of it; rows that were never written are NaN."""
     cache = BlockCache.create(
         model.config.cache_shape, "paged", max_batch_size=4, max_seq_len=128, dtype=model.cache_dtype
     )
@@ -135,9 +135,9 @@ def test_native_taps_are_those_of_the_reference(isa: str, dtype: torch.dtype, va
     """In float64, of the same weights; bfloat16 rounds the inputs of each product on the way."""
     native = decoder(ops_of(isa), dtype, variant)
     weights = {name: weight.double() for name, weight in random_weights(native.config, dtype).items()}
-    twin = Decoder(native.config, weights, ReferenceOps())
+    reference = Decoder(native.config, weights, ReferenceOps())
     taps = range(NUM_LAYERS + 1)
-    found, expected = (Runner(model, cache_of(model), taps=taps).forward(both()).taps for model in (native, twin))
+    found, expected = (Runner(model, cache_of(model), taps=taps).forward(both()).taps for model in (native, reference))
     for k in taps:
         assert float((found[k] - expected[k]).abs().max() / expected[k].abs().max()) < (
             1e-5 if dtype == FLOAT32 else 0.03
@@ -225,7 +225,7 @@ def test_skipped_layers_are_not_there(
 
 @every_ops
 def test_an_early_exit_is_read_through_the_final_norm(ops: ReferenceOps, dtype: torch.dtype, same: Same) -> None:
-    """And a pass of the model itself gives the residual stream."""
+    """A pass of the model itself gives the residual stream."""
     model, e = decoder(ops, dtype), 2
     stream = Runner(model, cache_of(model), taps=[e]).forward(both()).taps[e]
     early = Runner(model, cache_of(model), layers=range(e)).forward(both())
@@ -286,7 +286,7 @@ def test_vectors_stand_for_tokens(ops: ReferenceOps, dtype: torch.dtype, same: S
 
 @every_ops
 def test_a_vector_need_not_be_an_embedding(ops: ReferenceOps, dtype: torch.dtype, same: Same) -> None:
-    """What it says reaches the rows that see it, and no others."""
+    """A vector changes the rows that see it, and no others."""
     model = decoder(ops, dtype)
     plain, other = Runner(model, cache_of(model)), Runner(model, cache_of(model))
     expected, found = plain.forward(both()), other.forward(both(vectors={2: normal(1, model.config.hidden_size)}))

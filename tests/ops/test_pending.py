@@ -1,6 +1,6 @@
-"""Pending rows: a tree that grows level by level is the tree at once, and each of its paths is a chain.
+"""Pending rows: a tree that grows level by level equals the tree in one pass, and each of its paths equals a chain.
 
-Hidden states, logits, and what is in the cache when a path is kept. The native operators and the reference operators in
+Hidden states, logits, and the cache after a path is kept are compared. Native operators and reference operators in
 row_by_row mode agree bit for bit; in fast mode they agree by value.
 """
 
@@ -161,7 +161,7 @@ def test_pending_rows_and_the_run_are_kept_as_one(ops: ReferenceOps, dtype: torc
 
 
 def test_a_tree_costs_the_other_runs_nothing() -> None:
-    """The runs beside it carry no parents, and a single row beside it no mask."""
+    """The other runs of the pass have no parents, and a single row has no mask."""
     cache = BlockCache.create(make_config().cache_shape, "paged", max_batch_size=3, max_seq_len=64)
     runs = [Run(0, [1]), Run(1, [1, 2, 3], parents=[-1, 0, 0]), Run(2, [1, 2], parents=[-1, 0])]
     for run in runs:

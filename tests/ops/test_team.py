@@ -1,6 +1,7 @@
 """The team of threads: no data race between passes, a thread that fails, threads that the system does not give.
 
-What a Python test cannot see is compiled here from csrc/pool.cpp and team.cpp, with ThreadSanitizer where there is one.
+Data races cannot be seen from Python, so csrc/pool.cpp and team.cpp are compiled here, with ThreadSanitizer if there is
+one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 COMPILER = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 
-# 200 threads in address space for a dozen: each wants its stack.
+# 200 threads in an address space for a dozen, because each thread needs a stack.
 FEW_THREADS = """
 import resource, torch
 from forerun.errors import CapacityError
@@ -55,7 +56,7 @@ class Driver:
 
 
 def compile_driver(path: Path, *flags: str) -> bool:
-    """Whether that gave a program that runs."""
+    """Return whether the compiled program runs."""
     assert COMPILER is not None
     sources = [HERE / "team.cpp", CSRC / "pool.cpp", CSRC / "process.cpp"]
     command = [COMPILER, "-std=c++17", "-O1", "-g", "-pthread", *flags, *map(str, sources), "-o", str(path)]
@@ -82,7 +83,7 @@ def test_passes_alone_and_together_take_turns_without_a_data_race(driver: Driver
         pytest.skip(f"{COMPILER} has no ThreadSanitizer that runs here")
 
 
-def test_whoever_throws_the_pass_ends_and_the_next_one_runs(driver: Driver) -> None:
+def test_an_exception_on_any_thread_ends_the_pass_and_the_next_one_runs(driver: Driver) -> None:
     done = driver.run("fail")
     assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr[:2000]
 

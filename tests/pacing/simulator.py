@@ -1,6 +1,7 @@
-"""A machine that never was: StepReports for given cost curves and acceptances, and the best fixed length for them.
+"""A simulated machine: StepReports for given cost curves and acceptances, and the best fixed length for them.
 
-What a policy is judged by has no noise: expected tokens and mean seconds of what it granted. What it sees has.
+A policy is judged without noise, by expected tokens and mean seconds of what it granted. The reports that it sees have
+noise.
 """
 
 from __future__ import annotations
@@ -119,12 +120,12 @@ class World:
     limit: int = 64
     num_prompt_rows: Callable[[int], int] = lambda step: 0
     batch: Callable[[int], range] | None = None  # step -> sequences that are there
-    prompt_chunk: int = 0  # rows of a pass that runs nothing but prompts, before the first step; 0 = nobody saw any
+    prompt_chunk: int = 0  # rows of a pass that runs nothing but prompts, before the first step; 0 = there is none
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.seqs: dict[int, Sequence] = {}
-        self.lag: dict[int, int] = {}
+        self.uncached_tokens: dict[int, int] = {}
         self.speed, self.left = 1.0, 0
 
     def auto(self) -> Pacing:
@@ -139,7 +140,7 @@ class World:
         if b not in self.seqs:
             tokens = [0] * self.prompt_tokens
             self.seqs[b] = Sequence(b, tokens, len(tokens), SamplingParams(**params), 0, self.max_len, draft=self.draft)
-            self.lag[b] = 0
+            self.uncached_tokens[b] = 0
         return self.seqs[b]
 
     def run(self, pacing: Pacing, num_steps: int) -> Track:
@@ -172,7 +173,7 @@ class World:
         assert all(0 <= k <= limit for k, limit in zip(granted, limits, strict=True))
         lengths = [k if k and self.found(step, s.id) else 0 for k, s in zip(granted, seqs, strict=True)]
         num_context = sum(len(s.tokens) for s in seqs)
-        catchup = sum(self.lag[s.id] for s, k in zip(seqs, granted, strict=True) if k)
+        catchup = sum(self.uncached_tokens[s.id] for s, k in zip(seqs, granted, strict=True) if k)
         report = self.report(seqs, lengths, granted, step, num_context, num_prompt, catchup)
         track.granted.append(granted)
         alphas = [self.alpha(step, s.id) for s in seqs]
@@ -204,7 +205,7 @@ class World:
             report.sequences.append(SequenceStep(s.id, s.draft, k, min(accepted + 1, k), tuple(range(accepted))))
             s.tokens.extend([0] * (accepted + 1))
             if s.draft == "model":
-                self.lag[s.id] = 0 if g else self.lag[s.id] + accepted + 1
+                self.uncached_tokens[s.id] = 0 if g else self.uncached_tokens[s.id] + accepted + 1
         pass_s = machine.pass_side_s(lengths, num_context, num_prompt) * slow * self._jitter()
         report.score_s, report.judge_s, report.commit_s = pass_s * 0.98, pass_s * 0.01, pass_s * 0.01
         if any(granted):
@@ -229,7 +230,7 @@ class World:
 
 
 def fixed_rate(world: World, length: int, first: int, end: int) -> float:
-    """Tokens per second of one length for everybody in steps first .. end - 1 of a world without context costs."""
+    """Tokens per second of one length for all requests in steps first .. end - 1 of a world without context costs."""
     tokens = seconds = 0.0
     for step in range(first, end):
         present = range(world.num_sequences) if world.batch is None else world.batch(step)

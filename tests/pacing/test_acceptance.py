@@ -1,4 +1,4 @@
-"""acceptance.py: averages by rank that forget, that know no shape, and that score guesses which were never granted."""
+"""acceptance.py: decaying averages by rank, for any shape of draft, which also score guesses that were not drafted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""auto, property by property: quick to react, stable, never starved, and within what it is told."""
+"""Properties of auto: it reacts quickly, is stable, probes every request, and keeps to its limits."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_hysteresis():
 
 
 def test_the_net_catches_a_curve_that_lies():
-    """Rows cost ten times what the calibration said: plain decoding wins trials, and drafting pauses."""
+    """Rows cost ten times what the calibration said: plain decoding wins comparisons, and drafting pauses."""
     world = World(lambda step, b: 0.6, machine=Machine(COMPUTE_BOUND, pass_s=0.02), noise=QUIET)
     policy = World(lambda step, b: 0.6, machine=Machine(CPU)).auto()
     track = world.run(policy, 1200)
@@ -85,7 +85,7 @@ def test_the_net_catches_a_curve_that_lies():
 
 
 def test_a_lookup_that_was_granted_nothing_is_scored_in_the_shadow():
-    """Its guesses come true, so it is granted tokens before a probe is due."""
+    """Guesses that were not drafted were right, so tokens are granted before a probe is due."""
     policy = auto.build(auto.Options(), None, Costs())
     seq = Sequence(0, [1] * 10, 10, SamplingParams(), 0, 10**6, draft="lookup")
     for _ in range(400):  # wrong for long: probes have become rare

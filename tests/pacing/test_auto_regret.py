@@ -1,7 +1,7 @@
-"""auto against the best fixed length, plain decoding included, on simulated machines: learning is part of the bill.
+"""auto against the best fixed length, plain decoding included, on simulated machines: learning included.
 
-Rates have no noise (expected tokens, mean seconds of what was granted); what the policy is told has 10 % of it, bursts
-of slow steps, and a speed that drifts by a factor of two.
+Rates have no noise (expected tokens, mean seconds of what was granted). The reports that the policy sees have 10 %
+noise, bursts of slow steps, and a speed that drifts by a factor of two.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def of(machine: Machine) -> PassTime:
 
 
 def test_ratios_are_those_of_the_machine_although_it_drifts():
-    """The speed changes by 10 % within a round; one after the other, widths would be off by that."""
+    """Widths take turns, so that a speed that changes by 10 % during the calibration does not change the ratios."""
     found = of(Machine(lambda n: 0.001 * (1 + 0.05 * n), drift=1.003))
     for n in (1, 2, 4, 8, 16, 32, 64):
         assert float(found.ratio(n)) == pytest.approx((1 + 0.05 * n) / 1.05, rel=0.03)

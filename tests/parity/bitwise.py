@@ -119,7 +119,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Row:
-    """Digests of a hidden state and of its logits, None where nobody asked for them."""
+    """Digests of a hidden state and of its logits, None where they were not computed."""
 
     hidden: bytes
     logits: bytes | None
@@ -203,7 +203,7 @@ def serve(engine: Engine, jobs: Seq[Job]) -> list[Outcome]:
 
 @dataclass
 class Comparison:
-    """What came of it. mismatches: a sentence for each output that differs from plain decoding's in any way."""
+    """The result of a comparison. mismatches: a sentence for each output that differs from plain decoding."""
 
     num_outputs: int = 0
     num_tokens: int = 0
@@ -289,10 +289,10 @@ def gap_of_best_two(models: Models, job: Job, output_ids: list[int]) -> float:
     scores = logits.double().numpy()
     params = job.params
     if not params.greedy:
-        law = probs(logits, params)
-        kept = np.arange(len(law.weights)) if law.ids is None else law.ids.numpy()
+        target = probs(logits, params)
+        kept = np.arange(len(target.weights)) if target.ids is None else target.ids.numpy()
         with np.errstate(divide="ignore"):
-            scores = np.log(law.weights.double().numpy()) + gumbel(job.seed, len(ids), kept)
+            scores = np.log(target.weights.double().numpy()) + gumbel(job.seed, len(ids), kept)
     best = np.sort(scores)[-2:]
     return float(best[1] - best[0]) if len(best) == 2 else float("inf")
 

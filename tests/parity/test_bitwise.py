@@ -37,7 +37,7 @@ def name_of(ops: CpuOps, dtype: str) -> str:
 
 
 def say(text: str) -> None:
-    """Progress, for whoever watches."""
+    """Print progress to the terminal."""
     print(text, flush=True)
 
 

@@ -79,9 +79,9 @@ def gap_of_top_two(ids: list[int], sampling: SamplingParams) -> tuple[set[int], 
     logits = last_logits(oracle(), ids, 512)
     scores = logits.numpy()
     if not sampling.greedy:
-        law = probs(logits, sampling).dense
-        assert law is not None
-        scores = np.log(law.double().numpy()) + gumbel(sampling.seed, len(ids), np.arange(len(law)))
+        weights = probs(logits, sampling).dense
+        assert weights is not None
+        scores = np.log(weights.double().numpy()) + gumbel(sampling.seed, len(ids), np.arange(len(weights)))
     best = np.argsort(-scores, kind="stable")[:2]
     return {int(i) for i in best}, float(scores[best[0]] - scores[best[1]])
 

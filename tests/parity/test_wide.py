@@ -69,9 +69,9 @@ def greedy(folder: Path) -> Greedy:
     runner.cache.open(-1)
     for row in runner.forward([Run(-1, outs[0].prompt_ids)]).logits[0]:
         for temperature in (1.0, 100.0):
-            law = probs(row, SamplingParams(temperature=temperature)).dense
-            assert law is not None
-            share = max(share, float(law[NUM_OLD_IDS:].sum()))
+            weights = probs(row, SamplingParams(temperature=temperature)).dense
+            assert weights is not None
+            share = max(share, float(weights[NUM_OLD_IDS:].sum()))
     return Greedy([(o.prompt_ids, o.token_ids) for o in outs], share, num_parameters(llm.checkpoint.model.config))
 
 

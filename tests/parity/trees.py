@@ -22,7 +22,7 @@ TREE, CHAIN, OTHER = 0, 1, 2  # slots
 
 @dataclass
 class TreeComparison:
-    """What came of it; a row is a hidden state and its logits, or the keys and values of a kept token."""
+    """The result; a row is a hidden state and its logits, or the keys and values of a kept token."""
 
     num_trees: int = 0
     num_grown: int = 0  # in more than one pass

@@ -209,7 +209,7 @@ MALFORMED = {
     "a list": ("[]", "line 2 is not a JSON object"),
     "no custom_id": (json.dumps({**LINE, "custom_id": None}), "line 2 has no custom_id"),
     "an empty custom_id": (json.dumps({**LINE, "custom_id": ""}), "line 2 has the custom_id ''"),
-    "a twin": (GOOD, "line 2 has the custom_id 'a' of line 1"),
+    "the same custom_id": (GOOD, "line 2 has the custom_id 'a' of line 1"),
     "a number": (json.dumps({**LINE, "custom_id": 7}), "line 2 has the custom_id 7 (it must be a text"),
     "another url": (json.dumps({**LINE, "custom_id": "b", "url": "/v1/embeddings"}), "line 2 has the url '/v1/emb"),
     "another method": (json.dumps({**LINE, "custom_id": "b", "method": "GET"}), "line 2 has the method 'GET'"),

@@ -63,7 +63,7 @@ def test_fields_become_sampling_params(url: str, body: dict[str, Any], fields: d
 
 
 def test_every_field_of_sampling_params_can_be_said() -> None:
-    """A field that is added to SamplingParams is a field of a body, unless somebody decides otherwise."""
+    """A field that is added to SamplingParams is a field of a body, unless the table of fields says otherwise."""
     for name in SamplingParams.__dataclass_fields__.keys() - {"logprobs"}:
         assert read(COMPLETIONS, **{name: None}).params == SamplingParams(max_tokens=16)
 

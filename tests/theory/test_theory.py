@@ -73,7 +73,7 @@ def test_the_oracle_gains_about_sixty_percent():
         assert max(ratios) == pytest.approx(expected, abs=0.012)
 
 
-def test_acceptance_of_two_laws():
+def test_acceptance_of_two_distributions():
     p, q = (0.5, 0.3, 0.2), (0.2, 0.6, 0.2)
     assert formulas.acceptance(p, q) == pytest.approx(0.7)  # K1
     generator = np.random.default_rng(0)
@@ -92,7 +92,7 @@ def test_a_point_mass_is_accepted_alike_by_both_rules():
     assert formulas.acceptance(p, d) == pytest.approx(0.3)
 
 
-def test_k11_mean_over_a_beta_law():
+def test_k11_mean_over_a_beta_distribution():
     """alpha ~ Beta(8, 2): mean of eq. (1) over it by its moments .8 and .654545."""
     alphas = np.random.default_rng(2).beta(8, 2, 400_000)
     assert alphas.mean() == pytest.approx(0.8, abs=1e-3)
@@ -136,7 +136,7 @@ def test_theory_needs_numpy_alone():
 
 
 def test_expected_tokens_of_counts_are_the_posterior_mean():
-    """Book 7.4: Beta(8, 2) says 2.4545 at two tokens, where its mean of 0.8 would say 2.44."""
+    """Beta(8, 2) gives 2.4545 at two tokens, where its mean of 0.8 would give 2.44."""
     assert formulas.expected_tokens_beta(8, 2, 2) == pytest.approx(1 + 0.8 + 0.8 * 9 / 11)
     assert round(formulas.expected_tokens_beta(8, 2, 2), 4) == 2.4545
     assert formulas.expected_tokens_beta(8, 2, 0) == 1

@@ -1,4 +1,4 @@
-"""The loop: it learns, it resumes exactly, and what it writes is a llama for everybody."""
+"""The training loop learns, resumes exactly, and writes a llama checkpoint that transformers loads."""
 
 from __future__ import annotations
 

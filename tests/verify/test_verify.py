@@ -1,4 +1,4 @@
-"""The rules, on laws written by hand: known answers, edge cases, and the seed-exactness of match."""
+"""The rules on distributions that are written by hand: known answers, edge cases, and the seed-exactness of match."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forerun.types import Draft, Probs
 from forerun.verify import match, ratio
 
 
-def law(*weights: float, dtype: torch.dtype = torch.float64) -> Probs:
+def dist(*weights: float, dtype: torch.dtype = torch.float64) -> Probs:
     return Probs(dense=torch.tensor(weights, dtype=dtype))
 
 
@@ -33,7 +33,7 @@ def as_list(probs: Probs, size: int) -> list[float]:
 
 
 def one_round(p: Probs, q: Probs, module, bonus: Probs | None = None, draw=None):
-    """Every way of one round with one drafted token: (probability, (drafted, verdict, emitted tokens))."""
+    """Return every way of a round with one drafted token: (probability, (drafted, verdict, emitted tokens))."""
 
     def run(coins: Branching):
         token = (draw or coins.draft)(q, 0)
@@ -62,16 +62,16 @@ PAIRS = {
 
 @pytest.mark.parametrize("module", [ratio, match])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_law_of_one_position(pair, module):
+def test_the_distribution_of_one_position(pair, module):
     p, q = PAIRS[pair]
-    ways = one_round(law(*p), law(*q), module, draw=None)
+    ways = one_round(dist(*p), dist(*q), module, draw=None)
     assert first_token(ways, 3) == pytest.approx(p, abs=1e-15)
 
 
 @pytest.mark.parametrize("module", [ratio, match])
 def test_points_on_either_side(module):
     """A point is the same as its one-hot vector; both sides may be points."""
-    for p, q in itertools.product([law(0.5, 0.3, 0.2), point(1)], [law(0.2, 0.6, 0.2), point(1), point(2)]):
+    for p, q in itertools.product([dist(0.5, 0.3, 0.2), point(1)], [dist(0.2, 0.6, 0.2), point(1), point(2)]):
         ways = one_round(p, q, module)
         assert first_token(ways, 3) == pytest.approx(as_list(p, 3), abs=1e-15)
         accepted = sum(w for w, (_, verdict, _) in ways if verdict.paths[0])
@@ -80,7 +80,7 @@ def test_points_on_either_side(module):
 
 
 def test_k1_by_its_parts():
-    p, q = law(0.5, 0.3, 0.2), law(0.2, 0.6, 0.2)
+    p, q = dist(0.5, 0.3, 0.2), dist(0.2, 0.6, 0.2)
     assert [ratio.acceptance(p.at(x), q.at(x)) for x in range(3)] == [1.0, 0.5, 1.0]
     residual = ratio.residual(p, q).dense
     assert (residual / residual.sum()).tolist() == pytest.approx([1, 0, 0], abs=1e-15)
@@ -88,10 +88,10 @@ def test_k1_by_its_parts():
     assert accepted == pytest.approx(0.7, abs=1e-15)
 
 
-def test_laws_given_the_role():
-    """Accepted tokens have law min(p, q) / beta, corrections (p - q)+ / (1 - beta): neither is p."""
+def test_distributions_given_the_role():
+    """Accepted tokens have the distribution min(p, q) / beta, corrections (p - q)+ / (1 - beta): neither is p."""
     p, q = (0.5, 0.3, 0.2), (0.2, 0.5, 0.3)
-    ways = one_round(law(*p), law(*q), ratio, bonus=law(0.1, 0.1, 0.8))
+    ways = one_round(dist(*p), dist(*q), ratio, bonus=dist(0.1, 0.1, 0.8))
     for x in range(3):
         kept = sum(w for w, (_, v, e) in ways if v.paths[0] and e[0] == x)
         fixed = sum(w for w, (_, v, e) in ways if not v.paths[0] and e[0] == x)
@@ -101,8 +101,8 @@ def test_laws_given_the_role():
     assert bonus == pytest.approx([0.7 * b for b in (0.1, 0.1, 0.8)], abs=1e-15)
 
 
-def test_equal_laws_always_accept_and_zero_never_does():
-    p = law(0.5, 0.3, 0.2)
+def test_equal_distributions_always_accept_and_zero_never_does():
+    p = dist(0.5, 0.3, 0.2)
     assert all(verdict.paths[0] for _, (_, verdict, _) in one_round(p, p, ratio))
     assert ratio.acceptance(0.0, 0.3) == 0.0
     assert ratio.acceptance(0.3, 0.3) == 1.0
@@ -110,45 +110,45 @@ def test_equal_laws_always_accept_and_zero_never_does():
 
 
 def test_residual_edges():
-    """Always a distribution; mass 0, points, different lengths; and what is given stays as it was."""
-    p, q = law(0.5, 0.3, 0.2), law(0.2, 0.6, 0.2)
+    """The residual is a distribution for mass 0, points and different lengths, and leaves its arguments unchanged."""
+    p, q = dist(0.5, 0.3, 0.2), dist(0.2, 0.6, 0.2)
     ratio.residual(p, q), ratio.residual(p, point(0))
     assert p.dense.tolist() == [0.5, 0.3, 0.2]
     assert ratio.residual(p, p) is p
     assert ratio.residual(point(2), q) == point(2)
     assert ratio.residual(p, point(0)).dense.tolist() == pytest.approx([0.0, 0.6, 0.4])
-    assert ratio.residual(law(0.0, 1.0), point(1)).dense.tolist() == [0.0, 1.0], "nothing is left: p itself"
+    assert ratio.residual(dist(0.0, 1.0), point(1)).dense.tolist() == [0.0, 1.0], "nothing is left: p itself"
     assert ratio.residual(p, point(7)).dense.tolist() == p.dense.tolist()
-    longer = ratio.residual(p, law(0.5, 0.1, 0.1, 0.3))
+    longer = ratio.residual(p, dist(0.5, 0.1, 0.1, 0.3))
     assert longer.dense.tolist() == pytest.approx([0.0, 2 / 3, 1 / 3])
-    shorter = ratio.residual(p, law(0.6, 0.4))
+    shorter = ratio.residual(p, dist(0.6, 0.4))
     assert shorter.dense.tolist() == pytest.approx([0.0, 0.0, 1.0])
-    wide = ratio.residual(law(0.5, 0.5, dtype=torch.float32), law(0.25, 0.75))
+    wide = ratio.residual(dist(0.5, 0.5, dtype=torch.float32), dist(0.25, 0.75))
     assert wide.dense.dtype == torch.float64
 
 
 @pytest.mark.parametrize("sizes", [(3, 5), (5, 3)])
 def test_vocabularies_of_different_length_stay_exact(sizes):
     generator = np.random.default_rng(0)
-    p, q = (law(*generator.dirichlet(np.ones(n))) for n in sizes)
+    p, q = (dist(*generator.dirichlet(np.ones(n))) for n in sizes)
     assert first_token(one_round(p, q, ratio), 5) == pytest.approx(as_list(p, 5), abs=1e-15)
 
 
-def test_a_token_that_its_own_law_excludes_is_rejected():
-    """Only underflow can do it: rejected, and the correction is drawn from p (docs/exactness.md)."""
-    ways = one_round(law(0.5, 0.5), law(0.0, 1.0), ratio, draw=lambda q, depth: 0)
+def test_a_token_that_its_own_distribution_excludes_is_rejected():
+    """Only underflow gives q(x) = 0: the token is rejected, and the correction is drawn from p (docs/exactness.md)."""
+    ways = one_round(dist(0.5, 0.5), dist(0.0, 1.0), ratio, draw=lambda q, depth: 0)
     assert not any(verdict.paths[0] for _, (_, verdict, _) in ways)
     assert first_token(ways, 2) == [0.5, 0.5]
 
 
 def test_k6_the_draw_that_disagreed_is_emitted():
     """Drawing again after a mismatch would give (.75, .15, .1)."""
-    assert first_token(one_round(law(0.5, 0.3, 0.2), point(0), match), 3) == pytest.approx([0.5, 0.3, 0.2], abs=1e-15)
+    assert first_token(one_round(dist(0.5, 0.3, 0.2), point(0), match), 3) == pytest.approx([0.5, 0.3, 0.2], abs=1e-15)
 
 
 def test_k7_cutting_before_the_draw_is_exact_and_after_it_is_not():
     """p = q = (.5, .3, .2). Dropping draws with q(x) < .4 gives (.75, .15, .1); verifying them gives p."""
-    p = law(0.5, 0.3, 0.2)
+    p = dist(0.5, 0.3, 0.2)
 
     def drop(coins: Branching) -> int:
         token = coins.draft(p, 0)
@@ -160,7 +160,7 @@ def test_k7_cutting_before_the_draw_is_exact_and_after_it_is_not():
 
 
 def test_greedy_falls_out_of_points():
-    """Accepted while it is the argmax, corrected by the argmax, then the bonus; no coin is looked at."""
+    """Tokens are accepted while they are the argmax; correction and bonus are argmaxes; no coin is used."""
     draft = Draft.chains([[4, 5, 6]], [[point(4), point(5), point(6)]])
     for module in (ratio, match):
         for targets, path, token in [((4, 5, 6, 7), [0, 1, 2], 7), ((4, 9, 6, 7), [0], 9), ((1, 5, 6, 7), [], 1)]:
@@ -173,8 +173,8 @@ def test_greedy_falls_out_of_points():
 
 
 def test_tests_say_what_was_tested():
-    draft = Draft.chains([[0, 1, 2]], [[law(0.6, 0.4, 0.0), point(1), point(2)]])
-    target = [law(0.3, 0.3, 0.4), law(0.0, 0.0, 1.0), point(0), point(0)]
+    draft = Draft.chains([[0, 1, 2]], [[dist(0.6, 0.4, 0.0), point(1), point(2)]])
+    target = [dist(0.3, 0.3, 0.4), dist(0.0, 0.0, 1.0), point(0), point(0)]
     for module in (ratio, match):
         for _, verdict in enumerate_outcomes(lambda c, m=module: m.verify(draft, [target], [c])):
             tests = verdict.tests[0]
@@ -184,8 +184,8 @@ def test_tests_say_what_was_tested():
             assert len(tests) <= 2, "the second token has target probability 0"
 
 
-def test_laws_behind_a_rejection_are_not_asked_for():
-    """Callers compute them on demand."""
+def test_rows_behind_a_rejection_are_not_read():
+    """A rule reads no row behind a rejection, because callers compute rows on demand."""
 
     class UpTo(list):
         def __getitem__(self, i):
@@ -201,14 +201,14 @@ def test_laws_behind_a_rejection_are_not_asked_for():
 
 
 def test_judge_rules_each_sequence_by_its_own_rule():
-    p, q = law(0.5, 0.3, 0.2), law(0.2, 0.6, 0.2)
+    p, q = dist(0.5, 0.3, 0.2), dist(0.2, 0.6, 0.2)
     draft = Draft.chains([[1], [], [1]], [[q], [], [q]])
-    laws = [[p, p], [p], [p, p]]
+    target_probs = [[p, p], [p], [p, p]]
     for seed in range(40):
         coins = [PhiloxCoins(seed, 3 + b, 0) for b in range(3)]
-        verdict = verify.judge(draft, laws, coins, ["match", "ratio", "ratio"])
+        verdict = verify.judge(draft, target_probs, coins, ["match", "ratio", "ratio"])
         for b, rule in ((0, match.rule), (2, ratio.rule)):
-            path, token, tests = rule(draft, b, laws[b], coins[b])
+            path, token, tests = rule(draft, b, target_probs[b], coins[b])
             assert (verdict.paths[b], verdict.next_tokens[b], verdict.tests[b]) == (path, token, tests)
         # An empty draft is decided by the match noise in every mode, so that plain decoding is one text.
         assert (verdict.paths[1], verdict.next_tokens[1]) == ([], coins[1].pick(p, 0))
@@ -236,7 +236,7 @@ def probs_of(model: ToyModel, tokens: tuple[int, ...], table: dict) -> Probs:
 
 
 def plain_text(seed: int, table: dict) -> tuple[int, ...]:
-    """Gumbel-max by its definition, token by token."""
+    """Draw a text by the definition of Gumbel-max, token by token."""
     tokens: tuple[int, ...] = ()
     while len(tokens) < LENGTH:
         weights = probs_of(TARGET, tokens, table).dense.numpy()
@@ -246,18 +246,18 @@ def plain_text(seed: int, table: dict) -> tuple[int, ...]:
 
 
 def matched_text(seed: int, table: dict, shared: bool) -> tuple[tuple[int, ...], int, int]:
-    """Rounds of match verification; the drafter shares the noise or does not. Also accepted and tested tokens."""
+    """Return the text of rounds of match verification, with the numbers of accepted and of tested tokens."""
     tokens: tuple[int, ...] = ()
     accepted = tested = rounds = 0
     while len(tokens) < LENGTH:
         coins, chain_tokens = PhiloxCoins(seed, len(tokens), rounds), ()
-        laws = [probs_of(TARGET, tokens, table)]
+        target_probs = [probs_of(TARGET, tokens, table)]
         for depth in range(GAMMA):
-            draft_law = probs_of(NEAR, tokens + chain_tokens, table)
-            chain_tokens += ((coins.pick if shared else coins.draft)(draft_law, depth),)
-            laws.append(probs_of(TARGET, tokens + chain_tokens, table))
+            draft_probs = probs_of(NEAR, tokens + chain_tokens, table)
+            chain_tokens += ((coins.pick if shared else coins.draft)(draft_probs, depth),)
+            target_probs.append(probs_of(TARGET, tokens + chain_tokens, table))
         draft = Draft.chains([list(chain_tokens)], [[point(t) for t in chain_tokens]])
-        verdict = match.verify(draft, [laws], [coins])
+        verdict = match.verify(draft, [target_probs], [coins])
         tokens += tuple(verdict.emitted(draft, 0))
         accepted, tested, rounds = accepted + len(verdict.paths[0]), tested + len(verdict.tests[0]), rounds + 1
     return tokens[:LENGTH], accepted, tested

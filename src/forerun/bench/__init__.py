@@ -1,1 +1,1 @@
-"""Measurements: one file per benchmark. Each prints the ceiling first, then a table, then one line of JSON."""
+"""The benchmarks, one per file. Each prints the machine's limit first, then a table, then one line of JSON."""

@@ -1,4 +1,4 @@
-"""How fast this machine reads memory: the ceiling of plain decoding at small batch, where time = bytes / bandwidth."""
+"""Measures how fast this machine reads memory, which limits plain decoding of small batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Bandwidth:
 
 
 def measure(device: torch.device, num_repeats: int = 7, max_s: float = 2.0) -> Bandwidth:
-    """The best time of the best way to read a large buffer: num_repeats rounds, fewer where they take beyond max_s."""
+    """Measure the fastest probe in num_repeats rounds; fewer, but at least one, where they take longer than max_s."""
     probes = Probes(device)
     end_s = time.perf_counter() + max_s
     found = probes.read()
@@ -36,12 +36,12 @@ def measure(device: torch.device, num_repeats: int = 7, max_s: float = 2.0) -> B
 
 
 class Probes:
-    """Ways to read a large buffer, kept so that they can be run between the runs of what they are the ceiling of.
+    """Ways to read a large buffer, which can be run between the runs of the code whose limit they measure.
 
-    A ceiling must not be beaten by what it is the ceiling of: a plain load loop reaches less than a kernel that
-    prefetches, and what is fastest differs from machine to machine. On a CPU csrc/bandwidth.cpp reads as the native
-    kernels do; without the extension, and on other devices, there are torch's operators, which can be left out where
-    torch has been given fewer threads. Every probe reads each byte once and writes almost nothing.
+    No kernel may read faster than the limit. A plain loop of loads is slower than a kernel that prefetches, and the
+    fastest way differs from machine to machine, so there are several probes. On a CPU csrc/bandwidth.cpp reads as the
+    native kernels do. Without the extension, and on other devices, torch's operators read; with_torch=False leaves them
+    out, for a torch that was given fewer threads. Every probe reads each byte once and writes almost nothing.
     """
 
     def __init__(self, device: torch.device, *, with_torch: bool = True) -> None:
@@ -52,13 +52,13 @@ class Probes:
         self._native = module.BandwidthProbe(self.num_bytes, native.num_threads()) if module is not None else None
 
     def read(self) -> Bandwidth:
-        """One round, in which every probe runs once; the best of them."""
+        """Run every probe once, and return the fastest."""
         found = self.read_each()
         best = max(found, key=lambda name: found[name])
         return Bandwidth(found[best], best)
 
     def read_each(self) -> dict[str, float]:
-        """One round: bytes per second of every probe."""
+        """Run every probe once, and return the bytes per second of each."""
         found = {name: self.num_bytes / _time(probe, self.device) for name, probe in self._torch.items()}
         if self._native is not None:
             found |= {name: values[0] for name, values in self._native.read(1)}
@@ -66,7 +66,7 @@ class Probes:
 
 
 def _buffer_bytes(device: torch.device) -> int:
-    """Bytes of one buffer; at most an eighth of the free memory, for a CPU has two of them."""
+    """Return the bytes of one buffer, at most an eighth of the free memory, because a CPU has two of them."""
     wanted = MIN_BYTES if device.type == "cuda" else max(MIN_BYTES, native.num_threads() * MIN_BYTES_PER_THREAD)
     free = available_bytes(device.type)
     return max(1, min(wanted, wanted if free is None else free // 8) // GRAIN_BYTES) * GRAIN_BYTES
@@ -85,7 +85,7 @@ def _torch_probes(device: torch.device, num_bytes: int) -> dict[str, Callable[[]
 
 
 def _time(probe: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run, the device's queue included."""
+    """Return the seconds of one run, the device's queue included."""
     _wait(device)
     start = time.perf_counter()
     probe()

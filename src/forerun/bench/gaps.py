@@ -1,13 +1,14 @@
-"""`forerun bench gaps`: how long a first token takes, and how long the gaps are while a long prompt comes in.
+"""`forerun bench gaps` measures the time to a first token, and the gaps between tokens while a long prompt is read.
 
-A run is of two parts. A prompt is read, and then the same one again, which the prefix cache has: seconds to the first
-token. Then a stream decodes by itself; another request with a long prompt comes in; and when that has been read, both
-decode. A gap is the time between two steps in which one request emits. Behind the long prompt's first token drafters
-may still have to catch up with it: the variant `late` has them do all of that there, which is the worst case.
+A run has two parts. First a prompt is read, and then the same one again, which is in the prefix cache: both give the
+seconds to the first token. Then a stream decodes alone, another request with a long prompt arrives, and after that
+prompt has been read both decode. A gap is the time between two steps in which one request emits. After the long
+prompt's first token drafters may still have to catch up with it. In the variant `late` they do all of that then, which
+is the worst case.
 
-Variants take turns within each repeat, on the same prompts. Their engines live through the whole benchmark, as does
-what their pacing has learned. A model with too few positions for the prompt gets more of them in memory: what it says
-there means nothing, and it takes as long as it would. gaps_results.py makes numbers of it.
+Variants take turns within each repeat, on the same prompts. Their engines, and what their pacing has learned, last for
+the whole benchmark. A model with too few positions for the prompt gets more of them in memory: its text means nothing
+there, but its passes take as long as with real positions. gaps_results.py computes the numbers.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from forerun.types import SamplingParams, StepReport
 STREAM_PROMPT_TOKENS = 64
 ALONE_STEPS = 40  # of the stream, before the long prompt comes in
 WARM_UP_TOKENS = 32
-SPARE_BLOCKS = 4  # nobody is admitted without a block to spare for each that may grow
+SPARE_BLOCKS = 4  # the scheduler admits a request only with a spare block for each one that may grow
 
 
 @dataclass(frozen=True)
 class GapsPlan:
-    """What to measure. num_steps: of the gaps behind the first token of the long prompt.
+    """The options of the benchmark. num_steps: steps after the long prompt's first token in which gaps are measured.
 
-    Raises BadOption for what leaves nothing to measure.
+    Raises BadOption for options that leave nothing to measure.
     """
 
     shape: str = "none"
@@ -70,14 +71,14 @@ class GapsPlan:
 
     @property
     def tokens_per_step(self) -> int:
-        """That one request emits, at most."""
+        """The most tokens that one request emits in a step."""
         return max(self.spec_length, AUTO_SPEC_LENGTH) + 1
 
 
 def run(config: EngineConfig, plan: GapsPlan) -> None:
     """Measure and print: ceiling, tables, summary, one line of JSON. Raises UserError for what cannot be measured.
 
-    Batch size, lengths and caches of the engines are what the plan needs, whatever the configuration says.
+    The plan decides batch size, lengths and caches of the engines; those of the configuration are replaced.
     """
     _refuse(config)
     texts = [
@@ -91,7 +92,7 @@ def run(config: EngineConfig, plan: GapsPlan) -> None:
     spare_what_is_loaded()
     prompts = _Prompts([i for text in texts for i in checkpoint.tokenizer.encode(text)])
     ceiling = print_ceiling(checkpoint.model, console)
-    for llm in llms.values():  # first runs pay for page faults and for kernels being chosen
+    for llm in llms.values():  # a first run pays for page faults and for choosing kernels
         llm.generate([prompts.take(config.prefill_chunk_tokens)], sizes.params(WARM_UP_TOKENS, "warm-up"))
     with latency.progress_bar() as progress:
         runs = _measure(llms, prompts, plan, sizes, progress)
@@ -118,11 +119,11 @@ def run(config: EngineConfig, plan: GapsPlan) -> None:
 
 
 def _refuse(config: EngineConfig) -> None:
-    """Raise BadOption, before anything is loaded, for a drafter or a pacing policy that is no variant here."""
+    """Raise BadOption for a drafter or a pacing policy that the benchmark has no variant for, before any loading."""
     if drafters.resolve(config.draft, is_shipped(config.target))[0] == "none":
-        raise BadOption(f"draft={config.draft!r} is what the others are held against here: name a drafter")
+        raise BadOption(f"draft={config.draft!r} is measured here in any case: name a drafter to compare with it")
     if config.pacing is not None and not config.pacing_spec.startswith(AUTO):
-        raise BadOption(f"pacing={config.pacing!r} is measured here as it is: leave it out, or name auto's options")
+        raise BadOption(f"pacing={config.pacing!r} is not possible here: leave it out, or name auto's options")
 
 
 # ---------------------------------------------------------------------------------------------------------- engines
@@ -130,7 +131,7 @@ def _refuse(config: EngineConfig) -> None:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Tokens that requests may emit, and the longest sequence: nobody finishes before a run is over."""
+    """The tokens that requests may emit and the longest sequence, so that no request finishes before a run is over."""
 
     stream_tokens: int
     long_tokens: int
@@ -150,12 +151,12 @@ class _Sizes:
         return cls(stream, longer, max(*both, *single), pool)
 
     def params(self, max_tokens: int, salt: str) -> SamplingParams:
-        """Greedy and to the end. salt: only requests with the same one share a prompt."""
+        """Return greedy parameters that ignore the end of sequence. salt: requests with the same one share prompts."""
         return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, cache_salt=salt)
 
 
 def _with_positions(checkpoint: Checkpoint, num: int, console: Console) -> Checkpoint:
-    """The checkpoint with at least so many positions, and a line where it has fewer of its own."""
+    """Return the checkpoint with at least `num` positions, and print a line where its own are fewer."""
     own = checkpoint.model.config.max_positions
     if own >= num:
         return checkpoint
@@ -169,7 +170,7 @@ def _with_positions(checkpoint: Checkpoint, num: int, console: Console) -> Check
 def _build(
     checkpoint: Checkpoint, config: EngineConfig, plan: GapsPlan, sizes: _Sizes, console: Console
 ) -> dict[str, LLM]:
-    """One engine per variant over the same weights; late only where the drafter is a model that can be behind."""
+    """Build one engine per variant over the same weights; `late` only for a draft model, which can be behind."""
     options: dict[str, Any] = {
         **config.options(),
         "max_batch_size": 2,
@@ -200,40 +201,40 @@ def _build(
 
 
 class _Prompts:
-    """Pieces of one long text that begins anew where it ends."""
+    """Pieces of one long text, which starts again where it ends."""
 
     def __init__(self, ids: Seq[int]) -> None:
         self._ids = itertools.cycle(ids)
 
     def take(self, num_tokens: int) -> list[int]:
-        """The next tokens."""
+        """Return the next tokens of the text."""
         return list(itertools.islice(self._ids, num_tokens))
 
 
 class _Gap(NamedTuple):
-    """Before a step in which a request emitted, and what draft models caught up in that step."""
+    """The seconds before a step in which a request emitted, and the tokens that draft models caught up in that step."""
 
     seconds: float
     num_caught_up: int
 
 
 class _Clock:
-    """Steps an engine and notes the gaps of its requests."""
+    """Runs the steps of an engine and notes the gaps of its requests."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._last: dict[Request, float] = {}  # when each emitted last
+        self._last: dict[Request, float] = {}  # the time at which each request emitted last
         self._num_caught_up = 0
         self.requests: list[Request] = []
 
     def submit(self, prompt: list[int], params: SamplingParams) -> Request:
-        """One more request."""
+        """Submit one more request."""
         request = self._llm.engine.add(prompt, params)
         self.requests.append(request)
         return request
 
     def until(self, is_done: Callable[[], bool]) -> list[_Gap]:
-        """Step until then; the gaps that end in these steps."""
+        """Run steps until is_done(), and return the gaps that end in these steps."""
         end, gaps = self._llm.engine.listen(self._hear), list[_Gap]()
         try:
             while not is_done():
@@ -273,7 +274,7 @@ def _measure(llms: dict[str, LLM], prompts: _Prompts, plan: GapsPlan, sizes: _Si
 
 
 def _first_token(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[float, int]:
-    """Seconds to it, and tokens of the prompt that the prefix cache had."""
+    """Return the seconds to a prompt's first token, and the tokens of the prompt that the prefix cache had."""
     start, clock = time.perf_counter(), _Clock(llm)
     request = clock.submit(prompt, params)
     clock.until(lambda: request.seq.num_output_tokens > 0)
@@ -285,7 +286,7 @@ def _first_token(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[f
 def _around_a_long_prompt(
     llm: LLM, prompt: list[int], long_prompt: list[int], repeat: int, plan: GapsPlan, sizes: _Sizes
 ) -> dict[str, Any]:
-    """The fields of a run that are about the stream and the long prompt."""
+    """Measure a stream and a long prompt that arrives beside it; returns these fields of a run."""
     salt, clock = f"{repeat}, long", _Clock(llm)
     stream = clock.submit(prompt, sizes.params(sizes.stream_tokens, salt))
     alone = clock.until(lambda: stream.report.num_steps > ALONE_STEPS)

@@ -1,7 +1,7 @@
-"""What `forerun bench gaps` makes of its runs: medians over the repeats with their ranges, two tables, a summary.
+"""The results of `forerun bench gaps`: medians over the repeats with their ranges, two tables, a summary.
 
-The largest of a hundred gaps is as large as the machine's worst moment: plain decoding's, in the same runs, says how
-large that is without any drafter.
+The largest of a hundred gaps depends on the machine's worst moment. The largest gap of plain decoding in the same runs
+shows how long that is without any drafter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Gaps:
 
     @classmethod
     def of(cls, gaps_s: Seq[float]) -> Gaps:
-        """Of at least one gap."""
+        """Summarise at least one gap."""
         return cls(len(gaps_s), median(gaps_s), max(gaps_s))
 
     @property
@@ -38,11 +38,11 @@ class Gaps:
 class Run:
     """One variant in one repeat.
 
-    cold_s, repeated_s: to the first token of a prompt, and of the same one again, and how many of its tokens the prefix
-    cache had. alone, reading, behind: gaps of a
-    stream by itself and while a long prompt is read, and gaps of both requests behind the long one's first token.
-    catching_up: of the latter those whose step caught up with something, None where none did; most_caught_up: tokens
-    in one of them. long_prompt_s: until the long one's first token.
+    cold_s, repeated_s: seconds to the first token of a prompt, and of the same prompt again. num_cached_cold,
+    num_cached_repeated: tokens of it that the prefix cache had. alone, reading: gaps of a stream by itself, and while a
+    long prompt is read. behind: gaps of both requests after the long prompt's first token. catching_up: those of
+    `behind` in whose step a draft model caught up, None where none did. most_caught_up: tokens caught up in one of
+    these steps. long_prompt_s: seconds to the long prompt's first token.
     """
 
     variant: str
@@ -62,7 +62,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Line:
-    """One variant: medians over the repeats, and ratios within one run."""
+    """The numbers of one variant: medians over the repeats, and ratios within one run."""
 
     variant: str
     cold_s: float
@@ -77,12 +77,12 @@ class Line:
     behind_max_over_median: Ratio
     long_prompt_s: float
     draft_prefill_s: float
-    catching_up_over_median: Ratio | None  # median gap of steps that caught up over that of all; of runs with such
-    most_caught_up: int  # tokens, in a step behind the first token, over all repeats
+    catching_up_over_median: Ratio | None  # median gap of steps that caught up / of all; only runs with such steps
+    most_caught_up: int  # tokens in one step after the first token, over all repeats
 
 
 def lines_of(runs: Seq[Run]) -> list[Line]:
-    """One line for each variant, in the order of their first runs."""
+    """Return one line for each variant, in the order of their first runs."""
     groups: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.repeat):
         groups.setdefault(run.variant, []).append(run)
@@ -114,7 +114,7 @@ def _line(variant: str, runs: Seq[Run]) -> Line:
 
 
 def first_tokens_table(lines: Seq[Line]) -> Table:
-    """Time to first token, of a prompt that nobody has read and of the same again."""
+    """Return the table of the time to the first token of a new prompt, and of the same prompt again."""
     table = _table("cold\nms", "again\nms", "again /\ncold", "(range)", "long\nms", "draft\nprefill ms")
     for line in lines:
         ratio = line.repeated_over_cold
@@ -131,7 +131,7 @@ def first_tokens_table(lines: Seq[Line]) -> Table:
 
 
 def gaps_table(lines: Seq[Line]) -> Table:
-    """Median gaps, and the largest one over the median."""
+    """Return the table of median gaps, and of the largest gap over the median."""
     part = "{}\nms", "max /\nmedian"
     names = [name.format(phase) for phase in ("alone", "reading", "behind") for name in part]
     table = _table(*names, "(range)", "caught\nup", "up /\nmedian")
@@ -165,17 +165,17 @@ def _ms(seconds: float) -> str:
 
 
 NOTES = """\
-cold, again: to the first token of a prompt, and of the same one again; long: of the long prompt, beside a stream; \
-draft prefill: what the draft model took to catch up with that.
-alone, reading, behind: gaps of a stream by itself and while the long prompt is read, and of both requests behind its \
-first token; several tokens of one step count as one. max / median: the largest gap of a run over its median; medians \
-over the repeats. caught up: most tokens that draft models caught up in one step behind the first token; up / median: \
-the median gap of such steps over that of all.
-late: no drafter reads a prompt beside the target, so all of it is caught up behind the first token."""
+cold, again: time to the first token of a prompt, and of the same prompt again; long: the same of the long prompt, \
+beside a stream; draft prefill: time in which the draft model caught up with the long prompt.
+alone, reading, behind: gaps of a stream alone, of it while the long prompt is read, and of both requests after the \
+long prompt's first token; several tokens of one step count as one. max / median: the largest gap of a run over its \
+median; all are medians over the repeats. caught up: the most tokens that draft models caught up in one step after the \
+first token; up / median: the median gap of such steps over that of all.
+late: no drafter reads a prompt beside the target, so all of it is caught up after the first token."""
 
 
 def print_summary(lines: Seq[Line], plain: str, console: Console) -> None:
-    """The largest gap over the median behind the long prompt's first token, and plain decoding's beside it."""
+    """Print the largest gap over the median after the long prompt's first token, beside that of plain decoding."""
     told = {
         line.variant: "{:.2f} ({:.2f} to {:.2f})".format(
             line.behind_max_over_median.median, *line.behind_max_over_median.range

@@ -1,4 +1,4 @@
-"""The operators that `forerun bench kernels` measures, on random weights: what prepares a run of M rows of each."""
+"""The operators that `forerun bench kernels` measures, on random weights."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Operator:
-    """prepare(M) makes what runs the operator on M rows, in `num_parts` layers; num_bytes is what one run must read."""
+    """One operator to measure.
+
+    prepare(M): returns a function that runs the operator on M rows, in `num_parts` layers. num_bytes: the bytes that
+    one run must read.
+    """
 
     name: str
     prepare: Callable[[int], Call]
-    num_bytes: int = 0  # 0: not bound by memory
+    num_bytes: int = 0  # 0: the operator is not limited by memory
     num_parts: int = 1
-    prefill: bool = False  # a prompt's many rows, too
+    prefill: bool = False  # whether it is measured on the many rows of a prompt, too
 
 
 def random_weights(config: DecoderConfig, dtype: torch.dtype, seed: int = 1) -> dict[str, Tensor]:
-    """Every weight of a decoder, normal numbers: a stock of some millions, over and over, for it is quickly made."""
+    """Make every weight of a decoder of normal numbers; some millions of them are repeated, because that is fast."""
     stock = (torch.randn(1 << 22, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
     weights = empty_weights(config, dtype, "cpu")
     for weight in weights.values():
@@ -43,9 +47,9 @@ def random_weights(config: DecoderConfig, dtype: torch.dtype, seed: int = 1) -> 
 
 
 def operators(model: Decoder, ops: CpuOps, most_rows: int, context: int, contexts: Seq[int]) -> list[Operator]:
-    """All that is measured, in the order of a layer, then the LM head and whole passes behind `context` tokens.
+    """Return all operators in the order of a layer, then the LM head, and whole passes behind `context` tokens.
 
-    most_rows: of any pass. contexts: of the attention; prompts are measured over the first of them alone.
+    most_rows: the most rows of a pass. contexts: tokens before the rows of attention; prompts use the first one alone.
     """
     config, head = model.config, model.compiled.matrices["head"]
     found = _products(model, ops)
@@ -77,7 +81,7 @@ def _call(function: Callable[..., object], *arguments: Any) -> Call:
 
 
 def _products(model: Decoder, ops: CpuOps) -> list[Operator]:
-    """qkv, output, gate and up with their activation, down: what each layer multiplies with."""
+    """Return the products of each layer: qkv, output, gate and up with their activation, down."""
     layers, matrices = range(model.config.num_layers), model.compiled.matrices
     sets: dict[str, list[PackedMatrix]] = {
         name: [matrices[f"{i}.{name}"] for i in layers] for name in ("qkv", "o", "gate_up", "down")
@@ -109,7 +113,7 @@ def _products(model: Decoder, ops: CpuOps) -> list[Operator]:
 
 
 def _norm_and_rope(ops: CpuOps, config: DecoderConfig, num_rows: int) -> Call:
-    """One layer's two norms, and the rotation of its queries and keys: four calls from Python."""
+    """Prepare one layer's two norms, and the rotation of its queries and keys: four calls from Python."""
     x, weight = torch.randn(num_rows, config.hidden_size), torch.ones(config.hidden_size)
     q, k = (torch.randn(num_rows, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads))
     cos = torch.randn(num_rows, 1, config.head_dim)
@@ -124,10 +128,10 @@ def _norm_and_rope(ops: CpuOps, config: DecoderConfig, num_rows: int) -> Call:
 
 
 def _attention(model: Decoder, ops: CpuOps, context: int, most_rows: int, *, prefill: bool) -> Operator:
-    """Passes of a decoder with the same heads and layers and little else.
+    """Return attention as passes of a decoder with the same heads and layers, but small matrices.
 
-    So rotation, writing the cache, and what threads wait for are in its time, as they are in a whole pass. What else it
-    reads is counted; it is just so much that threads share a pass of one row, as they would share a large model's.
+    So its time includes rotation, writing to the cache, and waiting of threads, as in a whole pass. The bytes of the
+    small matrices are counted; they are just large enough that threads share a pass of one row, as for a large model.
     """
     small = replace(model.config, hidden_size=128, ffn_size=32, vocab_size=32)
     heads = Decoder(small, random_weights(small, model.weight_dtype), ops)
@@ -141,7 +145,7 @@ def _attention(model: Decoder, ops: CpuOps, context: int, most_rows: int, *, pre
 
 
 def cache_behind(model: Decoder, context: int, num_rows: int) -> BlockCache:
-    """A paged cache whose slot 0 holds `context` tokens of random numbers, with room for a pass behind them."""
+    """Make a paged cache whose slot 0 holds `context` tokens of random numbers, with room for a pass behind them."""
     length = context + num_rows
     cache = BlockCache.create(
         model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=length, dtype=model.cache_dtype, device="cpu"
@@ -156,15 +160,15 @@ def cache_behind(model: Decoder, context: int, num_rows: int) -> BlockCache:
 
 
 def batch_of(config: DecoderConfig, context: int, num_rows: int) -> RaggedBatch:
-    """One sequence's run of new tokens."""
+    """Make the batch of one sequence's run of new tokens."""
     tokens = torch.arange(num_rows) * 7919 % config.vocab_size
     return RaggedBatch(tokens, torch.arange(context, context + num_rows), [0, num_rows], [0], [context])
 
 
 def torch_products(config: DecoderConfig, dtype: torch.dtype, num_tokens: int) -> Call:
-    """Every layer's products by torch, its activation between them, and nothing else; one layer's weights serve all.
+    """Prepare every layer's products and activation in torch, and nothing else. All layers use one layer's weights.
 
-    They are larger than the caches together, and so many rows are no matter of memory anyway.
+    That is fair, because these are larger than all caches together, and memory does not limit a pass of many rows.
     """
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: Mapping[str, tuple[int, int]] = {

@@ -1,12 +1,11 @@
-"""`forerun bench kernels`: what a pass of M rows costs, operator by operator, beside what the memory allows.
+"""`forerun bench kernels` measures each operator of a pass of M rows, and compares it with the memory's bandwidth.
 
-Verifying M tokens reads the same weights as decoding one; t(M) / t(1) says how far a backend keeps that promise. A
-shared machine's memory is faster in one minute than in the next, so in every repeat bandwidth probes run before and
-after each operator, ratios are taken within a repeat, and what is shown is the median of the repeats and their range.
-The ceiling of an operator is what the probe that reads fastest over the whole run read beside it, on the average of
-the two: the best of many noisy readings would be more than this memory gives to anyone.
-Weights are random numbers, packed; each operator runs through all layers in turn, so that none finds its weights in a
-cache that a whole pass would have emptied.
+Verifying M tokens reads the same weights as decoding one; t(M) / t(1) says how much longer it takes. The memory of a
+shared machine is faster in one minute than in the next, so in every repeat bandwidth probes run before and after each
+operator, ratios are taken within a repeat, and the median of the repeats is shown with their range. The limit of an
+operator is the mean of two readings, before and after it, of the probe that reads fastest over the whole run; the best
+of many noisy readings would be more than any program can reach. Weights are random numbers, packed. Each operator runs
+through all layers in turn, so that it does not find weights in a cache that a whole pass would have replaced.
 """
 
 from __future__ import annotations
@@ -61,17 +60,17 @@ RANDOM_1B = DecoderConfig(
     tie_embeddings=True,
 )
 SHAPES = ("random-1.24b", "demo")
-MEMORY_BOUND_ROWS = 16  # beyond them arithmetic is what takes the time, and bytes per second say nothing
-NUM_SAMPLES = 3  # runs of each number of rows within a repeat, in turn; their median counts
+MEMORY_BOUND_ROWS = 16  # more rows are limited by arithmetic, so their bytes per second are not shown
+NUM_SAMPLES = 3  # runs of each number of rows within a repeat, in turn; the median is taken
 
 
 @dataclass(frozen=True)
 class KernelsPlan:
-    """What to measure.
+    """The options of the benchmark.
 
-    rows: numbers of rows of a pass, the first one is what ratios refer to. prefill_tokens: rows of a prompt chunk.
-    context: tokens in the cache before a pass. contexts: of the attention. isa: None = as FORERUN_ISA or the processor
-    has it. num_threads: None = as FORERUN_NUM_THREADS or the machine has it.
+    rows: numbers of rows of a pass; ratios are over the first one. prefill_tokens: rows of a prompt chunk. context:
+    tokens in the cache before a pass. contexts: the same for attention alone. isa: None = FORERUN_ISA, else the best.
+    num_threads: None = FORERUN_NUM_THREADS, else as many as the machine has cores.
     """
 
     config: DecoderConfig = RANDOM_1B
@@ -87,11 +86,11 @@ class KernelsPlan:
 
 @dataclass
 class Samples:
-    """One operator at one number of rows: an entry for each repeat."""
+    """The measurements of one operator at one number of rows, with an entry for each repeat."""
 
     seconds: list[float] = field(default_factory=list)
     probes: list[int] = field(default_factory=list)  # index of the round of probes just before; the next one is after
-    ratios: list[float] = field(default_factory=list)  # to the first number of rows in the same repeat
+    ratios: list[float] = field(default_factory=list)  # over the time of the first number of rows in the same repeat
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt chunk of forerun beside torch's products of the same shapes: medians, and the ratios' range."""
+    """A prompt chunk in forerun compared with torch's products of the same shapes: medians, and the ratios' range."""
 
     num_tokens: int
     seconds: float
@@ -120,7 +119,7 @@ class Prefill:
 
 
 def config_named(name: str) -> DecoderConfig:
-    """The sizes of a shape: random-1.24b, or the widened pair of `forerun demo`. Raises BadOption."""
+    """Return the sizes of a shape: random-1.24b, or the widened pair of `forerun demo`. Raises BadOption."""
     if name == "random-1.24b":
         return RANDOM_1B
     if name != "demo":
@@ -140,7 +139,7 @@ def run(plan: KernelsPlan) -> None:
     )
     with torch.inference_mode():
         ceiling = print_ceiling(model, console)
-        torch.set_num_threads(1)  # its threads would spin beside those that are measured
+        torch.set_num_threads(1)  # torch's threads would spin beside those that are measured
         bandwidths: list[float] = []
         most_rows = max(*plan.rows, plan.prefill_tokens)
         lines = measure(operators(model, ops, most_rows, plan.context, plan.contexts), plan, bandwidths)
@@ -175,7 +174,10 @@ def _make_ops(plan: KernelsPlan) -> CpuOps:
 
 
 def measure(found: Seq[Operator], plan: KernelsPlan, bandwidths: list[float]) -> list[Line]:
-    """Every operator at every number of rows; appends what the best probe read, in bytes per second."""
+    """Measure every operator at every number of rows.
+
+    Appends the readings of the fastest probe to `bandwidths`, in bytes per second.
+    """
     probes, first = Probes(torch.device("cpu"), with_torch=False), plan.rows[0]
     samples: dict[tuple[str, int], Samples] = {}
     rounds: list[dict[str, float]] = []
@@ -196,13 +198,13 @@ def measure(found: Seq[Operator], plan: KernelsPlan, bandwidths: list[float]) ->
 
 
 def _say(text: str) -> None:
-    """Progress, on a terminal's standard error, between two measurements."""
+    """Show progress on a terminal's standard error, between two measurements."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _of_the_fastest(rounds: Seq[Mapping[str, float]]) -> list[float]:
-    """What the probe with the largest median read, round by round."""
+    """Return the readings of the probe with the largest median, round by round."""
     best = max(rounds[0], key=lambda name: median(read[name] for read in rounds))
     return [read[best] for read in rounds]
 
@@ -212,7 +214,7 @@ def _prefill_rows(operator: Operator, plan: KernelsPlan) -> tuple[int, ...]:
 
 
 def _time_rows(operator: Operator, plan: KernelsPlan) -> dict[int, float]:
-    """Seconds of one run for each number of rows: the median of some, all numbers in turn; a prompt runs once."""
+    """Return the median seconds of one run for each number of rows, which take turns; a prompt runs once."""
     calls = {num_rows: operator.prepare(num_rows) for num_rows in plan.rows}
     for call in calls.values():
         call()
@@ -222,7 +224,7 @@ def _time_rows(operator: Operator, plan: KernelsPlan) -> dict[int, float]:
             taken[num_rows].append(_seconds(call))
     for num_rows in _prefill_rows(operator, plan):
         call = operator.prepare(num_rows)
-        call()  # the first one touches memory that is new
+        call()  # a first run pays for page faults
         taken[num_rows] = [_seconds(call)]
     return {num_rows: median(values) for num_rows, values in taken.items()}
 
@@ -251,7 +253,7 @@ def _line(operator: Operator, num_rows: int, samples: Samples, bandwidths: Seq[f
 
 
 def measure_prefill(model: Decoder, plan: KernelsPlan, num_threads: int) -> Prefill:
-    """A prompt chunk on an empty cache, in turn with torch's products of the same shapes and type and threads."""
+    """Measure a prompt chunk on an empty cache, in turn with torch's products of the same shapes, type and threads."""
     config, num = model.config, plan.prefill_tokens
     batch, cache = batch_of(config, 0, num), cache_behind(model, 0, num)
     products = torch_products(config, model.weight_dtype, num)
@@ -277,7 +279,7 @@ def measure_prefill(model: Decoder, plan: KernelsPlan, num_threads: int) -> Pref
 
 
 def table_of(lines: Seq[Line], first: int) -> Table:
-    """One row for each operator and number of rows; ranges are over the repeats."""
+    """Return the table with one row for each operator and number of rows; ranges are over the repeats."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("operator", no_wrap=True)
     for name in ("rows", "ms", "GB/s", "of the\nprobes", "(range)", f"t(M)/\nt({first})", "(range)"):

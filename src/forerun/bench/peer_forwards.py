@@ -1,8 +1,8 @@
-"""`forerun bench peers --forward M`: one pass of M new tokens, through forerun and through other engines.
+"""`forerun bench peers --forward M` measures one pass of M new tokens in forerun and in other engines.
 
-What verification rests on: t(M) / t(1) of each engine, and its passes beside forerun's. Every engine has only the
-target loaded and computes the logits of all M tokens in bfloat16, behind a cache that holds the same tokens in all of
-them. In every round each engine runs each M in turn; the next round begins with another engine and another M.
+The time of verification depends on t(M) / t(1) of an engine, and on how its passes compare with forerun's. Every engine
+loads the target alone and computes the logits of all M tokens in bfloat16, behind a cache with the same tokens. In
+every round each engine runs each M in turn; the next round begins with another engine and another M.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from forerun.text.terminal import make_console
 
 T = TypeVar("T")
 
-SPAN_TOKENS = 128  # passes go on behind one another for so long, then begin at the context again
-PAUSE_S = 0.03  # before each pass: threads of the engine before it may still be spinning
-NUM_PROMPTS = 32  # whose texts, over and over, are what the passes run over
+SPAN_TOKENS = 128  # passes follow each other in the text for so many tokens, then begin behind the context again
+PAUSE_S = 0.03  # before each pass, because threads of the previous engine may still be spinning
+NUM_PROMPTS = 32  # prompts that the text of the passes repeats
 WORKER = "forwards.py"
 
 
 @dataclass(frozen=True)
 class ForwardsPlan:
-    """What to measure; shape, folder, num_threads and pythons as in PeersPlan.
+    """The options of the benchmark; shape, folder, num_threads and pythons as in PeersPlan.
 
-    rows: numbers of tokens of a pass, ascending, the first one is what t(M) is divided by. context: tokens before a
-    pass, at least; up to SPAN_TOKENS more.
+    rows: ascending numbers of tokens of a pass; t(M) is divided by the time of the first. context: the least number of
+    tokens before a pass; there are up to SPAN_TOKENS more.
     """
 
     rows: tuple[int, ...]
@@ -72,7 +72,7 @@ class ForwardsPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Context, and what runs behind it."""
+        """The tokens of the context and of the passes behind it."""
         return self.context + max(SPAN_TOKENS, max(self.rows))
 
 
@@ -88,9 +88,9 @@ FLAGS = {
 def planned(
     rows: Seq[int], context: int | None, both: Mapping[str, Any], of_prompts: Mapping[str, Any]
 ) -> ForwardsPlan:
-    """A plan of what was said of either kind of run (None = nothing).
+    """Make a plan of the options of both kinds of run, where None = not given.
 
-    Raises BadOption where something was said that only means something for prompts.
+    Raises BadOption for an option that has a meaning for prompts alone.
     """
     for name, value in of_prompts.items():
         if value is not None and value != ():
@@ -100,7 +100,7 @@ def planned(
 
 
 class Forwarding(Engine, Protocol):
-    """One that runs single passes."""
+    """An engine that runs single passes."""
 
     def forward(self, past: list[int], ids: list[int]) -> Pass: ...
 
@@ -160,7 +160,7 @@ def _refuse_too_long(plan: ForwardsPlan, model: Decoder) -> None:
 
 
 def text_of(checkpoint: Checkpoint, num_tokens: int) -> list[int]:
-    """So many ids: held-out prompts one after the other, over and over."""
+    """Return `num_tokens` ids of held-out prompts one after the other, repeated as often as needed."""
     assert checkpoint.tokenizer is not None
     prompts = latency.read_prompts(latency.Plan(num_prompts=NUM_PROMPTS))
     ids = checkpoint.tokenizer.encode("\n".join(text for _, text in prompts))
@@ -171,7 +171,7 @@ def text_of(checkpoint: Checkpoint, num_tokens: int) -> list[int]:
 
 
 class OwnForward:
-    """forerun in this process: a pass as an engine's step runs it, logits of every token included."""
+    """forerun in this process, which runs a pass as an engine's step does, with the logits of every token."""
 
     def __init__(self, model: Decoder, config: EngineConfig, num_tokens: int) -> None:
         self.name, self.idle_cpu_s, self.about = OWN, 0.0, about_own(model)
@@ -187,7 +187,7 @@ class OwnForward:
         self._runner, self._held = Runner(model, cache), list[int]()
 
     def forward(self, past: list[int], ids: list[int]) -> Pass:
-        """One pass over `ids` behind `past`, which is brought into the cache before the clock starts."""
+        """Run one pass over `ids` behind `past`, which is written to the cache before the clock starts."""
         cache = self._runner.cache
         if self._held[: len(past)] == past:
             cache.truncate_to(0, len(past))
@@ -206,10 +206,10 @@ class OwnForward:
 def measure(
     engines: Seq[Forwarding], text: list[int], plan: ForwardsPlan, left_out: dict[str, str], bandwidths: list[float]
 ) -> Passes:
-    """A round to warm up, then so many that count; in each, every M runs through one engine after the other.
+    """Run a round to warm up, then the rounds that count; in each, every M runs in one engine after the other.
 
-    All engines run an M at the same place of the text. An engine that fails is dropped, and `left_out` hears why;
-    appends to `bandwidths` what memory gives at the beginning of each round, in bytes per second.
+    All engines run an M at the same place of the text. An engine that fails is dropped, and the reason is put into
+    `left_out`. Appends the memory's bytes per second at the beginning of each round to `bandwidths`.
     """
     running, end, round_passes = list(engines), plan.context, list[dict[tuple[str, int], Pass]]()
     probes = Probes(torch.device("cpu"))
@@ -235,7 +235,7 @@ def measure(
 
 
 def _turn(engine: Forwarding, past: list[int], ids: list[int], own: Forwarding) -> Pass:
-    """One pass, alone; processor time that forerun takes while another engine runs is noted."""
+    """Run one pass alone, and note the processor time that forerun takes while another engine runs."""
     time.sleep(PAUSE_S)
     cpu_s = time.process_time()
     try:
@@ -246,7 +246,7 @@ def _turn(engine: Forwarding, past: list[int], ids: list[int], own: Forwarding) 
 
 
 def rotated(items: Seq[T], by: int) -> list[T]:
-    """The same, beginning with another one."""
+    """Return the items in the same cyclic order, beginning with another one."""
     by %= len(items)
     return [*items[by:], *items[:by]]
 
@@ -256,10 +256,10 @@ def rotated(items: Seq[T], by: int) -> list[T]:
 
 @dataclass(frozen=True)
 class ForwardLine:
-    """One row of the table, and of the JSON: medians over the rounds, with least and largest; ratios are of one round.
+    """One row of the table and of the JSON: medians over the rounds, with least and largest.
 
-    ratio: this engine's pass over forerun's of as many tokens. growth: over its own pass of the fewest tokens.
-    num_same: tokens behind which forerun has the same best id, of num_tokens.
+    Ratios are within one round. ratio: this engine's pass / forerun's of as many tokens. growth: this engine's pass /
+    its own of the fewest tokens. num_same: tokens of num_tokens after which forerun has the same best id.
     """
 
     engine: str
@@ -274,7 +274,7 @@ class ForwardLine:
 
 
 def lines_of(passes: Passes) -> list[ForwardLine]:
-    """All rows; passes of every engine and M answer to those of the others, round by round."""
+    """Return all rows. passes: of every engine and M, in the order of the rounds."""
     first = min(num_rows for _, num_rows in passes)
     return [_line(key, some, passes[OWN, key[1]], passes[key[0], first]) for key, some in passes.items()]
 
@@ -297,7 +297,7 @@ def _line(key: tuple[str, int], passes: Seq[Pass], own: Seq[Pass], fewest: Seq[P
 
 
 def table_of(lines: Seq[ForwardLine], first: int) -> Table:
-    """One row per engine and number of tokens; ranges are over the rounds."""
+    """Return the table with one row per engine and number of tokens; ranges are over the rounds."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("engine", no_wrap=True)
     for name in ("tokens", "ms", "over\nforerun's", "(range)", f"t(M)/\nt({first})", "(range)", "same\nid"):
@@ -317,7 +317,7 @@ def table_of(lines: Seq[ForwardLine], first: int) -> Table:
 
 
 def _print_notes(plan: ForwardsPlan, bandwidths: Seq[float], num_bytes: int, console: Console) -> None:
-    """How to read the table, and what memory allows: num_bytes are those of a pass."""
+    """Print how to read the table, and the limit that memory sets. num_bytes: the bytes that a pass reads."""
     slowest, middle, fastest = (f(bandwidths) for f in (min, median, max))
     console.print(
         f"memory gave {middle / 1e9:.1f} GB/s at the beginning of the rounds, {slowest / 1e9:.1f} to "

@@ -1,6 +1,6 @@
-"""Another engine as a child process in an environment of its own: started, asked one thing at a time, ended.
+"""Another engine as a child process in its own environment: starts it, asks it one question at a time, ends it.
 
-What it is asked and how it answers is written in peer_workers/worker.py, and for single passes in forwards.py there.
+peer_workers/worker.py describes questions and answers, and forwards.py beside it those of single passes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOAD_LIMIT_S = 3600.0  # conversions included
 RUN_LIMIT_S = 600.0
 END_LIMIT_S = 20.0
 
-# What was installed when this was written, and worked. torch first: other packages ask for a build with CUDA.
+# Versions with which this was written and tested. torch comes first, because other packages ask for a build with CUDA.
 INSTALL = {
     "transformers": "{0}/bin/pip install torch==2.13.0 transformers==5.23.0",
     "openvino": (
@@ -33,15 +33,15 @@ INSTALL = {
 
 
 class PeerError(Exception):
-    """A peer cannot be had, failed or died: one sentence that says why. The benchmark goes on without it."""
+    """A peer cannot be started, failed or died; the message says why. The benchmark continues without it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One generate call.
+    """The result of one generate call.
 
-    tokens: the new ids. seconds: wall time of the call, prompt included; first_s: of that until the first tokens were
-    there, num_first of them.
+    tokens: the new ids. seconds: wall time of the call, prompt included. first_s: the part of it until the first tokens
+    came. num_first: how many tokens came then.
     """
 
     tokens: list[int]
@@ -55,14 +55,14 @@ class Outcome:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Of what came after the first tokens; None where all came at once."""
+        """The tokens per second after the first tokens; None where all tokens came at once."""
         rest = len(self.tokens) - self.num_first
         return rest / (self.seconds - self.first_s) if rest > 0 and self.seconds > self.first_s else None
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward pass. best: for each of its tokens the id of the largest logit behind it, lowest id on ties."""
+    """The result of one forward pass. best: for each token the id of the largest logit after it, lowest id on ties."""
 
     seconds: float
     best: list[int]
@@ -70,9 +70,10 @@ class Pass:
 
 @dataclass(frozen=True)
 class Question:
-    """What a peer is to load; folders are checkpoints, `work` is for what it has to convert.
+    """The models that a peer is to load.
 
-    worker: the script that it runs; forwards.py needs nothing but the target.
+    target, draft: checkpoint folders. work: the folder for conversions. worker: the script that it runs; forwards.py
+    needs the target alone.
     """
 
     target: Path
@@ -84,13 +85,13 @@ class Question:
     worker: str = "worker.py"
 
     def as_json(self) -> dict[str, Any]:
-        """The first line that a worker reads."""
+        """Return the first line that a worker reads, as JSON values."""
         paths = {"target": str(self.target), "draft": None if self.draft is None else str(self.draft)}
         return {**vars(self), **paths, "work": str(self.work)}
 
 
 class PeerProcess:
-    """A started peer that has loaded its models; raises PeerError where it cannot.
+    """A started peer that has loaded its models. Raises PeerError where that fails.
 
     about: what runs there, in words. idle_cpu_s: processor time that it took while it had nothing to do.
     """
@@ -126,13 +127,13 @@ class PeerProcess:
         return Outcome(**reply)
 
     def forward(self, past: list[int], ids: list[int]) -> Pass:
-        """One pass over `ids` behind `past`. Raises PeerError."""
+        """Run one pass over `ids` behind `past`. Raises PeerError."""
         reply = self.ask({"past": past, "ids": ids}, RUN_LIMIT_S)
         self.idle_cpu_s += reply.pop("idle_cpu_s")
         return Pass(**reply)
 
     def ask(self, question: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """One line there and one back. Raises PeerError for an answer that is an error, a dead process, no answer."""
+        """Send one line and read one line. Raises PeerError for an error, a dead process, and where no answer comes."""
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(question) + "\n")
@@ -153,9 +154,9 @@ class PeerProcess:
         raise PeerError(reply["error"])
 
     def close(self) -> None:
-        """End the process: its input ends, and it is killed if that does not help."""
+        """End the process by closing its input, and kill it where it does not end."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # what was never read cannot be written any more
+        with contextlib.suppress(OSError):  # a dead process cannot take what is still in the buffer
             self._process.stdin.close()
         try:
             self._process.wait(END_LIMIT_S)
@@ -178,14 +179,14 @@ class PeerProcess:
 
 
 def how_to_install(name: str) -> str:
-    """The commands that make an environment for a peer, and the option that names it."""
+    """Return the commands that make an environment for a peer, and the option that names it."""
     folder = f"peer-{name}"
     commands = f"python3 -m venv {folder} && {INSTALL[name].format(folder)}"
     return f"make an environment with `{commands}` and add --{name}-python {folder}/bin/python"
 
 
 def environment(python: Path, num_threads: int) -> dict[str, str]:
-    """The variables of a peer: no search path of ours in another environment, no network, no usage statistics."""
+    """Return the variables of a peer's process: without our search path, network, and usage statistics."""
     ours = {"PYTHONPATH", "PYTHONHOME"} if str(python) != sys.executable else set()
     kept = {name: value for name, value in os.environ.items() if name not in ours}
     # openvino's tools send statistics of their use, except where CI says so.

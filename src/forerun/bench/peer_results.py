@@ -1,4 +1,4 @@
-"""What `forerun bench peers` makes of its runs: rates, ratios with their spread, whose text differs where, a table."""
+"""The results of `forerun bench peers`: rates, ratios with their range, where texts differ, and a table."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Gap = Callable[[int, int], tuple[float, int]]  # (run, position) -> forerun's to
 class Divergence:
     """Where a text first differs from forerun's plain text.
 
-    run: index of the run. position: of the token in the output, from 0. own, other: the ids, None behind the end.
-    top2_gap: between forerun's two best logits there; a small one is a near tie, decided by rounding. is_second: the
+    run: index of the run. position: index of the token in the output, from 0. own, other: the ids, None behind the end.
+    top2_gap: difference of forerun's two best logits there; where it is small, rounding decides. is_second: whether the
     other engine took forerun's second best.
     """
 
@@ -39,7 +39,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class PeerLine:
-    """One row of the table, and of the JSON. Ratios are those of forerun's best configuration over this one."""
+    """One row of the table and of the JSON. Ratios are forerun's best configuration / this one."""
 
     engine: str
     configuration: str
@@ -54,15 +54,16 @@ class PeerLine:
 
 
 def best_of(runs: Runs, engine: str) -> Variant:
-    """An engine's configuration with the largest geometric mean of tokens per second over the same runs.
+    """Return an engine's configuration with the largest geometric mean of tokens per second over the same runs.
 
-    Unlike a median's, its order is that of the ratios run by run: prompts differ more than configurations do.
+    A geometric mean ranks configurations by their ratios run by run. A median would not, because prompts differ more
+    than configurations do.
     """
     return max((v for v in runs if v[0] == engine), key=lambda v: geometric_mean(o.tokens_per_s for o in runs[v]))
 
 
 def lines_of(runs: Runs, gap: Gap) -> list[PeerLine]:
-    """All rows; runs of every variant answer to those of the others, one by one."""
+    """Return all rows. runs: of every variant, in the same order of prompts and repeats."""
     best, plain = runs[best_of(runs, OWN)], runs[OWN, PLAIN]
     return [_line(variant, outcomes, best, plain, gap) for variant, outcomes in runs.items()]
 
@@ -106,7 +107,7 @@ def _divergence(run: int, own: Seq[int], other: Seq[int], gap: Gap) -> Divergenc
 
 
 def table_of(lines: Seq[PeerLine]) -> Table:
-    """One row per engine and configuration."""
+    """Return the table with one row per engine and configuration."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("engine", no_wrap=True)
     table.add_column("configuration", overflow="fold")
@@ -126,7 +127,7 @@ def table_of(lines: Seq[PeerLine]) -> Table:
 
 
 def ratio_text(line: PeerLine) -> str:
-    """The median of the ratios with the least and the largest of them."""
+    """Write the median of the ratios with the least and the largest of them."""
     return f"{line.ratio:.2f}x ({line.ratio_range[0]:.2f}..{line.ratio_range[1]:.2f})"
 
 
@@ -135,7 +136,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def print_notes(lines: Seq[PeerLine], runs: Runs, prompt_ids: Seq[str], console: Console) -> None:
-    """How to read the table, forerun's best against each peer's best, and where texts differ."""
+    """Print how to read the table, forerun's best against each peer's best, and where texts differ."""
     best = best_of(runs, OWN)
     console.print(
         "tok/s: new tokens over the wall time of one generate call, prompt included, median over the runs; decode: "
@@ -158,7 +159,7 @@ def print_notes(lines: Seq[PeerLine], runs: Runs, prompt_ids: Seq[str], console:
 
 
 def _divergences_text(divergences: Seq[Divergence], num_runs: int, prompt_ids: Seq[str]) -> str:
-    """The one that is hardest to call a near tie stands for all of them; JSON has every one."""
+    """Describe the differences by the one with the largest gap of logits; the JSON has all of them."""
     worst = max(divergences, key=lambda d: d.top2_gap)
     choice = "forerun's second best" if worst.is_second else "neither of forerun's two best"
     return (

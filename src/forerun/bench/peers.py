@@ -1,10 +1,10 @@
-"""`forerun bench peers`: the same checkpoint, prompts and threads through forerun and through other engines.
+"""`forerun bench peers` runs the same checkpoint, prompts and threads in forerun and in other engines.
 
-Greedy, in bfloat16, one request at a time, every engine in an environment of its own. All engines are loaded before
-the first run, and take turns prompt by prompt in one run, for a shared machine is faster in one minute than in the
-next; each prompt begins with another engine. Only one of them works at any time, which is checked: the processor time
-of those that wait is printed. peer_process.py talks to a peer, peer_results.py makes numbers of the runs;
-peer_forwards.py compares single passes instead.
+All decode greedily in bfloat16, one request at a time, and every engine has its own environment. All engines are loaded
+before the first run and take turns prompt by prompt, because a shared machine is faster in one minute than in the next;
+each prompt begins with another engine. Only one engine may work at any time: the processor time of those that wait is
+printed. peer_process.py talks to a peer, peer_results.py computes the numbers; peer_forwards.py compares single passes
+instead.
 """
 
 from __future__ import annotations
@@ -42,17 +42,19 @@ from forerun.text.terminal import make_console
 from forerun.types import SamplingParams, StepReport
 
 WARM_UP_TOKENS = 16
-LOOKUP_MAX_N = 3  # as lookup's own default, for all engines
-DISK_COPIES = 2.2  # of the weights in a working folder: the checkpoint, what a peer converts it to, and small files
+LOOKUP_MAX_N = 3  # for all engines; it is lookup's default
+DISK_COPIES = (
+    2.2  # a working folder has the weights twice, as the checkpoint and as a peer's conversion, and small files
+)
 
 
 @dataclass(frozen=True)
 class PeersPlan:
-    """What to measure.
+    """The options of the benchmark.
 
-    shape: preset of widen, "none" = the target as it is, None = llama-3.2-1b for the shipped target. folder: where the
-    widened model and conversions are kept, None = a temporary one. num_threads: None = as many as forerun's operators
-    take. pythons: interpreter of each peer's environment, None = this one.
+    shape: preset of widen, "none" = the target as it is, None = llama-3.2-1b for the shipped target. folder: keeps the
+    widened model and conversions, None = a temporary one. num_threads: None = as many as forerun's operators take.
+    pythons: interpreter of each peer's environment, None = this one.
     """
 
     shape: str | None = None
@@ -67,14 +69,17 @@ class PeersPlan:
 
 
 def planned(context: int | None, both: Mapping[str, Any], of_prompts: Mapping[str, Any]) -> PeersPlan:
-    """A plan of what was said of either kind of run and of prompts (None and () = nothing). Raises BadOption."""
+    """Make a plan of the options of both kinds of run and of prompts, where None and () = not given.
+
+    Raises BadOption for an option that has a meaning for single passes alone.
+    """
     if context is not None:
         raise BadOption(f"--context {context} is not possible without --forward: drop it, or say --forward 8")
     return PeersPlan(**{k: v for k, v in {**both, **of_prompts}.items() if v is not None and v != ()})
 
 
 class Engine(Protocol):
-    """forerun, or a peer. about: what runs there. idle_cpu_s: processor time that it took while it had to wait."""
+    """forerun or a peer. about: what runs there. idle_cpu_s: processor time that it took while it had to wait."""
 
     name: str
     about: str
@@ -82,7 +87,7 @@ class Engine(Protocol):
 
 
 class Generating(Engine, Protocol):
-    """One that continues prompts."""
+    """An engine that continues prompts."""
 
     configurations: list[str]
 
@@ -125,7 +130,7 @@ def run(config: EngineConfig, plan: PeersPlan) -> None:
 
 
 def print_engines(engines: Seq[Engine], left_out: Mapping[str, str], busy_s: float, console: Console) -> None:
-    """What ran, what did not, and that those who waited were quiet; busy_s: seconds of all runs."""
+    """Print which engines ran, which did not, and the processor time of waiting ones. busy_s: seconds of all runs."""
     for engine in engines:
         console.print(f"{engine.name}: {engine.about}")
     for name, why in left_out.items():
@@ -135,7 +140,7 @@ def print_engines(engines: Seq[Engine], left_out: Mapping[str, str], busy_s: flo
 
 
 def set_num_threads(wanted: int | None) -> int:
-    """Threads of forerun's operators and of torch's, which are those of every engine: as wanted, else as there are."""
+    """Set and return the threads of every engine, forerun's and torch's operators included. wanted: None = default."""
     if wanted is not None:
         os.environ["FORERUN_NUM_THREADS"] = str(wanted)
     num_threads = native.num_threads()
@@ -144,7 +149,7 @@ def set_num_threads(wanted: int | None) -> int:
 
 
 def checked(config: EngineConfig, pythons: Mapping[str, Path | None]) -> EngineConfig:
-    """bfloat16 on a CPU is what all engines have in common; interpreters that are named must be there."""
+    """Return the configuration in bfloat16 on a CPU, which all engines can run. Raises BadOption and NotFound."""
     for name, allowed in (("dtype", "bfloat16"), ("device", "cpu")):
         if getattr(config, name) not in ("auto", allowed):
             value = getattr(config, name)
@@ -159,7 +164,7 @@ def checked(config: EngineConfig, pythons: Mapping[str, Path | None]) -> EngineC
 
 
 def open_own(config: EngineConfig, plan: PeersPlan, work: Path, num_threads: int) -> tuple[OwnEngine, Question]:
-    """forerun on the target that all engines read, and what the others are to load.
+    """Open forerun on the target that all engines read, and return it with the models that the others are to load.
 
     Only the shipped target has a draft model that need not be named. Raises UserError, CapacityError.
     """
@@ -181,7 +186,7 @@ def open_own(config: EngineConfig, plan: PeersPlan, work: Path, num_threads: int
 
 
 def open_target(config: EngineConfig, shape: str | None, work: Path) -> Checkpoint:
-    """The target that all engines read, in forerun; shape as in PeersPlan. Raises UserError, CapacityError."""
+    """Load the target that all engines read, in forerun; shape as in PeersPlan. Raises UserError, CapacityError."""
     source = locate(config.target) if config.target is not None else SHIPPED_TARGET
     shape = shape or ("llama-3.2-1b" if config.target is None else "none")
     folder = source if shape == "none" else widened(source, shape, work)
@@ -190,9 +195,9 @@ def open_target(config: EngineConfig, shape: str | None, work: Path) -> Checkpoi
 
 
 def widened(source: Path, shape: str, work: Path) -> Path:
-    """The folder of the widened target below `work`, written once.
+    """Return the folder of the widened target below `work`; it is written where it does not exist.
 
-    Raises BadOption where another model is there already, CapacityError where the disk has no room.
+    Raises BadOption where the folder has another model, CapacityError where the disk has no room.
     """
     config = read_config(read_raw_config(source))
     wide = shape_named(shape, config)
@@ -208,19 +213,19 @@ def widened(source: Path, shape: str, work: Path) -> Path:
             f"{work} has {free / 1e9:.1f} GB free and the models take {needed / 1e9:.1f} GB: name a --folder with room"
         )
     say(f"writing {folder} ...")
-    with tempfile.TemporaryDirectory(prefix=f"{shape}-", dir=work) as partial:  # an interrupted writing leaves nothing
+    with tempfile.TemporaryDirectory(prefix=f"{shape}-", dir=work) as partial:  # an interruption leaves no files
         write_widened(source, Path(partial) / shape, wide)
         (Path(partial) / shape).rename(folder)
     return folder
 
 
 def about_own(model: Decoder) -> str:
-    """What computes in forerun."""
+    """Describe the operators that forerun runs."""
     return f"{model.ops.build}, {model.ops.num_threads} threads, {str(model.weight_dtype).removeprefix('torch.')}"
 
 
 def say(text: str) -> None:
-    """Progress, on standard error. Nothing is animated: that would take time from the engine that runs."""
+    """Print progress on standard error, without animation, which would take time from the engine that runs."""
     make_console(stderr=True).print(text)
 
 
@@ -228,7 +233,7 @@ def say(text: str) -> None:
 
 
 class OwnEngine:
-    """forerun in this process: one LLM per configuration over the same weights."""
+    """forerun in this process, with one LLM per configuration over the same weights."""
 
     def __init__(
         self, checkpoint: Checkpoint, config: EngineConfig, draft: Path | None, spec_lengths: Seq[int]
@@ -236,7 +241,7 @@ class OwnEngine:
         model = checkpoint.model
         self.name, self.idle_cpu_s, self.checkpoint = OWN, 0.0, checkpoint
         self.draft: Checkpoint | None = None
-        # A prompt that was run before would be found in the cache; the others have no such cache either.
+        # The prefix cache is off, because the other engines have none, and a repeated prompt would be found in it.
         options = {**config.options(), "max_batch_size": 1, "prefix_caching": False}
         drafts: dict[str, str | Checkpoint] = {"lookup": f"lookup:max_n={LOOKUP_MAX_N}"}
         if draft is not None:
@@ -253,7 +258,7 @@ class OwnEngine:
         self.about = about_own(model)
 
     def encode(self, text: str) -> list[int]:
-        """A prompt as the ids that all engines get."""
+        """Return a prompt as the ids that all engines get."""
         return self._llms[PLAIN].tokenizer.encode(text)
 
     def generate(self, configuration: str, ids: list[int], max_tokens: int) -> Outcome:
@@ -275,7 +280,7 @@ class OwnEngine:
         return Outcome(output.token_ids, seconds, first - start, num_first)
 
     def top2_gap(self, ids: list[int], position: int) -> tuple[float, int]:
-        """Of plain decoding at one position of the output: gap of the two best logits, and the id of the second."""
+        """Return the gap of the two best logits at one position of the plain output, and the id of the second best."""
         params = SamplingParams(max_tokens=position + 1, temperature=0, ignore_eos=True, logprobs=2)
         (output,) = self._llms[PLAIN].generate([ids], params)
         assert output.logprobs is not None
@@ -286,7 +291,7 @@ class OwnEngine:
 def start_peers(
     pythons: Mapping[str, Path | None], question: Question, left_out: dict[str, str], stack: ExitStack
 ) -> list[PeerProcess]:
-    """Every peer that can be had; `left_out` hears why the others cannot, the stack ends them."""
+    """Start every peer that can be started. `left_out` gets the reasons of the others; the stack ends them all."""
     peers = []
     for name in INSTALL:
         say(f"loading {name} ...")
@@ -304,9 +309,10 @@ def start_peers(
 
 
 def measure(engines: Seq[Generating], prompts: Seq[list[int]], max_tokens: int, left_out: dict[str, str]) -> Runs:
-    """All configurations of all engines, warmed up, then in turns prompt by prompt; each prompt begins with another.
+    """Run all configurations of all engines, first to warm up, then in turns prompt by prompt.
 
-    A peer's configuration that fails is dropped, and `left_out` hears why.
+    Each prompt begins with another configuration. A peer's configuration that fails is dropped, and the reason is put
+    into `left_out`.
     """
     runs: dict[Variant, list[Outcome]] = {(e.name, name): [] for e in engines for name in e.configurations}
     by_name = {engine.name: engine for engine in engines}

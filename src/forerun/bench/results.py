@@ -1,6 +1,6 @@
-"""What `forerun bench latency` makes of its measurements: rates, costs, predictions, a table and one JSON line.
+"""The results of `forerun bench latency`: rates, costs, predictions, a table and one JSON line.
 
-Beside each speed-up stands what theory expects of the measured ingredients (docs/exactness.md):
+Each speed-up is shown beside the one that theory predicts from measured costs (docs/exactness.md):
 
     c      seconds per drafted token / seconds of a plain target pass
     v(K)   target pass over K+1 tokens / target pass over one
@@ -29,12 +29,12 @@ from forerun.models.layers import Decoder
 from forerun.theory import formulas
 from forerun.types import StepReport
 
-FULL_DRAFTS = 0.8  # share of steps with a full draft from which on a formula for fixed K means something
+FULL_DRAFTS = 0.8  # least share of steps with a full draft for which a formula with fixed K is shown
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is compared: a drafter and how far it drafts (0 = plain decoding)."""
+    """A drafter, and how far it drafts (0 = plain decoding)."""
 
     draft: str
     spec_length: int
@@ -42,7 +42,7 @@ class Variant:
 
 @dataclass
 class Tally:
-    """All runs of one variant at one temperature; seconds_per_token has one entry per run, in the order of runs."""
+    """The runs of one variant at one temperature; seconds_per_token has one entry per run, in order."""
 
     variant: Variant
     temperature: float
@@ -51,13 +51,13 @@ class Tally:
     draft_forward_s: list[float] = field(default_factory=list)  # per step
 
     def total(self, name: str) -> int:
-        """Sum of one count over all steps."""
+        """Return the sum of one count over all steps."""
         return sum(getattr(step, name) for step in self.steps)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table, and of the JSON. Rates and predictions are None where nothing was counted."""
+    """One row of the table and of the JSON. Rates and predictions are None where nothing was counted."""
 
     draft: str
     spec_length: int
@@ -70,21 +70,21 @@ class Line:
     acceptance_rate: float | None
     c: float | None
     v: float | None
-    overhead_share: float  # of a step's time, outside of model forwards
+    overhead_share: float  # share of a step's time outside of model forwards
     theorem_3_8: float | None
-    expected: float | None  # with the measured costs
+    expected: float | None  # the prediction with measured costs
 
 
 # ---------------------------------------------------------------------------------------------------------- numbers
 
 
 def plain_pass_s_of(tallies: Iterable[Tally]) -> float:
-    """Seconds of a plain pass, over all temperatures: a forward pass does not know of any."""
+    """Return the seconds of a plain pass, over all temperatures, because a forward pass does not depend on them."""
     return median(step.target_forward_s for t in tallies if t.variant.spec_length == 0 for step in t.steps)
 
 
 def line_of(tally: Tally, plain: Tally, plain_pass_s: float) -> Line:
-    """The rates and predictions of a tally, beside plain decoding of the same prompts in the same run."""
+    """Compute rates and predictions of a tally. plain: plain decoding of the same prompts in the same run."""
     spec_length = tally.variant.spec_length
     ratios = [a / b for a, b in zip(plain.seconds_per_token, tally.seconds_per_token, strict=True)]
     drafted, tested, accepted = (tally.total(n) for n in ("num_drafted", "num_tested", "num_accepted"))
@@ -117,13 +117,16 @@ def line_of(tally: Tally, plain: Tally, plain_pass_s: float) -> Line:
 
 
 def _overheads(tally: Tally) -> list[float]:
-    """Seconds of each step outside of model forwards."""
+    """Return the seconds of each step outside of model forwards."""
     pairs = zip(tally.steps, tally.draft_forward_s, strict=True)
     return [step.seconds - step.target_forward_s - draft_s for step, draft_s in pairs]
 
 
 def _draft_cost(tally: Tally, plain_pass_s: float) -> float | None:
-    """c: seconds per drafted token over a plain pass; the median, for the first draft also catches up the prompt."""
+    """Return c, the seconds per drafted token / of a plain pass.
+
+    It is the median over steps, because the first draft also catches up with the prompt.
+    """
     costs = [step.draft_s / step.num_drafted for step in tally.steps if step.num_drafted]
     return median(costs) / plain_pass_s if costs else None
 
@@ -138,7 +141,7 @@ def _verify_cost(tally: Tally, plain_pass_s: float, spec_length: int) -> float |
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The fastest that plain decoding can be: every weight read once per token at the measured bandwidth."""
+    """The limit of plain decoding, which reads every weight once per token, at the measured bandwidth."""
 
     bytes_per_pass: int
     bytes_per_s: float
@@ -146,12 +149,12 @@ class Ceiling:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second without speculation."""
+        """The most tokens per second without speculation."""
         return self.bytes_per_s / self.bytes_per_pass
 
 
 def print_ceiling(model: Decoder, console: Console) -> Ceiling:
-    """Measure the memory's bandwidth and say what it allows."""
+    """Measure the memory's bandwidth, and print the limit that it sets."""
     found = bandwidth.measure(model.device)
     ceiling = Ceiling(model.bytes_per_pass, found.bytes_per_s, found.probe)
     console.print(
@@ -162,7 +165,7 @@ def print_ceiling(model: Decoder, console: Console) -> Ceiling:
 
 
 def table_of(lines: Seq[Line]) -> Table:
-    """One row per variant and temperature."""
+    """Return the table with one row per variant and temperature."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("T", justify="right", no_wrap=True)
     table.add_column("draft", overflow="fold", min_width=7)
@@ -193,7 +196,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def print_notes(lines: Seq[Line], ceiling: Ceiling, console: Console) -> None:
-    """How to read the table, and which length was best at each temperature and drafter."""
+    """Print how to read the table, and which length was best for each temperature and drafter."""
     plain = next(line for line in lines if line.spec_length == 0)
     console.print(
         f"plain decoding reaches {plain.tokens_per_s / ceiling.tokens_per_s:.0%} of its ceiling; Thm 3.8 = A/(cK + 1); "
@@ -213,7 +216,7 @@ def print_notes(lines: Seq[Line], ceiling: Ceiling, console: Console) -> None:
 
 
 def record_of(lines: Seq[Line], model: Decoder, drafts: Seq[Decoder], ceiling: Ceiling) -> dict[str, Any]:
-    """The measurement as JSON: what ran, on what, and every line of the table."""
+    """Return the measurement as JSON: what ran, on which machine, and every line of the table."""
     return {
         "shape": describe(model.config),
         "num_parameters": num_parameters(model.config),

@@ -1,6 +1,6 @@
-"""Widened models for measurements: the presets, whole checkpoints widened in memory or into a folder, what they weigh.
+"""Widens whole checkpoints for measurements, in memory or into a folder, to preset or given shapes.
 
-How the function survives is told in models/widening.py.
+models/widening.py explains why a widened model computes the same function.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SHAPES = {
     "llama-3.2-3b": WideShape(3072, 28, 24, 8, 8192, head_dim=128, vocab_size=128256),
 }
 PROMPTS = DATA / "prompts.jsonl"
-SHARD_BYTES = 1 << 29  # of a written folder: up to two shards are in memory beside the model
+SHARD_BYTES = 1 << 29  # of a shard of a written folder; up to two of them are in memory beside the model
 
 
 def shape_named(name: str, config: DecoderConfig) -> WideShape:
-    """A preset for a trained model; it gets as many layers as the model has, at least.
+    """Return a preset for a trained model, with at least as many layers as the model has.
 
     Raises BadOption for an unknown name.
     """
@@ -51,9 +51,10 @@ def shape_named(name: str, config: DecoderConfig) -> WideShape:
 
 
 def widen_checkpoint(checkpoint: Checkpoint, shape: WideShape, ops: ReferenceOps | None = None) -> Checkpoint:
-    """A checkpoint, loaded with the reference operators, in a larger shape in memory; ops: None = the same.
+    """Widen a checkpoint, which must be loaded with the reference operators, in memory.
 
-    End ids stay, the tokenizer gets tokens for new ids. Raises as `widen` and `grow`.
+    ops: the operators of the result, None = the same. End ids stay, and the tokenizer gets tokens for new ids. Raises
+    as `widen` and `grow`.
     """
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     grown = _grown_tokenizer(checkpoint, shape)
@@ -65,9 +66,9 @@ def widen_checkpoint(checkpoint: Checkpoint, shape: WideShape, ops: ReferenceOps
 
 
 def with_positions(checkpoint: Checkpoint, num: int) -> Checkpoint:
-    """The same weights, shared with the checkpoint, for texts of so many tokens.
+    """Return a checkpoint that shares the weights and takes texts of `num` tokens.
 
-    To measure what such texts take: what is said beyond the positions the model was trained for means nothing.
+    It is for measuring the time of such texts; what the model says beyond its trained positions means nothing.
     """
     model = copy.copy(checkpoint.model)
     model.config = dataclasses.replace(model.config, max_positions=num)
@@ -103,7 +104,7 @@ def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShap
 
 
 def _grown_tokenizer(checkpoint: Checkpoint, shape: WideShape) -> str | None:
-    """tokenizer.json with tokens for new ids; None where there are no new ids, or no tokenizer."""
+    """Return tokenizer.json with tokens for new ids; None where there are no new ids, or no tokenizer."""
     have, file = checkpoint.model.config.vocab_size, checkpoint.folder / "tokenizer.json"
     if shape.vocab_size is None or shape.vocab_size <= have or not file.is_file():
         return None
@@ -111,22 +112,22 @@ def _grown_tokenizer(checkpoint: Checkpoint, shape: WideShape) -> str | None:
 
 
 def _stored_dtype(folder: str | Path) -> torch.dtype:
-    """The type that config.json names, float32 where it names none."""
+    """Return the type that config.json names, float32 where it names none."""
     raw = read_raw_config(folder)
     dtype = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype") or "float32"), None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-# ---------------------------------------------------------------------------------------------------- what it weighs
+# ------------------------------------------------------------------------------------------ sizes of widened models
 
 
 def num_parameters(config: DecoderConfig) -> int:
-    """Number of weights of a decoder."""
+    """Return the number of weights of a decoder."""
     return sum(math.prod(shape) for shape in parameter_shapes(config).values())
 
 
 def describe(config: DecoderConfig) -> str:
-    """The shape in words, for the line beside a number."""
+    """Return the shape in words, for the line beside a number."""
     return (
         f"hidden {config.hidden_size}, {config.num_layers} layers, ffn {config.ffn_size}, "
         f"{config.num_heads}/{config.num_kv_heads} heads of {config.head_dim}, {config.vocab_size} ids"
@@ -134,7 +135,7 @@ def describe(config: DecoderConfig) -> str:
 
 
 def load_widened(config: EngineConfig, shape: str, console: Console) -> Checkpoint:
-    """The target in the wanted shape, with a line that says what it is and how long that took."""
+    """Load the target in the wanted shape, and print a line that says what it is and how long that took."""
     start, note = time.perf_counter(), ""
     with make_console(stderr=True).status("loading the target ...") as status:
         if shape == "none":
@@ -154,7 +155,7 @@ def load_widened(config: EngineConfig, shape: str, console: Console) -> Checkpoi
 
 
 def draft_name(config: EngineConfig) -> str:
-    """The draft model that the configuration names, or the shipped one. Raises BadOption for any other drafter."""
+    """Return the draft model that the configuration names, or the shipped one. Raises BadOption for other drafters."""
     spec = config.draft if config.draft != "none" else "auto"
     method, options = drafters.resolve(spec, has_shipped_draft=True)
     if method != "model":
@@ -165,9 +166,9 @@ def draft_name(config: EngineConfig) -> str:
 
 
 def load_widened_draft(config: EngineConfig, target: Checkpoint, shape: str) -> Checkpoint:
-    """The draft model that the configuration names, or the shipped one, in the wanted shape.
+    """Load the draft model that the configuration names, or the shipped one, in the wanted shape.
 
-    It has the target's type, device and operators.
+    It gets the target's type, device and operators.
     """
     model = target.model
     checkpoint = load_checkpoint(draft_name(config), dtype=model.weight_dtype, device=model.device, with_tokenizer=True)

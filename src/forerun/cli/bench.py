@@ -1,4 +1,4 @@
-"""The commands `forerun bench ...`: parse and call. torch is imported when a command runs, not to print help."""
+"""The commands `forerun bench ...`, which parse and call. torch is imported when one runs, not to print help."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def latency(
     kv_cache_backend: flags.CacheBackend = None,
     config: flags.ConfigFile = None,
 ) -> None:
-    """Plain decoding against every drafter on held-out prompts, with the theory's prediction beside the speed-up."""
+    """Compare plain decoding with every drafter on held-out prompts, beside the speed-up that theory predicts."""
     given = {k: v for k, v in locals().items() if k not in ("draft", "spec_length")}
     from forerun.bench import latency as bench
 
@@ -165,7 +165,7 @@ def peers(
     kv_cache_backend: flags.CacheBackend = None,
     config: flags.ConfigFile = None,
 ) -> None:
-    """The same checkpoint, prompts and threads through forerun, transformers and OpenVINO: greedy, bfloat16."""
+    """Run the same checkpoint, prompts and threads in forerun, transformers and OpenVINO: greedy, bfloat16."""
     engine = flags.engine_config({k: v for k, v in locals().items() if k != "spec_length"}, config)
     from forerun.bench import peer_forwards, peers as bench
 
@@ -211,7 +211,7 @@ def throughput(
     kv_cache_backend: flags.CacheBackend = None,
     config: flags.ConfigFile = None,
 ) -> None:
-    """Many requests at once: plain decoding, fixed draft lengths and pacing=auto, in tokens per second."""
+    """Compare plain decoding, fixed draft lengths and pacing=auto with many requests at once, in tokens per second."""
     engine = flags.engine_config({k: v for k, v in locals().items() if k != "spec_length"}, config)
     from forerun.bench import throughput as bench
 
@@ -253,7 +253,7 @@ def gaps(
     kv_cache_backend: flags.CacheBackend = None,
     config: flags.ConfigFile = None,
 ) -> None:
-    """Seconds to the first token, cold and again, and gaps between tokens around a long prompt that comes in."""
+    """Measure the time to the first token, cold and cached, and the gaps between tokens while a long prompt is read."""
     engine = flags.engine_config({k: v for k, v in locals().items() if k != "spec_length"}, config)
     from forerun.bench import gaps as bench
 
@@ -282,7 +282,7 @@ def kernels(
     ] = None,
     repeats: Annotated[int, typer.Option(help="rounds, each with a bandwidth of its own", min=1)] = 5,
 ) -> None:
-    """Each operator at 1 to 64 rows: time, bytes per second, share of the measured bandwidth, and t(M)/t(1)."""
+    """Measure each operator at 1 to 64 rows: time, bytes per second, share of the bandwidth, and t(M)/t(1)."""
     from forerun.bench import kernels as bench
 
     config = bench.config_named(shape)

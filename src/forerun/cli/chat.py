@@ -1,4 +1,4 @@
-"""`forerun chat`: a conversation in the terminal, with the speed and the acceptance of every answer."""
+"""`forerun chat` holds a conversation in the terminal, and shows speed and acceptance of every answer."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ HELP = """\
 Ctrl-C stops an answer; what was written stays in the conversation. Ctrl-\\ ends the program.
 A line that ends with a backslash goes on in the next one; a message that begins with / is written with //."""
 SHIPPED_NOTE = "The shipped model knows no questions and answers: it continues the Python code that you type."
-SHIPPED_MAX_TOKENS = 128  # it seldom ends by itself
+SHIPPED_MAX_TOKENS = 128  # the shipped model seldom ends an answer by itself
 FORGOTTEN = "nothing was answered, so this message is forgotten"
 
 
 @dataclass
 class Numbers:
-    """A listener: what the steps of one answer add up to, and when its first token came."""
+    """A listener that adds up the steps of one answer and notes when its first token came."""
 
     started_s: float = field(default_factory=time.perf_counter)
     first_s: float | None = None  # the end of the first step that committed
@@ -71,7 +71,7 @@ class Numbers:
 
 
 class Chat:
-    """One conversation over an LLM. params: of every answer. system: the first message, if any."""
+    """One conversation with an LLM. params: those of every answer. system: the first message, if any."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
         self.llm, self.params = llm, params
@@ -83,10 +83,10 @@ class Chat:
         self.messages = list(self._opening)
 
     def answer(self, text: str, out: TextIO, *, keys: bool = False) -> str:
-        """Write the answer to `out` as it grows, remember both turns, return the line of numbers.
+        """Write the answer to `out` as it grows, remember both turns, and return the line of numbers.
 
-        keys: Ctrl-C ends the answer and nothing else. Raises UserError or CapacityError where the conversation cannot
-        be continued; then this turn is forgotten, as it is where nothing was answered.
+        keys: whether Ctrl-C ends the answer and nothing else. Raises UserError or CapacityError where the conversation
+        cannot be continued; then this turn is forgotten, as it is where the answer is empty.
         """
         messages, numbers = [*self.messages, {"role": "user", "content": text}], Numbers()
         end = self.llm.listen(numbers)
@@ -103,7 +103,7 @@ class Chat:
         return numbers.summary(finish_reason)
 
     def _write(self, messages: list[Message], out: TextIO, keys: bool) -> tuple[str, str | None]:
-        """The text that was written and why it ended, None where Ctrl-C did it."""
+        """Write the answer, and return its text and why it ended; None where Ctrl-C ended it."""
         answer = ""
         with suppress(KeyboardInterrupt) if keys else nullcontext():
             for chunk in self.llm.stream(self.llm.apply_chat_template(messages), self.params):
@@ -132,14 +132,14 @@ def _one_interrupt() -> Iterator[None]:
 
 
 def open_models(config: EngineConfig) -> LLM:
-    """The LLM of a chat: one sequence at a time. A spinner turns on a terminal's standard error while it is loaded.
+    """Load the LLM of a chat, for one sequence at a time, with a spinner on a terminal's standard error.
 
     A checkpoint without a chat template is refused before its weights are fetched.
     """
     config = dataclasses.replace(config, max_batch_size=1)
     refuse_without_template(config)
     fetches = any(name is not None and is_hub_id(name) for name in (config.target, config.draft))
-    # What is fetched has bars of its own, and those of two writers on one line would scroll.
+    # Downloads have progress bars of their own, and a spinner on the same line would make them scroll.
     with nullcontext() if fetches else make_console(stderr=True).status("loading ..."):
         llm = LLM.from_config(config)
     spare_what_is_loaded()
@@ -147,7 +147,7 @@ def open_models(config: EngineConfig) -> LLM:
 
 
 def unlimited(params: SamplingParams, is_limited: bool, config: EngineConfig) -> SamplingParams:
-    """Parameters of an answer: it ends where the model ends it, unless somebody set a limit."""
+    """Return the parameters of an answer, which ends where the model ends it, unless the user set a limit."""
     if is_limited:
         return params
     return dataclasses.replace(params, max_tokens=SHIPPED_MAX_TOKENS if is_shipped(config.target) else None)
@@ -156,7 +156,7 @@ def unlimited(params: SamplingParams, is_limited: bool, config: EngineConfig) ->
 def run(llm: LLM, params: SamplingParams, system: str | None) -> None:
     """Read messages until the input ends: lines of a terminal with editing and history, or lines of a pipe."""
     chat = Chat(llm, params, system)
-    chat.llm.apply_chat_template([*chat.messages, {"role": "user", "content": "?"}])  # refuse before anybody types
+    chat.llm.apply_chat_template([*chat.messages, {"role": "user", "content": "?"}])  # refuse before the user types
     terminal = sys.stdin is not None and sys.stdin.isatty()
     if terminal:
         with suppress(ImportError):
@@ -185,7 +185,7 @@ def _obey(chat: Chat, command: str) -> str:
 
 
 def _messages(terminal: bool) -> Iterator[str]:
-    """Messages that are not blank. Ctrl-C at the prompt drops the line, as a shell does."""
+    """Yield the messages that are not blank. Ctrl-C at the prompt drops the line, as in a shell."""
     lines: list[str] = []
     while True:
         try:
@@ -207,7 +207,7 @@ def _messages(terminal: bool) -> Iterator[str]:
 
 
 def _line(prompt: str, terminal: bool) -> str | None:
-    """The next line, None where the input ends. Where standard output is no terminal, the prompt is not for it."""
+    """Read the next line; None at the end of the input. The prompt is shown on terminals only."""
     if sys.stdin is None:
         return None
     if terminal and not sys.stdout.isatty():
@@ -223,6 +223,6 @@ def _line(prompt: str, terminal: bool) -> str | None:
 
 
 def _note(text: str | None) -> None:
-    """To standard error: standard output holds the answers alone."""
+    """Write a note to standard error, because standard output has the answers alone."""
     if text is not None:
         typer.echo(text, err=True)

@@ -1,6 +1,7 @@
-"""`forerun demo`: the shipped model, widened to a size where reading its weights is what takes the time, writes code
+"""`forerun demo` writes code with the shipped model, once plainly and once with speculation.
 
-once plainly and once with speculation: the same text, and a table of how long each took.
+Both texts are the same, and a table shows how long each took. The model is widened to a size at which most of the time
+goes into reading its weights.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FALLBACK_PROMPT = 'class Stack:\n    """A last-in first-out container."""\n\n   
 
 @dataclass(frozen=True)
 class Outcome:
-    """One live run: seconds from the prompt to the last token, and what came out."""
+    """The result of one run, with the seconds from the prompt to the last token."""
 
     seconds: float
     output: RequestOutput
@@ -62,14 +63,14 @@ def run(config: EngineConfig, params: SamplingParams, shape: str, prompt: str | 
 
 
 def default_prompt() -> str:
-    """The first held-out prompt, which the shipped models have never seen."""
+    """Return the first held-out prompt, which the shipped models have never seen."""
     if not PROMPTS.is_file():
         return FALLBACK_PROMPT
     return str(json.loads(PROMPTS.read_text(encoding="utf-8").splitlines()[0])["text"])
 
 
 def verdict(plain: RequestOutput, fast: RequestOutput, params: SamplingParams, llm: LLM) -> str:
-    """Whether both texts are identical, and in which mode, type, device and build: nothing is promised beyond."""
+    """Say whether both texts are identical, and for which mode, type, device and build that holds."""
     model = llm.checkpoint.model
     rule = "greedy" if params.greedy else f"{params.acceptance or 'match'}, temperature {params.temperature}"
     dtype = str(model.weight_dtype).removeprefix("torch.")
@@ -90,7 +91,7 @@ def _draft(config: EngineConfig) -> str:
 
 
 def _warm_up(llm: LLM, prompt: str, params: SamplingParams) -> None:
-    """First runs pay for page faults and for kernels being chosen; that is no part of either mode."""
+    """Run the prompt once before the clock starts, because a first run pays for page faults and choosing kernels."""
     llm.generate(prompt, SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=params.temperature, seed=0))
 
 

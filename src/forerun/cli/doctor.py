@@ -1,4 +1,4 @@
-"""`forerun doctor`: what this machine has for forerun, what runs on it, and what would make it faster.
+"""`forerun doctor` shows what this machine has for forerun, what runs on it, and what would make it faster.
 
 torch is imported when the command runs, not to print help.
 """
@@ -32,19 +32,19 @@ _OPENMP = re.compile(r"/(lib(?:gomp|iomp5|omp)\b[^/\s]*)$")
 
 @dataclass(frozen=True)
 class Operators:
-    """What computes on this machine's processor."""
+    """The operators that run on this machine's processor."""
 
     backend: str  # "native" or "torch"
     isa: str  # the active instruction set; "reference" = torch
     available_isas: list[str]  # what FORERUN_ISA could choose, best first
-    problem: str | None  # why the extension is not there, or not the one to trust, and what to do
+    problem: str | None  # why the extension is missing or does not match its sources, and what to do
     num_threads: int
     default_dtype: str
 
 
 @dataclass(frozen=True)
 class Torch:
-    """torch, and what came into the process with it."""
+    """torch, and the libraries that it loads into the process."""
 
     version: str
     num_threads: int
@@ -54,7 +54,7 @@ class Torch:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that is printed. Sizes in bytes."""
+    """The facts that are printed. Sizes are in bytes."""
 
     version: str
     python: str
@@ -71,19 +71,19 @@ class Facts:
 
     @property
     def example_bytes(self) -> int:
-        """What the example reads per token: every weight once, in bfloat16."""
+        """The bytes that the example reads per token: every weight once, in bfloat16."""
         return 2 * EXAMPLE_PARAMETERS
 
     @property
     def example_tokens_per_s(self) -> float:
-        """The most that plain decoding of the example can reach."""
+        """The most tokens per second that plain decoding of the example can reach."""
         return self.bandwidth.bytes_per_s / self.example_bytes
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """What this machine has, and what would make forerun faster."""
+    """Show what this machine has, and what would make forerun faster."""
     facts = examine()
     if as_json:
         typer.echo(json.dumps(as_dict(facts)))
@@ -95,8 +95,8 @@ def doctor(
 
 
 def examine(root: Path = Path("/")) -> Facts:
-    """Look at this process and measure; root: where /proc and /sys are. Raises BadOption for variables of ours."""
-    load = _load_average()  # before the measuring adds to it
+    """Examine this process and measure. root: the folder of /proc and /sys. Raises BadOption for a wrong variable."""
+    load = _load_average()  # before the measurements add to it
     operators = _operators()
     with _patience():
         import torch
@@ -129,13 +129,13 @@ def examine(root: Path = Path("/")) -> Facts:
 
 
 def openmp_runtimes(maps: str) -> list[str]:
-    """File names of the OpenMP runtimes among the files of a /proc/self/maps, one per file, sorted."""
+    """Return the sorted file names of the OpenMP runtimes in a /proc/self/maps, one per file."""
     paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines()}
     return sorted(match[1] for match in map(_OPENMP.search, paths) if match)
 
 
 def as_dict(facts: Facts) -> dict[str, Any]:
-    """The facts for `--json`, what follows from them included."""
+    """Return the facts for `--json`, with the numbers and the advice that follow from them."""
     example = {
         "num_parameters": EXAMPLE_PARAMETERS,
         "dtype": "bfloat16",
@@ -160,7 +160,7 @@ def _operators() -> Operators:
 
 @contextlib.contextmanager
 def _patience() -> Iterator[None]:
-    """Something moves on a terminal while the machine is measured; nothing in a pipe."""
+    """Show a spinner on a terminal while the machine is measured."""
     from forerun.text.terminal import make_console
 
     console = make_console(stderr=True)
@@ -176,7 +176,7 @@ def _load_average() -> float | None:
 
 
 def _chosen(text: str) -> str | None:
-    """The word in brackets, as in "always [madvise] never"."""
+    """Return the word in brackets, as in "always [madvise] never"."""
     found = re.search(r"\[(\w+)\]", text)
     return found[1] if found else None
 
@@ -192,7 +192,7 @@ def _read(path: Path) -> str:
 
 
 def advice(facts: Facts) -> Iterator[str]:
-    """One sentence for each thing that somebody could change, the most important first."""
+    """Yield one sentence for each thing that the user could change, the most important first."""
     operators, cores = facts.operators, facts.cores
     if operators.problem is not None:
         yield f"{operators.problem[0].upper()}{operators.problem[1:]}."
@@ -259,7 +259,7 @@ def _print(facts: Facts) -> None:
 
 
 def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
-    """Labels and texts, in the order in which they are printed."""
+    """Yield labels and texts in the order in which they are printed."""
     operators, torch = facts.operators, facts.torch
     yield "forerun", f"{facts.version}, Python {facts.python}"
     yield "processor", facts.processor

@@ -1,4 +1,4 @@
-"""The answer to an option that a command does not have: one of another command of ours, or of another engine."""
+"""Answers an option that a command does not have with the command, or the name, under which it exists."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from forerun.registry import Place, answer, normal
 
 
 def on_command_line(words: Seq[str], option: str, context: Any) -> str | None:
-    """The answer to an option that a command does not have: one of another command of ours, or of a peer.
+    """Return the answer to an option that a command does not have; None where no command and no peer has it.
 
-    words: the command line. option: what the parser refused. context: click's, of the command that was parsed; its
-    root says what exists where.
+    words: the command line. option: the word that the parser refused. context: click's context of the parsed command,
+    whose root has all commands.
     """
     root, command, typed = context.find_root(), context.command_path, _whole_word(words, option)
     parsers = dict(_commands(root.command, root.command_path))
@@ -36,14 +36,14 @@ def on_command_line(words: Seq[str], option: str, context: Any) -> str | None:
 
 
 def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Each command with its path, as it is typed."""
+    """Yield each command with its path, as it is typed."""
     yield path, command
     for name, inner in getattr(command, "commands", {}).items():
         yield from _commands(inner, f"{path} {name}")
 
 
 def _names(command: Any) -> Mapping[str, str]:
-    """A command's parameters: name -> flag, or the name of an argument in capitals."""
+    """Return a command's parameters by name: the flag, or the name of an argument in capitals."""
     names = {}
     for param in command.params:
         if param.param_type_name == "option":
@@ -55,14 +55,14 @@ def _names(command: Any) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class _Elsewhere:
-    """The answer to a flag of another command. runs_engine: that command is for running models, as peers' are."""
+    """The answer to a flag of another command. runs_engine: whether that command runs models, as peers' commands do."""
 
     text: str
     runs_engine: bool
 
 
 def _of_another_command(flag: str, command: str, parsers: Mapping[str, Any]) -> _Elsewhere | None:
-    """The answer to a flag that `command` has not and another one has; the nearest below it, else the first."""
+    """Return the answer to a flag that `command` lacks: the nearest command below it that has it, else the first."""
     homes = {
         path: param
         for path, parser in parsers.items()
@@ -84,7 +84,7 @@ def _of_another_command(flag: str, command: str, parsers: Mapping[str, Any]) -> 
 
 
 def _way_out(param: Any, parser: Any, home: str) -> str:
-    """An option of the engine can be told without a flag to every command that starts one."""
+    """Say how to set an option of the engine without a flag, which works for every command that starts an engine."""
     if not _is_of_engine(param) or not any(map(_is_of_engine, parser.params)):
         return f"leave it out or use {home}"
     has_file = any(p.name == "config" for p in parser.params)
@@ -96,7 +96,7 @@ def _is_of_engine(param: Any) -> bool:
 
 
 def _whole_word(words: Seq[str], option: str) -> str:
-    """What was typed, without a value behind `=`: of `-md` the parser refuses `-m`."""
+    """Return the word as it was typed, without a value behind `=`: for `-md` the parser names only `-m`."""
     for word in words:
         typed = word.partition("=")[0]
         if typed == option or (option[1:2] != "-" and typed[:2] == option):

@@ -1,6 +1,6 @@
 """Command-line flags that several commands share, made from the dataclasses that hold the defaults.
 
-Every flag is None where it is not given: then FORERUN_* variables, the config file and the default have their say.
+A flag that is not given is None: then the FORERUN_* variable counts, else the config file, else the default.
 Nothing here imports torch.
 """
 
@@ -23,7 +23,7 @@ ENGINE_OPTION = "engine"  # the help panel of a flag that a variable FORERUN_<NA
 
 
 def _engine(name: str, methods: str | None = None) -> Any:
-    """The flag of one field of EngineConfig: its help text, the methods of a room (found by scanning), its default."""
+    """Make the flag of one field of EngineConfig, with its help text, its default, and the methods of a room."""
     field, flag = EngineConfig.__dataclass_fields__[name], name.replace("_", "-")
     known = "" if methods is None else f"; methods: {', '.join(names(methods))}"
     default = "" if field.default is None else f" [default: {field.default}]"
@@ -36,7 +36,7 @@ def _engine(name: str, methods: str | None = None) -> Any:
 
 
 def _sampling(name: str, text: str, flag: str | None = None) -> Any:
-    """The flag of one field of SamplingParams; `flag` is for repeated ones, whose name says one of several."""
+    """Make the flag of one field of SamplingParams. flag: the name of a repeated one, which is in the singular."""
     default = SamplingParams.__dataclass_fields__[name].default
     shown = "" if default in (None, ()) else f" [default: {default}]"
     return typer.Option(flag or f"--{name.replace('_', '-')}", help=text + shown, show_default=False)
@@ -117,8 +117,8 @@ _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 
 
 def sampling_params(flags: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> SamplingParams:
-    """The sampling parameters among a command's arguments, over `fields` of a checkpoint's, over our own defaults."""
-    # Where both have a field, such as draft, the flag is the engine's: a request says its own in a prompt file.
+    """Return a command's sampling parameters: its arguments over `fields` of a checkpoint, over the defaults."""
+    # A name that the engine has too, such as draft, is the engine's flag: a request sets it in a prompt file.
     given = {k: v for k, v in flags.items() if k in _SAMPLING - _ENGINE and v is not None}
     if "logit_bias" in given:
         given["logit_bias"] = _biases(given["logit_bias"])
@@ -126,12 +126,12 @@ def sampling_params(flags: Mapping[str, Any], fields: Mapping[str, Any] | None =
 
 
 def requests(text: str, defaults: SamplingParams) -> list[Request]:
-    """One request per line of a JSON Lines text: {"prompt": a text or ids, and any field of SamplingParams}.
+    """Read one request per line of a JSON Lines text: {"prompt": a text or ids, and any field of SamplingParams}.
 
-    A field that a line does not have is the default's. Raises BadOption naming the line.
+    A field that a line does not have is taken from `defaults`. Raises BadOption with the number of the line.
     """
     made = []
-    for number, line in enumerate(text.split("\n"), 1):  # a text in JSON may hold other line separators
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON may contain other line separators
         if line.strip():
             try:
                 made.append(_request(json.loads(line), defaults))
@@ -153,7 +153,7 @@ def _request(line: Any, defaults: SamplingParams) -> Request:
             known = ["prompt", "messages", *_SAMPLING]
             raise BadOption(by_name(name, known, "LLM") or unknown("field", name, known))
     bias = fields.get("logit_bias")
-    if isinstance(bias, dict):  # the keys of JSON are texts
+    if isinstance(bias, dict):  # keys in JSON are strings
         fields["logit_bias"] = {_token_id(token, bias): value for token, value in bias.items()}
     return _conversation(line) if "messages" in line else _text_or_ids(line), dataclasses.replace(defaults, **fields)
 
@@ -176,7 +176,7 @@ def _conversation(line: dict[str, Any]) -> Prompt:
 
 
 def _biases(pairs: Iterable[str]) -> dict[int, float]:
-    """ID=VALUE texts."""
+    """Read biases from texts of the form ID=VALUE. Raises BadOption."""
     made = {}
     for pair in pairs:
         token, _, value = pair.partition("=")
@@ -195,6 +195,6 @@ def _token_id(text: str, given: object) -> int:
 
 
 def engine_config(flags: Mapping[str, Any], config_file: Path | None = None) -> EngineConfig:
-    """The engine's options among a command's arguments, over FORERUN_* variables, over the file, over the defaults."""
+    """Return the engine's options: a command's arguments over FORERUN_* variables, over the file, over the defaults."""
     given = {k: v for k, v in flags.items() if k in _ENGINE}
     return EngineConfig.from_sources(given, str(config_file) if config_file else None)

@@ -1,4 +1,4 @@
-"""What a command is given to continue: arguments, a file, standard input."""
+"""Reads the prompts of a command from its arguments, a file, or standard input."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from forerun.types import SamplingParams
 
 
 def read_requests(prompts: Seq[str], file: Path | None, params: SamplingParams) -> list[flags.Request]:
-    """Arguments, then the file; standard input where `-` stands or where nothing else was given. Texts are exact.
+    """Return the prompts of the arguments, then those of the file, without any change to the texts.
 
-    A file that ends in .jsonl has one request per line, with `params` as defaults. Raises BadOption where there is no
-    prompt or no UTF-8, and NotFound for a file that cannot be read.
+    `-` stands for standard input, which is also read where nothing else is given. A file that ends in .jsonl has one
+    request per line, with `params` as defaults. Raises BadOption where there is no prompt or no UTF-8, and NotFound for
+    a file that cannot be read.
     """
     made: list[flags.Request] = [(_read_stdin() if text == "-" else text, params) for text in prompts]
     if file is not None:

@@ -1,4 +1,7 @@
-"""The command line: parse and call. torch is imported when a command runs, never to print help."""
+"""The command line, which parses arguments and calls other rooms.
+
+torch is imported when a command runs, never to print help.
+"""
 
 from __future__ import annotations
 
@@ -149,9 +152,9 @@ def generate(
 
 
 def _suggested(engine: EngineConfig) -> dict[str, Any]:
-    """The sampling parameters of generation_config.json, where they were asked for."""
+    """Return the sampling parameters of generation_config.json, where they were asked for."""
     if engine.generation_config == "none":
-        return {}  # and nothing heavy is imported before the prompts were read
+        return {}  # without the imports below, which take long: the prompts are read first
     from forerun.engine.factory import suggested_fields
 
     return suggested_fields(engine)
@@ -162,7 +165,7 @@ def _is_conversation(prompt: flags.Prompt) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def _encoded(llm: LLM, prompt: flags.Prompt, number: int) -> Any:
-    """A conversation becomes ids by the checkpoint's chat template; texts and ids stay."""
+    """Turn a conversation into ids by the checkpoint's chat template; texts and ids stay as they are."""
     if not _is_conversation(prompt):
         return prompt
     try:
@@ -304,7 +307,7 @@ def demo(
     device: flags.Device = None,
     dtype: flags.Dtype = None,
 ) -> None:
-    """The same prompt with and without speculation: the same text, faster."""
+    """Continue one prompt without and with speculation: the text is the same, and it comes faster."""
     given = {k: v for k, v in locals().items() if k not in ("prompt", "shape")}
     config, params = flags.engine_config(given), flags.sampling_params(given)
     from forerun.cli import demo as show_demo
@@ -314,7 +317,7 @@ def demo(
 
 @app.command()
 def drafters() -> None:
-    """The methods that guess, with their options."""
+    """List the drafters with their options."""
     from forerun.cli.show import method_lines
 
     for line in method_lines("forerun.drafters"):
@@ -341,7 +344,7 @@ def main(arguments: Seq[str] | None = None) -> None:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read us has gone. Python would complain once more when it flushes at exit.
+        # The process that read our output has ended. Python would report it again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = BROKEN_PIPE
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""`forerun plan`: what a configuration needs in memory and whether it fits, from config.json alone.
+"""`forerun plan` computes from config.json alone what memory a configuration needs, and whether it fits.
 
 torch is imported when the command runs, not to print help.
 """
@@ -55,7 +55,7 @@ def plan(
     config: flags.ConfigFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """What a configuration needs in memory, before anything is loaded. Exit code 3: it does not fit."""
+    """Compute the memory that a configuration needs, before anything is loaded. Exit code 3: it does not fit."""
     engine = flags.engine_config(dict(locals()), config)
     models = Models.of(engine, shape, draft_shape)
     made = models.plan(engine, None if memory is None else parse_bytes(memory))
@@ -70,9 +70,9 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """The models of a configuration, the type they are computed in and the device: "cpu" or "cuda".
+    """The models of a configuration, their type of weights, and their device, "cpu" or "cuda".
 
-    extra_drafts: by what they are called in the configuration.
+    extra_drafts: the models among the extra drafters, by their names in the configuration.
     """
 
     target: DecoderConfig
@@ -83,7 +83,7 @@ class Models:
 
     @classmethod
     def of(cls, config: EngineConfig, shape: str | None, draft_shape: str | None) -> Models:
-        """Read from the config.json that the configuration names. Raises UserError for what LLM would not load."""
+        """Read the config.json of each model of a configuration. Raises UserError for a model that LLM refuses."""
         from forerun.engine.factory import SHIPPED_TARGET, device_of, draft_name, dtype_of, extra_draft_names
 
         raw = _config_of(config.target or str(SHIPPED_TARGET))
@@ -100,7 +100,7 @@ class Models:
         )
 
     def plan(self, config: EngineConfig, available: int | None) -> MemoryPlan:
-        """The plan, against what this machine has where nobody says what is available."""
+        """Return the memory plan. available: bytes, None = what this machine has."""
         from forerun.engine.factory import device_of
         from forerun.memory.machine import available_bytes
         from forerun.memory.plan import memory_plan
@@ -120,7 +120,7 @@ class Models:
         )
 
     def settings(self, config: EngineConfig) -> dict[str, Any]:
-        """What the plan is for."""
+        """Return the settings that the plan is for, by name."""
         from forerun import ops
         from forerun.memory.plan import resolve_max_seq_len
 
@@ -135,7 +135,7 @@ class Models:
 
 
 def parse_bytes(text: str) -> int:
-    """'16GB', '16 GiB', '8e9' -> bytes; GB are 10^9 and GiB 2^30. Raises BadOption for anything else."""
+    """Read bytes from '16GB', '16 GiB' or '8e9'; GB are 10^9 and GiB 2^30. Raises BadOption for other forms."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     try:
         if match is None:
@@ -152,7 +152,7 @@ def parse_bytes(text: str) -> int:
 
 
 def _config_of(name: str) -> Mapping[str, Any]:
-    """config.json as it is, of a folder, a hub id, or the file itself. Raises as `read_raw_config`."""
+    """Read config.json of a folder or a hub id, or the file itself. Raises as `read_raw_config`."""
     from forerun.models.loading import read_raw_config
     from forerun.text.json_files import read_json
 
@@ -173,12 +173,12 @@ def _shaped(raw: Mapping[str, Any], shape: str | None) -> DecoderConfig:
 
 
 def plan_dict(plan: MemoryPlan) -> dict[str, Any]:
-    """The plan for `--json`; bytes everywhere."""
+    """Return the plan for `--json`, with all sizes in bytes."""
     return {**dataclasses.asdict(plan), "total_bytes": plan.total_bytes, "fits": plan.fits, "verdict": plan.verdict()}
 
 
 def plan_lines(settings: Mapping[str, Any], plan: MemoryPlan) -> Iterator[str]:
-    """The table, then one sentence. GB are 10^9 bytes, GiB 2^30."""
+    """Yield the lines of the table, then the verdict. GB are 10^9 bytes, GiB 2^30."""
     from forerun.memory.parts import MemoryPart
 
     yield textwrap.fill(

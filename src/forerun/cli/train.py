@@ -1,4 +1,4 @@
-"""The command `forerun train`: parse and call. torch is imported when a command runs, not to print help."""
+"""The commands `forerun train ...`, which parse and call. torch is imported when one runs, not to print help."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def card(
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What the caller can mend becomes one sentence and exit code 2."""
+    """Print an error that the caller can correct as one sentence, and exit with code 2."""
     from forerun.errors import UserError
 
     try:

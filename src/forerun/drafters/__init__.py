@@ -1,4 +1,4 @@
-"""How tokens are guessed: one method per file, found by scanning this folder.
+"""Drafters guess tokens ahead of the target. Each method is one file, found by scanning this folder.
 
 A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit and range in `metadata`) and
 `build(options, target) -> Drafter`. It may hold `check(options, tokenizer)`, which refuses what can be seen before any
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one target pass showed of one sequence, to the drafter that serves it.
+    """What a drafter may see of one target pass over one of its sequences.
 
-    start: index in the text of the first token that was run and kept. kept: rows of the pass, of the tokens that were
-    kept; scored: all rows of the sequence (the last committed token, nodes, extra rows). scores: of the whole pass.
+    start: index in the sequence of the first token that was run and kept. kept: the rows of the pass whose tokens were
+    kept. scored: all rows of the sequence (the last committed token, nodes, extra rows). run: index of the sequence's
+    run in the pass. scores: the results of the whole pass.
     """
 
     start: int
@@ -42,71 +43,75 @@ class Seen:
 
     @property
     def hidden(self) -> Tensor:
-        """Final-norm hidden states of the kept rows, [len(kept), H]."""
+        """The hidden states of the kept rows behind the final norm, [len(kept), H]."""
         return self.scores.hidden[list(self.kept)]
 
     def layer(self, k: int) -> Tensor:
-        """The residual stream behind k layers of the kept rows, float32 [len(kept), H]; k is one of `hidden_layers`."""
+        """Return the residual stream of the kept rows behind k layers, float32 [len(kept), H].
+
+        k: one of the drafter's `hidden_layers`.
+        """
         return self.scores.taps[k][list(self.kept)]
 
     def top(self, num: int) -> tuple[Tensor, Tensor]:
-        """Ids and logits of the `num` likeliest tokens behind each scored row, [rows, num]; at most `top_logits`.
+        """Return ids and logits of the `num` likeliest tokens behind each scored row, each [rows, num].
 
-        A prompt chunk wants no logits and has no rows.
+        num: at most the drafter's `top_logits`. A prompt chunk computes no logits and has 0 rows.
         """
         values, ids = self.scores.logits[self.run].topk(num)
         return ids, values
 
 
 class Drafter:
-    """Makes drafts. Only `propose` is required; the rest has empty defaults.
+    """A drafter makes drafts. Only `propose` is required; the other methods have defaults that do nothing.
 
-    caught_up, catchup_s: of the last call of `propose` or `catch_up`, by sequence the committed tokens that were run
-    only to catch up (not those that every round feeds), and the seconds that it took.
+    caught_up, catchup_s: how many committed tokens the last call of `propose` or `catch_up` ran only to catch up, by
+    sequence (without those that every round feeds), and the seconds that it took.
     """
 
-    hidden_layers: tuple[int, ...] = ()  # whose rows `observe` is to get: k = behind k layers of the target
-    top_logits = 0  # likeliest tokens of each scored row that `observe` is to get
+    hidden_layers: tuple[int, ...] = ()  # hidden states that `observe` gets: k = behind k layers of the target
+    top_logits = 0  # how many of the likeliest tokens of each scored row `observe` gets
     shape = "chain"  # of its drafts: "chain" or "tree"
     draws = "independent"  # how siblings are drawn: "point" masses, "independent", "distinct" (without replacement)
-    runner: Runner | None = None  # of a model of its own, whose passes are worth measuring
-    is_free = False  # it runs no model and draws nothing: a guess of it costs microseconds and no coins
+    runner: Runner | None = None  # of the drafter's own model, whose passes pacing measures
+    is_free = False  # whether it runs no model and draws nothing, so that a guess costs microseconds and no coins
     caught_up: Mapping[int, int] = MappingProxyType({})
     catchup_s = 0.0
 
     def begin(self, seq: Sequence) -> None:
-        """A sequence was admitted."""
+        """Prepare for a sequence that was admitted."""
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        """Guess for these decoding sequences, at most budget.num_tokens[b] nodes for seqs[b].
+        """Draft for these decoding sequences, at most budget.num_tokens[b] nodes for seqs[b].
 
-        Every token must be drawn from the law that its `probs` row states, and budget.go_on must be asked before
-        each draw. A drafter that has not caught up with a sequence drafts nothing for it. `seqs` are the step's own, to
-        be read only; the budget's numbers may be counted down.
+        Every token must be drawn from the distribution that its `probs` entry states, and budget.go_on must be asked
+        before each draw. A drafter that has not caught up with a sequence drafts nothing for it. The drafter may only
+        read `seqs`, which belong to the step; it may count the budget's numbers down.
         """
         raise NotImplementedError
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """See what a target pass showed of this drafter's own sequences, prompt chunks included, after the commit."""
+        """Learn from a target pass over this drafter's sequences, prompt chunks included. Called after the commit."""
 
     def resumes_from(self, seq: Sequence, num_tokens: int) -> int:
-        """Of so many first tokens that the target's cache holds already, how many the drafter can do without seeing.
+        """Return how many of the first `num_tokens` tokens, which the target has cached, the drafter need not see.
 
-        A drafter that lives on hidden states has to see each token's: the target then runs the others again.
+        A drafter that reads hidden states has to see those of each token; the target then runs the other tokens again.
         """
         return num_tokens
 
     def end(self, seq: Sequence) -> None:
-        """A sequence is finished or aborted: forget it."""
+        """Forget a sequence that is finished or aborted."""
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Run at most so many committed tokens of these sequences, in order, without drafting.
+        """Run at most `num_tokens` committed tokens of these sequences, in order, without drafting.
 
-        Called while the target runs their prompts, so that the first draft need not wait for a prompt of the drafter's.
+        It is called while the target runs their prompts, so that the first draft need not wait until the drafter's own
+        model has run the prompt.
         """
 
     def free_tokens(self) -> int | None:
-        """Tokens that still fit into the drafter's own cache; None = no limit of its own."""
+        """Return how many tokens still fit into the drafter's own cache; None = it has no limit."""
         return None
 
 
@@ -114,7 +119,7 @@ class Drafter:
 class Target:
     """What a drafter may know of the engine that it is built for."""
 
-    model: Model  # the target model; its device, dtype and operators are the draft model's too
+    model: Model  # the target model; the draft model has the same device, dtype and operators
     tokenizer: Any  # forerun.text.tokenizer.Tokenizer, or None where ids are all there is
     end_ids: frozenset[int]
     num_ids: int  # ids that have a token
@@ -122,17 +127,18 @@ class Target:
     max_batch_size: int
     max_seq_len: int  # tokens
     kv_cache_backend: Backend
-    kv_cache_tokens: int | None = None  # tokens in a cache of the drafter's own; None = room for everybody
+    kv_cache_tokens: int | None = None  # tokens in a cache of the drafter's own; None = max_batch_size * max_seq_len
     prefix_caching: bool = True  # in a cache of the drafter's own
     shipped_draft: str | None = None  # folder of the draft model that belongs to this target, if one ships with it
     loaded_draft: Checkpoint | None = None  # a draft model that the caller has loaded; it comes before the shipped one
 
 
 def resolve(spec: str, has_shipped_draft: bool) -> tuple[str, Any]:
-    """(method, its Options) of `name[:option=value,...]`, of a draft model's folder or hub id, or of `auto`.
+    """Return the method and its Options for `name[:option=value,...]`, a draft model's folder or hub id, or `auto`.
 
-    auto = the shipped draft model for the shipped target, else lookup. What has a separator or exists is a model.
-    Raises BadOption for anything unknown; what other engines would take there is answered with ours.
+    auto = the shipped draft model for the shipped target, else lookup. A spec that has a path separator, or names an
+    existing folder, is a model. Raises BadOption for anything unknown; where other engines have such a value, the
+    message names ours.
     """
     if spec == "auto":
         spec = "model" if has_shipped_draft else "lookup"
@@ -153,7 +159,7 @@ def check(name: str, options: Any, tokenizer: Any) -> None:
 
 
 def make(spec: str, target: Target) -> Drafter:
-    """The drafter that `resolve` names, built for a target. Raises BadOption for anything unknown."""
+    """Build the drafter that `resolve` names for a target. Raises BadOption for anything unknown."""
     name, options = resolve(spec, target.shipped_draft is not None)
     drafter: Drafter = load(__name__, name, "drafter").build(options, target)
     return drafter

@@ -1,12 +1,12 @@
 """An autoregressive draft model with its own cache, batched over requests (Leviathan et al. 2023; Chen et al. 2023).
 
-Its probabilities go through the same pipeline as the target's, with two knobs of its own: draft_temperature and
-draft_top_k replace the request's values for the draws only. The output law does not depend on them, because the
-verifier is told the law that each token was drawn from.
+Its probabilities go through the same pipeline as the target's, with two options of its own: draft_temperature and
+draft_top_k replace the request's values for the draws only. The output's distribution does not depend on them, because
+the verifier is told the distribution that each token was drawn from.
 
-Cache: after a round the committed tokens run ahead of the draft's cache by one, or by two when everything
-was accepted, because the last drafted token was never fed. Whatever is missing (at first the whole prompt) is caught
-up within a budget; until then the sequence drafts nothing and decodes plainly.
+After a round the draft's cache lacks one committed token, or two when everything was accepted, because the last drafted
+token was never fed. Before it drafts for a sequence the model runs the tokens that its cache lacks (at first the whole
+prompt) within a budget; until that is done the sequence has no draft and decodes plainly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from forerun.sampling import History, probs, takes_the_best
 from forerun.text.tokenizer import Tokenizer, compare
 from forerun.types import ROUND_TOKENS, Budget, Coins, Draft, Probs, SamplingParams, Sequence
 
-Row = Tensor | int  # what follows a sequence: logits [V], or the id of the largest one
+Row = Tensor | int  # logits [V] of a sequence's next token, or the id of the largest one
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Options:
 
 @dataclass(slots=True)
 class _Fed:
-    """What the draft's cache holds of one sequence: `tokens`, of which the first `num_sure` are committed.
+    """The tokens of one sequence that the draft's cache holds; the first `num_sure` of them are committed.
 
-    best_only: whether the largest logit is all that its draws look at.
+    best_only: whether its draws need only the largest logit.
     """
 
     tokens: list[int]
@@ -66,20 +66,20 @@ class _Fed:
 
 @dataclass(slots=True)
 class _Chain:
-    """The growing guess for one sequence."""
+    """The draft of one sequence while it grows."""
 
     tokens: list[int] = field(default_factory=list)
     probs: list[Probs] = field(default_factory=list)
 
 
 class _Room:
-    """What a pass may still reserve, so that its sequences together find room."""
+    """The blocks that a pass may still reserve, counted over all its sequences."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache, self.num_blocks = cache, cache.free_tokens() // cache.block_tokens
 
     def take(self, slot: int, num_tokens: int) -> int:
-        """Set aside what `num_tokens` more rows of a slot need; returns how many of them there is room for."""
+        """Set blocks aside for `num_tokens` more rows of a slot, and return how many of the rows there is room for."""
         missing = self.cache.missing_blocks(slot, num_tokens)
         if missing > self.num_blocks:
             missing = self.num_blocks
@@ -89,7 +89,7 @@ class _Room:
 
 
 class ModelDrafter(Drafter):
-    """Runs `runner`'s model ahead of the target."""
+    """A drafter that runs the model of `runner` ahead of the target."""
 
     def __init__(self, runner: Runner, options: Options | None = None) -> None:
         self.runner: Runner = runner
@@ -113,7 +113,7 @@ class ModelDrafter(Drafter):
         return self.runner.cache.free_tokens()
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Give back what rejected tokens held, before the scheduler is told how much room there is."""
+        """Give the cache rows of rejected tokens back, before the scheduler asks how much room there is."""
         if not self._guessing:
             return
         for seq in seqs:
@@ -121,7 +121,7 @@ class ModelDrafter(Drafter):
                 self._forget_rejected(seq)
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Run committed tokens, all but the last: that is left to the round, which wants what follows it."""
+        """Run committed tokens, all but the last: the round runs that one, because it needs the logits after it."""
         room, feeds = _Room(self.runner.cache), dict[int, tuple[Sequence, list[int]]]()
         for b, seq in enumerate(seqs):
             self._forget_rejected(seq)
@@ -155,7 +155,7 @@ class ModelDrafter(Drafter):
         while rows:
             grown = [b for b, row in rows.items() if self._grow(chains[b], row, seqs[b], b, depth, budget, coins[b])]
             depth += 1
-            # The last token of a full chain is not fed: nobody asks what follows it.
+            # The last token of a full chain is not fed: no draw needs the logits after it.
             feeds = {b: (seqs[b], [chains[b].tokens[-1]]) for b in grown if depth < limits[b]}
             rows = self._feed(feeds)
             for seq, tokens in feeds.values():
@@ -163,7 +163,10 @@ class ModelDrafter(Drafter):
         return Draft.chains([c.tokens for c in chains], [c.probs for c in chains])
 
     def _run_ahead(self, feeds: Mapping[int, tuple[Sequence, list[int]]], limits: Seq[int]) -> Draft:
-        """What the loop of `propose` would draft where all take the likeliest token and nobody stops it: one call."""
+        """Draft the likeliest tokens of all sequences in one call of the runner.
+
+        The result is that of the loop in `propose` where all draws are greedy and pacing stops none of them.
+        """
         found = self.runner.run_ahead([(seq.id, tokens, limits[b]) for b, (seq, tokens) in feeds.items()])
         chains: list[list[int]] = [[] for _ in limits]
         fed = zip(feeds.values(), found, strict=True)
@@ -177,34 +180,37 @@ class ModelDrafter(Drafter):
     def _grow(self, chain: _Chain, row: Row, seq: Sequence, b: int, depth: int, budget: Budget, coins: Coins) -> bool:
         """Draw one more token for a sequence, unless the pacing policy stops here or its masks leave no token."""
         try:
-            law = self._law(row, seq, chain)
+            draft_probs = self._probs(row, seq, chain)
         except BadOption:
-            return False  # whether the target has a token left is the target's to say
-        if not budget.go_on(b, depth, law):
+            return False  # no token is left here; the target raises where none is left there either
+        if not budget.go_on(b, depth, draft_probs):
             return False
         # Match verification accepts most when drafter and target share the noise (docs/exactness.md).
         draw = coins.pick if seq.acceptance == "match" else coins.draft
-        chain.tokens.append(draw(law, depth))
-        chain.probs.append(law)
+        chain.tokens.append(draw(draft_probs, depth))
+        chain.probs.append(draft_probs)
         return True
 
-    def _law(self, row: Row, seq: Sequence, chain: _Chain) -> Probs:
+    def _probs(self, row: Row, seq: Sequence, chain: _Chain) -> Probs:
         if isinstance(row, int):
             return Probs.of_point(row)
         return probs(row, self._fed[seq.id].params, History.of(seq, chain.tokens))
 
     def _limit(self, seq: Sequence, granted: int, room: _Room) -> int:
-        """Tokens to draft, given the model's positions and the cache: token i is fed at index L + i - 1 (i from 1)."""
+        """Return how many tokens to draft, at most `granted`, within the model's positions and the room in the cache.
+
+        Drafted token i (from 1) is fed at index L + i - 1, where L is the number of committed tokens.
+        """
         config = self.runner.model.config
         self._forget_rejected(seq)
         missing = self._missing(seq)
         limit = min(granted, config.max_positions - len(seq.tokens) + 1)
         if limit <= 0 or max(missing) >= config.vocab_size:
-            return 0  # an id that this model has no row for: the sequence goes on without drafts
+            return 0  # past the model's positions, or a token without a row in its embedding: no drafts
         return max(0, room.take(seq.id, len(missing) + limit - 1) - len(missing) + 1)
 
     def _forget_rejected(self, seq: Sequence) -> None:
-        """Cut the cache to the committed tokens it holds, at most all but the last, which is fed next."""
+        """Cut the cache to the committed tokens that it holds, at most all but the last, which is fed next."""
         fed = self._fed[seq.id]
         end = min(len(fed.tokens), len(seq.tokens) - 1)
         same = min(fed.num_sure, end)
@@ -216,30 +222,30 @@ class ModelDrafter(Drafter):
         self.runner.cache.truncate_to(seq.id, same)
 
     def _guess(self, seq: Sequence, tokens: list[int]) -> None:
-        """Drafted tokens were fed behind committed ones."""
+        """Record that drafted tokens were fed behind committed ones."""
         if tokens:
             self._fed[seq.id].tokens += tokens
             self._guessing.add(seq.id)
 
     def _missing(self, seq: Sequence) -> list[int]:
-        """Committed tokens that the cache lacks."""
+        """Return the committed tokens that the cache lacks."""
         return seq.tokens[len(self._fed[seq.id].tokens) :]
 
     def _commit(self, seq: Sequence, tokens: list[int]) -> None:
-        """Committed tokens were fed behind committed ones: let other sequences share them."""
+        """Record that committed tokens were fed, and let other sequences share them."""
         fed = self._fed[seq.id]
         fed.tokens += tokens
         fed.num_sure = len(fed.tokens)
         self.runner.cache.publish(seq.id, fed.tokens)
 
     def _known(self, seq: Sequence, start: int, num_tokens: int) -> int:
-        """How many of these tokens can be run: all, or none where this model has no positions or rows for them."""
+        """Return how many of these tokens can be run: all, or 0 where the model lacks a position or an id for one."""
         config = self.runner.model.config
         inside = num_tokens > 0 and start + num_tokens <= config.max_positions
         return num_tokens if inside and max(seq.tokens[start : start + num_tokens]) < config.vocab_size else 0
 
     def _feed(self, feeds: dict[int, tuple[Sequence, list[int]]], wanted: str = "last") -> dict[int, Row]:
-        """Run these tokens and keep their rows; what each sequence's last row says, where that is wanted."""
+        """Run these tokens and keep their rows. Returns what follows each sequence's last row, if wanted="last"."""
         if not feeds:
             return {}
         fed = [self._fed[seq.id] for seq, _ in feeds.values()]
@@ -256,7 +262,10 @@ class ModelDrafter(Drafter):
         return dict(zip(feeds, last, strict=True))
 
     def _draft_params(self, params: SamplingParams) -> SamplingParams:
-        """With the drafter's own knobs, and without what is the target's: log-probabilities, biases of other ids."""
+        """Return the request's parameters with the drafter's own options put in.
+
+        Log-probabilities and biases of ids that the draft model does not have are left out.
+        """
         o = self.options
         changed: dict[str, Any] = {} if params.logprobs is None else {"logprobs": None}
         if params.logit_bias:
@@ -269,7 +278,7 @@ class ModelDrafter(Drafter):
 
 
 def check(options: Options, tokenizer: Tokenizer) -> None:
-    """Refuse what the small files of the draft model show, before any weight of either model is fetched or read."""
+    """Raise VocabularyMismatch where the tokenizers of both models differ, before any weight is fetched or read."""
     if options.path is not None:
         compare(tokenizer, Tokenizer.load(small_files(options.path)))
 
@@ -279,7 +288,7 @@ def build(options: Options, target: Target) -> Drafter:
 
     Raises VocabularyMismatch where an id has one token in the target's map and another in the draft's. Ids that only
     one of them knows are never drafted. End-of-sequence ids may differ, as those of a chat model and of a base model
-    do: the target's end the output, and no draft is bound to end.
+    do: only the target's ids end the output, and a draft goes on past them.
     """
     checkpoint = _checkpoint(options, target)
     _check_pair(checkpoint, target)
@@ -298,7 +307,7 @@ def build(options: Options, target: Target) -> Drafter:
 
 
 def _holes(checkpoint: Checkpoint, target: Target) -> list[int]:
-    """Ids that the target does not know, and those that the draft's tokenizer does not: their rows are untrained."""
+    """Return the ids that the target or the draft's tokenizer lacks: their rows of the LM head are untrained."""
     holes = set(target.holes)
     if checkpoint.tokenizer is not None:
         known = checkpoint.tokenizer.id_to_token

@@ -15,7 +15,7 @@ class Options:
 
 
 class NoDrafter(Drafter):
-    """Proposes nothing."""
+    """A drafter that proposes nothing."""
 
     draws = "point"
 
@@ -24,5 +24,5 @@ class NoDrafter(Drafter):
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """The drafter of plain decoding."""
+    """Return the drafter of plain decoding."""
     return NoDrafter()

@@ -1,9 +1,9 @@
-"""What a model remembers. `KVCache` is what the engine asks of a memory; kv/cache.py has the one that ships.
+"""The KV cache: `KVCache` is what the engine asks of a cache; kv/cache.py has the one that ships.
 
-A sequence has a *slot*: a number that its owner chose. The slot holds rows, one for each token that was run: the *kept*
-ones in order, then *pending* ones (written, not kept: a tree that a drafter grows level by level), then those of the
-run that is being written. A model's forward pass writes its runs behind what is there, and afterwards the rows of a run
-are kept, held as pending, or overwritten by the next run.
+A sequence has a *slot*: a number that its owner chose. The slot holds one row for each token that was run: first the
+*kept* rows in order, then *pending* rows (written but not kept, as a tree that a drafter grows level by level), then
+the rows of the run that is being written. A model's forward pass writes each run behind the rows that are there.
+Afterwards the rows of the run are kept, held as pending, or overwritten by the next run.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 
 
 class Room(NamedTuple):
-    """What a slot holds and may still take.
+    """What a slot holds, and what it may still take.
 
-    length: kept tokens. slack: tokens that its own blocks have room for behind all that it holds; below 0 where it must
-    copy its last block before it may write. next_blocks: blocks that one more token takes.
+    length: kept tokens. slack: free rows in the slot's own blocks, behind everything that it holds; below 0 where the
+    slot must copy its last block before it may write. next_blocks: blocks that one more token takes.
     """
 
     length: int
@@ -25,7 +25,7 @@ class Room(NamedTuple):
 
 
 class KVCache(Protocol):
-    """What Runner, Scheduler and drafters ask of a model's memory; how the model itself reads it is the model's affair.
+    """What Runner, Scheduler and drafters ask of a model's KV cache. The model reads it in a way of its own.
 
     Memory is handed out in blocks of block_tokens tokens, of which there are num_blocks.
     """
@@ -38,37 +38,40 @@ class KVCache(Protocol):
     # The life of a slot.
 
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
-        """Begin a sequence with what other sequences published of `tokens`, at most all but the last.
+        """Begin a sequence with the rows that other sequences published of `tokens`, at most all but the last.
 
-        Returns how many tokens those are; 0 where nothing is shared. tokens: the committed ones, from the beginning.
-        salt: only what was published under the same one counts.
+        Returns the number of those rows, 0 where nothing is shared. tokens: the committed ones, from the beginning.
+        salt: only rows that were published under the same salt are found.
         """
 
     def fork(self, slot: int, new_slot: int) -> None:
-        """Begin a sequence with the kept rows of another; either may go on. Raises CapacityError without room."""
+        """Begin a sequence with the kept rows of another; both may go on. Raises CapacityError without room."""
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
-        """Let later sequences find what is kept of `tokens`, the committed ones from the beginning; may do nothing."""
+        """Let later sequences find the kept rows of `tokens`; a cache that shares nothing does nothing.
+
+        tokens: the committed ones, from the beginning.
+        """
 
     def release(self, slot: int) -> None:
         """End a sequence and give its memory back; unknown slots are ignored."""
 
-    # What there is and what there is room for.
+    # Lengths and room.
 
     def length(self, slot: int) -> int:
-        """Kept tokens of the slot; 0 for a slot that is not open."""
+        """Return the kept tokens of the slot; 0 for a slot that is not open."""
 
     def pending(self, slot: int) -> Seq[int]:
-        """The parent of each pending row: an index among the pending rows, -1 = the kept ones."""
+        """Return the parent of each pending row: an index among the pending rows, -1 = the kept rows."""
 
     def room(self, slot: int) -> Room:
-        """What an open slot holds and may still take."""
+        """Return what an open slot holds, and what it may still take."""
 
     def free_tokens(self) -> int:
-        """Tokens that fit into blocks no slot uses."""
+        """Return how many tokens fit into the blocks that no slot uses."""
 
     def missing_blocks(self, slot: int, num_tokens: int) -> int:
-        """Blocks that `reserve` would take."""
+        """Return how many blocks `reserve` would take."""
 
     def reserve(self, slot: int, num_tokens: int) -> None:
         """Make room for a run of `num_tokens` rows. Raises CapacityError, and reserves nothing, where there is none."""
@@ -76,20 +79,20 @@ class KVCache(Protocol):
     # After a pass.
 
     def keep(self, kept: Mapping[int, Seq[int]]) -> list[int]:
-        """Of each slot, keep these of its pending rows and of the run just written, and drop the others.
+        """Keep some of the pending rows and of the rows just written of each slot, and drop the others.
 
-        kept: by slot, ascending indices among the pending rows, then the rows of the run. Returns the slots that have
-        something new to publish once all that is kept is committed.
+        kept: by slot, ascending indices that count the pending rows and then the rows of the run. Returns the slots
+        that have something new to publish once their kept tokens are committed.
         """
 
     def hold(self, slot: int, parents: Seq[int]) -> None:
-        """The rows of the run just written become pending, behind those that are pending already.
+        """Make the rows of the run just written pending, behind those that are pending already.
 
-        parents: of each row, an index among the pending rows, then the rows of the run; -1 = the kept rows.
+        parents: of each row, an index that counts the pending rows and then the rows of the run; -1 = the kept rows.
         """
 
     def truncate_to(self, slot: int, length: int) -> None:
-        """Keep the first `length` tokens only, and drop what is pending. Raises InternalError where there are fewer."""
+        """Keep the first `length` tokens only, and drop pending rows. Raises InternalError where fewer are kept."""
 
     def check_integrity(self) -> None:
-        """Raise InternalError where the cache has broken a promise of its own."""
+        """Raise InternalError where the cache has broken one of its own promises."""

@@ -17,15 +17,16 @@ states: free (used by no slot and not findable), evictable (findable, used by no
 several. Only a block with one reference that is not published is written to, which `view` and `keep` assert. Two cases
 look as if they could break that:
 
-*A slot is cut inside of a block that is published or shared.* `truncate_to` leaves the block as it is, for its rows are
-still right and others may be reading them. Who wants to write behind the cut reserves first, and `reserve` makes the
-block private: it withdraws it where this slot is its only user, else copies the kept rows into a new block. So a cut
-never needs memory and cannot fail, and a slot that is cut again or released copies nothing.
+*A slot is cut inside a block that is published or shared.* `truncate_to` leaves the block as it is: its rows are still
+right, and other slots may be reading them. A slot must call `reserve` before it writes behind the cut, and `reserve`
+makes the block private: it withdraws the block where this slot is its only user, else it copies the kept rows into a
+new block. So a cut never needs memory and cannot fail, and a slot that is cut again or released copies nothing.
 
-*Two slots computed the same block.* The first to publish it is found; the other's stays private, and what the other
-publishes later follows the first one's node. When the first one's block is evicted, those later blocks can no longer be
-found, though their slot still uses them. That costs hits and nothing else: they are evictable when their slot ends.
-Apart from these, a slot that uses a block uses all blocks before it, so they are not evictable.
+*Two slots computed the same block.* Later sequences find the block that was published first. The other block stays
+private, and what its slot publishes later follows the first block's node. When the first block is evicted, those later
+blocks can no longer be found, though their slot still uses them. That only loses prefix hits: they become evictable
+when their slot ends. In all other cases a slot that uses a block also uses all blocks before it, so none of those is
+evictable.
 """
 
 from __future__ import annotations
@@ -50,20 +51,20 @@ PAGED_BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one token costs: num_layers x 2 x num_kv_heads x head_dim numbers."""
+    """The sizes that decide what one token takes: num_layers x 2 x num_kv_heads x head_dim numbers."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values of one token over all layers."""
+        """Return the bytes of keys and values of one token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One sequence: its blocks, which of them others may find, how many rows are kept, the parents of pending ones."""
+    """One sequence: its blocks, those of them that are published, its kept length, and the parents of pending rows."""
 
     table: list[int]
     path: Path
@@ -72,16 +73,16 @@ class _Slot:
 
     @property
     def end(self) -> int:
-        """Where the next run is written."""
+        """The logical position at which the next run is written."""
         return self.length + len(self.pending)
 
 
 class BlockCache:
-    """Keys and values of every sequence of one model: the KVCache of the models in models/.
+    """The keys and values of every sequence of one model, in blocks. It is the KVCache of the models in models/.
 
     keys, values: per layer [num_blocks * block_tokens, num_kv_heads, head_dim]. prefix_caching: whether sequences
-    share blocks. native: the pools as native operators take them, None where there are no such operators.
-    prefix_queries_tokens, prefix_hit_tokens: tokens that `open` was asked for and found, in all so far.
+    share blocks. native: the pools in the form that native operators take, None where there are no such operators.
+    prefix_queries_tokens, prefix_hit_tokens: totals of the tokens that `open` was asked for and of those it found.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class BlockCache:
         device: torch.device | str = "cpu",
         prefix_caching: bool = True,
     ) -> BlockCache:
-        """A pool for `max_batch_size` sequences of `max_seq_len` tokens, or for `num_tokens` in all.
+        """Allocate a pool for `max_batch_size` sequences of `max_seq_len` tokens, or for `num_tokens` in all.
 
         Raises BadOption where `num_tokens` is less than one block.
         """
@@ -152,9 +153,9 @@ class BlockCache:
     # ------------------------------------------------------------------------------------------------ life of a slot
 
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
-        """Begin a sequence with what is published of `tokens`, at most all but the last; returns how many those are.
+        """Begin a sequence with the published rows of `tokens`, at most all but the last, and return their number.
 
-        tokens: the committed ones, from the beginning. Only blocks that were published under the same salt count.
+        tokens: the committed ones, from the beginning. Only blocks that were published under the same salt are found.
         """
         if slot in self._slots:
             raise InternalError(f"cache slot {slot} is open already")
@@ -171,7 +172,7 @@ class BlockCache:
         return found
 
     def fork(self, slot: int, new_slot: int) -> None:
-        """Begin a sequence with the kept rows of another: full blocks are shared, of the last one they are copied.
+        """Begin a sequence with the kept rows of another. Full blocks are shared; rows of the last block are copied.
 
         Raises CapacityError, and begins nothing, where there is no block for the copy.
         """
@@ -189,11 +190,11 @@ class BlockCache:
         self._slots[new_slot] = _Slot(table, Path(own.path.salt, list(own.path.nodes)), own.length)
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
-        """Let others find the slot's full blocks; without cost where there are no more than before (see `keep`).
+        """Let other sequences find the slot's full blocks. It costs nothing where no block was added (see `keep`).
 
-        tokens: the committed ones, from the beginning. The kept rows below len(tokens) must be theirs: a draft's cache
-        is cut to what was accepted before, rows behind the last committed token may be anything. Raises InternalError
-        for a slot that is not open.
+        tokens: the committed ones, from the beginning. The kept rows below len(tokens) must belong to these tokens, so
+        a drafter's cache must be cut to what was accepted first; rows behind the last committed token may hold
+        anything. Raises InternalError for a slot that is not open.
         """
         own = self._slots.get(slot)
         if own is None:
@@ -205,7 +206,7 @@ class BlockCache:
     def release(self, slot: int) -> None:
         """End a sequence and give its blocks back; unknown slots are ignored.
 
-        Blocks are given back deepest first, so that the tail of a sequence is evicted before what it follows.
+        Blocks are given back deepest first, so that the end of a sequence is evicted before its beginning.
         """
         own = self._slots.pop(slot, None)
         if own is None:
@@ -217,33 +218,33 @@ class BlockCache:
                 self._prefixes.touch(nodes[i])
 
     def clear_prefixes(self) -> None:
-        """Free every published block that no slot uses: what follows finds nothing but what is in use."""
+        """Free every published block that no slot uses; later sequences find only blocks that are in use."""
         while self._prefixes.num_evictable:
             self._free.append(self._prefixes.evict())
-        self._free.sort(reverse=True)  # handed out from block 0 on, as by a new pool
+        self._free.sort(reverse=True)  # blocks are handed out from block 0 on, as in a new pool
 
     def length(self, slot: int) -> int:
-        """Kept tokens of the slot; 0 for a slot that is not open."""
+        """Return the kept tokens of the slot; 0 for a slot that is not open."""
         own = self._slots.get(slot)
         return 0 if own is None else own.length
 
     def pending(self, slot: int) -> Seq[int]:
-        """The parent of each pending row of an open slot: an index among them, -1 = the kept rows."""
+        """Return the parent of each pending row of an open slot: an index among them, -1 = the kept rows."""
         return self._slots[slot].pending
 
     def free_tokens(self) -> int:
-        """Tokens that fit into blocks no slot uses, evictable ones included."""
+        """Return how many tokens fit into the blocks that no slot uses, evictable ones included."""
         return self._num_available() * self.block_tokens
 
     def room(self, slot: int) -> Room:
-        """What an open slot holds and may still take. Raises KeyError for one that is not open."""
+        """Return what an open slot holds, and what it may still take. Raises KeyError for a slot that is not open."""
         own = self._slots[slot]
         copies, num_own = self._num_copies(own), len(own.table)
         slack = (num_own - copies) * self.block_tokens - own.end
         return Room(own.length, slack, 0 if slack > 0 else own.end // self.block_tokens + 1 - num_own + copies)
 
     def missing_blocks(self, slot: int, num_tokens: int) -> int:
-        """Blocks that `reserve` would take from the pool: for new rows, and for a copy of a shared last one."""
+        """Return how many blocks `reserve` would take: for new rows, and for a copy of a shared last block."""
         if not num_tokens:
             return 0
         own = self._slots[slot]
@@ -251,11 +252,11 @@ class BlockCache:
         return (blocks if blocks > 0 else 0) + self._num_copies(own)
 
     def can_reserve(self, slot: int, num_tokens: int) -> bool:
-        """True where `reserve` would succeed."""
+        """Return whether `reserve` would succeed."""
         return self.missing_blocks(slot, num_tokens) <= self._num_available()
 
     def reserve(self, slot: int, num_tokens: int) -> None:
-        """Own blocks for a run of `num_tokens` rows, free ones first, then the longest unused.
+        """Take blocks for a run of `num_tokens` rows: free ones first, then the longest unused evictable ones.
 
         Raises CapacityError when the pool is exhausted; nothing is reserved then.
         """
@@ -276,7 +277,7 @@ class BlockCache:
         )
 
     def _cut_block(self, own: _Slot) -> int | None:
-        """The block inside of which the slot ends, if others may read that block too."""
+        """Return the block that the slot ends inside of, if other slots may read that block too."""
         i, inside = divmod(own.length, self.block_tokens)
         if not inside:
             return None
@@ -284,14 +285,15 @@ class BlockCache:
         return block if self._num_users[block] > 1 or self._prefixes.holds(block) else None
 
     def _num_copies(self, own: _Slot) -> bool:
-        """Whether the slot has to copy its last block before it may write: 0 or 1 blocks."""
+        """Return whether the slot must copy its last block before it may write, counted as 0 or 1 blocks."""
         block = self._cut_block(own)
         return block is not None and self._num_users[block] > 1
 
     def _make_private(self, own: _Slot, block: int) -> bool:
-        """Withdraw a block inside of which the slot was cut, or put a copy of its kept rows in its place if shared.
+        """Make the block inside of which the slot was cut the slot's own.
 
-        Returns whether a block was taken for the copy.
+        A published block without other users is withdrawn; a shared one is replaced by a copy of its kept rows. Returns
+        whether a block was taken for a copy.
         """
         if self._num_users[block] == 1:
             self._prefixes.remove(block)
@@ -302,14 +304,14 @@ class BlockCache:
         return True
 
     def _take_copy(self, block: int, num_rows: int) -> int:
-        """A block of one's own with the first rows of another."""
+        """Take a block and copy the first rows of another block into it."""
         copy = self._take()
         first, start = block * self.block_tokens, copy * self.block_tokens
         self._copy(list(range(first, first + num_rows)), list(range(start, start + num_rows)))
         return copy
 
     def _copy(self, sources: list[int], targets: list[int]) -> None:
-        """Copy physical rows one after the other, in all layers."""
+        """Copy physical rows in all layers, one row after the other."""
         if self.native is not None:
             self.native.copy(sources, targets)
             return
@@ -318,13 +320,13 @@ class BlockCache:
             pool[target] = pool[source]
 
     def _take(self) -> int:
-        """A block of one's own."""
+        """Take a free block, else the longest unused evictable one, for one user."""
         block = self._free.pop() if self._free else self._prefixes.evict()
         self._num_users[block] = 1
         return block
 
     def _drop(self, block: int) -> None:
-        """One user less; without any, a published block is evictable and another one free."""
+        """Remove one user of a block. Without users, a published block becomes evictable, any other becomes free."""
         self._num_users[block] -= 1
         if self._num_users[block] == 0 and not self._prefixes.rest(block):
             self._free.append(block)
@@ -332,7 +334,7 @@ class BlockCache:
     # --------------------------------------------------------------------------------------------------- one forward
 
     def rows(self, slot: int, start: int, stop: int) -> Tensor:
-        """Physical rows of the logical positions start .. stop-1, int64 [stop - start]."""
+        """Return the physical rows of the logical positions start .. stop-1, int64 [stop - start]."""
         table, block = self._slots[slot].table, self.block_tokens
         if not table or table == list(range(table[0], table[0] + len(table))):
             base = table[0] * block if table else 0
@@ -341,7 +343,7 @@ class BlockCache:
         return (heads + torch.arange(block)).flatten()[start:stop].to(self.device)
 
     def view(self, batch: RaggedBatch) -> CacheView:
-        """Rows to write and to read for one pass. Raises InternalError where the batch and the cache disagree."""
+        """Return the rows that one pass writes and reads. Raises InternalError where batch and cache disagree."""
         reads, writes = [], []
         for b, slot in enumerate(batch.slots):
             self._checked(batch, b)
@@ -354,11 +356,11 @@ class BlockCache:
         return CacheView(batch, torch.cat(writes) if writes else empty, reads)
 
     def tables(self, batch: RaggedBatch) -> list[list[int]]:
-        """The block table of each run's slot, for operators that find the rows themselves. Raises as `view`."""
+        """Return the block table of each run's slot, for operators that find the rows themselves. Raises as `view`."""
         return [self._checked(batch, b).table for b in range(len(batch.slots))]
 
     def _checked(self, batch: RaggedBatch, b: int) -> _Slot:
-        """The slot that run b may be written to: as long as the batch says, reserved, private."""
+        """Return the slot of run b. Raises InternalError where its length is another or its rows may not be written."""
         slot, end = batch.slots[b], batch.end(b)
         own, start = self._slots.get(slot), end - len(batch.run(b))
         if own is None or start != own.end:
@@ -369,20 +371,20 @@ class BlockCache:
         return own
 
     def _check_private(self, slot: int, table: list[int], start: int, end: int) -> None:
-        """Positions start .. end-1 of the slot may be written: nobody else reads their blocks, now or later."""
+        """Raise InternalError where positions start .. end-1 lie in a block that another slot reads or may find."""
         size = self.block_tokens
         for block in table[start // size : -(-end // size)]:
             if self._num_users[block] != 1 or self._prefixes.holds(block):
                 raise InternalError(f"slot {slot} would write into block {block}, which others may read: reserve first")
 
     def keep(self, kept: Mapping[int, Seq[int]]) -> list[int]:
-        """Of each slot, keep these of its pending rows and of the run just written, in order; drop the others.
+        """Keep some of the pending rows and of the rows just written of each slot, in order, and drop the others.
 
-        kept: by slot, ascending indices among the pending rows, then the rows of the run. Returns the slots of which a
-        block has become full, which can be published when all that is kept is committed.
+        kept: by slot, ascending indices that count the pending rows and then the rows of the run. Returns the slots in
+        which a block has become full; it can be published when all kept tokens are committed.
 
-        A path through a tree is copied down to consecutive rows; a source is never before its destination, so
-        ascending copies are safe (Miao et al. 2023). It is one call for all slots and layers; a chain moves nothing.
+        A path through a tree is copied down to consecutive rows. A source is never before its destination, so
+        ascending copies are safe (Miao et al. 2023). One call copies for all slots and layers; a chain moves nothing.
         """
         sources, targets = list[int](), list[int]()
         for slot, rows in kept.items():
@@ -398,16 +400,16 @@ class BlockCache:
         for slot, rows in kept.items():
             own = self._slots[slot]
             num_full = own.length // self.block_tokens
-            self._set_length(own, own.length + len(rows))  # which is never below what is published
+            self._set_length(own, own.length + len(rows))  # never below the published length
             if own.length // self.block_tokens > num_full:
                 full.append(slot)
         return full
 
     def hold(self, slot: int, parents: Seq[int]) -> None:
-        """The rows of the run just written become pending, behind those that are pending already.
+        """Make the rows of the run just written pending, behind those that are pending already.
 
-        parents: of each row, an index among the pending rows, then the rows of the run; -1 = the kept rows. Raises
-        InternalError for a parent that does not come before its child, and where no such rows were reserved.
+        parents: of each row, an index that counts the pending rows and then the rows of the run; -1 = the kept rows.
+        Raises InternalError for a parent that does not come before its child, and where no such rows were reserved.
         """
         own = self._slots[slot]
         if any(not -1 <= parent < i for i, parent in enumerate(parents, len(own.pending))):
@@ -417,9 +419,9 @@ class BlockCache:
         own.pending += parents
 
     def truncate_to(self, slot: int, length: int) -> None:
-        """Set the absolute length, drop pending rows, give back every block at index >= ceil(length / block_tokens).
+        """Set the kept length, drop pending rows, and give back every block at index >= ceil(length / block_tokens).
 
-        Raises InternalError for a length beyond what was kept: rows up there are old numbers of others.
+        Raises InternalError for a length beyond the kept one, because the rows there may hold anything.
         """
         own = self._slots[slot]
         if length > own.length:
@@ -435,16 +437,17 @@ class BlockCache:
         del own.table[needed:]
 
     def _row(self, own: _Slot, position: int) -> int:
-        """Physical row of a logical position."""
+        """Return the physical row of a logical position."""
         return own.table[position // self.block_tokens] * self.block_tokens + position % self.block_tokens
 
     # ------------------------------------------------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
-        """Every promise about blocks, in time proportional to the pool. Raises InternalError where one is broken.
+        """Check every promise about blocks. Raises InternalError where one is broken; takes time as the pool is large.
 
-        A block is free, evictable or used, and used as often as the tables say; what is published is in the index as
-        what it holds; tables are long enough; no slot is about to write into a block that others may read.
+        Each block is free, evictable or used, and its count of users is that of the tables. The index has each
+        published block under the tokens that it holds. Tables are long enough for their slots. No slot can write into a
+        block that another slot may read.
         """
         users = Counter(block for own in self._slots.values() for block in own.table)
         if sorted([*users, *self._free, *self._prefixes.evictable()]) != list(range(self.num_blocks)):
@@ -467,7 +470,7 @@ class BlockCache:
         if len(path.nodes) * self.block_tokens > length:
             raise InternalError(f"slot {slot} published more blocks than it filled")
         self._prefixes.check_path(path, table)
-        # The block that the slot ends inside of is made private by the next `reserve`; those behind it are already.
+        # The next `reserve` makes the block that the slot ends inside of private; the blocks behind it must be already.
         num_filled = -(-length // self.block_tokens)
         self._check_private(slot, table, num_filled * self.block_tokens, len(table) * self.block_tokens)
 
@@ -475,15 +478,15 @@ class BlockCache:
 def _pools(
     shape: CacheShape, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys and values per layer, not zeroed: untouched pages cost no memory on a CPU, and no row is read unwritten.
+    """Allocate keys and values per layer. Raises CapacityError where there is no memory for them.
 
-    Raises CapacityError where there is no memory for them.
+    They are not zeroed: no row is read before it is written, and on a CPU untouched pages take no memory.
     """
     pool = (num_rows, shape.num_kv_heads, shape.head_dim)
     try:
         keys = [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
         return keys, [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
-    except RuntimeError as error:  # torch's OutOfMemoryError is one, and a CPU's refusal is a plain one
+    except RuntimeError as error:  # OutOfMemoryError on an accelerator, a plain RuntimeError on a CPU
         num_gb = num_rows * shape.bytes_per_token(dtype) / 1e9
         raise CapacityError(
             f"there is no memory for a KV cache of {num_gb:.1f} GB on {device}: lower max_batch_size, max_seq_len "

@@ -1,14 +1,14 @@
-"""The prefix index: which full block holds which tokens, found again by what it holds and by what comes before it.
+"""The prefix index finds full blocks by the tokens that they hold and by the tokens before them.
 
-A trie. A node is one published block; its key is (parent, the block's tokens), where the parent is the number of the
-node before it, or at the root the salt of the request. Keys are compared as they are, no hash stands in for one, and a
-number is never given twice. So a number means one salt and one chain of tokens for ever, and whatever is found under
-it is right, whichever blocks came and went in between.
+It is a trie. A node is one published block; its key is (parent, the block's tokens), where the parent is the number of
+the node before it, or at the root the salt of the request. Whole keys are compared, not their hashes, and a number is
+never given twice. So a number always means one salt and one chain of tokens, and a block that is found under it is
+right, even if other blocks were evicted and published again in between.
 
-A published block that no sequence uses is *evictable*: it stays findable until its rows are needed. The longest unused
-goes first, and the blocks of one sequence deepest first. An evicted node takes the way to its children along: their
-key names a number that nobody can reach again. Such a child is merely useless, never wrong, and evictable like any
-other as soon as nobody uses it.
+A published block that no sequence uses is *evictable*: it can be found until its rows are needed. The longest unused
+block is evicted first, and of one sequence's blocks the deepest first. After a node is evicted its children cannot be
+found any more, because their keys contain its number. Such children are useless but not wrong, and they are evictable
+as soon as no sequence uses them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Node:
 
 @dataclass(slots=True)
 class Path:
-    """Where a sequence stands in the trie: node i means the same tokens as block i of its table.
+    """The nodes of one sequence: node i stands for the same tokens as block i of the sequence's table.
 
-    Node i's block is the sequence's own, shared or not, or the equal one that somebody else published first. Only in
+    Node i's block is either that block of the table, or an equal block that another sequence published first. Only in
     the second case may the node be evicted while the sequence lives.
     """
 
@@ -45,7 +45,7 @@ class Path:
 
     @property
     def parent(self) -> Parent:
-        """What the key of the next node begins with."""
+        """The first part of the next node's key."""
         return self.nodes[-1].number if self.nodes else self.salt
 
 
@@ -65,15 +65,15 @@ class PrefixIndex:
         return len(self._evictable)
 
     def holds(self, block: int) -> bool:
-        """True where the block is published."""
+        """Return whether the block is published."""
         return block in self._by_block
 
     # ------------------------------------------------------------------------------------------ finding and publishing
 
     def find(self, tokens: Seq[int], salt: str | None) -> Path:
-        """The longest chain of published blocks that `tokens`, without the last one, begin with.
+        """Return the longest chain of published blocks with which `tokens`, without the last one, begin.
 
-        The last token is left over because somebody must run it: the logits behind it are in no cache.
+        The last token must be run in any case, because the cache does not hold the logits after it.
         """
         path, size = Path(salt), self.block_tokens
         for start in range(0, len(tokens) - size, size):
@@ -84,16 +84,16 @@ class PrefixIndex:
         return path
 
     def extend(self, path: Path, tokens: Seq[int], blocks: Seq[int]) -> None:
-        """Publish those of `blocks` (a sequence's first ones, full of `tokens`) that the path has not reached yet.
+        """Publish those of `blocks` (a sequence's first ones, full of `tokens`) that the path does not have yet.
 
-        Where an equal block is there already, the path goes on through it and this one stays private.
+        Where an equal block is published already, the path takes that block's node, and this block stays private.
         """
         size = self.block_tokens
         for i in range(len(path.nodes), len(blocks)):
             key = (path.parent, tuple(tokens[i * size : (i + 1) * size]))
             node = self._by_key.get(key)
             if node is None and self.holds(blocks[i]):
-                return  # a fork published the shared block behind another node, which need not be findable any more
+                return  # the block is published behind another node, by a fork that shares it
             path.nodes.append(node or self._add(key, blocks[i]))
 
     def _add(self, key: Key, block: int) -> Node:
@@ -103,29 +103,32 @@ class PrefixIndex:
         return node
 
     def remove(self, block: int) -> None:
-        """Nobody finds this block any more."""
+        """Withdraw a block: no later sequence finds it."""
         del self._by_key[self._by_block.pop(block).key]
 
     # ------------------------------------------------------------------------------------------------ use and eviction
 
     def rest(self, block: int) -> bool:
-        """The last user has gone: a published block becomes the last to be evicted. False: it is not published."""
+        """Make a block without users evictable, as the last of all. Returns False where it is not published."""
         if block not in self._by_block:
             return False
         self._evictable[block] = None
         return True
 
     def wake(self, block: int) -> None:
-        """The block has a user again."""
+        """Take a block that has a user again out of the evictable ones."""
         self._evictable.pop(block, None)
 
     def touch(self, node: Node) -> None:
-        """A sequence that had an equal block of its own has gone: if nobody uses this one, it was used just now."""
+        """Count a node's block as used just now, where it is evictable.
+
+        A sequence calls it at its end for nodes whose tokens it held in an equal block of its own.
+        """
         if node.block in self._evictable and self._by_block[node.block] is node:
             self._evictable.move_to_end(node.block)
 
     def evict(self) -> int:
-        """Withdraw the longest unused block; returns it. There must be one."""
+        """Withdraw the longest unused block and return it. There must be one."""
         block, _ = self._evictable.popitem(last=False)
         self.remove(block)
         return block
@@ -133,11 +136,11 @@ class PrefixIndex:
     # ------------------------------------------------------------------------------------------------------- integrity
 
     def evictable(self) -> list[int]:
-        """Evictable blocks, the next to go first."""
+        """Return the evictable blocks in the order in which they will be evicted."""
         return list(self._evictable)
 
     def check_integrity(self) -> None:
-        """Both directories say the same, and every evictable block is published. Raises InternalError otherwise."""
+        """Raise InternalError where the two directories disagree, or an evictable block is not published."""
         if len(self._by_key) != len(self._by_block) or any(b not in self._by_block for b in self._evictable):
             raise InternalError("the prefix index lost a published block")
         for block, node in self._by_block.items():
@@ -148,10 +151,7 @@ class PrefixIndex:
                 raise InternalError(f"node {node.number} of the prefix index is older than its parent {parent}")
 
     def check_path(self, path: Path, table: Seq[int]) -> None:
-        """The path is a chain, and blocks of the table are published as the path says or not at all.
-
-        Raises InternalError otherwise.
-        """
+        """Raise InternalError where the path is no chain, or a block of the table is published as other tokens."""
         parent: Parent = path.salt
         for node, block in zip(path.nodes, table, strict=False):
             if node.key[0] != parent:

@@ -1,1 +1,1 @@
-"""What an engine needs in memory before anything is loaded, and what this machine has."""
+"""The memory plan: what an engine will need, computed before anything is loaded, and what this machine has."""

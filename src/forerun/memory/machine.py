@@ -1,4 +1,4 @@
-"""How much memory this machine has for us now."""
+"""The memory that this machine has for a new process now."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 def available_bytes(device: str, root: Path = Path("/")) -> int | None:
-    """Bytes that a new process may take: on "cuda" what is free there, else MemAvailable of the kernel and what the
+    """Return the bytes that a new process may take; None where the system does not tell.
 
-    control groups above us leave, whichever is least. None where the system does not tell. root: where /proc and /sys
-    are.
+    On "cuda" they are the free bytes of the device. Else they are the least of the kernel's MemAvailable and of what
+    each control group of this process leaves. root: the folder in which /proc and /sys are.
     """
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
@@ -29,7 +29,7 @@ def _mem_available(root: Path) -> int | None:
 
 
 def _cgroup_rooms(root: Path) -> Iterator[int]:
-    """What each control group of this process leaves: version 2 and version 1 of the kernel's interface."""
+    """Yield the bytes that each control group of this process leaves, by version 2 or 1 of the kernel's interface."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -48,7 +48,10 @@ def _cgroup_rooms(root: Path) -> Iterator[int]:
 
 
 def _room(group: Path, limit: str, used: str, cache: str) -> int | None:
-    """Limit minus use, where files that were read and can be dropped do not count as used; None without a limit."""
+    """Return the limit minus the use of a control group; None without a limit.
+
+    Cached files, which the kernel can drop, do not count as used.
+    """
     numbers = [_read(group / name).strip() for name in (limit, used)]
     if not all(n.isdigit() for n in numbers):  # "max", or no such file
         return None
@@ -64,9 +67,9 @@ def _read(path: Path) -> str:
 
 
 def spare_what_is_loaded() -> None:
-    """Never look at what is alive now again: for a process of forerun's own, once its models are loaded.
+    """Exempt all objects that are alive now from garbage collection, once the models of a process are loaded.
 
-    Torch and the other libraries are 180,000 objects, through which a full collection takes 50 to 100 ms, about once in
-    800 requests. LLM does not do this by itself: cycles that are garbage at the moment, or become it later, stay.
+    Torch and the other libraries hold 180,000 objects, so that a full collection takes 50 to 100 ms, about once in 800
+    requests. Only forerun's own commands call this, and LLM does not: cycles among these objects are never freed.
     """
     gc.freeze()

@@ -1,7 +1,7 @@
-"""What the native operators need: packed weights to the byte, and an upper bound of what a pass computes with.
+"""Memory of the native operators: packed weights to the byte, and an upper bound of the buffers of a pass.
 
-Read off csrc/matrix.cpp, which packs, csrc/decoder.cpp, whose buffers grow to the largest pass and stay, and
-ops/cpu.py. No kernel is compiled while they run, so nothing comes later.
+The numbers follow csrc/matrix.cpp, which packs, csrc/decoder.cpp, whose buffers grow to the largest pass and stay, and
+ops/cpu.py. No kernel is compiled while they run, so memory does not grow later.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from forerun.models.layers import DecoderConfig, parameter_shapes
 
 PANEL = 32  # outputs side by side: csrc/kernels.h
 WORD_BYTES = 4  # inputs of a step: one float32, or two bfloat16
-HUGE_PAGE_BYTES = 2 << 20  # whatever is as large is allocated in whole ones: csrc/decoder.cpp
-GIVE_BACK_BYTES = 8 << 20  # packed between two returns of source pages: csrc/matrix.cpp
+HUGE_PAGE_BYTES = 2 << 20  # larger buffers take whole huge pages: csrc/decoder.cpp
+GIVE_BACK_BYTES = 8 << 20  # bytes packed before source pages are given back: csrc/matrix.cpp
 KEY_BLOCK, ATTENTION_ROWS = 64, 16  # keys and rows that attention takes at once
-FEW_ROWS = 24  # up to so many, every thread has a copy of its own of what goes into a product
+FEW_ROWS = 24  # up to so many rows, every thread has its own copy of a product's inputs
 
 
 @dataclass(frozen=True)
 class NativeSizes:
-    """The native operators on weights and caches of float32 or bfloat16, run by so many threads; rows are float32."""
+    """The sizes of the native operators. Weights and caches are float32 or bfloat16, and rows are float32."""
 
     dtype: torch.dtype
     max_seq_len: int
@@ -45,7 +45,10 @@ class NativeSizes:
         return self.dtype
 
     def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
-        """Packed matrices and their biases, norms as float32, an untied embedding as it is; and ends of huge pages."""
+        """Return the parts of packed matrices with biases, float32 norms, and an untied embedding as it is stored.
+
+        A further part is what is lost at the ends of huge pages.
+        """
         parts, size, rounded = [], self.dtype.itemsize, 0
         for name, model in models.items():
             matrices = list(packed_matrix_bytes(model, self.dtype))
@@ -58,7 +61,7 @@ class NativeSizes:
         return [*parts, *([ends] if rounded else [])]
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
-        """Buffers of every model, what leaves the larger pass, and as much of that again in freed blocks."""
+        """Return the buffers of every model, the results of the largest pass, and as much again in freed blocks."""
         kept = sum(self._buffer_bytes(run) for run in passes)
         rows = " and ".join(f"{run.num_rows:,} rows of the {run.name}" for run in passes)
         found = []
@@ -76,15 +79,15 @@ class NativeSizes:
         ]
 
     def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
-        """Nothing."""
+        """Return no parts: native memory does not grow later."""
         return ()
 
     def loading_bytes(self, model: DecoderConfig) -> int:
-        """Two blocks of the files, or, when all is read, what is packed before its source is given back."""
+        """Return the larger of two blocks of the files and of what is packed before its source is given back."""
         return max(2 * block_bytes(model), min(GIVE_BACK_BYTES, max(packed_matrix_bytes(model, self.dtype))))
 
     def _buffer_bytes(self, run: Pass) -> int:
-        """The buffers of one decoder (Decoder::buffers, line by line), and its table of rotary positions."""
+        """Return the bytes of one decoder's buffers (Decoder::buffers, line by line) and of its rotary table."""
         c, num_rows = run.model, run.num_rows
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         head_dim, states = up_to(c.head_dim, 16), ATTENTION_ROWS * (c.num_heads // c.num_kv_heads)
@@ -106,30 +109,30 @@ class NativeSizes:
 
 
 def packed_bytes(num_out: int, num_in: int, dtype: torch.dtype, *, paired: bool = False) -> int:
-    """Bytes of a packed matrix, padding included; paired: two of `num_out` outputs each (gate and up)."""
+    """Return the bytes of a packed matrix, padding included; paired: two of `num_out` outputs each (gate and up)."""
     return _num_panels(num_out, paired) * _num_steps(num_in, dtype) * PANEL * WORD_BYTES
 
 
 def packed_matrix_bytes(c: DecoderConfig, dtype: torch.dtype) -> Iterator[int]:
-    """Bytes of every packed matrix of a decoder; of the LM head last."""
+    """Yield the bytes of every packed matrix of a decoder, those of the LM head last."""
     for _ in range(c.num_layers):
         yield from (packed_bytes(num_out, num_in, dtype, paired=paired) for num_out, num_in, paired in _matrices(c))
     yield packed_bytes(c.vocab_size, c.hidden_size, dtype)
 
 
 def allocated_bytes(num_bytes: int) -> int:
-    """What the system gives for a buffer of the extension: whole huge pages for those that have the size of one."""
+    """Return the bytes that the system allocates for a buffer: whole huge pages from the size of one huge page on."""
     return up_to(num_bytes, HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 64)
 
 
 def _matrices(c: DecoderConfig) -> list[tuple[int, int, bool]]:
-    """(outputs, inputs, paired) of a layer's matrices; outputs of one of a pair."""
+    """Return (outputs, inputs, paired) of a layer's matrices; for a pair, the outputs of one of the two."""
     qkv, o, gate_up, down = matrix_shapes(c)
     return [(*qkv, False), (*o, False), (gate_up[0] // 2, gate_up[1], True), (*down, False)]
 
 
 def _vector_bytes(c: DecoderConfig) -> int:
-    """Norms, and biases padded to whole panels, as float32."""
+    """Return the bytes of the norms, and of the biases padded to whole panels, all in float32."""
     shapes = parameter_shapes(c)
     num = sum(shape[0] for name, shape in shapes.items() if name.endswith("norm.weight"))
     has_bias = (c.qkv_bias, c.o_bias, c.mlp_bias, c.mlp_bias)

@@ -1,4 +1,4 @@
-"""What the files of the memory plan share: a line of a plan, and the largest forward pass of a model."""
+"""Types that the files of the memory plan share: a line of a plan, and the largest forward pass of a model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from forerun.models.layers import DecoderConfig, Rope
 
 FLOAT_BYTES = torch.float32.itemsize
-PROB_BYTES = FLOAT_BYTES  # logits and laws are float32, see Decoder.logits and sampling.probs
-KERNEL_BYTES = 1 << 20  # what torch's kernels work in; attention on a CPU was measured at 0.2 MB per thread
+PROB_BYTES = FLOAT_BYTES  # logits and probabilities are float32, see Decoder.logits and sampling.probs
+KERNEL_BYTES = 1 << 20  # workspace of torch's kernels; attention on a CPU was measured at 0.2 MB per thread
 
 
 @dataclass(frozen=True)
@@ -44,45 +44,45 @@ class Pass:
 
     @property
     def kept_bytes(self) -> int:
-        """Logits that are held while the next pass runs: a drafter's last ones."""
+        """Bytes of a draft model's last logits, which are held while the next pass runs; 0 for the target."""
         return self.num_logits * self.model.vocab_size * PROB_BYTES if self.name != "target" else 0
 
 
 class Sizes(Protocol):
-    """What operators need in memory: one class for each kind, with everything that decides its sizes.
+    """The memory that operators need. Each kind of operators has one class.
 
-    cache_dtype: of keys and values, as the models that they run have it.
+    cache_dtype: the type of keys and values in the caches of the models that they run.
     """
 
     @property
     def cache_dtype(self) -> torch.dtype: ...
 
     def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
-        """The weights as they are kept, of "target", "draft" and extra draft models."""
+        """Return the weights, as the operators keep them, of "target", "draft" and extra draft models."""
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
-        """What passes that follow each other compute with, an upper bound."""
+        """Return an upper bound of the memory of passes that run one after another."""
 
     def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
-        """What a process that runs for long comes to hold on top."""
+        """Return what a process takes in addition when it runs for long."""
 
     def loading_bytes(self, model: DecoderConfig) -> int:
-        """Beyond its weights while a model is loaded, an upper bound."""
+        """Return an upper bound of the bytes that loading a model takes beyond its weights."""
 
 
 def matrix_shapes(c: DecoderConfig) -> list[tuple[int, int]]:
-    """qkv, o, gate and up, down: a layer's matrices as they are multiplied, projections of one input joined."""
+    """Return (outputs, inputs) of a layer's matrices: qkv, o, gate and up, down. Projections of one input are one."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     h, f = c.hidden_size, c.ffn_size
     return [(q + 2 * kv, h), (h, q), (2 * f, h), (h, f)]
 
 
 def rope_table_bytes(c: DecoderConfig, max_seq_len: int, size: int) -> int:
-    """The table of cos and sin, numbers of `size` bytes, which exists twice while it grows."""
+    """Return the bytes of the table of cos and sin, which exists twice while it grows. size: bytes of a number."""
     num_positions = -(-max_seq_len // Rope.BLOCK) * Rope.BLOCK
     return 2 * num_positions * 2 * c.head_dim * size
 
 
 def up_to(number: int, step: int) -> int:
-    """The next multiple of `step`."""
+    """Return the least multiple of `step` that is not below `number`."""
     return -(-number // step) * step

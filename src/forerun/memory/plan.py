@@ -1,9 +1,8 @@
-"""What a configuration needs in memory, before anything is loaded: arithmetic on sizes, no weights, no files.
+"""The memory that a configuration needs, computed from sizes alone before any weight or file is read.
 
-Weights and KV pools are exact to the byte. What a step computes with ("activations", probability rows) is an upper
-bound, read off the code that allocates it: drafters/model.py and engine/step.py for what is here, memory_native.py and
-memory_reference.py for what depends on the operators. Not counted: the interpreter, torch itself, tokenizers, and on
-an accelerator its context.
+Weights and KV pools are exact to the byte. What a step allocates ("activations", probability rows) is an upper bound,
+which follows the code that allocates it: drafters/model.py and engine/step.py in this file, the operators in native.py
+and reference.py. Not counted: the interpreter, torch itself, tokenizers, and on an accelerator its context.
 
 Units: GB = 10^9 bytes, GiB = 2^30 bytes. Sizes of weights are usually quoted in GB and sizes of KV pools in GiB, often
 both under the name GB: 8 x 4096 tokens of 114,688 bytes are 3.5 GiB and 3.76 GB.
@@ -28,20 +27,20 @@ from forerun.memory.reference import ReferenceSizes
 from forerun.models.layers import DecoderConfig
 from forerun.types import ROUND_TOKENS
 
-DEFAULT_MAX_SEQ_LEN = 4096  # tokens; a model's own limit may be far beyond what its cache should take unasked
-SAMPLING_BYTES = 48  # per id, for one row at a time: what sampling and the Gumbel noise compute with, mostly float64
+DEFAULT_MAX_SEQ_LEN = 4096  # tokens; a cache for the model's own limit may be far larger than what a user expects
+SAMPLING_BYTES = 48  # per id, for one row at a time: arrays of sampling and of the Gumbel noise, mostly float64
 EXTRA_DRAFT = "extra draft"
 MIN_SEQ_LEN = PAGED_BLOCK_TOKENS  # tokens; no suggestion goes below it
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a configuration needs, and where it does not fit, what would.
+    """The memory that a configuration needs, and options that would make it fit.
 
-    available_bytes: None = nobody said. suggestions: each is a set of options that together make it fit, every other
-    option as it was; empty where it fits, and where nothing does. later: what a process that runs for long comes to
-    hold on top, which is not in the total. extra_drafts: what the parts of each model among the extra drafters
-    begin with -> what it is called in the configuration.
+    available_bytes: None = unknown. suggestions: each is a set of options that together make it fit, with every other
+    option as it was; empty where it fits, and where nothing does. later: what a process takes in addition when it runs
+    for long, which is not in the total. extra_drafts: for each model among the extra drafters, the word with which the
+    names of its parts begin -> its name in the configuration.
     """
 
     parts: tuple[MemoryPart, ...]
@@ -52,24 +51,24 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all parts."""
+        """The bytes of all parts together."""
         return sum(part.bytes for part in self.parts)
 
     @property
     def fits(self) -> bool:
-        """True where the total is within what is available, or where nobody said what is."""
+        """Whether the total is within the available bytes; True where these are unknown."""
         return self.available_bytes is None or self.total_bytes <= self.available_bytes
 
     def bytes_of(self, *names: str) -> int:
-        """Bytes of the parts with these names; a part that is not there has none."""
+        """Return the bytes of the parts with these names; 0 for a name that no part has."""
         return sum(part.bytes for part in self.parts if part.name in names)
 
     def bytes_for(self, what: str) -> int:
-        """Bytes of one kind, "weights" or "KV cache", of all models."""
+        """Return the bytes of one kind, "weights" or "KV cache", of all models."""
         return sum(part.bytes for part in self.parts if part.name.endswith(what))
 
     def verdict(self) -> str:
-        """One sentence: whether it fits, with numbers, and what to change if not; one more about extra draft models."""
+        """Return a sentence that says whether it fits and what to change if not, and one about extra draft models."""
         need = gigabytes(self.total_bytes)
         if self.available_bytes is None:
             return f"{need} are needed."
@@ -91,7 +90,7 @@ class MemoryPlan:
         )
 
     def _extra(self) -> str:
-        """What leaving out the extra draft models would save, as a further sentence."""
+        """Return a further sentence: what leaving out the extra draft models would save. Empty without any."""
         if not self.extra_drafts:
             return ""
         num_bytes = sum(part.bytes for part in self.parts if part.name.startswith(EXTRA_DRAFT))
@@ -100,7 +99,7 @@ class MemoryPlan:
 
 
 def gigabytes(num_bytes: int) -> str:
-    """'3.76 GB (3.50 GiB)'; three decimals below a tenth."""
+    """Write bytes as '3.76 GB (3.50 GiB)', with three decimals below 0.1 GB."""
     places = 3 if num_bytes < 10**8 else 2
     return f"{num_bytes / 1e9:.{places}f} GB ({num_bytes / 2**30:.{places}f} GiB)"
 
@@ -115,12 +114,12 @@ def memory_plan(
     available_bytes: int | None = None,
     extra_drafts: Mapping[str, DecoderConfig] | None = None,
 ) -> MemoryPlan:
-    """The plan for a target and its draft model (None = a drafter without a model) under the engine's options.
+    """Plan the memory of a target and its draft model (None = a drafter without a model) under the engine's options.
 
-    extra_drafts: the models among the extra drafters, by what they are called in the configuration.
-    dtype: of the weights of all models; the operators decide what type caches and rows have. device: "cpu" or "cuda";
-    on "cuda" the plan is of its memory, and the probability rows are left out, because they lie on the host. Raises
-    BadOption as the engine itself would for ops, max_seq_len and kv_cache_tokens.
+    extra_drafts: the models among the extra drafters, by their names in the configuration. dtype: of the weights of all
+    models; the operators decide the types of caches and rows. device: "cpu" or "cuda"; on "cuda" the plan is of its
+    memory, and the probability rows are left out, because they lie on the host. Raises BadOption as the engine itself
+    would for ops, max_seq_len and kv_cache_tokens.
     """
     extra = extra_drafts or {}
     labels = [EXTRA_DRAFT if number == 1 else f"{EXTRA_DRAFT} {number}" for number in range(1, len(extra) + 1)]
@@ -132,9 +131,9 @@ def memory_plan(
 
 
 def resolve_max_seq_len(wanted: int | None, max_positions: int) -> int:
-    """Tokens of the longest sequence: as wanted, else the model's positions, at most DEFAULT_MAX_SEQ_LEN.
+    """Return the tokens of the longest sequence: as wanted, else the model's positions or DEFAULT_MAX_SEQ_LEN if less.
 
-    Raises BadOption where more is wanted than the model has positions.
+    Raises BadOption where more tokens are wanted than the model has positions.
     """
     if wanted is None:
         return min(max_positions, DEFAULT_MAX_SEQ_LEN)
@@ -144,7 +143,7 @@ def resolve_max_seq_len(wanted: int | None, max_positions: int) -> int:
 
 
 def pool_tokens(backend: str, *, max_batch_size: int, max_seq_len: int, num_tokens: int | None = None) -> int:
-    """Rows of the pool that BlockCache.create allocates: whole blocks. Raises BadOption where there is not even one."""
+    """Return the rows of the pool that BlockCache.create allocates, in whole blocks. Raises BadOption for none."""
     block = PAGED_BLOCK_TOKENS if backend == "paged" else max_seq_len
     num_blocks = max_batch_size * -(-max_seq_len // block) if num_tokens is None else num_tokens // block
     if num_blocks < 1:
@@ -159,7 +158,7 @@ def pool_tokens(backend: str, *, max_batch_size: int, max_seq_len: int, num_toke
 
 @dataclass(frozen=True)
 class _Needs:
-    """Everything that decides the sizes."""
+    """The models and options that decide the sizes."""
 
     target: DecoderConfig
     drafts: Mapping[str, DecoderConfig]
@@ -173,7 +172,7 @@ class _Needs:
 
     @property
     def spec_length(self) -> int:
-        """Of requests that draft as the engine does, or, where there is an extra model, of those that choose it."""
+        """The longest draft of a request; 0 where no drafter can draft, the extra ones included."""
         idle = self.config.draft == "none" and not any(name.startswith(EXTRA_DRAFT) for name in self.drafts)
         return 0 if idle else self.config.longest_draft
 
@@ -201,7 +200,7 @@ class _Needs:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Of the operators that will run. Raises BadOption where they cannot."""
+        """The sizes of the operators that will run. Raises BadOption where they cannot."""
         name = ops.resolve(self.config.ops, self.device)
         if name == "native":
             return NativeSizes(self.dtype, self.max_seq_len, native.num_threads())
@@ -209,12 +208,12 @@ class _Needs:
         return ReferenceSizes(self.dtype, self.device, self.max_seq_len, in_place, row_by_row)
 
     def _passes(self) -> list[Pass]:
-        """The largest pass of each model; they follow each other."""
+        """Return the largest pass of each model. The passes run one after another."""
         drafts = self.drafts if self.spec_length else {}
         return [self._target_pass(), *(self._draft_pass(name, model) for name, model in drafts.items())]
 
     def _loading(self, models: Mapping[str, DecoderConfig], running: list[MemoryPart]) -> list[MemoryPart]:
-        """Where reading and packing the models, one after the other, takes more than running them: the difference."""
+        """Return what loading the models, one after the other, takes beyond what running them takes; none if less."""
         loaded: dict[str, DecoderConfig] = {}
         peak = 0
         for name, model in models.items():
@@ -231,7 +230,10 @@ class _Needs:
         return MemoryPart(f"{name} KV cache", tokens * each, f"{counted} tokens x {each:,} bytes")
 
     def _target_pass(self) -> Pass:
-        """Prompt chunks beside everybody else's verification, or verification of the whole batch."""
+        """Return the target's largest pass.
+
+        It runs prompt chunks and verifies the drafts of the other requests, or verifies those of the whole batch.
+        """
         batch, length, pool = self.config.max_batch_size, self.max_seq_len, self.num_pool_tokens
         verified = self.spec_length + 1
         prompt = min(self.config.prefill_chunk_tokens, batch * length, pool)
@@ -249,7 +251,10 @@ class _Needs:
         )
 
     def _draft_pass(self, name: str, draft: DecoderConfig) -> Pass:
-        """Committed tokens that its cache lacks: whole prompts, within the budget, and what others' rounds left."""
+        """Return a draft model's largest pass, over the committed tokens that its cache lacks.
+
+        They are prompts, within the catch-up budget, and the tokens that each sequence's last round left.
+        """
         batch, length, pool = self.config.max_batch_size, self.max_seq_len, self.num_pool_tokens
         num_rows = min(self.config.draft_catchup_tokens + batch * ROUND_TOKENS, batch * length, pool)
         longest = min(num_rows, length)
@@ -257,9 +262,10 @@ class _Needs:
         return Pass(name, draft, num_rows, longest, num_rows, context, num_read, batch)
 
     def _probabilities(self) -> list[MemoryPart]:
-        """Dense laws of one step, at temperature > 0; greedy laws and those of model-less drafters are point masses.
+        """Return the dense probability rows of one step, which temperature > 0 needs.
 
-        Each sequence is served by one drafter, so that several models together draft no more rows than one.
+        Greedy requests and drafters without a model have point masses, which take no memory. One drafter serves each
+        sequence, so several draft models together have no more rows than one.
         """
         if self.device != "cpu":
             return []
@@ -280,7 +286,7 @@ class _Needs:
 
 
 def _suggestions(needs: _Needs, available: int) -> list[dict[str, int]]:
-    """The largest value of each option that makes it fit alone; else one sequence of the largest length."""
+    """Return, for each option, the largest value that makes it fit alone; else one sequence of the largest length."""
 
     def fits(**options: Any) -> bool:
         try:
@@ -301,7 +307,7 @@ def _suggestions(needs: _Needs, available: int) -> list[dict[str, int]]:
 
 
 def _largest(high: int, step: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest multiple of `step` up to `high` that fits, by bisection; None where not even `step` does."""
+    """Return the largest multiple of `step` up to `high` that fits, by bisection; None where not even `step` fits."""
     low, high = 0, high // step
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,7 +1,7 @@
-"""What the reference operators need: weights to the byte, and an upper bound of what a pass computes with.
+"""Memory of the reference operators: weights to the byte, and an upper bound of the buffers of a pass.
 
-The bound is read off the code that allocates: models/layers.py, ops/reference.py, kv/cache.py. On a CPU oneDNN compiles
-a kernel for every matrix and number of rows and keeps it: that comes with time.
+The bound follows the code that allocates: models/layers.py, ops/reference.py, kv/cache.py. On a CPU oneDNN compiles a
+kernel for every matrix and number of rows and keeps it, so that memory grows while a process runs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ COMPILED_MAX_BYTES = 1_700_000_000  # of all, measured: 1.0 GB for 2,000, 1.68 G
 
 @dataclass(frozen=True)
 class ReferenceSizes:
-    """The reference operators: weights, rows and caches of one type.
+    """The sizes of the reference operators. Weights, rows and caches are of one type.
 
-    in_place: rows of the cache that follow each other are read where they lie.
+    in_place: whether consecutive rows of the cache are read without a copy.
     """
 
     dtype: torch.dtype
@@ -40,12 +40,12 @@ class ReferenceSizes:
         return self.dtype
 
     def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
-        """Every weight once; a tied LM head is its embedding."""
+        """Return one part for each model with every weight counted once; a tied LM head is its embedding."""
         size, found = self.dtype.itemsize, {name: weight_bytes(model, self.dtype) for name, model in models.items()}
         return [MemoryPart(f"{name} weights", n, f"{n // size:,} weights x {size} bytes") for name, n in found.items()]
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
-        """Those of the larger pass, and as much again in freed blocks."""
+        """Return the memory of the largest pass, and as much again in freed blocks."""
         found = []
         for run in passes:
             layers, attention, logits = self._pass_bytes(run)
@@ -54,11 +54,11 @@ class ReferenceSizes:
             num_bytes = KERNEL_BYTES + max(layers + attention, logits) + run.kept_bytes
             found.append(MemoryPart("activations", num_bytes, how))
         largest = max(found, key=lambda part: part.bytes)
-        # Blocks that were freed and are too small for what comes next: the allocator keeps them.
+        # The allocator keeps freed blocks that are too small for the next request.
         return [largest, MemoryPart("freed blocks", largest.bytes, "kept by the allocator: as much as the activations")]
 
     def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
-        """Kernels of oneDNN, one for each matrix and number of rows that ever occurred; none on an accelerator."""
+        """Return oneDNN's kernels, one for each matrix and number of rows that can occur; none on an accelerator."""
         count = 0
         for run in passes:
             matrices = [shape for shape in matrix_shapes(run.model) if self._is_compiled(shape)]
@@ -70,14 +70,14 @@ class ReferenceSizes:
         return (MemoryPart("compiled kernels", min(count * COMPILED_BYTES, COMPILED_MAX_BYTES), how),)
 
     def loading_bytes(self, model: DecoderConfig) -> int:
-        """Two blocks of the files; nothing of the files lies on an accelerator."""
+        """Return two blocks of the files; 0 on an accelerator, because files are read on the host."""
         return 2 * block_bytes(model) if self.device == "cpu" else 0
 
     def _is_compiled(self, shape: tuple[int, int]) -> bool:
         return self.dtype != torch.float32 or math.prod(shape) >= ONEDNN_MIN_WEIGHTS
 
     def _pass_bytes(self, run: Pass) -> tuple[int, int, int]:
-        """Peaks of one pass in bytes: a layer, what its attention adds, and, after the layers, the logits."""
+        """Return the peaks of one pass in bytes: of a layer, of its attention on top, and of the logits at the end."""
         size, copies = self.dtype.itemsize, 2 if self.row_by_row else 1
         widened = 0 if size == PROB_BYTES else PROB_BYTES
         logits = run.num_logits * run.model.vocab_size * (copies * size + widened)
@@ -85,13 +85,13 @@ class ReferenceSizes:
         return self._layer_bytes(run), self._attention_bytes(run), logits + hidden
 
     def _layer_bytes(self, run: Pass) -> int:
-        """Most bytes that are alive inside one layer, without what attention reads (Decoder.forward, line by line).
+        """Return the most bytes alive inside one layer, without attention's (Decoder.forward, line by line).
 
         The gate and up projections of the layer before live until those of this layer replace them.
         """
         c, size = run.model, self.dtype.itemsize
         h, f, q, kv = c.hidden_size, c.ffn_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        held = 2 * f if c.num_layers > 1 else 0
+        held = 2 * f if c.num_layers > 1 else 0  # gate and up of the layer before
         norm = 2 * h if size == 4 else 2 * h + 8 * h // size  # narrow types are normed in float32
         rope = max(3 * q, q + 3 * kv, 3 * q + kv) + (q + kv if c.qk_norm else 0)
         twice = 1 if self.row_by_row else 0  # rows computed alone are put together: the result exists twice
@@ -106,7 +106,7 @@ class ReferenceSizes:
         return run.num_rows * max(stages) * size
 
     def _attention_bytes(self, run: Pass) -> int:
-        """Masks of all runs, which the pass keeps; keys and values gathered for one run; and what reads them."""
+        """Return the bytes of attention: masks of all runs, which the pass keeps, and the work on the largest run."""
         model, size = run.model, self.dtype.itemsize
         windows = set(model.windows) or {None}
         masked, longest = (0, 0) if self.row_by_row else (run.num_masked, run.longest_run)
@@ -123,9 +123,10 @@ class ReferenceSizes:
         return masks + reading + max(building, converting + gathered + self._sdpa_bytes(run))
 
     def _sdpa_bytes(self, run: Pass) -> int:
-        """Scores, where torch writes them out: not on a CPU, where it attends in tiles. Elsewhere grouped heads under a
+        """Return the bytes that torch's attention allocates; 0 on a CPU, where it works in tiles.
 
-        mask leave only the plain formula, in float32: keys and values of every query head, scores, and their softmax.
+        Elsewhere torch uses the plain formula in float32 for grouped heads under a mask: it writes out keys and values
+        of every query head, the scores, and their softmax.
         """
         if self.device == "cpu":
             return 0
@@ -134,14 +135,14 @@ class ReferenceSizes:
 
 
 def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Bytes of all weights; a tied LM head is its embedding and counts once."""
+    """Return the bytes of all weights; a tied LM head is its embedding and counts once."""
     return sum(math.prod(shape) for shape in parameter_shapes(config).values()) * dtype.itemsize
 
 
 def block_bytes(config: DecoderConfig) -> int:
-    """Bytes of the largest block of the files that loading reads at once; numbers in them have 4 bytes at most.
+    """Return the bytes of the largest block of the files that loading reads at once, at 4 bytes per number.
 
-    Almost: float64 is read too, and nobody stores it.
+    Files with float64 weights, which can be loaded but do not occur in practice, would need twice as much.
     """
     largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
     return min(BLOCK_BYTES, 4 * largest)

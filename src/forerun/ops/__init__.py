@@ -1,4 +1,4 @@
-"""What a model is computed with: one backend per file."""
+"""The operators that compute a model, one backend per file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NAMES = ("auto", "native", "reference", "reference_row_by_row")
 
 
 def resolve(name: str, device: str) -> str:
-    """The operators that "auto" stands for on a device; other names as they are.
+    """Return the name of the operators that "auto" stands for on a device, and other names as they are.
 
-    Raises BadOption for native ones that are not there.
+    Raises BadOption for native operators where there are none.
     """
     if name == "auto":
         return "native" if device == "cpu" and native.isa() != "reference" else "reference"
@@ -30,7 +30,10 @@ def resolve(name: str, device: str) -> str:
 
 
 def make(name: str, device: str) -> ReferenceOps:
-    """The operators of this name (one of NAMES) on a device; native ones are shared. Raises BadOption."""
+    """Return the operators of this name (one of NAMES) on a device; native ones are shared.
+
+    Raises BadOption as `resolve`.
+    """
     name = resolve(name, device)
     if name == "native":
         return _native()

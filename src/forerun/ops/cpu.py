@@ -1,10 +1,9 @@
 """The native CPU operators: forerun._native behind the interface of ops/reference.py, and whole decoders in one call.
 
-Rows in, float32 rows out; a matrix has to be packed before it can be used (`CpuOps.pack`). Between two operators
-everything is float32; with bfloat16 weights the rows that go into a product are rounded to bfloat16, and so are keys
-and values on their way into the cache. The bits of a row are a function of that row, its keys and values and the
-instruction set alone: not of how many rows there are, of threads, or of where the cache keeps a token
-(docs/kernels.md).
+Operators take rows and return float32 rows; a matrix must be packed before it can be used (`CpuOps.pack`). Between two
+operators everything is float32. With bfloat16 weights the inputs of a product are rounded to bfloat16, and so are keys
+and values before they enter the cache. The bits of a row depend on that row, its keys and values and the instruction
+set alone, not on the number of rows or threads, nor on where the cache keeps a token (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class CpuOps(ReferenceOps):
-    """The kernels of one instruction set, run by a team of threads of their own.
+    """The kernels of one instruction set, run by their own team of threads.
 
-    isa: avx512, avx2 or baseline; None = the best that this processor has, or what FORERUN_ISA says. Raises
-    InternalError where the extension was not built.
+    isa: avx512, avx2 or baseline; None = FORERUN_ISA, else the best that this processor has. num_threads: None = as
+    forerun.native.num_threads. Raises InternalError where the extension was not built.
     """
 
     def __init__(self, isa: str | None = None, num_threads: int | None = None) -> None:
@@ -47,16 +46,16 @@ class CpuOps(ReferenceOps):
 
     @property
     def build(self) -> str:
-        """The kernels that compute; their bits depend on nothing else."""
+        """The name of the kernels that compute; the bits of a result depend on no other part of the build."""
         return f"native kernels, {self.isa}"
 
     @property
     def num_threads(self) -> int:
-        """Threads of the team, the caller included."""
+        """The number of threads of the team, the calling thread included."""
         return self._num_threads
 
     def auto_dtype(self, device: str, stored: torch.dtype) -> torch.dtype:
-        """bfloat16: half the bytes to read, and a row's bits are as independent of its neighbours as in float32."""
+        """Return bfloat16: it halves the bytes to read, and a row's bits stay independent of the rest of the batch."""
         return torch.bfloat16
 
     # ------------------------------------------------------------------------------------------------- matrices
@@ -69,11 +68,11 @@ class CpuOps(ReferenceOps):
         paired: bool = False,
         consume: bool = False,
     ) -> PackedMatrix:
-        """Weights [O, I] of one product, their outputs one after the other; `paired`: gate and up, see PackedMatrix.
+        """Pack the weights [O, I] of one product; several parts are joined along their outputs.
 
-        consume: the memory of the parts is given back to the system while they are packed, and they must not be
-        read again. Raises CapacityError where there is no memory, InternalError for types other than float32 and
-        bfloat16.
+        paired: the parts are gate and up, see PackedMatrix. consume: the memory of the parts is given back to the
+        system while they are packed, and the caller must not read them again. Raises CapacityError where there is no
+        memory, InternalError for types other than float32 and bfloat16.
         """
         parts = [parts] if isinstance(parts, Tensor) else list(parts)
         dtype, num_in = parts[0].dtype, parts[0].shape[1]
@@ -97,7 +96,7 @@ class CpuOps(ReferenceOps):
     # ------------------------------------------------------------------------------------------ single operators
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        """x [T, I] float32, weight packed [O, I] (its bias packed with it) -> float32 [T, O]."""
+        """Multiply: x [T, I] float32, weight packed [O, I] (its bias packed with it) -> float32 [T, O]."""
         if not isinstance(weight, PackedMatrix) or bias is not None or weight.paired:
             raise InternalError("native products take one packed matrix, which brings its bias along")
         x = _rows(x, weight.num_in)
@@ -106,19 +105,19 @@ class CpuOps(ReferenceOps):
         return out
 
     def add_linear(self, residual: Tensor, x: Tensor, weight: PackedMatrix) -> Tensor:
-        """residual [T, O] + the product, in one sweep; a new tensor."""
+        """Return residual [T, O] + the product as a new tensor, in one sweep over the weights."""
         x, out = _rows(x, weight.num_in), _rows(residual, weight.num_out).clone()
         self.backend.add_linear(weight.handle, x.data_ptr(), len(x), out.data_ptr())
         return out
 
     def add_gated(self, residual: Tensor, x: Tensor, gate_up: PackedMatrix, down: PackedMatrix) -> Tensor:
-        """residual [T, O] + down(silu(gate x) * up x): a feed-forward block; a new tensor."""
+        """Return a feed-forward block, residual [T, O] + down(silu(gate x) * up x), as a new tensor."""
         x, out = _rows(x, gate_up.num_in), _rows(residual, down.num_out).clone()
         self.backend.gated_linear(gate_up.handle, down.handle, x.data_ptr(), len(x), out.data_ptr())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root mean square norm over the last dimension, in float32 (Zhang and Sennrich 2019, eq. 4)."""
+        """Compute the root mean square norm over the last dimension, in float32 (Zhang and Sennrich 2019, eq. 4)."""
         shape, width = x.shape, x.shape[-1]
         x, weight = _rows(x.reshape(-1, width), width), weight.detach().float().contiguous()
         out = torch.empty_like(x)
@@ -126,7 +125,7 @@ class CpuOps(ReferenceOps):
         return out.view(shape)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up, [T, F]."""
+        """Compute silu(gate) * up, [T, F]."""
         gate, up = _rows(gate, gate.shape[-1]), _rows(up, gate.shape[-1])
         out = torch.empty_like(gate)
         self.backend.silu_mul(gate.data_ptr(), up.data_ptr(), len(gate), gate.shape[-1], out.data_ptr())
@@ -151,7 +150,7 @@ class CpuOps(ReferenceOps):
         view: CacheView | None,
         window: int | None,
     ) -> Tensor:
-        """As the reference: write k, v [T, kv_heads, D] into the pools, attend with q -> [T, heads, D]."""
+        """Write k, v [T, kv_heads, D] into the pools and attend with q -> [T, heads, D], as the reference does."""
         assert keys is not None
         assert values is not None
         assert view is not None
@@ -168,7 +167,7 @@ class CpuOps(ReferenceOps):
             keys.shape[1],
             q.shape[2],
             window or 0,
-            1,  # a table entry for each row: where blocks begin is the cache's affair
+            1,  # block size: the table has an entry for each row
             len(view.batch.slots),
             numbers,
             out.data_ptr(),
@@ -178,7 +177,7 @@ class CpuOps(ReferenceOps):
     # -------------------------------------------------------------------------------------------- whole decoders
 
     def compile(self, config: DecoderSizes, weights: Mapping[str, Tensor], *, consume: bool = False) -> CpuDecoder:
-        """A decoder of these weights as one native call for each pass; see ReferenceOps.compile."""
+        """Make a decoder of these weights that runs each pass in one native call; see ReferenceOps.compile."""
         return CpuDecoder(self, config, weights, consume=consume)
 
 
@@ -191,7 +190,7 @@ def _no_room(num_bytes: int, dtype: torch.dtype) -> CapacityError:
 
 
 def _scale(head_dim: int) -> float:
-    """1 / sqrt(head_dim) as the kernels round it: in float32."""
+    """Return 1 / sqrt(head_dim), rounded in float32 as the kernels round it."""
     return float(np.float32(1) / np.float32(math.sqrt(np.float32(head_dim))))
 
 

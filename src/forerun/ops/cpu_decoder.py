@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DecoderSizes(Protocol):
-    """What a native decoder must know of an architecture; models/layers.py has it."""
+    """The sizes of an architecture that a native decoder needs; models/layers.py implements it."""
 
     vocab_size: int
     hidden_size: int
@@ -36,7 +36,7 @@ class DecoderSizes(Protocol):
 
 
 class Cache(Protocol):
-    """What a native pass reads of a KV cache; kv/cache.py has it."""
+    """The part of a KV cache that a native pass reads; kv/cache.py implements it."""
 
     native: Any
 
@@ -44,7 +44,7 @@ class Cache(Protocol):
 
 
 class CpuDecoder:
-    """Packed weights of a pre-norm decoder and the native object that runs them.
+    """The packed weights of a pre-norm decoder, and the native object that runs them.
 
     Rows go in and come out as float32; keys and values are kept in the type of the weights (`weight_dtype`).
     """
@@ -53,7 +53,7 @@ class CpuDecoder:
         self, ops: CpuOps, config: DecoderSizes, weights: Mapping[str, Tensor], *, consume: bool = False
     ) -> None:
         self.config, self.ops = config, ops
-        self._norms: list[Tensor] = []  # kept alive: the native side has their addresses
+        self._norms: list[Tensor] = []  # referenced here because the native object has only their addresses
         source = _Source(weights, consume)
         embedding = weights["model.embed_tokens.weight"]
         self.weight_dtype = self.cache_dtype = embedding.dtype
@@ -85,7 +85,7 @@ class CpuDecoder:
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes of weights that a pass of a few rows reads: every packed matrix and norm once."""
+        """The bytes of weights that a pass of a few rows reads: every packed matrix and norm once."""
         return sum(m.nbytes for m in self.matrices.values()) + sum(norm.nbytes for norm in self._norms)
 
     def forward(
@@ -98,7 +98,7 @@ class CpuDecoder:
         taps: Mapping[int, Tensor],
         is_normed: bool,
     ) -> Tensor:
-        """One pass as Decoder.forward has it; float32 [T, H], after the final norm if `is_normed`.
+        """Run one pass, as Decoder.forward; returns float32 [T, H], after the final norm if `is_normed`.
 
         rotations: float32 [positions, 2, 1, head_dim], cos and sin by position.
         """
@@ -130,11 +130,11 @@ class CpuDecoder:
         layers: Seq[int],
         num_ids: int,
     ) -> list[list[int]] | None:
-        """The likeliest continuation of each run, in one native call: ids[b] has lengths[b] of them.
+        """Continue each run greedily in one native call; returns ids[b], lengths[b] of them.
 
         batch: runs of committed tokens, with cache rows for those and for lengths[b] - 1 more, which are fed one by
         one. layers: those that run; the final norm follows the last of them. ids[b][i] is the argmax of the first
-        `num_ids` logits after the run's tokens and ids[b][:i]. None where a logit is no number.
+        `num_ids` logits after the run's tokens and ids[b][:i]. Returns None where a logit is NaN.
         """
         if not batch.slots:
             return []
@@ -147,17 +147,17 @@ class CpuDecoder:
         )
 
     def embed(self, ids: Seq[int]) -> Tensor:
-        """The embeddings of these ids, float32 [n, H], as a pass has them."""
+        """Return the embeddings of these ids, float32 [n, H], with the bits that a pass has."""
         if self._table is None:
             return self.matrices["head"].unpack(ids).float()
         return F.embedding(torch.tensor(ids, dtype=torch.int64), self._table).float()
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """The final norm of rows of the residual stream [R, H], float32, as a pass has it."""
+        """Apply the final norm to rows of the residual stream [R, H], float32, with the bits that a pass has."""
         return self.ops.rms_norm(hidden, self._norms[-1], self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H] -> float32 logits [R, V]."""
+        """Compute the logits: hidden [R, H] -> float32 [R, V]."""
         hidden = hidden.contiguous()
         out = torch.empty(len(hidden), self.config.vocab_size)
         if len(hidden):
@@ -165,9 +165,10 @@ class CpuDecoder:
         return out
 
     def best(self, hidden: Tensor, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
-        """hidden [T, H] -> the largest of the first `num_ids` logits of each of `rows`: ids and values.
+        """Return ids and values of the largest of the first `num_ids` logits of some rows of hidden [T, H].
 
-        Lowest id on ties, NaN before all, bit for bit what `logits` would have; only the winners are written.
+        Ties go to the lowest id, and NaN counts as the largest. The values are bit for bit those of `logits`; the other
+        logits are not written.
         """
         if not rows:
             return [], []
@@ -189,7 +190,7 @@ class CpuDecoder:
         return [self._norm(source, f"{at}{name}.weight") for name in ("input_layernorm", "post_attention_layernorm")]
 
     def _norm(self, source: _Source, name: str) -> int:
-        """Address of a norm's weights as float32, 0 where the architecture has none of that name."""
+        """Return the address of a norm's weights in float32, 0 where the architecture has none of that name."""
         weight = source.weights.get(name)
         if weight is None:
             return 0
@@ -199,13 +200,13 @@ class CpuDecoder:
 
 @dataclass(frozen=True)
 class _Source:
-    """The weights that a decoder is packed from. consume: they are taken out of the mapping one by one."""
+    """The weights that a decoder is packed from. consume: they are removed from the mapping one by one."""
 
     weights: Mapping[str, Tensor]
     consume: bool
 
     def parts(self, *names: str) -> tuple[list[Tensor], Tensor | None]:
-        """The matrices of these names, and their biases joined (None where none has one)."""
+        """Return the matrices of these names, and their biases joined (None where none has one)."""
         parts = [self.weights[name + ".weight"] for name in names]
         biases = [self.weights.get(name + ".bias") for name in names]
         if self.consume and isinstance(self.weights, MutableMapping):

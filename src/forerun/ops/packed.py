@@ -1,4 +1,4 @@
-"""What goes through the native door: packed matrices, and the runs of a ragged batch as numbers."""
+"""The data that native calls take: packed matrices, and the runs of a ragged batch as numbers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, padding of odd shapes included."""
+        """The bytes in memory, padding of odd shapes included."""
         return int(self.handle.num_bytes)
 
     def unpack(self, rows: Seq[int] | None = None) -> Tensor:
-        """These rows as they were, [rows, num_in]; None = all. Raises IndexError for one that is not there."""
+        """Return rows of the weight as they were before packing, [rows, num_in]; None = all. Raises IndexError."""
         chosen = range(self.num_out) if rows is None else rows
         out = torch.empty(len(chosen), self.num_in, dtype=self.dtype)
         for i, row in zip(chosen, out, strict=True):
@@ -42,9 +42,10 @@ class PackedMatrix:
 
 
 def run_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
-    """What csrc/bind_ops.cpp wants: six numbers for each run, then block tables and parents of trees.
+    """Return a batch as csrc/bind_ops.cpp takes it: six numbers for each run, then block tables and parents of trees.
 
-    The six: first row, rows, cached, pending, where the table begins, where the parents begin (0 = a chain).
+    The six are the first row, the rows, the cached rows, the pending rows, the index at which the table begins, and the
+    index at which the parents begin (0 = a chain).
     """
     numbers = [0] * (6 * len(tables))
     for b, table in enumerate(tables):

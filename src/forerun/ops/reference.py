@@ -1,9 +1,9 @@
 """The reference operators, in torch, on any device.
 
-Two modes. *Fast* hands whole batches to torch's libraries, whose kernels round differently for different batch shapes.
-*row_by_row* copies each row to a fresh buffer and computes it alone, attention over exactly its keys: the bits of a
-row are then a function of that row, whatever else was in the batch. It is slow and serves as the bitwise
-oracle.
+They have two modes. *Fast* gives whole batches to torch's libraries, whose kernels round differently for different
+batch shapes. *row_by_row* copies each row to a fresh buffer and computes it alone, with attention over exactly its
+keys: the bits of a row then depend on that row alone, not on the rest of the batch. This mode is slow; bitwise tests
+compare with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Rows = slice | Tensor
 
 @dataclass(frozen=True)
 class Plan(CacheView):
-    """A view with what attention derives from it once, not once per layer.
+    """A view with the data that attention derives from it once per pass, not once per layer.
 
     writes: rows to write. reads[b]: rows of run b's keys. Both are slices where the rows are consecutive, which needs
     no copy. masks: by run and window, [n, keys of the run] float32, 0 or -inf.
@@ -41,7 +41,7 @@ class Plan(CacheView):
     masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
 
     def mask(self, b: int, window: int | None) -> Tensor | None:
-        """The mask of run b; None where its only row sees everything."""
+        """Return the mask of run b; None where its only row sees everything."""
         if (b, window) not in self.masks:
             sees_all = len(self.batch.run(b)) == 1 and window is None and self.batch.tree(b) is None
             self.masks[b, window] = None if sees_all else run_mask(self, b, window).to(self.write_rows.device)
@@ -51,7 +51,7 @@ class Plan(CacheView):
 class ReferenceOps:
     """Operators over rows: x is [T, features], one row per token.
 
-    row_invariant tells whether the bits of one row depend on that row alone; tests hold a backend to it.
+    row_invariant: whether the bits of one row depend on that row alone; tests check a backend that says so.
     """
 
     def __init__(self, *, row_by_row: bool = False) -> None:
@@ -61,47 +61,48 @@ class ReferenceOps:
 
     @property
     def build(self) -> str:
-        """What computes, for whoever reports bits or speeds: they are promised and measured for it alone."""
+        """The name of what computes, for reports: bits are promised, and speeds were measured, for it alone."""
         return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
 
     @property
     def num_threads(self) -> int:
-        """Threads that compute on a CPU."""
+        """The number of threads that compute on a CPU."""
         return torch.get_num_threads()
 
     def auto_dtype(self, device: str, stored: torch.dtype) -> torch.dtype:
-        """The type that dtype="auto" means: float32 on a CPU, as torch computes it fastest, else the stored one."""
+        """Return the type that dtype="auto" means: on a CPU float32, torch's fastest there, else the stored one."""
         return torch.float32 if device == "cpu" else stored
 
     def compile(self, config: Any, weights: Mapping[str, Tensor], *, consume: bool = False) -> Any:
-        """A whole decoder as one object with forward, logits and argmax, where a backend has one; None here.
+        """Make a whole decoder with forward, logits and argmax, where a backend has such an object; None here.
 
-        consume: the weights are the backend's to take apart; whoever passes them must not use them again.
+        consume: the backend may free the weights as it reads them, and the caller must not use them again.
         """
         return None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, I], weight [O, I], bias [O] -> [T, O]."""
+        """Multiply: x [T, I], weight [O, I], bias [O] -> [T, O]."""
         return self._rows(lambda row: _linear(row, weight, bias), x)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root mean square norm over the last dimension, in float32 (Zhang and Sennrich 2019, eq. 4)."""
+        """Compute the root mean square norm over the last dimension, in float32 (Zhang and Sennrich 2019, eq. 4)."""
         return self._rows(lambda row: _rms_norm(row, weight, eps), x)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up, the gated activation of the feed-forward block."""
+        """Compute silu(gate) * up, the gated activation of the feed-forward block."""
         return self._rows(lambda g, u: F.silu(g) * u, gate, up)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [T, heads, D] by position; pairs are (i, i + D/2) as in the published Llama weights.
 
         cos, sin [T, 1, D] in the type of x; the first half of sin is negated, so that a roll is the whole rotation.
-        Every element is two products and a sum, each rounded once: exact for any batch, so both modes share it.
+        Every element is two products and a sum, each rounded once. It has the same bits in any batch, so both modes
+        use it.
         """
         return x * cos + torch.roll(x, x.shape[-1] // 2, -1) * sin
 
     def plan(self, view: CacheView) -> Plan:
-        """What attention needs of a view, worked out once per forward pass."""
+        """Return what attention needs of a view; it is computed once per forward pass."""
         reads = [_consecutive(rows) for rows in view.read_rows]
         writes: Rows = view.write_rows
         if len(reads) == 1 and isinstance(reads[0], slice):
@@ -145,7 +146,7 @@ class ReferenceOps:
         return torch.cat([op(*(x[i : i + 1].clone() for x in xs)) for i in range(len(xs[0]))])
 
     def _attend_run(self, q: Tensor, keys: Tensor, values: Tensor, plan: Plan, b: int, window: int | None) -> Tensor:
-        """One run at once: q [n, heads, D] against the run's keys [keys, kv_heads, D] under a mask."""
+        """Attend with all rows of a run at once: q [n, heads, D], keys and values [keys, kv_heads, D], under a mask."""
         if window is not None and window >= len(keys):
             window = None
         if len(q) == 1 and window is not None and plan.batch.tree(b) is None:
@@ -153,7 +154,7 @@ class ReferenceOps:
         return _sdpa(q, keys, values, plan.mask(b, window))
 
     def _attend_alone(self, q: Tensor, keys: Tensor, values: Tensor, plan: Plan, b: int, window: int | None) -> Tensor:
-        """Each row of run b alone, over exactly its keys in logical order, gathered into fresh buffers."""
+        """Attend with each row of run b alone, over exactly its keys in logical order, gathered into fresh buffers."""
         outs = []
         for i in range(len(q)):
             seen = torch.tensor(plan.batch.visible(b, i), device=keys.device)
@@ -163,9 +164,10 @@ class ReferenceOps:
 
 
 def run_mask(view: CacheView, b: int, window: int | None) -> Tensor:
-    """Which keys each row of run b sees: float32 [n, keys of the run], 0 where it does and -inf where not.
+    """Return which keys each row of run b sees: float32 [n, keys of the run], 0 where it sees one and -inf elsewhere.
 
-    By logical position: a tree row counts its depth. A row sees the last `window` positions, its own too.
+    A row sees the last `window` logical positions, its own included. The logical position of a row in a tree is the
+    number of cached rows plus the number of its ancestors.
     """
     batch, cached, n = view.batch, view.batch.cached[b], len(view.batch.run(b))
     tree = batch.tree(b)
@@ -183,7 +185,7 @@ def run_mask(view: CacheView, b: int, window: int | None) -> Tensor:
 
 
 def _ancestry(parents: Seq[int]) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
-    """bool [n, n]: is column an ancestor of row, or the row itself; parents come before children."""
+    """Return bool [n, n]: whether the column is an ancestor of the row, or the row itself. Parents come first."""
     own = np.eye(len(parents), dtype=bool)
     for i, parent in enumerate(parents):
         if parent >= 0:
@@ -192,7 +194,7 @@ def _ancestry(parents: Seq[int]) -> np.ndarray[tuple[int, int], np.dtype[np.bool
 
 
 def _consecutive(rows: Tensor) -> Rows:
-    """A slice where the rows follow each other. Not asked on an accelerator: the answer would stop its queue."""
+    """Return a slice where the rows are consecutive. Rows on an accelerator stay: to read them would stop its queue."""
     if rows.device.type != "cpu" or len(rows) == 0:
         return rows
     first = int(rows[0])
@@ -201,7 +203,7 @@ def _consecutive(rows: Tensor) -> Rows:
 
 
 def _sdpa(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """q [n, heads, D], keys and values [m, kv_heads, D], mask [n, m] -> [n, heads, D]; scale 1/sqrt(D).
+    """Attend: q [n, heads, D], keys and values [m, kv_heads, D], mask [n, m] -> [n, heads, D]; scale 1/sqrt(D).
 
     For a few rows the query heads of one group become rows of one head: torch then reads each key once, not once per
     query head (1.5 to 2 times faster at 32 / 8 heads, 1 to 6 rows, 300 keys).
@@ -224,7 +226,7 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tenso
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype == weight.dtype == torch.float32:
-        # Five calls instead of the fifteen inside F.rms_norm (8 us instead of 13): a small draft model is all calls.
+        # Five calls replace the fifteen inside F.rms_norm (8 us, not 13): calls are most of a small draft model's time.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = torch.addcmul(_constant(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt()
         return x * inverse * weight
@@ -235,13 +237,13 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @cache
 def _constant(value: float, device: torch.device) -> Tensor:
-    """A number as a tensor, made once: torch wraps a Python number anew at every call."""
+    """Return a number as a tensor. It is made once, because torch wraps a Python number anew at every call."""
     with torch.inference_mode(False):
         return torch.tensor(value, device=device)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """oneDNN for large float32 matrices on a CPU, torch's default BLAS otherwise.
+    """Multiply with oneDNN for large float32 matrices on a CPU, with torch's default BLAS otherwise.
 
     Measured on two AVX2 cores, 2048 x 2048 to 8192 x 2048, GB/s of weights: default BLAS 17-19 at 1 row, 4-7 at 6;
     oneDNN 29-32 at 1 row, 12-14 at 6. Below a million weights oneDNN's call overhead (30 us) eats the gain. Prepacked

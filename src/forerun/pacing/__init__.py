@@ -1,7 +1,7 @@
-"""How far to draft: one policy per file, found by scanning this folder.
+"""Pacing policies decide how far to draft. Each is one file, found by scanning this folder.
 
 A file `<name>.py` holds `Options` (a frozen dataclass) and `build(options, spec_length, costs) -> Pacing`; spec_length
-is the engine's, None where none was named, and costs says what passes take. `auto` is built of two things that any
+is the engine's, None where none was named, and costs holds the time of passes. `auto` is built of two files that any
 policy may use: cost.py (the time of a pass) and acceptance.py (how likely each drafted token is to be accepted).
 """
 
@@ -15,39 +15,39 @@ from forerun.types import Probs, Sequence, StepReport
 
 
 class Pacing:
-    """Decides how many tokens to draft, before drafting and before each draw.
+    """A policy decides how many tokens to draft, before drafting and before each draw.
 
-    Admissible control only: a decision may depend on everything known before the token in question is drawn, never on
-    that token (docs/exactness.md).
+    A decision may depend on everything that is known before the token in question is drawn, never on that token;
+    otherwise the output's distribution would change (docs/exactness.md).
     """
 
     @property
     def stops_early(self) -> bool:
-        """Whether `go_on` may say no."""
+        """Whether `go_on` may return False."""
         return type(self).go_on is not Pacing.go_on
 
     @property
     def guesses(self) -> bool:
-        """Whether `guess` wants to be called."""
+        """Whether the policy uses `guess`, so that the engine has to call it."""
         return type(self).guess is not Pacing.guess
 
     def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
-        """Most draft nodes for each decoding sequence of this step, [B].
+        """Return the most draft nodes of each decoding sequence of this step, [B].
 
         limits [B]: nodes that a sequence could have at most, by its own end and by the room in the caches.
         """
         raise NotImplementedError
 
     def go_on(self, seq: Sequence, depth: int, draft_probs: Probs) -> bool:
-        """Asked before drawing the token at `depth` (0 = first) from `draft_probs`."""
+        """Return whether to draw the token at `depth` (0 = first) from `draft_probs`."""
         return True
 
     def prepares(self, seq: Sequence) -> bool:
-        """Whether the drafter of a sequence is to run its prompt beside the target, to be ready for the first round."""
+        """Return whether the drafter is to run a sequence's prompt beside the target, ready for the first round."""
         return True
 
     def guess(self, seq: Sequence, tokens: Seq[int]) -> None:
-        """Hear what a drafter that costs nothing would have drafted for a sequence that was granted nothing."""
+        """Take note of what a free drafter would have drafted for a sequence that was granted no nodes."""
 
     def observe(self, report: StepReport) -> None:
         """Learn from the numbers of the step that was just done."""

@@ -1,7 +1,8 @@
-"""How likely each drafted token is to be accepted: averages that forget, by request and by rank.
+"""Estimates of how likely each drafted token is to be accepted: decaying averages, by request and by rank.
 
-The rank of a node is its place in its sequence's draft, best first. In a chain that is its depth; in a tree it is not,
-and nothing here assumes a chain. A request is taken to be as its drafter is on average until it has shown otherwise.
+The rank of a node is its place in its sequence's draft, best first. In a chain it is the depth; in a tree it is not,
+and nothing here assumes a chain. The estimate of a request starts from its drafter's mean, and moves to the request's
+own average as rounds are seen.
 """
 
 from __future__ import annotations
@@ -11,25 +12,26 @@ from collections.abc import Sequence as Seq
 Shares = list[float]  # [MAX_RANKS]
 
 MAX_RANKS = 16
-FIRST_GUESS = 0.6  # acceptance of a drafter that was never seen
+FIRST_GUESS = 0.6  # acceptance of a drafter of which no round was seen
 
 
 class Average:
-    """Per rank, how many nodes were drafted and accepted lately. memory: rounds until one counts a third."""
+    """Decaying counts of drafted and accepted nodes, per rank. memory: rounds until the weight of one is 1/e."""
 
     def __init__(self, memory: float) -> None:
         self.keep = 1 - 1 / memory
         self.drafted, self.accepted = [0.0] * MAX_RANKS, [0.0] * MAX_RANKS
 
     def add(self, num_drafted: int, ranks: Seq[int]) -> None:
-        """One round that drafted so many nodes, of which those of these ranks were accepted."""
+        """Add one round: so many nodes were drafted, and those of these ranks were accepted."""
         self.drafted = [self.keep * weight + (rank < num_drafted) for rank, weight in enumerate(self.drafted)]
         self.accepted = [self.keep * weight + (rank in ranks) for rank, weight in enumerate(self.accepted)]
 
     def shares(self, steps: Seq[float], weight: float) -> Shares:
-        """P(the node of rank i is accepted), [MAX_RANKS], never rising.
+        """Return P(the node of rank i is accepted), [MAX_RANKS], which never rises with i.
 
-        steps [MAX_RANKS]: the P expected of rank i over that found for rank i - 1; it counts as `weight` rounds.
+        steps [MAX_RANKS]: the expected ratio of rank i's P to that of rank i - 1. The expectation has the weight of
+        `weight` rounds.
         """
         found, before = [], 1.0
         for drafted, accepted, step in zip(self.drafted, self.accepted, steps, strict=True):
@@ -39,31 +41,31 @@ class Average:
 
 
 class Acceptance:
-    """What is known of one drafter and of the requests that it serves.
+    """The averages of one drafter and of the requests that it serves.
 
-    found_share: of the drafts that were granted, how many had a node.
+    found_share: the share of granted drafts that had a node.
     """
 
     def __init__(self) -> None:
         self.found_share = 1.0
         self._mean = Average(memory=100)
         self._requests: dict[int, Average] = {}
-        self._guesses: dict[int, tuple[int, Seq[int]]] = {}  # ungranted: length of the text, and the tokens
+        self._guesses: dict[int, tuple[int, Seq[int]]] = {}  # not drafted: tokens before the guess, and the guess
 
     def observe(self, request: int, num_drafted: int, ranks: Seq[int]) -> None:
-        """One round of a request that was granted a draft: its nodes, and the ranks of those that were accepted."""
+        """Add one round of a request that was granted a draft. ranks: those of the accepted nodes."""
         self.found_share += 0.02 * ((num_drafted > 0) - self.found_share)
         if num_drafted:
             self._mean.add(num_drafted, ranks)
             self._requests.setdefault(request, Average(memory=30)).add(num_drafted, ranks)
 
     def guess(self, request: int, num_tokens: int, tokens: Seq[int]) -> None:
-        """Keep what would have been drafted behind a text of so many tokens, until the text has grown past it."""
+        """Keep what would have been drafted behind `num_tokens` tokens, until committed tokens can judge it."""
         if tokens:
             self._guesses.setdefault(request, (num_tokens, tokens[:MAX_RANKS]))
 
     def score_guess(self, request: int, text: Seq[int]) -> None:
-        """Compare a guess with what was committed since, as soon as that shows how much of it was right."""
+        """Compare a guess with the tokens committed since, as soon as they show how many of its tokens were right."""
         if request in self._guesses:
             start, guessed = self._guesses[request]
             came = text[start : start + len(guessed)]
@@ -78,14 +80,14 @@ class Acceptance:
         self._guesses.pop(request, None)
 
     def drafter_shares(self) -> Shares:
-        """P(rank i is accepted) for a request that nothing is known of."""
+        """Return P(rank i is accepted) for a request without a round of its own."""
         drafted, accepted = self._mean.drafted, self._mean.accepted
         tested = drafted[0] + sum(map(min, accepted, drafted[1:]))  # of a chain: behind an accepted node
         alpha = min(1.0, (sum(accepted) + 2 * FIRST_GUESS) / (tested + 2))
         return self._mean.shares([alpha] * MAX_RANKS, weight=16.0)
 
     def request_shares(self, request: int, drafter: Shares) -> Shares:
-        """P(rank i is accepted) for one request; drafter: what `drafter_shares` says."""
+        """Return P(rank i is accepted) for one request. drafter: the result of `drafter_shares`."""
         if request not in self._requests:
             return drafter
         steps = [share / max(before, 1e-9) for share, before in zip(drafter, (1.0, *drafter), strict=False)]

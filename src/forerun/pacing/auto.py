@@ -1,11 +1,12 @@
-"""Draft as far as it pays: the plan of most expected tokens per second, down to plain decoding.
+"""Draft as far as it pays: choose the plan of most expected tokens per second, which may be plain decoding.
 
-Every few steps the nodes of all requests are put in the order of their gain, and as many are taken as make the most
-tokens per second of the whole batch, given what a pass of so many rows takes (cost.py) and how likely each node is to
-be accepted (acceptance.py). This is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066) with measured curves
-in place of a fitted line. A request whose drafts fail gets none, and is probed with one node after pauses that double.
-A net below needs no model: now and then a few plain steps are compared with their neighbours, and where drafting lost
-twice it pauses.
+Every few steps the nodes of all requests are sorted by their gain, and as many are taken as make the most tokens per
+second of the whole batch, given the time of a pass by its rows (cost.py) and how likely each node is to be accepted
+(acceptance.py). This is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066) with measured curves in place of a
+fitted line. A request whose drafts fail gets none, and is probed with one node after pauses that double in length.
+
+A safety net does not depend on these estimates: now and then a few plain steps are timed against the drafting steps
+around them, and after drafting was slower twice in a row it pauses.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from forerun.types import Sequence, StepReport
 
 CUTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # longest draft of a plan
 REPLAN_STEPS = 8
-HYSTERESIS = 1.01  # tokens per second that a new plan must promise, over what the old one promises
+HYSTERESIS = 1.01  # a new plan must promise more tokens per second than the old one, times this
 FIRST_PAUSE, LONGEST_PAUSE = 8, 512  # steps between two probes of a request
-FIRST_TRIAL, LAST_TRIAL = 32, 1024  # steps between two trials of plain decoding, and of a pause
-TRIAL_STEPS = 4
-TRIAL_MARGIN = 1.03  # tokens per second of plain decoding, over those of drafting, that count as faster
+SHORTEST_WAIT, LONGEST_WAIT = 32, 1024  # steps between two comparisons with plain decoding, and of a pause
+PLAIN_STEPS = 4  # plain steps of a comparison
+PLAIN_MARGIN = 1.03  # plain decoding is faster where it makes more tokens per second than drafting, times this
 
 Ints = npt.NDArray[np.intp]
 Floats = npt.NDArray[np.float64]
@@ -41,7 +42,11 @@ class Options:
 
 @dataclass
 class _Request:
-    """A request that decodes. granted: in this step; probe_at: step of its next probe; pause: steps to the next one."""
+    """A request that decodes.
+
+    length: nodes that the plan gives it in each step. probe_at: step of its next probe. pause: steps between two
+    probes. granted: nodes that it was granted in this step.
+    """
 
     seq: Sequence
     length: int
@@ -50,47 +55,53 @@ class _Request:
     granted: int = 0
 
 
-class _Net:
-    """Trials of plain decoding in the midst of drafting."""
+class _SafetyNet:
+    """Compares a few plain steps with the drafting steps around them, and pauses drafting where it is slower.
+
+    num_left: plain steps that the comparison still takes; below 0 it counts the drafting steps after them. num_lost:
+    comparisons in a row in which plain decoding was faster. plain, drafting: [tokens, seconds].
+    """
 
     def __init__(self) -> None:
-        self.trial_at, self.pause, self.paused_until = FIRST_TRIAL, FIRST_TRIAL, 0
-        self.num_left = -TRIAL_STEPS  # plain steps of the trial; below 0, drafting steps behind it
-        self.num_lost = 0  # trials in a row that plain decoding won
-        self.plain, self.drafting = np.zeros(2), np.zeros(2)  # [tokens, seconds]
+        self.compare_at, self.pause, self.paused_until = SHORTEST_WAIT, SHORTEST_WAIT, 0
+        self.num_left, self.num_lost = -PLAIN_STEPS, 0
+        self.plain, self.drafting = np.zeros(2), np.zeros(2)
 
     def allows(self, step: int) -> bool:
-        """Whether a step that is to draft may."""
-        if step >= self.trial_at:
-            self.trial_at, self.num_left = step + LAST_TRIAL, TRIAL_STEPS
+        """Return whether a step may draft for which the plan has drafts."""
+        if step >= self.compare_at:
+            self.compare_at, self.num_left = step + LONGEST_WAIT, PLAIN_STEPS
             self.plain[:] = 0
         self.num_left -= 1
         return self.num_left < 0 and step >= self.paused_until
 
     def observe(self, step: int, tokens: int, seconds: float) -> None:
-        """Count a step that was to draft; compare some drafting steps behind a trial."""
+        """Count a step for which the plan had drafts; a few drafting steps after the plain ones, compare the two."""
         if self.num_left >= 0:
             self.plain += (tokens, seconds)
         elif step >= self.paused_until:
-            self.drafting = self.drafting * (1 - 1 / FIRST_TRIAL) + (tokens, seconds)
-        if self.num_left == -TRIAL_STEPS and self.plain[1]:
-            is_lost = self.plain[0] * self.drafting[1] > TRIAL_MARGIN * self.drafting[0] * self.plain[1]
+            self.drafting = self.drafting * (1 - 1 / SHORTEST_WAIT) + (tokens, seconds)
+        if self.num_left == -PLAIN_STEPS and self.plain[1]:
+            is_lost = self.plain[0] * self.drafting[1] > PLAIN_MARGIN * self.drafting[0] * self.plain[1]
             self.num_lost = self.num_lost + 1 if is_lost else 0
-            self.pause = FIRST_TRIAL if self.num_lost == 1 else min(2 * self.pause, LAST_TRIAL)
+            self.pause = SHORTEST_WAIT if self.num_lost == 1 else min(2 * self.pause, LONGEST_WAIT)
             self.paused_until = step + self.pause if self.num_lost > 1 else 0
-            self.trial_at = max(step, self.paused_until) + (FIRST_TRIAL if is_lost else self.pause)
+            self.compare_at = max(step, self.paused_until) + (SHORTEST_WAIT if is_lost else self.pause)
 
 
 class AutoPacing(Pacing):
-    """Grants what makes the most expected tokens per second. spec_length: the most that is granted to one request."""
+    """The policy that grants what makes the most expected tokens per second.
+
+    spec_length: the most nodes that are granted to one request.
+    """
 
     def __init__(self, spec_length: int, costs: Costs) -> None:
         self.spec_length, self.costs = min(spec_length, MAX_RANKS), costs
         self._known: dict[str, Acceptance] = {}  # by drafter
         self._requests: dict[int, _Request] = {}
-        self._net = _Net()
+        self._net = _SafetyNet()
         self._step, self._replan_at = 0, 0
-        self._drafts = False  # the plan drafts for some request in this step
+        self._drafts = False  # whether the plan drafts for some request in this step
 
     def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
         self._step += 1
@@ -123,7 +134,7 @@ class AutoPacing(Pacing):
             known.score_guess(request.seq.id, request.seq.tokens)
             if round_.accepted_ranks:
                 request.pause = FIRST_PAUSE
-                if request.length == 0:  # a probe found what the averages do not know yet
+                if request.length == 0:  # a probe was accepted, against the averages: begin new ones
                     known.forget(request.seq.id)
                     self._replan_at = 0
             if request.granted:
@@ -139,7 +150,7 @@ class AutoPacing(Pacing):
         return self._known.setdefault(seq.draft, Acceptance())
 
     def _meet(self, seq: Sequence) -> _Request:
-        """A new request gets what the best served one of its drafter has, until the next plan."""
+        """Begin a request with the longest draft length among those of its drafter, until the next plan."""
         others = [request for request in self._requests.values() if request.seq.draft == seq.draft]
         length, pause = max([(r.length, r.pause) for r in others], default=(0, FIRST_PAUSE))
         made = self._requests[seq.id] = _Request(seq, length, self._step + pause, pause)
@@ -147,13 +158,13 @@ class AutoPacing(Pacing):
         return made
 
     def _wanted(self, request: _Request) -> int:
-        """Nodes of the plan, or one for a probe."""
+        """Return the nodes that the plan gives a request, or 1 where it is to be probed."""
         if request.length > 0 or self._step < request.probe_at:
             return request.length
         request.pause = min(2 * request.pause, LONGEST_PAUSE)
         request.probe_at = self._step + request.pause
         others = [r for r in self._requests.values() if r.seq.draft == request.seq.draft]
-        if not any(r.length for r in others):  # a drafter that fails for all is probed once for all
+        if not any(r.length for r in others):  # where a drafter fails for all requests, only one of them is probed
             for other in others:
                 other.pause, other.probe_at = max(other.pause, request.pause), max(other.probe_at, request.probe_at)
         return 1
@@ -178,9 +189,10 @@ class AutoPacing(Pacing):
             request.length = length
 
     def _nodes(self, requests: Seq[_Request], limits: Seq[int], members: Seq[int]) -> Floats:
-        """Each node that one drafter could draft, [5, nodes]: tokens gained, its request, rank, rows and seconds.
+        """Return each node that one drafter could draft, [5, nodes]: tokens gained, request, rank, rows and seconds.
 
-        A rank is one pass of the drafter over all requests that draft so deep: the first of them pays for most of it.
+        The nodes of one rank share one pass of the drafter: the first one takes most of its time, and each further one
+        only what a row more takes.
         """
         seq = requests[members[0]].seq
         known, cost = self._of(seq), self.costs.draft(seq.draft)
@@ -196,13 +208,16 @@ class AutoPacing(Pacing):
         return np.stack([np.broadcast_to(column, order.shape).ravel() for column in columns])
 
     def _best(self, old: Ints, num_rows: int, nodes: Floats) -> Ints:
-        """Draft lengths [B] of the plan that makes the most tokens per second; the old ones unless that is faster."""
+        """Return the draft lengths [B] of the plan of most tokens per second; the old ones unless it is faster.
+
+        nodes: of all drafters, as `_nodes` has them. num_rows: rows of the pass apart from these nodes.
+        """
         gains, owners, ranks, rows, seconds = nodes[:, np.argsort(-nodes[0], kind="stable")]
         owners, one_row_s = owners.astype(int), self.costs.target.one_row_s or 1.0
         cuts = np.repeat(CUTS, len(ranks)).reshape(-1, len(ranks))
         wanted = ranks < np.concatenate(([old[owners]], cuts))  # [1 + cuts, nodes]: by the old plan, by each cut
         wanted[1:] &= gains > 0
-        # With the wanted ones of the first n nodes; the cut at 0 is plain decoding.
+        # Column n is the plan with the wanted ones among the first n + 1 nodes; the cut at 0 is plain decoding.
         tokens, rows, draft_s = (np.cumsum(wanted * column, axis=1) for column in (gains, rows, seconds))
         rates = (len(old) + tokens) / (one_row_s * self.costs.target.ratio(num_rows + rows) + draft_s)
         cut, last = np.unravel_index(int(rates[1:].argmax()), cuts.shape)
@@ -212,5 +227,5 @@ class AutoPacing(Pacing):
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
-    """A policy that grants as many tokens as pay, at most spec_length, else 16."""
+    """Return a policy that grants as many tokens as pay, at most spec_length, or 16 where none is named."""
     return AutoPacing(spec_length or AUTO_SPEC_LENGTH, costs)

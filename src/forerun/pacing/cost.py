@@ -1,6 +1,6 @@
-"""What passes take by their rows: measured once, kept in a file, and kept fresh by one slow average.
+"""The time of a pass by its rows, which is measured once, kept in a file, and updated by one slow average.
 
-A draft pays for as long as a pass over more rows takes little more than one over one row. That ratio depends on the
+Drafting pays where a pass over several rows takes little more time than a pass over one row. That ratio depends on the
 machine, the weights and the kernels, not on the text, so it is measured before the first draft and not learned.
 """
 
@@ -34,7 +34,7 @@ FRESH = 0.02  # weight of a new measurement in the slow average
 class PassTime:
     """Time of a pass: `ratios[i]` times a pass of one row at `widths[i]` rows, linear between and beyond.
 
-    one_row_s: seconds of a pass of one row, None until one was measured; kept fresh by `observe`.
+    one_row_s: seconds of a pass of one row, None until one was measured; `observe` updates it.
     """
 
     widths: Seq[float] = WIDTHS
@@ -49,22 +49,23 @@ class PassTime:
         self._passes = np.array([*self.ratios, self.ratios[-1] + slope * (far - last)])
 
     def ratio(self, num_rows: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Passes of one row that a pass over so many rows takes, elementwise."""
+        """Return the time of a pass over `num_rows` rows, in passes of one row, elementwise."""
         return np.asarray(np.interp(np.asarray(num_rows), self._rows, self._passes))
 
     def observe(self, seconds: float, num_ratios: float) -> None:
-        """Move the average towards `seconds` for what should take `num_ratios` passes of one row."""
+        """Update the average by a pass of `seconds`, which should take as long as `num_ratios` passes of one row."""
         self._num_seen += 1
         had = self.one_row_s or seconds / num_ratios
-        found = min(seconds / num_ratios, 3 * had)  # one pass that the machine held up says little
+        found = min(seconds / num_ratios, 3 * had)  # another process may have held one pass up
         self.one_row_s = had + max(FRESH, 1 / (self._num_seen + 1)) * (found - had)
 
 
 @dataclass
 class Costs:
-    """What the passes of an engine take. drafts: by drafter; one without a model is free until it was seen.
+    """The times of an engine's passes.
 
-    runners: models to calibrate before the first plan, the target under ""; none = curves stay as they are.
+    drafts: by drafter; one without a model counts as free until a step of it was seen. runners: the models to calibrate
+    before the first plan, the target under ""; without runners the curves stay as they are.
     """
 
     target: PassTime = field(default_factory=PassTime)
@@ -72,17 +73,17 @@ class Costs:
     runners: Mapping[str, Runner] = field(default_factory=dict)
 
     def ready(self) -> None:
-        """Measure what was not measured yet."""
+        """Calibrate the models that were not calibrated yet."""
         found, self.runners = {name: of_runner(runner) for name, runner in self.runners.items()}, {}
         self.target = found.pop("", self.target)
         self.drafts.update(found)
 
     def draft(self, name: str) -> PassTime:
-        """The time of a pass of one drafter."""
+        """Return the time of a pass of one drafter."""
         return self.drafts.setdefault(name, PassTime((1, 2), (1.0, 1.0)))
 
     def observe(self, report: StepReport) -> None:
-        """Keep the averages fresh with a step that ran no prompt."""
+        """Update the averages by a step, unless it ran a prompt."""
         if report.num_prefill_tokens or not report.num_decoding:
             return
         self.target.observe(report.seconds - report.draft_s, float(self.target.ratio(report.num_rows)))
@@ -93,7 +94,7 @@ class Costs:
 
 
 def of_runner(runner: Runner) -> PassTime:
-    """The curve of a model on this machine: from the cache folder, else measured and kept there."""
+    """Return the curve of a model on this machine, from the cache folder, else measured and written there."""
     folder = os.environ.get("FORERUN_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "forerun")
     name = hashlib.sha256(runner.fingerprint.encode()).hexdigest()[:16]
     path = Path(folder).expanduser() / f"passes-{name}.json"
@@ -111,10 +112,12 @@ def of_runner(runner: Runner) -> PassTime:
 
 
 def calibrated(run: Callable[[int], None], clock: Callable[[], float] = time.perf_counter) -> PassTime:
-    """Run passes of all widths in turn; medians of the ratios to one row of the same round, as a running maximum.
+    """Measure the curve: run passes of all widths in turn, in several rounds.
 
-    Drift of the machine cancels within a round. At the time limit rounds are dropped, then widths; so is a width that
-    the cache has no room for. Where nothing could be measured the built-in curve stays.
+    A ratio is the median over the rounds of the time of a width over that of one row in the same round, so that a
+    machine which slows down cancels out; then the running maximum is taken. At the time limit rounds are dropped, then
+    widths; so is a width that the cache has no room for. Where nothing could be measured the built-in curve is
+    returned.
     """
 
     def timed(rows: int) -> float:

@@ -17,7 +17,7 @@ class Options:
 
 
 class FixedPacing(Pacing):
-    """Grants `spec_length` tokens to each request that names no length of its own."""
+    """The policy that grants `spec_length` tokens to each request that names no length of its own."""
 
     def __init__(self, spec_length: int) -> None:
         self.spec_length = spec_length
@@ -27,5 +27,5 @@ class FixedPacing(Pacing):
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
-    """A policy that always grants as many tokens: the request's spec_length, else the engine's, else 5."""
+    """Return a policy that always grants as many tokens: the request's spec_length, else the engine's, else 5."""
     return FixedPacing(spec_length or DEFAULT_SPEC_LENGTH)

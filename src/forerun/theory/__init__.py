@@ -1,1 +1,1 @@
-"""What speculative decoding can give, in closed form and by simulation. Needs numpy alone."""
+"""What speculative decoding can gain, in closed form and by simulation. The room needs numpy alone."""

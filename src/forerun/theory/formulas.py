@@ -1,8 +1,9 @@
-"""Closed forms of speculative decoding (Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via
+"""Closed forms of speculative decoding.
 
-Speculative Decoding", arXiv 2211.17192; numbered as there). Notation: alpha = probability that a tested token is
-accepted, gamma = drafted tokens per round, c = seconds of one draft token / seconds of one target token. Acceptances
-are taken as independent with one alpha; where they are not, see `expected_tokens_varying`.
+Theorems and equations are numbered as in Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via
+Speculative Decoding", arXiv 2211.17192. Notation: alpha = probability that a tested token is accepted, gamma = drafted
+tokens per round, c = seconds of one draft token / seconds of one target token. Acceptances are taken as independent
+with one alpha; where they are not, see `expected_tokens_varying`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import numpy.typing as npt
 
 
 def acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
-    """beta = sum_x min(p, q) = 1 - TV(p, q): acceptance of a token drawn from q under the ratio rule (Theorem 3.5)."""
+    """Return beta = sum_x min(p, q) = 1 - TV(p, q), at which the ratio rule accepts a token of q (Theorem 3.5)."""
     return float(np.minimum(np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)).sum())
 
 
 def match_acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
-    """P(both Gumbel-max draws agree) under shared noise = sum_x 1 / sum_z max(p(z)/p(x), q(z)/q(x)).
+    """Return P(both Gumbel-max draws agree) under shared noise = sum_x 1 / sum_z max(p(z)/p(x), q(z)/q(x)).
 
     x runs over ids with p(x) q(x) > 0. It lies in [(1 - TV) / (1 + TV), 1 - TV] (Daliri, Musco, Suresh 2024, arXiv
     2408.07978).
@@ -30,30 +31,30 @@ def match_acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
 
 
 def expected_accepted(alpha: float, gamma: int) -> float:
-    """Mean accepted tokens of a round: sum_{i=1..gamma} alpha^i = alpha (1 - alpha^gamma) / (1 - alpha)."""
+    """Return the mean accepted tokens of a round: sum_{i=1..gamma} alpha^i = alpha (1 - alpha^gamma) / (1 - alpha)."""
     _check(alpha, gamma)
     return float(gamma) if alpha == 1 else alpha * (1 - alpha**gamma) / (1 - alpha)
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Mean emitted tokens of a round, correction or bonus included: (1 - alpha^(gamma+1)) / (1 - alpha), equation (1).
+    """Return the mean emitted tokens of a round: (1 - alpha^(gamma+1)) / (1 - alpha), equation (1).
 
-    A text that circulates says (1 - alpha^gamma) / (1 - alpha) + 1; it counts one token twice, as alpha = 0 shows:
-    a rejected first token leaves exactly one.
+    The correction or bonus is counted. Some texts say (1 - alpha^gamma) / (1 - alpha) + 1, which counts one token
+    twice: at alpha = 0 it gives 2, but a round whose first token is rejected emits exactly one.
     """
     return 1 + expected_accepted(alpha, gamma)
 
 
 def expected_tokens_varying(alphas: Seq[float]) -> float:
-    """Mean emitted tokens where position i is accepted with alphas[i] given that the path got there."""
+    """Return the mean emitted tokens where position i, once it is tested, is accepted with probability alphas[i]."""
     return 1 + float(np.cumprod(alphas).sum()) if len(alphas) else 1.0
 
 
 def expected_tokens_beta(num_accepted: float, num_rejected: float, gamma: int) -> float:
-    """The same where alpha is known from counts: the mean over Beta(num_accepted, num_rejected), priors included.
+    """Return the mean emitted tokens where alpha is only known from counts: over Beta(num_accepted, num_rejected).
 
-    E[alpha^i] = prod_{j<i} (a + j) / (a + b + j), which is more than the mean of alpha to the i-th power: Beta(8, 2)
-    says 2.4545 tokens at gamma = 2, its mean of 0.8 only 2.44.
+    The counts include the priors. E[alpha^i] = prod_{j<i} (a + j) / (a + b + j), which is more than the i-th power of
+    the mean: Beta(8, 2) gives 2.4545 tokens at gamma = 2, its mean of 0.8 only 2.44.
     """
     if not (num_accepted >= 0 and num_rejected >= 0 and num_accepted + num_rejected > 0 and gamma >= 0):
         raise ValueError(f"Beta({num_accepted}, {num_rejected}) with gamma={gamma} is impossible")
@@ -62,7 +63,7 @@ def expected_tokens_beta(num_accepted: float, num_rejected: float, gamma: int) -
 
 
 def speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0, overhead: float = 0.0) -> float:
-    """Factor on tokens per second over plain decoding (Theorem 3.8): expected_tokens / (c gamma + v + o).
+    """Return the factor on tokens per second over plain decoding (Theorem 3.8): expected_tokens / (c gamma + v + o).
 
     verify_ratio v: seconds of a target pass over gamma + 1 tokens / over one (the paper has 1). overhead o: seconds
     outside the models per round / seconds of a target token.
@@ -74,7 +75,7 @@ def speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0, overh
 
 
 def optimal_gamma(alpha: float, c: float, max_gamma: int = 1024) -> int:
-    """The gamma in 0 .. max_gamma of largest speed-up by Theorem 3.8; 0 where drafting does not pay.
+    """Return the gamma in 0 .. max_gamma of largest speed-up by Theorem 3.8; 0 where drafting does not pay.
 
     gamma + 1 beats gamma iff alpha^(gamma+1) (1 + c gamma) > c expected_tokens(alpha, gamma). Left minus right falls
     strictly with gamma, so the first gamma that is not beaten is the best. It is 0 iff alpha <= c
@@ -88,7 +89,7 @@ def optimal_gamma(alpha: float, c: float, max_gamma: int = 1024) -> int:
 
 
 def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
-    """Factor on arithmetic operations per token (Theorem 3.11): (c_hat gamma + gamma + 1) / expected_tokens.
+    """Return the factor on arithmetic operations per token (Theorem 3.11): (c_hat gamma + gamma + 1) / expected_tokens.
 
     c_hat: operations of one draft token / of one target token.
     """
@@ -96,16 +97,20 @@ def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
 
 
 def oracle_speedup(alpha: float, c: float) -> float:
-    """Speed-up of a drafter that knew how many of its tokens survive: 1 / (1 - alpha + c alpha). Infinite at (1, 0)."""
+    """Return the speed-up of a drafter that drafts exactly the tokens that are accepted: 1 / (1 - alpha + c alpha).
+
+    It is infinite at alpha = 1, c = 0.
+    """
     _check(alpha, 0)
     cost = 1 - alpha + c * alpha
     return float("inf") if cost == 0 else 1 / cost
 
 
 def alpha_hat(num_accepted: int, num_tested: int) -> float | None:
-    """Estimate of alpha: accepted / tested, the maximum likelihood of a truncated geometric; None without a test.
+    """Return the estimate accepted / tested of alpha; None without a test.
 
-    accepted / drafted is another number: tokens behind a rejection were drafted and never tested.
+    It is the maximum likelihood of a truncated geometric distribution. accepted / drafted is another number, because
+    tokens behind a rejection were drafted and never tested.
     """
     if not 0 <= num_accepted <= num_tested:
         raise ValueError(f"{num_accepted} accepted of {num_tested} tested tokens is impossible")

@@ -1,4 +1,4 @@
-"""Rounds of speculative decoding by simulation, to hold against the formulas."""
+"""Simulation of rounds of speculative decoding, to compare with the formulas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class Simulated:
 
 
 def rounds(alpha: float, gamma: int, num_rounds: int, seed: int) -> Simulated:
-    """Draft gamma tokens, accept each with probability alpha up to the first rejection; `num_rounds` times."""
+    """Simulate rounds that draft gamma tokens and accept each with probability alpha up to the first rejection.
+
+    Raises ValueError for alpha outside [0, 1], a negative gamma, and fewer than 2 rounds.
+    """
     if not (0 <= alpha <= 1 and gamma >= 0 and num_rounds >= 2):
         raise ValueError(f"alpha={alpha}, gamma={gamma}, num_rounds={num_rounds} cannot be simulated")
     coins = np.random.default_rng(seed).random((num_rounds, gamma)) < alpha

@@ -1,6 +1,6 @@
-"""Token streams and the batches cut from them: a batch is a function of (seed, step) alone.
+"""Token streams, and the batches that are cut from them. A batch depends on (seed, step) alone.
 
-That is what makes a resumed run equal an uninterrupted one: the position in the data is the step number.
+So a resumed run equals an uninterrupted one: the position in the data is the step number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tokens = NDArray[np.uint16]
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, seed: int | None = None) -> Tokens:
-    """One stream of token ids: every document followed by the end-of-text token.
+    """Return one stream of token ids: every document, followed by the end-of-text token.
 
     Documents come in the given order, or shuffled by `seed`. Ids must fit 16 bits.
     """
@@ -38,9 +38,9 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, seed: 
 
 @dataclass(frozen=True)
 class WindowStream:
-    """Windows of seq_len_tokens + 1 ids from one long stream, without end, every epoch shuffled anew.
+    """An endless sequence of windows of seq_len_tokens + 1 ids from one long stream, shuffled anew in every epoch.
 
-    Each epoch begins at another offset, so that no window returns with the same borders.
+    Each epoch begins at another offset, so that windows of two epochs have different borders.
     """
 
     tokens: Tokens
@@ -53,7 +53,7 @@ class WindowStream:
 
     @property
     def num_windows(self) -> int:
-        """Windows of one epoch."""
+        """The number of windows of one epoch."""
         return (len(self.tokens) - 1) // self.seq_len_tokens - 1
 
     def _epoch(self, epoch: int) -> NDArray[np.int64]:
@@ -62,7 +62,7 @@ class WindowStream:
         return rng.permutation(self.num_windows) * self.seq_len_tokens + offset
 
     def rows(self, first: int, count: int) -> Tensor:
-        """Windows number first .. first+count-1 of the endless sequence, int64 [count, seq_len_tokens + 1]."""
+        """Return the windows first .. first+count-1 of the endless sequence, int64 [count, seq_len_tokens + 1]."""
         starts: list[int] = []
         while len(starts) < count:
             epoch, index = divmod(first + len(starts), self.num_windows)
@@ -82,7 +82,7 @@ class Mixture:
     num_sample_rows: int = 0
 
     def batch(self, step: int) -> Tensor:
-        """The batch of one step, int64 [num_rows, seq_len_tokens + 1]."""
+        """Return the batch of one step, int64 [num_rows, seq_len_tokens + 1]."""
         if self.samples is None or self.num_sample_rows == 0:
             return self.text.rows(step * self.num_rows, self.num_rows)
         num_text = self.num_rows - self.num_sample_rows
@@ -91,14 +91,14 @@ class Mixture:
 
 
 def validation_windows(tokens: Tokens, seq_len_tokens: int, most: int) -> Tensor:
-    """The first `most` consecutive windows of a stream, int64 [n, seq_len_tokens + 1]."""
+    """Return the first `most` consecutive windows of a stream, int64 [n, seq_len_tokens + 1]."""
     count = min(most, (len(tokens) - 1) // seq_len_tokens)
     rows = [tokens[i * seq_len_tokens : (i + 1) * seq_len_tokens + 1] for i in range(count)]
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 def load_samples(path: Path) -> Tokens:
-    """A stream of token ids saved with numpy as uint16 [N]. Raises BadOption for any other array."""
+    """Read a stream of token ids that was saved with numpy as uint16 [N]. Raises BadOption for any other array."""
     if not path.exists():
         raise NotFound(f"there is no {path}: `forerun train sample` makes it")
     tokens = np.load(path)

@@ -1,4 +1,4 @@
-"""The model card of a pair, written from the logs of the runs that made it, so that every number in it was measured."""
+"""Writes the model card of a pair from the logs of the runs that made it, so that every number in it was measured."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_card(
     history: Seq[Path] = (),
     target_history: Seq[Path] = (),
 ) -> None:
-    """Writes the card to `out`, and the list of source files beside it as sources.txt.
+    """Write the card to `out`, and the list of source files beside it as sources.txt.
 
     target, draft: out folders of `train lm`; numbers: what `train pair --out` wrote; history, target_history: out
     folders of earlier stages of the draft and of the target. Raises NotFound where one of their files is missing.
@@ -72,7 +72,7 @@ def write_card(
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """run.json of an out folder, with the lines of its log under "log"."""
+    """Read run.json of an out folder, with the lines of its log under "log"."""
     if not (folder / "run.json").exists():
         raise NotFound(f"there is no run.json in {folder}: name an out folder of `forerun train lm`")
     run: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -81,13 +81,13 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def corpus_counts(corpus: Any) -> dict[str, tuple[int, int]]:
-    """Split name -> modules, characters."""
+    """Return (modules, characters) by name of the split."""
     splits = {name: getattr(corpus, name) for name in ("train", "validation", "bench")}
     return {name: (len(split), sum(len(d.text) for d in split)) for name, split in splits.items()}
 
 
 def model_table(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
-    """Rows of the table under the introduction: shapes, parameters, bytes, tokens, losses, date."""
+    """Return the rows of the table under the introduction: shapes, parameters, bytes, tokens, losses, date."""
     stages = [[read_run(folder) for folder in folders] for folders in (target_stages, draft_stages)]
     runs = [runs_of_model[-1] for runs_of_model in stages]
     shapes = [run["options"]["shape"] for run in runs]
@@ -116,7 +116,7 @@ def model_table(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
 
 
 def final(run: dict[str, Any]) -> dict[str, Any]:
-    """The last line of a finished run's log. Raises NotFound where the run did not finish."""
+    """Return the last line of a finished run's log. Raises NotFound where the run did not finish."""
     last: dict[str, Any] = run["log"][-1]
     if not last.get("final"):
         raise NotFound("the run has not finished: its log has no final line")
@@ -124,7 +124,7 @@ def final(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def pair_section(numbers: Path) -> str:
-    """alpha-hat as measured."""
+    """Return the section with the measured alpha-hat."""
     rows = [json.loads(line) for line in numbers.read_text(encoding="utf-8").splitlines()]
     text = (
         "## How often the draft is right\n\nMeasured by decoding held-out prompts (`prompts.jsonl`) with the package's "
@@ -141,7 +141,7 @@ def pair_section(numbers: Path) -> str:
 
 
 def data_section(run: dict[str, Any], counts: dict[str, tuple[int, int]], out: Path) -> str:
-    """What was read, and how to check that it is the same."""
+    """Return the section on the data that was read, and on how to check that it is the same."""
     listed = "; ".join(f"{name} {n} modules, {chars:,} characters" for name, (n, chars) in counts.items())
     return (
         f"## Data\n\nThe standard library of CPython {run['python']}, without tests, tables and machine-dependent "
@@ -153,7 +153,7 @@ def data_section(run: dict[str, Any], counts: dict[str, tuple[int, int]], out: P
 
 
 def stage_section(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
-    """Options and losses of each run; a stage before the last may have been stopped early."""
+    """Return the options and losses of each run; a stage before the last may have been stopped early."""
     text = (
         "## Training\n\nAdamW (0.9, 0.95), weight decay on matrices, gradient norm clipped, linear warm-up, constant "
         "rate, linear decay to 0.\nLosses are nats per token; alpha is the mean of sum min(p, q), agreement the share "
@@ -177,7 +177,7 @@ def stage_section(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
 
 
 def last_numbers(run: dict[str, Any]) -> dict[str, Any]:
-    """The newest value of every number in a run's log."""
+    """Return the newest value of every number in a run's log."""
     numbers: dict[str, Any] = {}
     for line in run["log"]:
         numbers |= line
@@ -185,7 +185,7 @@ def last_numbers(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def samples_section(target: Path, prompts: Path) -> str:
-    """Five continuations of held-out prompts by the target: two greedy, three at temperature 0.8."""
+    """Return five continuations of held-out prompts by the target: two greedy, three at temperature 0.8."""
     texts = read_prompts(prompts, 5)
     llm = LLM(str(target), draft="none")
     text = "## Five continuations\n\nOf held-out prompts, by the target alone; the prompt ends at the mark `▶`.\n"

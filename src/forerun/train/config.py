@@ -1,4 +1,4 @@
-"""What one training run is: a frozen record that is written beside its results."""
+"""The options of one training run, as a frozen record that is written beside its results."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ class TrainConfig:
 
     @property
     def rows_per_step(self) -> int:
-        """Sequences of one batch."""
+        """The number of sequences of one batch."""
         return self.tokens_per_step // self.seq_len_tokens
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of step 0 .. steps-1: linear warm-up, constant, linear decay to (nearly) 0."""
+        """Return the learning rate of step 0 .. steps-1: linear warm-up, constant, linear decay to (nearly) 0."""
         warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
         decay_steps = max(1, round(self.steps * self.decay_share))
         return self.lr * min(warm, (self.steps - step) / decay_steps)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, paths as text."""
+        """Return the options as plain values, with paths as text."""
         return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}

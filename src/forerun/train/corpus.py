@@ -1,11 +1,12 @@
 """The text that the shipped pair is trained on: the source of the Python standard library, cut into three splits.
 
-Whole modules are held out. *train* is learned from, *validation* chooses recipes and is reported, *bench* is touched
-by nothing but the benchmark prompts. The file list depends on the Python version alone (paths relative to the standard
-library's folder, sorted), so that a run can be repeated elsewhere: `Corpus.fingerprint` says whether it was.
+Whole modules are held out. Models learn from *train*, recipes are chosen and losses reported by *validation*, and only
+the benchmark prompts come from *bench*. The file list depends on the Python version alone (paths relative to the
+standard library's folder, sorted), so that a run can be repeated elsewhere; `Corpus.fingerprint` is equal if the data
+are.
 
-Left out: tests, tables (encodings, entity lists, Unicode tables), documentation dumps, generated or machine-dependent
-files, and installed packages. They are data or repetition rather than code worth imitating.
+The corpus leaves out tests, tables (encodings, entity lists, Unicode tables), documentation dumps, generated or
+machine-dependent files, and installed packages. They are data or repetition rather than code worth imitating.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Corpus:
     bench: tuple[Document, ...]
 
     def fingerprint(self) -> str:
-        """SHA-256 over split names, paths and texts: equal exactly where the training data are equal."""
+        """Return the SHA-256 over split names, paths and texts, which is equal exactly where the data are equal."""
         digest = hashlib.sha256()
         for name in ("train", "validation", "bench"):
             for document in getattr(self, name):
@@ -63,18 +64,18 @@ class Corpus:
 
 
 def stdlib_folder() -> Path:
-    """The folder of the running Python's standard library."""
+    """Return the folder of the running Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def list_sources(folder: Path) -> list[str]:
-    """Sorted relative paths (forward slashes) of the Python sources below `folder` that belong to the corpus."""
+    """Return the sorted relative paths (forward slashes) of the Python sources below `folder` in the corpus."""
     relative = (path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
     return sorted(path for path in relative if is_wanted(path))
 
 
 def is_wanted(path: str) -> bool:
-    """Whether a relative path is code worth learning from (see the module's docstring for what is left out)."""
+    """Return whether a relative path is code worth learning from (the module's docstring says what is left out)."""
     *folders, name = path.split("/")
     if SKIPPED_FOLDERS.intersection(folders) or path in SKIPPED_FILES or name.startswith("test_"):
         return False
@@ -82,7 +83,7 @@ def is_wanted(path: str) -> bool:
 
 
 def split_of(path: str) -> str:
-    """The split of a relative path: "train", "validation" or "bench". A package lies in one split as a whole."""
+    """Return the split of a relative path: "train", "validation" or "bench". A whole package is in one split."""
     module = path.split("/")[0].removesuffix(".py")
     if module in VALIDATION_MODULES:
         return "validation"
@@ -90,9 +91,10 @@ def split_of(path: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """Newlines as \\n, tabs as 8 columns, no white space at line ends, at most two blank lines, one final newline.
+    """Normalise white space, because invisible variation teaches nothing and costs tokens.
 
-    Invisible variation teaches nothing and costs tokens.
+    Newlines become \\n and tabs 8 columns. White space at line ends goes, and so do more than two blank lines in a row.
+    The text ends with one newline.
     """
     lines = [line.expandtabs(8).rstrip() for line in text.replace("\r\n", "\n").replace("\f", "").split("\n")]
     kept: list[str] = []
@@ -105,7 +107,7 @@ def normalise(text: str) -> str:
 
 
 def read_source(path: Path) -> str | None:
-    """The normalised text of one source file, or None where it cannot be decoded or holds nothing."""
+    """Return the normalised text of one source file, or None where it cannot be decoded or is empty."""
     try:
         with tokenize.open(path) as file:
             text = normalise(file.read())
@@ -115,7 +117,7 @@ def read_source(path: Path) -> str | None:
 
 
 def load_corpus(folder: Path | None = None) -> Corpus:
-    """Reads, normalises and splits every source below `folder` (default: the running Python's standard library).
+    """Read, normalise and split every source below `folder` (default: the running Python's standard library).
 
     Raises NotFound where the folder holds no Python source.
     """
@@ -150,10 +152,10 @@ def bench_prompts(
     max_tokens: int = 120,
     seed: int = 0,
 ) -> list[Prompt]:
-    """At most `limit` prompts from held-out modules, deterministic in `seed`.
+    """Return at most `limit` prompts from held-out modules, deterministic in `seed`.
 
-    Each ends after a signature, after a docstring or after a statement of a body, at the end of a line, and reaches
-    back over whole lines for `min_tokens`..`max_tokens` tokens as counted by `count_tokens`.
+    Each prompt ends after a signature, a docstring or a statement of a body, at the end of a line. It consists of whole
+    lines with `min_tokens`..`max_tokens` tokens, as counted by `count_tokens`.
     """
     rng = random.Random(seed)
     prompts: list[Prompt] = []
@@ -168,10 +170,10 @@ def bench_prompts(
 
 
 def natural_ends(source: str, rng: random.Random) -> Iterator[tuple[str, int]]:
-    """Per function or class its name and a line number (1-based) at which a writer would go on.
+    """Yield, for each function or class, its name and the number (1-based) of a line at which a prompt can end.
 
-    One of: the signature's last line, the docstring's last line, the last line of a statement in the first half of
-    the body. Bodies of fewer than three lines leave nothing to write and are passed over.
+    It is the signature's last line, the docstring's last line, or the last line of a statement in the first half of the
+    body. Bodies of fewer than three lines are left out.
     """
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -189,9 +191,9 @@ def natural_ends(source: str, rng: random.Random) -> Iterator[tuple[str, int]]:
 def context_before(
     lines: list[str], last_line: int, count_tokens: Callable[[str], int], wanted: int, most: int
 ) -> str | None:
-    """Whole lines up to `last_line` (1-based, included) that reach `wanted` tokens and stay within `most`, or None.
+    """Return whole lines up to `last_line` (1-based, included) with `wanted` to `most` tokens, or None.
 
-    No newline at the end: the tokenizer joins it with the indentation that the model is to choose.
+    There is no newline at the end: the tokenizer joins it with the indentation that the model is to choose.
     """
     first = last_line
     text = ""
@@ -207,6 +209,6 @@ def context_before(
 
 
 def write_prompts(prompts: list[Prompt], path: Path) -> None:
-    """One JSON object per line with the fields id, module, text."""
+    """Write one JSON object per line with the fields id, module, text."""
     rows = (json.dumps({"id": p.id, "module": p.module, "text": p.text}, ensure_ascii=False) for p in prompts)
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")

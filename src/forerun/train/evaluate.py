@@ -1,4 +1,4 @@
-"""What a pair is worth: alpha-hat in real speculative decoding of the held-out prompts, by the package's own engine."""
+"""Measures alpha-hat of a pair by decoding held-out prompts speculatively with the package's own engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PairNumbers:
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[str]:
-    """The texts of a prompts.jsonl; with a limit, that many spread evenly over the file."""
+    """Read the texts of a prompts.jsonl; with a limit, so many of them, spread evenly over the file."""
     if not path.exists():
         raise NotFound(f"there is no {path}: `forerun train prompts` makes it")
     texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
@@ -46,7 +46,7 @@ def measure_pair(
     spec_length: int = 5,
     seed: int = 0,
 ) -> PairNumbers:
-    """Decodes every prompt with the draft model, by ratio verification at temperature > 0, and adds up the reports.
+    """Decode every prompt with the draft model, by ratio verification at temperature > 0, and add up the reports.
 
     Seeds are seed, seed + 1, ... by prompt, so the numbers repeat on one machine.
     """
@@ -79,5 +79,5 @@ def measure_pair(
 
 
 def write_numbers(numbers: Sequence[PairNumbers], path: Path) -> None:
-    """One JSON object per measurement."""
+    """Write one JSON object per measurement."""
     path.write_text("".join(json.dumps(asdict(n)) + "\n" for n in numbers), encoding="utf-8")

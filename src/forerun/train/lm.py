@@ -1,8 +1,8 @@
-"""`forerun train lm`: trains a small llama on Python source, from the text or from a target's soft labels.
+"""`forerun train lm` trains a small llama on Python source, from the text or from a target's soft labels.
 
-One loop for the shipped target and for its draft. Arithmetic is float32 (or bfloat16 autocast where the processor has
-it); the result is a standard checkpoint folder. In the out folder: `log.jsonl` (one object per logged step), `run.json`
-(what was run, on which data), `state.pt` (to resume from) and `model/` (the checkpoint folder).
+The shipped target and its draft were both trained by this loop. Arithmetic is float32 (or bfloat16 autocast where the
+processor has it); the result is a standard checkpoint folder. The out folder gets `log.jsonl` (one object per logged
+step), `run.json` (options and data of the run), `state.pt` (to resume from) and `model/` (the checkpoint folder).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOG_EVERY_STEPS = 10
 
 @dataclass
 class Run:
-    """Everything a run holds in memory. `step` counts finished steps, `elapsed_s` the time of all its parts."""
+    """The state of a run in memory. `step` counts finished steps, `elapsed_s` the seconds of all its sessions."""
 
     config: TrainConfig
     corpus: Corpus
@@ -59,10 +59,10 @@ class Run:
 
 
 def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
-    """Trains until config.steps, saving along the way, and exports. Returns the last validation's numbers.
+    """Train until config.steps, save along the way, and export. Returns the last validation's numbers.
 
-    With resume=True it goes on from the state in the out folder (from the beginning where there is none), and every
-    loss after that is bit for bit the one of an uninterrupted run on the same machine and number of threads.
+    With resume=True it goes on from the state in the out folder (from the beginning where there is none). Every loss
+    after that is bit for bit the one of an uninterrupted run on the same machine with the same number of threads.
     Raises BadOption where the out folder's state belongs to another shape.
     """
     run = prepare(config)
@@ -83,7 +83,7 @@ def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> 
 
 
 def prepare(config: TrainConfig) -> Run:
-    """Reads the data, makes tokenizer, model and optimizer. Needs minutes only for a large corpus."""
+    """Read the data, and make tokenizer, model and optimizer. A large corpus takes minutes."""
     config.out.mkdir(parents=True, exist_ok=True)
     corpus = load_corpus(config.text)
     tokenizer = make_tokenizer(config, corpus)
@@ -107,7 +107,7 @@ def prepare(config: TrainConfig) -> Run:
 
 
 def make_tokenizer(config: TrainConfig, corpus: Corpus) -> Tokenizer:
-    """The given tokenizer, else the teacher's, else one trained on the train split; its files go to out/tokenizer."""
+    """Return the given tokenizer, else the teacher's, else a newly trained one; its files go to out/tokenizer."""
     source = config.tokenizer or config.teacher
     if source is not None:
         tokenizer = load_tokenizer(source)
@@ -120,7 +120,7 @@ def make_tokenizer(config: TrainConfig, corpus: Corpus) -> Tokenizer:
 
 
 def first_weights(config: TrainConfig) -> dict[str, Tensor]:
-    """Random weights, or those of config.init_from, with fresh layers where it is shallower. Raises BadOption."""
+    """Return random weights, or those of config.init_from, with new layers where it is shallower. Raises BadOption."""
     if config.init_from is None:
         return initial_weights(config.shape, config.seed, config.device)
     grown = deepen(read_weights(config.init_from), read_shape(config.init_from), config.shape, config.seed)
@@ -128,7 +128,7 @@ def first_weights(config: TrainConfig) -> dict[str, Tensor]:
 
 
 def make_optimizer(config: TrainConfig, weights: dict[str, Tensor]) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019) with betas 0.9 and 0.95; weight decay on matrices only."""
+    """Make AdamW (Loshchilov and Hutter 2019) with betas 0.9 and 0.95, and weight decay on matrices only."""
     groups = [
         {"params": [w for w in weights.values() if w.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [w for w in weights.values() if w.ndim == 1], "weight_decay": 0.0},
@@ -137,7 +137,7 @@ def make_optimizer(config: TrainConfig, weights: dict[str, Tensor]) -> torch.opt
 
 
 def make_mixture(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer) -> batches.Mixture:
-    """The train split, and the target's own text where it is given."""
+    """Make the batches from the train split, and from the target's own text where it is given."""
     tokens = batches.encode_documents(corpus.train, tokenizer, seed=config.seed)
     text = batches.WindowStream(tokens, config.seq_len_tokens, config.seed)
     if config.samples is None:
@@ -150,7 +150,7 @@ def make_mixture(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer) -> b
 
 
 def steps_of(run: Run) -> Iterator[str]:
-    """Runs the remaining steps; yields a line for the progress bar after each."""
+    """Run the remaining steps, and yield a line for the progress bar after each."""
     config = run.config
     note, last_saved_s = "", time.perf_counter()
     while run.step < config.steps:
@@ -175,7 +175,7 @@ def steps_of(run: Run) -> Iterator[str]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Repeatable sums: without it the embedding's gradient is added up by racing threads."""
+    """Make sums repeatable: otherwise threads add up the embedding's gradient in an order that changes."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -185,7 +185,7 @@ def deterministic() -> Iterator[None]:
 
 
 def train_step(run: Run) -> tuple[float, float]:
-    """One batch: forward, backward, clip, update. Returns the loss and the gradient's norm before clipping."""
+    """Train on one batch: forward, backward, clip, update. Returns the loss and the gradient's norm before clipping."""
     config = run.config
     windows = run.data.batch(run.step).to(config.device)
     with autocast(config):
@@ -202,7 +202,7 @@ def train_step(run: Run) -> tuple[float, float]:
 
 
 def teacher_logits(run: Run, windows: Tensor) -> Tensor | None:
-    """The target's logits [S * L, V] for windows [S, L + 1], or None where the loss has no use for them."""
+    """Return the target's logits [S * L, V] for windows [S, L + 1], or None where the loss does not need them."""
     if run.teacher is None or run.config.loss == "ce":
         return None
     with torch.no_grad(), autocast(run.config):
@@ -211,7 +211,10 @@ def teacher_logits(run: Run, windows: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def validate(run: Run) -> dict[str, float]:
-    """Cross entropy in nats per token on held-out modules; with a teacher also alpha at T=1 and greedy agreement."""
+    """Measure cross entropy in nats per token on held-out modules.
+
+    With a teacher also alpha at temperature 1, and the share of tokens on which both agree greedily.
+    """
     sums: dict[str, float] = {}
     for start in range(0, len(run.validation), run.config.rows_per_step):
         windows = run.validation[start : start + run.config.rows_per_step].to(run.config.device)
@@ -230,7 +233,7 @@ def validate(run: Run) -> dict[str, float]:
 
 
 def autocast(config: TrainConfig) -> AbstractContextManager[Any]:
-    """bfloat16 products where asked for, or with `auto` where the device has instructions for them."""
+    """Return the context of bfloat16 products where asked for, or with `auto` where the device has instructions."""
     device = torch.device(config.device).type
     if config.autocast == "off" or (config.autocast == "auto" and not has_bf16(device)):
         return nullcontext()
@@ -238,7 +241,10 @@ def autocast(config: TrainConfig) -> AbstractContextManager[Any]:
 
 
 def has_bf16(device: str) -> bool:
-    """True on CUDA, and on processors with AVX512-BF16 or AMX; others only emulate bfloat16, slower than float32."""
+    """Return whether the device is CUDA or a processor with AVX512-BF16 or AMX.
+
+    Other processors emulate bfloat16, which is slower than float32.
+    """
     if device == "cuda":
         return True
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
@@ -248,7 +254,7 @@ def has_bf16(device: str) -> bool:
 
 
 def log(run: Run, numbers: dict[str, Any]) -> None:
-    """Appends one JSON line with the step, tokens seen and seconds so far."""
+    """Append one JSON line with the step, tokens seen and seconds so far."""
     tokens = run.step * run.config.rows_per_step * run.config.seq_len_tokens
     head = {"step": run.step, "tokens": tokens, "elapsed_s": round(run.elapsed_s, 1)}
     with (run.config.out / "log.jsonl").open("a", encoding="utf-8") as file:
@@ -256,7 +262,7 @@ def log(run: Run, numbers: dict[str, Any]) -> None:
 
 
 def save_state(run: Run) -> None:
-    """Weights, optimizer, position and random state into out/state.pt; the old file stays until the new is whole."""
+    """Write weights, optimizer, position and random state to out/state.pt; the old file stays until that is done."""
     state = {
         "shape": run.config.shape,
         "weights": {name: weight.detach() for name, weight in run.weights.items()},
@@ -271,8 +277,8 @@ def save_state(run: Run) -> None:
 
 
 def load_state(run: Run) -> None:
-    """The inverse of `save_state`; later lines of the log are dropped."""
-    # The file is this command's own; weights_only would refuse the shape record.
+    """Read what `save_state` wrote, and drop later lines of the log."""
+    # This command wrote the file itself; weights_only would refuse the record of the shape.
     state = torch.load(run.config.out / "state.pt", map_location=run.config.device, weights_only=False)
     if state["shape"] != run.config.shape:
         raise BadOption(f"{run.config.out} holds a run of shape {state['shape']}, asked for is {run.config.shape}")
@@ -289,7 +295,7 @@ def load_state(run: Run) -> None:
 
 
 def describe_run(run: Run) -> None:
-    """out/run.json: options, shape, data and versions, for the model card."""
+    """Write out/run.json: options, shape, data and versions, for the model card."""
     record = {
         "options": run.config.to_json(),
         "num_parameters": run.config.shape.num_parameters,
@@ -306,14 +312,14 @@ def describe_run(run: Run) -> None:
 
 
 def export_model(run: Run) -> None:
-    """The checkpoint folder out/model."""
+    """Write the checkpoint folder out/model."""
     end_id = run.tokenizer.token_to_id(END_OF_TEXT)
     assert end_id is not None
     export(run.config.out / "model", run.config.shape, run.weights, run.config.out / "tokenizer", end_id)
 
 
 def progress_bar(quiet: bool) -> Progress:
-    """Steps done, loss, speed and time left."""
+    """Make the progress bar of steps done, loss, speed and time left."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

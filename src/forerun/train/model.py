@@ -42,7 +42,7 @@ class ModelShape:
             )
 
     def decoder_config(self) -> DecoderConfig:
-        """The same shape as the decoder wants it."""
+        """Return the shape as the configuration of a decoder."""
         return DecoderConfig(
             model_type="llama",
             vocab_size=self.vocab_size,
@@ -60,14 +60,15 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Weights in all, the tied embedding counted once."""
+        """The number of weights, with the tied embedding counted once."""
         return sum(math.prod(shape) for shape in parameter_shapes(self.decoder_config()).values())
 
 
 def initial_weights(shape: ModelShape, seed: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Float32 weights: normal(0, 0.02), norms 1, and projections into the residual stream divided by sqrt(2 layers).
+    """Draw float32 weights: normal(0, 0.02), norms 1.
 
-    Source of the last: Radford et al. 2019 (GPT-2), section 2.3. Drawn on the CPU, so that a seed means one model.
+    Projections into the residual stream are divided by sqrt(2 layers) (Radford et al. 2019, GPT-2, section 2.3). All
+    are drawn on the CPU, so that a seed gives the same model for every device.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -82,9 +83,9 @@ def initial_weights(shape: ModelShape, seed: int, device: torch.device | str = "
 
 
 def deepen(weights: Mapping[str, Tensor], old: ModelShape, new: ModelShape, seed: int) -> dict[str, Tensor]:
-    """The weights of a shallower model with fresh layers behind its own; the function stays what it was.
+    """Return the weights of a shallower model with new layers behind its own, which compute the same function.
 
-    A fresh layer's projections into the residual stream are zero, so it adds nothing until it has learned something
+    A new layer's projections into the residual stream are zero, so it adds nothing until it has learned something
     (Chen, Goodfellow, Shlens 2016, "Net2Net", section 2.3). Raises BadOption where more than the depth differs.
     """
     if dataclasses.replace(old, num_layers=new.num_layers) != new or old.num_layers > new.num_layers:
@@ -99,7 +100,7 @@ def deepen(weights: Mapping[str, Tensor], old: ModelShape, new: ModelShape, seed
 
 
 def run_windows(model: Decoder, tokens: Tensor) -> Tensor:
-    """Final hidden states of whole sequences: tokens [S, L] -> [S * L, H]; the model must have TrainingOps of L."""
+    """Compute the final hidden states of sequences, [S, L] -> [S * L, H]; the model must have TrainingOps of L."""
     num_sequences, length = tokens.shape
     positions = torch.arange(length, device=tokens.device).repeat(num_sequences)
     batch = RaggedBatch(tokens.reshape(-1), positions, [0, tokens.numel()], [0], [0])
@@ -110,14 +111,14 @@ def run_windows(model: Decoder, tokens: Tensor) -> Tensor:
 
 
 def export(folder: Path, shape: ModelShape, weights: Mapping[str, Tensor], tokenizer_folder: Path, end_id: int) -> None:
-    """Writes a standard llama checkpoint folder, weights in bfloat16, with the tokenizer's files beside them."""
+    """Write a standard llama checkpoint folder, with weights in bfloat16 and the tokenizer's files beside them."""
     save_checkpoint(
         folder, shape.decoder_config(), weights, end_ids={end_id}, bos_id=end_id, tokenizer_folder=tokenizer_folder
     )
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape of a llama checkpoint folder. Raises NotFound where there is none, BadOption where it cannot be one."""
+    """Read the shape of a llama checkpoint folder. Raises NotFound without one, BadOption for a shape not possible."""
     config = read_config(read_raw_config(folder))
     shape = ModelShape(
         config.hidden_size,
@@ -135,10 +136,10 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def load_decoder(folder: Path, ops: ReferenceOps, device: torch.device | str = "cpu") -> Decoder:
-    """A decoder in float32 from a checkpoint folder written by `export`."""
+    """Load a decoder in float32 from a checkpoint folder that `export` wrote."""
     return load_checkpoint(folder, dtype="float32", device=device, ops=ops).model
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Weights of a checkpoint folder written by `export`, in float32 on the host, each in memory of its own."""
+    """Read the weights of a checkpoint folder that `export` wrote, in float32 on the host, each in its own memory."""
     return {name: weight.clone() for name, weight in load_decoder(folder, ReferenceOps()).weights.items()}

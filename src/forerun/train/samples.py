@@ -1,7 +1,7 @@
-"""The target's own text: continuations of training prompts, drawn in batches, for a draft model to learn from.
+"""Draws the target's own text for a draft model to learn from: continuations of training prompts, in batches.
 
-A draft model is asked about what the target writes, not about what people wrote (Zhou et al. 2024, "DistillSpec",
-section 4: on-policy data). Half of the samples are greedy and half are drawn at temperature 1, as the two are used.
+A draft model must predict what the target writes, not what people wrote (Zhou et al. 2024, "DistillSpec", section 4:
+on-policy data). Half of the samples are greedy and half are drawn at temperature 1, because both are used later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forerun.types import RaggedBatch
 def continuations(
     model: Decoder, prompts: list[list[int]], num_new_tokens: int, temperature: float, seed: int = 0
 ) -> list[list[int]]:
-    """num_new_tokens ids after each prompt; temperature 0 takes the most likely. End-of-text does not stop it."""
+    """Return num_new_tokens ids after each prompt, past an end of text; temperature 0 takes the most likely."""
     longest = max(map(len, prompts)) + num_new_tokens
     cache = BlockCache.create(
         model.config.cache_shape, "contiguous", max_batch_size=len(prompts), max_seq_len=longest, device=model.device
@@ -44,7 +44,7 @@ def continuations(
 
 
 def next_logits(model: Decoder, cache: BlockCache, runs: list[list[int]]) -> Tensor:
-    """Runs the new tokens of every slot and keeps them; logits [B, V] after the last token of each."""
+    """Run the new tokens of every slot and keep them. Returns the logits [B, V] after the last token of each."""
     cached = [cache.length(slot) for slot in range(len(runs))]
     starts = [0]
     for slot, run in enumerate(runs):
@@ -65,7 +65,7 @@ def next_logits(model: Decoder, cache: BlockCache, runs: list[list[int]]) -> Ten
 
 
 def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> list[int]:
-    """One id per row of logits [B, V]."""
+    """Draw one id per row of logits [B, V]."""
     if temperature == 0:
         return logits.argmax(-1).tolist()
     probs = (logits / temperature).softmax(-1)
@@ -83,9 +83,10 @@ def own_text(
     new_tokens: int = 224,
     seed: int = 0,
 ) -> Tokens:
-    """About num_tokens ids of prompts and the target's continuations, half greedy and half at temperature 1.
+    """Return prompts and the target's continuations, about num_tokens ids in all, uint16 [N].
 
-    Prompts are spans of the train split at random places; an end-of-text id follows each continuation. uint16 [N].
+    Half of the continuations are greedy, half are drawn at temperature 1. Prompts are spans of the train split at
+    random places; an end-of-text id follows each continuation.
     """
     rng = np.random.default_rng(seed)
     source = encode_documents(load_corpus(text).train, tokenizer)

@@ -1,9 +1,9 @@
 """A byte-level BPE tokenizer for code, made with `tokenizers` and saved as the standard tokenizer.json.
 
-The pre-tokenizer is what makes it good at code: a line break together with the indentation after it is one piece, so
-the commonest indents become single tokens; a word takes one leading character along (" self", ".append", "_name"), as
-in the tokenizers of current code models; numbers break into groups of at most three digits. All 256 bytes are in the
-alphabet, so every text survives encode and decode unchanged.
+The pre-tokenizer makes it good at code. A line break and the indentation after it are one piece, so that common indents
+become single tokens. A word includes one leading character (" self", ".append", "_name"), as in the tokenizers of
+current code models. Numbers are split into groups of at most three digits. All 256 bytes are in the alphabet, so every
+text survives encode and decode unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+[ \t
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learns `vocab_size` entries (256 bytes, one special token as id 0, merges) from the texts; deterministic."""
+    """Learn `vocab_size` entries (256 bytes, one special token as id 0, merges) from the texts; deterministic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -42,7 +42,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json into `folder`, as transformers and other runtimes read them."""
+    """Write tokenizer.json and tokenizer_config.json into `folder`, as transformers and other runtimes read them."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -59,7 +59,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> None
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Reads a tokenizer.json, or the one in a folder. Raises NotFound where there is none."""
+    """Read a tokenizer.json, or the one in a folder. Raises NotFound where there is none."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.exists():
         raise NotFound(f"no tokenizer.json at {path}")
@@ -67,5 +67,5 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def tokenizer_hash(path: Path) -> str:
-    """SHA-256 of the tokenizer.json in a folder."""
+    """Return the SHA-256 of the tokenizer.json in a folder."""
     return hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()

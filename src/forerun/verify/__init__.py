@@ -1,15 +1,16 @@
-"""Which drafted tokens are kept: one rule per file, found by scanning this folder.
+"""Verification rules decide which drafted tokens are kept. Each is one file, found by scanning this folder.
 
 A file `<name>.py` (the name is a value of SamplingParams.acceptance, `name:option=value` where it has options) holds
 
     Options          a frozen dataclass; each field with its meaning and range in `metadata`
     LOSSLESS         whether the output has exactly the target's distribution
-    SHAPES, DRAWS    what it can judge: "chain", "tree"; and how siblings may be drawn (forerun.drafters.Drafter)
-    NEEDS_ALL_ROWS   whether it looks at the target's distribution behind tokens that it rejects
-    rule             the ruling on one sequence: rule(draft, b, target_probs, coins, options) -> Ruling
+    SHAPES, DRAWS    the drafts it can judge: "chain", "tree"; and how siblings may be drawn (forerun.drafters.Drafter)
+    NEEDS_ALL_ROWS   whether it reads the target's distribution behind tokens that it rejects
+    rule             judges one sequence: rule(draft, b, target_probs, coins, options) -> Ruling
 
-A rule is pure: it sees distributions, tokens and coins, and no model, cache or clock. Unless it needs all rows it asks
-for the target's distribution at a node only where the accepted path stands there: callers compute it on demand.
+A rule is pure: it sees distributions, tokens and coins, and no model, cache or clock. Unless it needs all rows, it
+reads the target's distribution only behind the last committed token and behind accepted nodes, because callers compute
+each one on demand.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Rule:
             )
 
     def rule(self, draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins) -> Ruling:
-        """The ruling on sequence b."""
+        """Judge sequence b; shapes as in `judge`."""
         if self.module.NEEDS_ALL_ROWS:
             target_probs = [target_probs[row] for row in range(len(target_probs))]
         ruling: Ruling = self.module.rule(draft, b, target_probs, coins, self.options)
@@ -62,24 +63,25 @@ class Rule:
 
 
 def rules() -> list[str]:
-    """The names of all rules, sorted."""
+    """Return the names of all rules, sorted."""
     return names(__name__)
 
 
 @functools.cache
 def find(spec: str) -> Rule:
-    """The rule of `name[:option=value,...]`. Raises BadOption with the names that exist."""
+    """Return the rule of `name[:option=value,...]`. Raises BadOption with the names that exist."""
     name, options = parse_spec(spec)
     module = load(__name__, name, "acceptance rule")
     return Rule(name, module, make_options(module.Options, options, name))
 
 
 def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], specs: Seq[str]) -> Verdict:
-    """Rule on every sequence by its own rule.
+    """Judge every sequence by its own rule.
 
     target_probs[b][0] is the distribution after the last committed token, target_probs[b][1 + i] the one after node i
-    of sequence b (i counted within the sequence). specs [B] name rules. A sequence without nodes is decided by the
-    match noise whatever its rule, so that plain decoding with a seed is one text. Raises BadOption for an unknown rule.
+    of sequence b (i counted within the sequence). specs [B] name rules. The next token of a sequence without nodes is
+    drawn with the match noise, whatever its rule: so plain decoding with a seed gives the same text under each rule.
+    Raises BadOption for an unknown rule.
     """
     if len(coins) != len(specs):
         raise InternalError(f"{len(specs)} sequences are to be judged with the coins of {len(coins)}")
@@ -95,17 +97,17 @@ def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], specs:
 
 
 def collected(rulings: Seq[Ruling]) -> Verdict:
-    """The rulings on all sequences as one verdict."""
+    """Put the rulings on all sequences into one verdict."""
     return Verdict(
         [path for path, _, _ in rulings], [token for _, token, _ in rulings], [tests for _, _, tests in rulings]
     )
 
 
 def children_of(draft: Draft, b: int, nodes: Seq[int]) -> list[int]:
-    """The nodes of sequence b that hang from any of these (-1 = the last committed token), in draft order."""
+    """Return the nodes of sequence b whose parent is any of `nodes` (-1 = the last committed token), in draft order."""
     return [node for node in draft.nodes(b) if draft.parents[node] in nodes]
 
 
 def equal_siblings(draft: Draft, siblings: Seq[int], node: int) -> list[int]:
-    """`node` and the later ones among its siblings with the same token: what was drawn below any of them goes on."""
+    """Return `node` and its later siblings with the same token: the children of each of them continue the path."""
     return [n for n in siblings[siblings.index(node) :] if draft.tokens[n] == draft.tokens[node]]

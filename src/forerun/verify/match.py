@@ -1,9 +1,10 @@
-"""Match verification: the target draws with noise of its own position, and a drafted token is kept where it agrees.
+"""Match verification: the target draws with the noise of the position, and a drafted token is kept if it is the draw.
 
 The draw at absolute index t is a function of the history and of noise(t) alone (Gumbel-max), so the output is, token
 for token, that of plain decoding with the same seed, whatever the drafter, its length or the batch (Daliri,
 Musco, Suresh 2024, arXiv 2408.07978). A drafter that uses the same noise is accepted with probability at least
-(1 - TV) / (1 + TV). The draw that disagreed is emitted; drawing again would favour the drafted token (mutant m5).
+(1 - TV) / (1 + TV). After a mismatch the target's draw is emitted; a second draw would favour the drafted token
+(mutant m5).
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ class Options:
 
 
 def verify(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins]) -> Verdict:
-    """Rule on every sequence of the draft; shapes as in `forerun.verify.judge`."""
+    """Judge every sequence of the draft; shapes as in `forerun.verify.judge`."""
     return collected([rule(draft, b, target_probs[b], coins[b]) for b in range(draft.num_sequences)])
 
 
 def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options | None = None) -> Ruling:
-    """One sequence: (accepted nodes, correction or bonus, acceptance tests)."""
+    """Judge one sequence: (accepted nodes, correction or bonus, acceptance tests)."""
     path: list[int] = []
     tests: list[AcceptanceTest] = []
-    at, first = [-1], draft.node_starts[b]  # equal siblings that the path has reached
+    at, first = [-1], draft.node_starts[b]  # at: the last node of the path, with its equal siblings
     while True:
         p = target_probs[path[-1] - first + 1 if path else 0]
         drawn, siblings = coins.pick(p, len(path)), children_of(draft, b, at)

@@ -1,16 +1,16 @@
-"""Token-wise rejection sampling, over chains and trees: the readable reference.
+"""Ratio verification: rejection sampling, token by token, over chains and trees.
 
-A chain: Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Algorithm 2. With p the target's distribution and q the
-one that the token x was drawn from:
+Chains are judged as in Leviathan et al. 2023, Algorithm 1, and Chen et al. 2023, Algorithm 2. With p the target's
+distribution and q the one that the token x was drawn from:
 
     accept x with probability min(1, p(x) / q(x));  else go on with p <- norm(max(0, p - q)).
 
-Then P(emit x) = min(p, q)(x) + (1 - beta) (p - min(p, q))(x) / (1 - beta) = p(x). At a node with several children each
-is tried in turn against what the one before left of p (recursive rejection sampling; SpecInfer, Miao et al. 2023,
-Algorithm 2; without replacement Jeon et al. 2024); where none is accepted a token of what is left is emitted. A chain
-is a tree without siblings. Equal siblings are draws of their own: the second is tried, too, and is always
-rejected, but subtracts its q. Greedy needs no case: p is a point then, and a token is accepted or not. Edge
-cases: docs/exactness.md.
+Then P(emit x) = min(p, q)(x) + (1 - beta) (p - min(p, q))(x) / (1 - beta) = p(x), where beta = sum_x min(p, q)(x).
+Several children of a node are tested in turn, each with the p that the test before it left (recursive rejection
+sampling; SpecInfer, Miao et al. 2023, Algorithm 2; without replacement Jeon et al. 2024). Where none is accepted, the
+emitted token is drawn from the p that the last test left. A chain is a tree without siblings. Equal siblings are
+separate draws: the second is tested, too, and is always rejected, but its q is subtracted. Greedy decoding needs no
+case of its own: p is a point mass then. docs/exactness.md has the edge cases.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Options:
 
 
 def verify(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins]) -> Verdict:
-    """Rule on every sequence of the draft; shapes as in `forerun.verify.judge`."""
+    """Judge every sequence of the draft; shapes as in `forerun.verify.judge`."""
     return collected([rule(draft, b, target_probs[b], coins[b]) for b in range(draft.num_sequences)])
 
 
 def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options | None = None) -> Ruling:
-    """One sequence: (accepted nodes, correction or bonus, acceptance tests)."""
+    """Judge one sequence: (accepted nodes, correction or bonus, acceptance tests)."""
     path: list[int] = []
     tests: list[AcceptanceTest] = []
-    at, first = [-1], draft.node_starts[b]  # equal siblings that the path has reached
+    at, first = [-1], draft.node_starts[b]  # at: the last node of the path, with its equal siblings
     while True:
         depth, siblings = len(path), children_of(draft, b, at)
         p = target_probs[path[-1] - first + 1 if path else 0]
@@ -57,22 +57,22 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
                 path.append(node)
                 at = equal_siblings(draft, siblings, node)
                 break
-            # A token that its own distribution excludes came from underflow: rejected, and nothing is subtracted.
+            # A token with q(x) = 0 can only come from underflow: it is rejected, and its q is not subtracted.
             p = residual(p, q) if draft_prob > 0 else p
         else:
             return path, coins.draw(p, depth), tests
 
 
 def acceptance(target_prob: float, draft_prob: float) -> float:
-    """min(1, p(x) / q(x)): exactly 1 where they are equal, exactly 0 where the target excludes the token."""
+    """Return min(1, p(x) / q(x)): exactly 1 where both are equal, exactly 0 where the target excludes the token."""
     return min(1.0, target_prob / draft_prob) if draft_prob > 0 else 0.0
 
 
 def residual(p: Probs, q: Probs) -> Probs:
-    """norm(max(0, p - q)), a distribution; p itself where nothing is left.
+    """Return the distribution norm(max(0, p - q)); p itself where max(0, p - q) is all zero.
 
-    The result has the form of p: a point, a list of the same ids, or a vector of the same length. Nothing is left only
-    by rounding (p = q would have been accepted), so p is the right distribution then (docs/exactness.md).
+    The result has the form of p: a point, a list of the same ids, or a vector of the same length. All zero occurs by
+    rounding alone, because a token of q = p is always accepted; p is the right distribution then (docs/exactness.md).
     """
     if p.point is not None:
         return p
@@ -85,7 +85,7 @@ def residual(p: Probs, q: Probs) -> Probs:
 
 
 def _minus(p: Probs, q: Probs) -> Tensor:
-    """p - q at the ids of p, in the wider of both types; a new tensor."""
+    """Return p - q at the ids of p as a new tensor, in the wider of both types."""
     if q.point is not None:
         rest = p.weights.clone()
         rest[_places(p, torch.tensor([q.point]))[1]] -= 1
@@ -104,7 +104,7 @@ def _minus(p: Probs, q: Probs) -> Tensor:
 
 
 def _places(p: Probs, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of these ids have a place among the weights of p, bool [n], and the places of those that have."""
+    """Return which of these ids p has a weight for, bool [n], and the indices of those weights."""
     if p.ids is None:
         known = ids < len(p.weights)
         return known, ids[known]

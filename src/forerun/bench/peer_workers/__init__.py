@@ -1,1 +1,1 @@
-"""What runs inside the environments of other engines for `forerun bench peers`; imports nothing of forerun."""
+"""Scripts that `forerun bench peers` runs inside the environments of other engines; they import nothing of forerun."""

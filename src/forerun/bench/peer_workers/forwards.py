@@ -1,11 +1,11 @@
-"""Single forward passes of another engine: `python forwards.py transformers`, or `openvino`.
+"""Runs single forward passes of another engine: `python forwards.py transformers`, or `openvino`.
 
-As worker.py beside it, whose loop and loading this is, but after the first line every line is one pass:
+It shares the loop and the loading of worker.py beside it, but after the first line every line is one pass:
 
     {"past", "ids"}  -> {"seconds", "best", "idle_cpu_s"}
 
-seconds is the wall time of one pass over `ids` with the logits of all of them, behind a cache that holds `past`, which
-is filled before the clock starts; best are the ids of the largest logits. Only the target is loaded.
+seconds is the wall time of one pass over `ids` with the logits of all of them, behind a cache that holds `past` and is
+filled before the clock starts. best are the ids of the largest logits. Only the target is loaded.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ else:
 
 
 class Forwarding(worker.Loaded, Protocol):
-    """One that runs single passes."""
+    """An engine that runs single passes."""
 
     def forward(self, past: list[int], ids: list[int]) -> tuple[float, list[int]]: ...
 
 
 class TransformersForward:
-    """One call of transformers' model over a DynamicCache."""
+    """Passes by one call of transformers' model each, over a DynamicCache."""
 
     def __init__(self, question: worker.Json) -> None:
         self._torch: Any = importlib.import_module("torch")
@@ -47,7 +47,7 @@ class TransformersForward:
         )
 
     def forward(self, past: list[int], ids: list[int]) -> tuple[float, list[int]]:
-        """Seconds of the call, and the argmax of each token's logits."""
+        """Return the seconds of the call, and the argmax of each token's logits."""
         with self._torch.inference_mode():
             self._hold(past)
             rows, start = self._torch.tensor([ids]), time.perf_counter()
@@ -58,7 +58,7 @@ class TransformersForward:
         return seconds, logits[0].argmax(-1).tolist()
 
     def _hold(self, past: list[int]) -> None:
-        """Make the cache one of exactly these tokens, of which there is one at least."""
+        """Make the cache hold exactly these tokens, at least one."""
         if self._held[: len(past)] == past:
             if surplus := len(self._held) - len(past):
                 self._cache.crop(-surplus)
@@ -68,7 +68,7 @@ class TransformersForward:
 
 
 class OpenvinoForward:
-    """One inference of openvino's runtime on the converted model, which keeps keys and values as its state."""
+    """Passes by one inference of openvino's runtime each; the converted model keeps keys and values as its state."""
 
     def __init__(self, question: worker.Json) -> None:
         openvino: Any = importlib.import_module("openvino")
@@ -79,7 +79,7 @@ class OpenvinoForward:
         self._held: list[int] = []
         self.settings: worker.Settings = {}
         types = {
-            name: compiled.get_property(name).get_type_name()  # what it made of what it was told
+            name: compiled.get_property(name).get_type_name()  # the type that openvino really uses
             for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")
         }
         self.about = (
@@ -89,9 +89,9 @@ class OpenvinoForward:
         )
 
     def forward(self, past: list[int], ids: list[int]) -> tuple[float, list[int]]:
-        """Seconds of the inference, and the argmax of each token's logits.
+        """Return the seconds of the inference, and the argmax of each token's logits.
 
-        A state that could be cut back would have to be written anew, in memory that the next inference would move.
+        The state is always filled anew: to cut it back would write it to new memory, which the next inference moves.
         """
         if self._held != past:
             self._request.reset_state()
@@ -110,12 +110,12 @@ class OpenvinoForward:
             "beam_idx": np.zeros(1, dtype=np.int32),
         }
         start = time.perf_counter()
-        found = self._request.infer(inputs, share_inputs=True, share_outputs=True)  # else all logits would be copied
+        found = self._request.infer(inputs, share_inputs=True, share_outputs=True)  # shares logits instead of a copy
         return time.perf_counter() - start, found["logits"]
 
 
 def check_rows(shape: Any, num_rows: int) -> None:
-    """An engine that leaves out the logits of most tokens would look too good."""
+    """Raise where an engine left out the logits of some tokens, because it would then look too fast."""
     if tuple(shape)[:2] != (1, num_rows):
         raise RuntimeError(f"its logits are of shape {tuple(shape)}, and {num_rows} rows of one sequence were wanted")
 
@@ -127,7 +127,7 @@ FORWARDS: dict[str, Callable[[worker.Json], Forwarding]] = {
 
 
 def answer(peer: Forwarding, question: worker.Json) -> worker.Json:
-    """One pass, timed by the peer, which has a cache to fill first."""
+    """Run one pass. The peer itself measures the time, because it has to fill a cache first."""
     seconds, best = peer.forward(question["past"], question["ids"])
     return {"seconds": seconds, "best": best}
 

@@ -1,15 +1,15 @@
-"""Another engine at the other end of two pipes: `python worker.py transformers`, or `openvino`.
+"""Runs another engine and answers over two pipes: `python worker.py transformers`, or `openvino`.
 
-Runs under the Python of the engine that is measured, so nothing of forerun is imported here, and the engine only when
-it is asked for. Reads one JSON object per line and answers each with one line. The first loads the models, all others
-run one prompt (forwards.py, which shares this loop, runs single passes):
+It runs under the Python of the engine that is measured, so nothing of forerun is imported here, and the engine only
+when it is asked for. It reads one JSON object per line and answers each with one line. The first loads the models, all
+others run one prompt (forwards.py, which shares this loop, runs single passes):
 
     {"target", "draft" (a folder or null), "work" (a folder for conversions), "num_threads", "spec_lengths",
      "lookup_max_n"}                        -> {"about": a sentence, "configurations": [names]}
     {"configuration", "ids", "max_tokens"}  -> {"tokens", "seconds", "first_s", "num_first", "idle_cpu_s"}
 
-seconds is the wall time of one generate call, first_s the part of it until the first num_first tokens were there,
-idle_cpu_s the processor time that this process took since its last answer. What goes wrong is answered with
+seconds is the wall time of one generate call, first_s the part of it until the first num_first tokens came,
+idle_cpu_s the processor time that this process took since its last answer. An error is answered with
 {"error": a sentence, "missing": the module that is not installed, or null}. The end of the input ends the process.
 
 All engines decode greedily in bfloat16 and go on past the end of sequence.
@@ -38,7 +38,7 @@ MODEL = "openvino_model.xml"
 
 
 class Loaded(Protocol):
-    """A loaded engine; its settings are those of generate calls."""
+    """A loaded engine, with the settings of its generate calls."""
 
     about: str
     settings: Settings
@@ -48,13 +48,13 @@ P = TypeVar("P", bound=Loaded)
 
 
 class Peer(Loaded, Protocol):
-    """One that continues prompts."""
+    """An engine that continues prompts."""
 
     def generate(self, method: str, spec_length: int | None, ids: list[int], max_tokens: int) -> Timed: ...
 
 
 def settings_of(question: Json, with_own_schedule: bool = False) -> Settings:
-    """Plain decoding, lookup and, where there is a draft model, drafts, each at every length that is asked for."""
+    """Return the settings of plain decoding, of lookup and of a draft model if there is one, for each length."""
     made: Settings = {"plain": ("plain", None)}
     for method in ("lookup", "draft") if question["draft"] else ("lookup",):
         made |= {f"{method} K={k}": (method, k) for k in question["spec_lengths"]}
@@ -67,28 +67,28 @@ def settings_of(question: Json, with_own_schedule: bool = False) -> Settings:
 
 
 class FirstTokens:
-    """A streamer that notes when the first tokens behind the prompt came, and how many."""
+    """A streamer that notes when the first tokens after the prompt came, and how many."""
 
     def __init__(self) -> None:
         self.num_calls, self.at, self.count = 0, 0.0, 0
 
     def put(self, tokens: Any) -> None:
-        """The prompt first, then what each round brought."""
+        """Take the prompt first, then the tokens of each round."""
         self.num_calls += 1
         if self.num_calls == 2:
             self.at, self.count = time.perf_counter(), tokens.numel()
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, because no token is held back."""
 
 
 def load_causal(folder: str) -> Any:
-    """A model in bfloat16 and in memory of its own."""
+    """Load a model in bfloat16, with weights in memory of their own."""
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
     transformers.logging.set_verbosity_error()  # the last line on standard error is to be about a failure
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
     for weight in model.parameters():
-        weight.data = weight.data.clone()  # out of the file, whose pages may be taken away while others run
+        weight.data = weight.data.clone()  # the system may drop pages of the file while other engines run
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 
@@ -111,14 +111,14 @@ class TransformersPeer:
         self._own = self._schedule() if self._draft is not None else {}
 
     def _shared_vocabulary(self) -> str:
-        """generate compares two numbers in the configurations, and greedy drafts need no more than shared ids."""
+        """Set both vocabulary sizes to one number, which generate compares; greedy drafts only need shared ids."""
         if self._draft is None or self._draft.config.vocab_size == self._model.config.vocab_size:
             return ""
         had, self._draft.config.vocab_size = self._draft.config.vocab_size, self._model.config.vocab_size
         return f"; the draft model's {had} ids are declared as the target's {self._model.config.vocab_size}"
 
     def _schedule(self, **values: Any) -> Json:
-        """Read the three numbers that say how far to draft, and set those given."""
+        """Read the three numbers that decide how far to draft, and set those that are given."""
         names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
         config = self._draft.generation_config
         for name, value in values.items():
@@ -126,7 +126,7 @@ class TransformersPeer:
         return {name: getattr(config, name, None) for name in names}
 
     def generate(self, method: str, spec_length: int | None, ids: list[int], max_tokens: int) -> Timed:
-        """One prompt. A schedule of its own starts from its defaults, for it learns from call to call."""
+        """Continue one prompt. transformers' own schedule starts from its defaults, because it learns between calls."""
         more: Json = {}
         if method == "lookup":
             more = {"prompt_lookup_num_tokens": spec_length, "max_matching_ngram_size": self._max_n}
@@ -150,10 +150,10 @@ class TransformersPeer:
 
 
 def properties(question: Json) -> Json:
-    """What the CPU plugin is told, whoever loads a model into it."""
+    """Return the properties with which every model is loaded into the CPU plugin."""
     return {
         "INFERENCE_PRECISION_HINT": "bf16",
-        "KV_CACHE_PRECISION": "bf16",  # 8 bits are the default
+        "KV_CACHE_PRECISION": "bf16",  # the default is 8 bits
         "INFERENCE_NUM_THREADS": question["num_threads"],
     }
 
@@ -187,7 +187,7 @@ class OpenvinoPeer:
         return self._genai.LLMPipeline(str(folder), "CPU", scheduler_config=scheduler, **self._properties, **more)
 
     def generate(self, method: str, spec_length: int | None, ids: list[int], max_tokens: int) -> Timed:
-        """One prompt, as ids: no tokenizer is at work."""
+        """Continue one prompt, which is given as ids, so that no tokenizer runs."""
         config = self._genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, True, False
         if spec_length is not None:
@@ -203,7 +203,7 @@ class OpenvinoPeer:
 
 
 def weights_type(folder: Path) -> str:
-    """The element type that most bytes of the converted model have."""
+    """Return the element type that most bytes of the converted model have."""
     openvino: Any = importlib.import_module("openvino")
     sizes: dict[str, int] = {}
     for op in openvino.Core().read_model(folder / MODEL).get_ops():
@@ -214,7 +214,7 @@ def weights_type(folder: Path) -> str:
 
 
 def converted(source: str, folder: Path) -> Path:
-    """A checkpoint as OpenVINO reads it, converted once by a process that takes torch's memory with it when it ends."""
+    """Convert a checkpoint for OpenVINO once, in a process of its own, which frees torch's memory when it ends."""
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in Path(source).iterdir())
     mark = json.dumps({"source": str(Path(source).resolve()), "files": files})
     marker = folder / MARKER
@@ -232,7 +232,7 @@ def converted(source: str, folder: Path) -> Path:
 
 
 def convert(source: str, folder: str) -> None:
-    """Write the checkpoint's own weights: without a configuration, more than 1e9 of them would become 8 bits."""
+    """Convert with the checkpoint's own weights; by default OpenVINO stores more than 1e9 weights in 8 bits."""
     exporter: Any = importlib.import_module("optimum.exporters.openvino.__main__")
     intel: Any = importlib.import_module("optimum.intel")
     own_type = intel.OVConfig(dtype=None)
@@ -248,7 +248,7 @@ PEERS: dict[str, Callable[[Json], Peer]] = {"transformers": TransformersPeer, "o
 
 
 def answer(peer: Peer, question: Json) -> Json:
-    """One generate call, timed."""
+    """Run one generate call, and measure its time."""
     method, spec_length = peer.settings[question["configuration"]]
     start = time.perf_counter()
     tokens, first_s, num_first = peer.generate(method, spec_length, question["ids"], question["max_tokens"])
@@ -262,7 +262,7 @@ def answer(peer: Peer, question: Json) -> Json:
 
 
 def main(load: Callable[[Json], P], reply_of: Callable[[P, Json], Json]) -> None:
-    """Answer until the input ends. Engines print what they like: it goes to standard error."""
+    """Answer until the input ends. Whatever the engines print goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     peer: P | None = None
@@ -277,7 +277,7 @@ def main(load: Callable[[Json], P], reply_of: Callable[[P, Json], Json]) -> None
                 reply = {"about": peer.about, "configurations": list(peer.settings)}
             else:
                 reply = {**reply_of(peer, question), "idle_cpu_s": idle_cpu_s}
-        except Exception as error:  # whatever an engine raises is what has to be told
+        except Exception as error:  # any error of an engine is reported to the benchmark
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             text = " ".join(str(error).split()) or "no reason given"
             reply = {"error": f"{type(error).__name__}: {text}", "missing": missing}

@@ -1,4 +1,4 @@
-"""The law survives every combination of what widening can do, and every way of doing it wrong is seen."""
+"""A widened model keeps its distribution in every combination of what widening can do, and mutants are caught."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_the_cases_cover_every_pair_of_choices() -> None:
 def share_of_new_ids(logits: Tensor, num_old: int, temperature: float) -> float:
     """The largest probability that any new id has in any row, by the sampler's own pipeline."""
     params = SamplingParams(temperature=temperature)
-    laws = [probs(row, params).dense for row in logits]
-    return max(float(law[num_old:].max()) for law in laws if law is not None)
+    rows = [probs(row, params).dense for row in logits]
+    return max(float(row[num_old:].max()) for row in rows if row is not None)
 
 
 @pytest.mark.parametrize(("factor", "group", "rope", "tied", "grown"), CASES)
-def test_same_law(factor: int, group: str, rope: str, tied: bool, grown: bool) -> None:
+def test_same_distribution(factor: int, group: str, rope: str, tied: bool, grown: bool) -> None:
     config, shape = case(factor, group, rope, tied=tied, grown=grown)
     weights = random_weights(config)
     wide_config, wide = widen(config, weights, shape)
@@ -66,12 +66,12 @@ def test_same_law(factor: int, group: str, rope: str, tied: bool, grown: bool) -
 
 
 def last_stream(config: DecoderConfig, wide_config: DecoderConfig, wide: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Of a run over old ids, other ones than those that widening measures."""
+    """Run a model over old ids, other ones than those that widening measures; results as `_last_stream`."""
     return widening._last_stream(dataclasses.replace(wide_config, vocab_size=config.vocab_size), wide, seed=5)
 
 
 def test_the_spare_dimension_is_about_as_large_as_the_others() -> None:
-    """So that whoever stores hidden states in 8 bits loses nothing by it."""
+    """So hidden states that are stored in 8 bits lose nothing by widening."""
     config, shape = case(2, "4 to 3", grown=True)
     stream, hidden = last_stream(config, *widen(config, random_weights(config), shape))
     assert stream[:, -1].unique().tolist() == [2.0**-10]
@@ -170,7 +170,7 @@ def difference_now() -> float:
     return difference(logits, wide_logits)
 
 
-def test_a_quiet_model_keeps_its_law() -> None:
+def test_a_quiet_model_keeps_its_distribution() -> None:
     assert difference_now() < TOLERANCE
 
 
