@@ -140,7 +140,7 @@ def test_tensors_larger_than_a_block(
     embedding = weights["model.embed_tokens.weight"]
     folder = write_checkpoint(tied, weights | {"lm_head.weight": embedding.clone()})
     for block_bytes in (480, 100, 1000):
-        monkeypatch.setattr("forerun.models.weights.BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr("forerun.models.source.safetensors.BLOCK_BYTES", block_bytes)
         loaded = load_checkpoint(folder).model.weights
         assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
     head = embedding.clone()
