@@ -47,15 +47,11 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def _fault(self, name: str, block: Tensor, dtype: torch.dtype) -> str:
         file, wanted = self.source.tensors[name].file, str(dtype).removeprefix("torch.")
-        if block.isnan().any():
-            found = "holds NaN"
-        elif block.isinf().any():
-            found = "holds infinite numbers"
-        else:
-            found = f"holds numbers up to {float(block.abs().max()):.2g}, which are beyond {wanted}"
-        return (
-            f"{name} in {file} {found}, and no text can come of that: fetch the file again, or take another checkpoint"
-        )
+        if block.isfinite().all():
+            most = float(block.abs().max())
+            return f"{name} in {file} holds numbers up to {most:.2g}, which are beyond {wanted}: choose another dtype"
+        found = "NaN" if block.isnan().any() else "infinite numbers"
+        return f"{name} in {file} holds {found}: fetch the file again, or name another checkpoint"
 
 
 def same(source: Source, name: str, other: str) -> bool:

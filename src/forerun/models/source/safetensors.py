@@ -67,7 +67,7 @@ class SafetensorsFolder:
             return [self.folder / SINGLE]
         names = shard_names(self.folder / INDEX)
         for name in names:
-            if not (self.folder / name).exists():
+            if not (self.folder / name).is_file():
                 raise NotFound(f"{INDEX} names {name}, which is not in {self.folder}: fetch the whole checkpoint")
         return [self.folder / name for name in names]
 
