@@ -136,7 +136,9 @@ def model_types() -> tuple[str, ...]:
 def architecture(model_type: object) -> Architecture:
     """The file named like the checkpoint's `model_type`. Raises UnsupportedModel with the list of known ones."""
     if model_type not in model_types():
-        raise UnsupportedModel(f"model_type={model_type!r} is not supported: it must be one of {list(model_types())}")
+        raise UnsupportedModel(
+            f"model_type={model_type!r:.80} is not supported: it must be one of {list(model_types())}"
+        )
     return cast(Architecture, importlib.import_module(f"forerun.models.{model_type}"))
 
 

@@ -106,7 +106,7 @@ def refuse_code(raw: Mapping[str, Any], known: Collection[str]) -> None:
     entry = own_model or next(iter(classes))
     way_out = "take auto_map out of config.json if that code computes what the plain architecture does"
     raise UnsupportedModel(
-        f"config.json has auto_map={{{entry!r}: {classes[entry]!r}}} for model_type={raw.get('model_type')!r}, and "
+        f"config.json has auto_map={{{entry!r}: {classes[entry]!r}}} for model_type={raw.get('model_type')!r:.80}, and "
         f"forerun never runs a checkpoint's code: use a checkpoint of model_type {' or '.join(known)} without it"
         + (f", or {way_out}" if is_known else "")
     )
