@@ -78,7 +78,8 @@ def load_checkpoint(
     the disk or the memory cannot hold it.
     """
     opened = partial(_opened, ignore=ignore_config_keys)
-    source, raw, config, end_ids = opened(locate(name, check=opened))
+    path = locate(name, check=opened)
+    source, raw, config, end_ids = opened(path)
     source.check(with_tokenizer)
     tokenizer = Tokenizer.load(source.folder) if with_tokenizer else None
     check_shapes(_shapes(source, config), parameter_shapes(config), str(source.folder))
@@ -86,7 +87,7 @@ def load_checkpoint(
     stored = StoredWeights(source, _dtype(dtype, device, source, ops), device)
     weights = stored if ops.packs else _read_all(stored, config)
     return Checkpoint(
-        name=str(name) if is_hub_id(name) else source.folder.resolve().name,
+        name=str(name) if is_hub_id(name) else path.resolve().name,
         folder=source.folder,
         model=architecture(config.model_type).Model(config, weights, ops, consume=True),
         config=raw,

@@ -32,12 +32,12 @@ class Stored:
 class Source(Protocol):
     """A model on the disk. Opening it reads config.json; no weight is read before `blocks` is asked for it.
 
-    folder: where tokenizer.json, tokenizer_config.json, generation_config.json and chat templates are. A format that
-    has them inside of one large file writes them to a folder of its own.
+    folder: where config.json, tokenizer.json, tokenizer_config.json, generation_config.json and chat templates are. A
+    format that has them inside of one large file writes them to a folder of its own.
     """
 
     folder: Path
-    config: Mapping[str, Any]  # config.json, or what stands for it
+    config: Mapping[str, Any]  # config.json
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
@@ -58,7 +58,7 @@ def open_source(path: Path) -> Source:
 
     Raises NotFound or UnsupportedModel where none does, in the words of what is there instead.
     """
-    files = sorted(Path(__file__).parent.glob("[!_]*.py"))
+    files = sorted(file for folder in __path__ for file in Path(folder).glob("[!_]*.py"))
     formats = (importlib.import_module(f"{__name__}.{file.stem}") for file in files)
     found = next((module for module in formats if module.recognises(path)), None)
     if found is None:
