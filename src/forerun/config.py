@@ -125,7 +125,7 @@ class EngineConfig:
             if name not in known:
                 raise BadOption(by_name(name, known, "SamplingParams") or unknown("option", name, known))
         keys = values.get("ignore_config_keys")
-        if isinstance(keys, list | tuple | set | frozenset) and all(isinstance(key, str) for key in keys):
+        if isinstance(keys, list | tuple) and all(isinstance(key, str) for key in keys):
             values["ignore_config_keys"] = ",".join(keys)
         config: EngineConfig = make_options(cls, {k: _as_text(v) for k, v in values.items()})
         return config
