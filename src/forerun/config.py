@@ -19,6 +19,7 @@ from forerun.registry import by_name, by_value, make_options, unknown
 
 DEFAULT_SPEC_LENGTH = 5  # of pacing=fixed
 AUTO_SPEC_LENGTH = 16  # the most that pacing=auto grants
+MOST_CONFIG_BYTES = 10**6  # of a file with some twenty options
 
 
 def _option(default: Any, text: str, **range_: Any) -> Any:
@@ -53,6 +54,9 @@ class EngineConfig:
     device: str = _option("auto", "auto, cpu or cuda")
     generation_config: str = _option(
         "none", "none, or model: the sampling values in the checkpoint's generation_config.json become the defaults"
+    )
+    ignore_config_keys: str | None = _option(
+        None, "keys of config.json to read it without, separated by commas: of all models that are loaded"
     )
     chat_template: str | None = _option(None, "file with the chat template (Jinja); none = the checkpoint's own")
     ops: str = _option(
@@ -101,6 +105,11 @@ class EngineConfig:
         return tuple(filter(None, (part.strip() for part in (self.extra_drafts or "").split(";"))))
 
     @property
+    def ignored_config_keys(self) -> frozenset[str]:
+        """Each of `ignore_config_keys`."""
+        return frozenset(filter(None, (part.strip() for part in (self.ignore_config_keys or "").split(","))))
+
+    @property
     def pacing_spec(self) -> str:
         """The spec of the pacing policy: as named, else fixed where a length was named, else auto."""
         return self.pacing or ("auto" if self.spec_length is None else "fixed")
@@ -118,6 +127,9 @@ class EngineConfig:
         for name in values:
             if name not in known:
                 raise BadOption(by_name(name, known, "SamplingParams") or unknown("option", name, known))
+        keys = values.get("ignore_config_keys")
+        if isinstance(keys, list | tuple) and all(isinstance(key, str) for key in keys):
+            values["ignore_config_keys"] = ",".join(keys)
         config: EngineConfig = make_options(cls, {k: _as_text(v) for k, v in values.items()})
         return config
 
@@ -250,10 +262,13 @@ def _read_environment() -> dict[str, Any]:
 
 
 def _read_toml(path: str) -> dict[str, Any]:
+    file = Path(path)
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise NotFound(f"the config file {path!r} does not exist") from None
+        if not file.exists():
+            raise NotFound(f"the config file {path!r} does not exist")
+        if not file.is_file() or file.stat().st_size > MOST_CONFIG_BYTES:
+            raise BadOption(f"the config file {path!r} cannot be read (no file of at most 1 MB): name a TOML file")
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadOption(f"the config file {path!r} cannot be read ({error.strerror}): name a TOML file") from None
     except ValueError as error:  # not TOML, or not UTF-8

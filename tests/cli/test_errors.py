@@ -1,7 +1,9 @@
 """Errors at the door: one sentence on standard error, exit code 2, no traceback, nothing on standard output."""
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +33,7 @@ CASES = {
     "too_long": (("generate", "--target", "llama", "x" * 300), "the prompt has 300 tokens and max_tokens=128"),
     "pair": ((*LLAMA, "--draft", "./stranger"), "at id 0: the target (llama) has '<|end|>'"),
     "json_and_rounds": ((*LLAMA, "--json", "--rounds"), "--json and --rounds exclude each other"),
-    "config_folder": ((*LLAMA, "--config", "."), "the config file '.' cannot be read (Is a directory)"),
+    "config_folder": ((*LLAMA, "--config", "."), "the config file '.' cannot be read (no file of at most 1 MB)"),
     "not_utf8": (("generate", "--target", "llama", "caf\udce9"), "is not valid UTF-8 at character 3"),
     "stop_not_utf8": ((*LLAMA, "--stop", "\udce9"), "stop=['\\udce9'] is not possible"),
     "bias": ((*LLAMA, "--logit-bias", "5"), "logit_bias='5' is not possible: write ID=VALUE"),
@@ -108,6 +110,30 @@ def test_extra_drafts_are_refused_before_anything_is_loaded(cli: Any) -> None:
         done = cli(*words, "--max-tokens", "2")
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1)
         assert sentence in done.stderr
+
+
+def test_keys_of_config_json_that_are_to_be_ignored(cli: Any, checkpoints: Path, tmp_path: Path) -> None:
+    """The refusal names the flag; the flag, the variable and the file then do, for targets and for draft models."""
+    marked = tmp_path / "marked"
+    shutil.copytree(checkpoints / "llama", marked)
+    raw = json.loads((marked / "config.json").read_text())
+    (marked / "config.json").write_text(json.dumps(raw | {"made_by": "us", "made_in": 2026, "_model_path": "/x"}))
+    options = ("--max-tokens", "2", "--temperature", "0")
+    expected = cli("generate", "--target", "llama", "--draft", "none", *options, "x").stdout
+    for words in (("--target", str(marked), "--draft", "none"), ("--target", "llama", "--draft", str(marked))):
+        done = cli("generate", *words, *options, "x")
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert "--ignore-config-key made_by" in done.stderr
+        both = ("--ignore-config-key", "made_by", "--ignore-config-key", "made_in")
+        assert "made_in=2026" in cli("generate", *words, *both[:2], *options, "x").stderr
+        assert cli("generate", *words, *both, *options, "x").stdout == expected
+        assert (
+            cli("plan", *words, *both).returncode == cli("plan", "--target", "llama", "--draft", "none").returncode == 0
+        )
+        assert cli("generate", *words, *options, "x", FORERUN_IGNORE_CONFIG_KEYS="made_by,made_in").stdout == expected
+        file = tmp_path / "forerun.toml"
+        file.write_text('ignore_config_keys = ["made_by", "made_in"]')
+        assert cli("generate", *words, *options, "--config", str(file), "x").stdout == expected
 
 
 def test_standard_input_that_is_not_utf8(cli: Any) -> None:

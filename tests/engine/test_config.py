@@ -195,18 +195,37 @@ def test_variables_name_options_or_the_config_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_variables")
-def test_a_config_file_that_cannot_be_read_is_refused(tmp_path):
+def test_a_config_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     with pytest.raises(BadOption, match="cannot be read"):
         EngineConfig.from_sources({}, str(tmp_path))
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "long.toml").write_text("#" * 1_000_001)
+    for file in ("/dev/zero", str(tmp_path / "pipe"), str(tmp_path / "long.toml")):
+        with pytest.raises(BadOption, match=r"^the config file .* cannot be read \(no file of at most 1 MB\)"):
+            EngineConfig.from_sources({}, file)
+        monkeypatch.setenv("FORERUN_CONFIG", file)
+        with pytest.raises(BadOption, match="no file of at most 1 MB"):
+            EngineConfig.from_sources({})
     (tmp_path / "latin.toml").write_bytes(b"draft = '\xe9'")
     with pytest.raises(BadOption, match="is not valid TOML"):
         EngineConfig.from_sources({}, str(tmp_path / "latin.toml"))
 
 
+def test_keys_to_ignore_are_a_text_or_a_list():
+    for given in ("made_by, made_in", ["made_by", "made_in"], ("made_in", "made_by")):
+        assert EngineConfig.make(ignore_config_keys=given).ignored_config_keys == {"made_by", "made_in"}
+    assert EngineConfig().ignored_config_keys == frozenset()
+    for given in (5, [5], {"made_by": 1}):
+        with pytest.raises(BadOption, match=r"ignore_config_keys=.* is not possible: it must be of type str"):
+            EngineConfig.make(ignore_config_keys=given)
+
+
 def test_a_folder_with_a_colon_in_its_name_is_a_draft_model(tmp_path):
     (tmp_path / "m:1b").mkdir()
     model = SimpleNamespace(weight_dtype="auto", device="cpu", ops=None)
-    target = SimpleNamespace(model=model, tokenizer=None, loaded_draft=None, shipped_draft=None)
+    target = SimpleNamespace(
+        model=model, tokenizer=None, loaded_draft=None, shipped_draft=None, ignore_config_keys=frozenset()
+    )
     with pytest.raises(NotFound, match="m:1b"):  # it was looked into, and it is empty
         drafters.make(str(tmp_path / "m:1b"), target)
 

@@ -31,7 +31,7 @@ from forerun.memory.machine import available_bytes
 from forerun.memory.plan import memory_plan, pool_tokens, resolve_max_seq_len
 from forerun.memory.reference import weight_bytes
 from forerun.models.layers import DecoderConfig, empty_weights
-from forerun.models.weights import BLOCK_BYTES
+from forerun.models.source import BLOCK_BYTES
 from tiny import write_tiny
 
 pytestmark = pytest.mark.once("plans, and processes that name their drafters")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from forerun.errors import UnsupportedModel
+from forerun.models.configs import SHARED_KEYS
 from forerun.models.layers import Rope, RopeConfig
 from forerun.models.loading import model_types, read_config
 from forerun.models.saving import config_to_dict
@@ -40,6 +42,18 @@ def test_llama3_without_its_trained_length_takes_max_position_embeddings(llama_r
     assert rope.original_max_positions == llama_raw["max_position_embeddings"]
 
 
+def test_the_way_out_for_a_key_that_is_not_known(llama_raw: Raw) -> None:
+    """Bookkeeping under a leading underscore is inert; any other key is refused, and the refusal says what to write."""
+    assert read_config(llama_raw | {"_model_name_or_path": "old/name", "_x": {"y": 1}}) == read_config(llama_raw)
+    with pytest.raises(UnsupportedModel) as refused:
+        read_config(llama_raw | {"made_by": "us"})
+    assert str(refused.value) == (
+        "config.json sets made_by='us', which forerun does not compute for model_type='llama': use a checkpoint "
+        "without it, or, where it changes nothing that is computed, --ignore-config-key made_by "
+        "(ignore_config_keys= in Python)"
+    )
+
+
 def test_inert_and_neutral_keys_pass(llama_raw: Raw) -> None:
     more = {"pretraining_tp": 4, "attention_dropout": 0.1, "use_cache": False, "architectures": ["X"], "soft_cap": None}
     more |= {"transformers_version": "4.31.0", "rope_interleaved": False, "pruned_heads": {}, "rope_scaling": None}
@@ -56,7 +70,7 @@ REFUSED: list[tuple[str, Raw, str]] = [
     ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*must be 'full_attention'"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'.*one of"),
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
-    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor=None.*positive number"),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor=None.*must be a number in 0.001"),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2, "mscale": 3}}, "sets mscale=3"),
     ("llama", {"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}, "rope_theta=10000.0.*must be 5.0"),
     (
@@ -72,13 +86,30 @@ REFUSED: list[tuple[str, Raw, str]] = [
     ("llama", {"num_key_value_heads": 4}, "num_key_value_heads=4.*divisor of 15"),
     ("llama", {"head_dim": 7}, "head_dim=7.*even"),
     ("llama", {"head_dim": None, "num_attention_heads": 16, "num_key_value_heads": 4}, "divisor of 60"),
-    ("llama", {"vocab_size": None}, "vocab_size=None.*positive integer"),
+    ("llama", {"vocab_size": None}, "vocab_size=None.*must be an integer in 1 \\.\\. 16777216"),
     ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'.*true or false"),
     ("mistral", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, "does not mix"),
     ("mistral", {"sliding_window": None, "layer_types": ["sliding_attention"] * 2}, "no sliding_window in force"),
     ("mistral", {"attention_bias": True}, "attention_bias=True"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "no sliding_window in force"),
     ("qwen2", {"layer_types": ["full_attention"]}, "layer_types=.*list of 2"),
+    ("llama", {"num_hidden_layers": 10**9}, r"num_hidden_layers=1000000000.*must be an integer in 1 \.\. 1024"),
+    ("qwen2", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
+    ("llama", {"hidden_size": 1 << 18}, "hidden_size=262144"),
+    ("llama", {"num_attention_heads": 1 << 13}, "num_attention_heads=8192"),
+    ("llama", {"rms_norm_eps": math.inf}, r"rms_norm_eps=inf.*must be a number in 1e-20 \.\. 1"),
+    ("llama", {"rms_norm_eps": math.nan}, "rms_norm_eps=nan"),
+    ("llama", {"rms_norm_eps": 0}, "rms_norm_eps=0"),
+    ("llama", {"rope_theta": 1e-300}, "rope_theta=1e-300.*must be a number in 1"),
+    ("llama", {"rope_theta": 10**400}, "rope_theta=10000.*must be a number in 1"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": math.inf}}, "factor=inf"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
+        "high_freq_factor=1.0.*abov",
+    ),
+    ("mistral", {"sliding_window": 10**12}, "sliding_window=1000000000000"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": "all"}, "max_window_layers='all'"),
     ("gpt2", {}, r"model_type='gpt2'.*\['llama', 'mistral', 'qwen2', 'qwen3'\]"),
     ("../llama", {}, "is not supported"),
 ]
@@ -88,6 +119,28 @@ REFUSED: list[tuple[str, Raw, str]] = [
 def test_refused_by_name(llama_raw: Raw, model_type: str, keys: Raw, message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         read_config(llama_raw | {"model_type": model_type} | keys)
+
+
+ODD: list[Any] = [
+    *(None, True, -1, 0, 1, 3, 10**9, 10**400, 1.5, -0.0, 1e-300, math.inf, math.nan),
+    *("", "x", "10", [], [1], [[]], ["full_attention"] * 3, {}, {"a": 1}, {"rope_type": []}, {"rope_type": "linear"}),
+]
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_every_key_may_be_anything(llama_raw: Raw, model_type: str) -> None:
+    """It is understood, or refused by name in one sentence; nothing else happens, and nothing takes long."""
+    refused: list[str] = []
+    more = {"sliding_window", "max_window_layers", "use_sliding_window", "attention_bias", "auto_map"}
+    for key in SHARED_KEYS | more:
+        for value in ODD:
+            for window in ({}, {"use_sliding_window": True}) if model_type.startswith("qwen") else ({},):
+                try:
+                    read_config(llama_raw | {"model_type": model_type, **window, key: value})
+                except UnsupportedModel as error:
+                    refused.append(str(error))
+    assert len(refused) > 100
+    assert max(map(len, refused)) < 400
 
 
 def test_windows(llama_raw: Raw) -> None:

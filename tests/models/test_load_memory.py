@@ -1,7 +1,8 @@
-"""How much memory loading takes, measured by the kernel in a process of its own: hardly more than the model itself."""
+"""How much memory loading takes: hardly more than the model itself, and with native operators no dense copy of it."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -13,9 +14,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.memory_cases import needs_native
 from forerun import native
 from forerun.models.layers import DecoderConfig, parameter_shapes
+from forerun.models.loading import load_checkpoint
 from forerun.models.saving import save_checkpoint
+from forerun.ops.cpu import CpuOps
 
 SOURCE = Path(__file__).parents[2] / "src"
 MAX_RATIO = 1.10
@@ -143,3 +147,32 @@ def test_the_peak_is_the_model_itself(loaded: dict[str, Any], layout: str, case:
     assert size - SLACK_BYTES <= seen["held"] <= size + SLACK_BYTES
     assert seen["held_of_files"] <= SLACK_BYTES
     assert seen["one_head"] == layout.startswith("tied")
+
+
+def bytes_of_tensors() -> int:
+    """Of all tensors that are alive in this process."""
+    tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+class WatchedOps(CpuOps):
+    """The native operators, and the most tensors that were alive whenever they packed."""
+
+    most_bytes = 0
+
+    def pack(self, *arguments: Any, **options: Any) -> Any:
+        self.most_bytes = max(self.most_bytes, bytes_of_tensors())
+        return super().pack(*arguments, **options)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_dense_copy_of_the_whole_model(folders: dict[str, Path], layout: str, dtype: torch.dtype) -> None:
+    """Packed matrices are no tensors: beside them there is what is being packed, and a table that stays as it is."""
+    ops, before, embedding_bytes = WatchedOps(), bytes_of_tensors(), 40_000 * 1024 * dtype.itemsize
+    model = load_checkpoint(folders[layout], dtype=dtype, ops=ops).model
+    table = 0 if layout.startswith("tied") else embedding_bytes
+    gate_up = 2 * 6144 * 1024 * dtype.itemsize
+    allowed = max(embedding_bytes, table + gate_up) + (1 << 20)  # and norms
+    print(f"\n{layout}, {dtype}: {ops.most_bytes - before:,} of {model.bytes_per_pass + table:,} bytes")
+    assert embedding_bytes <= ops.most_bytes - before <= allowed

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from forerun.errors import BadOption, NotFound, UnsupportedModel
+from forerun import native, ops as operators
+from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError
 from forerun.models.layers import parameter_shapes
 from forerun.models.loading import load_checkpoint, read_config
 from forerun.models.saving import save_checkpoint
 
 Raw = dict[str, Any]
+OPS = ["reference"] + (["native"] if native.isa() != "reference" else [])
 
 
 def test_round_trip_in_shards_and_through_transformers(
@@ -129,6 +133,14 @@ def test_an_index_that_is_no_index(tmp_path: Path, llama_raw: Raw) -> None:
         index.write_text(json.dumps({"weight_map": places}))
         with pytest.raises((NotFound, UnsupportedModel), match=r"index\.json names (no file of weights|3)"):
             load_checkpoint(tmp_path)
+    for name in ("..", "", ".", "a/..", "a\0b", "\x1b[2J", "\u202e"):
+        index.write_text(json.dumps({"weight_map": {"x": name}}))
+        with pytest.raises(NotFound, match=rf"index\.json names {re.escape(repr(name))}, which is no file beside it"):
+            load_checkpoint(tmp_path)
+    (tmp_path / "folder.safetensors").mkdir()
+    index.write_text(json.dumps({"weight_map": {"x": "folder.safetensors"}}))
+    with pytest.raises(NotFound, match=r"names folder\.safetensors, which is not in .*: fetch the whole checkpoint"):
+        load_checkpoint(tmp_path)
 
 
 def test_tensors_larger_than_a_block(
@@ -140,7 +152,7 @@ def test_tensors_larger_than_a_block(
     embedding = weights["model.embed_tokens.weight"]
     folder = write_checkpoint(tied, weights | {"lm_head.weight": embedding.clone()})
     for block_bytes in (480, 100, 1000):
-        monkeypatch.setattr("forerun.models.weights.BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr("forerun.models.source.safetensors.BLOCK_BYTES", block_bytes)
         loaded = load_checkpoint(folder).model.weights
         assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
     head = embedding.clone()
@@ -148,6 +160,37 @@ def test_tensors_larger_than_a_block(
     write_checkpoint(tied, weights | {"lm_head.weight": head})
     with pytest.raises(UnsupportedModel, match=r"holds a different lm_head\.weight"):
         load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize(
+    ("value", "dtype", "found"),
+    [
+        (math.nan, "bfloat16", "holds NaN"),
+        (-math.inf, "float32", "holds infinite numbers"),
+        (3.4e38, "bfloat16", r"holds numbers up to 3\.4e\+38, which are beyond bfloat16"),
+    ],
+)
+def test_weights_that_are_no_numbers(
+    tmp_path: Path, llama_raw: Raw, weights_of: Any, ops: str, value: float, dtype: str, found: str
+) -> None:
+    """In a matrix, a norm and the embedding, of a checkpoint in shards; in the last block of rows."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    for bad in (name, "model.norm.weight", "model.embed_tokens.weight"):
+        weights = weights_of(llama_raw)
+        weights[bad].view(-1)[-1] = value
+        save_checkpoint(tmp_path, read_config(llama_raw), weights, torch.float32, shard_bytes=20_000)
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+        with pytest.raises(UserError, match=rf"^{bad} in {tmp_path / index[bad]} {found}") as refused:
+            load_checkpoint(tmp_path, dtype=dtype, ops=operators.make(ops, "cpu"))
+        assert refused.value.exit_code == 2
+
+
+def test_large_weights_whose_sum_is_no_number(write_checkpoint: Any, llama_raw: Raw, weights_of: Any) -> None:
+    weights = weights_of(llama_raw)
+    weights["model.layers.1.mlp.up_proj.weight"].fill_(1e38)
+    loaded = load_checkpoint(write_checkpoint(llama_raw, weights)).model.weights
+    assert float(loaded["model.layers.1.mlp.up_proj.weight"].sum()) == math.inf
 
 
 def test_saving_refuses_what_does_not_fit(tmp_path: Path, llama_raw: Raw, weights_of: Any) -> None:

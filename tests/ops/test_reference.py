@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder, DecoderConfig, RopeConfig, join_projections, parameter_shapes
+from forerun.models.layers import Decoder, DecoderConfig, RopeConfig, empty_weights, parameter_shapes
 from forerun.models.runner import Run, pack
 from forerun.ops import reference
 from forerun.ops.reference import ReferenceOps, run_mask
@@ -37,9 +37,9 @@ def make_model(row_by_row: bool, dtype: torch.dtype = torch.float32, *, joined: 
     generator = torch.Generator().manual_seed(5)
     weights = {n: torch.randn(s, generator=generator) * 0.3 for n, s in parameter_shapes(CONFIG).items()}
     weights = {n: w.to(dtype) for n, w in weights.items()}
-    return Decoder(
-        CONFIG, join_projections(CONFIG, weights) if joined else weights, ReferenceOps(row_by_row=row_by_row)
-    )
+    if joined:
+        weights = {n: out.copy_(weights[n]) for n, out in empty_weights(CONFIG, dtype, "cpu").items()}
+    return Decoder(CONFIG, weights, ReferenceOps(row_by_row=row_by_row))
 
 
 def tokens_of(num: int, seed: int) -> list[int]:

@@ -178,7 +178,7 @@ def _build(
         "max_seq_len": sizes.max_seq_len,
         "kv_cache_tokens": sizes.kv_cache_tokens,
     }
-    draft = latency.loaded_once(config.draft, checkpoint)
+    draft = latency.loaded_once(config.draft, checkpoint, config.ignored_config_keys)
     if isinstance(draft, Checkpoint):
         draft = _with_positions(draft, sizes.max_seq_len, console)
     fixed: dict[str, Any] = {"draft": draft, "pacing": "fixed", "spec_length": plan.spec_length}

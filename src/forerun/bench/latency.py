@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,7 @@ def _build(checkpoint: Checkpoint, config: EngineConfig, plan: Plan, console: Co
     for name, draft in drafts.items():
         for spec_length in plan.spec_lengths or (config.spec_length or DEFAULT_SPEC_LENGTH,):
             try:
-                draft = loaded_once(draft, checkpoint)
+                draft = loaded_once(draft, checkpoint, config.ignored_config_keys)
                 llm = LLM(checkpoint, **{**options, "draft": draft, "spec_length": spec_length})
                 llms[Variant(name, spec_length)] = llm
             except UserError as error:
@@ -167,7 +167,7 @@ def _build(checkpoint: Checkpoint, config: EngineConfig, plan: Plan, console: Co
     return llms
 
 
-def loaded_once(draft: str | Checkpoint, target: Checkpoint) -> str | Checkpoint:
+def loaded_once(draft: str | Checkpoint, target: Checkpoint, ignore: Collection[str]) -> str | Checkpoint:
     """A draft model without options of its own is loaded here, for all lengths; anything else stays as it is named."""
     if isinstance(draft, Checkpoint):
         return draft
@@ -176,7 +176,14 @@ def loaded_once(draft: str | Checkpoint, target: Checkpoint) -> str | Checkpoint
     path = getattr(options, "path", None) or (str(SHIPPED_DRAFT) if shipped else None)
     if method != "model" or path is None or replace(options, path=None) != type(options)():
         return draft
-    return load_checkpoint(path, dtype=model.weight_dtype, device=model.device, ops=model.ops, with_tokenizer=True)
+    return load_checkpoint(
+        path,
+        dtype=model.weight_dtype,
+        device=model.device,
+        ops=model.ops,
+        with_tokenizer=True,
+        ignore_config_keys=ignore,
+    )
 
 
 def draft_models(llms: dict[Variant, LLM]) -> list[Decoder]:

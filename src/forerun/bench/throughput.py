@@ -199,7 +199,7 @@ def _build(
         "kv_cache_tokens": most * blocks * PAGED_BLOCK_TOKENS if config.kv_cache_backend == "paged" else None,
         "prefix_caching": False,  # the same prompts come again
     }
-    draft = latency.loaded_once(config.draft, checkpoint)
+    draft = latency.loaded_once(config.draft, checkpoint, config.ignored_config_keys)
     auto = {"pacing": config.pacing or "auto", "spec_length": config.spec_length}
     wanted: dict[str, dict[str, Any]] = {PLAIN: {"draft": "none", "pacing": "fixed", "spec_length": None}}
     for length in plan.spec_lengths:

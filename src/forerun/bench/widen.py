@@ -171,5 +171,11 @@ def load_widened_draft(config: EngineConfig, target: Checkpoint, shape: str) -> 
     It gets the target's type, device and operators.
     """
     model = target.model
-    checkpoint = load_checkpoint(draft_name(config), dtype=model.weight_dtype, device=model.device, with_tokenizer=True)
+    checkpoint = load_checkpoint(
+        draft_name(config),
+        dtype=model.weight_dtype,
+        device=model.device,
+        with_tokenizer=True,
+        ignore_config_keys=config.ignored_config_keys,
+    )
     return widen_checkpoint(checkpoint, shape_named(shape, checkpoint.model.config), model.ops)

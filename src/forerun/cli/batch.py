@@ -20,6 +20,7 @@ def batch(
     requests: Annotated[Path, typer.Argument(help=INPUT_HELP, metavar="IN.JSONL", show_default=False)],
     answers: Annotated[Path, typer.Argument(help=OUTPUT_HELP, metavar="OUT.JSONL", show_default=False)],
     target: flags.Target = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
     use_speculative_decoding: flags.UseSpeculativeDecoding = None,
     extra_drafts: flags.ExtraDrafts = None,

@@ -21,6 +21,7 @@ Size = Annotated[int | None, typer.Option(help="elements; overrides the preset's
 @app.command()
 def latency(
     target: flags.Target = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: Annotated[
         list[str] | None, typer.Option(help="drafter to measure; may be repeated [default: all]", show_default=False)
     ] = None,
@@ -186,6 +187,7 @@ def peers(
 @app.command()
 def throughput(
     target: flags.Target = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
     shape: Annotated[str, typer.Option(help=f"the target is widened to it in memory: {SHAPE_NAMES}, or none")] = "none",
     concurrency: Annotated[
@@ -233,6 +235,7 @@ def throughput(
 @app.command()
 def gaps(
     target: flags.Target = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
     shape: Annotated[str, typer.Option(help=f"the target is widened to it in memory: {SHAPE_NAMES}, or none")] = "none",
     spec_length: Annotated[int, typer.Option(help="fixed draft length beside plain decoding and auto", min=1)] = 5,

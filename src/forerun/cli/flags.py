@@ -22,9 +22,12 @@ from forerun.types import SamplingParams
 ENGINE_OPTION = "engine"  # the help panel of a flag that a variable FORERUN_<NAME> and the --config file know, too
 
 
-def _engine(name: str, methods: str | None = None) -> Any:
-    """Make the flag of one field of EngineConfig, with its help text, its default, and the methods of a room."""
-    field, flag = EngineConfig.__dataclass_fields__[name], name.replace("_", "-")
+def _engine(name: str, methods: str | None = None, flag: str | None = None) -> Any:
+    """The flag of one field of EngineConfig: its help text, the methods of a room (found by scanning), its default.
+
+    flag: of a repeated one, whose name says one of several.
+    """
+    field, flag = EngineConfig.__dataclass_fields__[name], flag or name.replace("_", "-")
     known = "" if methods is None else f"; methods: {', '.join(names(methods))}"
     default = "" if field.default is None else f" [default: {field.default}]"
     return typer.Option(
@@ -51,6 +54,7 @@ Calibrate = Annotated[bool | None, _engine("calibrate")]
 Device = Annotated[str | None, _engine("device")]
 Dtype = Annotated[str | None, _engine("dtype")]
 GenerationConfig = Annotated[str | None, _engine("generation_config")]
+IgnoreConfigKeys = Annotated[list[str] | None, _engine("ignore_config_keys", flag="ignore-config-key")]
 ChatTemplate = Annotated[str | None, _engine("chat_template")]
 Ops = Annotated[str | None, _engine("ops")]
 CacheBackend = Annotated[str | None, _engine("kv_cache_backend")]

@@ -89,6 +89,7 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="texts to continue; - = standard input")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help=PROMPT_FILE_HELP, show_default=False)] = None,
     target: flags.Target = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
     spec_length: flags.SpecLength = None,
     pacing: flags.Pacing = None,
@@ -255,6 +256,7 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
 @app.command()
 def chat(
     target: Annotated[str | None, typer.Argument(help=flags.TARGET_HELP, show_default=False)] = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
     system: Annotated[str | None, typer.Option(help="the system message, first in the conversation")] = None,
     spec_length: flags.SpecLength = None,
@@ -298,6 +300,7 @@ def chat(
 def demo(
     prompt: Annotated[str | None, typer.Argument(help="Python code to continue", show_default=False)] = None,
     target: flags.Target = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
     spec_length: flags.SpecLength = None,
     shape: Annotated[str, typer.Option(help=f"the target is widened to it in memory: {SHAPE_NAMES}, or none")] = "demo",

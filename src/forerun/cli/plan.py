@@ -6,10 +6,11 @@ torch is imported when the command runs, not to print help.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +38,7 @@ MEMORY_HELP = "what there is, as 16GB, 16GiB or 8e9 [default: what this machine 
 
 def plan(
     target: flags.Target = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
     extra_drafts: flags.ExtraDrafts = None,
     shape: Annotated[str | None, typer.Option(help=f"the target {SHAPE_HELP}", show_default=False)] = None,
@@ -86,15 +88,16 @@ class Models:
         """Read the config.json of each model of a configuration. Raises UserError for a model that LLM refuses."""
         from forerun.engine.factory import SHIPPED_TARGET, device_of, draft_name, dtype_of, extra_draft_names
 
-        raw = _config_of(config.target or str(SHIPPED_TARGET))
+        read = functools.partial(_config_of, ignore=config.ignored_config_keys)
+        raw = read(config.target or str(SHIPPED_TARGET))
         name = draft_name(config)
         if draft_shape is not None and name is None:
             raise BadOption(f"draft_shape={draft_shape!r} needs a draft model, and draft={config.draft!r} has none")
         device = device_of(config)
         return cls(
             target=_shaped(raw, shape),
-            draft=None if name is None else _shaped(_config_of(name), draft_shape),
-            extra_drafts={spec: _shaped(_config_of(path), None) for spec, path in extra_draft_names(config).items()},
+            draft=None if name is None else _shaped(read(name), draft_shape),
+            extra_drafts={spec: _shaped(read(path), None) for spec, path in extra_draft_names(config).items()},
             dtype=dtype_of(config, device, raw),
             device=device,
         )
@@ -151,13 +154,15 @@ def parse_bytes(text: str) -> int:
 # -------------------------------------------------------------------------------------------------- what is asked for
 
 
-def _config_of(name: str) -> Mapping[str, Any]:
-    """Read config.json of a folder or a hub id, or the file itself. Raises as `read_raw_config`."""
+def _config_of(name: str, ignore: Collection[str]) -> Mapping[str, Any]:
+    """config.json without these keys, of a folder, a hub id, or the file itself. Raises as `read_raw_config`."""
     from forerun.models.loading import read_raw_config
     from forerun.text.json_files import read_json
 
     path = Path(name)
-    return read_json(path) if path.suffix == ".json" and path.is_file() else read_raw_config(name)
+    if path.suffix != ".json" or not path.is_file():
+        return read_raw_config(name, ignore)
+    return {key: value for key, value in read_json(path).items() if key not in ignore}
 
 
 def _shaped(raw: Mapping[str, Any], shape: str | None) -> DecoderConfig:

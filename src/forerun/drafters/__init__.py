@@ -1,8 +1,8 @@
 """Drafters guess tokens ahead of the target. Each method is one file, found by scanning this folder.
 
 A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit and range in `metadata`) and
-`build(options, target) -> Drafter`. It may hold `check(options, tokenizer)`, which refuses what can be seen before any
-weight is read. Nothing else has to change for a new method.
+`build(options, target) -> Drafter`. It may hold `check(options, tokenizer, ignore_config_keys)`, which refuses what can
+be seen before any weight is read. Nothing else has to change for a new method.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ class Target:
     kv_cache_tokens: int | None = None  # tokens in a cache of the drafter's own; None = max_batch_size * max_seq_len
     prefix_caching: bool = True  # in a cache of the drafter's own
     shipped_draft: str | None = None  # folder of the draft model that belongs to this target, if one ships with it
+    ignore_config_keys: frozenset[str] = frozenset()  # of the config.json of a draft model
     loaded_draft: Checkpoint | None = None  # a draft model that the caller has loaded; it comes before the shipped one
 
 
@@ -151,11 +152,11 @@ def resolve(spec: str, has_shipped_draft: bool) -> tuple[str, Any]:
     return name, make_options(load(__name__, name, "drafter").Options, options, name)
 
 
-def check(name: str, options: Any, tokenizer: Any) -> None:
-    """Let a method refuse its options before any weight is read: its file may define `check(options, tokenizer)`."""
+def check(name: str, options: Any, tokenizer: Any, ignore_config_keys: frozenset[str] = frozenset()) -> None:
+    """Let a method refuse its options before any weight is read: its file may define a `check` of its own."""
     module = load(__name__, name, "drafter")
     if hasattr(module, "check"):
-        module.check(options, tokenizer)
+        module.check(options, tokenizer, ignore_config_keys)
 
 
 def make(spec: str, target: Target) -> Drafter:

@@ -277,10 +277,10 @@ class ModelDrafter(Drafter):
         return dataclasses.replace(params, **changed) if changed else params
 
 
-def check(options: Options, tokenizer: Tokenizer) -> None:
-    """Raise VocabularyMismatch where the tokenizers of both models differ, before any weight is fetched or read."""
+def check(options: Options, tokenizer: Tokenizer, ignore_config_keys: frozenset[str]) -> None:
+    """Refuse what the small files of the draft model show, before any weight of either model is fetched or read."""
     if options.path is not None:
-        compare(tokenizer, Tokenizer.load(small_files(options.path)))
+        compare(tokenizer, Tokenizer.load(small_files(options.path, ignore_config_keys)))
 
 
 def build(options: Options, target: Target) -> Drafter:
@@ -323,9 +323,13 @@ def _checkpoint(options: Options, target: Target) -> Checkpoint:
         raise BadOption(
             "the drafter 'model' needs a draft model: give its folder or hub id, as in draft='path/to/draft'"
         )
-    with_tokenizer = target.tokenizer is not None
     return load_checkpoint(
-        name, dtype=model.weight_dtype, device=model.device, ops=model.ops, with_tokenizer=with_tokenizer
+        name,
+        dtype=model.weight_dtype,
+        device=model.device,
+        ops=model.ops,
+        with_tokenizer=target.tokenizer is not None,
+        ignore_config_keys=target.ignore_config_keys,
     )
 
 

@@ -7,6 +7,7 @@ Three questions in the order of their price: do the small files allow it (`refus
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,24 @@ def is_shipped(target: str | Path | None) -> bool:
 
 def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpoint:
     """The target that a configuration names, on its device and in its type; the shipped one where it names none."""
-    name, device = _target(config), _device(config.device)
-    return load_checkpoint(name, dtype=config.dtype, device=device, ops=make_ops(config), with_tokenizer=with_tokenizer)
+    return load_checkpoint(
+        _target(config),
+        dtype=config.dtype,
+        device=_device(config.device),
+        ops=make_ops(config),
+        with_tokenizer=with_tokenizer,
+        ignore_config_keys=config.ignored_config_keys,
+    )
 
 
 def load_unpacked(config: EngineConfig) -> Checkpoint:
     """The same in the same type, but with weights that can be read: for a caller that makes another model of them."""
     own = make_ops(config)
-    if own.name != "native":
+    if not own.packs:
         return load_target(config)
     dtype = own.auto_dtype("cpu", torch.float32) if config.dtype == "auto" else config.dtype
-    return load_checkpoint(_target(config), dtype=dtype, with_tokenizer=True)
+    keys = config.ignored_config_keys
+    return load_checkpoint(_target(config), dtype=dtype, with_tokenizer=True, ignore_config_keys=keys)
 
 
 def make_ops(config: EngineConfig) -> ReferenceOps:
@@ -71,7 +79,7 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokeni
     has_own = is_shipped(config.target) or has_loaded_draft
     methods = [drafters.resolve(spec, has_own) for spec in (config.draft, *config.extra_draft_specs)]
     folder = target_files(config)
-    max_positions = read_config(read_raw_config(folder)).max_positions
+    max_positions = read_config(read_raw_config(folder, config.ignored_config_keys)).max_positions
     max_seq_len = resolve_max_seq_len(config.max_seq_len, max_positions)
     pool_tokens(
         config.kv_cache_backend,
@@ -85,7 +93,7 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokeni
     if config.chat_template is not None:
         ChatTemplate.load(folder, config.chat_template)
     for method, options in methods:
-        drafters.check(method, options, tokenizer)
+        drafters.check(method, options, tokenizer, config.ignored_config_keys)
     return tokenizer
 
 
@@ -96,7 +104,7 @@ def suggested_fields(config: EngineConfig) -> dict[str, Any]:
 
 def target_files(config: EngineConfig) -> Path:
     """The target's folder, without its weights; see `small_files`."""
-    return small_files(_target(config))
+    return small_files(_target(config), config.ignored_config_keys)
 
 
 def refuse_without_template(config: EngineConfig) -> None:
@@ -139,13 +147,13 @@ def refuse_what_does_not_fit(config: EngineConfig) -> None:
     A draft model that the caller has loaded is not named by the configuration and not counted.
     """
     device = device_of(config)
-    raw = read_raw_config(target_files(config))
-    name = draft_name(config)
+    read = partial(read_raw_config, ignore=config.ignored_config_keys)
+    raw, name = read(target_files(config)), draft_name(config)
     plan = memory_plan(
         read_config(raw),
-        None if name is None else read_config(read_raw_config(name)),
+        None if name is None else read_config(read(name)),
         config,
-        extra_drafts={spec: read_config(read_raw_config(path)) for spec, path in extra_draft_names(config).items()},
+        extra_drafts={spec: read_config(read(path)) for spec, path in extra_draft_names(config).items()},
         dtype=dtype_of(config, device, raw),
         device=device,
         available_bytes=available_bytes(device),
@@ -244,4 +252,5 @@ def _drafters_target(
         prefix_caching=config.prefix_caching,
         shipped_draft=str(SHIPPED_DRAFT) if is_shipped(checkpoint.folder) else None,
         loaded_draft=draft,
+        ignore_config_keys=config.ignored_config_keys,
     )

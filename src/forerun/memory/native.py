@@ -83,7 +83,10 @@ class NativeSizes:
         return ()
 
     def loading_bytes(self, model: DecoderConfig) -> int:
-        """Return the larger of two blocks of the files and of what is packed before its source is given back."""
+        """Two blocks of the files, or what is packed of a tensor before its source is given back.
+
+        A tensor that is about to be packed takes what it will have when it is.
+        """
         return max(2 * block_bytes(model), min(GIVE_BACK_BYTES, max(packed_matrix_bytes(model, self.dtype))))
 
     def _buffer_bytes(self, run: Pass) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from forerun.memory.parts import KERNEL_BYTES, PROB_BYTES, MemoryPart, Pass, matrix_shapes, rope_table_bytes
 from forerun.models.layers import DecoderConfig, parameter_shapes
-from forerun.models.weights import BLOCK_BYTES
+from forerun.models.source import BLOCK_BYTES
 from forerun.ops.reference import ONEDNN_MIN_WEIGHTS
 
 COMPILED_BYTES = 650_000  # of one kernel that oneDNN compiled, measured: 0.58 to 0.64 MB in float32 and bfloat16

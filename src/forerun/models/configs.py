@@ -1,7 +1,8 @@
 """What the architectures share when they read config.json: sizes, rotary positions, and the refusal of what is unknown.
 
 Policy: a key that would change the function and is not honoured is refused by name. Each architecture names the keys
-it honours; INERT_KEYS are known not to change inference; any other key must be absent, null, false or empty.
+it honours; INERT_KEYS, and those that begin with an underscore, are known not to change inference; any other key must
+be absent, null, false or empty. Numbers have bounds that no published model comes near.
 Both generations of the file are read: `rope_theta` + `rope_scaling` + `torch_dtype` (transformers 4), and
 `rope_parameters` + `layer_types` + `dtype` (transformers 5).
 """
@@ -31,12 +32,12 @@ SHARED_KEYS = _words(
 # Training, bookkeeping, the shape of Python return values, and defaults for sampling, which forerun reads from
 # generation_config.json only where it says so. pretraining_tp splits matrices and computes the same function.
 INERT_KEYS = _words(
-    "architectures transformers_version _name_or_path name_or_path auto_map use_cache initializer_range "
+    "architectures transformers_version name_or_path auto_map use_cache initializer_range "
     "pretraining_tp attention_dropout hidden_dropout embd_pdrop resid_pdrop bos_token_id eos_token_id pad_token_id "
     "unk_token_id sep_token_id decoder_start_token_id return_dict return_dict_in_generate output_attentions "
     "output_hidden_states output_scores torchscript use_bfloat16 id2label label2id problem_type finetuning_task "
-    "task_specific_params tokenizer_class prefix chunk_size_feed_forward attn_implementation _attn_implementation "
-    "_attn_implementation_autoset is_llama_config unsloth_fixed unsloth_version transformers.js_config "
+    "task_specific_params tokenizer_class prefix chunk_size_feed_forward attn_implementation "
+    "is_llama_config unsloth_fixed unsloth_version transformers.js_config "
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
     "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
     "num_return_sequences remove_invalid_values exponential_decay_length_penalty "
@@ -49,6 +50,26 @@ ROPE_KINDS = {
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
 }
 LAYER_KINDS = ("full_attention", "sliding_attention")
+
+MOST_TOKENS = (1 << 31) - 1
+# The largest size under each key; under any other it is MOST_TOKENS.
+LARGEST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1 << 10,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12,
+}
+# Least and most of each number.
+RANGES = {
+    "rms_norm_eps": (1e-20, 1),
+    "rope_theta": (1, 1e15),
+    "factor": (1e-3, 1e6),
+    "low_freq_factor": (1e-3, 1e6),
+    "high_freq_factor": (1e-3, 1e6),
+}
 
 
 def decoder_config(
@@ -91,16 +112,19 @@ def decoder_config(
 def refuse_unknown(raw: Raw, honoured: Collection[str]) -> None:
     """Raise UnsupportedModel for the first key that is set, may change the function, and nobody reads."""
     for key, value in raw.items():
-        if key in honoured or key in INERT_KEYS or _is_neutral(value):
+        if key in honoured or key in INERT_KEYS or key.startswith("_") or _is_neutral(value):
             continue
         raise UnsupportedModel(
-            f"config.json sets {key}={_short(value)}, which forerun does not compute for "
-            f"model_type={raw.get('model_type')!r}: use a checkpoint without it"
+            f"config.json sets {key:.80}={_short(value)}, which forerun does not compute for "
+            f"model_type={raw.get('model_type')!r}: use a checkpoint without it, or, where it changes nothing that "
+            f"is computed, --ignore-config-key {key:.80} (ignore_config_keys= in Python)"
         )
 
 
 def rope_config(raw: Raw) -> RopeConfig:
     """Rotary positions from `rope_parameters`, or from `rope_theta` and `rope_scaling`; both only where they agree."""
+    for key in ("rope_parameters", "rope_scaling"):
+        _require(isinstance(raw.get(key) or {}, Mapping), raw, key, "null or a mapping")
     new = _one_for_all(raw.get("rope_parameters") or {})
     old = raw.get("rope_scaling") or {}
     readings = {_read_rope({"rope_theta": raw.get("rope_theta"), **_set(part)}, raw) for part in (new, old) if part}
@@ -130,9 +154,9 @@ def _one_for_all(parameters: Raw) -> Raw:
 def _read_rope(rope: Raw, raw: Raw) -> RopeConfig:
     rope = _set(rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_KINDS:
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
         raise UnsupportedModel(
-            f"config.json sets rope_type={kind!r}, which forerun does not compute: it must be one of "
+            f"config.json sets rope_type={_short(kind)}, which forerun does not compute: it must be one of "
             f"{list(ROPE_KINDS)}, or, where it was only added for texts longer than those in training, be taken out"
         )
     _require(rope.get("partial_rotary_factor", 1) == 1, rope, "partial_rotary_factor", "1")
@@ -147,6 +171,7 @@ def _read_rope(rope: Raw, raw: Raw) -> RopeConfig:
         config = replace(config, **{key: number(rope, key)})  # type: ignore[arg-type]
     if kind != "llama3":
         return config
+    _require(config.high_freq_factor > config.low_freq_factor, rope, "high_freq_factor", "above low_freq_factor")
     trained = {"original_max_position_embeddings": raw.get("max_position_embeddings"), **rope}
     return replace(config, original_max_positions=size(trained, "original_max_position_embeddings"))
 
@@ -174,21 +199,23 @@ def windows(raw: Raw, num_layers: int, window: int | None, first: int = 0) -> tu
 def full_attention_only(raw: Raw) -> None:
     """Refuse `layer_types` other than full attention, for architectures without a sliding window."""
     kinds = raw.get("layer_types") or []
-    _require(all(kind == "full_attention" for kind in kinds), raw, "layer_types", "'full_attention' in every layer")
+    fits = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+    _require(fits, raw, "layer_types", "'full_attention' in every layer")
 
 
-def size(raw: Raw, key: str) -> int:
-    """A positive integer of config.json."""
-    value = raw.get(key)
-    _require(isinstance(value, int) and not isinstance(value, bool) and value > 0, raw, key, "a positive integer")
+def size(raw: Raw, key: str, least: int = 1) -> int:
+    """An integer of config.json, from `least` to what LARGEST allows."""
+    value, most = raw.get(key), LARGEST.get(key, MOST_TOKENS)
+    fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    _require(fits, raw, key, f"an integer in {least} .. {most}")
     return int(raw[key])
 
 
 def number(raw: Raw, key: str) -> float:
-    """A positive number of config.json."""
-    value = raw.get(key)
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-    _require(fits, raw, key, "a positive number")
+    """A number of config.json within its range."""
+    value, (least, most) = raw.get(key), RANGES[key]
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+    _require(fits, raw, key, f"a number in {least} .. {most:g}")
     return float(raw[key])
 
 

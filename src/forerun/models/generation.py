@@ -37,16 +37,15 @@ SAME = {
 # reads; logits shifted as a whole or mended where they are no numbers; words for a chat program.
 _INERT = (
     "bos_token_id eos_token_id pad_token_id decoder_start_token_id transformers_version transformers.js_config "
-    "_from_model_config _commit_hash _original_object_hash _name_or_path name_or_path trust_remote_code "
-    "torch_dtype dtype attn_implementation _attn_implementation use_cache max_cache_len prefill_chunk_size low_memory "
-    "compile_config disable_compile continuous_batching_config is_assistant num_assistant_tokens "
+    "name_or_path trust_remote_code torch_dtype dtype attn_implementation use_cache max_cache_len prefill_chunk_size "
+    "low_memory compile_config disable_compile continuous_batching_config is_assistant num_assistant_tokens "
     "num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exit assistant_lookbehind "
     "target_lookbehind prompt_lookup_num_tokens max_matching_ngram_size use_mtp speculation_type early_stopping "
     "length_penalty renormalize_logits remove_invalid_values chat_format max_window_size user_token_id "
     "assistant_token_id"
 )
 INERT = frozenset(_INERT.split())
-INERT_BEGINNINGS = ("cache_", "output_", "return_")
+INERT_BEGINNINGS = ("_", "cache_", "output_", "return_")
 KNOWN = frozenset({*SAME, *INERT, "do_sample", "stop_strings", "suppress_tokens"})
 # Keys that change what is drawn and have no counterpart here -> the value that changes nothing.
 NEUTRAL = {

@@ -28,7 +28,8 @@ from forerun.models.refusals import (
     refuse_without_tokenizer,
     refuse_without_weights,
 )
-from forerun.text.json_files import read_json, shard_names
+from forerun.models.source.safetensors import shard_names
+from forerun.text.json_files import read_json
 
 SMALL = (
     CONFIG,

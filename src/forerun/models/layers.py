@@ -207,14 +207,6 @@ def empty_weights(config: DecoderConfig, dtype: torch.dtype, device: torch.devic
     return {n: made[n] if n in made else torch.empty(s, dtype=dtype, device=device) for n, s in shapes.items()}
 
 
-def join_projections(config: DecoderConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights that are in memory already, laid out as `empty_weights` does it, in place and one at a time."""
-    first = next(iter(weights.values()))
-    for name, tensor in empty_weights(config, first.dtype, first.device).items():
-        weights[name] = tensor.copy_(weights[name])
-    return weights
-
-
 def _back_to_back(weights: list[Tensor]) -> Tensor | None:
     """One matrix over all rows, where the weights follow each other in one storage and none is being trained."""
     first, end = weights[0], weights[0].storage_offset()
@@ -257,8 +249,8 @@ class Decoder:
     """Weights plus one forward over a ragged batch. It knows nothing of drafts, requests or text.
 
     weights: every name of `parameter_shapes`, with that shape; tensors of one dtype on one device. They are looked up
-    once: later changes must be in place. consume: operators that keep a copy of their own may take the weights apart
-    while they make it, so that nothing is in memory twice; the mapping must then not be used again.
+    once: later changes must be in place. consume: operators that pack may take the tensors apart while they do, so
+    that nothing is in memory twice; the mapping must then not be used again.
 
     weight_dtype: of the weights. activation_dtype: of the rows that go in and come out. cache_dtype: what a KV cache
     for this model must be made with. The reference operators have one type for all three.
@@ -269,17 +261,17 @@ class Decoder:
     ) -> None:
         self.config = config
         self.ops = ops
-        self._embedding = weights["model.embed_tokens.weight"]
-        self.device = self._embedding.device
-        self.weight_dtype = self.activation_dtype = self.cache_dtype = self._embedding.dtype
         self.compiled = ops.compile(config, weights, consume=consume)
         if self.compiled is not None:
+            self.device, self.weight_dtype = torch.device("cpu"), self.compiled.weight_dtype
             self.activation_dtype, self.cache_dtype = self.compiled.activation_dtype, self.compiled.cache_dtype
-            del self._embedding
             self.weights: Mapping[str, Tensor] = {}
             self._rope = Rope(config.rope, config.head_dim, self.device, torch.float32)
             return
         self.weights = weights
+        self._embedding = weights["model.embed_tokens.weight"]
+        self.device = self._embedding.device
+        self.weight_dtype = self.activation_dtype = self.cache_dtype = self._embedding.dtype
         self._head = self._embedding if config.tie_embeddings else weights["lm_head.weight"]
         self._layers = [_Layer.of(config, weights, i) for i in range(config.num_layers)]
         self._rope = Rope(config.rope, config.head_dim, self.device, self.activation_dtype)

@@ -1,30 +1,30 @@
 """A checkpoint -> a model: a folder or a hub id, its config.json, its weights, its end-of-sequence ids.
 
 Whatever would be computed wrongly is refused by name: see configs.py for the policy on config.json, refusals.py for
-checkpoints of other formats, weights.py for how the weights are read.
+checkpoints of other formats, source/ for the formats that are read, weights.py for what is checked on the way.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from forerun.errors import BadOption, CapacityError, UnsupportedModel
+from forerun.errors import BadOption, UnsupportedModel
 from forerun.models import refusals
 from forerun.models.generation import end_ids_of
 from forerun.models.hub import is_hub_id, locate
 from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
-from forerun.models.weights import StoredWeights
+from forerun.models.source import Source, open_source
+from forerun.models.weights import StoredWeights, no_room, same
 from forerun.ops.reference import ReferenceOps
-from forerun.text.json_files import read_json
 from forerun.text.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -63,31 +63,32 @@ def load_checkpoint(
     device: torch.device | str = "cpu",
     ops: ReferenceOps | None = None,
     with_tokenizer: bool = False,
+    ignore_config_keys: Collection[str] = (),
 ) -> Checkpoint:
     """Read a checkpoint as `save_pretrained` writes it; with its tokenizer.json if asked, before any weight is read.
 
     name: a folder, or a hub id org/name[@revision], see `locate`. dtype: "float32", "bfloat16", a torch.dtype, or
     "auto" = bfloat16 with the native operators, float32 with others on a CPU, the checkpoint's own elsewhere. ops:
-    None = the reference. Weights are read in blocks into their final place, and native operators that pack them give
-    back what they have packed: the peak is the model itself and some 64 MB.
+    None = the reference. ignore_config_keys: of config.json, which is read as if it did not have them.
+
+    One tensor at a time is read. Operators that pack weights get it alone, and it is gone when it is packed; others
+    get all of them, each read into its final place. The peak is the model itself and some 64 MB.
 
     Raises NotFound for what is not there, UnsupportedModel for what would be computed wrongly, CapacityError where
-    the disk cannot hold what is fetched.
+    the disk or the memory cannot hold it.
     """
-    folder, device = locate(name, check=_check), torch.device(device)
-    raw = read_raw_config(folder)
-    config = read_config(raw)
-    _refuse_files(folder, with_tokenizer)
-    end_ids = end_ids_of(folder, raw)
-    tokenizer = Tokenizer.load(folder) if with_tokenizer else None
-    stored = StoredWeights(folder)
-    check_shapes(_without_tied_head(stored, config, str(folder)), parameter_shapes(config), str(folder))
-    ops = ops or ReferenceOps()
-    weights = _allocate(config, _dtype(dtype, device, stored, ops), device)
-    stored.fill(weights)
+    opened = partial(_opened, ignore=ignore_config_keys)
+    path = locate(name, check=opened)
+    source, raw, config, end_ids = opened(path)
+    source.check(with_tokenizer)
+    tokenizer = Tokenizer.load(source.folder) if with_tokenizer else None
+    check_shapes(_shapes(source, config), parameter_shapes(config), str(source.folder))
+    ops, device = ops or ReferenceOps(), torch.device(device)
+    stored = StoredWeights(source, _dtype(dtype, device, source, ops), device)
+    weights = stored if ops.packs else _read_all(stored, config)
     return Checkpoint(
-        name=str(name) if is_hub_id(name) else folder.resolve().name,
-        folder=folder,
+        name=str(name) if is_hub_id(name) else path.resolve().name,
+        folder=source.folder,
         model=architecture(config.model_type).Model(config, weights, ops, consume=True),
         config=raw,
         end_ids=end_ids,
@@ -95,42 +96,31 @@ def load_checkpoint(
     )
 
 
-def _allocate(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def _read_all(stored: StoredWeights, config: DecoderConfig) -> dict[str, Tensor]:
+    """Every weight, in the layout of `empty_weights`."""
     try:
-        return empty_weights(config, dtype, device)
+        weights = empty_weights(config, stored.dtype, stored.device)
     except RuntimeError as error:  # torch's OutOfMemoryError is one, and a CPU's refusal is a plain one
-        num_bytes = sum(math.prod(shape) for shape in parameter_shapes(config).values()) * dtype.itemsize
-        raise CapacityError(
-            f"there is no memory for weights of {num_bytes / 1e9:.1f} GB on {device}: choose a smaller model, or "
-            "dtype='bfloat16'; forerun plan says what fits"
-        ) from error
+        num = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+        raise no_room(num * stored.dtype.itemsize, stored.device) from error
+    for name, tensor in weights.items():
+        stored.read(name, tensor)
+    return weights
 
 
-def small_files(name: str | Path) -> Path:
+def small_files(name: str | Path, ignore_config_keys: Collection[str] = ()) -> Path:
     """The folder of a checkpoint, fetched without its weights; raises UserError for all that its small files show."""
-    folder = locate(name, weights=False)
-    _check(folder)
+    source = _opened(locate(name, weights=False), ignore_config_keys)[0]
     if not is_hub_id(name):  # whose listing was looked through
-        _refuse_files(folder, with_tokenizer=True)
-    return folder
+        source.check(with_tokenizer=True)
+    return source.folder
 
 
-def _check(folder: Path) -> None:
-    raw = read_raw_config(folder)
-    read_config(raw)
-    end_ids_of(folder, raw)
-
-
-def _refuse_files(folder: Path, with_tokenizer: bool) -> None:
-    names, where = _names(folder), str(folder)
-    refusals.refuse_without_weights(names, where, lambda name: read_json(folder / name))
-    refusals.refuse_quantiser_files(names, where, lambda name: read_json(folder / name))
-    if with_tokenizer:
-        refusals.refuse_without_tokenizer(names, where)
-
-
-def _names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
+def _opened(path: Path, ignore: Collection[str]) -> tuple[Source, dict[str, Any], DecoderConfig, frozenset[int]]:
+    """A source, its config.json, the same as it is understood, and the end ids. Raises for what these files show."""
+    source = open_source(path)
+    raw = _without(source.config, ignore)
+    return source, raw, read_config(raw), end_ids_of(source.folder, raw)
 
 
 # ------------------------------------------------------------------------------------------------------ architectures
@@ -147,17 +137,22 @@ def model_types() -> tuple[str, ...]:
 def architecture(model_type: object) -> Architecture:
     """The file named like the checkpoint's `model_type`. Raises UnsupportedModel with the list of known ones."""
     if model_type not in model_types():
-        raise UnsupportedModel(f"model_type={model_type!r} is not supported: it must be one of {list(model_types())}")
+        raise UnsupportedModel(
+            f"model_type={model_type!r:.80} is not supported: it must be one of {list(model_types())}"
+        )
     return cast(Architecture, importlib.import_module(f"forerun.models.{model_type}"))
 
 
-def read_raw_config(name: str | Path) -> dict[str, Any]:
-    """config.json of a folder or of a hub id, as it is. Raises NotFound or UnsupportedModel, saying what would work."""
-    folder = locate(name, config_only=True)
-    if not folder.is_dir():
-        refusals.refuse_file(folder)
-    refusals.refuse_without_config(_names(folder), str(folder), lambda file: read_json(folder / file))
-    return read_json(folder / refusals.CONFIG)
+def read_raw_config(name: str | Path, ignore: Collection[str] = ()) -> dict[str, Any]:
+    """config.json of a folder or of a hub id, as if it did not have the keys `ignore`.
+
+    Raises NotFound or UnsupportedModel, saying what would work.
+    """
+    return _without(open_source(locate(name, config_only=True)).config, ignore)
+
+
+def _without(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in ignore}
 
 
 def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -171,15 +166,15 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
 # ------------------------------------------------------------------------------------------------------------ weights
 
 
-def _without_tied_head(stored: StoredWeights, config: DecoderConfig, where: str) -> dict[str, tuple[int, ...]]:
+def _shapes(source: Source, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape, less an LM head stored beside the embedding it is tied to. Raises where the two differ."""
-    shapes = stored.shapes
+    shapes = {name: stored.shape for name, stored in source.tensors.items()}
     if config.tie_embeddings and {HEAD, EMBEDDING} <= shapes.keys():
-        if not stored.same(HEAD, EMBEDDING):
+        if not same(source, HEAD, EMBEDDING):
             # transformers 4 used the embedding here, transformers 5 uses the head: the file means two models.
             raise UnsupportedModel(
-                f"{where} sets tie_word_embeddings=True and holds a different {HEAD}: set it to False, or drop that "
-                "tensor"
+                f"{source.folder} sets tie_word_embeddings=True and holds a different {HEAD}: set it to False, or drop "
+                "that tensor"
             )
         del shapes[HEAD]
     return shapes
@@ -203,11 +198,11 @@ def _tie_hint(name: str) -> str:
     return ": set tie_word_embeddings to true if the embedding is meant" if name == HEAD else ""
 
 
-def _dtype(dtype: str | torch.dtype, device: torch.device, stored: StoredWeights, ops: ReferenceOps) -> torch.dtype:
+def _dtype(dtype: str | torch.dtype, device: torch.device, source: Source, ops: ReferenceOps) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
-        return ops.auto_dtype(device.type, stored.stored[EMBEDDING].dtype)
+        return ops.auto_dtype(device.type, source.tensors[EMBEDDING].dtype)
     if dtype not in DTYPES:
         raise BadOption(f"dtype={dtype!r} is not possible: it must be one of {['auto', *DTYPES]}")
     return DTYPES[dtype]

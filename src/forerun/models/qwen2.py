@@ -29,5 +29,5 @@ def qwen_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
     window = None
     if flag(raw, "use_sliding_window") and raw.get("sliding_window", 4096) is not None:
         window = size({"sliding_window": 4096, **raw}, "sliding_window")
-    first = raw.get("max_window_layers", 28)
-    return windows(raw, size(raw, "num_hidden_layers"), window, first=int(first or 0))
+    first = size({"max_window_layers": raw.get("max_window_layers", 28) or 0}, "max_window_layers", least=0)
+    return windows(raw, size(raw, "num_hidden_layers"), window, first)

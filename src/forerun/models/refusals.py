@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from forerun.errors import NotFound, UnsupportedModel
+from forerun.text.json_files import read_json
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -29,8 +30,11 @@ OTHERS = (".safetensors", ".h5", ".msgpack", ".onnx")
 ReadJson = Callable[[str], Mapping[str, Any]]
 
 
-def refuse_file(path: Path) -> None:
-    """Raise for a single file where a folder is wanted, in the words of its kind."""
+def refuse_path(path: Path) -> NoReturn:
+    """Raise for a folder without config.json, or a single file where a folder is wanted, in the words of its kind."""
+    if path.is_dir():
+        refuse_without_weights(names_in(path), str(path), lambda name: read_json(path / name))
+        raise _no_config(str(path))
     if path.suffix in GGUF:
         raise UnsupportedModel(f"{path} is a GGUF file, {_gguf_way_out(str(path.parent), path.name)}")
     if path.suffix in PICKLES:
@@ -69,7 +73,12 @@ def refuse_without_config(names: Collection[str], where: str, read: ReadJson) ->
     """Raise where there is no config.json; if weights of a foreign format are there, in their words."""
     if CONFIG not in names:
         refuse_without_weights(names, where, read)
-        raise NotFound(f"there is no config.json in {where}: name {WANTED}")
+        raise _no_config(where)
+
+
+def names_in(folder: Path) -> list[str]:
+    """What lies in a folder."""
+    return [path.name for path in folder.iterdir()]
 
 
 def refuse_without_tokenizer(names: Collection[str], where: str) -> None:
@@ -97,7 +106,7 @@ def refuse_code(raw: Mapping[str, Any], known: Collection[str]) -> None:
     entry = own_model or next(iter(classes))
     way_out = "take auto_map out of config.json if that code computes what the plain architecture does"
     raise UnsupportedModel(
-        f"config.json has auto_map={{{entry!r}: {classes[entry]!r}}} for model_type={raw.get('model_type')!r}, and "
+        f"config.json has auto_map={{{entry!r}: {classes[entry]!r}}} for model_type={raw.get('model_type')!r:.80}, and "
         f"forerun never runs a checkpoint's code: use a checkpoint of model_type {' or '.join(known)} without it"
         + (f", or {way_out}" if is_known else "")
     )
@@ -123,6 +132,10 @@ def refuse_quantiser_files(names: Collection[str], where: str, read: ReadJson) -
 def quantised_tensor(name: str, file: Path, dtype: str) -> UnsupportedModel:
     """The refusal of a tensor whose type no unquantised checkpoint has."""
     return UnsupportedModel(f"{name} in {file} has type {dtype}, {_QUANTISED}")
+
+
+def _no_config(where: str) -> NotFound:
+    return NotFound(f"there is no config.json in {where}: name {WANTED}")
 
 
 _QUANTISED = (

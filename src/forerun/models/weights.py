@@ -1,97 +1,75 @@
-"""The weights of a checkpoint folder, read in blocks of rows.
-
-safetensors maps a file into memory: what is read stays resident as long as its mapping does. Every block has a mapping
-of its own, which is gone when the next one is read; beyond the tensors that it fills, loading takes one or two blocks.
-"""
+"""The weights of a source as tensors: each is read when it is asked for, checked, and kept nowhere."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.errors import NotFound, UnsupportedModel
-from forerun.models.refusals import INDEX, SINGLE, quantised_tensor
-from forerun.text.json_files import shard_names
-
-# As safetensors names them; whatever else a file may hold means quantised weights.
-READABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-BLOCK_BYTES = 32 << 20  # of the file; large enough that opening it once per block costs nothing
+from forerun.errors import CapacityError, UnsupportedModel
+from forerun.models.source import Source
 
 
-@dataclass(frozen=True)
-class Stored:
-    """Where and how a tensor is stored."""
+class StoredWeights(Mapping[str, Tensor]):
+    """Name -> a new tensor of this type on this device, by reading the file each time.
 
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class StoredWeights:
-    """The tensors of a folder by name, without the rotary buffers of old checkpoints, which follow from config.json.
-
-    Only headers are read here. Raises NotFound for a missing file, UnsupportedModel for a broken one and for integer
-    and 8-bit types.
+    Raises UnsupportedModel for weights that are no finite numbers, CapacityError where there is no memory.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.stored: dict[str, Stored] = {}
-        for path in weight_files(folder):
-            self.stored.update((n, s) for n, s in _headers(path) if not n.endswith("rotary_emb.inv_freq"))
+    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device) -> None:
+        self.source, self.dtype, self.device = source, dtype, device
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: stored.shape for name, stored in self.stored.items()}
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self.source.tensors[name].shape
+        try:
+            tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        except RuntimeError as error:  # torch's OutOfMemoryError is one, and a CPU's refusal is a plain one
+            raise no_room(torch.Size(shape).numel() * self.dtype.itemsize, self.device) from error
+        self.read(name, tensor)
+        return tensor
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read each of these into the tensor given for it, converted to its type and device."""
-        for name, tensor in tensors.items():
-            first = 0
-            for block in self.blocks(name):
-                tensor[first : first + len(block)].copy_(block)
-                first += len(block)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.source.tensors)
 
-    def same(self, name: str, other: str) -> bool:
-        """Whether two tensors are equal, type included."""
-        a, b = self.stored[name], self.stored[other]
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            return False
-        return all(torch.equal(x, y) for x, y in zip(self.blocks(name), self.blocks(other), strict=True))
+    def __len__(self) -> int:
+        return len(self.source.tensors)
 
-    def blocks(self, name: str) -> Iterator[Tensor]:
-        """The rows of a tensor in order, as views of the file: each is to be let go before the next is asked for."""
-        stored = self.stored[name]
-        num_rows = stored.shape[0] if stored.shape else 0
-        row_bytes = stored.dtype.itemsize * torch.Size(stored.shape[1:]).numel()
-        step = max(1, BLOCK_BYTES // max(1, row_bytes))
-        for first in range(0, num_rows, step):
-            with safe_open(stored.file, framework="pt") as file:
-                yield file.get_slice(name)[first : min(first + step, num_rows)]
+    def read(self, name: str, out: Tensor) -> None:
+        """Read a tensor into `out`, which has its shape, block by block."""
+        first = 0
+        for block in self.source.blocks(name):
+            rows = out[first : first + len(block)]
+            rows.copy_(block)
+            if not _is_finite(rows):
+                raise UnsupportedModel(self._fault(name, block, out.dtype))
+            first += len(block)
 
-
-def weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, else the shards that model.safetensors.index.json names. Raises NotFound for a missing one."""
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
-    names = shard_names(folder / INDEX)
-    for name in names:
-        if not (folder / name).exists():
-            raise NotFound(f"{INDEX} names {name}, which is not in {folder}: fetch the whole checkpoint")
-    return [folder / name for name in names]
+    def _fault(self, name: str, block: Tensor, dtype: torch.dtype) -> str:
+        file, wanted = self.source.tensors[name].file, str(dtype).removeprefix("torch.")
+        if block.isfinite().all():
+            most = float(block.abs().max())
+            return f"{name} in {file} holds numbers up to {most:.2g}, which are beyond {wanted}: choose another dtype"
+        found = "NaN" if block.isnan().any() else "infinite numbers"
+        return f"{name} in {file} holds {found}: fetch the file again, or name another checkpoint"
 
 
-def _headers(path: Path) -> Iterator[tuple[str, Stored]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (not a mapping)
-                entry = file.get_slice(name)
-                if (dtype := entry.get_dtype()) not in READABLE:
-                    raise quantised_tensor(name, path, dtype)
-                yield name, Stored(path, tuple(entry.get_shape()), READABLE[dtype])
-    except SafetensorError as error:
-        raise UnsupportedModel(f"{path} is not a readable safetensors file ({error}): fetch it again") from error
+def same(source: Source, name: str, other: str) -> bool:
+    """Whether two tensors of a source are equal, type included."""
+    a, b = source.tensors[name], source.tensors[other]
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return all(torch.equal(x, y) for x, y in zip(source.blocks(name), source.blocks(other), strict=True))
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether every number is. Where one is not their sum is none either, and a sum is the cheapest pass there is."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def no_room(num_bytes: int, device: torch.device) -> CapacityError:
+    """The refusal of weights for which there is no memory."""
+    return CapacityError(
+        f"there is no memory for weights of {num_bytes / 1e9:.1f} GB on {device}: choose a smaller model, or "
+        "dtype='bfloat16'; forerun plan says what fits"
+    )

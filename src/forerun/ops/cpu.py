@@ -33,6 +33,8 @@ class CpuOps(ReferenceOps):
     forerun.native.num_threads. Raises InternalError where the extension was not built.
     """
 
+    packs = True
+
     def __init__(self, isa: str | None = None, num_threads: int | None = None) -> None:
         super().__init__()
         extension = native.extension()

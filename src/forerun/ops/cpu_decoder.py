@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.ops.packed import PackedMatrix, run_numbers
+from forerun.ops.packed import run_numbers
 from forerun.types import RaggedBatch
 
 if TYPE_CHECKING:
@@ -55,17 +55,18 @@ class CpuDecoder:
         self.config, self.ops = config, ops
         self._norms: list[Tensor] = []  # referenced here because the native object has only their addresses
         source = _Source(weights, consume)
-        embedding = weights["model.embed_tokens.weight"]
-        self.weight_dtype = self.cache_dtype = embedding.dtype
+        # The largest first: what packing it takes beside the packed matrix is gone before all the others are there.
+        head_name = "model.embed_tokens" if config.tie_embeddings else "lm_head"
+        self.matrices = {"head": ops.pack(*source.parts(head_name), consume=consume)}
+        self._table = (
+            None if config.tie_embeddings else source.weights["model.embed_tokens.weight"].detach().contiguous()
+        )
+        self.weight_dtype = self.cache_dtype = self.matrices["head"].dtype
         self.activation_dtype = torch.float32
         norms: list[int] = []
-        self.matrices: dict[str, PackedMatrix] = {}
         for i in range(config.num_layers):
             norms += self._pack_layer(f"model.layers.{i}.", source)
             norms += [self._norm(source, f"model.layers.{i}.self_attn.{name}_norm.weight") for name in "qk"]
-        head_name = "model.embed_tokens" if config.tie_embeddings else "lm_head"
-        self.matrices["head"] = ops.pack(*source.parts(head_name), consume=consume)
-        self._table = None if config.tie_embeddings else embedding.detach().contiguous()
         head = self.matrices["head"].handle
         sizes = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.ffn_size)
         per_layer = ("qkv", "o", "gate_up", "down")
@@ -200,7 +201,10 @@ class CpuDecoder:
 
 @dataclass(frozen=True)
 class _Source:
-    """The weights that a decoder is packed from. consume: they are removed from the mapping one by one."""
+    """The weights that a decoder is packed from, each looked up once and let go when it is packed.
+
+    consume: those of a dictionary are taken out of it.
+    """
 
     weights: Mapping[str, Tensor]
     consume: bool

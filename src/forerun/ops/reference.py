@@ -51,8 +51,11 @@ class Plan(CacheView):
 class ReferenceOps:
     """Operators over rows: x is [T, features], one row per token.
 
-    row_invariant: whether the bits of one row depend on that row alone; tests check a backend that says so.
+    row_invariant tells whether the bits of one row depend on that row alone; tests hold a backend to it. packs:
+    `compile` makes a copy of its own of every weight, looked up once and in turn: nothing else has to hold them.
     """
+
+    packs = False
 
     def __init__(self, *, row_by_row: bool = False) -> None:
         self.row_by_row = row_by_row

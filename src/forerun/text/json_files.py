@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import NotFound, UnsupportedModel
+from forerun.errors import UnsupportedModel
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -24,15 +23,3 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_json_if_there(path: Path) -> dict[str, Any]:
     """`read_json`, or {} where there is no such file."""
     return read_json(path) if path.exists() else {}
-
-
-def shard_names(index: Path) -> list[str]:
-    """The files that an index names. Raises NotFound for a name that would lead out of its folder."""
-    places = read_json(index).get("weight_map")
-    names = list(places.values()) if isinstance(places, Mapping) else []
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise NotFound(f"{index} names {name!r}, which is no file beside it: fetch the whole checkpoint")
-    if not names:
-        raise UnsupportedModel(f"{index} names no file of weights: fetch it again")
-    return sorted(set(names))

@@ -1,0 +1,66 @@
+"""Where a model is read from: its config, its small files, and its weights one at a time.
+
+A file format is one file of this folder, found by scanning. It defines `recognises(path) -> bool`, from the name and
+the names of files in it alone, and `open_source(path) -> Source`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from forerun.models import refusals
+
+BLOCK_BYTES = 32 << 20  # of a file, held while a tensor is read; opening the file for each costs nothing
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where and how a tensor is stored; dtype: of what `Source.blocks` gives."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Source(Protocol):
+    """A model on the disk. Opening it reads config.json; no weight is read before `blocks` is asked for it.
+
+    folder: where config.json, tokenizer.json, tokenizer_config.json, generation_config.json and chat templates are. A
+    format that has them inside of one large file writes them to a folder of its own.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]  # config.json
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """Every weight by its name in published checkpoints; only headers are read."""
+
+    def check(self, with_tokenizer: bool) -> None:
+        """Raise UserError for what the names of the files show: no weights, foreign ones, no tokenizer."""
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """The rows of a tensor in order, at most BLOCK_BYTES at a time.
+
+        They may be views of the file: each is to be let go before the next is asked for.
+        """
+
+
+def open_source(path: Path) -> Source:
+    """The model at a path, by the first format that recognises it.
+
+    Raises NotFound or UnsupportedModel where none does, in the words of what is there instead.
+    """
+    files = sorted(file for folder in __path__ for file in Path(folder).glob("[!_]*.py"))
+    formats = (importlib.import_module(f"{__name__}.{file.stem}") for file in files)
+    found = next((module for module in formats if module.recognises(path)), None)
+    if found is None:
+        refusals.refuse_path(path)
+    return cast(Source, found.open_source(path))
