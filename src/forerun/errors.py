@@ -13,6 +13,27 @@
 Each message says what is wrong, the value, and what would work, in one sentence.
 """
 
+import reprlib
+
+_SHOWN_CHARS = 100
+
+
+class _Short(reprlib.Repr):
+    """What a message echoes of a value: one line of at most 100 characters, however large the value is."""
+
+    maxlevel, maxdict, maxlist, maxtuple, maxset, maxfrozenset, maxdeque, maxarray = 4, 4, 8, 8, 8, 8, 8, 8
+    maxstring = maxother = 60
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write integers of more than 4300 digits, and takes long for somewhat shorter ones.
+        return repr(x) if x.bit_length() <= 128 else f"an integer of {x.bit_length()} bits"
+
+
+def shown(value: object) -> str:
+    """A value of the caller's as a message echoes it."""
+    text = " ".join(_Short().repr(value).splitlines())
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
+
 
 class ForerunError(Exception):
     """Root of the tree; catch it to catch every deliberate error of this package."""
