@@ -14,8 +14,8 @@ numpy, and their native twins (csrc/sampling.cpp), which return the same bits an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import numpy as np
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from forerun.errors import BadOption, InternalError
 from forerun.sampling import arithmetic
-from forerun.types import Probs, SamplingParams, Sequence, TokenLogprob
+from forerun.types import Probs, SamplingParams, Sequence, TokenCounts, TokenLogprob
 
 Row = npt.NDArray[np.floating[Any]]
 Ids = npt.NDArray[np.int64]
@@ -40,21 +40,40 @@ class History:
     It is a view of the sequence at this moment; it is worthless after the next commit.
     """
 
-    tokens: Seq[int] = ()
+    committed: Seq[int] = ()  # prompt and output
     num_prompt_tokens: int = 0
     end_ids: frozenset[int] = frozenset()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    drafted: Seq[int] = ()
+    kept: TokenCounts = field(default_factory=TokenCounts)  # of the committed tokens, from one row to the next
 
     @staticmethod
     def of(seq: Sequence, drafted: Seq[int] = ()) -> History:
         """What the token after `seq` and `drafted` sees. Copies nothing, however long the sequence is."""
-        tokens = _Joined(seq.tokens, drafted) if drafted else seq.tokens
-        return History(tokens, seq.num_prompt_tokens, seq.end_ids, seq.bad_word_ids)
+        return History(seq.tokens, seq.num_prompt_tokens, seq.end_ids, seq.bad_word_ids, drafted, seq.counts)
+
+    @property
+    def tokens(self) -> Seq[int]:
+        """All of them, in order."""
+        return _Joined(self.committed, self.drafted) if self.drafted else self.committed
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens after the prompt, drafted ones included."""
-        return len(self.tokens) - self.num_prompt_tokens
+        return len(self.committed) + len(self.drafted) - self.num_prompt_tokens
+
+    def counts(self) -> tuple[Ids, Ids]:
+        """The distinct ids of all tokens, and how often each occurs behind the prompt: two vectors [n], in no order."""
+        kept, new = self.kept, dict[int, int]()
+        kept.update(self.committed, self.num_prompt_tokens)
+        counts = np.array(kept.counts)
+        for token in self.drafted:
+            if (place := kept.places.get(token)) is None:
+                new[token] = new.get(token, 0) + 1
+            else:
+                counts[place] += 1
+        ids = np.array(kept.ids)
+        return (np.append(ids, list(new)), np.append(counts, list(new.values()))) if new else (ids, counts)
 
 
 class _Joined(Seq[int]):
@@ -65,10 +84,6 @@ class _Joined(Seq[int]):
 
     def __len__(self) -> int:
         return len(self._head) + len(self._tail)
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self._head
-        yield from self._tail
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -143,22 +158,17 @@ def _penalize(row: Row, params: SamplingParams, history: History) -> Row:
     presence, frequency = params.presence_penalty, params.frequency_penalty
     if params.repetition_penalty == 1 and presence == 0 and frequency == 0:
         return row
-    row, width = row.copy(), len(row)
-    tokens = np.fromiter(history.tokens, dtype=np.int64, count=len(history.tokens))
+    row = row.copy()
+    ids, counts = history.counts()
+    if (beyond := ids >= len(row)).any():  # a draft model may have fewer ids than its target
+        ids, counts = ids[~beyond], counts[~beyond]
     if params.repetition_penalty != 1:
-        seen, _ = _count(tokens, width)
-        values = row[seen]
-        row[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        values = row[ids]
+        row[ids] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if presence != 0 or frequency != 0:
-        seen, counts = _count(tokens[history.num_prompt_tokens :], width)
-        row[seen] -= (presence + frequency * counts).astype(row.dtype)
+        spoken = counts > 0
+        row[ids[spoken]] -= (presence + frequency * counts[spoken]).astype(row.dtype)
     return row
-
-
-def _count(tokens: Ids, width: int) -> tuple[Ids, Ids]:
-    """Distinct ids below `width` and how often each occurs."""
-    ids, counts = np.unique(tokens[tokens < width], return_counts=True)
-    return ids, counts
 
 
 def _mask(row: Row, params: SamplingParams, history: History) -> Row:
