@@ -15,23 +15,28 @@ Each message says what is wrong, the value, and what would work, in one sentence
 
 import reprlib
 
-_SHOWN_CHARS = 100
+_SHOWN_CHARS = 120
 
 
 class _Short(reprlib.Repr):
-    """What a message echoes of a value: one line of at most 100 characters, however large the value is."""
+    """What a message echoes of a value, without writing the whole of it first."""
 
-    maxlevel, maxdict, maxlist, maxtuple, maxset, maxfrozenset, maxdeque, maxarray = 4, 4, 8, 8, 8, 8, 8, 8
-    maxstring = maxother = 60
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 100
+        self.maxlevel = self.maxdict = 4
 
     def repr_int(self, x: int, level: int) -> str:
         # Python refuses to write integers of more than 4300 digits, and takes long for somewhat shorter ones.
         return repr(x) if x.bit_length() <= 128 else f"an integer of {x.bit_length()} bits"
 
 
+_SHORT = _Short()
+
+
 def shown(value: object) -> str:
     """A value of the caller's as a message echoes it."""
-    text = " ".join(_Short().repr(value).splitlines())
+    text = " ".join(_SHORT.repr(value).splitlines())
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.config import EngineConfig
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 from forerun.registry import by_name, names, unknown
 from forerun.types import SamplingParams
 
@@ -162,7 +162,7 @@ def _text_or_ids(line: dict[str, Any]) -> Prompt:
     prompt: Prompt = line["prompt"]
     ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not prompt or not (ids or isinstance(prompt, str)):
-        raise BadOption(f"prompt={prompt!r:.60} is not possible: it must be a text or a list of ids, not empty")
+        raise BadOption(f"prompt={shown(prompt)} is not possible: it must be a text or a list of ids, not empty")
     return prompt
 
 
@@ -170,7 +170,7 @@ def _conversation(line: dict[str, Any]) -> Prompt:
     messages: Prompt = line["messages"]
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         raise BadOption(
-            f'messages={messages!r:.60} is not possible: it must be a list like [{{"role": "user", "content": "..."}}]'
+            f'messages={shown(messages)} is not possible: it must be a list like [{{"role": "user", "content": "..."}}]'
         )
     return messages
 
@@ -183,7 +183,7 @@ def _biases(pairs: Iterable[str]) -> dict[int, float]:
         try:
             made[_token_id(token, pair)] = float(value)
         except ValueError:
-            raise BadOption(f"logit_bias={pair!r} is not possible: write ID=VALUE, for example 5=-1.5") from None
+            raise BadOption(f"logit_bias={shown(pair)} is not possible: write ID=VALUE, for example 5=-1.5") from None
     return made
 
 
@@ -191,7 +191,7 @@ def _token_id(text: str, given: object) -> int:
     try:
         return int(text)
     except ValueError:
-        raise BadOption(f"logit_bias={given!r} is not possible: {text!r} is no token id") from None
+        raise BadOption(f"logit_bias={shown(given)} is not possible: {shown(text)} is no token id") from None
 
 
 def engine_config(flags: Mapping[str, Any], config_file: Path | None = None) -> EngineConfig:
