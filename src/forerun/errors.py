@@ -13,7 +13,9 @@
 Each message says what is wrong, the value, and what would work, in one sentence.
 """
 
+import itertools
 import reprlib
+from typing import Any
 
 _SHOWN_CHARS = 120
 
@@ -29,6 +31,14 @@ class _Short(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
         # Python refuses to write integers of more than 4300 digits, and takes long for somewhat shorter ones.
         return repr(x) if x.bit_length() <= 128 else f"an integer of {x.bit_length()} bits"
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        # reprlib sorts the keys, but a mapping is recognised by the order in which it was written.
+        if x and level <= 0:
+            return "{...}"
+        first = itertools.islice(x.items(), self.maxdict)
+        items = [f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}" for key, value in first]
+        return "{" + ", ".join([*items, "..."] if len(x) > self.maxdict else items) + "}"
 
 
 _SHORT = _Short()

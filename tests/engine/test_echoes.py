@@ -45,7 +45,9 @@ def test_what_is_shown_is_one_short_line(name):
     assert "\n" not in shown(LARGE[name])
 
 
-@pytest.mark.parametrize("value", ["a", 5, -1.5, None, [1, True], {"a": 1}, {3: 1e39}, 2**64, "/a/" * 30, (), b"abc"])
+@pytest.mark.parametrize(
+    "value", ["a", 5, -1.5, None, [1, True], {"b": 1, "a": 2}, {3: 1e39}, 2**64, "/a/" * 30, (), b"abc"]
+)
 def test_short_values_are_shown_as_they_are(value):
     assert shown(value) == repr(value)
 
