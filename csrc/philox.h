@@ -1,5 +1,5 @@
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), one counter at a time; the
-// twin of forerun.sampling.random.philox_words. sampling_kernels.h runs many counters at once.
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), one counter at a time, as
+// forerun.sampling.random.philox_words does it. sampling_kernels.h runs many counters at once.
 #pragma once
 
 #include <cstdint>

@@ -49,11 +49,11 @@ HISTORY = History([0, 1, 3, 4, 4, 6, 6, 6], 4, frozenset({2}))
 
 def take_row(params: SamplingParams) -> None:
     """What a step does with the parameters, on each implementation: a distribution, and no warning on the way."""
-    arithmetic_of = [None] if native.isa() == "reference" else [None, arithmetic.twin()]
+    arithmetic_of = [None] if native.isa() == "reference" else [None, arithmetic.native_sampler()]
     for implementation in arithmetic_of:
         with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
             warnings.simplefilter("error")
-            patch.setattr(arithmetic, "twin", lambda found=implementation: found)
+            patch.setattr(arithmetic, "native_sampler", lambda found=implementation: found)
             made = probs(torch.from_numpy(LOGITS), params, HISTORY)
             total = sum(made.at(i) for i in range(IDS))
         assert total == pytest.approx(1, abs=1e-6), params

@@ -34,19 +34,19 @@ def make_model() -> Decoder:
 
 
 def one_pass(model: Decoder) -> tuple[Tensor, Any]:
-    """Hidden states and logits of ten rows, and a law that fills a pooled row."""
+    """Hidden states and logits of ten rows, and probabilities that fill a pooled row."""
     found = Session(model, max_seq_len=64).run({0: tokens_of(10, 3, 700)})
     row = found[-1, -700:].numpy().copy()
-    law = native.extension().Sampler(native.processor_isas()[0]).law(row, 1.0, 0, -np.inf, 1.0, 0)[1]
-    return found, law.copy()
+    probs = native.extension().Sampler(native.processor_isas()[0]).probs(row, 1.0, 0, -np.inf, 1.0, 0)[1]
+    return found, probs.copy()
 
 
 def compute(model: list[Decoder], expected: tuple[Tensor, Any], num_passes: int) -> None:
     """In a child. Between two passes its threads have the time to fall asleep."""
     for _ in range(num_passes):
-        found, law = one_pass(model[0])
+        found, probs = one_pass(model[0])
         assert same_bits(found, expected[0])
-        assert law.tobytes() == expected[1].tobytes()
+        assert probs.tobytes() == expected[1].tobytes()
         time.sleep(0.003)
 
 

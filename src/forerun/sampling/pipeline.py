@@ -7,8 +7,9 @@ Hugging Face's set of logits warpers, with exact tie rules added):
     -> greedy leaves here -> temperature -> top-k -> min-p -> top-p -> softmax
 
 One row at a time on purpose: the numbers of a row then cannot depend on how many rows a step has. The arithmetic runs
-on the host, whatever device the logits come from, and float32 rows are computed twice over: `_argmax` and `_law` in
-numpy, and their native twins (csrc/sampling.cpp), which return the same bits and are taken where they were built.
+on the host, whatever device the logits come from. What is done to float32 rows is written twice: `_argmax` and `_probs`
+in numpy, and a native implementation of both (csrc/sampling.cpp), which returns the same bits and is taken where it was
+built.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class _Joined(Seq[int]):
 
 
 def probs(logits: Tensor, params: SamplingParams, history: History = History()) -> Probs:
-    """The law that the next token is drawn from.
+    """The distribution that the next token is drawn from.
 
     logits [V], float32 or float64 (its width is kept), never modified. Greedy gives a point mass, lowest id on ties;
     otherwise a vector [V] on the host with exact zeros for every id that was removed, or a list of the ids with a
@@ -110,17 +111,17 @@ def probs(logits: Tensor, params: SamplingParams, history: History = History()) 
     """
     row = _host(logits)
     adjusted = _mask(_penalize(_bias(row, params), params, history), params, history)
-    twin = arithmetic.twin() if adjusted.dtype == np.float32 else None
+    native = arithmetic.native_sampler() if adjusted.dtype == np.float32 else None
     if params.greedy:
-        best: int | None = _argmax(adjusted) if twin is None else twin.argmax(adjusted)
+        best: int | None = _argmax(adjusted) if native is None else native.argmax(adjusted)
         if best is None:
-            raise _no_law(row)
+            raise _no_probs(row)
         return Probs(point=best)
     filters = _filters(params, len(adjusted))
-    law: tuple[Ids | None, Row] | None = _law(adjusted, *filters) if twin is None else twin.law(adjusted, *filters)
-    if law is None:
-        raise _no_law(row)
-    ids, values = (None if part is None else torch.from_numpy(part) for part in law)
+    made: tuple[Ids | None, Row] | None = (_probs if native is None else native.probs)(adjusted, *filters)
+    if made is None:
+        raise _no_probs(row)
+    ids, values = (None if part is None else torch.from_numpy(part) for part in made)
     return Probs(dense=values) if ids is None else Probs(ids=ids, listed=values)
 
 
@@ -131,7 +132,7 @@ def _host(logits: Tensor) -> Row:
     return row
 
 
-def _no_law(row: Row) -> Exception:
+def _no_probs(row: Row) -> Exception:
     if not np.isfinite(row.max()):  # max passes NaN on
         return InternalError(f"the model returned logits that are no numbers (their maximum is {row.max()})")
     return BadOption("no token is left to draw: logit_bias, bad_words and min_tokens forbid every id at this position")
@@ -190,9 +191,9 @@ def _ends_with(tokens: Seq[int], ending: tuple[int, ...]) -> bool:
 
 
 def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> bool:
-    """Whether the law of every row is a point at the row's largest logit, whatever the history.
+    """Whether the distribution of every row is a point at the row's largest logit, whatever the history.
 
-    Then nobody needs the other logits: `probs` would look at them and return that point.
+    Then the other logits are not needed: `probs` would look at them and return that point.
     """
     penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
     masks = params.logit_bias or bad_word_ids or params.min_tokens > 0
@@ -208,13 +209,13 @@ Filters = tuple[float, int, float, float, int]
 
 
 def _filters(params: SamplingParams, width: int) -> Filters:
-    """(temperature, top_k, log of min_p, top_p, the most ids that are listed) as the twins take them."""
+    """(temperature, top_k, log of min_p, top_p, the most ids that are listed) as both implementations take them."""
     log_min_p = float(arithmetic.log(params.min_p)) if params.min_p > 0 else -math.inf
     return min(params.temperature, _LARGEST), params.top_k, log_min_p, params.top_p, _most_listed(width)
 
 
 def _most_listed(width: int) -> int:
-    """How many ids a law may have to be kept as a list: a narrow row is as cheap dense."""
+    """How many ids a distribution may have to be kept as a list: a narrow row is as cheap dense."""
     return width // 16 if width >= 4096 else 0
 
 
@@ -224,7 +225,7 @@ def _argmax(row: Row) -> int | None:
     return best if np.isfinite(row[best]) else None
 
 
-def _law(
+def _probs(
     row: Row, temperature: float, top_k: int, log_min_p: float, top_p: float, most_listed: int
 ) -> tuple[Ids | None, Row] | None:
     """Temperature, filters and softmax: (ids, their probabilities), ids None = all; None where logits are no numbers.
@@ -335,7 +336,7 @@ def logprobs_of(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
     row = _host(logits)
     top = row.max()
     if not np.isfinite(top):
-        raise _no_law(row)
+        raise _no_probs(row)
     log_mass = float(top) + math.log(float(np.exp(row - top).sum(dtype=np.float64)))
     ids = _largest(row, min(num_top, len(row))) if num_top else np.empty(0, dtype=np.int64)
     best = sorted(ids.tolist(), key=lambda i: (-row[i], i))
