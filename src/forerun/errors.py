@@ -15,7 +15,6 @@ Each message says what is wrong, the value, and what would work, in one sentence
 
 import itertools
 import reprlib
-from typing import Any
 
 _SHOWN_CHARS = 120
 
@@ -32,7 +31,7 @@ class _Short(reprlib.Repr):
         # Python refuses to write integers of more than 4300 digits, and takes long for somewhat shorter ones.
         return repr(x) if x.bit_length() <= 128 else f"an integer of {x.bit_length()} bits"
 
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+    def repr_dict(self, x: dict[object, object], level: int) -> str:
         # reprlib sorts the keys, but a mapping is recognised by the order in which it was written.
         if x and level <= 0:
             return "{...}"
