@@ -46,19 +46,19 @@ struct Sampler {
         return or_none(forerun::argmax(kernels, row.data(), row.size()));
     }
 
-    nb::object law(Floats row, double temperature, int64_t top_k, double log_min_p, double top_p,
-                   int64_t most_listed) const {
-        const forerun::LawSettings settings = {static_cast<float>(temperature), top_k, static_cast<float>(log_min_p),
-                                               top_p, most_listed};
-        forerun::Law law;
-        bool is_law;
+    nb::object probs(Floats row, double temperature, int64_t top_k, double log_min_p, double top_p,
+                     int64_t most_listed) const {
+        const forerun::Filters filters = {static_cast<float>(temperature), top_k, static_cast<float>(log_min_p), top_p,
+                                          most_listed};
+        forerun::Probs probs;
+        bool is_distribution;
         {
             nb::gil_scoped_release released;
-            is_law = forerun::make_law(kernels, row.data(), row.size(), settings, law);
+            is_distribution = forerun::make_probs(kernels, row.data(), row.size(), filters, probs);
         }
-        if (!is_law) return nb::none();
-        if (!law.dense) return nb::make_tuple(array_of(std::move(law.ids)), array_of(std::move(law.listed)));
-        forerun::Buffer* dense = law.dense.release();
+        if (!is_distribution) return nb::none();
+        if (!probs.dense) return nb::make_tuple(array_of(std::move(probs.ids)), array_of(std::move(probs.listed)));
+        forerun::Buffer* dense = probs.dense.release();
         nb::capsule owner(dense, [](void* p) noexcept { delete static_cast<forerun::Buffer*>(p); });
         return nb::make_tuple(nb::none(), array_of(dense->data(), row.size(), owner));
     }
@@ -90,12 +90,13 @@ void bind_sampling(nb::module_& m) {
     nb::class_<Sampler>(m, "Sampler")
         .def(nb::init<const std::string&>(), nb::arg("isa"))
         .def("argmax", &Sampler::argmax, nb::arg("row"), "The lowest index of the largest; None where it is no number.")
-        .def("law", &Sampler::law, nb::arg("row"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("log_min_p"),
-             nb::arg("top_p"), nb::arg("most_listed"), "(ids or None, probabilities); None where logits are no numbers.")
+        .def("probs", &Sampler::probs, nb::arg("row"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("log_min_p"),
+             nb::arg("top_p"), nb::arg("most_listed"),
+             "(ids or None, probabilities); None where logits are no numbers.")
         .def("place", &Sampler::place, nb::arg("weights"), nb::arg("uniform"),
-             "Where the cumulative sum is above uniform * 2^-53 of all; None where this is no law.")
+             "Where the cumulative sum is above uniform * 2^-53 of all; None where there is no mass.")
         .def("race", &Sampler::race, nb::arg("weights"), nb::arg("ids").none(), nb::arg("seed"), nb::arg("position"),
-             "The id with the least -log u / weight; None where this is no law.")
+             "The id with the least -log u / weight; None where there is no mass.")
         .def("log", &Sampler::log, nb::arg("x"), "Natural logarithm of a positive number, as the race takes it.")
         .def("philox", &Sampler::philox, nb::arg("c0"), nb::arg("c1"), nb::arg("c2"), nb::arg("c3"), nb::arg("key0"),
              nb::arg("key1"), "Philox4x32-10: four words of counter, two of key -> four words.");

@@ -1,8 +1,9 @@
-// Temperature, top-k, min-p, top-p and softmax of one row: the twin of forerun.sampling._law and _argmax.
+// Temperature, top-k, min-p, top-p and softmax of one row: natively what _probs and _argmax of
+// src/forerun/sampling/pipeline.py do.
 //
-// A row is read once to find its largest logit and that of every 64 ids. Whatever a filter asks afterwards ("who is
-// above this?") only opens the blocks that can hold an answer, so a peaked row of 100,000 ids costs little more than
-// one pass over its memory.
+// A row is read once to find its largest logit and that of every 64 ids. Whatever a filter asks afterwards (which
+// values are above this one?) only opens the blocks that can hold an answer, so a peaked row of 100,000 ids costs
+// little more than one pass over its memory.
 #include "sampling.h"
 
 #include <algorithm>
@@ -65,7 +66,7 @@ float divisor_of(const Context& c, uint64_t ticks) {
 
 // ------------------------------------------------------------------------------------------------------ top-k, min-p
 
-// Everybody at or above the threshold.
+// The ids at or above the threshold.
 List list_from(const Context& c, const float* row, Scale scale, float threshold) {
     const int64_t num_blocks = blocks_of(c.width);
     float* largest = at_least(c.space.sorted, num_blocks);
@@ -185,33 +186,33 @@ Cut nucleus(const Context& c, const float* values, const float* weights, int64_t
 
 // Probabilities of a list, from its weights and their mass.
 void finish_list(const Context& c, const List& list, float* weights, uint64_t ticks, int64_t most_listed,
-                        Law& law) {
+                 Probs& probs) {
     const float divisor = divisor_of(c, ticks);
     if (list.n > most_listed) {
-        law.dense = std::make_unique<Buffer>(c.width);
-        std::fill_n(law.dense->data(), c.width, 0.0f);
-        for (int64_t i = 0; i < list.n; ++i) law.dense->data()[list.ids[i]] = weights[i] / divisor;
+        probs.dense = std::make_unique<Buffer>(c.width);
+        std::fill_n(probs.dense->data(), c.width, 0.0f);
+        for (int64_t i = 0; i < list.n; ++i) probs.dense->data()[list.ids[i]] = weights[i] / divisor;
         return;
     }
     for (int64_t i = 0; i < list.n; ++i)
         if (weights[i] > 0) {
-            law.ids.push_back(list.ids[i]);
-            law.listed.push_back(weights[i] / divisor);
+            probs.ids.push_back(list.ids[i]);
+            probs.listed.push_back(weights[i] / divisor);
         }
 }
 
-void law_of_list(const Context& c, List list, const LawSettings& settings, Law& law) {
+void probs_of_list(const Context& c, List list, const Filters& filters, Probs& probs) {
     float* weights = at_least(c.space.weights, list.n);
     uint64_t ticks = c.kernels.exp(list.values, list.n, c.ticks_per_one, weights);
-    if (settings.top_p < 1) {
+    if (filters.top_p < 1) {
         float* largest = at_least(c.space.block_largest, blocks_of(list.n));
         if (list.n > FEW) c.kernels.scan(list.values, list.n, largest);
-        const Cut cut = nucleus(c, list.values, weights, list.n, largest, goal_of(ticks, settings.top_p));
+        const Cut cut = nucleus(c, list.values, weights, list.n, largest, goal_of(ticks, filters.top_p));
         keep(list, cut);
         c.kernels.exp(list.values, list.n, c.ticks_per_one, weights);
         ticks = cut.ticks;
     }
-    finish_list(c, list, weights, ticks, settings.most_listed, law);
+    finish_list(c, list, weights, ticks, filters.most_listed, probs);
 }
 
 // Scaled logits and weights of the whole row; returns the mass.
@@ -227,10 +228,10 @@ uint64_t weigh(const Context& c, const float* row, Scale scale, float* values, f
     return ticks;
 }
 
-void law_without_filters(const Context& c, const float* row, Scale scale, Law& law) {
-    law.dense = std::make_unique<Buffer>(c.width);
-    const uint64_t ticks = weigh(c, row, scale, nullptr, law.dense->data());
-    c.kernels.divide(law.dense->data(), c.width, divisor_of(c, ticks));
+void probs_without_filters(const Context& c, const float* row, Scale scale, Probs& probs) {
+    probs.dense = std::make_unique<Buffer>(c.width);
+    const uint64_t ticks = weigh(c, row, scale, nullptr, probs.dense->data());
+    c.kernels.divide(probs.dense->data(), c.width, divisor_of(c, ticks));
 }
 
 // Ties beyond those that the cut keeps lose their probability.
@@ -240,26 +241,26 @@ void drop_ties(const Context& c, const float* values, Cut cut, float* weights) {
 }
 
 // top-p of a whole row.
-void law_by_mass(const Context& c, const float* row, Scale scale, const LawSettings& settings, Law& law) {
+void probs_by_mass(const Context& c, const float* row, Scale scale, const Filters& filters, Probs& probs) {
     auto weights = std::make_unique<Buffer>(c.width);
     float* values = at_least(c.space.values, c.width);
     float* largest = at_least(c.space.weights, blocks_of(c.width));
     c.kernels.scale(c.space.block_largest.data(), blocks_of(c.width), scale, largest);
     const uint64_t ticks = weigh(c, row, scale, values, weights->data());
-    const Cut cut = nucleus(c, values, weights->data(), c.width, largest, goal_of(ticks, settings.top_p));
+    const Cut cut = nucleus(c, values, weights->data(), c.width, largest, goal_of(ticks, filters.top_p));
     const Counts counts = c.kernels.count(values, c.width, cut.threshold);
-    if (counts.above + cut.num_ties <= settings.most_listed) {
+    if (counts.above + cut.num_ties <= filters.most_listed) {
         int64_t* ids = at_least(c.space.ids, c.width);
         List list = {ids, values, c.kernels.from(values, c.width, cut.threshold, 0, ids, values)};
         keep(list, cut);
         float* few = at_least(c.space.weights, list.n);
         c.kernels.exp(list.values, list.n, c.ticks_per_one, few);
-        finish_list(c, list, few, cut.ticks, settings.most_listed, law);
+        finish_list(c, list, few, cut.ticks, filters.most_listed, probs);
         return;
     }
     c.kernels.divide_from(values, cut.threshold, weights->data(), c.width, divisor_of(c, cut.ticks));
     if (counts.equal > cut.num_ties) drop_ties(c, values, cut, weights->data());
-    law.dense = std::move(weights);
+    probs.dense = std::move(weights);
 }
 
 }  // namespace
@@ -274,28 +275,28 @@ int64_t argmax(const SamplingKernels& kernels, const float* row, int64_t n) {
     return std::find(row + block * SCAN_BLOCK, row + n, scan.largest) - row;
 }
 
-bool make_law(const SamplingKernels& kernels, const float* row, int64_t n, const LawSettings& settings, Law& law) {
+bool make_probs(const SamplingKernels& kernels, const float* row, int64_t n, const Filters& filters, Probs& probs) {
     const Context c = {kernels, workspace(), ticks_per_one_of(n, 1.0f), n};
     const Scan scan = kernels.scan(row, n, at_least(c.space.block_largest, blocks_of(n)));
     if (!scan.ordered || !std::isfinite(scan.largest)) return false;
-    const Scale scale = {scan.largest, settings.temperature};
-    const bool has_top_k = 0 < settings.top_k && settings.top_k < n, has_min_p = settings.log_min_p > -INFINITY;
+    const Scale scale = {scan.largest, filters.temperature};
+    const bool has_top_k = 0 < filters.top_k && filters.top_k < n, has_min_p = filters.log_min_p > -INFINITY;
     if (!has_top_k && !has_min_p) {
-        if (settings.top_p < 1)
-            law_by_mass(c, row, scale, settings, law);
+        if (filters.top_p < 1)
+            probs_by_mass(c, row, scale, filters, probs);
         else
-            law_without_filters(c, row, scale, law);
+            probs_without_filters(c, row, scale, probs);
         return true;
     }
-    float threshold = settings.log_min_p;
+    float threshold = filters.log_min_p;
     if (has_top_k) {
-        const float raw = reached_by(c, settings.top_k);
+        const float raw = reached_by(c, filters.top_k);
         kernels.scale(&raw, 1, scale, &threshold);
     }
     List list = list_from(c, row, scale, threshold);
-    if (has_top_k) keep_largest(c, list, settings.top_k);
-    if (has_top_k && has_min_p) keep(list, {std::nextafter(settings.log_min_p, -INFINITY), 0, 0});
-    law_of_list(c, list, settings, law);
+    if (has_top_k) keep_largest(c, list, filters.top_k);
+    if (has_top_k && has_min_p) keep(list, {std::nextafter(filters.log_min_p, -INFINITY), 0, 0});
+    probs_of_list(c, list, filters, probs);
     return true;
 }
 

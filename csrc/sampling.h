@@ -1,8 +1,8 @@
-// From logits to a law, and from a law to a token: the native twins of forerun.sampling.
+// From logits to a distribution, and from a distribution to a token: the native implementation of forerun.sampling.
 //
-// Every function returns the bits that its numpy twin returns, on every instruction set: exp and log are spelled out in
-// operations that IEEE 754 rounds alike everywhere, nothing is fused, and masses are whole numbers of ticks, whose sum
-// has no order (src/forerun/sampling/arithmetic.py). Python is not known here.
+// Every function returns the bits that the one in numpy returns, on every instruction set: exp and log are spelled out
+// in operations that IEEE 754 rounds alike everywhere, nothing is fused, and masses are whole numbers of ticks, whose
+// sum has no order (src/forerun/sampling/arithmetic.py). Python is not known here.
 #pragma once
 
 #include <cmath>
@@ -59,7 +59,7 @@ struct SamplingKernels {
     uint64_t (*able)(const float* weights, uint32_t block, Noise noise, float reach, uint32_t* words);
 };
 
-struct LawSettings {
+struct Filters {
     float temperature;
     int64_t top_k;
     float log_min_p;  // minus infinity = none
@@ -99,8 +99,8 @@ class Buffer {
     std::unique_ptr<float[]> data_;
 };
 
-struct Law {
-    std::unique_ptr<Buffer> dense;  // [n]; empty where the law is a list
+struct Probs {
+    std::unique_ptr<Buffer> dense;  // [n]; empty where the distribution is a list
     std::vector<int64_t> ids;
     std::vector<float> listed;
 };
@@ -112,15 +112,15 @@ const SamplingKernels& sampling_kernels(const std::string& isa);
 int64_t argmax(const SamplingKernels& kernels, const float* row, int64_t n);
 
 // False where the logits are no numbers.
-bool make_law(const SamplingKernels& kernels, const float* row, int64_t n, const LawSettings& settings, Law& law);
+bool make_probs(const SamplingKernels& kernels, const float* row, int64_t n, const Filters& filters, Probs& probs);
 
-// The first place at which the sum of ticks is above uniform * 2^-53 of all; -1 where this is no law.
+// The first place at which the sum of ticks is above uniform * 2^-53 of all; -1 where there is no mass.
 int64_t place_of(const SamplingKernels& kernels, const float* weights, int64_t n, uint64_t uniform);
 
 // Natural logarithm of a positive number, within 1 unit in the last place (FreeBSD e_log.c, Sun Microsystems 1993).
 double log_of(double x);
 
-// The id with the least -log u / weight, lowest id on ties; -1 where this is no law. ids null = 0 .. n - 1.
+// The id with the least -log u / weight, lowest id on ties; -1 where there is no mass. ids null = 0 .. n - 1.
 int64_t race(const SamplingKernels& kernels, const float* weights, const int64_t* ids, int64_t n, uint64_t seed,
              uint64_t position);
 

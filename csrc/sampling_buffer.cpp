@@ -1,4 +1,4 @@
-// Memory for dense laws: freed rows are kept for the next step.
+// Memory for dense distributions: freed rows are kept for the next step.
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -20,7 +20,7 @@ struct Pool {
     int64_t num_bytes = 0;
 };
 
-// Never destroyed: a law may outlive everything else when the interpreter ends.
+// Never destroyed: a distribution may outlive everything else when the interpreter ends.
 PerProcess<Pool>& pools = *new PerProcess<Pool>;
 
 int64_t bytes_of(int64_t size) { return size * static_cast<int64_t>(sizeof(float)); }

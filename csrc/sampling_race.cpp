@@ -1,4 +1,4 @@
-// From a law to a token: draws by the cumulative sum, and the race that match verification is decided by.
+// From a distribution to a token: draws by the cumulative sum, and the race that match verification is decided by.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -18,7 +18,7 @@ Scan scan(const SamplingKernels& kernels, const float* weights, int64_t n) {
     return kernels.scan(weights, n, block_largest.data());
 }
 
-bool is_law(const Scan& scan) {
+bool is_distribution(const Scan& scan) {
     return scan.ordered && scan.smallest >= 0 && scan.largest > 0 && scan.largest < INFINITY;
 }
 
@@ -27,7 +27,7 @@ bool is_law(const Scan& scan) {
 int64_t place_of(const SamplingKernels& kernels, const float* weights, int64_t n, uint64_t uniform) {
     static thread_local std::vector<uint64_t> mass;
     const Scan found = scan(kernels, weights, n);
-    if (!is_law(found)) return -1;
+    if (!is_distribution(found)) return -1;
     const double ticks_per_one = ticks_per_one_of(n, found.largest);
     mass.clear();
     uint64_t total = 0;
@@ -79,7 +79,7 @@ struct Best {
 // Words in half units, and a margin above every rounding error here: too many candidates never change the winner.
 float with_margin(double reach) { return static_cast<float>(reach * 0x1p31 * (1 + 1e-5)); }
 
-// Everybody who may finish before `reach`; the reach shrinks to the best time seen.
+// The ids that may finish before `reach`; the reach shrinks to the best time seen.
 Best run(const SamplingKernels& kernels, const float* weights, int64_t n, Noise noise, double reach) {
     Best best;
     uint32_t words[SCAN_BLOCK];
@@ -121,7 +121,7 @@ Best run_listed(const float* weights, const int64_t* ids, int64_t n, Noise noise
 int64_t race(const SamplingKernels& kernels, const float* weights, const int64_t* ids, int64_t n, uint64_t seed,
              uint64_t position) {
     const Scan found = scan(kernels, weights, n);
-    if (!is_law(found)) return -1;
+    if (!is_distribution(found)) return -1;
     const Noise noise = {static_cast<uint32_t>(position), static_cast<uint32_t>(seed),
                          static_cast<uint32_t>(seed >> 32)};
     if (ids != nullptr) return run_listed(weights, ids, n, noise).id;

@@ -120,7 +120,7 @@ class Sampler:
     ) -> int | None:
         """The lowest index of the largest; None where it is no number."""
 
-    def law(
+    def probs(
         self,
         row: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
         temperature: float,
@@ -137,7 +137,7 @@ class Sampler:
         uniform: int,
     ) -> int | None:
         """
-        Where the cumulative sum is above uniform * 2^-53 of all; None where this is no law.
+        Where the cumulative sum is above uniform * 2^-53 of all; None where there is no mass.
         """
 
     def race(
@@ -147,7 +147,7 @@ class Sampler:
         seed: int,
         position: int,
     ) -> int | None:
-        """The id with the least -log u / weight; None where this is no law."""
+        """The id with the least -log u / weight; None where there is no mass."""
 
     def log(self, x: float) -> float:
         """Natural logarithm of a positive number, as the race takes it."""

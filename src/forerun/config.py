@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import BadOption, NotFound
+from forerun.errors import BadOption, NotFound, shown
 from forerun.native import VARIABLES
 from forerun.registry import by_name, by_value, make_options, unknown
 
@@ -79,7 +79,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.quantization is not None:
-            raise BadOption(f"quantization={self.quantization!r} is not available yet: leave it out")
+            raise BadOption(f"quantization={shown(self.quantization)} is not available yet: leave it out")
         if self.max_num_batched_tokens < self.max_batch_size:
             raise BadOption(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is not possible: it must be at least "
@@ -194,14 +194,14 @@ def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = {k: v for k, v in options.items() if v is not None or k not in {"draft", "speculative_config", *_ALIASES}}
     for key, value in _flatten(given.pop("speculative_config", {})).items():
-        _set(given, key, value, f"speculative_config[{key!r}]")
+        _set(given, key, value, f"speculative_config[{shown(key)}]")
     for alias, name in _ALIASES.items():
         if alias in given:
             _set(given, name, given.pop(alias), alias)
     use = given.pop(_USE, None)
     use = _SWITCH.get(use.lower(), use) if isinstance(use, str) else use
     if use is not None and not isinstance(use, bool):
-        raise BadOption(f"{_USE}={use!r} is not possible: it must be True, False or None")
+        raise BadOption(f"{_USE}={shown(use)} is not possible: it must be True, False or None")
     if use is False:
         _set(given, "draft", _OFF, f"{_USE}=False")
     if use is True:
@@ -217,14 +217,14 @@ def _flatten(config: Any) -> dict[str, Any]:
     Where the method is lookup, vLLM's options for n-grams become options of lookup. Raises BadOption.
     """
     if not isinstance(config, Mapping):
-        raise BadOption(f"speculative_config={config!r} is not possible: it must be a dictionary")
+        raise BadOption(f"speculative_config={shown(config)} is not possible: it must be a dictionary")
     options = {k: v for k, v in config.items() if v is not None}
     method, model = options.pop("method", None), options.pop("model", None)
     method, model = _OTHER_NAMES.get(str(method), method), _LOOKUP.get(str(model), model)
     if model is not None and method not in (None, "model", model):
         raise BadOption(
             by_value("draft", str(method))
-            or f"speculative_config has method={method!r} and model={model!r}: drop one of them"
+            or f"speculative_config has method={shown(method)} and model={shown(model)}: drop one of them"
         )
     draft = method if model is None else model
     if draft == "lookup":
@@ -244,7 +244,9 @@ def _with_lookup_options(options: dict[str, Any]) -> str:
 
 def _set(options: dict[str, Any], name: str, value: Any, alias: str) -> None:
     if name in options and str(options[name]) != str(value):
-        raise BadOption(f"{alias} says {name}={value!r} but {name}={options[name]!r} was given too: drop one of them")
+        raise BadOption(
+            f"{alias} says {name}={shown(value)} but {name}={shown(options[name])} was given too: drop one of them"
+        )
     options[name] = value
 
 

@@ -13,6 +13,41 @@
 Each message says what is wrong, the value, and what would work, in one sentence.
 """
 
+import itertools
+import reprlib
+
+_SHOWN_CHARS = 120
+
+
+class _Short(reprlib.Repr):
+    """What a message echoes of a value, without writing the whole of it first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 100
+        self.maxlevel = self.maxdict = 4
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write integers of more than 4300 digits, and takes long for somewhat shorter ones.
+        return repr(x) if x.bit_length() <= 128 else f"an integer of {x.bit_length()} bits"
+
+    def repr_dict(self, x: dict[object, object], level: int) -> str:
+        # reprlib sorts the keys, but a mapping is recognised by the order in which it was written.
+        if x and level <= 0:
+            return "{...}"
+        first = itertools.islice(x.items(), self.maxdict)
+        items = [f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}" for key, value in first]
+        return "{" + ", ".join([*items, "..."] if len(x) > self.maxdict else items) + "}"
+
+
+_SHORT = _Short()
+
+
+def shown(value: object) -> str:
+    """A value of the caller's as a message echoes it."""
+    text = " ".join(_SHORT.repr(value).splitlines())
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
+
 
 class ForerunError(Exception):
     """Root of the tree; catch it to catch every deliberate error of this package."""

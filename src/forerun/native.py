@@ -22,7 +22,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 
 ISAS = ("avx512", "avx2", "baseline", "reference")
 VARIABLES = ("FORERUN_CACHE_DIR", "FORERUN_ISA", "FORERUN_NUM_THREADS", "FORERUN_REQUIRE_NATIVE")
@@ -61,7 +61,9 @@ def isa() -> str:
         return possible[0] if platform.machine().lower() in X86 else "reference"
     if wanted not in possible:
         why = "" if extension() is not None else f" ({why_not()})"
-        raise BadOption(f"FORERUN_ISA={wanted!r} is not possible here{why}: it must be one of {', '.join(possible)}")
+        raise BadOption(
+            f"FORERUN_ISA={shown(wanted)} is not possible here{why}: it must be one of {', '.join(possible)}"
+        )
     return wanted
 
 
@@ -192,7 +194,7 @@ def num_threads() -> int:
     wanted = os.environ.get("FORERUN_NUM_THREADS")
     if wanted is not None:
         if not wanted.isdecimal() or not 1 <= int(wanted) <= MAX_THREADS:
-            raise BadOption(f"FORERUN_NUM_THREADS={wanted!r} is not possible: it must be in 1 .. {MAX_THREADS}")
+            raise BadOption(f"FORERUN_NUM_THREADS={shown(wanted)} is not possible: it must be in 1 .. {MAX_THREADS}")
         return int(wanted)
     outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if outermost.isdecimal() and 1 <= int(outermost) <= MAX_THREADS:

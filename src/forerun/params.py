@@ -1,4 +1,8 @@
-"""How one request is decoded: every sampling parameter, its default and its range."""
+"""How one request is decoded: every sampling parameter, its default and its range.
+
+Logits are float32. The ranges of logit_bias and repetition_penalty are chosen so that no combination of parameters
+leaves float32 on logits of up to 1e20: (1e20 + 1e20) * 1e6, divided by the least temperature 1e-5, is 2e31.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 from forerun.registry import by_name
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded. Every field works with speculation, and none of them changes the output law.
+    """How one request is decoded. Every field works with speculation, which never changes the output distribution.
 
     Raises BadOption, naming the field and its value, for anything that cannot be honoured.
     """
@@ -26,17 +30,17 @@ class SamplingParams:
     top_k: int = 0  # keep the k most likely ids; 0 = all
     top_p: float = 1.0  # keep the shortest prefix of the sorted ids whose mass reaches top_p, in (0, 1]
     min_p: float = 0.0  # drop ids below min_p times the largest probability, in [0, 1]
-    repetition_penalty: float = 1.0  # > 0; over prompt and output
+    repetition_penalty: float = 1.0  # in [1e-6, 1e6]; over prompt and output
     presence_penalty: float = 0.0  # in [-2, 2]; over the output
     frequency_penalty: float = 0.0  # in [-2, 2]; over the output
-    logit_bias: Mapping[int, float] | None = None  # id -> added to its logit
+    logit_bias: Mapping[int, float] | None = None  # id -> added to its logit, in [-1e20, 1e20]; -inf forbids the id
     bad_words: tuple[str, ...] = ()  # texts that must not be completed
     stop: tuple[str, ...] = ()  # texts that end the output; they are cut from `text`
     stop_token_ids: tuple[int, ...] = ()  # ids that end the output
     ignore_eos: bool = False  # go on past the model's end-of-sequence ids
     seed: int | None = None  # 64 bit; None = one is drawn and reported
     logprobs: int | None = None  # per token: its log-probability and this many alternatives, 0 to 20
-    n: int = 1  # outputs for the prompt, with seeds derived from `seed`; they share what the prompt left in the cache
+    n: int = 1  # outputs for the prompt, 1 to 16384, with seeds derived from `seed`; they share the prompt's cache
     acceptance: str | None = None  # a verification rule; None = match for a seed and temperature > 0, else ratio
     draft: str | None = None  # a drafter that the engine was started with, or none; None = the engine's own choice
     spec_length: int | None = None  # tokens drafted per step, whatever the engine's pacing; None = as it paces
@@ -57,8 +61,8 @@ class SamplingParams:
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
         for token, bias in (self.logit_bias or {}).items():
-            ok = token >= 0 and not math.isnan(bias) and bias < math.inf
-            _require(ok, "logit_bias", {token: bias}, "from ids >= 0 to numbers below infinity")
+            ok = 0 <= token < _NUM_IDS and (bias == -math.inf or abs(bias) <= 1e20)
+            _require(ok, "logit_bias", {token: bias}, "from ids in 0 .. 2**31 - 1 to numbers in [-1e20, 1e20], or -inf")
 
     def _accept(self, name: str, value: Any, optional: bool) -> None:
         """Convert one field and check its range."""
@@ -92,12 +96,28 @@ def _integer(value: Any) -> int:
     return operator.index(value)
 
 
+def _wide(value: Any) -> int:
+    """An integer that native code can take. Raises OverflowError for a wider one."""
+    number = _integer(value)
+    if not -(2**63) <= number < 2**63:
+        raise OverflowError
+    return number
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    if isinstance(value, bytes | bytearray | Mapping):  # these would be read as integers, too
+        raise TypeError
+    return tuple(map(_integer, () if value is None else value))
+
+
 def _number(value: Any) -> float:
     return float(_instance(value, numbers.Real))
 
 
 def _texts(value: Any) -> tuple[str, ...]:
     """None, one text, or several. A text that UTF-8 cannot hold (half a surrogate pair) is a ValueError."""
+    if isinstance(value, Mapping):
+        raise TypeError
     texts = (value,) if isinstance(value, str) else tuple(_instance(() if value is None else value, Iterable))
     for text in texts:
         _instance(text, str).encode()
@@ -108,19 +128,21 @@ def _biases(value: Any) -> dict[int, float]:
     return {_integer(token): _number(bias) for token, bias in _instance(value, Mapping).items()}
 
 
-# What a field takes: how it becomes a plain Python value, and the words for whoever gave something else.
+# What a field takes: how it becomes a plain Python value, and the words for a value that does not.
 _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs"), (_integer, "an integer")),
-    **dict.fromkeys(("n", "spec_length", "priority"), (_integer, "an integer")),
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "logprobs"), (_wide, "an integer of 64 bits")),
+    **dict.fromkeys(("n", "spec_length", "priority"), (_wide, "an integer of 64 bits")),
+    "seed": (_integer, "an integer"),
     **dict.fromkeys(("temperature", "top_p", "min_p"), (_number, "a number")),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), (_number, "a number")),
     **dict.fromkeys(("stop", "bad_words"), (_texts, "a text or several, in valid UTF-8")),
-    "stop_token_ids": (lambda ids: tuple(map(_integer, () if ids is None else ids)), "several integers"),
+    "stop_token_ids": (_integers, "several integers"),
     "logit_bias": (_biases, "a mapping from integers to numbers"),
     "ignore_eos": (lambda value: _instance(value, bool), "True or False"),
     **dict.fromkeys(("acceptance", "draft", "cache_salt"), (lambda value: _instance(value, str), "a text")),
 }
 
+_NUM_IDS = 2**31  # no vocabulary is larger; which ids a model has is checked when a request is added
 
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_tokens": (lambda n: n >= 1, "at least 1, or None"),
@@ -130,12 +152,12 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_k": (lambda k: k >= 0, "0 (all ids) or at least 1"),
     "top_p": (lambda p: 0 < p <= 1, "in (0, 1]"),
     "min_p": (lambda p: 0 <= p <= 1, "in [0, 1]"),
-    "repetition_penalty": (lambda x: 0 < x < math.inf, "above 0 and finite"),
+    "repetition_penalty": (lambda x: 1e-6 <= x <= 1e6, "in [1e-6, 1e6]"),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (lambda x: -2 <= x <= 2, "in [-2, 2]")),
-    "stop_token_ids": (lambda ids: all(i >= 0 for i in ids), "ids of 0 or more"),
+    "stop_token_ids": (lambda ids: all(0 <= i < _NUM_IDS for i in ids), "ids in 0 .. 2**31 - 1"),
     **dict.fromkeys(("stop", "bad_words"), (all, "texts that are not empty")),
     "seed": (lambda n: 0 <= n < 2**64, "in 0 .. 2**64 - 1, or left out for one that is drawn"),
-    "n": (lambda n: n >= 1, "at least 1"),
+    "n": (lambda n: 1 <= n <= 16384, "in 1 .. 16384"),
     "spec_length": (lambda k: 1 <= k <= 64, "in 1 .. 64"),
     "logprobs": (lambda n: 0 <= n <= 20, "in 0 .. 20"),
 }
@@ -144,4 +166,4 @@ _DEFAULTS = {name: SamplingParams.__dataclass_fields__[name].default for name in
 
 def _require(ok: bool, name: str, value: object, what: str) -> None:
     if not ok:
-        raise BadOption(f"{name}={value!r} is not possible: it must be {what}")
+        raise BadOption(f"{name}={shown(value)} is not possible: it must be {what}")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 
 
 def names(package: str) -> list[str]:
@@ -49,7 +49,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"there is no {what} {name!r}{hint}: it must be one of {', '.join(known)}"
+    return f"there is no {what} {shown(name)}{hint}: it must be one of {', '.join(known)}"
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
@@ -59,7 +59,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
         if not equals or not key:
-            raise BadOption(f"{part!r} in {spec!r} is not an option: write name:option=value,option=value")
+            raise BadOption(f"{shown(part)} in {shown(spec)} is not an option: write name:option=value,option=value")
         options[key.strip()] = value.strip()
     return name, options
 
@@ -75,7 +75,9 @@ def make_options(cls: type[Any], values: Mapping[str, Any], method: str = "") ->
     for key, value in values.items():
         if key not in fields:
             raise BadOption(
-                unknown(f"option of {method!r} called", key, fields) if fields else f"{method!r} takes no options"
+                unknown(f"option of {shown(method)} called", key, fields)
+                if fields
+                else f"{shown(method)} takes no options"
             )
         label = f"{method}:{key}" if method else key
         made[key] = _convert(value, hints[key], label)
@@ -104,7 +106,7 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
             return value
     except (TypeError, ValueError, KeyError, OverflowError):
         pass
-    raise BadOption(f"{name}={value!r} is not possible: it must be of type {kind.__name__}")
+    raise BadOption(f"{name}={shown(value)} is not possible: it must be of type {kind.__name__}")
 
 
 def _check_range(value: Any, metadata: Mapping[str, Any], name: str) -> None:
@@ -113,7 +115,7 @@ def _check_range(value: Any, metadata: Mapping[str, Any], name: str) -> None:
         return
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         bounds = f"at least {low}" if high is None else f"in {low} .. {high}"
-        raise BadOption(f"{name}={value!r} is not possible: it must be {bounds}")
+        raise BadOption(f"{name}={shown(value)} is not possible: it must be {bounds}")
 
 
 # ------------------------------------------------------------------------------------- names that other engines use
@@ -217,7 +219,7 @@ def by_value(name: str, value: str) -> str | None:
     """Return the answer to a peer's value of an option that has the same name here; None where no peer has it."""
     for option, pattern, text in peer_values():
         if option == name and re.fullmatch(pattern, value, re.IGNORECASE):
-            return f"{name}={value!r} is not possible: {text.format(value=value)}"
+            return f"{name}={shown(value)} is not possible: {text.format(value=value)}"
     return None
 
 

@@ -9,6 +9,7 @@ Shape legend, used in every docstring of the package:
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -37,6 +38,37 @@ class TokenLogprob:
     top: list[tuple[int, float]] = field(default_factory=list)  # the most likely ids, best first
 
 
+class TokenCounts:
+    """The distinct ids of a sequence, and how often each occurs in its output, kept for the penalties.
+
+    `update` reads each token once, the first time that it is asked after it was committed, so that a row costs the same
+    however long the sequence is. A request without penalties never asks.
+    """
+
+    __slots__ = ("_num_counted", "counts", "ids", "places")
+
+    def __init__(self) -> None:
+        self.ids = array("q")  # in the order of their first occurrence
+        self.counts = array("q")  # of the same ids; 0 = in the prompt only
+        self.places: dict[int, int] = {}  # id -> where it stands in both
+        self._num_counted = 0
+
+    def update(self, tokens: Seq[int], num_prompt_tokens: int) -> None:
+        """Count what was appended to `tokens` since the last call."""
+        if self._num_counted == 0:
+            self.ids = array("q", dict.fromkeys(tokens[:num_prompt_tokens]))
+            self.counts = array("q", bytes(8 * len(self.ids)))
+            self.places = {token: place for place, token in enumerate(self.ids)}
+            self._num_counted = num_prompt_tokens
+        for token in tokens[self._num_counted :]:
+            place = self.places.setdefault(token, len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(token)
+                self.counts.append(0)
+            self.counts[place] += 1
+        self._num_counted = len(tokens)
+
+
 @dataclass(slots=True)
 class Sequence:
     """The committed tokens of one request. Only `commit` appends to them; drafted tokens never enter.
@@ -58,6 +90,7 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     acceptance: str = field(init=False)
+    counts: TokenCounts = field(init=False, default_factory=TokenCounts, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         usual = "match" if self.params.seed is not None and not self.params.greedy else "ratio"

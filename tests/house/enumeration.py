@@ -20,7 +20,7 @@ from forerun.drafters.model import ModelDrafter, Options
 from forerun.engine.engine import Engine
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Runner
-from forerun.models.toy import ToyLaw, ToyModel
+from forerun.models.toy import ToyModel, ToyTable
 from forerun.testing import Branching, enumerate_outcomes
 from forerun.types import Coins, SamplingParams, StepReport
 
@@ -50,8 +50,8 @@ class Case:
 
 @functools.cache
 def resembling(target: ToyModel, seed: int = 2, distance: float = 0.7) -> ToyModel:
-    """Return a draft model whose draws are right most of the time."""
-    return ToyModel(target.config.vocab_size, seed, ToyLaw(distance=distance), near=target)
+    """A draft model that is right most of the time."""
+    return ToyModel(target.config.vocab_size, seed, ToyTable(distance=distance), near=target)
 
 
 def runner_for(model: ToyModel) -> Runner:
@@ -150,7 +150,7 @@ def plain_outputs(case: Case) -> Outputs:
         if len(output) == case.params.max_tokens or (output and output[-1] in case.end_ids):
             outputs[output] = weight
             continue
-        logits = case.target.law([*case.prompt, *output]).tolist()
+        logits = case.target.logits_after([*case.prompt, *output]).tolist()
         probs = second_pipeline(logits, case.params, case.prompt, output, case.end_ids)
         open_outputs += [((*output, x), weight * p) for x, p in enumerate(probs) if p > 0]
     return outputs

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forerun import drafters, pacing, registry, theory, verify
-from forerun.models.toy import ToyLaw, ToyModel
+from forerun.models.toy import ToyModel, ToyTable
 from forerun.theory import formulas
 from forerun.types import SamplingParams
 from house.enumeration import HORIZON, TARGET, Case, V, every_way, plain_outputs, resembling, spoken, total_variation
@@ -84,12 +84,12 @@ def test_options_of_a_drafter(drafter, rule, sampling):
 
 
 SHAPES = {
-    "zeros": (ToyLaw(zero_share=0.5), ToyLaw(distance=0.7, zero_share=0.5)),
-    "ties": (ToyLaw(tie_step=2.0), ToyLaw(distance=2.0, tie_step=2.0)),
-    "peaked": (ToyLaw(scale=9.0), ToyLaw(distance=4.0)),
-    "equal": (ToyLaw(), ToyLaw(distance=0.0)),
-    "unlike": (ToyLaw(scale=3.0, zero_share=0.4), ToyLaw(distance=9.0)),
-    "short memory": (ToyLaw(order=1), ToyLaw(distance=0.7, order=1)),
+    "zeros": (ToyTable(zero_share=0.5), ToyTable(distance=0.7, zero_share=0.5)),
+    "ties": (ToyTable(tie_step=2.0), ToyTable(distance=2.0, tie_step=2.0)),
+    "peaked": (ToyTable(scale=9.0), ToyTable(distance=4.0)),
+    "equal": (ToyTable(), ToyTable(distance=0.0)),
+    "unlike": (ToyTable(scale=3.0, zero_share=0.4), ToyTable(distance=9.0)),
+    "short memory": (ToyTable(order=1), ToyTable(distance=0.7, order=1)),
 }
 
 
@@ -156,10 +156,10 @@ def first_round(case: Case) -> float:
 
 @pytest.mark.parametrize(("rule", "acceptance"), [("ratio", formulas.acceptance), ("match", formulas.match_acceptance)])
 def test_mean_length_is_the_closed_form(rule, acceptance):
-    """Without context there is one alpha, and the mean length is equation (1) of Leviathan et al. 2023."""
-    target = ToyModel(V, 3, ToyLaw(order=0))
-    near = ToyModel(V, 4, ToyLaw(order=0, distance=1.0), near=target)
-    alpha = acceptance(target.law(()).softmax(0).numpy(), near.law(()).softmax(0).numpy())
+    """Laws without memory have one alpha, so the mean length of a round is equation (1) of Leviathan et al. 2023."""
+    target = ToyModel(V, 3, ToyTable(order=0))
+    near = ToyModel(V, 4, ToyTable(order=0, distance=1.0), near=target)
+    alpha = acceptance(target.logits_after(()).softmax(0).numpy(), near.logits_after(()).softmax(0).numpy())
     assert 0.3 < alpha < 0.95
     mean = first_round(Case("model", params(rule), {}, target, near))
     assert mean == pytest.approx(theory.formulas.expected_tokens(alpha, 2), abs=EXACT)
@@ -171,7 +171,7 @@ def test_mean_length_with_memory():
 
     def both_probs(*drafted: int):
         history = [*case.prompt, *drafted]
-        return [model.law(history).softmax(0).numpy() for model in (case.target, case.near)]
+        return [model.logits_after(history).softmax(0).numpy() for model in (case.target, case.near)]
 
     p, q = both_probs()
     kept = [min(a, b) for a, b in zip(p, q, strict=True)]

@@ -34,19 +34,19 @@ def make_model() -> Decoder:
 
 
 def one_pass(model: Decoder) -> tuple[Tensor, Any]:
-    """Compute hidden states and logits of ten rows, and the native sampler's distribution of one row."""
+    """Hidden states and logits of ten rows, and probabilities that fill a pooled row."""
     found = Session(model, max_seq_len=64).run({0: tokens_of(10, 3, 700)})
     row = found[-1, -700:].numpy().copy()
-    weights = native.extension().Sampler(native.processor_isas()[0]).law(row, 1.0, 0, -np.inf, 1.0, 0)[1]
-    return found, weights.copy()
+    probs = native.extension().Sampler(native.processor_isas()[0]).probs(row, 1.0, 0, -np.inf, 1.0, 0)[1]
+    return found, probs.copy()
 
 
 def compute(model: list[Decoder], expected: tuple[Tensor, Any], num_passes: int) -> None:
     """Compute in a child. Between two passes its threads have time to fall asleep."""
     for _ in range(num_passes):
-        found, weights = one_pass(model[0])
+        found, probs = one_pass(model[0])
         assert same_bits(found, expected[0])
-        assert weights.tobytes() == expected[1].tobytes()
+        assert probs.tobytes() == expected[1].tobytes()
         time.sleep(0.003)
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from forerun.sampling import arithmetic, random as rng
 from forerun.sampling.random import PhiloxCoins, _place, _race
 from forerun.types import Probs
+from sampling.samplers import ISAS, KINDS, Row, row, sampler
 from sampling.test_random import KNOWN
-from sampling.twins import ISAS, KINDS, Row, row, sampler
 
 BOTH = ["reference", *ISAS]
 WORD = st.integers(0, 2**32 - 1)
@@ -28,13 +28,13 @@ def race(isa: str, weights: Row, ids: np.ndarray | None, seed: int, position: in
     return _race(*args) if isa == "reference" else sampler(isa).race(*args)
 
 
-def law(kind: str, size: int, seed: int) -> Row:
+def weights_of(kind: str, size: int, seed: int) -> Row:
     """Weights of a softmax; not normalised, zeros included."""
     return arithmetic.exp(np.minimum(row(kind, size, seed) - row(kind, size, seed).max(), 0))
 
 
 def by_definition(weights: Row, ids: np.ndarray, seed: int, position: int) -> int:
-    """argmin of -log u / weight over everybody, nobody left out."""
+    """argmin of -log u / weight over all ids, none left out."""
     lanes = np.asarray(ids, dtype=np.int64)
     blocks, index = np.unique(lanes >> 2, return_inverse=True)
     uniforms = rng._match_uniforms(seed, position, blocks)[index, lanes & 3]
@@ -59,7 +59,7 @@ def test_both_generators_agree(counter, key):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_log_has_the_bits_of_its_twin(isa):
+def test_log_has_the_bits_of_numpys(isa):
     generator = np.random.default_rng(0)
     borders = math.sqrt(0.5) * (1 + np.arange(-50, 50) * 2.0**-45)
     x = np.concatenate([generator.random(3000), 1 - generator.random(1000) * 1e-9, borders, [2.0**-33, 1e-300, 7e200]])
@@ -89,7 +89,7 @@ SIZES = st.sampled_from([1, 2, 3, 5, 63, 64, 65, 129, 1000, 4096])
 @given(st.sampled_from(KINDS), SIZES, st.integers(0, 2**64 - 1), st.integers(0, 2**33), st.floats(-40, 40))
 def test_races_agree(isa, kind, size, seed, position, scale):
     """At every scale of the weights, with and without a list of ids."""
-    weights = law(kind, size, seed % 1000) * np.float32(2.0**scale)
+    weights = weights_of(kind, size, seed % 1000) * np.float32(2.0**scale)
     winner = race(isa, weights, None, seed, position)
     assert winner == race("reference", weights, None, seed, position)
     assert winner == by_definition(weights, np.arange(size), seed, position)
@@ -103,7 +103,7 @@ def test_races_agree(isa, kind, size, seed, position, scale):
 @pytest.mark.parametrize("isa", BOTH)
 def test_whole_vocabularies(isa):
     for seed, kind in enumerate(("flat", "peaked", "all equal", "halves and gaps")):
-        weights = law(kind, 128_256, seed)
+        weights = weights_of(kind, 128_256, seed)
         weights /= weights.sum()
         winner = race(isa, weights, None, seed, 77)
         assert winner == by_definition(weights, np.arange(len(weights)), seed, 77)
@@ -137,7 +137,7 @@ def test_ties_of_the_race_go_to_the_lowest_id(isa, rest):
         for at in np.flatnonzero(np.diff(words[order].astype(np.int64)) == 0):
             i, j = sorted(order[at : at + 2].tolist())
             if words[i] < 2**31:
-                continue  # late: somebody else may win
+                continue  # late: another id may win
             weights = np.full(size, rest * 1e-5, np.float32)
             weights[[i, j]] = 0.5
             assert race(isa, weights, None, seed, 4) == i
@@ -182,7 +182,7 @@ def test_the_best_word_wins_with_the_smallest_weight_that_can(isa):
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(KINDS), SIZES, st.integers(0, 1000), st.integers(0, 2**53 - 1), st.floats(-100, 20))
 def test_draws_agree(isa, kind, size, seed, uniform, scale):
-    weights = law(kind, size, seed) * np.float32(2.0**scale)
+    weights = weights_of(kind, size, seed) * np.float32(2.0**scale)
     if weights.any():
         for u in (0, uniform, 2**53 - 1):
             found = place(isa, weights, u)
@@ -205,7 +205,7 @@ def test_the_borders_between_places_are_exact(isa, offset):
 @pytest.mark.parametrize("isa", BOTH)
 def test_draws_are_the_inverse_of_the_sum_of_ticks(isa):
     for seed, kind in enumerate(("flat", "peaked", "halves and gaps")):
-        weights = law(kind, 20_000, seed)
+        weights = weights_of(kind, 20_000, seed)
         mass = arithmetic.ticks(weights, len(weights), float(weights.max())).cumsum().tolist()
         for uniform in np.random.default_rng(seed).integers(2**53, size=30).tolist():
             expected = next(i for i, m in enumerate(mass) if m > uniform * mass[-1] >> 53)
@@ -215,8 +215,8 @@ def test_draws_are_the_inverse_of_the_sum_of_ticks(isa):
 @pytest.mark.parametrize("isa", BOTH)
 @pytest.mark.parametrize("bad", [-1e-30, math.nan, -math.nan, math.inf])
 @pytest.mark.parametrize("at", [0, 64, 99])
-def test_what_is_no_law_is_refused(isa, bad, at):
-    weights = law("flat", 100, 0)
+def test_what_is_no_distribution_is_refused(isa, bad, at):
+    weights = weights_of("flat", 100, 0)
     weights[at] = bad
     assert place(isa, weights, 5) is None
     assert race(isa, weights, None, 5, 5) is None
@@ -231,8 +231,8 @@ def test_what_is_no_law_is_refused(isa, bad, at):
 @pytest.mark.parametrize("isa", BOTH)
 def test_the_text_of_a_seed_is_this(isa, monkeypatch):
     """Pinned: what a seed says may not change with a library, a processor, or from version to version by accident."""
-    twin = None if isa == "reference" else sampler(isa)
-    monkeypatch.setattr(arithmetic, "twin", lambda: twin)
+    native = None if isa == "reference" else sampler(isa)
+    monkeypatch.setattr(arithmetic, "native_sampler", lambda: native)
     words = rng.philox4x32([[j, 1, 2, 3] for j in range(1250)], (4, 5)).reshape(-1)
     weights = arithmetic.exp(-(words >> 8).astype(np.float32) * np.float32(2.0**-21))
     probs = Probs(dense=torch.from_numpy(weights))

@@ -1,4 +1,4 @@
-"""The generator against published answers, and the coins against the laws that they promise."""
+"""The generator against published answers, and the coins against the distributions that they promise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KNOWN = [
 P, Q = (0.5, 0.3, 0.15, 0.05), (0.3, 0.4, 0.1, 0.2)  # the pair of K8
 
 
-def law(*weights: float, dtype: torch.dtype = torch.float64) -> Probs:
+def dense(*weights: float, dtype: torch.dtype = torch.float64) -> Probs:
     return Probs(dense=torch.tensor(weights, dtype=dtype))
 
 
@@ -101,9 +101,9 @@ def test_accept_never_for_zero_always_for_one():
 
 @pytest.mark.parametrize("kind", ["draw", "draft", "pick"])
 @pytest.mark.parametrize("weights", [P, (0.0, 0.7, 0.0, 0.3, 0.0), tuple([0.0] * 600 + [0.25, 0.75] + [0.0] * 9)])
-def test_draws_have_their_law(kind, weights):
+def test_draws_have_their_distribution(kind, weights):
     """Chi-square over 4,000 seeds; weights of 0 must never be drawn. Rows longer than one block of the sum included."""
-    counts = Counter(getattr(PhiloxCoins(seed, 11, 1), kind)(law(*weights), 2) for seed in range(4_000))
+    counts = Counter(getattr(PhiloxCoins(seed, 11, 1), kind)(dense(*weights), 2) for seed in range(4_000))
     support = [i for i, w in enumerate(weights) if w > 0]
     assert set(counts) == set(support)
     expected = [4_000 * weights[i] for i in support]
@@ -112,7 +112,7 @@ def test_draws_have_their_law(kind, weights):
 
 def test_draw_needs_no_normalisation():
     for seed in range(50):
-        a, b = (PhiloxCoins(seed, 0, 0).draw(law(*(scale * w for w in P)), 0) for scale in (1.0, 2.0**-20))
+        a, b = (PhiloxCoins(seed, 0, 0).draw(dense(*(scale * w for w in P)), 0) for scale in (1.0, 2.0**-20))
         assert a == b
 
 
@@ -121,10 +121,10 @@ def test_draw_needs_no_normalisation():
 def test_draw_at_the_ends_of_the_uniform(uniform, dtype):
     """Ids of probability 0 at either end, thirds that do not add up, weights far below rounding."""
     for weights in ([0, 1 / 3, 1 / 3, 1 / 3, 0], [0] * 700 + [1e-30, 1.0, 1e-30] + [0] * 700, [0, 0, 1, 0]):
-        drawn = rng._draw(law(*weights, dtype=dtype), uniform)
+        drawn = rng._draw(dense(*weights, dtype=dtype), uniform)
         assert weights[drawn] > 0
-    assert rng._draw(law(*([0] * 3 + [0.1] * 10 + [0] * 3)), 1 - 2.0**-53) == 12
-    assert rng._draw(law(*([0] * 3 + [0.1] * 10 + [0] * 3)), 0.0) == 3
+    assert rng._draw(dense(*([0] * 3 + [0.1] * 10 + [0] * 3)), 1 - 2.0**-53) == 12
+    assert rng._draw(dense(*([0] * 3 + [0.1] * 10 + [0] * 3)), 0.0) == 3
 
 
 def test_points_are_returned_without_randomness():
@@ -133,10 +133,10 @@ def test_points_are_returned_without_randomness():
 
 
 @pytest.mark.parametrize("weights", [[0.0, 0.0], [0.5, -0.1], [math.nan, 1.0], [math.inf, 1.0]])
-def test_what_is_no_law_is_refused(weights):
+def test_what_is_no_distribution_is_refused(weights):
     for kind in ("draw", "pick"):
         with pytest.raises(InternalError, match="cannot be drawn from"):
-            getattr(PhiloxCoins(0, 0, 0), kind)(law(*weights), 0)
+            getattr(PhiloxCoins(0, 0, 0), kind)(dense(*weights), 0)
     with pytest.raises(InternalError, match="needs a point or a dense"):
         PhiloxCoins(0, 0, 0).draw(Probs(), 0)
 
@@ -156,7 +156,7 @@ def test_pruning_never_changes_a_pick(scale, dtype):
 
 def test_k8_shared_noise_agrees_as_often_as_the_formula_says():
     assert match_acceptance(P, Q) == pytest.approx(0.7195, abs=5e-5)
-    agree = sum(c.pick(law(*P), 0) == c.pick(law(*Q), 0) for c in (PhiloxCoins(s, 0, 0) for s in range(8_000)))
+    agree = sum(c.pick(dense(*P), 0) == c.pick(dense(*Q), 0) for c in (PhiloxCoins(s, 0, 0) for s in range(8_000)))
     assert stats.binomtest(agree, 8_000, match_acceptance(P, Q)).pvalue > 1e-4
 
 
@@ -164,16 +164,16 @@ def test_k8_shared_noise_agrees_as_often_as_the_formula_says():
 
 
 def test_enumeration_visits_everything_once():
-    ways = enumerate_outcomes(lambda c: (c.draw(law(0.5, 0.0, 0.5), 0), c.accept(0.25, 1), c.accept(1.0, 2)))
+    ways = enumerate_outcomes(lambda c: (c.draw(dense(0.5, 0.0, 0.5), 0), c.accept(0.25, 1), c.accept(1.0, 2)))
     expected = {(0, True, True): 0.125, (0, False, True): 0.375, (2, True, True): 0.125, (2, False, True): 0.375}
     assert {result: weight for weight, result in ways} == expected
     assert enumerate_outcomes(lambda c: 1) == [(1.0, 1)]
 
 
 def test_enumerated_picks_are_exact():
-    """Shared noise by polygon areas: the marginals are the laws, and agreement is the closed form."""
+    """Shared noise by polygon areas: the marginals are the distributions, and agreement is the closed form."""
     p, q = (0.5, 0.3, 0.2), (0.3, 0.2, 0.5)
-    ways = enumerate_outcomes(lambda c: (c.pick(law(*p), 4), c.at(3).pick(law(*q), 1), c.pick(law(*p), 4)))
+    ways = enumerate_outcomes(lambda c: (c.pick(dense(*p), 4), c.at(3).pick(dense(*q), 1), c.pick(dense(*p), 4)))
     assert all(first == again for _, (first, _, again) in ways)
     for side, weights in enumerate((p, q)):
         marginal = [sum(w for w, result in ways if result[side] == x) for x in range(3)]
@@ -183,17 +183,17 @@ def test_enumerated_picks_are_exact():
 
 
 def test_enumerated_picks_at_other_indices_are_independent():
-    ways = enumerate_outcomes(lambda c: (c.pick(law(0.6, 0.4), 0), c.pick(law(0.5, 0.5), 1)))
+    ways = enumerate_outcomes(lambda c: (c.pick(dense(0.6, 0.4), 0), c.pick(dense(0.5, 0.5), 1)))
     assert {r: w for w, r in ways} == pytest.approx({(0, 0): 0.3, (0, 1): 0.3, (1, 0): 0.2, (1, 1): 0.2}, abs=1e-14)
 
 
 def test_enumerated_picks_agree_with_the_generator():
-    """Three laws looked at through one noise: joint frequencies of the real coins against the polygons."""
-    laws = [law(0.5, 0.3, 0.2), law(0.2, 0.3, 0.5), law(0.1, 0.8, 0.1)]
+    """Three distributions looked at through one noise: joint frequencies of the real coins against the polygons."""
+    distributions = [dense(0.5, 0.3, 0.2), dense(0.2, 0.3, 0.5), dense(0.1, 0.8, 0.1)]
     exact = Counter()
-    for weight, result in enumerate_outcomes(lambda c: tuple(c.pick(p, 0) for p in laws)):
+    for weight, result in enumerate_outcomes(lambda c: tuple(c.pick(p, 0) for p in distributions)):
         exact[result] += weight
-    drawn = Counter(tuple(PhiloxCoins(s, 0, 0).pick(p, 0) for p in laws) for s in range(3000))
+    drawn = Counter(tuple(PhiloxCoins(s, 0, 0).pick(p, 0) for p in distributions) for s in range(3000))
     assert set(drawn) <= set(exact)
     cells = [r for r in exact if exact[r] * 3000 >= 5]
     observed = [drawn[r] for r in cells]
@@ -203,7 +203,7 @@ def test_enumerated_picks_agree_with_the_generator():
 
 def test_more_than_three_ids_cannot_be_picked_exactly():
     with pytest.raises(InternalError, match="at most 3 ids"):
-        enumerate_outcomes(lambda c: c.pick(law(*P), 0))
+        enumerate_outcomes(lambda c: c.pick(dense(*P), 0))
 
 
 def test_derived_seeds_are_64_bits_and_unlike_each_other():

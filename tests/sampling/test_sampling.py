@@ -24,12 +24,12 @@ def row(*logits: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.tensor(logits, dtype=dtype)
 
 
-def law(logits: torch.Tensor, history: History = History(), **params) -> list[float]:  # noqa: B008 - frozen
+def distribution(logits: torch.Tensor, history: History = History(), **params) -> list[float]:  # noqa: B008 - frozen
     return probs(logits, SamplingParams(**params), history).dense.tolist()
 
 
 def support(logits: torch.Tensor, **params) -> list[int]:
-    return [i for i, p in enumerate(law(logits, **params)) if p > 0]
+    return [i for i, p in enumerate(distribution(logits, **params)) if p > 0]
 
 
 # ------------------------------------------------------------------------------------------------------- the softmax
@@ -44,7 +44,7 @@ def test_softmax_keeps_the_width_and_the_logits(dtype):
         made = probs(logits, SamplingParams(**params), History([1, 2, 3], 1))
         assert logits.equal(before), "the row belongs to the model"
         assert made.dense is None or made.dense.dtype == dtype
-    assert law(logits) == pytest.approx(logits.double().softmax(0).tolist(), abs=1e-7)
+    assert distribution(logits) == pytest.approx(logits.double().softmax(0).tolist(), abs=1e-7)
 
 
 def test_half_precision_is_widened():
@@ -53,14 +53,14 @@ def test_half_precision_is_widened():
 
 @pytest.mark.parametrize("temperature", [1e-5, 0.01, 1.0, 1e6])
 def test_no_temperature_overflows(temperature):
-    made = law(row(1e30, -1e30, 3.0, -INF, dtype=torch.float32), temperature=temperature)
+    made = distribution(row(1e30, -1e30, 3.0, -INF, dtype=torch.float32), temperature=temperature)
     assert made[0] == 1
     assert made[3] == 0
-    assert sum(law(row(80.0, 79.9, -INF, dtype=torch.float32), temperature=temperature)) == pytest.approx(1)
+    assert sum(distribution(row(80.0, 79.9, -INF, dtype=torch.float32), temperature=temperature)) == pytest.approx(1)
 
 
 def test_excluded_ids_are_exact_zeros():
-    assert law(row(0.0, -INF, 0.0)) == [0.5, 0.0, 0.5]
+    assert distribution(row(0.0, -INF, 0.0)) == [0.5, 0.0, 0.5]
 
 
 # ------------------------------------------------------------------------------------------------------------ greedy
@@ -85,13 +85,13 @@ def test_greedy_leaves_after_penalties_and_masks():
 
 def test_repetition_divides_positive_and_multiplies_other_logits_once_per_id():
     history = History([0, 0, 1, 3], 3)  # prompt and output alike; id 0 twice
-    made = np.log(law(row(2.0, -1.0, 1.0, 0.0), history, repetition_penalty=2.0))
+    made = np.log(distribution(row(2.0, -1.0, 1.0, 0.0), history, repetition_penalty=2.0))
     assert made - made[2] == pytest.approx([0.0, -3.0, 0.0, -1.0])
 
 
 def test_presence_and_frequency_count_the_output_only():
     history = History([0, 0, 1, 1, 1, 2], 2)
-    made = np.log(law(row(0.0, 0.0, 0.0, 0.0), history, presence_penalty=0.5, frequency_penalty=0.25))
+    made = np.log(distribution(row(0.0, 0.0, 0.0, 0.0), history, presence_penalty=0.5, frequency_penalty=0.25))
     assert made - made[0] == pytest.approx([0.0, -1.25, -0.75, 0.0])
 
 
@@ -99,18 +99,20 @@ def test_drafted_tokens_count_like_committed_ones():
     seq = Sequence(0, [0, 1, 1], 1, SamplingParams(), 0, 99)
     rest = {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.3}
     logits = torch.randn(5, dtype=torch.float64)
-    drafted = law(logits, History.of(seq, [3, 3]), **rest)
+    drafted = distribution(logits, History.of(seq, [3, 3]), **rest)
     for token in (3, 3):
         seq.commit(token, "accepted")
-    assert drafted == law(logits, History.of(seq), **rest)
-    assert drafted != law(logits, History.of(seq, [3]), **rest)
+    assert drafted == distribution(logits, History.of(seq), **rest)
+    assert drafted != distribution(logits, History.of(seq, [3]), **rest)
 
 
 def test_ids_beyond_the_row_are_no_ones_penalty():
     """A draft model may have a smaller head than the target whose tokens it continues."""
     history = History([7, 1], 0, end_ids=frozenset({9}), bad_word_ids=((8,),))
     params = {"repetition_penalty": 2.0, "presence_penalty": 1.0, "min_tokens": 3}
-    assert law(row(1.0, 1.0, 1.0), history, **params) == law(row(1.0, 1.0, 1.0), History([1], 0), **params)
+    assert distribution(row(1.0, 1.0, 1.0), history, **params) == distribution(
+        row(1.0, 1.0, 1.0), History([1], 0), **params
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- masks
@@ -120,9 +122,9 @@ def test_end_ids_are_masked_until_min_tokens():
     logits, ends = row(0.0, 5.0, 0.0), frozenset({1})
     for num_output in range(4):
         history = History([0] * (2 + num_output), 2, end_ids=ends)
-        made = law(logits, history, min_tokens=2)
+        made = distribution(logits, history, min_tokens=2)
         assert (made[1] == 0) == (num_output < 2)
-    assert law(logits, History((), 0, ends))[1] > 0
+    assert distribution(logits, History((), 0, ends))[1] > 0
 
 
 @pytest.mark.parametrize(
@@ -131,31 +133,31 @@ def test_end_ids_are_masked_until_min_tokens():
 )
 def test_bad_words_are_not_completed(tokens, banned):
     history = History(tokens, 0, bad_word_ids=((4,), (0, 1), (0, 1, 2)))
-    assert [i for i, p in enumerate(law(torch.zeros(6), history)) if p == 0] == banned
+    assert [i for i, p in enumerate(distribution(torch.zeros(6), history)) if p == 0] == banned
 
 
 def test_a_bad_word_may_begin_in_the_prompt_or_in_the_draft():
     seq = Sequence(0, [5, 0], 2, SamplingParams(), 0, 99, bad_word_ids=((0, 1, 2),))
-    assert law(torch.zeros(4), History.of(seq, [1]))[2] == 0
-    assert law(torch.zeros(4), History.of(seq, [1, 1]))[2] > 0
+    assert distribution(torch.zeros(4), History.of(seq, [1]))[2] == 0
+    assert distribution(torch.zeros(4), History.of(seq, [1, 1]))[2] > 0
 
 
 def test_bias():
-    made = np.log(law(row(0.0, 0.0, 0.0), logit_bias={2: 1.5}))
+    made = np.log(distribution(row(0.0, 0.0, 0.0), logit_bias={2: 1.5}))
     assert made - made[0] == pytest.approx([0, 0, 1.5])
-    assert law(row(1.0, 1.0), logit_bias={0: -INF}) == [0.0, 1.0]
+    assert distribution(row(1.0, 1.0), logit_bias={0: -INF}) == [0.0, 1.0]
 
 
 # ---------------------------------------------------------------------------------------------------------- the order
 
 
 def test_bias_comes_before_the_repetition_penalty():
-    made = np.log(law(row(-1.0, 0.0), History([0], 0), repetition_penalty=2.0, logit_bias={0: 3.0}))
+    made = np.log(distribution(row(-1.0, 0.0), History([0], 0), repetition_penalty=2.0, logit_bias={0: 3.0}))
     assert made[0] - made[1] == pytest.approx(1.0)  # (-1 + 3) / 2; the other order gives 1
 
 
 def test_the_penalty_comes_before_the_presence_penalty():
-    made = np.log(law(row(4.0, 0.0), History([0], 0), repetition_penalty=2.0, presence_penalty=1.0))
+    made = np.log(distribution(row(4.0, 0.0), History([0], 0), repetition_penalty=2.0, presence_penalty=1.0))
     assert made[0] - made[1] == pytest.approx(1.0)  # 4 / 2 - 1, not (4 - 1) / 2
 
 
@@ -287,7 +289,7 @@ def test_transformers_agrees_on_bad_words_and_min_tokens():
             hf.MinNewTokensLengthLogitsProcessor(1, 3, 19),
         )
         history = History(tokens, 1, frozenset({19}), tuple(map(tuple, words)))
-        made = law(logits, history, min_tokens=3)
+        made = distribution(logits, history, min_tokens=3)
         assert made == pytest.approx(warped(logits, tokens, *steps).tolist(), abs=1e-14)
 
 

@@ -11,7 +11,7 @@ from scipy import stats
 
 from forerun import verify
 from forerun.errors import BadOption
-from forerun.models.toy import ToyLaw, ToyModel
+from forerun.models.toy import ToyModel, ToyTable
 from forerun.sampling import random as rng
 from forerun.sampling.random import PhiloxCoins
 from forerun.testing import Branching, enumerate_outcomes
@@ -224,14 +224,14 @@ def test_unknown_rules_are_refused_with_those_that_exist():
 # ------------------------------------------------------------------------------------------------------- match = plain
 
 SIZE, LENGTH, GAMMA, SEEDS = 4, 3, 2, 10_000
-TARGET = ToyModel(SIZE, 21, ToyLaw(scale=1.5))
-NEAR = ToyModel(SIZE, 22, ToyLaw(distance=1.0), near=TARGET)
+TARGET = ToyModel(SIZE, 21, ToyTable(scale=1.5))
+NEAR = ToyModel(SIZE, 22, ToyTable(distance=1.0), near=TARGET)
 
 
 def probs_of(model: ToyModel, tokens: tuple[int, ...], table: dict) -> Probs:
     key = (id(model), tokens)
     if key not in table:
-        table[key] = Probs(dense=model.law(tokens).softmax(0))
+        table[key] = Probs(dense=model.logits_after(tokens).softmax(0))
     return table[key]
 
 
@@ -271,10 +271,10 @@ def test_match_is_plain_for_ten_thousand_seeds():
     rates = [sum(d[1] for d in done[i::2]) / sum(d[2] for d in done[i::2]) for i in (0, 1)]
     assert 0.3 < rates[1] < rates[0] < 1, "shared noise is accepted more often"
 
-    weights = TARGET.law(()).softmax(0).numpy()
+    weights = TARGET.logits_after(()).softmax(0).numpy()
     observed = np.bincount([text[0] for text in plain], minlength=SIZE)
     assert stats.chisquare(observed, weights * SEEDS).pvalue > 1e-4
-    q = NEAR.law(()).softmax(0).numpy()
+    q = NEAR.logits_after(()).softmax(0).numpy()
     coins = (PhiloxCoins(seed, 0, 0) for seed in range(SEEDS))
     agree = sum(c.pick(Probs(dense=torch.from_numpy(q)), 0) == text[0] for c, text in zip(coins, plain, strict=True))
     assert stats.binomtest(agree, SEEDS, formulas.match_acceptance(weights, q)).pvalue > 1e-4

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.config import EngineConfig
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 from forerun.registry import by_name, names, unknown
 from forerun.types import SamplingParams
 
@@ -86,7 +86,7 @@ TopP = Annotated[float | None, _sampling("top_p", "keep the likeliest ids that t
 MinP = Annotated[float | None, _sampling("min_p", "drop ids below this share of the largest probability, in [0, 1]")]
 MaxTokens = Annotated[int | None, _sampling("max_tokens", "tokens to generate at most")]
 MinTokens = Annotated[int | None, _sampling("min_tokens", "no end of sequence and no stop id before this many tokens")]
-RepetitionPenalty = Annotated[float | None, _sampling("repetition_penalty", "above 0; over prompt and output")]
+RepetitionPenalty = Annotated[float | None, _sampling("repetition_penalty", "in 1e-6 .. 1e6; over prompt and output")]
 PresencePenalty = Annotated[float | None, _sampling("presence_penalty", "in [-2, 2]; over the output")]
 FrequencyPenalty = Annotated[float | None, _sampling("frequency_penalty", "in [-2, 2]; over the output")]
 LogitBias = Annotated[
@@ -166,7 +166,7 @@ def _text_or_ids(line: dict[str, Any]) -> Prompt:
     prompt: Prompt = line["prompt"]
     ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not prompt or not (ids or isinstance(prompt, str)):
-        raise BadOption(f"prompt={prompt!r:.60} is not possible: it must be a text or a list of ids, not empty")
+        raise BadOption(f"prompt={shown(prompt)} is not possible: it must be a text or a list of ids, not empty")
     return prompt
 
 
@@ -174,7 +174,7 @@ def _conversation(line: dict[str, Any]) -> Prompt:
     messages: Prompt = line["messages"]
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         raise BadOption(
-            f'messages={messages!r:.60} is not possible: it must be a list like [{{"role": "user", "content": "..."}}]'
+            f'messages={shown(messages)} is not possible: it must be a list like [{{"role": "user", "content": "..."}}]'
         )
     return messages
 
@@ -187,7 +187,7 @@ def _biases(pairs: Iterable[str]) -> dict[int, float]:
         try:
             made[_token_id(token, pair)] = float(value)
         except ValueError:
-            raise BadOption(f"logit_bias={pair!r} is not possible: write ID=VALUE, for example 5=-1.5") from None
+            raise BadOption(f"logit_bias={shown(pair)} is not possible: write ID=VALUE, for example 5=-1.5") from None
     return made
 
 
@@ -195,7 +195,7 @@ def _token_id(text: str, given: object) -> int:
     try:
         return int(text)
     except ValueError:
-        raise BadOption(f"logit_bias={given!r} is not possible: {text!r} is no token id") from None
+        raise BadOption(f"logit_bias={shown(given)} is not possible: {shown(text)} is no token id") from None
 
 
 def engine_config(flags: Mapping[str, Any], config_file: Path | None = None) -> EngineConfig:

@@ -19,7 +19,7 @@ import typer
 from forerun.cli import flags
 from forerun.cli.bench import SHAPE_NAMES
 from forerun.config import EngineConfig
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,9 @@ class Models:
         raw = read(config.target or str(SHIPPED_TARGET))
         name = draft_name(config)
         if draft_shape is not None and name is None:
-            raise BadOption(f"draft_shape={draft_shape!r} needs a draft model, and draft={config.draft!r} has none")
+            raise BadOption(
+                f"draft_shape={shown(draft_shape)} needs a draft model, and draft={shown(config.draft)} has none"
+            )
         device = device_of(config)
         return cls(
             target=_shaped(raw, shape),
@@ -147,7 +149,7 @@ def parse_bytes(text: str) -> int:
     except (ValueError, KeyError, OverflowError):
         found = 0
     if found <= 0:
-        raise BadOption(f"memory={text!r} is not possible: write a number of bytes as 16GB, 16GiB or 8e9")
+        raise BadOption(f"memory={shown(text)} is not possible: write a number of bytes as 16GB, 16GiB or 8e9")
     return found
 
 

@@ -17,7 +17,7 @@ from forerun import drafters, ops, pacing
 from forerun.config import EngineConfig
 from forerun.engine import router
 from forerun.engine.engine import Engine
-from forerun.errors import BadOption, CapacityError, NotFound
+from forerun.errors import BadOption, CapacityError, NotFound, shown
 from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
 from forerun.memory.plan import memory_plan, pool_tokens, resolve_max_seq_len
@@ -128,7 +128,9 @@ def check_loaded(checkpoint: Checkpoint, config: EngineConfig) -> None:
     }
     for name, (wanted, fact) in facts.items():
         if wanted not in ("auto", fact):
-            raise BadOption(f"{name}={wanted!r} contradicts the loaded model ({fact}): load the model that way instead")
+            raise BadOption(
+                f"{name}={shown(wanted)} contradicts the loaded model ({fact}): load the model that way instead"
+            )
 
 
 def _device(name: str) -> torch.device:

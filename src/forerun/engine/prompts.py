@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence as Seq, Set
 from typing import Any
 
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 from forerun.types import SamplingParams
 
 Prompt = str | Seq[int]
@@ -16,9 +16,12 @@ A_CONVERSATION = 'a list of messages such as [{"role": "user", "content": "hello
 
 def as_list(prompts: object) -> list[Prompt]:
     """One prompt or several: a text, a sequence of ids (numpy's and torch's included), or a list of either."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items = _items(prompts)
+    given = _plain(prompts)
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, _NO_LISTS) or not isinstance(given, Iterable):
+        raise _refusal(prompts)
+    items = list(given)
     return [_ids(items)] if items and _is_id(items[0]) else [p if isinstance(p, str) else _ids(p) for p in items]
 
 
@@ -37,7 +40,7 @@ def conversations(messages: object) -> list[list[Message]]:
         return [items]
     lists = [[] if isinstance(item, str | Mapping) else _items(item) for item in items]
     if not lists or not all(part and all(isinstance(message, Mapping) for message in part) for part in lists):
-        raise BadOption(f"messages={messages!r:.60} is not possible: it must be {A_CONVERSATION}, or several of them")
+        raise BadOption(f"messages={shown(messages)} is not possible: it must be {A_CONVERSATION}, or several of them")
     return lists
 
 
@@ -47,28 +50,60 @@ def params_for(num_prompts: int, params: object, default: SamplingParams) -> lis
         return [params or default] * num_prompts
     each = [] if isinstance(params, str | Mapping) else _items(params)
     if not each or not all(isinstance(param, SamplingParams) for param in each):
-        raise BadOption(f"params={params!r:.60} is not possible: it must be SamplingParams(...), one or one per prompt")
+        raise BadOption(
+            f"params={shown(params)} is not possible: it must be SamplingParams(...), one or one per prompt"
+        )
     if len(each) != num_prompts:
         raise BadOption(f"{len(each)} SamplingParams for {num_prompts} prompts: give one, or one per prompt")
     return each
 
 
 def _items(values: object) -> list[Any]:
+    values = _plain(values)
     return list(values) if isinstance(values, Iterable) else [values]
+
+
+_NO_LISTS = (bytes, bytearray, memoryview, Mapping, Set)  # items of bytes look like ids; the others are in no order
+
+
+def _plain(value: Any) -> Any:
+    """What numpy, torch and others call an array or a scalar, as Python's own lists and numbers."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, memoryview) else value
 
 
 def _is_id(item: object) -> bool:
     try:
-        operator.index(item)  # type: ignore[arg-type]
+        _id(item)
     except (TypeError, ValueError):
         return False
     return True
 
 
+def _id(item: Any) -> int:
+    if type(item) is int:
+        return item
+    item = _plain(item)
+    if isinstance(item, bool):
+        raise TypeError
+    return operator.index(item)
+
+
 def _ids(prompt: object) -> list[int]:
     """Token ids as Python integers. Raises BadOption for anything that is no sequence of integers."""
+    given = _plain(prompt)
     try:
-        return [operator.index(token) for token in prompt]  # type: ignore[attr-defined]
+        if isinstance(given, _NO_LISTS):
+            raise TypeError
+        ids = [_id(token) for token in given]
     except (TypeError, ValueError):
-        hint = "; LLM.chat takes conversations" if isinstance(prompt, Mapping) else ""
-        raise BadOption(f"a prompt must be a text or a sequence of token ids, not {prompt!r:.60}{hint}") from None
+        raise _refusal(prompt) from None
+    for token in ids:
+        if not -(2**31) <= token < 2**31:  # which ids the model has is checked by the engine
+            raise BadOption(f"a prompt holds the id {shown(token)}, which is beyond every model's vocabulary")
+    return ids
+
+
+def _refusal(prompt: object) -> BadOption:
+    hint = "; LLM.chat takes conversations" if isinstance(prompt, Mapping) else ""
+    hint = "; decode bytes to a text first" if isinstance(prompt, bytes | bytearray | memoryview) else hint
+    return BadOption(f"a prompt must be a text or a sequence of token ids, not {shown(prompt)}{hint}")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from forerun import drafters
 from forerun.drafters import Drafter, Seen, Target
-from forerun.errors import BadOption, InternalError
+from forerun.errors import BadOption, InternalError, shown
 from forerun.registry import unknown
 from forerun.types import Budget, Coins, Draft, DraftStep, Sequence
 
@@ -53,7 +53,7 @@ class Router(Drafter):
         name = self.main if wanted is None else self._aliases.get(wanted, wanted)
         if name not in self.members:
             known = unknown("drafter in this engine", name, self.members)
-            raise BadOption(f"{known}; start it with draft={name!r} or extra_drafts={name!r}")
+            raise BadOption(f"{known}; start it with draft={shown(name)} or extra_drafts={shown(name)}")
         return name
 
     def of(self, seq: Sequence) -> Drafter:

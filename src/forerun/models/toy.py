@@ -1,8 +1,8 @@
 """A model whose exact probabilities are known, behind the same interface as the real ones.
 
 It keeps each token's id and position in the KV cache and reads its history back from the rows that the cache view
-names, so a wrong block table, a missed truncation, a wrong ancestor or a wrong position changes what it says. Its law
-is a random table over contexts, made on demand from a seed; `law` states it directly, for whoever checks the engine.
+names, so a wrong block table, a missed truncation, a wrong ancestor or a wrong position changes what it says. Its
+distribution is a random table over contexts, made on demand from a seed; `logits_after` states it directly, for tests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ToyConfig:
 
 
 @dataclass(frozen=True)
-class ToyLaw:
+class ToyTable:
     """What the random table looks like.
 
     order: how many last tokens decide; None = the whole history. scale: standard deviation of the logits, so 0 is
@@ -65,7 +65,7 @@ class ToyModel:
         self,
         vocab_size: int,
         seed: int,
-        law: ToyLaw | None = None,
+        table: ToyTable | None = None,
         *,
         near: ToyModel | None = None,
         max_positions: int = 4096,
@@ -74,7 +74,7 @@ class ToyModel:
         if dtype not in (torch.float32, torch.float64):
             raise InternalError(f"the toy keeps ids in its cache, which {dtype} cannot hold exactly")
         self.config = ToyConfig(vocab_size, max_positions)
-        self.shape = law or ToyLaw()
+        self.shape = table or ToyTable()
         self.near, self.seed = near, seed
         self.weight_dtype = self.activation_dtype = self.cache_dtype = dtype
         self.device = torch.device("cpu")
@@ -127,7 +127,7 @@ class ToyModel:
 
     # ----------------------------------------------------------------------------------------------- as an oracle
 
-    def law(self, history: Seq[int]) -> Tensor:
+    def logits_after(self, history: Seq[int]) -> Tensor:
         """Logits [V] after this history, by the definition: no cache, no positions."""
         order = self.shape.order
         context = tuple(history) if order is None else tuple(history[max(0, len(history) - order) :])
@@ -136,16 +136,17 @@ class ToyModel:
         return self._table[context]
 
     def _at(self, tokens: list[int], positions: list[int]) -> Tensor:
-        """The law of a history as it was read back; a position that is not its index spoils it visibly."""
+        """The logits after a history as it was read back; a position that is not its index spoils it visibly."""
         shifts = [p - i for i, p in enumerate(positions)]
-        return self.law(tokens).roll(1 + sum(map(abs, shifts))) if any(shifts) else self.law(tokens)
+        logits = self.logits_after(tokens)
+        return logits.roll(1 + sum(map(abs, shifts))) if any(shifts) else logits
 
     def _make(self, context: tuple[int, ...]) -> Tensor:
         shape, size = self.shape, self.config.vocab_size
         generator = np.random.default_rng([self.seed, zlib.crc32(repr(context).encode())])
         logits = generator.standard_normal(size) * shape.scale
         if self.near is not None:
-            logits = self.near.law(context).double().numpy() + generator.standard_normal(size) * shape.distance
+            logits = self.near.logits_after(context).double().numpy() + generator.standard_normal(size) * shape.distance
         if shape.tie_step > 0:
             logits = np.round(logits / shape.tie_step) * shape.tie_step
         excluded = generator.random(size) < shape.zero_share

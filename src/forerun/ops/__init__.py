@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from forerun import native
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 
 if TYPE_CHECKING:
     from forerun.ops.reference import ReferenceOps
@@ -22,7 +22,7 @@ def resolve(name: str, device: str) -> str:
     if name == "auto":
         return "native" if device == "cpu" and native.isa() != "reference" else "reference"
     if name == "native" and device != "cpu":
-        raise BadOption(f"ops='native' computes on the CPU and contradicts device={device!r}: drop one of them")
+        raise BadOption(f"ops='native' computes on the CPU and contradicts device={shown(device)}: drop one of them")
     if name == "native" and native.isa() == "reference":
         why = native.why_not() or "FORERUN_ISA=reference switches them off"
         raise BadOption(f"ops='native' is not possible: {why}")

@@ -43,8 +43,8 @@ _LOG_ODD = (
 
 
 @cache
-def twin() -> Any:
-    """The native twin of what sampling and rng do to float32 rows: same names, same bits. None = numpy does it."""
+def native_sampler() -> Any:
+    """The native implementation of what this room does to float32 rows: same names, same bits. None = numpy does it."""
     isa = native.isa()
     return None if isa == "reference" else native.extension().Sampler(isa)
 

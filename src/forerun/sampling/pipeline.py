@@ -7,15 +7,16 @@ Hugging Face's set of logits warpers, with exact tie rules added):
     -> greedy leaves here -> temperature -> top-k -> min-p -> top-p -> softmax
 
 One row at a time on purpose: the numbers of a row then cannot depend on how many rows a step has. The arithmetic runs
-on the host, whatever device the logits come from, and float32 rows are computed twice over: `_argmax` and `_law` in
-numpy, and their native twins (csrc/sampling.cpp), which return the same bits and are taken where they were built.
+on the host, whatever device the logits come from. What is done to float32 rows is written twice: `_argmax` and `_probs`
+in numpy, and a native implementation of both (csrc/sampling.cpp), which returns the same bits and is taken where it was
+built.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from forerun.errors import BadOption, InternalError
 from forerun.sampling import arithmetic
-from forerun.types import Probs, SamplingParams, Sequence, TokenLogprob
+from forerun.types import Probs, SamplingParams, Sequence, TokenCounts, TokenLogprob
 
 Row = npt.NDArray[np.floating[Any]]
 Ids = npt.NDArray[np.int64]
@@ -40,21 +41,40 @@ class History:
     It is a view of the sequence at this moment; it is worthless after the next commit.
     """
 
-    tokens: Seq[int] = ()
+    committed: Seq[int] = ()  # prompt and output
     num_prompt_tokens: int = 0
     end_ids: frozenset[int] = frozenset()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    drafted: Seq[int] = ()
+    kept: TokenCounts = field(default_factory=TokenCounts)  # of the committed tokens, from one row to the next
 
     @staticmethod
     def of(seq: Sequence, drafted: Seq[int] = ()) -> History:
         """What the token after `seq` and `drafted` sees. Copies nothing, however long the sequence is."""
-        tokens = _Joined(seq.tokens, drafted) if drafted else seq.tokens
-        return History(tokens, seq.num_prompt_tokens, seq.end_ids, seq.bad_word_ids)
+        return History(seq.tokens, seq.num_prompt_tokens, seq.end_ids, seq.bad_word_ids, drafted, seq.counts)
+
+    @property
+    def tokens(self) -> Seq[int]:
+        """All of them, in order."""
+        return _Joined(self.committed, self.drafted) if self.drafted else self.committed
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens after the prompt, drafted ones included."""
-        return len(self.tokens) - self.num_prompt_tokens
+        return len(self.committed) + len(self.drafted) - self.num_prompt_tokens
+
+    def counts(self) -> tuple[Ids, Ids]:
+        """The distinct ids of all tokens, and how often each occurs behind the prompt: two vectors [n], in no order."""
+        kept, new = self.kept, dict[int, int]()
+        kept.update(self.committed, self.num_prompt_tokens)
+        counts = np.array(kept.counts)
+        for token in self.drafted:
+            if (place := kept.places.get(token)) is None:
+                new[token] = new.get(token, 0) + 1
+            else:
+                counts[place] += 1
+        ids = np.array(kept.ids)
+        return (np.append(ids, list(new)), np.append(counts, list(new.values()))) if new else (ids, counts)
 
 
 class _Joined(Seq[int]):
@@ -65,10 +85,6 @@ class _Joined(Seq[int]):
 
     def __len__(self) -> int:
         return len(self._head) + len(self._tail)
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self._head
-        yield from self._tail
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -85,7 +101,7 @@ class _Joined(Seq[int]):
 
 
 def probs(logits: Tensor, params: SamplingParams, history: History = History()) -> Probs:
-    """The law that the next token is drawn from.
+    """The distribution that the next token is drawn from.
 
     logits [V], float32 or float64 (its width is kept), never modified. Greedy gives a point mass, lowest id on ties;
     otherwise a vector [V] on the host with exact zeros for every id that was removed, or a list of the ids with a
@@ -95,17 +111,17 @@ def probs(logits: Tensor, params: SamplingParams, history: History = History()) 
     """
     row = _host(logits)
     adjusted = _mask(_penalize(_bias(row, params), params, history), params, history)
-    twin = arithmetic.twin() if adjusted.dtype == np.float32 else None
+    native = arithmetic.native_sampler() if adjusted.dtype == np.float32 else None
     if params.greedy:
-        best: int | None = _argmax(adjusted) if twin is None else twin.argmax(adjusted)
+        best: int | None = _argmax(adjusted) if native is None else native.argmax(adjusted)
         if best is None:
-            raise _no_law(row)
+            raise _no_probs(row)
         return Probs(point=best)
     filters = _filters(params, len(adjusted))
-    law: tuple[Ids | None, Row] | None = _law(adjusted, *filters) if twin is None else twin.law(adjusted, *filters)
-    if law is None:
-        raise _no_law(row)
-    ids, values = (None if part is None else torch.from_numpy(part) for part in law)
+    made: tuple[Ids | None, Row] | None = (_probs if native is None else native.probs)(adjusted, *filters)
+    if made is None:
+        raise _no_probs(row)
+    ids, values = (None if part is None else torch.from_numpy(part) for part in made)
     return Probs(dense=values) if ids is None else Probs(ids=ids, listed=values)
 
 
@@ -116,7 +132,7 @@ def _host(logits: Tensor) -> Row:
     return row
 
 
-def _no_law(row: Row) -> Exception:
+def _no_probs(row: Row) -> Exception:
     if not np.isfinite(row.max()):  # max passes NaN on
         return InternalError(f"the model returned logits that are no numbers (their maximum is {row.max()})")
     return BadOption("no token is left to draw: logit_bias, bad_words and min_tokens forbid every id at this position")
@@ -143,22 +159,17 @@ def _penalize(row: Row, params: SamplingParams, history: History) -> Row:
     presence, frequency = params.presence_penalty, params.frequency_penalty
     if params.repetition_penalty == 1 and presence == 0 and frequency == 0:
         return row
-    row, width = row.copy(), len(row)
-    tokens = np.fromiter(history.tokens, dtype=np.int64, count=len(history.tokens))
+    row = row.copy()
+    ids, counts = history.counts()
+    if (beyond := ids >= len(row)).any():  # a draft model may have fewer ids than its target
+        ids, counts = ids[~beyond], counts[~beyond]
     if params.repetition_penalty != 1:
-        seen, _ = _count(tokens, width)
-        values = row[seen]
-        row[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        values = row[ids]
+        row[ids] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if presence != 0 or frequency != 0:
-        seen, counts = _count(tokens[history.num_prompt_tokens :], width)
-        row[seen] -= (presence + frequency * counts).astype(row.dtype)
+        spoken = counts > 0
+        row[ids[spoken]] -= (presence + frequency * counts[spoken]).astype(row.dtype)
     return row
-
-
-def _count(tokens: Ids, width: int) -> tuple[Ids, Ids]:
-    """Distinct ids below `width` and how often each occurs."""
-    ids, counts = np.unique(tokens[tokens < width], return_counts=True)
-    return ids, counts
 
 
 def _mask(row: Row, params: SamplingParams, history: History) -> Row:
@@ -180,9 +191,9 @@ def _ends_with(tokens: Seq[int], ending: tuple[int, ...]) -> bool:
 
 
 def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> bool:
-    """Whether the law of every row is a point at the row's largest logit, whatever the history.
+    """Whether the distribution of every row is a point at the row's largest logit, whatever the history.
 
-    Then nobody needs the other logits: `probs` would look at them and return that point.
+    Then the other logits are not needed: `probs` would look at them and return that point.
     """
     penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
     masks = params.logit_bias or bad_word_ids or params.min_tokens > 0
@@ -198,13 +209,13 @@ Filters = tuple[float, int, float, float, int]
 
 
 def _filters(params: SamplingParams, width: int) -> Filters:
-    """(temperature, top_k, log of min_p, top_p, the most ids that are listed) as the twins take them."""
+    """(temperature, top_k, log of min_p, top_p, the most ids that are listed) as both implementations take them."""
     log_min_p = float(arithmetic.log(params.min_p)) if params.min_p > 0 else -math.inf
     return min(params.temperature, _LARGEST), params.top_k, log_min_p, params.top_p, _most_listed(width)
 
 
 def _most_listed(width: int) -> int:
-    """How many ids a law may have to be kept as a list: a narrow row is as cheap dense."""
+    """How many ids a distribution may have to be kept as a list: a narrow row is as cheap dense."""
     return width // 16 if width >= 4096 else 0
 
 
@@ -214,7 +225,7 @@ def _argmax(row: Row) -> int | None:
     return best if np.isfinite(row[best]) else None
 
 
-def _law(
+def _probs(
     row: Row, temperature: float, top_k: int, log_min_p: float, top_p: float, most_listed: int
 ) -> tuple[Ids | None, Row] | None:
     """Temperature, filters and softmax: (ids, their probabilities), ids None = all; None where logits are no numbers.
@@ -325,7 +336,7 @@ def logprobs_of(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
     row = _host(logits)
     top = row.max()
     if not np.isfinite(top):
-        raise _no_law(row)
+        raise _no_probs(row)
     log_mass = float(top) + math.log(float(np.exp(row - top).sum(dtype=np.float64)))
     ids = _largest(row, min(num_top, len(row))) if num_top else np.empty(0, dtype=np.int64)
     best = sorted(ids.tolist(), key=lambda i: (-row[i], i))

@@ -2,14 +2,14 @@
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). numpy's Philox is the 4x64
 variant. Every number is a function of (seed, position, purpose, round, lane) and of nothing else, so no draw can
-depend on the batch, on neighbours, or on how many numbers somebody else used:
+depend on the batch, on neighbours, or on how many numbers other requests used:
 
     key      the two halves of the request's 64-bit seed, low word first
     counter  (absolute index of the token decided, purpose, round, lane or lane block)
 
-What float32 laws draw is computed twice over: here, and by native twins of `_place` and `_race` that return the same
-ids and are taken where they were built (csrc/sampling_race.cpp). For proofs there is a second source of randomness in
-forerun/testing.py, which takes every outcome in turn and knows its probability.
+Draws from float32 distributions are written twice: here, and as a native implementation of `_place` and `_race` that
+returns the same ids and is taken where it was built (csrc/sampling_race.cpp). For proofs there is a second source of
+randomness in forerun/testing.py, which takes every outcome in turn and knows its probability.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def uniform53(word0: int, word1: int) -> float:
 
 
 def _words(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, ...]:
-    twin = arithmetic.twin()
-    words: tuple[int, ...] = philox_words(counter, key) if twin is None else twin.philox(*counter, *key)
+    native = arithmetic.native_sampler()
+    words: tuple[int, ...] = philox_words(counter, key) if native is None else native.philox(*counter, *key)
     return words
 
 
@@ -169,7 +169,7 @@ class PhiloxCoins:
 
 
 def _host(probs: Probs) -> tuple[Row, Ids | None]:
-    """The weights of a law and their ids, None = 0 to n - 1. Raises InternalError where there are none."""
+    """The weights of a distribution and their ids, None = 0 to n - 1. Raises InternalError where there are none."""
     weights: Row = probs.weights.detach().cpu().numpy()
     return weights, None if probs.ids is None else probs.ids.numpy()
 
@@ -177,36 +177,38 @@ def _host(probs: Probs) -> tuple[Row, Ids | None]:
 def weights_of(probs: Probs) -> tuple[Row, Ids | None]:
     """The same, checked. Raises InternalError for weights that are no distribution."""
     weights, ids = _host(probs)
-    if error := _no_law(weights):
+    if error := _no_probs(weights):
         raise error
     return weights, ids
 
 
-def _no_law(weights: Row) -> InternalError | None:
+def _no_probs(weights: Row) -> InternalError | None:
     """What is wrong with weights that are negative, without mass, or no numbers; None where nothing is."""
     low, high = weights.min(initial=0.0), weights.max(initial=0.0)
     if low >= 0 and 0 < high < math.inf:  # NaN fails every comparison
         return None
-    return InternalError(f"a law with weights from {low} to {high} cannot be drawn from: negative, empty or no number")
+    return InternalError(
+        f"a distribution with weights from {low} to {high} cannot be drawn from: negative, empty or no number"
+    )
 
 
 def _draw(probs: Probs, uniform: float) -> int:
     """Inverse of the cumulative sum at `uniform`; an id of probability 0 is never returned."""
     weights, ids = _host(probs)
-    twin = arithmetic.twin() if weights.dtype == np.float32 else None
-    place = _place(weights, int(uniform * 2**53)) if twin is None else twin.place(weights, int(uniform * 2**53))
+    native = arithmetic.native_sampler() if weights.dtype == np.float32 else None
+    place = _place(weights, int(uniform * 2**53)) if native is None else native.place(weights, int(uniform * 2**53))
     if place is None:
-        raise _no_law(weights) or InternalError("the twins disagree on what a law is")
+        raise _no_probs(weights) or InternalError("numpy and native code disagree on what a distribution is")
     return int(place if ids is None else ids[place])
 
 
 def _place(weights: Row, uniform: int) -> int | None:
-    """The first place at which the sum of ticks is above uniform * 2^-53 of all; None where this is no law.
+    """The first place at which the sum of ticks is above uniform * 2^-53 of all; None where there is no mass.
 
     Summed in two levels: blocks of the vocabulary, then the places of one block. Whole numbers: nothing is rounded, so
     the place found has a weight.
     """
-    if _no_law(weights):
+    if _no_probs(weights):
         return None
     counts = arithmetic.ticks(weights, len(weights), float(weights.max()))
     starts = np.arange(0, len(weights), _BLOCK)
@@ -220,23 +222,23 @@ def _place(weights: Row, uniform: int) -> int | None:
 def _pick(probs: Probs, seed: int, position: int) -> int:
     """argmax of log weight + Gumbel noise, as the exponential race that it is: argmin of -log u / weight."""
     weights, ids = _host(probs)
-    twin = arithmetic.twin() if weights.dtype == np.float32 else None
+    native = arithmetic.native_sampler() if weights.dtype == np.float32 else None
     winner: int | None = (
-        _race(weights, ids, seed, position) if twin is None else twin.race(weights, ids, seed, position)
+        _race(weights, ids, seed, position) if native is None else native.race(weights, ids, seed, position)
     )
     if winner is None:
-        raise _no_law(weights) or InternalError("the twins disagree on what a law is")
+        raise _no_probs(weights) or InternalError("numpy and native code disagree on what a distribution is")
     return winner
 
 
 def _race(weights: Row, ids: Ids | None, seed: int, position: int) -> int | None:
-    """The id with the least -log u / weight, float64, lowest id on ties; None where this is no law.
+    """The id with the least -log u / weight, float64, lowest id on ties; None where there is no mass.
 
-    In two strokes: the likely ids first, then whoever could still win. Once some id has finished at the time t, another
-    can win only if -log u <= weight * t; since -log u >= 1 - u, those with 1 - u > weight * t are out without a
-    logarithm.
+    In two strokes: the likely ids first, then those that could still win. Once some id has finished at the time t,
+    another can win only if -log u <= weight * t; since -log u >= 1 - u, those with 1 - u > weight * t are out without
+    a logarithm.
     """
-    if _no_law(weights):
+    if _no_probs(weights):
         return None
     padded, blocks = _in_blocks(weights, ids)
     best = np.maximum(np.maximum(padded[:, 0], padded[:, 1]), np.maximum(padded[:, 2], padded[:, 3])).astype(np.float64)

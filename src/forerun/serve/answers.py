@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from forerun.errors import BadOption, CapacityError
+from forerun.errors import BadOption, CapacityError, shown
 
 ID_PREFIX = "batch_req_"
 _BEGINNING = f'{{"id": "{ID_PREFIX}'.encode()  # of every line: what else a file ends with is not ours to cut off
@@ -108,9 +108,9 @@ class AnswerFile:
         if not is_ours:
             raise BadOption(f"{where} is not an answer of forerun batch: {another}")
         if custom_id not in asked:
-            raise BadOption(f"{where} answers {custom_id!r:.80}, which the input does not ask: {another}")
+            raise BadOption(f"{where} answers {shown(custom_id)}, which the input does not ask: {another}")
         if custom_id in self.finished:
-            raise BadOption(f"{where} answers {custom_id!r:.80} once more: delete one of the two lines")
+            raise BadOption(f"{where} answers {shown(custom_id)} once more: delete one of the two lines")
         self._count(answer)
 
     def _count(self, answer: Mapping[str, Any]) -> None:

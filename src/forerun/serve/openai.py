@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import BadOption, CapacityError, ForerunError, PromptTooLong, UserError
+from forerun.errors import BadOption, CapacityError, ForerunError, PromptTooLong, UserError, shown
 from forerun.registry import by_name, unknown
 from forerun.serve.logprobs import chat_logprobs, completion_logprobs
 from forerun.types import SamplingParams
@@ -141,14 +141,14 @@ def _check_neutral(url: str, given: Body) -> None:
     for name, (allowed, why) in NEUTRAL[url].items():
         if name in given and not any(given[name] == value and type(given[name]) is type(value) for value in allowed):
             values = " or ".join(f"{value!r}" for value in allowed)
-            message = f"{name}={given[name]!r:.60} is not possible: {why}; leave it out (or say {values})"
+            message = f"{name}={shown(given[name])} is not possible: {why}; leave it out (or say {values})"
             raise Refused(message, name, code="unsupported_parameter")
 
 
 def _model(given: Body, names: Seq[str]) -> str:
     model = given.get("model", names[0])
     if not isinstance(model, str) or model not in names:
-        message = f"model={model!r:.80} is not here: it must be {' or '.join(map(repr, names))}, or left out"
+        message = f"model={shown(model)} is not here: it must be {' or '.join(map(repr, names))}, or left out"
         raise Refused(message, "model", code="model_not_found", status=404)
     return model
 
@@ -159,8 +159,8 @@ def _params(url: str, given: Body, defaults: Mapping[str, Any]) -> SamplingParam
     if longest is not None:
         if given.get("max_tokens", longest) != longest:
             raise Refused(
-                f"max_completion_tokens={longest!r} and max_tokens={given['max_tokens']!r} are two names of one limit: "
-                "drop one of them",
+                f"max_completion_tokens={shown(longest)} and max_tokens={shown(given['max_tokens'])} are two names of "
+                "one limit: drop one of them",
                 "max_completion_tokens",
             )
         fields["max_tokens"] = longest
@@ -174,7 +174,7 @@ def _params(url: str, given: Body, defaults: Mapping[str, Any]) -> SamplingParam
     if params.n > MAX_CHOICES:
         raise Refused(f"n={params.n} is not possible: it must be at most {MAX_CHOICES}", "n")
     if given.get("best_of", params.n) != params.n:
-        message = f"best_of={given['best_of']!r} is not possible: no choices are made to be thrown away; use n"
+        message = f"best_of={shown(given['best_of'])} is not possible: no choices are made to be thrown away; use n"
         raise Refused(message, "best_of", code="unsupported_parameter")
     return params
 
@@ -183,9 +183,9 @@ def _num_top_logprobs(given: Body) -> int | None:
     """A chat says whether it wants log-probabilities, and how many others beside each token's own."""
     wanted, num_top = given.get("logprobs", False), given.get("top_logprobs", 0)
     if not isinstance(wanted, bool):
-        raise Refused(f"logprobs={wanted!r:.60} is not possible: it must be true or false", "logprobs")
+        raise Refused(f"logprobs={shown(wanted)} is not possible: it must be true or false", "logprobs")
     if "top_logprobs" in given and not wanted:
-        raise Refused(f"top_logprobs={num_top!r:.60} needs logprobs=true: set both or neither", "top_logprobs")
+        raise Refused(f"top_logprobs={shown(num_top)} needs logprobs=true: set both or neither", "top_logprobs")
     return num_top if wanted else None
 
 
@@ -193,7 +193,7 @@ def _biases(biases: dict[str, Any]) -> dict[int, Any]:
     try:
         return {int(token): bias for token, bias in biases.items()}
     except ValueError:
-        raise Refused(f"logit_bias={biases!r:.60} is not possible: its keys must be token ids", "logit_bias") from None
+        raise Refused(f"logit_bias={shown(biases)} is not possible: its keys must be token ids", "logit_bias") from None
 
 
 def _named_as_given(message: str, given: Body) -> Refused:
@@ -212,10 +212,12 @@ def _stream(given: Body) -> tuple[bool, bool]:
     """Whether the answer is wanted in pieces, and its usage at their end."""
     stream, options = given.get("stream", False), given.get("stream_options", {})
     if not isinstance(stream, bool):
-        raise Refused(f"stream={stream!r:.60} is not possible: it must be true or false", "stream")
+        raise Refused(f"stream={shown(stream)} is not possible: it must be true or false", "stream")
     usage = options.get("include_usage", False) if isinstance(options, dict) else None
     if not isinstance(usage, bool) or set(options) - {"include_usage"} or (options and not stream):
-        message = f'stream_options={options!r:.60} is not possible: it must be {{"include_usage": true}}, with a stream'
+        message = (
+            f'stream_options={shown(options)} is not possible: it must be {{"include_usage": true}}, with a stream'
+        )
         raise Refused(message, "stream_options")
     return stream, usage
 
@@ -224,7 +226,7 @@ def _prompts(prompt: Any) -> tuple[Prompt, ...]:
     """A text, ids, or a list of either."""
     several = prompt if isinstance(prompt, list) and not _are_ids(prompt) else [prompt]
     if not several or not all(isinstance(one, str) or (one and _are_ids(one)) for one in several):
-        message = f"prompt={prompt!r:.60} is not possible: it must be a text, a list of token ids, or a list of either"
+        message = f"prompt={shown(prompt)} is not possible: it must be a text, a list of token ids, or a list of either"
         raise Refused(message, "prompt")
     return tuple(several)
 
@@ -238,13 +240,13 @@ def _messages(messages: Any) -> list[Mapping[str, Any]]:
     ok = isinstance(messages, list) and messages
     if not ok or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         example = '[{"role": "user", "content": "hello"}]'
-        raise Refused(f"messages={messages!r:.60} is not possible: it must be a list such as {example}", "messages")
+        raise Refused(f"messages={shown(messages)} is not possible: it must be a list such as {example}", "messages")
     for i, message in enumerate(messages):
         parts = message.get("content")
         for part in parts if isinstance(parts, list) else []:
             kind = part.get("type") if isinstance(part, dict) else part
             if kind != "text":
-                problem = f"messages[{i}] has a part of type {kind!r:.60}: the model reads texts alone"
+                problem = f"messages[{i}] has a part of type {shown(kind)}: the model reads texts alone"
                 raise Refused(problem, f"messages[{i}].content")
     made: list[Mapping[str, Any]] = messages
     return made
@@ -253,7 +255,7 @@ def _messages(messages: Any) -> list[Mapping[str, Any]]:
 def _variables(variables: Any) -> Mapping[str, Any]:
     wrong = variables if not isinstance(variables, dict) else [name for name in _NO_VARIABLES if name in variables]
     if wrong or not isinstance(variables, dict):
-        message = f"chat_template_kwargs={wrong!r:.60} is not possible: it takes the template's own variables, by name"
+        message = f"chat_template_kwargs={shown(wrong)} is not possible: it takes the template's own variables, by name"
         raise Refused(message, "chat_template_kwargs")
     return variables
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from forerun.errors import BadOption, NotFound
+from forerun.errors import BadOption, NotFound, shown
 from forerun.registry import unknown
 from forerun.serve.openai import CHAT, URLS
 
@@ -65,7 +65,7 @@ class RequestFile:
                 request = _read(line)
                 first = self.line_of.setdefault(request.custom_id, number)
                 if first != number:
-                    raise BadOption(f"has the custom_id {request.custom_id!r:.80} of line {first}")
+                    raise BadOption(f"has the custom_id {shown(request.custom_id)} of line {first}")
                 self.has_chats |= request.url == CHAT
             except BadOption as error:
                 problems.append(f"line {number} {error}")
@@ -105,5 +105,5 @@ def _read(line: bytes) -> BatchRequest:
 
 
 def _missing(name: str, value: Any, what: str) -> NoReturn:
-    has = f"has no {name}" if value is None else f"has the {name} {value!r:.60}"
+    has = f"has no {name}" if value is None else f"has the {name} {shown(value)}"
     raise BadOption(f"{has} (it must be {what})")

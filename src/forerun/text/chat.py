@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 from forerun.text.messages import copy_documents, copy_messages, copy_tools, plain
 from forerun.text.template_files import DEFAULT, find_sources, special_tokens
 from forerun.text.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ class ChatTemplate:
     def _choose(self, name: str | None, tools: object) -> str:
         if name is not None:
             if name not in self.templates:
-                raise BadOption(f"there is no chat template {name!r}: it must be one of {list(self.names)}")
+                raise BadOption(f"there is no chat template {shown(name)}: it must be one of {list(self.names)}")
             return name
         if tools is not None and TOOL_USE in self.templates:
             return TOOL_USE
@@ -115,7 +115,7 @@ def _check_reads(template: CompiledTemplate, names: Iterable[str], special_token
     if unread:
         others = sorted(known - set(special_tokens))
         raise BadOption(
-            f"this model's chat template does not read {unread[0]!r}, so it would have no effect: leave it out "
+            f"this model's chat template does not read {shown(unread[0])}, so it would have no effect: leave it out "
             f"(it reads {', '.join(others) or 'the messages alone'})"
         )
 
@@ -153,5 +153,5 @@ def _check_printed(text: str, messages: Seq[Mapping[str, Any]]) -> None:
         if repr(content) in text and repr(content) != json.dumps(content, ensure_ascii=False):
             raise BadOption(
                 f"this model's chat template takes content as a text, and messages[{i}]['content'] is "
-                f"{content!r:.60}: give it as one text"
+                f"{shown(content)}: give it as one text"
             )

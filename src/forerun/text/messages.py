@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import Any
 
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 
 MAX_DEPTH = 100  # of lists and mappings within one another; no real message comes near
 # Whoever has one of these roles speaks text. Others, such as "tool", may hand over any data.
@@ -24,7 +24,7 @@ def copy_messages(messages: object) -> list[dict[str, Any]]:
     """
     if isinstance(messages, str) or not isinstance(messages, Seq) or not messages:
         raise BadOption(
-            f"messages={messages!r:.60} is not possible: it must be a list of at least one mapping such as "
+            f"messages={shown(messages)} is not possible: it must be a list of at least one mapping such as "
             "{'role': 'user', 'content': 'Hello'}"
         )
     return [_copy_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -38,10 +38,10 @@ def _copy_message(message: object, where: str) -> dict[str, Any]:
     copy = {key: value for key, value in plain(message, where).items() if value is not None}
     role = copy.get("role")
     if not isinstance(role, str) or not role:
-        found = "no role" if role is None else f"the role {role!r}"
+        found = "no role" if role is None else f"the role {shown(role)}"
         raise BadOption(f"{where} has {found}: give it one, such as 'user' or 'assistant'")
     if "content" not in copy and not copy.get("tool_calls"):
-        raise BadOption(f"{where} (role {role!r}) has neither content nor tool_calls: give it one of them")
+        raise BadOption(f"{where} (role {shown(role)}) has neither content nor tool_calls: give it one of them")
     calls = copy.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise BadOption(
@@ -62,7 +62,7 @@ def _check_content(content: object, where: str) -> None:
         raise BadOption(f"{where} is {_kind(content)}: it must be a text, or a list of text parts")
     for i, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            found = f"a part of type {part.get('type')!r}" if isinstance(part, dict) else _kind(part)
+            found = f"a part of type {shown(part.get('type'))}" if isinstance(part, dict) else _kind(part)
             raise BadOption(f"{where}[{i}] is {found}: each part must be {{'type': 'text', 'text': '...'}}")
 
 
@@ -87,7 +87,7 @@ def _copy_mappings(values: object, where: str, wanted: str) -> list[dict[str, An
     if values is None:
         return None
     if isinstance(values, str) or not isinstance(values, Seq):
-        raise BadOption(f"{where}={values!r:.60} is not possible: it must be a list, each item {wanted}")
+        raise BadOption(f"{where}={shown(values)} is not possible: it must be a list, each item {wanted}")
     for i, value in enumerate(values):
         if not isinstance(value, Mapping):
             raise BadOption(f"{where}[{i}] is {_kind(value)}: it must be {wanted}")
@@ -109,12 +109,12 @@ def plain(value: object, where: str, depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise BadOption(f"{where} has the key {key!r:.60}: keys must be texts, as in JSON")
-        return {str.__str__(key): plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+                raise BadOption(f"{where} has the key {shown(key)}: keys must be texts, as in JSON")
+        return {str.__str__(key): plain(item, f"{where}[{shown(key)}]", depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise BadOption(f"{where} is {_kind(value)}: it must be made of texts, numbers, lists and mappings, as in JSON")
 
 
 def _kind(value: object) -> str:
-    return f"{value!r:.60} (of type {type(value).__name__})"
+    return f"{shown(value)} (of type {type(value).__name__})"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tokenizers
 
-from forerun.errors import BadOption, NotFound, UnsupportedModel, VocabularyMismatch
+from forerun.errors import BadOption, NotFound, UnsupportedModel, VocabularyMismatch, shown
 
 REPLACEMENT = "\ufffd"  # what bytes that are no character (yet) decode to
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -52,7 +52,7 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise BadOption(f"the text {text!r:.60} is not valid UTF-8 at character {error.start}: mend it") from None
+            raise BadOption(f"the text {shown(text)} is not valid UTF-8 at character {error.start}: mend it") from None
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Seq[int], skip_special_tokens: bool = False) -> str:

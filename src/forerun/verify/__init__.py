@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from forerun.errors import BadOption, InternalError
+from forerun.errors import BadOption, InternalError, shown
 from forerun.registry import load, make_options, names, parse_spec
 from forerun.types import AcceptanceTest, Coins, Draft, Probs, Verdict
 
@@ -50,7 +50,7 @@ class Rule:
         if not judges(self.module):
             fitting = [f"acceptance={name!r}" for name in rules() if judges(find(name).module)]
             raise BadOption(
-                f"acceptance={self.name!r} cannot judge the drafts of {draft!r} ({shape}, {draws}): "
+                f"acceptance={shown(self.name)} cannot judge the drafts of {shown(draft)} ({shape}, {draws}): "
                 f"use {' or '.join([*fitting, 'another drafter'])}"
             )
 

@@ -1,4 +1,4 @@
-"""One law, computed three ways: by numpy, by the native kernels of every instruction set, and by full sorts.
+"""One distribution, computed three ways: by numpy, by the native kernels of every instruction set, and by full sorts.
 
 The first two must agree in every bit, and the third holds both to what they promise, ties at every threshold included.
 """
@@ -15,16 +15,16 @@ from hypothesis import given, settings, strategies as st
 
 from forerun.errors import BadOption, InternalError
 from forerun.sampling import arithmetic, random as rng
-from forerun.sampling.pipeline import Filters, _argmax, _law, probs
+from forerun.sampling.pipeline import Filters, _argmax, _probs, probs
 from forerun.sampling.random import PhiloxCoins
 from forerun.types import Probs, SamplingParams
-from sampling.twins import ISAS, KINDS, Row, row, sampler
+from sampling.samplers import ISAS, KINDS, Row, row, sampler
 
 NONE = -math.inf
-Law = tuple[np.ndarray | None, np.ndarray] | None
+Made = tuple[np.ndarray | None, np.ndarray] | None
 
 
-def same(a: Law, b: Law) -> bool:
+def same(a: Made, b: Made) -> bool:
     """Equal in form, in type and in every bit."""
     if a is None or b is None:
         return a is b
@@ -54,9 +54,9 @@ def by_definition(logits: Row, temperature: float, top_k: int, log_min_p: float,
     return {i: float(weights[i] / divisor) for i in sorted(kept) if weights[i] > 0}
 
 
-def as_dict(law: Law) -> dict[int, float]:
-    assert law is not None
-    ids, values = law
+def as_dict(made: Made) -> dict[int, float]:
+    assert made is not None
+    ids, values = made
     ids = np.arange(len(values)) if ids is None else ids
     return {int(i): float(p) for i, p in zip(ids, values, strict=True) if p > 0}
 
@@ -96,18 +96,18 @@ def test_ticks_have_no_order_and_cannot_overflow():
 def test_the_bits_are_these():
     """Pinned: a numpy, a compiler or a processor that computes something else is found out here.
 
-    Logits come from Philox words, so that no library's random numbers or normal law stand between.
+    Logits come from Philox words, so that no library's random numbers or normal distribution stand between.
     """
     words = rng.philox4x32(np.stack(np.broadcast_arrays(np.arange(1500), 7, 0, 0), -1), (1, 2)).reshape(-1)
     logits = (words >> 8).astype(np.float32) * np.float32(2.0**-20) - np.float32(8)
     digest = hashlib.sha256(arithmetic.exp(-np.abs(logits)).tobytes())
     for filters in ((0.8, 0, NONE, 1.0, 0), (0.8, 0, NONE, 0.95, 0), (0.7, 50, NONE, 0.9, 375), (1.0, 0, -3.0, 1.0, 0)):
-        digest.update(_law(logits, *filters)[1].tobytes())
+        digest.update(_probs(logits, *filters)[1].tobytes())
     digest.update(arithmetic.log((words + 0.5) * 2.0**-32).tobytes())
     assert digest.hexdigest() == "e8985c756e12d687a89a11e64137a98aec76b1f17acfdac082c98d93113841ed"
 
 
-# ------------------------------------------------------------------------------------------------------- the twins
+# ----------------------------------------------------------------------------------------------------- numpy and native
 
 SIZES = st.sampled_from([1, 2, 3, 5, 16, 63, 64, 65, 127, 128, 129, 511, 513, 1000, 4096])
 FILTERS = st.tuples(
@@ -123,11 +123,11 @@ FILTERS = st.tuples(
 @settings(max_examples=250, deadline=None)
 @given(st.sampled_from(KINDS), SIZES, st.integers(0, 10**6), FILTERS)
 def test_every_bit_is_the_same(isa: str, kind: str, size: int, seed: int, filters: Filters) -> None:
-    twin, logits = sampler(isa), row(kind, size, seed)
+    native, logits = sampler(isa), row(kind, size, seed)
     with np.errstate(over="ignore"):
-        law = _law(logits, *filters)
-    assert same(twin.law(logits, *filters), law)
-    assert twin.argmax(logits) == _argmax(logits) == int(logits.argmax())
+        made = _probs(logits, *filters)
+    assert same(native.probs(logits, *filters), made)
+    assert native.argmax(logits) == _argmax(logits) == int(logits.argmax())
 
 
 @settings(max_examples=120, deadline=None)
@@ -135,14 +135,14 @@ def test_every_bit_is_the_same(isa: str, kind: str, size: int, seed: int, filter
 def test_numpy_is_the_definition(kind: str, size: int, seed: int, filters: Filters) -> None:
     logits = row(kind, size, seed)
     with np.errstate(over="ignore"):
-        assert as_dict(_law(logits, *filters)) == by_definition(logits, *filters[:4])
+        assert as_dict(_probs(logits, *filters)) == by_definition(logits, *filters[:4])
 
 
 @pytest.mark.parametrize("isa", [None, *ISAS])
 def test_an_id_has_a_probability_down_to_87_below_the_largest(isa):
     below = np.nextafter(np.float32(-87), np.float32(-88))
     logits = np.array([0, -87, below, -88, -np.inf] * 20, np.float32)
-    _, values = (_law if isa is None else sampler(isa).law)(logits, 1.0, 0, NONE, 1.0, 0)
+    _, values = (_probs if isa is None else sampler(isa).probs)(logits, 1.0, 0, NONE, 1.0, 0)
     assert (values > 0).tolist() == [True, True, False, False, False] * 20
 
 
@@ -153,25 +153,25 @@ WIDE = [(0.8, 50, NONE, 0.9), (0.8, 0, NONE, 0.95), (0.8, 0, NONE, 1.0), (1.3, 5
 @pytest.mark.parametrize("size", [128_256, 200_000, 262_208])
 def test_whole_vocabularies(isa, size):
     """As wide as published models are; beyond 2^18 ids a weight has fewer ticks."""
-    twin = sampler(isa)
+    native = sampler(isa)
     for seed, kind in enumerate(("flat", "peaked", "whole numbers", "close")):
         logits = row(kind, size, seed)
         for filters in WIDE[seed % 2 :: 2] if size > 128_256 else WIDE:
-            law = _law(logits, *filters, size // 16)
-            assert same(twin.law(logits, *filters, size // 16), law)
-            assert twin.argmax(logits) == _argmax(logits)
+            made = _probs(logits, *filters, size // 16)
+            assert same(native.probs(logits, *filters, size // 16), made)
+            assert native.argmax(logits) == _argmax(logits)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_rows_that_lie_anywhere(isa):
     """No alignment is assumed, and a row is never written to."""
-    twin, memory = sampler(isa), row("flat", 5000, 3)
+    native, memory = sampler(isa), row("flat", 5000, 3)
     before = memory.copy()
     memory.setflags(write=False)
     for start in range(1, 18):
         part = memory[start : start + 4500]
         for filters in WIDE:
-            assert same(twin.law(part, *filters, 0), _law(part, *filters, 0))
+            assert same(native.probs(part, *filters, 0), _probs(part, *filters, 0))
     assert (memory == before).all()
 
 
@@ -179,8 +179,8 @@ def test_rows_that_lie_anywhere(isa):
 
 
 def kept_ids(isa: str | None, logits: Row, *filters: float, most_listed: int = 0) -> list[int]:
-    law = (_law if isa is None else sampler(isa).law)(logits, *filters, most_listed)
-    return list(as_dict(law))
+    made = (_probs if isa is None else sampler(isa).probs)(logits, *filters, most_listed)
+    return list(as_dict(made))
 
 
 @pytest.mark.parametrize("isa", [None, *ISAS])
@@ -245,9 +245,9 @@ def test_the_smallest_mass_that_counts(isa, size):
     """More than half a tick is one, and up to one and a half; of 2^18 ids and more a tick is twice as large."""
     logits = np.full(size, math.log(0.6) - 42 * math.log(2), np.float32)
     logits[0] = 0
-    law = _law(logits, 1.0, 0, NONE, 1 - 1e-8, 0)
-    assert same(sampler(isa).law(logits, 1.0, 0, NONE, 1 - 1e-8, 0), law)
-    assert 1 < len(as_dict(law)) < size
+    made = _probs(logits, 1.0, 0, NONE, 1 - 1e-8, 0)
+    assert same(sampler(isa).probs(logits, 1.0, 0, NONE, 1 - 1e-8, 0), made)
+    assert 1 < len(as_dict(made)) < size
 
 
 @pytest.mark.parametrize("isa", [None, *ISAS])
@@ -269,15 +269,15 @@ def test_ties_that_only_the_temperature_makes(isa):
 
 @pytest.mark.parametrize("isa", [None, *ISAS])
 def test_a_list_has_at_most_as_many_ids_as_it_may(isa):
-    law = _law if isa is None else sampler(isa).law
+    probs_of = _probs if isa is None else sampler(isa).probs
     logits = row("flat", 5000, 1)
     logits[:10] = -200  # far enough to have no weight
     for top_k, log_min_p, top_p in ((50, NONE, 1.0), (0, NONE, 0.5), (0, -2.0, 1.0)):
-        count = len(as_dict(law(logits, 1.0, top_k, log_min_p, top_p, 0)))
-        ids, values = law(logits, 1.0, top_k, log_min_p, top_p, count)
+        count = len(as_dict(probs_of(logits, 1.0, top_k, log_min_p, top_p, 0)))
+        ids, values = probs_of(logits, 1.0, top_k, log_min_p, top_p, count)
         assert len(ids) == len(values) == count
-        assert law(logits, 1.0, top_k, log_min_p, top_p, count - 1)[0] is None
-    ids, values = law(logits, 1.0, 4999, NONE, 1.0, 4999)
+        assert probs_of(logits, 1.0, top_k, log_min_p, top_p, count - 1)[0] is None
+    ids, values = probs_of(logits, 1.0, 4999, NONE, 1.0, 4999)
     assert len(ids) == 4990, "nine ids passed top-k and have no weight"
     assert values.min() > 0
 
@@ -289,21 +289,21 @@ def test_a_list_has_at_most_as_many_ids_as_it_may(isa):
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
 def test_what_is_no_number_is_seen_wherever_it_stands(isa, size, bad):
-    twin = sampler(isa)
+    native = sampler(isa)
     for place in {0, size // 2, size - 1}:
         logits = row("flat", size, 0)
         logits[place] = bad
-        assert twin.argmax(logits) is None
+        assert native.argmax(logits) is None
         for filters in WIDE:
-            assert twin.law(logits, *filters, 0) is None
+            assert native.probs(logits, *filters, 0) is None
     nothing = np.full(size, -np.inf, np.float32)
-    assert twin.argmax(nothing) is twin.law(nothing, 1.0, 0, NONE, 1.0, 0) is None
+    assert native.argmax(nothing) is native.probs(nothing, 1.0, 0, NONE, 1.0, 0) is None
 
 
 @pytest.mark.parametrize("isa", ["reference", *ISAS])
 def test_the_errors_are_the_same(isa, monkeypatch):
-    twin = None if isa == "reference" else sampler(isa)
-    monkeypatch.setattr(arithmetic, "twin", lambda: twin)
+    native = None if isa == "reference" else sampler(isa)
+    monkeypatch.setattr(arithmetic, "native_sampler", lambda: native)
     for temperature in (0.0, 1.0):
         with pytest.raises(InternalError, match="no numbers"):
             probs(torch.tensor([1.0, math.nan]), SamplingParams(temperature=temperature))
@@ -316,14 +316,14 @@ def test_the_errors_are_the_same(isa, monkeypatch):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_the_pipeline_takes_the_twin(isa, monkeypatch):
+def test_the_pipeline_takes_the_native_sampler(isa, monkeypatch):
     """Through `probs`: greedy, lists and vectors; float64 rows stay with numpy."""
-    twin = sampler(isa)
+    native = sampler(isa)
     logits = torch.from_numpy(row("peaked", 4096, 5))
     everything = [{"temperature": 0.0}, {"top_k": 50, "top_p": 0.9}, {"temperature": 0.7}, {"min_p": 0.1}]
     made = {}
-    for name, kernels in (("reference", None), (isa, twin)):
-        monkeypatch.setattr(arithmetic, "twin", lambda kernels=kernels: kernels)
+    for name, kernels in (("reference", None), (isa, native)):
+        monkeypatch.setattr(arithmetic, "native_sampler", lambda kernels=kernels: kernels)
         made[name] = [probs(logits, SamplingParams(**params)) for params in everything]
         assert probs(logits.double(), SamplingParams()).dense.dtype == torch.float64
     for a, b in zip(made["reference"], made[isa], strict=True):

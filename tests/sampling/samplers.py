@@ -1,4 +1,4 @@
-"""Rows that are hard for a sampler, and the native twins of sampling and rng for each instruction set."""
+"""Rows that are hard for a sampler, and the native sampler of each instruction set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = npt.NDArray[np.float32]
 
 
 def sampler(isa: str) -> Any:
-    """The twin of one instruction set; skips the test where none was built, fails it where one must be there."""
+    """The native sampler of one instruction set; skips the test where none was built, fails where one must be there."""
     module = native.extension()
     if module is None:
         (pytest.fail if os.environ.get("FORERUN_REQUIRE_NATIVE") else pytest.skip)(str(native.why_not()))

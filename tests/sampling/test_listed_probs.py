@@ -1,4 +1,4 @@
-"""A law that is a list of ids is the same law as its vector: for draws, for both rules, and in exact enumeration."""
+"""A distribution given as a list of ids is the same as its vector: for draws, for both rules, in exact enumeration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forerun.types import Draft, Probs, SamplingParams, Sequence
 from forerun.verify import match, ratio
 from house.enumeration import Case, every_way
 from house.test_lossless import assert_lossless
-from sampling.twins import ISAS, row, sampler
+from sampling.samplers import ISAS, row, sampler
 
 V = 4096
 
@@ -28,17 +28,17 @@ def listed(ids: list[int], weights: list[float], dtype: torch.dtype = torch.floa
     return Probs(ids=torch.tensor(ids), listed=torch.tensor(weights, dtype=dtype))
 
 
-def spelled(law: Probs, size: int) -> Probs:
-    """The same law as a vector."""
-    dense = torch.zeros(size, dtype=law.weights.dtype)
-    dense[law.ids] = law.weights
+def spelled(made: Probs, size: int) -> Probs:
+    """The same distribution as a vector."""
+    dense = torch.zeros(size, dtype=made.weights.dtype)
+    dense[made.ids] = made.weights
     return Probs(dense=dense)
 
 
 def test_at():
-    law = listed([2, 5, 9], [0.5, 0.25, 0.25])
-    assert [law.at(i) for i in range(12)] == [0, 0, 0.5, 0, 0, 0.25, 0, 0, 0, 0.25, 0, 0]
-    assert law.weights.tolist() == [0.5, 0.25, 0.25]
+    made = listed([2, 5, 9], [0.5, 0.25, 0.25])
+    assert [made.at(i) for i in range(12)] == [0, 0, 0.5, 0, 0, 0.25, 0, 0, 0, 0.25, 0, 0]
+    assert made.weights.tolist() == [0.5, 0.25, 0.25]
     assert Probs(point=3).at(3) == 1
     with pytest.raises(InternalError, match="needs a point or a dense"):
         Probs().at(0)
@@ -49,11 +49,11 @@ def test_at():
 def test_what_filters_leave_of_a_wide_row_is_a_list():
     logits = torch.from_numpy(row("flat", V, 0))
     for params in ({"top_k": 50}, {"min_p": 0.5}, {"top_k": 256}, {"top_k": 50, "top_p": 0.9}):
-        law = probs(logits, SamplingParams(**params))
-        assert (law.dense, law.point) == (None, None)
-        assert law.ids.tolist() == sorted(law.ids.tolist())
-        assert (law.ids.dtype, law.listed.dtype) == (torch.int64, torch.float32)
-        assert float(law.listed.sum()) == pytest.approx(1, abs=1e-6)
+        made = probs(logits, SamplingParams(**params))
+        assert (made.dense, made.point) == (None, None)
+        assert made.ids.tolist() == sorted(made.ids.tolist())
+        assert (made.ids.dtype, made.listed.dtype) == (torch.int64, torch.float32)
+        assert float(made.listed.sum()) == pytest.approx(1, abs=1e-6)
     for params in ({}, {"top_k": 257}, {"top_p": 0.99}):
         assert probs(logits, SamplingParams(**params)).dense.shape == (V,)
     assert probs(logits[:-1], SamplingParams(top_k=5)).dense.shape == (V - 1,), "a narrow row stays a vector"
@@ -62,17 +62,17 @@ def test_what_filters_leave_of_a_wide_row_is_a_list():
 @pytest.mark.parametrize("isa", ["reference", *ISAS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_draws_are_those_of_the_vector(isa, dtype, monkeypatch):
-    twin = None if isa == "reference" else sampler(isa)
-    monkeypatch.setattr(arithmetic, "twin", lambda: twin)
+    native = None if isa == "reference" else sampler(isa)
+    monkeypatch.setattr(arithmetic, "native_sampler", lambda: native)
     generator = torch.Generator().manual_seed(0)
     for seed in range(40):
         ids = torch.randperm(1000, generator=generator)[: 1 + seed * 3].sort().values
-        law = Probs(ids=ids, listed=torch.rand(len(ids), generator=generator, dtype=dtype))
-        law.listed[:: 1 + seed % 4] = 0
-        law.listed[-1] = 0.5
+        made = Probs(ids=ids, listed=torch.rand(len(ids), generator=generator, dtype=dtype))
+        made.listed[:: 1 + seed % 4] = 0
+        made.listed[-1] = 0.5
         coins = PhiloxCoins(seed, 5, 1)
         for draw in (coins.draw, coins.draft, coins.pick):
-            assert draw(law, 2) == draw(spelled(law, 1000), 2)
+            assert draw(made, 2) == draw(spelled(made, 1000), 2)
 
 
 FORMS = {
@@ -91,7 +91,7 @@ FORMS = {
 def test_the_residual_of_every_pair_of_forms(p, q):
     """norm(max(0, p - q)), id by id; p where nothing is left; neither distribution is changed."""
     p, q = FORMS[p], FORMS[q]
-    before = [[law.at(i) for i in range(10)] for law in (p, q)]
+    before = [[one.at(i) for i in range(10)] for one in (p, q)]
     made = ratio.residual(p, q)
     if p.point is None:
         expected = [max(0.0, p.at(i) - q.at(i)) for i in range(10)]
@@ -101,7 +101,7 @@ def test_the_residual_of_every_pair_of_forms(p, q):
         assert len(made.weights) == len(p.weights)
     else:
         assert made is p
-    assert [[law.at(i) for i in range(10)] for law in (p, q)] == before
+    assert [[one.at(i) for i in range(10)] for one in (p, q)] == before
 
 
 def test_the_residual_is_as_wide_as_the_wider_type():
@@ -131,7 +131,7 @@ def test_enumerated_rounds_do_not_depend_on_the_form(module):
 @pytest.mark.parametrize("rule", ["ratio", "match"])
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.8}, {"min_p": 0.4, "repetition_penalty": 1.7}])
 def test_the_engine_is_lossless_with_lists(rule, options, monkeypatch):
-    """The real engine in exact enumeration, with every filtered law of either model as a list."""
+    """The real engine in exact enumeration, with every filtered distribution of either model as a list."""
     monkeypatch.setattr(pipeline, "_most_listed", lambda width: width)
     assert pipeline.probs(torch.zeros(3), SamplingParams(top_k=2)).ids.tolist() == [0, 1]
     assert_lossless(Case("model", SamplingParams(max_tokens=3, acceptance=rule, **options)))
