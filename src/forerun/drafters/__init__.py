@@ -8,7 +8,7 @@ weight is read. Nothing else has to change for a new method.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -105,8 +105,11 @@ class Drafter:
         Called while the target runs their prompts, so that the first draft need not wait for a prompt of the drafter's.
         """
 
-    def free_tokens(self) -> int | None:
-        """Tokens that still fit into the drafter's own cache; None = no limit of its own."""
+    def free_tokens(self, without: Collection[int] = ()) -> int | None:
+        """Tokens that still fit into the drafter's own cache; None = no limit of its own.
+
+        without: ids of sequences that count as ended.
+        """
         return None
 
 

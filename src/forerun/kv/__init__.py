@@ -8,7 +8,7 @@ are kept, held as pending, or overwritten by the next run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Collection, Mapping, Sequence as Seq
 from typing import NamedTuple, Protocol
 
 
@@ -64,8 +64,8 @@ class KVCache(Protocol):
     def room(self, slot: int) -> Room:
         """What an open slot holds and may still take."""
 
-    def free_tokens(self) -> int:
-        """Tokens that fit into blocks no slot uses."""
+    def free_tokens(self, without: Collection[int] = ()) -> int:
+        """Tokens that fit into blocks no slot uses, or would use if the slots `without` were released."""
 
     def missing_blocks(self, slot: int, num_tokens: int) -> int:
         """Blocks that `reserve` would take."""

@@ -31,7 +31,7 @@ Apart from these, a slot that uses a block uses all blocks before it, so they ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -231,9 +231,14 @@ class BlockCache:
         """The parent of each pending row of an open slot: an index among them, -1 = the kept rows."""
         return self._slots[slot].pending
 
-    def free_tokens(self) -> int:
-        """Tokens that fit into blocks no slot uses, evictable ones included."""
-        return self._num_available() * self.block_tokens
+    def free_tokens(self, without: Collection[int] = ()) -> int:
+        """Tokens that fit into blocks no slot uses, evictable ones included.
+
+        without: slots that count as released; what they share with others stays in use. Unknown ones are ignored.
+        """
+        released = Counter(block for slot in without if slot in self._slots for block in self._slots[slot].table)
+        num_freed = sum(self._num_users[block] == num for block, num in released.items())
+        return (self._num_available() + num_freed) * self.block_tokens
 
     def room(self, slot: int) -> Room:
         """What an open slot holds and may still take. Raises KeyError for one that is not open."""
