@@ -152,7 +152,7 @@ def test_no_more_places_are_taken_than_needed() -> None:
 
 
 def test_what_running_requests_share_is_not_freed_by_one_of_them() -> None:
-    """11 blocks: 4 that an equal and a worse one share, one more of each. A prompt of 7 needs more than the 6 others."""
+    """11 blocks: 4 that an equal and a worse one share, one more of each: without the worse one 6 are free, not 10."""
     engine, prompt = engine_with(176, prefill_chunk_tokens=128), [i % 7 for i in range(65)]
     equal = engine.add(prompt, SamplingParams(max_tokens=15, temperature=0.0))
     engine.step()
