@@ -13,7 +13,7 @@ from engine.load import MODEL, run, runner_with
 from forerun.drafters import Seen
 from forerun.drafters.lookup import LookupDrafter, Options, follower
 from forerun.engine.engine import Engine
-from forerun.engine.router import Crew
+from forerun.engine.router import Router
 from forerun.pacing.fixed import FixedPacing
 from forerun.types import Budget, Coins, Draft, SamplingParams, Sequence
 
@@ -78,7 +78,7 @@ def test_a_long_prompt_is_read_while_the_target_reads_it() -> None:
     drafter = Watched()
     engine = Engine(
         runner_with(MODEL, 1024),
-        Crew({"lookup": drafter}),
+        Router({"lookup": drafter}),
         FixedPacing(3),
         max_seq_len=128,
         prefill_chunk_tokens=16,
