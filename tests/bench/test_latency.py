@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forerun.bench.latency import WORKLOADS, Plan, planned
+from forerun.bench.latency import WORKLOADS, ForwardClock, Plan, planned, run_once
 from forerun.bench.results import Tally, Variant, line_of, plain_pass_s_of
+from forerun.engine.llm import LLM
 from forerun.errors import BadOption
 from forerun.theory import formulas
-from forerun.types import StepReport
+from forerun.types import SamplingParams, StepReport
+from tiny import write_tiny
 
 PLAIN, MODEL = Variant("none", 0), Variant("model", 3)
 
@@ -65,6 +68,25 @@ def test_plain_decoding_is_its_own_measure_and_short_drafts_have_no_prediction()
     short = model_tally()
     short.steps[:2] = [StepReport(num_decoding=1, num_drafted=1, num_tested=1, num_emitted=1, score_s=0.1)] * 2
     assert line_of(short, plain, 0.4).expected is None
+
+
+def test_a_step_is_charged_with_its_own_forwards_only(tmp_path: Path) -> None:
+    """The draft model reads the prompt in 25 steps before the first token; none of that is part of a decoding step."""
+    tiny = str(write_tiny(tmp_path / "tiny"))
+    llm = LLM(tiny, draft=tiny, spec_length=3, pacing="fixed", prefill_chunk_tokens=8, prefix_caching=False)
+    reports, tally = list[StepReport](), Tally(MODEL, 0.0)
+    llm.listen(reports.append)
+    runner = llm.engine.drafter.first.runner
+    assert runner is not None
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    run_once(llm, "a" * 200, params, tally, ForwardClock(runner))
+    assert sum(step.num_catchup_tokens for report in reports[:25] for step in report.drafts.values()) == 199
+    assert tally.steps == reports[25:]
+    assert sum(step.num_committed for step in tally.steps) == 8
+    for step, draft_forward_s in zip(tally.steps, tally.draft_forward_s, strict=True):
+        assert (draft_forward_s > 0) == (step.num_drafted > 0)
+        assert draft_forward_s <= step.draft_s
+    assert line_of(tally, tally, plain_pass_s=1.0).overhead_share > 0
 
 
 def test_a_workload_is_a_plan_that_says_which_models() -> None:

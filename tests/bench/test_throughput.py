@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from forerun.bench.throughput import LENGTHS, AlwaysWrong, ThroughputPlan, never_emitted, run
-from forerun.bench.throughput_results import AUTO, PLAIN, WRONG, Counts, bars_of, best_of, fixed_name, lines_of
+from forerun.bench.throughput_results import AGAIN, AUTO, PLAIN, WRONG, Counts, bars_of, best_of, fixed_name, lines_of
 from forerun.cli.bench import app
 from forerun.config import EngineConfig
 from forerun.engine.engine import Engine
@@ -59,14 +59,22 @@ def test_the_command_on_a_target_that_drafts_for_itself(
     )
     printed, record = measured(capsys, EngineConfig(target=str(tiny), draft=str(tiny)), plan)
     assert all(len(line) <= 80 for line in printed.splitlines()[:-1])
-    heads = ("target: ", "ceiling: ", "once ", "at once: ", "auto over the better of", "auto with a drafter")
+    heads = (
+        "target: ",
+        "ceiling: ",
+        "once ",
+        "at once: ",
+        "auto over the better of",
+        "auto with a drafter",
+        "the noise",
+    )
     starts = [next(i for i, line in enumerate(printed.splitlines()) if line.startswith(head)) for head in heads]
     assert starts == sorted(starts)
     assert "was right" not in printed
     assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # no column is cut short
 
-    variants, runs = [PLAIN, "K=1", "K=2", AUTO, WRONG], [Counts(**without_rate(r)) for r in record["runs"]]
-    turns = [[(r.repeat, r.concurrency, r.variant) for r in runs[i : i + 5]] for i in range(0, len(runs), 5)]
+    variants, runs = [PLAIN, AGAIN, "K=1", "K=2", AUTO, WRONG], [Counts(**without_rate(r)) for r in record["runs"]]
+    turns = [[(r.repeat, r.concurrency, r.variant) for r in runs[i : i + 6]] for i in range(0, len(runs), 6)]
     for turn, (repeat, concurrency) in enumerate(product((0, 1), (1, 3))):
         assert sorted(turns[turn]) == sorted((repeat, concurrency, variant) for variant in variants)
     for counts in runs:
@@ -85,12 +93,12 @@ def check_counts(counts: Counts) -> None:
     else:  # some are cut off, unless the last three end in one step; behind the prompts the batch is full
         assert 5 * 3 * min(lengths) < counts.num_committed <= 3 * sum(lengths)
     assert 0 < counts.forward_s < counts.seconds
-    assert counts.num_drafted <= counts.num_granted or counts.variant == PLAIN
-    per_step = {PLAIN: 1, "K=1": 2, "K=2": 3}.get(counts.variant)
+    assert counts.num_drafted <= counts.num_granted
+    per_step = {PLAIN: 1, AGAIN: 1, "K=1": 2, "K=2": 3}.get(counts.variant)
     if per_step is not None and counts.concurrency == 1:
         num_steps = sum(-(-length // per_step) for length in lengths)
         assert (counts.num_steps, counts.num_sequence_steps) == (num_steps, num_steps)
-    if counts.variant in (PLAIN, WRONG):
+    if counts.variant in (PLAIN, AGAIN, WRONG):
         assert counts.num_accepted == 0
         assert counts.num_sequence_steps == counts.num_committed
     else:
@@ -123,15 +131,16 @@ def test_prompts_are_part_of_a_run(tiny: Path, tmp_path: Path, monkeypatch: pyte
     # A step of prompts, five in which the first request decodes, two of them beside the other's prompt; with the third
     # token of the second request the run is over.
     assert (plain[0]["num_committed"], plain[0]["num_steps"]) == (5 + 3, 6)
-    assert {run["variant"] for run in record["runs"]} == {PLAIN, "K=1", "K=4", AUTO}
+    assert {run["variant"] for run in record["runs"]} == {PLAIN, AGAIN, "K=1", "K=4", AUTO}
     assert [line["wrong_over_plain"] for line in record["lines"]] == [None]
-    assert sorted(record["bars"]) == ["auto_over_better", "auto_over_max"]
+    assert sorted(record["bars"]) == ["again_over_plain", "auto_over_better", "auto_over_max"]
 
 
 # ----------------------------------------------------------------------------------------------------------- numbers
 
 RATES = {  # tokens per second in three repeats; the third is of a machine that is half as fast
     PLAIN: (10.0, 10.0, 5.0),
+    AGAIN: (9.0, 10.0, 6.0),
     fixed_name(2): (12.0, 12.0, 9.0),
     fixed_name(4): (14.0, 11.0, 5.0),
     AUTO: (12.0, 11.0, 6.0),
@@ -158,6 +167,9 @@ def test_every_number_of_a_line() -> None:
     assert line.auto_over_better.range == pytest.approx((11 / 12, 1.2))
     assert line.wrong_over_plain is not None
     assert line.wrong_over_plain.values == pytest.approx((1.0, 0.9, 1.1))
+    assert line.again_over_plain is not None
+    assert line.again_over_plain.values == pytest.approx((0.9, 1.0, 1.2))
+    assert (line.again_over_plain.median, line.again_over_plain.range) == (1.0, (0.9, 1.2))
     assert (line.mean_granted, line.mean_drafted, line.mean_accepted) == (1.5, 1.25, 0.75)
     cost = line.plain_cost
     assert (cost.mean_batch, cost.step_s, cost.overhead_share) == (2.0, 1.0, 0.25)

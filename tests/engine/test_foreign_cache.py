@@ -6,7 +6,7 @@ Its greedy text is that of generate() of transformers, whichever drafter it has.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Collection, Mapping, Sequence as Seq
 
 import pytest
 import torch
@@ -65,8 +65,8 @@ class ForeignCache:
     def room(self, slot: int) -> Room:
         return Room(self._lengths[slot], self._reserved[slot] - self._lengths[slot], 1)
 
-    def free_tokens(self) -> int:
-        return self.num_blocks - sum(self._reserved.values())
+    def free_tokens(self, without: Collection[int] = ()) -> int:
+        return self.num_blocks - sum(num for slot, num in self._reserved.items() if slot not in without)
 
     def missing_blocks(self, slot: int, num_tokens: int) -> int:
         return max(0, self._lengths[slot] + num_tokens - self._reserved[slot])

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from engine.load import MODEL, alone, caches, check, engine_with, mixed, run
+from forerun.engine.engine import Engine
+from forerun.engine.request import Request
 from forerun.errors import BadOption
 from forerun.types import SamplingParams, StepReport
 
@@ -112,6 +114,57 @@ def test_lower_priority_numbers_are_served_first_and_take_a_place() -> None:
     assert order == [urgent, usual, late]
     assert late.report.num_preemptions >= 1
     assert usual.report.num_preemptions == 0
+
+
+def at_work(engine: Engine, *requests: Request) -> None:
+    """Step until all of them decode."""
+    while not all(request.report.num_steps for request in requests):
+        engine.step()
+
+
+def test_no_place_is_taken_that_does_not_suffice() -> None:
+    """10 blocks: 4 of an equal, 2 each of two worse ones; without these a prompt of 7 blocks would still not fit."""
+    engine = engine_with(160, prefix_caching=False)
+    equal = engine.add([1] * 40, SamplingParams(max_tokens=24, temperature=0.0))
+    worse = [engine.add([i] * 10, SamplingParams(max_tokens=20, temperature=0.0, priority=1)) for i in (2, 3)]
+    at_work(engine, equal, *worse)
+    late = engine.add([4] * 100, SamplingParams(max_tokens=2, temperature=0.0))
+    while equal.seq.finish_reason is None:
+        engine.step()
+        assert equal.seq.finish_reason or late in engine.scheduler.waiting
+        assert engine.scheduler.num_preemptions == 0
+    outputs = run(engine, [late, *worse])
+    wanted = [(r.seq.tokens[: r.seq.num_prompt_tokens], r.seq.params) for r in (late, *worse)]
+    assert outputs == alone(wanted)
+
+
+def test_no_more_places_are_taken_than_needed() -> None:
+    """11 blocks, 3 each of three worse ones: a prompt of 3 blocks needs the place of the last alone."""
+    engine = engine_with(176, prefix_caching=False)
+    params = SamplingParams(max_tokens=8, temperature=0.0, priority=1)
+    worse = [engine.add([i] * 40, params) for i in range(3)]
+    engine.step()
+    urgent = engine.add([4] * 40, SamplingParams(max_tokens=4, temperature=0.0))
+    engine.step()
+    assert urgent in engine.scheduler.running
+    assert [request.report.num_preemptions for request in worse] == [0, 0, 1]
+    run(engine, [urgent, *worse])
+
+
+def test_what_running_requests_share_is_not_freed_by_one_of_them() -> None:
+    """11 blocks: 4 that an equal and a worse one share, one more of each: without the worse one 6 are free, not 10."""
+    engine, prompt = engine_with(176, prefill_chunk_tokens=128), [i % 7 for i in range(65)]
+    equal = engine.add(prompt, SamplingParams(max_tokens=15, temperature=0.0))
+    engine.step()
+    worse = engine.add(prompt, SamplingParams(max_tokens=15, temperature=0.0, priority=1))
+    at_work(engine, worse)
+    assert worse.report.num_cached_tokens == 64
+    late = engine.add([4] * 105, SamplingParams(max_tokens=2, temperature=0.0))
+    assert equal.seq.finish_reason is None
+    while equal.seq.finish_reason is None and worse.seq.finish_reason is None:
+        assert engine.scheduler.num_preemptions == 0
+        engine.step()
+    run(engine, [equal, worse, late])
 
 
 def test_equal_priorities_do_not_take_places() -> None:

@@ -82,7 +82,7 @@ def continued(output: tuple[int, ...], params: SamplingParams) -> Iterator[tuple
     if len(output) >= HORIZON:
         yield output[:HORIZON], 1.0
         return
-    logits = TARGET.law([*PROMPT, *output]).tolist()
+    logits = TARGET.logits_after([*PROMPT, *output]).tolist()
     for token, share in enumerate(second_pipeline(logits, params, PROMPT, output, ())):
         if share > 0:
             for rest, weight in continued((*output, token), params):

@@ -150,6 +150,9 @@ class Lives:
         self.d.check()
         used = {block for own in self.d.cache._slots.values() for block in own.table}
         assert self.d.cache.free_tokens() == (self.num_blocks - len(used)) * BLOCK
+        without = (slot, (slot + 1) % NUM_SLOTS)
+        used = {block for other, own in self.d.cache._slots.items() if other not in without for block in own.table}
+        assert self.d.cache.free_tokens(without) == (self.num_blocks - len(used)) * BLOCK
 
 
 @pytest.mark.parametrize("seed", range(6))

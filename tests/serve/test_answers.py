@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import resource
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forerun.errors import BadOption, CapacityError
-from forerun.serve.answers import AnswerFile
+from forerun.serve.answers import AnswerFile, answer_id
 
 pytestmark = pytest.mark.once("no engine runs: the file of answers alone")
+
+
+def asked(custom_ids: Iterable[str], digest: str = "0a") -> dict[str, str]:
+    """An input with these requests."""
+    return dict.fromkeys(custom_ids, digest)
 
 
 def answer(custom_id: str, status: int = 200) -> dict[str, Any]:
@@ -22,7 +30,7 @@ def answer(custom_id: str, status: int = 200) -> dict[str, Any]:
 
 def written(path: Path, *custom_ids: str) -> bytes:
     with AnswerFile(path) as answers:
-        answers.recover(custom_ids)
+        answers.recover(asked(custom_ids))
         answers.append([answer(custom_id) for custom_id in custom_ids])
     return path.read_bytes()
 
@@ -36,15 +44,15 @@ def test_every_torn_line_is_cut_off_and_nothing_else(tmp_path: Path) -> None:
         for zeros in (b"", b"\0\0"):
             path.write_bytes(whole + torn[:length] + zeros)
             with AnswerFile(path) as answers:
-                answers.recover("abc")
+                answers.recover(asked("abc"))
                 assert answers.finished == {"a", "b"}
                 assert path.read_bytes() == whole
     with AnswerFile(path) as answers:
-        answers.recover("abc")
+        answers.recover(asked("abc"))
         answers.append([answer("c", 400)])
         assert (answers.finished, answers.num_failed) == ({"a", "b", "c"}, 1)
     with AnswerFile(path) as answers:
-        answers.recover("abc")
+        answers.recover(asked("abc"))
         assert (answers.finished, answers.num_failed) == ({"a", "b", "c"}, 1)
 
 
@@ -52,7 +60,7 @@ def test_a_custom_id_may_be_any_text(tmp_path: Path) -> None:
     ids = ("\ud800", "é\u2028", '"\n', "a" * 5000)
     written(tmp_path / "out.jsonl", *ids)
     with AnswerFile(tmp_path / "out.jsonl") as answers:
-        answers.recover(ids)
+        answers.recover(asked(ids))
         assert answers.finished == set(ids)
 
 
@@ -85,7 +93,7 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path, case
         path = tmp_path / "out.jsonl"
         path.write_bytes(content + tail)
         with pytest.raises(BadOption, match=sentence), AnswerFile(path) as answers:
-            answers.recover("ab")
+            answers.recover(asked("ab"))
         assert path.read_bytes() == content + tail
 
 
@@ -108,7 +116,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     whole = written(path, "a")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with AnswerFile(path) as answers:
-        answers.recover("abc")
+        answers.recover(asked("abc"))
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 40, hard))
         try:
             with pytest.raises(CapacityError, match="make room and run the same command again"):
@@ -119,3 +127,66 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
         answers.append([answer("c")])  # the next append does not go on behind half a line
         assert [json.loads(line)["custom_id"] for line in path.read_text().split("\n")[:-1]] == ["a", "c"]
         assert answers.finished == {"a", "c"}
+
+
+def marked(custom_id: str, digest: str) -> dict[str, Any]:
+    return {**answer(custom_id), "id": answer_id(digest)}
+
+
+def test_answers_to_requests_that_have_changed_are_replaced_only_if_that_is_wanted(tmp_path: Path) -> None:
+    """Those of an earlier version, which have no digest, count as they are."""
+    path = tmp_path / "out.jsonl"
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    with AnswerFile(path) as answers:
+        answers.recover(asked("abcd"))
+        answers.append([marked("a", "0a"), marked("b", "0b"), answer("c"), marked("d", "0c")])
+    path.chmod(0o640)
+    before = path.read_bytes() + b'{"id": "batch_req_12'
+    path.write_bytes(before)
+    with pytest.raises(BadOption, match=r"answers to 2 requests \('b', 'd'\) that ask"), AnswerFile(path) as answers:
+        answers.recover(asked("abcd"))
+    assert path.read_bytes() == before
+    lines = before.splitlines(keepends=True)
+    with AnswerFile(link) as answers:
+        answers.recover(asked("abcd"), redo_changed=True)
+        assert (answers.dropped, answers.finished, answers.num_unmarked) == (["b", "d"], {"a", "c"}, 1)
+        assert path.read_bytes() == lines[0] + lines[2]
+        with pytest.raises(BadOption, match="another process is writing"), AnswerFile(path):
+            pass
+        answers.append([marked("b", "0a"), marked("d", "0a")])
+    assert link.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o640
+    with AnswerFile(path) as answers:
+        answers.recover(asked("abcd"))
+        assert (answers.dropped, answers.finished) == ([], set("abcd"))
+    assert sorted(os.listdir(tmp_path)) == ["link.jsonl", "out.jsonl"]
+
+
+def test_a_writer_that_waits_for_a_file_that_is_replaced_does_not_get_it(tmp_path: Path) -> None:
+    """It has the old file open already: what it wrote there would be lost."""
+    path = tmp_path / "out.jsonl"
+    with AnswerFile(path) as answers:
+        answers.recover(asked("a"))
+        answers.append([marked("a", "0b")])
+    with path.open("rb") as old, AnswerFile(path) as answers:
+        answers.recover(asked("a"), redo_changed=True)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_where_there_is_no_room_for_the_new_file_the_old_one_stays(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with AnswerFile(path) as answers:
+        answers.recover(asked("ab"))
+        answers.append([marked("a", "0b"), marked("b", "0a")])
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+    try:
+        with pytest.raises(CapacityError, match="make room"), AnswerFile(path) as answers:
+            answers.recover(asked("ab"), redo_changed=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["out.jsonl"]

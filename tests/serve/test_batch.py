@@ -200,6 +200,46 @@ def test_ctrl_c_in_a_terminal_that_shows_a_bar(cli: Any, write: Any, answers_in:
     assert answers_in(out).keys() == {"short-0", "short-1"}
 
 
+def test_requests_that_change_between_two_runs(cli: Any, write: Any, answers_in: Any, tmp_path: Path) -> None:
+    """Another body or url is another request; the order of keys and white space are not."""
+
+    def requests(second: str, third: str) -> Path:
+        body = {"prompt": "x = ", "max_tokens": 3, "logit_bias": {"5": 1, "6": 2}}
+        path: Path = write(("a", COMPLETIONS, body), ("b", COMPLETIONS, {"prompt": second, "max_tokens": 3}))
+        with path.open("a", encoding="utf-8") as file:
+            file.write(third)
+        return path
+
+    third = '{"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "é", "max_tokens": 2}}\n'
+    same = '{ "body":{"max_tokens":2,"prompt":"\\u00e9"},"url":"/v1/completions","method":"POST", "custom_id":"c" }\n'
+    out = tmp_path / "out.jsonl"
+    assert cli("batch", str(requests("def f(", third)), str(out)).returncode == 0
+    before, content = answers_in(out), out.read_bytes()
+    again = cli("batch", str(requests("def f(", same)), str(out), "--target", "nowhere")
+    assert (again.returncode, again.stderr) == (0, "[3 requests: 3 answered, 0 refused; 3 of them before]\n")
+    changed = requests("class A:", same)
+    refused = cli("batch", str(changed), str(out), "--target", "nowhere")
+    assert (refused.returncode, refused.stdout, out.read_bytes()) == (2, "", content)
+    assert "has answers to 1 request ('b') that ask something else now: give --redo-changed" in refused.stderr
+    done = cli("batch", str(changed), str(out), "--redo-changed")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("changed and asked again: 1 request ('b')\n[3 requests: 3 answered, 0 refused; 2 of ")
+    after = answers_in(out)
+    assert {custom_id for custom_id in "abc" if after[custom_id] != before[custom_id]} == {"b"}
+    assert cli("batch", str(changed), str(out), "--target", "nowhere").returncode == 0
+
+
+@pytest.mark.once("nothing is run")
+def test_answers_of_an_earlier_version_count_as_they_are(cli: Any, write: Any, tmp_path: Path) -> None:
+    requests, out = write(("a", COMPLETIONS, {"prompt": "x"})), tmp_path / "out.jsonl"
+    line = {"id": "batch_req_0123456789abcdef01234567", "custom_id": "a", "response": {"status_code": 200}}
+    out.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    for flags in ((), ("--redo-changed",)):
+        done = cli("batch", str(requests), str(out), "--target", "nowhere", *flags)
+        assert done.returncode == 0
+        assert "of an earlier version: 1; whether these requests have changed is not known" in done.stderr
+
+
 # ---------------------------------------------------------------------------------------------------- at the door
 
 LINE = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": {"prompt": "x"}}
@@ -275,7 +315,7 @@ def test_every_option_of_the_engine_that_generate_has(cli: Any) -> None:
         "--spec-length",
     }
     sampling |= {"--bad-word", "--stop-token-id"}
-    assert flags["generate"] - sampling - {"--prompt-file", "--json", "--rounds"} == flags["batch"]
+    assert flags["generate"] - sampling - {"--prompt-file", "--json", "--rounds"} == flags["batch"] - {"--redo-changed"}
 
 
 @pytest.mark.once("nothing is run")

@@ -233,7 +233,7 @@ def _measure(llms: dict[Variant, LLM], prompts: list[tuple[str, str]], plan: Pla
         )
         for variant, llm in llms.items():
             progress.update(task, description=f"T={t:g} {variant.draft} K={variant.spec_length}")
-            _run_once(llm, text, params, tallies[t, variant], clocks[variant])
+            run_once(llm, text, params, tallies[t, variant], clocks[variant])
             progress.advance(task)
     plain_pass_s = plain_pass_s_of(tallies.values())
     return [line_of(tally, tallies[tally.temperature, PLAIN], plain_pass_s) for tally in tallies.values()]
@@ -246,7 +246,7 @@ def _runs(plan: Plan, prompts: list[tuple[str, str]]) -> Iterator[tuple[int, tup
                 yield repeat, prompt, t
 
 
-def _run_once(llm: LLM, text: str, params: SamplingParams, tally: Tally, clock: ForwardClock | None) -> None:
+def run_once(llm: LLM, text: str, params: SamplingParams, tally: Tally, clock: ForwardClock | None) -> None:
     """One prompt; the clock runs from the end of the prompt's prefill, which both sides pay alike."""
     if clock is not None:
         clock.take()
@@ -254,11 +254,12 @@ def _run_once(llm: LLM, text: str, params: SamplingParams, tally: Tally, clock: 
     start = time.perf_counter()
 
     def note(report: StepReport) -> None:
+        draft_forward_s = clock.take() if clock is not None else 0.0  # of every step: a draft model reads prompts, too
         if report.num_decoding == 0:
             begun[:] = [time.perf_counter()]
             return
         tally.steps.append(report)
-        tally.draft_forward_s.append(clock.take() if clock is not None else 0.0)
+        tally.draft_forward_s.append(draft_forward_s)
 
     end = llm.listen(note)
     try:

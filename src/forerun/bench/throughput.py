@@ -8,7 +8,8 @@ takes for them.
 In every repeat and at every concurrency the variants do the same work side by side: the one that is furthest behind
 steps next, for a twentieth of a second, because a shared machine is faster in one second than in the next. The engine
 of a variant lives through the whole benchmark, as a server's does, and so does what its pacing has learned. Beside the
-real drafter stands one that is always wrong and takes no time: with it, auto has to cost nothing.
+real drafter stands one that is always wrong and takes no time: with it, auto has to cost nothing. And beside the plain
+engine stands its double: how far the two are apart is the noise of the run, below which no ratio says anything.
 throughput_results.py makes numbers of it.
 """
 
@@ -30,6 +31,7 @@ from forerun import drafters
 from forerun.bench import latency
 from forerun.bench.results import Variant, print_ceiling, record_of
 from forerun.bench.throughput_results import (
+    AGAIN,
     AUTO,
     NOTES,
     PLAIN,
@@ -202,6 +204,7 @@ def _build(
     draft = latency.loaded_once(config.draft, checkpoint, config.ignored_config_keys)
     auto = {"pacing": config.pacing or "auto", "spec_length": config.spec_length}
     wanted: dict[str, dict[str, Any]] = {PLAIN: {"draft": "none", "pacing": "fixed", "spec_length": None}}
+    wanted[AGAIN] = wanted[PLAIN]
     for length in plan.spec_lengths:
         wanted[fixed_name(length)] = {"draft": draft, "pacing": "fixed", "spec_length": length}
     wanted[AUTO] = {"draft": draft, **auto}
@@ -247,7 +250,7 @@ class _Meter:
         self.variant, self.llm = variant, llm
         runner = llm.engine.drafter.first.runner
         self._clock = None if runner is None else latency.ForwardClock(runner)
-        self._grants = None if variant == PLAIN else _Grants(llm.engine.pacing)
+        self._grants = None if variant in (PLAIN, AGAIN) else _Grants(llm.engine.pacing)
         self.counts = Counts(variant, 0, 0)
         self._going: list[Request] = []
         self._waiting: Iterator[tuple[Seq[int], SamplingParams]] = iter(())

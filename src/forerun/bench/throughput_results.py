@@ -14,7 +14,7 @@ from statistics import geometric_mean, median
 from rich.console import Console
 from rich.table import Table
 
-PLAIN, AUTO, WRONG = "plain", "auto", "auto, always wrong"
+PLAIN, AGAIN, AUTO, WRONG = "plain", "plain again", "auto", "auto, always wrong"
 
 
 def fixed_name(spec_length: int) -> str:
@@ -83,6 +83,7 @@ class Line:
     auto_over_better: Ratio  # over plain or the best fixed length, whichever was better in the other repeats
     auto_over_max: Ratio  # over the faster of the two in the same repeat
     wrong_over_plain: Ratio | None  # auto with the drafter that is always wrong
+    again_over_plain: Ratio | None  # the same engine once more: what is not 1 is noise
     mean_granted: float
     mean_drafted: float
     mean_accepted: float
@@ -118,7 +119,7 @@ def _line(concurrency: int, repeats: Seq[Run], spec_lengths: Seq[int]) -> Line:
     better = [best_of((PLAIN, name), other) for name, other in zip(fixed, others, strict=True)]
     rates = [{name: run.tokens_per_s for name, run in repeat.items()} for repeat in repeats]
     fastest = [max(rate[PLAIN], rate[name]) for rate, name in zip(rates, fixed, strict=True)]
-    wrong = [rate[WRONG] / rate[PLAIN] for rate in rates if WRONG in rate]
+    wrong, again = ([rate[name] / rate[PLAIN] for rate in rates if name in rate] for name in (WRONG, AGAIN))
     autos = [repeat[AUTO] for repeat in repeats]
     steps = sum(run.num_sequence_steps for run in autos)
     return Line(
@@ -130,6 +131,7 @@ def _line(concurrency: int, repeats: Seq[Run], spec_lengths: Seq[int]) -> Line:
         auto_over_better=Ratio.of([rate[AUTO] / rate[name] for rate, name in zip(rates, better, strict=True)]),
         auto_over_max=Ratio.of([rate[AUTO] / most for rate, most in zip(rates, fastest, strict=True)]),
         wrong_over_plain=Ratio.of(wrong) if wrong else None,
+        again_over_plain=Ratio.of(again) if again else None,
         mean_granted=sum(run.num_granted for run in autos) / steps,
         mean_drafted=sum(run.num_drafted for run in autos) / steps,
         mean_accepted=sum(run.num_accepted for run in autos) / steps,
@@ -156,7 +158,7 @@ def cost_of(runs: Seq[Counts]) -> Cost:
 def bars_of(lines: Seq[Line]) -> dict[str, Bar]:
     """By the name of the ratio; one that was not measured is not there."""
     bars = {}
-    for name in ("auto_over_better", "auto_over_max", "wrong_over_plain"):
+    for name in ("auto_over_better", "auto_over_max", "wrong_over_plain", "again_over_plain"):
         ratios = {line.concurrency: getattr(line, name) for line in lines if getattr(line, name) is not None}
         if ratios:
             values = [value for ratio in ratios.values() for value in ratio.values]
@@ -171,7 +173,7 @@ def bars_of(lines: Seq[Line]) -> dict[str, Bar]:
 def rates_table(lines: Seq[Line]) -> Table:
     """Tokens per second, and the ratios with their range over the repeats."""
     names = ("plain\ntok/s", "best\nK", "its\ntok/s", "auto\ntok/s", "auto /\nbetter", "(range)", "auto /\nmax")
-    table = _table("at\nonce", *names, "wrong /\nplain", "(range)")
+    table = _table("at\nonce", *names, "wrong /\nplain", "(range)", "A/A\n(range)")
     for line in lines:
         table.add_row(
             str(line.concurrency),
@@ -182,6 +184,7 @@ def rates_table(lines: Seq[Line]) -> Table:
             *_ratio(line.auto_over_better),
             f"{line.auto_over_max.median:.3f}",
             *_ratio(line.wrong_over_plain),
+            _ratio(line.again_over_plain)[1],
         )
     return table
 
@@ -230,7 +233,7 @@ def _ratio(ratio: Ratio | None) -> tuple[str, str]:
 NOTES = """\
 at once: requests that are kept going; rates: committed tokens per second of everything, prompts included; better: \
 plain or the best fixed K, chosen on the other repeats; max: the faster of these two in the same repeat; wrong: auto \
-with a drafter that is always wrong.
+with a drafter that is always wrong; A/A: the plain engine's double over it, so the noise.
 Auto learns while it runs and keeps what it learned from one concurrency to the next: its first run at each \
 concurrency includes that learning, which is not left out.
 granted, drafted, accepted: tokens of auto per sequence and step; batch: sequences per step; overhead: a step outside \
@@ -240,6 +243,7 @@ _SENTENCES = {
     "auto_over_better": "auto over the better of plain and the best fixed K, chosen on the other repeats",
     "auto_over_max": "auto over the faster of the two in the same repeat",
     "wrong_over_plain": "auto with a drafter that is always wrong over plain",
+    "again_over_plain": "the noise of this run, plain's double over plain",
 }
 
 

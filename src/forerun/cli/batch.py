@@ -13,12 +13,14 @@ INPUT_HELP = (
     'requests, one JSON object per line: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions" or '
     '"/v1/completions", "body": {...}}'
 )
+REDO_HELP = "answer again what was answered before its line of the input changed; the old answer is removed"
 OUTPUT_HELP = "answers, appended one per line as they come; what is there already is not asked again"
 
 
 def batch(
     requests: Annotated[Path, typer.Argument(help=INPUT_HELP, metavar="IN.JSONL", show_default=False)],
     answers: Annotated[Path, typer.Argument(help=OUTPUT_HELP, metavar="OUT.JSONL", show_default=False)],
+    redo_changed: Annotated[bool, typer.Option("--redo-changed", help=REDO_HELP)] = False,
     target: flags.Target = None,
     ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
@@ -49,4 +51,4 @@ def batch(
     engine = flags.engine_config(dict(locals()), config)
     from forerun.serve.batch import run
 
-    raise typer.Exit(run(requests, answers, engine))
+    raise typer.Exit(run(requests, answers, engine, redo_changed=redo_changed))

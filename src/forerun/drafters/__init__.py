@@ -8,7 +8,7 @@ be seen before any weight is read. Nothing else has to change for a new method.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -110,8 +110,11 @@ class Drafter:
         model has run the prompt.
         """
 
-    def free_tokens(self) -> int | None:
-        """Return how many tokens still fit into the drafter's own cache; None = it has no limit."""
+    def free_tokens(self, without: Collection[int] = ()) -> int | None:
+        """Tokens that still fit into the drafter's own cache; None = no limit of its own.
+
+        without: ids of sequences that count as ended.
+        """
         return None
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,8 +109,8 @@ class ModelDrafter(Drafter):
         self._guessing.discard(seq.id)
         self.runner.cache.release(seq.id)
 
-    def free_tokens(self) -> int | None:
-        return self.runner.cache.free_tokens()
+    def free_tokens(self, without: Collection[int] = ()) -> int | None:
+        return self.runner.cache.free_tokens(without)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         """Give the cache rows of rejected tokens back, before the scheduler asks how much room there is."""

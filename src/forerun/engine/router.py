@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Collection, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
 
 from forerun import drafters
@@ -68,9 +68,9 @@ class Router(Drafter):
         with self._spared(seq.draft):
             self.of(seq).end(seq)
 
-    def free_tokens(self) -> int | None:
+    def free_tokens(self, without: Collection[int] = ()) -> int | None:
         """The least of those that have a cache of their own."""
-        found = [drafter.free_tokens() for drafter in self.members.values()]
+        found = [drafter.free_tokens(without) for drafter in self.members.values()]
         return min([free for free in found if free is not None], default=None)
 
     def guess(self, seq: Sequence, num_tokens: int, coins: Coins) -> Seq[int]:

@@ -3,16 +3,17 @@
 Requests are ranked by priority, then by arrival. One pass of the target has `max_num_batched_tokens` rows: one for each
 decoding request, then prompt chunks (at most `prefill_chunk_tokens` of them), and what is left, drafts. A request is
 admitted when the caches have room for its prompt, not for its longest output: where the running ones have grown until
-not all have room for one more token, the lowest in rank is preempted. It loses its cache, keeps its tokens, and
-later runs them again (recomputation); prefix caching makes that cheap where its blocks are still there. Drafts are
-granted only what is left after that, so that no draft ever preempts a request.
+not all have room for one more token, the lowest in rank is preempted. So are requests of a worse priority whose place a
+waiting one needs, if it then fits. A preempted request loses its cache, keeps its tokens, and later runs them again
+(recomputation); prefix caching makes that cheap where its blocks are still there. Drafts are granted only what is left
+after that, so that no draft ever preempts a request.
 """
 
 from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass
 
 from forerun.drafters import Drafter
@@ -97,32 +98,45 @@ class Scheduler:
     @property
     def free_kv_tokens(self) -> int:
         """Tokens that fit into all caches."""
-        own, drafters = self.cache.free_tokens(), self.drafter.free_tokens()
-        return own if drafters is None else min(own, drafters)
+        return self._free_blocks() * self.cache.block_tokens
 
     # ------------------------------------------------------------------------------------------------------ admission
 
     def _admit(self) -> None:
-        """Let the first in rank in, until one does not fit; one of a better priority takes the place of a worse one."""
-        claimed: int | None = None  # by all that run; not asked for while the batch is full, as it is where many wait
-        while self.waiting:
-            request = next((r for r in self.waiting if not r.waits), None)
-            if request is None:
+        """Let the first in rank in, until one does not fit; one of a better priority takes the place of worse ones."""
+        claims: dict[int, int] = {}  # by sequence
+        while request := next((waiting for waiting in self.waiting if not waiting.waits), None):
+            victims = self._victims(request, claims)
+            if victims is None:
                 return
-            needed = -(-len(request.seq.tokens) // self.cache.block_tokens)
-            while self.running:
-                if len(self.running) < self.max_batch_size:
-                    claimed = sum(map(self._claim, self.running)) if claimed is None else claimed
-                    if claimed + needed <= self._free_blocks():
-                        break
-                last = self.running[-1]
-                if last.seq.params.priority <= request.seq.params.priority:
-                    return
-                claimed = None if claimed is None else claimed - self._claim(last)
-                self._preempt(last)
+            for victim in victims:
+                self._preempt(victim)
+                claims.pop(victim.seq.id, None)
             self.waiting.remove(request)
             self._start(request)
-            claimed = None if claimed is None else claimed + self._claim(request)
+
+    def _victims(self, request: Request, claims: dict[int, int]) -> Seq[Request] | None:
+        """The running requests to preempt so that a waiting one fits: no more than needed of the last in rank.
+
+        All of them have a worse priority; None where it would not fit without all of these. Alone, every request fits.
+        claims: what is known of `_claim`; it is asked for when there is a place in the batch, which many may wait for.
+        """
+        needed = -(-len(request.seq.tokens) // self.cache.block_tokens)
+        num_worse = sum([other.seq.params.priority > request.seq.params.priority for other in self.running])
+
+        def fits(num_victims: int) -> bool:
+            num_kept = len(self.running) - num_victims
+            if not 0 < num_kept < self.max_batch_size:
+                return num_kept == 0
+            for other in self.running[:num_kept]:
+                if other.seq.id not in claims:
+                    claims[other.seq.id] = self._claim(other)
+            claimed = sum([claims[other.seq.id] for other in self.running[:num_kept]])
+            return claimed + needed <= self._free_blocks([victim.seq.id for victim in self.running[num_kept:]])
+
+        if not fits(num_worse):
+            return None
+        return self.running[len(self.running) - next(filter(fits, range(num_worse + 1))) :]
 
     def _start(self, request: Request) -> None:
         seq = request.seq
@@ -172,8 +186,10 @@ class Scheduler:
         blocks = self.cache.missing_blocks(seq.id, max(0, num_remaining) + 1)
         return blocks + (room.length + room.slack < seq.max_len)
 
-    def _free_blocks(self) -> int:
-        return self.free_kv_tokens // self.cache.block_tokens
+    def _free_blocks(self, without: Collection[int] = ()) -> int:
+        """Blocks that all caches have; without: ids of sequences that count as preempted."""
+        own, drafters = self.cache.free_tokens(without), self.drafter.free_tokens(without)
+        return (own if drafters is None else min(own, drafters)) // self.cache.block_tokens
 
     def _draft_limits(self, decode: Seq[_Stand], num_rows: int, num_blocks: int) -> list[int]:
         """Nodes that each may have, so that all could have them together: rows and blocks are shared out evenly.

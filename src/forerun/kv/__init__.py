@@ -8,7 +8,7 @@ Afterwards the rows of the run are kept, held as pending, or overwritten by the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Collection, Mapping, Sequence as Seq
 from typing import NamedTuple, Protocol
 
 
@@ -67,8 +67,8 @@ class KVCache(Protocol):
     def room(self, slot: int) -> Room:
         """Return what an open slot holds, and what it may still take."""
 
-    def free_tokens(self) -> int:
-        """Return how many tokens fit into the blocks that no slot uses."""
+    def free_tokens(self, without: Collection[int] = ()) -> int:
+        """Tokens that fit into blocks no slot uses, or would use if the slots `without` were released."""
 
     def missing_blocks(self, slot: int, num_tokens: int) -> int:
         """Return how many blocks `reserve` would take."""

@@ -32,7 +32,7 @@ evictable.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -232,9 +232,14 @@ class BlockCache:
         """Return the parent of each pending row of an open slot: an index among them, -1 = the kept rows."""
         return self._slots[slot].pending
 
-    def free_tokens(self) -> int:
-        """Return how many tokens fit into the blocks that no slot uses, evictable ones included."""
-        return self._num_available() * self.block_tokens
+    def free_tokens(self, without: Collection[int] = ()) -> int:
+        """Tokens that fit into blocks no slot uses, evictable ones included.
+
+        without: slots that count as released; what they share with others stays in use. Unknown ones are ignored.
+        """
+        released = Counter(block for slot in without if slot in self._slots for block in self._slots[slot].table)
+        num_freed = sum(self._num_users[block] == num for block, num in released.items())
+        return (self._num_available() + num_freed) * self.block_tokens
 
     def room(self, slot: int) -> Room:
         """Return what an open slot holds, and what it may still take. Raises KeyError for a slot that is not open."""

@@ -1,7 +1,8 @@
 """The file of answers of a batch: whole lines, each there once, safe on the disk before it counts as written.
 
 The process may be killed at any moment. What is then in the file is whole lines and at most one torn one at the end,
-which the next run cuts off. A lock keeps a second process out for as long as the first one lives.
+which the next run cuts off. A lock keeps a second process out for as long as the first one lives. The id of a line has
+the digest of the request that it answers, so that a later run sees which requests have changed.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import stat
-from collections.abc import Collection, Mapping, Sequence as Seq
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +25,24 @@ from forerun.errors import BadOption, CapacityError, shown
 ID_PREFIX = "batch_req_"
 _BEGINNING = f'{{"id": "{ID_PREFIX}'.encode()  # of every line: what else a file ends with is not ours to cut off
 _OK = 200
+_NUM_SHOWN = 5  # custom_ids that a message names
+
+
+def answer_id(digest: str) -> str:
+    """A new id for the answer to a request with this digest."""
+    return f"{ID_PREFIX}{secrets.token_hex(12)}_{digest}"
+
+
+def _digest_in(own_id: str) -> str:
+    """What `answer_id` was told; nothing where it did not make this id."""
+    return own_id.removeprefix(ID_PREFIX).partition("_")[2] if own_id.startswith(ID_PREFIX) else ""
+
+
+def some_of(custom_ids: Seq[str]) -> str:
+    """How many requests, and the first of them."""
+    shown = ", ".join(f"{custom_id!r:.80}" for custom_id in custom_ids[:_NUM_SHOWN])
+    more = f" and {len(custom_ids) - _NUM_SHOWN:,} more" if len(custom_ids) > _NUM_SHOWN else ""
+    return f"{len(custom_ids):,} request{'s' if len(custom_ids) > 1 else ''} ({shown}{more})"
 
 
 class AnswerFile:
@@ -33,7 +55,10 @@ class AnswerFile:
         self.path = path
         self.finished: set[str] = set()  # custom_ids that have their line
         self.num_failed = 0  # of them, those whose answer is an error
+        self.num_unmarked = 0  # of them, those whose answer has no digest: an earlier version wrote it
+        self.dropped: list[str] = []  # those whose answer was taken out, for they have changed
         self._fd = -1
+        self._replaced_fd: int | None = None  # of the file that was there before, locked as long as this one
         self._size_bytes = 0  # of the whole lines
 
     def __enter__(self) -> AnswerFile:
@@ -52,31 +77,88 @@ class AnswerFile:
 
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
         os.close(self._fd)
+        if self._replaced_fd is not None:
+            os.close(self._replaced_fd)
 
-    def recover(self, asked: Collection[str]) -> None:
-        """Read what earlier runs have written, and cut off a torn line. asked: the custom_ids of the input.
+    def recover(self, asked: Mapping[str, str], redo_changed: bool = False) -> None:
+        """Read what earlier runs have written, and cut off a torn line. asked: custom_id -> digest, of the input.
 
-        Raises BadOption, with nothing cut off, where the file is not the output of that input.
+        redo_changed: answers to requests whose digest is another one now are taken out. Raises BadOption, with nothing
+        cut off, where there are such and that is not wanted, and where the file is not the output of that input.
         """
+        if changed := self._read(asked):
+            if not redo_changed:
+                raise BadOption(
+                    f"{str(self.path)!r} has answers to {some_of(changed)} that ask something else now: give "
+                    "--redo-changed to replace these answers, or name a new output file"
+                )
+            self._drop(changed)
+            self.dropped = changed
+            self._read(asked)
+        os.ftruncate(self._fd, self._size_bytes)
+
+    def _read(self, asked: Mapping[str, str]) -> list[str]:
+        """Count what is there. Returns the custom_ids of requests that have changed since they were answered."""
+        self.finished, self.num_failed, self.num_unmarked, self._size_bytes = set(), 0, 0, 0
+        changed = list[str]()
+        for number, line in enumerate(self._lines(), 1):
+            if not line.endswith(b"\n"):
+                self._check_torn(line)
+                break
+            answer = self._take(number, line, asked)
+            self._size_bytes += len(line)
+            digest = _digest_in(str(answer.get("id")))
+            self.num_unmarked += not digest
+            if digest and digest != asked[answer["custom_id"]]:
+                changed.append(answer["custom_id"])
+        return changed
+
+    def _lines(self) -> Iterator[bytes]:
         with os.fdopen(os.dup(self._fd), "rb") as file:
             file.seek(0)
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    self._check_torn(line)
-                    break
-                self._take(number, line, asked)
-                self._size_bytes += len(line)
-        os.ftruncate(self._fd, self._size_bytes)
+            yield from file
+
+    def _drop(self, custom_ids: Collection[str]) -> None:
+        """Take these answers out: the file is replaced, so that a process that is killed leaves the old one or the new.
+
+        Raises CapacityError, with the old one left, where there is no room for the new one.
+        """
+        dropped, path = frozenset(custom_ids), self.path.resolve()
+        fd, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with self._full_disk(), os.fdopen(os.dup(fd), "wb") as file:
+                whole = (line for line in self._lines() if line.endswith(b"\n"))
+                file.writelines(line for line in whole if json.loads(line)["custom_id"] not in dropped)
+                file.flush()
+                os.fsync(fd)
+            os.fchmod(fd, stat.S_IMODE(os.fstat(self._fd).st_mode))
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            os.replace(name, path)
+        except BaseException:
+            os.close(fd)
+            Path(name).unlink(missing_ok=True)
+            raise
+        self._fd, self._replaced_fd = fd, self._fd
+        _sync_folder(path.parent)
 
     def append(self, answers: Seq[Mapping[str, Any]]) -> None:
         """Add a line for each answer; when this returns, all of them are on the disk. Raises CapacityError if full."""
         if not answers:
             return
         data = b"".join(map(_line, answers))
-        try:
+        with self._full_disk():
             os.ftruncate(self._fd, self._size_bytes)  # the rest of an append that was interrupted
             _write_at(self._fd, data, self._size_bytes)
             os.fsync(self._fd)
+        self._size_bytes += len(data)
+        for answer in answers:
+            self._count(answer)
+
+    @contextmanager
+    def _full_disk(self) -> Iterator[None]:
+        """Raises CapacityError where what is done in it finds no room on the disk."""
+        try:
+            yield
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -84,9 +166,6 @@ class AnswerFile:
                 f"the output file {str(self.path)!r} cannot grow ({error.strerror}): make room and run the same "
                 "command again, which goes on from here"
             ) from error
-        self._size_bytes += len(data)
-        for answer in answers:
-            self._count(answer)
 
     def _lock(self) -> None:
         try:
@@ -96,8 +175,8 @@ class AnswerFile:
                 f"another process is writing {str(self.path)!r}: wait for it, or name another output file"
             ) from None
 
-    def _take(self, number: int, line: bytes, asked: Collection[str]) -> None:
-        """One line of an earlier run."""
+    def _take(self, number: int, line: bytes, asked: Collection[str]) -> dict[str, Any]:
+        """Count one line of an earlier run, and return it."""
         another, where = "name the output file of this input, or a new one", f"line {number} of {str(self.path)!r}"
         try:
             answer = json.loads(line)
@@ -112,6 +191,7 @@ class AnswerFile:
         if custom_id in self.finished:
             raise BadOption(f"{where} answers {shown(custom_id)} once more: delete one of the two lines")
         self._count(answer)
+        return answer  # type: ignore[no-any-return]
 
     def _count(self, answer: Mapping[str, Any]) -> None:
         self.finished.add(answer["custom_id"])

@@ -20,7 +20,7 @@ import typer
 
 from forerun.config import EngineConfig
 from forerun.errors import CapacityError, UserError
-from forerun.serve.answers import ID_PREFIX, AnswerFile
+from forerun.serve.answers import AnswerFile, answer_id, some_of
 from forerun.serve.openai import (
     Job,
     Prompt,
@@ -43,16 +43,25 @@ WINDOW_BATCHES = 4  # requests in the engine at most, in batches: the scheduler 
 SEED_BITS = 53  # of a seed that nobody gave: an integer that every JSON reader keeps
 
 
-def run(input_path: Path, output_path: Path, config: EngineConfig) -> int:
+def run(input_path: Path, output_path: Path, config: EngineConfig, *, redo_changed: bool = False) -> int:
     """Answer every request of the input that the output has no answer to. Returns the exit code.
 
-    Raises UserError, with nothing run, for an input that is malformed, an output of another input, and options that
+    redo_changed: what was answered when it asked something else is answered again. Raises UserError, with nothing run,
+    for an input that is malformed, an output of another input, requests that have changed otherwise, and options that
     cannot be honoured; KeyboardInterrupt after saying how to go on.
     """
     requests = RequestFile(input_path)
     num_lines = len(requests.line_of)
     with AnswerFile(output_path) as answers:
-        answers.recover(requests.line_of)
+        answers.recover(requests.digest_of, redo_changed)
+        if answers.dropped:
+            typer.echo(f"changed and asked again: {some_of(answers.dropped)}", err=True)
+        if answers.num_unmarked:
+            typer.echo(
+                f"answers that do not say what was asked, of an earlier version: {answers.num_unmarked:,}; whether "
+                "these requests have changed is not known",
+                err=True,
+            )
         num_before, numbers = len(answers.finished), Numbers()
         try:
             if num_before < num_lines:
@@ -101,7 +110,7 @@ class Numbers:
 class _Running:
     """A request of the file with those of the engine that make its choices."""
 
-    custom_id: str
+    asked: BatchRequest
     job: Job
     choices: list[Request]
 
@@ -155,10 +164,10 @@ class Runner:
                 self._running.append(self._start(request))
                 num_running += len(self._running[-1].choices)
             except (UserError, CapacityError) as error:
-                refused.append(_answer_line(request.custom_id, *error_answer(error)))
+                refused.append(_answer_line(request, *error_answer(error)))
             except RecursionError:  # nobody else's requests are to wait for this one to be mended
                 too_deep = Refused("the body is nested too deeply to be read: make it flatter")
-                refused.append(_answer_line(request.custom_id, *error_answer(too_deep)))
+                refused.append(_answer_line(request, *error_answer(too_deep)))
         return refused
 
     def _start(self, request: BatchRequest) -> _Running:
@@ -169,7 +178,7 @@ class Runner:
         prompts: list[Prompt] = list(job.prompts)
         if job.messages is not None:
             prompts = [self._llm.apply_chat_template(job.messages, **job.variables)]
-        return _Running(request.custom_id, job, self._llm.submit(prompts, job.params, hear=self._news.put))
+        return _Running(request, job, self._llm.submit(prompts, job.params, hear=self._news.put))
 
     def _land(self) -> list[dict[str, Any]]:
         """The answers to those that are over. They are forgotten before they are written, so never written twice."""
@@ -182,7 +191,7 @@ class Runner:
         error = next((choice.error for choice in running.choices if choice.error is not None), None)
         if error is not None:
             self._llm.end(running.choices)
-            return _answer_line(running.custom_id, *error_answer(error))
+            return _answer_line(running.asked, *error_answer(error))
         outputs = [choice.output() for choice in running.choices]
         body = answer_body(
             running.job,
@@ -191,7 +200,7 @@ class Runner:
             answer_id=secrets.token_hex(12),
             created_s=int(time.time()),
         )
-        return _answer_line(running.custom_id, 200, body)
+        return _answer_line(running.asked, 200, body)
 
 
 def _answer(requests: RequestFile, answers: AnswerFile, config: EngineConfig, numbers: Numbers) -> None:
@@ -216,7 +225,7 @@ def _answer(requests: RequestFile, answers: AnswerFile, config: EngineConfig, nu
         end()
 
 
-def _answer_line(custom_id: str, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+def _answer_line(asked: BatchRequest, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
     """One line of the output. It begins with the id: answers.py knows its own lines by it."""
     response = {"status_code": status, "request_id": f"req_{secrets.token_hex(12)}", "body": body}
-    return {"id": f"{ID_PREFIX}{secrets.token_hex(12)}", "custom_id": custom_id, "response": response, "error": None}
+    return {"id": answer_id(asked.digest), "custom_id": asked.custom_id, "response": response, "error": None}

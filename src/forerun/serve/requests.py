@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,23 +19,25 @@ NUM_SHOWN = 5  # malformed lines that the refusal names
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One line of the input."""
+    """One line of the input. digest: of its url and body, whatever the order of keys and the white space."""
 
     custom_id: str
     url: str
     body: dict[str, Any]
+    digest: str
 
 
 class RequestFile:
     """The requests of a file, read line by line as often as they are iterated over.
 
-    line_of: custom_id -> number of its line. Raises NotFound for a file that is not there; BadOption naming the first
-    malformed lines, one without any request, and what is no file.
+    line_of, digest_of: custom_id -> number of its line, digest of what it asks. Raises NotFound for a file that is not
+    there; BadOption naming the first malformed lines, one without any request, and what is no file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.line_of: dict[str, int] = {}
+        self.digest_of: dict[str, str] = {}
         self.has_chats = False
         if not path.exists():
             raise NotFound(f"the input file {str(path)!r} does not exist: check its name")
@@ -49,7 +52,11 @@ class RequestFile:
                 request = _read(line)
             except BadOption:
                 request = None
-            if request is None or self.line_of.get(request.custom_id) != number:
+            if (
+                request is None
+                or self.line_of.get(request.custom_id) != number
+                or self.digest_of[request.custom_id] != request.digest
+            ):
                 raise BadOption(f"line {number} of {str(self.path)!r} has changed since the run began: begin anew")
             yield request
 
@@ -66,6 +73,7 @@ class RequestFile:
                 first = self.line_of.setdefault(request.custom_id, number)
                 if first != number:
                     raise BadOption(f"has the custom_id {shown(request.custom_id)} of line {first}")
+                self.digest_of[request.custom_id] = request.digest
                 self.has_chats |= request.url == CHAT
             except BadOption as error:
                 problems.append(f"line {number} {error}")
@@ -101,7 +109,16 @@ def _read(line: bytes) -> BatchRequest:
         _missing("url", url, " or ".join(URLS))
     if not isinstance(body, dict):
         _missing("body", body, "an object")
-    return BatchRequest(custom_id, url, body)
+    return BatchRequest(custom_id, url, body, _digest(line, url, body))
+
+
+def _digest(line: bytes, url: str, body: dict[str, Any]) -> str:
+    """The first 128 bits of SHA-256 as hexadecimal digits."""
+    try:
+        data = json.dumps([url, body], sort_keys=True, separators=(",", ":")).encode()
+    except RecursionError:  # a line that could just be read, and will be refused
+        data = line
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def _missing(name: str, value: Any, what: str) -> NoReturn:

@@ -1,0 +1,94 @@
+"""Prompt lookup: what it finds, and how much of a text each of its calls reads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.load import MODEL, run, runner_with
+from forerun.drafters import Seen
+from forerun.drafters.lookup import LookupDrafter, Options, follower
+from forerun.engine.engine import Engine
+from forerun.engine.router import Router
+from forerun.pacing.fixed import FixedPacing
+from forerun.types import Budget, Coins, Draft, SamplingParams, Sequence
+
+
+def indexed(text: list[int], min_n: int, max_n: int) -> int | None:
+    """What `follower` finds, by an index of all n-grams: each knows the token behind its last occurrence."""
+    behind = {tuple(text[end - n : end]): end for end in range(1, len(text)) for n in range(1, min(max_n, end) + 1)}
+    found = [behind.get(tuple(text[-n:])) for n in range(min_n, min(max_n, len(text)) + 1)]
+    return next((end for end in reversed(found) if end is not None), None)
+
+
+@pytest.mark.parametrize("num_ids", [1, 2, 5, 40])
+def test_the_last_occurrence_of_the_longest_suffix(num_ids: int) -> None:
+    random_ = random.Random(num_ids)
+    results = []
+    for _ in range(1500):
+        text = [random_.randrange(num_ids) for _ in range(random_.randint(1, 30))]
+        max_n = random_.choice((1, 2, 3, 5, 64))
+        min_n = random_.randint(1, max_n)
+        results.append(indexed(text, min_n, max_n))
+        assert follower(np.array(text, dtype=np.intc), min_n, max_n) == results[-1], (text, min_n, max_n)
+    assert len(set(results)) > 10
+    assert None in results
+
+
+class Watched(LookupDrafter):
+    """Notes how many tokens of texts each call of observe and of propose reads."""
+
+    def __init__(self) -> None:
+        super().__init__(Options())
+        self.num_read: dict[str, list[int]] = {"observe": [], "propose": []}
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        before = num_read(seqs)
+        super().observe(seqs, seen)
+        self.num_read["observe"].append(num_read(seqs) - before)
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        before = num_read(seqs)
+        draft = super().propose(seqs, budget, coins)
+        self.num_read["propose"].append(num_read(seqs) - before)
+        return draft
+
+
+class Text(list[int]):
+    """Tokens that count how many of them are read."""
+
+    num_read = 0
+
+    def __getitem__(self, i: Any) -> Any:
+        found = super().__getitem__(i)
+        self.num_read += len(found) if isinstance(i, slice) else 1
+        return found
+
+
+def num_read(seqs: Seq[Sequence]) -> int:
+    return sum(seq.tokens.num_read for seq in seqs if isinstance(seq.tokens, Text))
+
+
+def test_a_long_prompt_is_read_while_the_target_reads_it() -> None:
+    """Once, chunk by chunk: the step that first drafts reads no more than one that drafts later."""
+    drafter = Watched()
+    engine = Engine(
+        runner_with(MODEL, 1024),
+        Router({"lookup": drafter}),
+        FixedPacing(3),
+        max_seq_len=128,
+        prefill_chunk_tokens=16,
+    )
+    for chunks in ([16] * 6 + [3], [99]):  # the second time, 96 tokens are found in the cache
+        request = engine.add([i % 9 for i in range(100)], SamplingParams(max_tokens=12, temperature=0.0))
+        request.seq.tokens = Text(request.seq.tokens)
+        run(engine, [request])
+        assert request.report.num_drafted > 0
+        assert drafter.num_read["observe"][: len(chunks)] == chunks
+        assert set(drafter.num_read["propose"]) == {1}
+        assert sum(map(sum, drafter.num_read.values())) <= len(request.seq.tokens)
+        drafter.num_read = {"observe": [], "propose": []}
