@@ -1,7 +1,5 @@
 """Stop texts in what a tokenizer with byte fallback writes, and in text that is held back to the end."""
 
-from pathlib import Path
-
 import pytest
 from tokenizers import Tokenizer as Backend, decoders, models
 
