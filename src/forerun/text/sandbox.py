@@ -4,7 +4,8 @@ The environment is that of transformers (utils/chat_template_utils.py): Jinja's 
 controls, `raise_exception`, `strftime_now`, a `tojson` that leaves HTML characters alone, and the `generation` tag.
 It is stricter in two points: touching a forbidden attribute is an error at once, even if the result is not used, and
 what a template may use up is limited (`limits`). For that, nothing is computed when it is compiled, and a few things
-are not there that could make any amount of text and that no template of a published model uses: lipsum, wordwrap, urlize.
+that could make any amount of text are not there, as no template of a published model uses them: lipsum, wordwrap,
+urlize.
 
 This file imports Jinja, so it is itself imported only where a template is needed.
 """
