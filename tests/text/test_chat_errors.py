@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError
+from forerun.text import limits
 from forerun.text.chat import ChatTemplate
 from forerun.text.messages import MAX_DEPTH
 
@@ -289,7 +290,11 @@ FORBIDDEN = [
     "{{ raise_exception.__globals__ }}",
     "{{ strftime_now.__code__ }}",
     "{{ cycler.__init__.__globals__.os }}",
-    "{{ lipsum.__globals__['os'].popen('true') }}",
+    "{{ joiner.__init__.__globals__ }}",
+    "{{ 'a'.expandtabs(9) }}",
+    "{{ 'a'.translate({97: 'b'}) }}",
+    "{{ 'a'.encode() }}",
+    "{{ (1).to_bytes(9) }}",
     "{{ self.__init__ }}",
     "{{ dict.__call__.__globals__ }}",
     "{% macro f() %}{% endmacro %}{{ f._func }}",
@@ -316,6 +321,109 @@ def test_what_the_sandbox_forbids(text: str, load: Any) -> None:
     line = text.count("\n") + 1
     assert f"chat_template.jinja in line {line} does what a chat template must not do (" in str(caught.value)
     assert messages == HELLO
+
+
+DOUBLING = "{% set ns = namespace(x=['ab']) %}{% for i in range(60) %}{% set ns.x = EXPRESSION %}{% endfor %}"
+BIG = "{% set big = 'a' * 10 ** 6 %}"
+STEPS, CHARACTERS = "takes more than 20,000 steps", "makes texts and lists of more than 500,000,000 characters"
+ENDLESS = {
+    "folded when printed": ("{{ 'a' * 10000000000 }}", CHARACTERS),
+    "folded when set": ("{% set x = 'a' * 10 ** 10 %}", CHARACTERS),
+    "folded in a condition": ("{% if 'a' | center(10000000000) %}{% endif %}", CHARACTERS),
+    "folded by autoescape": ("{% autoescape 'a' | center(10000000000) %}{% endautoescape %}", CHARACTERS),
+    "list": ("{{ [messages] * 10 ** 10 }}", CHARACTERS),
+    "power": ("{% set x = 10 ** 10000000 %}", CHARACTERS),
+    "product": (
+        "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+        CHARACTERS,
+    ),
+    "nested ranges": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", STEPS),
+    "filtered ranges": (
+        "{% for i in range(9999) %}{% for j in range(9999) if j < 0 %}{% endfor %}{% endfor %}",
+        STEPS,
+    ),
+    "long body": ("{% for i in range(99999) %}" + "x" * 9999 + "{% endfor %}", CHARACTERS),
+    "recursion": ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", STEPS),
+    "sums of lists": (DOUBLING.replace("EXPRESSION", "ns.x + ns.x"), CHARACTERS),
+    "joined texts": (DOUBLING.replace("EXPRESSION", "ns.x ~ ns.x"), CHARACTERS),
+    "lists of lists": (DOUBLING.replace("EXPRESSION", "[ns.x, ns.x]"), STEPS),
+    "mappings": (DOUBLING.replace("EXPRESSION", "dict(a=ns.x, b=ns.x)") + "{{ ns.x }}", STEPS),
+    "slices": (
+        BIG + "{% set ns = namespace(x=[]) %}{% for i in range(9999) %}{% set ns.x = ns.x + [big[i:]] %}{% endfor %}",
+        CHARACTERS,
+    ),
+    "join": (BIG + "{{ range(9999) | join(big) }}", CHARACTERS),
+    "join of a text": (BIG + "{{ big.join(range(9999) | map('string')) }}", CHARACTERS),
+    "join of long texts": (BIG + "{{ ([big] * 9999) | join }}", CHARACTERS),
+    "replace": (BIG + "{{ big | replace('a', big) }}", CHARACTERS),
+    "replace of a text": (BIG + "{{ big.replace('a', big) }}", CHARACTERS),
+    "method": ("{{ 'a'.ljust(10 ** 10) }}", CHARACTERS),
+    "percent": ("{{ '%10000000000d' % 1 }}", CHARACTERS),
+    "percent of a value": ("{{ '%*d' % (10 ** 10, 1) }}", CHARACTERS),
+    "format filter": ("{{ '%10000000000d' | format(1) }}", CHARACTERS),
+    "format": ("{{ '{:10000000000}'.format(1) }}", CHARACTERS),
+    "format of a value": ("{{ '{:{}}'.format(1, 10 ** 10) }}", "formats a text with a width that is a value"),
+    "mapped": ("{{ range(99999) | map('center', 99999) | list }}", CHARACTERS),
+    "batch": ("{{ [1] | batch(10000000000, 'x') | list }}", CHARACTERS),
+    "tojson": ("{{ messages | tojson(indent=10000000000) }}", CHARACTERS),
+    "sum": ("{{ ([[1, 2]] * 99999) | sum(start=[]) }}", CHARACTERS),
+    "printed": ("{% for i in range(99999) %}" + "x" * 200 + "{% endfor %}", "prints more than 10,000,000 characters"),
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_a_template_that_would_use_up_the_machine(case: str, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, words = ENDLESS[case]
+    if words == STEPS:
+        monkeypatch.setattr(limits, "MAX_STEPS", 20_000)  # a million of them take seconds
+    with pytest.raises(UnsupportedModel, match=words) as caught:
+        load(text).render(HELLO)
+    assert ", which no template of a published model does: name another template with --chat-temp" in str(caught.value)
+
+
+def test_a_template_that_takes_too_long(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = load("{% for i in range(999) %}{% endfor %}")
+    assert chat.render(HELLO) == ""
+    monkeypatch.setattr(limits, "MAX_CPU_S", 0.0)
+    with pytest.raises(UnsupportedModel, match="in line 1 takes more than 0 s, which"):
+        chat.render(HELLO)
+
+
+def test_each_rendering_has_limits_of_its_own(load: Any) -> None:
+    chat = load("{% set big = 'a' * 10 ** 6 %}{% for i in range(99) %}{% set x = big ~ big %}{% endfor %}done")
+    assert [chat.render(HELLO) for _ in range(5)] == ["done"] * 5
+
+
+@pytest.mark.parametrize("text", ["{{ lipsum() }}", "{{ lipsum(n=10 ** 6) }}"])
+def test_there_is_no_lipsum(text: str, load: Any) -> None:
+    with pytest.raises(UnsupportedModel, match="'lipsum' is undefined"):
+        load(text).render(HELLO)
+
+
+def test_templates_of_megabytes_are_refused_before_they_are_compiled(load: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        load("{{ x }}" * 700_000)
+    assert str(caught.value) == (
+        f"{tmp_path}/chat_template.jinja: 4,900,000 bytes are more than the 262,144 that chat templates of a model may "
+        "have, so name another one with --chat-template FILE (chat_template= in Python)"
+    )
+    (tmp_path / "chat_template.jinja").unlink()
+    templates = [{"name": f"t{i}", "template": "x" * 99_999} for i in range(3)]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}), encoding="utf-8")
+    with pytest.raises(UnsupportedModel, match=f"^the chat templates in {tmp_path}: 299,997 bytes are more than"):
+        ChatTemplate.load(tmp_path)
+
+
+def test_a_long_conversation_is_far_from_the_limits(load: Any) -> None:
+    """A template that builds its text piece by piece, for 3,000 messages of 500 characters."""
+    messages = [{"role": "user", "content": "word " * 100}] * 3000
+    chat = load(
+        "{% set ns = namespace(text='', all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [m] %}"
+        "{% if loop.index0 == messages | length - 1 or m.content.split('x')[-1] | trim %}"
+        "{% set ns.text = m.role ~ ': ' ~ m.content | replace('a', 'b') | trim + '\n' %}{{ ns.text }}"
+        "{% endif %}{% endfor %}"
+    )
+    assert chat.render(messages) == ("user: " + ("word " * 100).strip() + "\n") * 3000
 
 
 @pytest.mark.parametrize("text", ["{{ dict.update(messages[0], role='x') }}", "{{ dict.pop(messages[0], 'role') }}"])

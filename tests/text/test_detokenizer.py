@@ -1,5 +1,6 @@
 """The incremental detokenizer against decoding everything at once, on tokenizers of both kinds."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers, trainers
 
 from forerun.errors import NotFound, UnsupportedModel, VocabularyMismatch
-from forerun.text import Detokenizer, Tokenizer, compare
+from forerun.text import Detokenizer, PushResult, Tokenizer, compare
 
 TEXTS = [
     "def fib(n):\n    return n if n < 2 else fib(n - 1)",
@@ -57,11 +58,32 @@ def metaspace_decoder() -> Tokenizer:
 TOKENIZERS = {"byte_level": byte_level(), "metaspace": metaspace(), "metaspace_decoder": metaspace_decoder()}
 
 
+def is_utf8(run: list[int]) -> bool:
+    """True for the ids of metaspace() that are byte tokens and together whole characters."""
+    try:
+        return bool(bytes(i - 3 for i in run).decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def decode_all(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """Decoding everything at once by the library, each run of byte tokens cut behind its longest whole beginning."""
+    if tokenizer is not TOKENIZERS["metaspace"]:
+        return tokenizer.decode(ids)
+    names: list[str] = []
+    for is_run, group in itertools.groupby(filter(tokenizer.id_to_token.get, ids), lambda i: 3 <= i < 259):
+        run = list(group)
+        whole = next((n for n in range(len(run), 0, -1) if is_run and is_utf8(run[:n])), 0)
+        texts = [tokenizer.id_to_token[i] for i in run]
+        names += [*texts[:whole], "", *texts[whole:]] if 0 < whole < len(run) else texts
+    return str(tokenizer._backend.decoder.decode(names))
+
+
 def whole_text(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
     """The definition: what decoding everything at once has beyond decoding the prompt."""
     prompt = [i for i in prompt if i not in tokenizer.special_ids]
     ids = [i for i in ids if i not in tokenizer.special_ids]
-    before, full = tokenizer.decode(prompt), tokenizer.decode(prompt + ids)
+    before, full = decode_all(tokenizer, prompt), decode_all(tokenizer, prompt + ids)
     return full[next((i for i, (a, b) in enumerate(zip(before, full, strict=False)) if a != b), len(before)) :]
 
 
@@ -80,7 +102,10 @@ def case(name: str) -> st.SearchStrategy[tuple[list[int], list[int], list[int]]]
     word = st.sampled_from(["é", "€", "😀", "the end", " ", "日"]).map(lambda t: tokenizer.encode(t, False))
     some = st.integers(0, tokenizer.num_ids + 1).map(lambda i: [i])
     ids = st.lists(st.one_of(word, some), max_size=12).map(lambda parts: [i for part in parts for i in part])
-    return st.tuples(ids, ids, st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    return st.tuples(ids, ids, cut_sizes)
+
+
+cut_sizes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -120,13 +145,60 @@ def test_stop_strings_do_not_depend_on_rounds(name: str, data: st.DataObject) ->
         assert any(stop in whole_text(tokenizer, prompt, ids[:kept]) for stop in stops)
 
 
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(alphabet=st.sampled_from("\n aé€😀日the"), max_size=12), cuts=cut_sizes, data=st.data())
+def test_byte_tokens_of_a_text_are_what_the_library_decodes(text: str, cuts: list[int], data: st.DataObject) -> None:
+    """And each whole character is released with its last byte."""
+    tokenizer = TOKENIZERS["metaspace"]
+    prompt = data.draw(st.sampled_from([[1, 262], [1, 260], [262, *as_bytes("é")], [262, 13]]))
+    ids = [i for c in text for i in data.draw(st.sampled_from([as_bytes(c), tokenizer.encode(c, False)[1:] or [263]]))]
+    detokenizer, released, num_read = Detokenizer(tokenizer, prompt), "", 0
+    for part in rounds(ids, cuts):
+        released += detokenizer.push(part).text
+        num_read += len(part)
+        so_far = tokenizer.decode(prompt + ids[:num_read])
+        if "\ufffd" not in so_far:
+            assert tokenizer.decode(prompt) + released == so_far
+    assert tokenizer.decode(prompt) + released + detokenizer.finish() == tokenizer.decode(prompt + ids)
+
+
+def as_bytes(text: str) -> list[int]:
+    """The byte tokens of metaspace() for a text."""
+    return [3 + byte for byte in text.encode()]
+
+
 def test_a_character_over_two_rounds_appears_whole() -> None:
     tokenizer = TOKENIZERS["metaspace"]
-    euro = [3 + b for b in "€".encode()]
     detokenizer = Detokenizer(tokenizer, [1, 260])
-    assert [detokenizer.push([i]).text for i in euro] == ["", "", ""]
-    assert detokenizer.push([264]).text == "€."
+    assert [detokenizer.push([i]).text for i in as_bytes("€")] == ["", "", "€"]
+    assert detokenizer.push([264]).text == "."
     assert detokenizer.finish() == ""
+
+
+def test_a_stop_text_inside_of_a_run_of_byte_tokens() -> None:
+    tokenizer = TOKENIZERS["metaspace"]
+    ids = [260, *as_bytes("\n\né\n"), 262]
+    detokenizer = Detokenizer(tokenizer, [1, 262], ("\n",))
+    assert detokenizer.push(ids) == PushResult(" the", "\n", 1)
+    two_lines = Detokenizer(tokenizer, [1, 262], ("é\n",))
+    assert two_lines.push(ids) == PushResult(" the\n\n", "é\n", 5)
+
+
+def test_characters_before_a_bad_byte_stay() -> None:
+    """They were released, or could have been; from the bad byte on the run is the library's U+FFFD for each byte."""
+    tokenizer = TOKENIZERS["metaspace"]
+    for rest, text in (([0xFF, 0x0A], "\ufffd\ufffd"), ([0xE2, 0x82], "\ufffd\ufffd"), ([0xE2, 0x41], "\ufffd\ufffd")):
+        detokenizer = Detokenizer(tokenizer, [1, 262])
+        assert detokenizer.push(as_bytes("\n")).text == "\n"
+        later = detokenizer.push([3 + byte for byte in rest]).text
+        assert later + detokenizer.push([262]).text == text + "hello"
+
+
+def test_a_stop_text_that_the_end_completes() -> None:
+    tokenizer = TOKENIZERS["metaspace"]
+    detokenizer = Detokenizer(tokenizer, [1, 262], ("\ufffd",))
+    assert detokenizer.push([260, *as_bytes("€")[:2]]) == PushResult(" the")
+    assert (detokenizer.stop, detokenizer.finish(), detokenizer.stop) == (None, "", "\ufffd")
 
 
 def test_leading_space_of_a_continuation_survives() -> None:

@@ -96,10 +96,12 @@ def widen(
 
     from forerun.bench import widen as bench
     from forerun.models.loading import read_config, read_raw_config
+    from forerun.text.terminal import visible
 
     wide = bench.shape_named(shape, read_config(read_raw_config(source)))
     config = bench.write_widened(source, out, dataclasses.replace(wide, **sizes))
-    typer.echo(f"{out}: {bench.num_parameters(config):,} parameters, a widened small model ({bench.describe(config)})")
+    size = f"{bench.num_parameters(config):,} parameters"
+    typer.echo(f"{visible(str(out))}: {size}, a widened small model ({bench.describe(config)})")
 
 
 @app.command()

@@ -21,7 +21,7 @@ from forerun.engine.prompts import Message
 from forerun.errors import BadOption, CapacityError, UserError
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.hub import is_hub_id
-from forerun.text.terminal import make_console
+from forerun.text.terminal import make_console, visible
 from forerun.types import SamplingParams, StepReport
 
 PROMPT, MORE = "> ", ". "
@@ -108,7 +108,7 @@ class Chat:
         with suppress(KeyboardInterrupt) if keys else nullcontext():
             for chunk in self.llm.stream(self.llm.apply_chat_template(messages), self.params):
                 answer += chunk.text
-                out.write(chunk.text)
+                out.write(visible(chunk.text, out.isatty()))
                 out.flush()
                 if chunk.finish_reason is not None:
                     return answer, chunk.finish_reason
@@ -225,4 +225,4 @@ def _line(prompt: str, terminal: bool) -> str | None:
 def _note(text: str | None) -> None:
     """Write a note to standard error, because standard output has the answers alone."""
     if text is not None:
-        typer.echo(text, err=True)
+        typer.echo(visible(text), err=True)

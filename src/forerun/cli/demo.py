@@ -97,8 +97,8 @@ def _warm_up(llm: LLM, prompt: str, params: SamplingParams) -> None:
 
 def _live(llm: LLM, prompt: str, params: SamplingParams, console: Console) -> Outcome:
     ids = llm.tokenizer.encode(prompt)
-    console.print(prompt, style="dim", end="", soft_wrap=True)
     live = LiveText(llm.tokenizer, console, ids)
+    live.write(prompt, "dim")
     start, output = time.perf_counter(), None
     try:
         for chunk in watched(llm, ids, params, live):

@@ -178,7 +178,7 @@ def _encoded(llm: LLM, prompt: flags.Prompt, number: int) -> Any:
 def _respond(llm: LLM, requests: Seq[Encoded], as_json: bool, rounds: bool) -> None:
     if as_json:
         for output in _generate(llm, requests):
-            typer.echo(json.dumps(_as_json(output), ensure_ascii=False))
+            _write(json.dumps(_as_json(output), ensure_ascii=False) + "\n")
     elif rounds:
         for prompt, params in requests:
             _print_rounds(llm, prompt, params)
@@ -204,12 +204,17 @@ def _open(config: Any) -> LLM:
 def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:
     start = time.perf_counter()
     for chunk in llm.stream(prompt, params):
-        sys.stdout.write(chunk.text)
-        if chunk.output is not None:
-            sys.stdout.write("\n")
-        sys.stdout.flush()
+        _write(chunk.text if chunk.output is None else f"{chunk.text}\n")
         if chunk.output is not None:
             typer.echo(_summary(chunk.output, time.perf_counter() - start), err=True)
+
+
+def _write(text: str) -> None:
+    """What a model wrote, to standard output: exact, but for control characters in a terminal."""
+    from forerun.text.terminal import visible
+
+    sys.stdout.write(visible(text, sys.stdout.isatty()))
+    sys.stdout.flush()
 
 
 def _summary(output: RequestOutput, seconds: float) -> str:
@@ -222,12 +227,14 @@ def _summary(output: RequestOutput, seconds: float) -> str:
 
 
 def _print_batch(llm: LLM, requests: Seq[Encoded]) -> None:
+    from forerun.text.terminal import visible
+
     each = [prompt for prompt, params in requests for _ in range(params.n)]
     for i, output in enumerate(_generate(llm, requests)):
         prompt = each[i]
         text = (prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)).strip()
-        typer.echo(f"==> {i + 1}: {text.splitlines()[-1][-60:] if text else ''} <==")
-        typer.echo(output.text)
+        typer.echo(f"==> {i + 1}: {visible(text.splitlines()[-1][-60:]) if text else ''} <==")
+        _write(f"{output.text}\n")
 
 
 def _print_rounds(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:
@@ -381,5 +388,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    from forerun.text.terminal import visible
+
+    typer.echo(f"error: {visible(' '.join(message.split()))}", err=True)
     return code

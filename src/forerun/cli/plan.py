@@ -64,8 +64,10 @@ def plan(
     if as_json:
         typer.echo(json.dumps({**models.settings(engine), **plan_dict(made)}))
     else:
+        from forerun.text.terminal import visible
+
         for line in plan_lines(models.settings(engine), made):
-            typer.echo(line)
+            typer.echo(visible(line))
     if not made.fits:
         raise typer.Exit(DOES_NOT_FIT)
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from forerun.registry import load, names
 from forerun.text.detokenizer import Detokenizer
-from forerun.text.terminal import PIPE_WIDTH, has_colour
+from forerun.text.terminal import PIPE_WIDTH, has_colour, visible
 from forerun.text.tokenizer import BYTES, REPLACEMENT, Tokenizer
 from forerun.types import RoundDetail, SamplingParams, StepReport
 
@@ -153,14 +153,18 @@ class LiveText:
     def __call__(self, report: StepReport) -> None:
         for detail in report.rounds:
             for piece in committed_pieces(detail, report.num_committed):
-                self._write(self._detokenizer.push([piece.token]).text, STYLES[piece.kind])
+                self.write(self._detokenizer.push([piece.token]).text, STYLES[piece.kind])
 
     def finish(self) -> None:
         """Write what was held back, and end the line."""
-        self._write(self._detokenizer.finish() + "\n", "")
+        self.write(self._detokenizer.finish() + "\n", "")
 
-    def _write(self, text: str, style: str) -> None:
-        self._console.print(Text(text, style), end="", soft_wrap=True)
+    def write(self, text: str, style: str) -> None:
+        """Write a text, which is exact in a pipe; rich would drop some control characters and leave others."""
+        if self._console.is_terminal:
+            self._console.print(Text(visible(text), style), end="", soft_wrap=True)
+        else:
+            self._console.file.write(text)
         self._console.file.flush()
 
 

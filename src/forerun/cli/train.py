@@ -109,7 +109,7 @@ def sample(
             model, tokenizer, num_tokens, text=text, batch_size=batch_size, new_tokens=new_tokens, seed=seed
         )
         np.save(out, stream)
-    typer.echo(f"{len(stream)} tokens in {out}")
+    _say(f"{len(stream)} tokens in {out}")
 
 
 @app.command()
@@ -132,7 +132,7 @@ def prompts(
             load_corpus(text).bench, lambda text: len(count(text).ids), limit, min_tokens, max_tokens, seed
         )
         write_prompts(chosen, out)
-    typer.echo(f"{len(chosen)} prompts in {out}")
+    _say(f"{len(chosen)} prompts in {out}")
 
 
 @app.command()
@@ -177,7 +177,14 @@ def card(
 
     with refusals():
         write_card(target, draft, numbers, prompts, out, commands, history or [], target_history or [])
-    typer.echo(str(out))
+    _say(str(out))
+
+
+def _say(text: str, err: bool = False) -> None:
+    """A line about files: their names may hold control characters."""
+    from forerun.text.terminal import visible
+
+    typer.echo(visible(text), err=err)
 
 
 @contextmanager
@@ -188,7 +195,7 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        typer.echo(f"error: {error}", err=True)
+        _say(f"error: {error}", err=True)
         raise typer.Exit(error.exit_code) from error
 
 

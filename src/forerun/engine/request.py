@@ -161,6 +161,8 @@ class Request:
                     reason = "stop"
             if reason is not None:
                 seq.finish_reason = reason
+                if self._stops_at_texts:
+                    self._read()
                 return i + 1
         return len(tokens)
 
@@ -192,6 +194,8 @@ class Request:
             self._num_read = end
             if is_whole:
                 self._text, self._is_read = self._text + self._reader.finish(), True
+                if self.seq.finish_reason == "length" and self._reader.stop is not None:
+                    self.seq.finish_reason = "stop"  # the text that was held back to the end had a stop text
 
     @property
     def waits(self) -> bool:

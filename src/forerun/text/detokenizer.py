@@ -5,8 +5,8 @@ Three things make the naive way (decode each token, append) wrong, and each has 
 * *A token's text depends on what stands before it* (a leading space is dropped at the beginning of a text only). So
   decoding always starts at a *solid* token of the past, whose text is whole characters, and its text is cut off.
 * *A character may be spread over several tokens.* Text that a later token can still change is held back: a trailing
-  U+FFFD, and with byte fallback (`<0xE2>`) the whole trailing run of byte tokens, because one bad byte turns
-  the complete run into U+FFFD.
+  U+FFFD, and with byte fallback (`<0xE2>`) the bytes behind the last whole character. Characters that are whole are not
+  held back, though the library would make U+FFFD of them too if a bad byte followed (`Tokenizer.decode_so_far`).
 * *A stop string may be spread over several tokens and rounds.* The longest tail that may still become one is held back
   (at most longest stop - 1 characters).
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass
 
-from forerun.text.tokenizer import REPLACEMENT, Tokenizer
+from forerun.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ class Detokenizer:
         self._stops = stop
         self._held = ""  # certain text that may still become part of a stop string
         self._window = self._left_context(prompt_ids)  # ids being decoded, from a solid one on
-        text = tokenizer.decode(self._window)
-        self._done = self._certain(text)  # characters of the window's text that are behind us
+        text, self._done = tokenizer.decode_so_far(self._window)  # done: characters of the text that are behind us
         self._prompt_rest = text[self._done :]  # the prompt's unfinished character, as it looks so far
         self.stop: str | None = None  # the stop string found
 
@@ -78,10 +77,13 @@ class Detokenizer:
         return PushResult(released)
 
     def finish(self) -> str:
-        """No token follows: the text held back, with bytes that are no character as U+FFFD, cut at a stop string."""
+        """No token follows: the text held back, with bytes that are no character as U+FFFD, cut at a stop string.
+
+        Where that was cut `stop` says so from now on.
+        """
         if self.stop is not None:
             return ""
-        text = self._tokenizer.decode(self._window)
+        text, _ = self._tokenizer.decode_so_far(self._window)
         released = self._release(self._advance(text, len(text)))
         if self.stop is None:
             released += self._held
@@ -109,25 +111,16 @@ class Detokenizer:
         if not known:
             return ""
         self._window += known
-        text = self._tokenizer.decode(self._window)
-        new = self._advance(text, self._certain(text))
+        text, certain = self._tokenizer.decode_so_far(self._window)
+        new = self._advance(text, certain)
         solid = next((i for i in range(len(known), 0, -1) if self._tokenizer.is_solid(known[i - 1])), 0)
         if solid:  # nothing before it can change any more: start anew there
             self._window = known[solid - 1 :]
-            is_last = solid == len(known)
-            text = self._tokenizer.own_text(known[-1]) if is_last else self._tokenizer.decode(self._window)
-            self._done = self._certain(text)
+            if solid == len(known):
+                self._done = len(self._tokenizer.own_text(known[-1]))
+            else:
+                _, self._done = self._tokenizer.decode_so_far(self._window)
         return new
-
-    def _certain(self, text: str) -> int:
-        """Number of characters of the window's text that no later id can change."""
-        if self._window and self._window[-1] in self._tokenizer.byte_ids:
-            run = len(self._window)
-            while run and self._window[run - 1] in self._tokenizer.byte_ids:
-                run -= 1
-            return len(self._tokenizer.decode(self._window[:run]))
-        # An unfinished character is exactly one U+FFFD (Unicode's "maximal subpart" practice).
-        return len(text) - text.endswith(REPLACEMENT)
 
     def _advance(self, text: str, certain: int) -> str:
         """Text between what was certain and what is; the prompt's share of it is cut off once."""

@@ -2,30 +2,38 @@
 
 The environment is that of transformers (utils/chat_template_utils.py): Jinja's immutable sandbox, blocks trimmed, loop
 controls, `raise_exception`, `strftime_now`, a `tojson` that leaves HTML characters alone, and the `generation` tag.
-It is stricter in one point: touching a forbidden attribute is an error at once, even where the result is not used.
+It is stricter in two points: touching a forbidden attribute is an error at once, even if the result is not used, and
+what a template may use up is limited (`limits`). For that, nothing is computed when it is compiled, and a few things
+that could make any amount of text are not there, as no template of a published model uses them: lipsum, wordwrap,
+urlize.
 
-This file imports Jinja; whoever needs it only sometimes imports this file at that moment.
+This file imports Jinja, so it is itself imported only where a template is needed.
 """
 
 from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import wraps
+from types import CodeType, GeneratorType
 from typing import Any, NoReturn
 
-from jinja2 import Template
+from jinja2 import Template, nodes, pass_context
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
-from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 from forerun.errors import BadOption, UnsupportedModel
+from forerun.text import limits
+from forerun.text.limits import Budget, TooMuch
 
 ANOTHER = "name another template with --chat-template FILE (chat_template= in Python)"
 
@@ -38,17 +46,25 @@ class CompiledTemplate:
     """
 
     where: str
-    template: Template
+    code: CodeType
     reads: frozenset[str]
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The text. `variables` must be plain data, see `messages.plain`, and are not changed.
 
         Raises BadOption where the template refuses them by `raise_exception`, UnsupportedModel where it does something
-        forbidden or fails.
+        forbidden, reaches a limit, or fails.
         """
+        environment = _Environment()  # with a budget of this rendering
         try:
-            return self.template.render(variables)
+            template = Template.from_code(environment, self.code, environment.make_globals(None))
+            text = template.render(variables)
+            limits.check_printed(text)
+            return text
+        except TooMuch as error:
+            raise UnsupportedModel(
+                f"{self.where}{_line(error)} {error}, which no template of a published model does: {ANOTHER}"
+            ) from None
         except _Refusal as refusal:
             raise BadOption(f"the chat template refuses these messages ({refusal}): change them accordingly") from None
         except SecurityError as error:
@@ -67,7 +83,7 @@ def compile_template(source: str, where: str) -> CompiledTemplate:
     environment = _Environment()
     try:
         reads = find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
-        return CompiledTemplate(where, environment.from_string(source), frozenset(reads))
+        return CompiledTemplate(where, environment.compile(source), frozenset(reads))
     except TemplateSyntaxError as error:
         raise UnsupportedModel(
             f"{where} has a syntax error in line {error.lineno} ({error.message}): mend it, or {ANOTHER}"
@@ -107,9 +123,9 @@ class _GenerationTag(Extension):
 
     tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
 
-    def parse(self, parser: Parser) -> Node:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class _Dict:
@@ -143,16 +159,170 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"a namespace cannot hold {name!r}")
 
 
+# Filters that take lists as they are: what they cost does not grow with the texts in them.
+_NAMES = """
+attr batch count d default dictsort first groupby items last length list map max min random reject rejectattr reverse
+select selectattr slice sort sum unique"""
+_OF_LISTS = frozenset(_NAMES.split())
+
+# Methods of texts and numbers that could make any amount of text, and lead to others that could.
+_TEXT_MAKERS = frozenset(["expandtabs", "translate", "encode", "to_bytes"])
+
+
+class _Counting(NodeTransformer):
+    """Puts a call into each round of a loop, and around what is put together without a call or an operator.
+
+    The names of its methods are Jinja's.
+    """
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+        num_characters = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        self.generic_visit(node)
+        if node.test is not None:
+            node.test = nodes.And(_call("spend", nodes.Const(0), node), node.test, lineno=node.lineno)
+        step = _call("spend", nodes.Const(num_characters), node)
+        node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.nodes = [part if isinstance(part, nodes.Const) else _call("weighed", part, part) for part in node.nodes]
+        return node
+
+    def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        is_target = getattr(node, "ctx", "load") != "load"
+        parts = [item.value if isinstance(item, nodes.Pair) else item for item in node.items]
+        if is_target or all(isinstance(part, nodes.Const) for part in parts):
+            return node
+        return _call("weighed", node, node)
+
+    visit_Tuple = visit_Dict = visit_List  # noqa: N815
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _call("cut", node, node) if isinstance(node.arg, nodes.Slice) else node
+
+
+def _call(method: str, argument: nodes.Expr, place: nodes.Node) -> nodes.Call:
+    """A call of a method of the environment, in the line of `place`."""
+    line = place.lineno
+    return nodes.Call(nodes.EnvironmentAttribute(method, lineno=line), [argument], [], None, None, lineno=line)
+
+
+def _listed(value: Any) -> Any:
+    """What a generator makes, as a list whose length is known; all else as it is."""
+    return list(value) if isinstance(value, GeneratorType) else value
+
+
 class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with the budget of one rendering. Nothing is computed when a template is compiled."""
+
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
+
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-        self.filters["tojson"] = to_json
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, loopcontrols],
+            optimized=False,
+            finalize=self.printed,  # needs a context: so constants are not printed when the template is compiled
+        )
+        self.budget = Budget()
         self.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
             "dict": _Dict(),
             "namespace": _Namespace,
         }
+        del self.globals["lipsum"]
+        del self.filters["wordwrap"], self.filters["urlize"]
+        self.filters["tojson"] = to_json
+        self.filters = {name: self._counted(name, function) for name, function in self.filters.items()}
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Counting().visit(super()._parse(source, name, filename))
+        return tree
+
+    def spend(self, num_characters: int) -> bool:
+        """A round of a loop, with the characters of the template that it may print."""
+        self.budget.step(num_characters)
+        return True
+
+    def weighed(self, value: Any) -> Any:
+        """A value, to be put into a text or list."""
+        self.budget.step(self.budget.weigh(value))
+        return value
+
+    def cut(self, value: Any) -> Any:
+        """A part of a text or list."""
+        self.budget.step(limits.made(value))
+        return value
+
+    @pass_context
+    def printed(self, context: Context, value: Any) -> Any:
+        """Jinja's `finalize`: a value before it is printed."""
+        return self.weighed(value)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        budget, owner = __self.budget, getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        budget.step(limits.numbers([*args, *kwargs.values()]) if isinstance(owner, str | int | float) else 0)
+        if isinstance(owner, str):
+            args = tuple(map(_listed, args))
+            budget.add(sum(map(budget.weigh, [*args, *kwargs.values()])))
+            if __obj.__name__ == "join":
+                budget.add(limits.join(owner, *args[:1]))
+            elif __obj.__name__ == "replace":
+                budget.add(limits.replace(owner, *args[:2]))
+        result = super().call(__context, __obj, *args, **kwargs)
+        budget.add(limits.made(result))
+        return result
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        cost = {"*": self.budget.product, "**": limits.power, "%": limits.percent}.get(operator)
+        self.budget.step(cost(left, right) if cost else 0)
+        result = super().call_binop(context, operator, left, right)
+        self.budget.add(limits.made(result))
+        return result
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that counts itself as a step, with what it will make and what it has made."""
+        first = int(hasattr(function, "jinja_pass_arg"))  # before it comes the context
+
+        @wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            budget = self.budget
+            before, given = args[:first], list(args[first:])
+            rest = [*given[1:], *kwargs.values()]
+            budget.step(limits.numbers(rest))
+            if name in ("join", "sum"):
+                given[0] = _listed(given[0])
+            if name == "join":
+                budget.add(limits.join(str(rest[0]) if rest else "", given[0]))
+            if name not in _OF_LISTS:
+                budget.add(sum(map(budget.weigh, [*given[:1], *rest])))
+            if name in ("tojson", "indent"):
+                budget.add(budget.weigh(given[0]) * (limits.numbers(rest) + budget.weigh(rest)))
+            elif name == "replace":
+                budget.add(limits.replace(str(given[0]), *rest[:2]))
+            elif name == "sum" and any(isinstance(value, list) for value in rest):  # lists are copied at each step
+                budget.add(budget.weigh(given[0]) * len(given[0]))
+            elif name == "format":
+                budget.add(limits.percent(given[0], rest))
+            result = function(*before, *given, **kwargs)
+            budget.add(limits.made(result))
+            return result
+
+        return counted
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            self.budget.step(limits.widths(value.__self__))
+        return wrapped
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return attr not in _TEXT_MAKERS and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         """Jinja returns a value that raises when used; printed alone, it would be an empty text."""

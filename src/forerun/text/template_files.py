@@ -8,6 +8,7 @@ from pathlib import Path
 
 from forerun.errors import NotFound, UnsupportedModel
 from forerun.text.json_files import read_json_if_there
+from forerun.text.limits import MAX_TEMPLATE_BYTES
 
 DEFAULT = "default"
 FILE = "chat_template.jinja"
@@ -43,6 +44,8 @@ def find_sources(folder: Path, file: Path | None) -> dict[str, Source]:
             f"there is no chat template in {folder}, as is usual for a base model: use generate, which needs none, or "
             "name a template with --chat-template FILE (chat_template= in Python)"
         )
+    num_bytes = sum(len(source.text.encode(errors="replace")) for source in found.values())
+    _check_size(num_bytes, f"the chat templates in {folder}")
     return found
 
 
@@ -79,6 +82,15 @@ def _is_named(item: object) -> bool:
 
 def _read(path: Path) -> Source:
     try:
+        _check_size(path.stat().st_size, str(path))
         return Source(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UnsupportedModel(f"{path} cannot be read as a UTF-8 text ({error}): fetch it again") from error
+
+
+def _check_size(num_bytes: int, where: str) -> None:
+    if num_bytes > MAX_TEMPLATE_BYTES:
+        raise UnsupportedModel(
+            f"{where}: {num_bytes:,} bytes are more than the {MAX_TEMPLATE_BYTES:,} that chat templates of a model may "
+            "have, so name another one with --chat-template FILE (chat_template= in Python)"
+        )

@@ -1,10 +1,24 @@
-"""Where text goes in a terminal: consoles that print it as it is."""
+"""Where text goes in a terminal: consoles that print it as it is, and control characters that do not reach it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console
+from rich.text import Text
 
 PIPE_WIDTH = 80  # columns, where there is no terminal to ask
+# C0, DEL and C1 without tab and newline: they move the cursor, change what was printed, or rename the window.
+_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+
+
+def visible(text: str, is_terminal: bool = True) -> str:
+    """A text in which control characters are written as JSON does (\\u001b); tab and newline stay.
+
+    is_terminal: where it goes. What goes to a pipe or file stays as it is; headers, file names and error messages are
+    always made visible, since they are shown to a person sooner or later.
+    """
+    return text.translate(_ESCAPES) if is_terminal else text
 
 
 class _Console(Console):
@@ -12,6 +26,10 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """What prints and tables say; texts of a model are no `str` here, see `cli.show.LiveText`."""
+        return super().render_str(visible(text), **options)
 
 
 def make_console(stderr: bool = False) -> Console:

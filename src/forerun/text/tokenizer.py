@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence as Seq
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 
 import tokenizers
@@ -82,10 +83,49 @@ class Tokenizer:
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
-        """Ids like <0x0A>, whose text is known only when the run of such ids is over (empty without byte fallback)."""
+        """Ids like <0x0A>, of which a run makes characters together (empty without byte fallback)."""
         if "ByteFallback" not in _decoder_types(self._backend):
             return frozenset()
         return frozenset(i for i, token in self.id_to_token.items() if _BYTE_TOKEN.fullmatch(token))
+
+    def decode_so_far(self, ids: Seq[int]) -> tuple[str, int]:
+        """Text of ids, of which more may follow, and how many of its characters no later id can change.
+
+        It is what `decode` returns, but for one thing: of a run of byte tokens that is not UTF-8 the library makes
+        U+FFFD of every byte. Here the whole characters that the run begins with stay, since they may have been shown
+        before its first bad byte came, or have been a stop string.
+        """
+        breaks, num_open = self._broken_runs(ids) if self.byte_ids else ([], 0)
+        if not breaks:
+            text = self.decode(ids)
+        else:
+            tokens: list[str] = []
+            for start, end in zip([0, *breaks], [*breaks, len(ids)], strict=True):
+                # A token without text ends a run for the library's decoder.
+                tokens += ["", *(str(self._backend.id_to_token(i)) for i in ids[start:end])]
+            text = str(self._backend.decoder.decode(tokens[1:]))
+        if ids and ids[-1] in self.byte_ids:
+            return text, len(text) - num_open
+        # An unfinished character is exactly one U+FFFD (Unicode's "maximal subpart" practice).
+        return text, len(text) - text.endswith(REPLACEMENT)
+
+    def _broken_runs(self, ids: Seq[int]) -> tuple[list[int], int]:
+        """Where whole characters end in runs of byte tokens that are not UTF-8, and the bytes of a last open character.
+
+        A place is an index in ids; those where a run begins are left out.
+        """
+        breaks, num_open, start = [], 0, 0
+        for is_run, group in groupby(ids, self.byte_ids.__contains__):
+            run = list(group)
+            num_open = 0
+            if is_run:
+                try:
+                    bytes(int(self.id_to_token[i][1:-1], 16) for i in run).decode()
+                except UnicodeDecodeError as error:
+                    breaks += [start + error.start] if error.start else []
+                    num_open = len(run) - error.start if error.reason == "unexpected end of data" else 0
+            start += len(run)
+        return breaks, num_open
 
     def own_text(self, token_id: int) -> str:
         """Text of one id alone, remembered."""

@@ -1,0 +1,126 @@
+"""How much a chat template may use up, so that one that would never end, or fill the memory, is refused.
+
+The counting is done by `sandbox`; here is what is counted. Templates of published models take some ten steps per
+message and make a few times the characters of the conversation.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection, Iterable, Sized
+from string import Formatter
+
+MAX_TEMPLATE_BYTES = 2**18  # of all templates of a model together; the longest published ones have about 30 KB
+MAX_STEPS = 1_000_000  # rounds of loops, calls, filters and operators of one rendering
+MAX_MADE_CHARACTERS = 500_000_000  # of all texts that are made on the way, printed or not
+MAX_PRINTED_CHARACTERS = 10_000_000  # of the text that comes out
+MAX_CPU_S = 10.0  # of the thread that renders
+STEPS_PER_LOOK = 64  # the clock is read every so many steps
+ITEM_CHARACTERS = 8  # what a number, or a place in a list, counts as
+
+
+class TooMuch(Exception):
+    """A limit was reached; the message goes on behind the name of the template."""
+
+
+class Budget:
+    """What one rendering has used up. Every method raises TooMuch at a limit."""
+
+    def __init__(self) -> None:
+        self._num_steps, self._num_characters, self._end_s = 0, 0, time.thread_time() + MAX_CPU_S
+
+    def step(self, num_characters: int = 0) -> None:
+        """Count one step, and the characters that it makes: before it, where they can be foreseen."""
+        self._num_steps += 1
+        if self._num_steps > MAX_STEPS:
+            raise TooMuch(f"takes more than {MAX_STEPS:,} steps")
+        if self._num_steps % STEPS_PER_LOOK == 0 and time.thread_time() > self._end_s:
+            raise TooMuch(f"takes more than {MAX_CPU_S:g} s")
+        self.add(num_characters)
+
+    def add(self, num_characters: int) -> None:
+        """Count characters of the same step."""
+        self._num_characters += num_characters
+        if self._num_characters > MAX_MADE_CHARACTERS:
+            raise TooMuch(f"makes texts and lists of more than {MAX_MADE_CHARACTERS:,} characters")
+
+    def weigh(self, value: object) -> int:
+        """Characters of a value as a text, about; lists within one another are a step each.
+
+        A list that holds another one twice, and that one a third twice, is short and its text is not.
+        """
+        if isinstance(value, str):
+            return len(value)
+        if not isinstance(value, Collection):
+            return ITEM_CHARACTERS
+        if isinstance(value, dict):
+            value = [*value, *value.values()]
+        self.step()
+        return sum(map(self.weigh, value)) + ITEM_CHARACTERS * len(value)
+
+    def product(self, left: object, right: object) -> int:
+        """Characters of `left * right`, which may be a text or list that is repeated."""
+        if isinstance(left, int) and isinstance(right, int):
+            return _digits(left.bit_length() + right.bit_length())
+        value, times = (right, left) if isinstance(left, int) else (left, right)
+        return self.weigh(value) * max(times, 0) if isinstance(times, int) else 0
+
+
+def check_printed(text: str) -> None:
+    """Raise TooMuch for a text that is too long."""
+    if len(text) > MAX_PRINTED_CHARACTERS:
+        raise TooMuch(f"prints more than {MAX_PRINTED_CHARACTERS:,} characters")
+
+
+def power(left: object, right: object) -> int:
+    """Characters of `left ** right`."""
+    if isinstance(left, int) and isinstance(right, int):
+        return _digits(left.bit_length() * max(right, 0))
+    return 0
+
+
+def _digits(num_bits: int) -> int:
+    """What a whole number of so many bits counts as: more than its digits, since long ones take long to multiply."""
+    return num_bits * num_bits // 64
+
+
+def percent(text: object, values: object) -> int:
+    """The widths in a format of `%`: "%9d" asks for nine characters, and "%*d" takes the number from the values."""
+    if not isinstance(text, str):
+        return 0
+    return _numbers(f"{text}{values!r}" if "*" in text else text)
+
+
+def widths(text: str) -> int:
+    """The widths in a format of `str.format`. Raises TooMuch for one that takes a width from the values."""
+    specs = [spec or "" for _, _, spec, _ in Formatter().parse(text)]
+    if any("{" in spec for spec in specs):
+        raise TooMuch("formats a text with a width that is a value")
+    return sum(map(_numbers, specs))
+
+
+def join(separator: str, items: object) -> int:
+    """Characters of the separators in `separator.join(items)`."""
+    return len(separator) * len(items) if isinstance(items, Sized) else 0
+
+
+def replace(text: str, old: object, new: object) -> int:
+    """Characters that `text.replace(old, new)` puts in."""
+    return text.count(old) * len(new) if isinstance(old, str) and isinstance(new, str) else 0
+
+
+def numbers(values: Iterable[object]) -> int:
+    """The sum of the whole numbers among arguments, any of which may be a width."""
+    return sum(abs(value) for value in values if isinstance(value, int))
+
+
+def _numbers(text: str) -> int:
+    return sum(int(digits[:20]) for digits in re.findall(r"\d+", text))
+
+
+def made(value: object) -> int:
+    """Characters of a new text, or of the places of a new list, without what is in them."""
+    if isinstance(value, str):
+        return len(value)
+    return ITEM_CHARACTERS * len(value) if isinstance(value, list | tuple | dict) else 0

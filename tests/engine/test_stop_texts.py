@@ -1,0 +1,48 @@
+"""Stop texts in what a tokenizer with byte fallback writes, and in text that is held back to the end."""
+
+import pytest
+from tokenizers import Tokenizer as Backend, decoders, models
+
+from forerun import LLM, SamplingParams
+from tiny import write_tiny
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """A random model over bytes, whose tokenizer is of Llama 2's kind: id i + 1 is the byte token of i."""
+    folder = write_tiny(tmp_path_factory.mktemp("stop") / "bytes")
+    vocab = {"<|end|>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<|end|>"))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens(["<|end|>"])
+    backend.save(str(folder / "tokenizer.json"))
+    return LLM(folder, draft="none", max_seq_len=64)
+
+
+def always(byte: int, **options: object) -> SamplingParams:
+    """Parameters of an output that is one byte, again and again."""
+    return SamplingParams(temperature=0.0, logit_bias={byte + 1: 1000.0}, **options)
+
+
+def test_the_first_newline_of_a_run_of_byte_tokens_stops(llm: LLM) -> None:
+    params = always(0x0A, max_tokens=20, stop=("\n",))
+    (out,) = llm.generate("a", params)
+    assert (out.text, out.token_ids, out.finish_reason) == ("", [0x0B], "stop")
+    *_, last = llm.stream("a", params)
+    assert (last.text, last.finish_reason) == ("", "stop")
+
+
+def test_a_stream_does_not_hold_back_a_run_of_byte_tokens(llm: LLM) -> None:
+    chunks = list(llm.stream("a", always(0x0A, max_tokens=4)))
+    assert [chunk.text for chunk in chunks] == ["\n"] * 4
+
+
+def test_a_stop_text_that_the_end_of_the_output_completes(llm: LLM) -> None:
+    """Half a character at the end becomes U+FFFD when nothing follows."""
+    params = always(0xE2, max_tokens=1, stop=("\ufffd",))
+    (out,) = llm.generate("a", params)
+    assert (out.text, out.token_ids, out.finish_reason) == ("", [0xE3], "stop")
+    *_, last = llm.stream("a", params)
+    assert (last.text, last.finish_reason) == ("", "stop")
+    (whole,) = llm.generate("a", always(0xE2, max_tokens=1, stop=("x",)))
+    assert (whole.text, whole.finish_reason) == ("\ufffd", "length")
