@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from forerun import verify
-from forerun.errors import BadOption, InternalError
+from forerun.errors import BadOption
 from forerun.sampling.random import PhiloxCoins
 from forerun.testing import (
     MUTANTS,
