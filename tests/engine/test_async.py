@@ -445,8 +445,33 @@ def test_a_row_of_no_numbers_ends_its_own_request(llm: LLM, monkeypatch: pytest.
     assert_idle(llm)
 
 
+@pytest.mark.parametrize("method", ["observe", "end"])
+def test_each_caller_hears_of_the_end_where_a_step_fails_late(
+    llm: LLM, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the commit that ends one of two requests, or while that one's place is given back."""
+    wanted = [params(1), params(40)]
+    expected, ended = llm.generate(PROMPTS[:2], wanted), SimpleQueue[Request]()
+    right = getattr(llm.engine.pacing, method)
+
+    def fail_once(given: Any) -> None:
+        if method == "end" or given.num_committed:
+            monkeypatch.undo()
+            raise ZeroDivisionError
+        right(given)
+
+    monkeypatch.setattr(llm.engine.pacing, method, fail_once)
+    requests = llm.submit(PROMPTS[:2], wanted, hear=lambda request: request.seq.finish_reason and ended.put(request))
+    assert {ended.get(timeout=TIMEOUT_S / 4) for _ in requests} == set(requests)
+    whole, cut = requests
+    assert (whole.error, whole.output().token_ids) == (None, expected[0].token_ids)
+    assert "the step failed: ZeroDivisionError" in str(cut.error)
+    assert [out.token_ids for out in llm.generate(PROMPTS[:2], wanted)] == [out.token_ids for out in expected]
+    assert_idle(llm)
+
+
 @pytest.mark.speculation("fixed")
-@pytest.mark.parametrize("method", ["begin", "propose", "observe", "catch_up", "end"])
+@pytest.mark.parametrize("method", ["begin", "propose", "observe", "catch_up", "end", "free_tokens"])
 def test_a_drafter_that_fails_is_done_without(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

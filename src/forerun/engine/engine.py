@@ -175,22 +175,41 @@ class Engine:
         """End a request at once and free what it holds; what it has committed stays readable. Ended ones are left."""
         if request.seq.finish_reason is None:
             request.abort()
-            self._finish(request)
-            self._tell_of(request)
+            self._finish_and_tell(request)
 
-    def fail_running(self, error: Exception) -> None:
-        """End every request that runs, or waits where none runs, with the error of a step that failed."""
-        for request in self.scheduler.running[:] or self.scheduler.waiting[:]:
-            self._fail(request, error)
+    def recover(self, requests: Seq[Request], error: Exception) -> None:
+        """Go on behind a step that raised: end what ran, or waits where nothing runs, and tell each request that ended.
+
+        requests: those that had not ended before the step. One whose last token it has committed is whole, and ends as
+        it should.
+        """
+        ran = self.scheduler.running[:] or self.scheduler.waiting[:]
+        for request in dict.fromkeys([*ran, *(r for r in requests if r.seq.finish_reason is not None)]):
+            try:
+                if request.seq.finish_reason is None:
+                    self._fail(request, error)
+                else:
+                    self._finish_and_tell(request)
+            except Exception:
+                LOG.exception("request %d could not give back what it held", request.seq.id)
 
     def _fail(self, request: Request, error: Exception) -> None:
         request.error = error if isinstance(error, ForerunError) else InternalError(f"the step failed: {error!r:.200}")
         self.abort(request)
 
-    def _tell_of(self, request: Request) -> None:
-        """Tell of a request's progress. One that cannot be told any more is ended."""
+    def _finish_and_tell(self, request: Request) -> None:
         try:
-            request.hear(request)
+            self._finish(request)
+        finally:
+            self._tell_of(request)
+
+    def _tell_of(self, request: Request) -> None:
+        """Tell of a request's progress, of its end once. One that cannot be told any more is ended."""
+        hear = request.hear
+        if request.seq.finish_reason is not None:
+            request.hear = unheard
+        try:
+            hear(request)
         except Exception as error:
             LOG.warning("request %d is ended: it could not be told how it goes on (%s)", request.seq.id, error)
             request.hear = unheard

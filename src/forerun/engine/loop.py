@@ -104,13 +104,16 @@ class Loop:
                 self._is_busy = True
                 if command is None:
                     return
-                command()
+                try:
+                    command()
+                except Exception:  # the thread goes on: others wait for it
+                    LOG.exception("requests could not be queued or ended as they should")
                 del command  # what it holds is not to live until the next one comes
             try:
                 self._engine.step()
             except Exception as error:
                 LOG.exception("a step failed: the requests that ran are ended")
-                self._engine.fail_running(error)
+                self._engine.recover(going, error)
 
     def _unfinished(self) -> list[Request]:
         self._going = [request for request in self._going if request.seq.finish_reason is None]

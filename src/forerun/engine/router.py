@@ -70,7 +70,10 @@ class Router(Drafter):
 
     def free_tokens(self, without: Collection[int] = ()) -> int | None:
         """The least of those that have a cache of their own."""
-        found = [drafter.free_tokens(without) for drafter in self.members.values()]
+        found = []
+        for name in self.members:
+            with self._spared(name):
+                found.append(self.members[name].free_tokens(without))
         return min([free for free in found if free is not None], default=None)
 
     def guess(self, seq: Sequence, num_tokens: int, coins: Coins) -> Seq[int]:
