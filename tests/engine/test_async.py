@@ -26,6 +26,7 @@ from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport, n
 from forerun.engine.request import Chunk, Request
 from forerun.errors import InternalError
 from forerun.models.runner import NO_NUMBERS
+from forerun.types import Budget, Draft
 from speculation import llm_options, mode
 
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "import os\n", "def fib(n):\n    if n < 2:\n", "for i in range("]
@@ -484,4 +485,23 @@ def test_a_drafter_that_fails_is_done_without(
         assert [out.token_ids for out in llm.generate(PROMPTS, params())] == expected
     (record,) = caplog.records
     assert "failed and is not asked again: its requests are decoded plainly" in record.message
+    assert_idle(llm)
+
+
+@pytest.mark.speculation("fixed")
+def test_a_drafter_that_takes_more_than_it_was_granted_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = LLM(**llm_options())
+    expected, propose = llm.generate(PROMPTS[0], params())[0].token_ids, llm.engine.drafter.first.propose
+
+    def greedy(seqs: Any, budget: Budget, coins: Any) -> Draft:
+        return propose(seqs, Budget([most + 1 for most in budget.num_tokens], budget.catchup_tokens), coins)
+
+    monkeypatch.setattr(llm.engine.drafter.first, "propose", greedy)
+    with caplog.at_level(logging.ERROR):
+        assert llm.generate(PROMPTS[0], params())[0].token_ids == expected
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert "drafted more nodes than" in str(record.exc_info[1])
     assert_idle(llm)
