@@ -1,0 +1,81 @@
+"""Quantised weights on their way from a file to an operator: integers and the scales of their groups, nothing rounded.
+
+A weight is scale * code - minimum, or scale * (code - zero). Along a row, `group` weights in a row share scale and
+minimum. The formats of GGUF, GPTQ, AWQ and compressed-tensors all fit, so that a kernel reads exactly the weights of
+the file (docs/kernels.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a matrix is quantised.
+
+    bits: 4 (codes 0 to 15) or 8 (codes 0 to 255). group: weights in a row that share a scale; it divides the row.
+    offset: what is subtracted: "zero" (an integer of the group, times its scale) or "minimum" (a number of its own).
+    scale_dtype: of scales and minimums, or of the factors above them where `super_group` is not 0. super_group:
+    weights in a row whose integer scales (and minimums) share one more factor, as K-quants have them; 0 = none.
+    """
+
+    bits: int
+    group: int
+    offset: str
+    scale_dtype: torch.dtype
+    super_group: int = 0
+
+    def __str__(self) -> str:
+        return f"int{self.bits}, group {self.group}"
+
+
+@dataclass(frozen=True)
+class QuantisedRows:
+    """Some rows [R, I] of a quantised matrix.
+
+    codes: uint8 [R, I]. scales: [R, I / group], in `scale_dtype`, or int8 where there is a super group. zeros: uint8
+    [R, I / group] with offset "zero". minimums: [R, I / group] with offset "minimum", in `scale_dtype`, or uint8 where
+    there is a super group. super_scales, super_minimums: [R, I / super_group] in `scale_dtype`.
+    """
+
+    scheme: Scheme
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    minimums: Tensor | None = None
+    super_scales: Tensor | None = None
+    super_minimums: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def dequantise(self) -> Tensor:
+        """Return the weights in float32 [R, I], rounded in the order in which GGUF's own package rounds them."""
+        scales = _expanded(self.scales, self.super_scales, self.scheme)
+        codes = self.codes.float().unflatten(-1, (-1, self.scheme.group))
+        if self.zeros is not None:
+            return ((codes - self.zeros.float().unsqueeze(-1)) * scales).flatten(-2)
+        assert self.minimums is not None
+        return (codes * scales - _expanded(self.minimums, self.super_minimums, self.scheme)).flatten(-2)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedMatrix:
+    """A quantised weight [num_out, num_in] that is read when it is packed, some rows at a time, in order."""
+
+    scheme: Scheme
+    shape: tuple[int, int]
+    blocks: Callable[[], Iterator[QuantisedRows]]
+
+
+def _expanded(numbers: Tensor, factors: Tensor | None, scheme: Scheme) -> Tensor:
+    """Return one float32 for each group, [R, I / group, 1]."""
+    if factors is None:
+        return numbers.float().unsqueeze(-1)
+    per_factor = scheme.super_group // scheme.group
+    return (factors.float().unsqueeze(-1) * numbers.float().unflatten(-1, (-1, per_factor))).flatten(-2).unsqueeze(-1)
