@@ -2,7 +2,8 @@
 //
 // A row at logical position p sees the positions 0 .. p (or the last `window` of them): the cached rows, then its own
 // ancestors among pending rows and the run, depth by depth. Positions are taken in blocks of 64, counted from position 0,
-// with the running maximum and sum of Milakov and Gimelshein 2018. The operations are the same wherever a key lies, however
+// with the running maximum and sum of Milakov and Gimelshein 2018. Four blocks are a range: each range has a maximum and
+// sums of its own, so that threads can share a long sequence, and ranges are folded in ascending order. The operations are the same wherever a key lies, however
 // long the run is, whatever is beside it, and whether the row is in a chain or in a tree.
 #pragma once
 
@@ -51,7 +52,7 @@ void take_block(const Tile& tile, Seen seen, State* states) {
     alignas(64) float scales[LANES] = {};
     for (int n = 0; n < N; ++n)
         for (int i = 0; i < VECTORS; ++i) scores[n][i] = f16(0.0f);
-    tile.template score<N>(states, scores);
+    tile.template score<N>(states, seen, scores);
     hide<N>(seen, scores);
     for (int n = 0; n < N; ++n) {
         F16 top = scores[n][0];
@@ -67,9 +68,10 @@ void take_block(const Tile& tile, Seen seen, State* states) {
             total = total + Tile::keep(weights[n], i * LANES, exp(scores[n][i] - f16(finite(states[n].max))));
         states[n].sum = states[n].sum * scales[n] + sum(total);
     }
+    constexpr int CHUNKS = Tile::template chunks<N>();
     int d = 0;
-    for (; d + 4 * LANES <= tile.padded_dim; d += 4 * LANES)
-        add_values<Tile, N, 4>(tile, d, weights, seen, scales, states);
+    for (; d + CHUNKS * LANES <= tile.padded_dim; d += CHUNKS * LANES)
+        add_values<Tile, N, CHUNKS>(tile, d, weights, seen, scales, states);
     for (; d < tile.padded_dim; d += LANES) add_values<Tile, N, 1>(tile, d, weights, seen, scales, states);
 }
 
@@ -101,7 +103,7 @@ inline Seen seen_of(const Attention& a, int end, int start) {
 
 // Computes one block for all rows. In a chain the keys are filled once; in a tree each row has ancestors of its own.
 template <class Tile>
-void take_block_for_rows(const Attention& a, const Run& run, const Tile& tile, int kv_head, int start,
+void take_block_for_rows(const Attention& a, const Run& run, Tile& tile, int kv_head, int start,
                          const int32_t* depths, int first, int last, State* states) {
     const int group = a.num_heads / a.num_kv_heads;
     const int committed = run.cached - start < 0 ? 0 : run.cached - start;
@@ -135,45 +137,111 @@ inline int first_block(const Attention& a, const Run& run, int first) {
     return oldest > 0 ? oldest / KEY_BLOCK * KEY_BLOCK : 0;
 }
 
-// Computes the rows [first, last) of a run, for all query heads that share one key head.
+// Adds what a query has seen of a later range to what it has seen before. Where nothing was seen the sum is exactly 0.
+inline void fold(State& total, const State& part, int padded_dim) {
+    if (part.sum == 0.0f) return;
+    if (total.sum == 0.0f) {
+        total.max = part.max, total.sum = part.sum;
+        for (int d = 0; d < padded_dim; d += LANES) store(total.values + d, load(part.values + d));
+        return;
+    }
+    const float max = total.max > part.max ? total.max : part.max;
+    alignas(64) float scales[LANES] = {total.max - finite(max), part.max - finite(max)};
+    store(scales, exp(load(scales)));
+    total.max = max;
+    total.sum = total.sum * scales[0] + part.sum * scales[1];
+    for (int d = 0; d < padded_dim; d += LANES)
+        store(total.values + d, madd(load(part.values + d), f16(scales[1]), load(total.values + d) * f16(scales[0])));
+}
+
+constexpr int FEW_ROWS = 4;
+
+// Memory that a caller lends, cut into pieces.
+struct Floats {
+    float* next;
+    float* take(size_t count) {
+        float* taken = next;
+        next += (count + 15) / 16 * 16;
+        return taken;
+    }
+};
+
+// Computes the rows [first, last) of a run for all query heads that share the key heads of `heads`: range by range, folded
+// in order, or one range alone, whose states the caller keeps. Few rows walk all heads of a block before the next block,
+// because a cached row holds them side by side; many rows walk a range for each head, so that their states stay near.
 template <class Tile>
-void attend(const Attention& a, const Run& run, int kv_head, int first, int last, float* scratch) {
-    const int group = a.num_heads / a.num_kv_heads, dim = padded(a.head_dim), count = (last - first) * group;
-    const Tile tile(scratch, a.head_dim);
-    float* values = scratch + 2 * KEY_BLOCK * dim;
-    float* queries = values + static_cast<size_t>(count) * dim;
-    int32_t* depths = reinterpret_cast<int32_t*>(queries + static_cast<size_t>(count) * dim);
-    State* states = reinterpret_cast<State*>(depths + (last - first + 15) / 16 * 16);
+void attend(const Attention& a, const Run& run, Heads heads, int first, int last, int range, float* parts, float* scratch) {
+    const int group = a.num_heads / a.num_kv_heads, dim = padded(a.head_dim), num_heads = heads.last - heads.first;
+    const int per_head = (last - first) * group, count = per_head * num_heads;
+    Floats memory{scratch};
+    Tile tile(memory.take(static_cast<size_t>(2 * KEY_BLOCK * dim)), a.head_dim);
+    const size_t all = static_cast<size_t>(count) * static_cast<size_t>(dim);
+    float *values = memory.take(all), *queries = memory.take(all), *sums = memory.take(all);
+    int32_t* depths = reinterpret_cast<int32_t*>(memory.take(static_cast<size_t>(last - first)));
+    State* states = reinterpret_cast<State*>(memory.take(static_cast<size_t>(count) * sizeof(State) / sizeof(float)));
+    State* totals = reinterpret_cast<State*>(memory.take(static_cast<size_t>(count) * sizeof(State) / sizeof(float)));
     int deepest = 0;
     for (int row = first; row < last; ++row) {
         const int depth = depths[row - first] = depth_of(run, row);
         if (depth > deepest) deepest = depth;
-        const float* q = a.q + static_cast<size_t>(run.first_row + row) * a.q_stride + kv_head * group * a.head_dim;
-        for (int g = 0; g < group; ++g) {
-            const int i = (row - first) * group + g;
-            const void* query = tile.query(q + g * a.head_dim, queries + static_cast<size_t>(i) * dim);
-            states[i] = {query, -__builtin_inff(), 0.0f, values + static_cast<size_t>(i) * dim};
+        const float* q = a.q + static_cast<size_t>(run.first_row + row) * a.q_stride;
+        for (int h = 0; h < num_heads; ++h)
+            for (int g = 0; g < group; ++g) {
+                const size_t i = static_cast<size_t>(h * per_head + (row - first) * group + g);
+                states[i].q = tile.query(q + ((heads.first + h) * group + g) * a.head_dim, queries + i * dim);
+                states[i].values = values + i * dim;
+                totals[i] = {nullptr, -__builtin_inff(), 0.0f, sums + i * dim};
+            }
+    }
+    const int begin = first_block(a, run, first), end = run.cached + deepest + 1;
+    const int step = last - first <= FEW_ROWS ? KEY_BLOCK : KEY_RANGE;
+    const auto take_range = [&](int r) {
+        const int from = r * KEY_RANGE > begin ? r * KEY_RANGE : begin;
+        const int to = (r + 1) * KEY_RANGE < end ? (r + 1) * KEY_RANGE : end;
+        for (int i = 0; i < count; ++i) {
+            states[i].max = -__builtin_inff(), states[i].sum = 0.0f;
+            for (int d = 0; d < dim; d += LANES) store(states[i].values + d, f16(0.0f));
         }
+        for (int at = from; at < to; at += step)
+            for (int h = 0; h < num_heads; ++h)
+                for (int start = at; start < to && start < at + step; start += KEY_BLOCK) {
+                    if (step > KEY_BLOCK) fetch_block<typename Tile::Stored>(a, run, heads.first + h, start + KEY_BLOCK);
+                    take_block_for_rows(a, run, tile, heads.first + h, start, depths, first, last, states + h * per_head);
+                }
+    };
+    if (range >= 0) {
+        for (int i = 0; i < count; ++i) states[i].values = parts + static_cast<size_t>(i) * part_floats(a) + LANES;
+        take_range(range);
+        for (int i = 0; i < count; ++i) {
+            float* part = parts + static_cast<size_t>(i) * part_floats(a);
+            part[0] = states[i].max, part[1] = states[i].sum;
+        }
+        return;
     }
-    for (size_t i = 0; i < static_cast<size_t>(count) * dim; ++i) values[i] = 0.0f;
-    const int begin = first_block(a, run, first);
-    for (int start = begin; start <= run.cached + deepest; start += KEY_BLOCK) {
-        if (start + KEY_BLOCK < run.cached)
-            fetch_block<typename Tile::Stored>(a, run, kv_head, start + KEY_BLOCK);
-        else if (kv_head + 1 < a.num_kv_heads)  // the head that this thread takes next, most likely
-            fetch_block<typename Tile::Stored>(a, run, kv_head + 1, begin);
-        take_block_for_rows(a, run, tile, kv_head, start, depths, first, last, states);
+    for (int r = begin / KEY_RANGE; r * KEY_RANGE < end; ++r) {
+        take_range(r);
+        for (int i = 0; i < count; ++i) fold(totals[i], states[i], dim);
     }
-    for (int row = first; row < last; ++row)
-        for (int g = 0; g < group; ++g)
-            write_out(a, run.first_row + row, kv_head * group + g, states[(row - first) * group + g]);
+    for (int i = 0; i < count; ++i) {
+        const int h = i / per_head, row = i % per_head / group;
+        write_out(a, run.first_row + first + row, (heads.first + h) * group + i % group, totals[i]);
+    }
 }
 
-inline void attention(const Attention& a, const Run& run, int kv_head, int first, int last, float* scratch) {
+inline void attention(const Attention& a, const Run& run, Heads heads, int first, int last, int range, float* parts,
+                      float* scratch) {
     if (a.type == Type::bfloat16)
-        attend<Bfloat16Tile>(a, run, kv_head, first, last, scratch);
+        attend<Bfloat16Tile>(a, run, heads, first, last, range, parts, scratch);
     else
-        attend<WideTile<float>>(a, run, kv_head, first, last, scratch);
+        attend<RowTile<float>>(a, run, heads, first, last, range, parts, scratch);
+}
+
+// Folds the parts of one query, which are `stride` floats apart, and writes the result.
+inline void combine(const Attention& a, int row, int head, const float* parts, int num_parts, size_t stride, float* scratch) {
+    State total{nullptr, -__builtin_inff(), 0.0f, scratch};
+    for (int i = 0; i < num_parts; ++i, parts += stride)
+        fold(total, {nullptr, parts[0], parts[1], const_cast<float*>(parts) + LANES}, padded(a.head_dim));
+    write_out(a, row, head, total);
 }
 
 }  // namespace FORERUN_ISA

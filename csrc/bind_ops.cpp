@@ -142,11 +142,11 @@ void attention(Backend& b, bool bfloat16, Address q, Address keys, Address value
     for (const Run& run : runs) longest = std::max(longest, run.num_rows);
     std::vector<Scratch> scratch(static_cast<size_t>(b.team.num_threads()));
     std::vector<float*> floats;
-    for (Scratch& s : scratch) floats.push_back(s.floats(attention_scratch(a, longest)));
+    for (Scratch& s : scratch) floats.push_back(s.floats(attention_scratch(a, longest, 1)));
     b.team.run(false, [&](int thread) {
         b.team.tiles(thread, num_runs * num_kv_heads, [&](int i) {
             const Run& run = runs[static_cast<size_t>(i / num_kv_heads)];
-            b.kernels.attention(a, run, i % num_kv_heads, 0, run.num_rows, floats[static_cast<size_t>(thread)]);
+            b.kernels.attention(a, run, {i % num_kv_heads, i % num_kv_heads + 1}, 0, run.num_rows, -1, nullptr, floats[static_cast<size_t>(thread)]);
         });
     });
 }

@@ -22,6 +22,7 @@ constexpr size_t TILE_BYTES = 96 << 10;     // of weights per tile: some microse
 constexpr size_t ALONE_BYTES = 1 << 20;     // passes that read less run on one thread: waking others would cost more
 constexpr int FEW_BLOCKS = 2;               // up to so many blocks of rows, each thread norms all rows and waits for none
 constexpr int ATTENTION_ROWS = 16;          // rows of one run that share a tile of keys
+constexpr int ITEMS_PER_THREAD = 4;         // with fewer, a long run is shared among threads
 
 size_t up_to(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
@@ -54,10 +55,10 @@ void* Scratch::bytes(size_t count) {
     return data_;
 }
 
-size_t attention_scratch(const Attention& a, int num_rows) {
+size_t attention_scratch(const Attention& a, int num_rows, int num_kv_heads) {
     const size_t dim = up_to(static_cast<size_t>(a.head_dim), 16);
-    const size_t states = static_cast<size_t>(num_rows) * static_cast<size_t>(a.num_heads / a.num_kv_heads);
-    return KEY_BLOCK * 2 * dim + states * (2 * dim + 8) + up_to(num_rows, 16) + 64;
+    const size_t states = static_cast<size_t>(num_rows) * static_cast<size_t>(a.num_heads / a.num_kv_heads * num_kv_heads);
+    return KEY_BLOCK * 2 * dim + states * (3 * dim + 16) + static_cast<size_t>(num_rows) + 128;
 }
 
 void product(Backend& backend, int thread, const Matrix& w, const Inputs& x, const Output& to) {
@@ -70,9 +71,21 @@ void product(Backend& backend, int thread, const Matrix& w, const Inputs& x, con
     });
 }
 
+// Some rows of a run, at most ATTENTION_ROWS, whose keys are walked at once, or range by range by any thread.
+struct Decoder::Share {
+    const Run* run;
+    int first, last;
+    int first_range, num_ranges;  // num_ranges = 1: at once
+    size_t first_part;            // of those before it; a part is what one row and query head has seen of a range
+
+    size_t num_parts(int num_heads) const {
+        return num_ranges > 1 ? static_cast<size_t>(num_ranges) * static_cast<size_t>(last - first) * num_heads : 0;
+    }
+};
+
 // The buffers that one pass writes, besides the caches. The inputs of one product after the other use the same memory.
 struct Decoder::Buffers {
-    float *residual, *qkv, *normed, *attention;
+    float *residual, *qkv, *normed, *attention, *parts;
     int qkv_stride;
     size_t attention_stride, normed_stride;
     Inputs hidden, heads, ffn;
@@ -92,8 +105,9 @@ bool Decoder::alone(int num_rows) const {
     return bytes_ / std::max<size_t>(layers_.size(), 1) * static_cast<size_t>(num_rows) < ALONE_BYTES;
 }
 
-Decoder::Buffers Decoder::buffers(Room& room, int num_rows) {
+Decoder::Buffers Decoder::buffers(Room& room, const Pass& pass) {
     const DecoderShape& s = shape_;
+    const int num_rows = pass.num_rows;
     const size_t rows = static_cast<size_t>(num_rows), threads = static_cast<size_t>(backend_.team.num_threads());
     const int per_step = inputs_per_step(s.type), q_size = s.num_heads * s.head_dim;
     const auto steps = [&](int n) { return (n + per_step - 1) / per_step; };
@@ -112,8 +126,11 @@ Decoder::Buffers Decoder::buffers(Room& room, int num_rows) {
     b.ffn = {room.ffn.words(rows * static_cast<size_t>(steps(s.ffn_size))), s.type, num_rows, steps(s.ffn_size)};
     Attention a{};
     a.num_heads = s.num_heads, a.num_kv_heads = s.num_kv_heads, a.head_dim = s.head_dim;
-    b.attention_stride = up_to(attention_scratch(a, ATTENTION_ROWS), 64);
+    b.attention_stride = up_to(attention_scratch(a, ATTENTION_ROWS, s.num_kv_heads), 64);
     b.attention = room.attention.floats(b.attention_stride * threads);
+    size_t num_parts = 0;  // with a window there are less
+    for (const Share& share : shares_of(pass, 0)) num_parts = std::max(num_parts, share.first_part + share.num_parts(s.num_heads));
+    b.parts = room.parts.floats(num_parts * part_floats(a));
     return b;
 }
 
@@ -135,7 +152,7 @@ void Decoder::forward(const Pass& pass) {
     for (int row = 0; row < pass.num_rows && !pass.input; ++row)
         if (pass.tokens[row] < 0 || pass.tokens[row] >= shape_.vocab_size)
             throw std::out_of_range("there is no token with the id " + std::to_string(pass.tokens[row]));
-    Buffers b = buffers(room, pass.num_rows);
+    Buffers b = buffers(room, pass);
     const size_t width = static_cast<size_t>(shape_.hidden_size);
     backend_.team.run(alone(pass.num_rows), [&](int thread) {
         const auto for_rows = [&](const auto& act) {
@@ -221,20 +238,67 @@ void Decoder::rotate_and_write(const Layer& layer, int index, const Pass& pass, 
     k.to_type(value, width, s.type, static_cast<char*>(pass.values[index]) + offset);
 }
 
+// Long runs are shared among threads where there are too few runs to occupy them.
+std::vector<Decoder::Share> Decoder::shares_of(const Pass& pass, int window) const {
+    std::vector<Share> shares;
+    for (const Run& run : pass.runs)
+        for (int first = 0; first < run.num_rows; first += ATTENTION_ROWS)
+            shares.push_back({&run, first, std::min(run.num_rows, first + ATTENTION_ROWS), 0, 1, 0});
+    const int num_threads = backend_.team.num_threads();
+    if (num_threads == 1 || static_cast<int>(shares.size()) >= ITEMS_PER_THREAD * num_threads) return shares;
+    size_t num_parts = 0;
+    for (Share& share : shares) {
+        const int end = share.run->cached + share.run->pending + share.last;  // no row sees more
+        const int oldest = window > 0 ? std::max(0, share.run->cached + 1 - window) : 0;
+        share.first_range = oldest / KEY_RANGE;
+        share.num_ranges = (end + KEY_RANGE - 1) / KEY_RANGE - share.first_range;
+        share.first_part = num_parts;
+        num_parts += share.num_parts(shape_.num_heads);
+    }
+    return shares;
+}
+
 void Decoder::attend(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b) {
     const DecoderShape& s = shape_;
     const Attention a{s.type, b.qkv, static_cast<size_t>(b.qkv_stride), pass.keys[index], pass.values[index],
                       s.num_heads, s.num_kv_heads, s.head_dim, layer.window, nullptr, 0,
                       b.heads};
-    int num_items = 0;
-    for (const Run& run : pass.runs) num_items += (run.num_rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
+    const std::vector<Share> shares = shares_of(pass, layer.window);
     float* scratch = b.attention + b.attention_stride * static_cast<size_t>(thread);
-    backend_.team.tiles(thread, num_items * s.num_kv_heads, [&](int item) {
-        int part = item / s.num_kv_heads;
-        const Run* run = &pass.runs[0];
-        for (int parts; part >= (parts = (run->num_rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS); ++run) part -= parts;
-        const int first = part * ATTENTION_ROWS, last = std::min(run->num_rows, first + ATTENTION_ROWS);
-        backend_.kernels.attention(a, *run, item % s.num_kv_heads, first, last, scratch);
+    const size_t group = static_cast<size_t>(s.num_heads / s.num_kv_heads), size = part_floats(a);
+    int num_walks = 0, num_queries = 0;
+    for (const Share& share : shares) {
+        num_walks += share.num_ranges;
+        if (share.num_ranges > 1) num_queries += (share.last - share.first) * s.num_heads;
+    }
+    const bool by_head = num_walks < ITEMS_PER_THREAD * backend_.team.num_threads();
+    const int items_per_walk = by_head ? s.num_kv_heads : 1;
+    backend_.team.tiles(thread, num_walks * items_per_walk, [&](int item) {
+        const Heads heads = by_head ? Heads{item % s.num_kv_heads, item % s.num_kv_heads + 1} : Heads{0, s.num_kv_heads};
+        int walk = item / items_per_walk;
+        const Share* share = shares.data();
+        for (; walk >= share->num_ranges; ++share) walk -= share->num_ranges;
+        const size_t queries_per_head = static_cast<size_t>(share->last - share->first) * group;
+        const size_t part = static_cast<size_t>(walk * s.num_kv_heads + heads.first) * queries_per_head;
+        const bool is_shared = share->num_ranges > 1;
+        backend_.kernels.attention(a, *share->run, heads, share->first, share->last,
+                                   is_shared ? share->first_range + walk : -1,
+                                   is_shared ? b.parts + (share->first_part + part) * size : nullptr, scratch);
+    });
+    if (num_queries == 0) return;
+    backend_.team.tiles(thread, num_queries, [&](int item) {
+        const Share* share = shares.data();
+        for (;; ++share) {
+            const int own = share->num_ranges > 1 ? (share->last - share->first) * s.num_heads : 0;
+            if (item < own) break;
+            item -= own;
+        }
+        const size_t num_rows = static_cast<size_t>(share->last - share->first), row = static_cast<size_t>(item / s.num_heads);
+        const size_t head = static_cast<size_t>(item % s.num_heads);
+        const size_t at = (head / group * num_rows + row) * group + head % group;
+        backend_.kernels.combine(a, share->run->first_row + share->first + static_cast<int>(row), static_cast<int>(head),
+                                 b.parts + (share->first_part + at) * size, share->num_ranges,
+                                 num_rows * static_cast<size_t>(s.num_heads) * size, scratch);
     });
 }
 

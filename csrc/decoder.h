@@ -90,12 +90,14 @@ class Decoder {
 
   private:
     struct Buffers;
+    struct Share;
     // The buffers of passes, which take turns.
     struct Room {
         std::mutex turn;
-        Scratch residual, qkv, inputs, own, ffn, normed, attention;
+        Scratch residual, qkv, inputs, own, ffn, normed, attention, parts;
     };
-    Buffers buffers(Room& room, int num_rows);
+    Buffers buffers(Room& room, const Pass& pass);
+    std::vector<Share> shares_of(const Pass& pass, int window) const;
     Inputs head_inputs(Room& room, int num_rows) const;
     void embed(int64_t token, float* x) const;
     void layer(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b);

@@ -16,6 +16,7 @@ namespace forerun {
 constexpr int PANEL = 32;          // outputs side by side in a panel
 constexpr int MAX_BLOCK_ROWS = 14;  // rows whose accumulators fit into the registers: 14 x 2, two weights, one input
 constexpr int KEY_BLOCK = 64;      // logical positions per attention block
+constexpr int KEY_RANGE = 4 * KEY_BLOCK;  // keys of one item of work, where a run is shared among threads
 
 enum class Type : int { float32 = 0, bfloat16 = 1 };
 
@@ -112,6 +113,11 @@ struct Attention {
     Inputs next;              // the inputs of the next product, written where out is null
 };
 
+// Key heads [first, last).
+struct Heads {
+    int first, last;
+};
+
 struct Kernels {
     // Product of every row with the panels [first, last). sums: 32 floats for each row, aligned to 64.
     void (*linear)(const Matrix&, const Inputs&, const Output&, int first, int last, float* sums);
@@ -126,11 +132,17 @@ struct Kernels {
     void (*from_type)(const void* x, int n, Type type, float* out);
     // One row of an embedding that is packed as a matrix.
     void (*unpack_row)(const Matrix&, int row, float* out);
-    // Rows [first, last) of a run, all query heads of one key head. scratch: attention_scratch floats.
-    void (*attention)(const Attention&, const Run&, int kv_head, int first, int last, float* scratch);
+    // Rows [first, last) of a run, all query heads of some key heads. range: -1 = all that the rows see; otherwise the keys
+    // of this range alone, and the states go to `parts`, part_floats for each row and query head. scratch:
+    // attention_scratch floats.
+    void (*attention)(const Attention&, const Run&, Heads, int first, int last, int range, float* parts, float* scratch);
+    // One row and query head from its parts, which are `stride` floats apart. scratch: part_floats.
+    void (*combine)(const Attention&, int row, int head, const float* parts, int num_parts, size_t stride, float* scratch);
 };
 
-size_t attention_scratch(const Attention& a, int num_rows);  // floats
+size_t attention_scratch(const Attention& a, int num_rows, int num_kv_heads);  // floats
+// Floats of what one query has seen of a range: its maximum and sum, then values.
+inline size_t part_floats(const Attention& a) { return 16 + (static_cast<size_t>(a.head_dim) + 15) / 16 * 16; }
 
 extern const Kernels avx512_kernels, avx2_kernels, baseline_kernels;
 

@@ -197,14 +197,33 @@ inline F16 load_first(const T* p, int n) {
 }
 
 // Sums the lanes by one fixed tree (halves, quarters, ...), so that the order is always the same.
+#if defined(__AVX2__)
+inline __m256 half_sum(F16 a) {
 #if defined(__AVX512F__)
-inline __m128 halves_sum(__m256 x) { return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)); }
+    return _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+#else
+    return _mm256_add_ps(a.lo, a.hi);
+#endif
+}
+inline __m256 half_max(F16 a) {
+#if defined(__AVX512F__)
+    return _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+#else
+    return _mm256_max_ps(a.lo, a.hi);
+#endif
+}
 inline float sum(F16 a) {
-    const __m128 x = halves_sum(_mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1)));
+    const __m256 half = half_sum(a);
+    const __m128 x = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
     const __m128 y = _mm_add_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_add_ss(y, _mm_shuffle_ps(y, y, 1)));
 }
-inline float largest(F16 a) { return _mm512_reduce_max_ps(a.v); }
+inline float largest(F16 a) {
+    const __m256 half = half_max(a);
+    const __m128 x = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    const __m128 y = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(y, _mm_shuffle_ps(y, y, 1)));
+}
 #else
 inline float sum(F16 a) {
     alignas(64) float x[LANES];
@@ -220,6 +239,41 @@ inline float largest(F16 a) {
         for (int i = 0; i < width; ++i) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
     return x[0];
 }
+#endif
+
+// Sums of many vectors at once: each is halved and stored, then sixteen halves become sixteen sums by one fixed tree,
+// ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
+constexpr int HALF = LANES / 2;
+#if defined(__AVX2__)
+inline void store_half_sum(float* p, F16 a) { _mm256_store_ps(p, half_sum(a)); }
+inline __m256 sums_of_eight(const float (*p)[HALF]) {
+    const auto pairs = [&](int i) { return _mm256_hadd_ps(_mm256_load_ps(p[i]), _mm256_load_ps(p[i + 1])); };
+    const __m256 a = _mm256_hadd_ps(pairs(0), pairs(2)), b = _mm256_hadd_ps(pairs(4), pairs(6));
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+inline F16 sums_of_halves(const float (*p)[HALF]) {
+#if defined(__AVX512F__)
+    return {_mm512_insertf32x8(_mm512_castps256_ps512(sums_of_eight(p)), sums_of_eight(p + HALF), 1)};
+#else
+    return {sums_of_eight(p), sums_of_eight(p + HALF)};
+#endif
+}
+#else
+inline void store_half_sum(float* p, F16 a) {
+    for (int i = 0; i < HALF; ++i) p[i] = a.v[i] + a.v[i + HALF];
+}
+inline F16 sums_of_halves(const float (*p)[HALF]) {
+    return lanewise([&](int i) {
+        const float* x = p[i];
+        return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+    });
+}
+#endif
+
+#if defined(__AVX512F__)
+constexpr bool WIDE_REGISTERS = true;  // whether an F16 is one register
+#else
+constexpr bool WIDE_REGISTERS = false;
 #endif
 
 // Transposes 16 x 16 floats in place.
@@ -249,14 +303,6 @@ inline void transpose(F16 (&x)[LANES]) {
         t[i + 12] = _mm512_shuffle_f32x4(odd, odd2, 0xdd);
     }
     for (int i = 0; i < LANES; ++i) x[i].v = t[i];
-}
-#else
-inline void transpose(F16 (&x)[LANES]) {
-    alignas(64) float in[LANES][LANES], out[LANES][LANES];
-    for (int i = 0; i < LANES; ++i) store(in[i], x[i]);
-    for (int i = 0; i < LANES; ++i)
-        for (int j = 0; j < LANES; ++j) out[j][i] = in[i][j];
-    for (int i = 0; i < LANES; ++i) x[i] = load(out[i]);
 }
 #endif
 

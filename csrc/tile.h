@@ -1,7 +1,7 @@
-// One block of 64 keys and values of one head, gathered from the cache's rows into the layout that the sums need.
+// One block of 64 keys and values of one head.
 //
-// WideTile holds floats, for every instruction set. PairTile holds bfloat16 unchanged, for the instruction that multiplies
-// pairs of them (AVX-512 BF16): it takes half the memory and half the multiplications.
+// RowTile reads them where they are, on every instruction set. PairTile turns bfloat16 keys into the layout of the
+// instruction that multiplies pairs of them (AVX-512 BF16): half the multiplications.
 #pragma once
 
 #include "kernels.h"
@@ -27,47 +27,51 @@ struct State {
     float* values;
 };
 
-// ------------------------------------------------------------------------------------------------ floats
+// ------------------------------------------------------------------------------------------------ rows as they lie
 
+// Keys and values stay where the cache has them and are widened in registers. A score is 16 sums over every 16th
+// dimension, which one fixed tree adds.
 template <class T>
-struct WideTile {
+struct RowTile {
     using Stored = T;
-    float* keys;    // [padded_dim][64]: by dimension, so that 16 keys are 16 lanes
-    float* values;  // [64][padded_dim]
+    const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
     int dim, padded_dim;
 
-    WideTile(float* memory, int head_dim)
-        : keys(memory), values(memory + padded(head_dim) * KEY_BLOCK), dim(head_dim), padded_dim(padded(head_dim)) {}
+    RowTile(float*, int head_dim) : dim(head_dim), padded_dim(padded(head_dim)) {}
 
-    const void* query(const float* q, float*) const { return q; }
-
-    void put_key(int lane, const T* key) const {
-        for (int d = 0; d < dim; ++d) keys[d * KEY_BLOCK + lane] = widen(key[d]);
-    }
-    void put_16_keys(int lane, const T* const* rows) const {
-        for (int d = 0; d < dim; d += LANES) {
-            F16 block[LANES];
-            for (int i = 0; i < LANES; ++i) block[i] = load_first(rows[i] + d, dim - d);
-            transpose(block);
-            for (int i = 0; i < LANES; ++i) store(keys + (d + i) * KEY_BLOCK + lane, block[i]);
-        }
-    }
-    void put_values(int first, int last, const T* const* rows) const {
-        for (int lane = first; lane < last; ++lane)
-            for (int d = 0; d < dim; d += LANES)
-                store(values + lane * padded_dim + d, load_first(rows[lane] + d, dim - d));
+    // With zeros behind the last dimension, where the next head's numbers are.
+    const void* query(const float* q, float* memory) const {
+        for (int d = 0; d < dim; d += LANES) store(memory + d, load_first(q + d, dim - d));
+        return memory;
     }
 
-    // Computes the scores of N queries: a lane is a key, and dimensions are summed in order.
+    void put_keys(int first, int last, const T* const* rows) {
+        for (int lane = first; lane < last; ++lane) keys[lane] = rows[lane];
+    }
+    void put_values(int first, int last, const T* const* rows) {
+        for (int lane = first; lane < last; ++lane) values[lane] = rows[lane];
+    }
+
+    // Computes the scores of N queries for the lanes seen; the other lanes are 0.
     template <int N>
-    void score(const State* states, F16 (*scores)[VECTORS]) const {
-        for (int d = 0; d < dim; ++d) {
-            F16 key[VECTORS];
-            for (int i = 0; i < VECTORS; ++i) key[i] = load(keys + d * KEY_BLOCK + i * LANES);
-            for (int n = 0; n < N; ++n) {
-                const F16 x = f16(static_cast<const float*>(states[n].q)[d]);
-                for (int i = 0; i < VECTORS; ++i) scores[n][i] = madd(x, key[i], scores[n][i]);
+    void score(const State* states, Seen seen, F16 (*scores)[VECTORS]) const {
+        for (int i = 0; i < VECTORS; ++i) {
+            alignas(64) float halves[N][LANES][HALF];
+            for (int j = 0; j < LANES; ++j) {
+                const int lane = i * LANES + j;
+                F16 sums[N];
+                for (int n = 0; n < N; ++n) sums[n] = f16(0.0f);
+                if (lane >= seen.first && lane < seen.last) {
+                    const T* key = keys[lane];
+                    for (int d = 0; d < dim; d += LANES) {
+                        const F16 part = load_first(key + d, dim - d);
+                        for (int n = 0; n < N; ++n)
+                            sums[n] = madd(load(static_cast<const float*>(states[n].q) + d), part, sums[n]);
+                    }
+                }
+                for (int n = 0; n < N; ++n) store_half_sum(halves[n][j], sums[n]);
             }
+            for (int n = 0; n < N; ++n) scores[n][i] = sums_of_halves(halves[n]);
         }
     }
 
@@ -85,12 +89,18 @@ struct WideTile {
     void add(int d, const Weights* weights, Seen seen, F16 (*sums)[CHUNKS]) const {
         for (int lane = seen.first; lane < seen.last; ++lane) {
             F16 value[CHUNKS];
-            for (int c = 0; c < CHUNKS; ++c) value[c] = load(values + lane * padded_dim + d + c * LANES);
+            for (int c = 0; c < CHUNKS; ++c) value[c] = load_first(values[lane] + d + c * LANES, dim - d - c * LANES);
             for (int n = 0; n < N; ++n) {
                 const F16 weight = f16(weights[n].of[lane]);
                 for (int c = 0; c < CHUNKS; ++c) sums[n][c] = madd(weight, value[c], sums[n][c]);
             }
         }
+    }
+
+    // Chunks of 16 dimensions that N queries sum at once: as many as fit into registers.
+    template <int N>
+    static constexpr int chunks() {
+        return N == 1 ? 4 : N == 2 ? 2 : WIDE_REGISTERS ? 2 : 1;
     }
 };
 
@@ -127,6 +137,12 @@ struct PairTile {
             for (int i = 0; i < count; ++i) store(reinterpret_cast<float*>(keys + (d + i) * KEY_BLOCK + lane), block[i]);
         }
     }
+    void put_keys(int first, int last, const uint16_t* const* rows) const {
+        int lane = first;
+        for (; lane < last && lane % LANES != 0; ++lane) put_key(lane, rows[lane]);
+        for (; lane + LANES <= last; lane += LANES) put_16_keys(lane, rows + lane);
+        for (; lane < last; ++lane) put_key(lane, rows[lane]);
+    }
     void put_value(int lane, const uint16_t* row) const {
         uint16_t* halves = reinterpret_cast<uint16_t*>(values + lane / 2 * padded_dim) + lane % 2;
         for (int d = 0; d < dim; ++d) halves[2 * d] = row[d];
@@ -146,7 +162,7 @@ struct PairTile {
     }
 
     template <int N>
-    void score(const State* states, F16 (*scores)[VECTORS]) const {
+    void score(const State* states, Seen, F16 (*scores)[VECTORS]) const {
         for (int d = 0; d < dim / 2; ++d) {
             __m512bh key[VECTORS];
             for (int i = 0; i < VECTORS; ++i) key[i] = (__m512bh)_mm512_loadu_si512(keys + d * KEY_BLOCK + i * LANES);
@@ -184,11 +200,16 @@ struct PairTile {
             }
         }
     }
+
+    template <int N>
+    static constexpr int chunks() {
+        return 4;
+    }
 };
 
 using Bfloat16Tile = PairTile;
 #else
-using Bfloat16Tile = WideTile<uint16_t>;
+using Bfloat16Tile = RowTile<uint16_t>;
 #endif
 
 // --------------------------------------------------------------------------------------- from the cache
@@ -224,7 +245,7 @@ void fetch_block(const Attention& a, const Run& run, int kv_head, int start) {
 
 // Fills lanes [first, last) of the block that begins at position `start`, as `row` of the run sees them.
 template <class Tile>
-void fill_tile(const Attention& a, const Run& run, const Tile& tile, int kv_head, int start, int first, int last, int row,
+void fill_tile(const Attention& a, const Run& run, Tile& tile, int kv_head, int start, int first, int last, int row,
                int own_depth) {
     using T = typename Tile::Stored;
     const size_t width = static_cast<size_t>(a.num_kv_heads) * static_cast<size_t>(a.head_dim);
@@ -236,11 +257,8 @@ void fill_tile(const Attention& a, const Run& run, const Tile& tile, int kv_head
         keys[lane] = static_cast<const T*>(a.keys) + at;
         values[lane] = static_cast<const T*>(a.values) + at;
     }
+    tile.put_keys(first, last, keys);
     tile.put_values(first, last, values);
-    int lane = first;
-    for (; lane < last && lane % LANES != 0; ++lane) tile.put_key(lane, keys[lane]);
-    for (; lane + LANES <= last; lane += LANES) tile.put_16_keys(lane, keys + lane);
-    for (; lane < last; ++lane) tile.put_key(lane, keys[lane]);
 }
 
 }  // namespace FORERUN_ISA
