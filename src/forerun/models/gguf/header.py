@@ -120,7 +120,7 @@ class _Reader:
             )
 
     def _count(self, what: str, least_bytes: int) -> int:
-        count = self._number("Q")
+        count: int = self._number("Q")
         if count > min(MOST_ENTRIES, (self.end - self.at) // least_bytes):
             self._refuse(f"claims to have {count:,} {what}")
         return count

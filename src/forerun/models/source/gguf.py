@@ -115,7 +115,7 @@ class GgufFile:
             for first in range(0, num_rows, step):
                 rows = self._read(file.read(min(step, num_rows - first) * row_bytes), entry)
                 if turned > 1:
-                    rows = rows.unflatten(0, (-1, turned // 2, 2)).transpose(1, 2).flatten(0, 2)
+                    rows = torch.unflatten(rows, 0, (-1, turned // 2, 2)).transpose(1, 2).flatten(0, 2)
                 yield rows
 
     def _read(self, data: bytes, entry: Entry) -> Tensor:
