@@ -82,7 +82,7 @@ def load_checkpoint(
     source, raw, config, end_ids = opened(path)
     source.check(with_tokenizer)
     tokenizer = Tokenizer.load(source.folder) if with_tokenizer else None
-    check_shapes(_shapes(source, config), parameter_shapes(config), str(source.folder))
+    check_shapes(_shapes(source, config), parameter_shapes(config), str(path))
     ops, device = ops or ReferenceOps(), torch.device(device)
     stored = StoredWeights(source, _dtype(dtype, device, source, ops), device, ops.packs_scheme)
     # Quantised matrices are among the weights only where the operators say that they pack them.
