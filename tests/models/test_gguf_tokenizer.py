@@ -45,7 +45,7 @@ def test_texts_come_back(tmp_path: Path) -> None:
     """What was encoded is decoded to the same text, but for one space that SentencePiece puts before it."""
     for name in ("qwen2", "spm", "spm-no-prefix"):
         tokenizer = Tokenizer.load(folder_of(tmp_path / f"{name}.gguf", vocabularies()[name]))
-        for text in ["def f(x):\n    return x", "naïve 日本語 🙂", "  two", "<|im_start|>user\n"]:
+        for text in ["def f(x):\n    return x", "naïve 日本語 🙂", "  two", "user\n<|im_end|>"]:
             ids = tokenizer.encode(text)
             ids = [i for i in ids if tokenizer.id_to_token[i] not in ("<s>", "</s>")]
             assert tokenizer.decode(ids) == text, name
