@@ -172,7 +172,7 @@ def test_the_real_model_says_what_transformers_says() -> None:
         heads = {"attn_q": 9, "attn_k": 3}.get(tensor.name.split(".")[-2], 0)
         name = name_in_checkpoint(tensor.name)
         assert name is not None
-        found[name] = torch.from_numpy(turned_back(numbers, heads) if heads else numbers)
+        found[name] = torch.from_numpy((turned_back(numbers, heads) if heads else numbers).copy())
     raw = dict(open_source(path).config)
     oracle = LlamaForCausalLM(LlamaConfig(**raw)).eval()
     oracle.load_state_dict(found | {"lm_head.weight": found["model.embed_tokens.weight"]})
