@@ -159,6 +159,17 @@ std::unique_ptr<Packed> pack(Backend& b, bool bfloat16, const std::vector<std::p
     return std::make_unique<Packed>(b.team, type, rows, num_in, paired, at<const float>(bias), give_back);
 }
 
+// bits: 4 or 8. num_rows: of each part. wide_scales: float32, not float16.
+std::unique_ptr<Packed> pack_quantised(Backend&, int bits, const std::vector<int>& num_rows, int num_in, bool paired,
+                                       Address bias, bool wide_scales, int groups_per_unit) {
+    const Type type = bits == 4 ? Type::int4 : Type::int8;
+    return std::make_unique<Packed>(type, num_rows, num_in, paired, at<const float>(bias), wide_scales, groups_per_unit);
+}
+
+bool fill(Backend& b, Packed& packed, int first, int count, Address codes, Address scales, Address minimums) {
+    return packed.fill(b.team, first, count, at<const uint8_t>(codes), at<const float>(scales), at<const float>(minimums));
+}
+
 const Matrix* matrix_at(const Packed* p) { return p ? &p->matrix() : nullptr; }
 
 // norms: four addresses for each layer (input, mlp, q, k; the last two may be 0). matrices: qkv, o, gate_up, down for each.
@@ -269,6 +280,8 @@ void bind_ops(nb::module_& m) {
             new (self) Backend(kernels_of(isa), num_threads);
         })
         .def("pack", &pack, Free())
+        .def("pack_quantised", &pack_quantised, Free())
+        .def("fill", &fill, Free())
         .def("linear", &linear<Finish::store>, Free())
         .def("add_linear", &linear<Finish::add>, Free())
         .def("gated_linear", &gated_linear, Free())

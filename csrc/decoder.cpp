@@ -61,8 +61,19 @@ size_t attention_scratch(const Attention& a, int num_rows, int num_kv_heads) {
     return KEY_BLOCK * 2 * dim + states * (3 * dim + 16) + static_cast<size_t>(num_rows) + 128;
 }
 
-void product(Backend& backend, int thread, const Matrix& w, const Inputs& x, const Output& to) {
-    static thread_local Scratch kept;  // grows to the largest pass, outside of the tiles
+void product(Backend& backend, int thread, const Matrix& w, const Inputs& inputs, const Output& to) {
+    static thread_local Scratch kept, rounded;  // grow to the largest pass, outside of the tiles
+    Inputs x = inputs;
+    if (is_quantised(w.type)) {  // by each thread for itself: another barrier would take longer
+        const size_t row_bytes = rounded_bytes(w.num_steps);
+        char* rows = static_cast<char*>(rounded.bytes(row_bytes * static_cast<size_t>(x.num_rows)));
+        for (int row = 0; row < x.num_rows; ++row) {
+            const uint32_t* from = inputs.words + static_cast<size_t>(row) * w.num_steps;
+            backend.kernels.round_row(reinterpret_cast<const float*>(from), w.num_in, w.num_steps,
+                                      rows + row_bytes * static_cast<size_t>(row));
+        }
+        x.words = reinterpret_cast<uint32_t*>(rows);
+    }
     float* sums = kept.floats(static_cast<size_t>(x.num_rows) * PANEL);
     const int per_tile = static_cast<int>(std::max<size_t>(1, TILE_BYTES / w.panel_bytes()));
     const int num_tiles = (w.num_panels + per_tile - 1) / per_tile;
@@ -88,9 +99,12 @@ struct Decoder::Buffers {
     float *residual, *qkv, *normed, *attention, *parts;
     int qkv_stride;
     size_t attention_stride, normed_stride;
-    Inputs hidden, heads, ffn;
+    int num_rows;
+    uint32_t *hidden, *ffn;  // inputs of products; those of the heads are where those of the hidden rows were
     uint32_t* own;  // each thread's own copy of the normed rows, or null
     size_t own_stride;
+
+    Inputs inputs(const Matrix& w, uint32_t* words) const { return {words, w.type, num_rows, w.num_steps}; }
 };
 
 Decoder::Decoder(Backend& backend, DecoderShape shape, std::vector<Layer> layers, Embedding embedding,
@@ -98,7 +112,10 @@ Decoder::Decoder(Backend& backend, DecoderShape shape, std::vector<Layer> layers
     : backend_(backend), shape_(shape), layers_(std::move(layers)), embedding_(embedding), final_norm_(final_norm),
       head_(head), bytes_(0) {
     for (const Layer& layer : layers_)
-        bytes_ += layer.qkv->bytes() + layer.o->bytes() + layer.gate_up->bytes() + layer.down->bytes();
+        for (const Matrix* w : {layer.qkv, layer.o, layer.gate_up, layer.down}) {
+            bytes_ += w->bytes();
+            is_any_quantised_ |= is_quantised(w->type);
+        }
 }
 
 bool Decoder::alone(int num_rows) const {
@@ -109,8 +126,8 @@ Decoder::Buffers Decoder::buffers(Room& room, const Pass& pass) {
     const DecoderShape& s = shape_;
     const int num_rows = pass.num_rows;
     const size_t rows = static_cast<size_t>(num_rows), threads = static_cast<size_t>(backend_.team.num_threads());
-    const int per_step = inputs_per_step(s.type), q_size = s.num_heads * s.head_dim;
-    const auto steps = [&](int n) { return (n + per_step - 1) / per_step; };
+    const int q_size = s.num_heads * s.head_dim;
+    const auto steps = [&](int n) { return steps_of(is_any_quantised_ ? Type::int8 : s.type, n); };  // at most
     const int widest = std::max(steps(s.hidden_size), steps(q_size));
     Buffers b{};
     b.qkv_stride = q_size + 2 * s.num_kv_heads * s.head_dim;
@@ -119,11 +136,11 @@ Decoder::Buffers Decoder::buffers(Room& room, const Pass& pass) {
     b.normed_stride = up_to(static_cast<size_t>(s.hidden_size), 64);
     b.normed = room.normed.floats(b.normed_stride * threads);
     uint32_t* words = room.inputs.words(rows * static_cast<size_t>(widest));
-    b.hidden = {words, s.type, num_rows, steps(s.hidden_size)};
+    b.num_rows = num_rows;
+    b.hidden = words;
     b.own_stride = up_to(rows * static_cast<size_t>(steps(s.hidden_size)), 32);
-    b.own = b.hidden.num_blocks() > FEW_BLOCKS ? nullptr : room.own.words(b.own_stride * threads);
-    b.heads = {words, s.type, num_rows, steps(q_size)};
-    b.ffn = {room.ffn.words(rows * static_cast<size_t>(steps(s.ffn_size))), s.type, num_rows, steps(s.ffn_size)};
+    b.own = Inputs{words, s.type, num_rows, 0}.num_blocks() > FEW_BLOCKS ? nullptr : room.own.words(b.own_stride * threads);
+    b.ffn = room.ffn.words(rows * static_cast<size_t>(steps(s.ffn_size)));
     Attention a{};
     a.num_heads = s.num_heads, a.num_kv_heads = s.num_kv_heads, a.head_dim = s.head_dim;
     b.attention_stride = up_to(attention_scratch(a, ATTENTION_ROWS, s.num_kv_heads), 64);
@@ -136,7 +153,7 @@ Decoder::Buffers Decoder::buffers(Room& room, const Pass& pass) {
 
 Inputs Decoder::head_inputs(Room& room, int num_rows) const {
     const int steps = head_->num_steps;
-    return {room.inputs.words(static_cast<size_t>(num_rows) * steps), shape_.type, num_rows, steps};
+    return {room.inputs.words(static_cast<size_t>(num_rows) * steps), head_->type, num_rows, steps};
 }
 
 void Decoder::embed(int64_t token, float* x) const {
@@ -189,8 +206,8 @@ void Decoder::layer(int thread, const Layer& layer, int index, const Pass& pass,
         backend_.kernels.put_row(to, row, row_buffer, s.hidden_size);
     };
     // Rows of one block share cache lines, so a block belongs to one thread.
-    const auto normed = [&](const float* weight) {
-        Inputs to = b.hidden;
+    const auto normed = [&](const float* weight, const Matrix& w) {
+        Inputs to = b.inputs(w, b.hidden);
         if (b.own) {
             to.words = b.own + b.own_stride * static_cast<size_t>(thread);
             for (int row = 0; row < pass.num_rows; ++row) norm_row(weight, to, row);
@@ -202,13 +219,14 @@ void Decoder::layer(int thread, const Layer& layer, int index, const Pass& pass,
         return to;
     };
     const Output residual{Finish::add, b.residual, static_cast<size_t>(s.hidden_size), {}, nullptr};
-    product(backend_, thread, *layer.qkv, normed(layer.input_norm),
+    product(backend_, thread, *layer.qkv, normed(layer.input_norm, *layer.qkv),
             {Finish::store, b.qkv, static_cast<size_t>(b.qkv_stride), {}, nullptr});
     team.tiles(thread, pass.num_rows, [&](int row) { rotate_and_write(layer, index, pass, b, row); });
     attend(thread, layer, index, pass, b);
-    product(backend_, thread, *layer.o, b.heads, residual);
-    product(backend_, thread, *layer.gate_up, normed(layer.mlp_norm), {Finish::gated, nullptr, 0, b.ffn, nullptr});
-    product(backend_, thread, *layer.down, b.ffn, residual);
+    product(backend_, thread, *layer.o, b.inputs(*layer.o, b.hidden), residual);
+    const Inputs ffn = b.inputs(*layer.down, b.ffn);
+    product(backend_, thread, *layer.gate_up, normed(layer.mlp_norm, *layer.gate_up), {Finish::gated, nullptr, 0, ffn, nullptr});
+    product(backend_, thread, *layer.down, ffn, residual);
 }
 
 // Norms each head where the architecture wants it, rotates by position, and writes new keys and values into the cache.
@@ -262,7 +280,7 @@ void Decoder::attend(int thread, const Layer& layer, int index, const Pass& pass
     const DecoderShape& s = shape_;
     const Attention a{s.type, b.qkv, static_cast<size_t>(b.qkv_stride), pass.keys[index], pass.values[index],
                       s.num_heads, s.num_kv_heads, s.head_dim, layer.window, nullptr, 0,
-                      b.heads};
+                      b.inputs(*layer.o, b.hidden)};
     const std::vector<Share> shares = shares_of(pass, layer.window);
     float* scratch = b.attention + b.attention_stride * static_cast<size_t>(thread);
     const size_t group = static_cast<size_t>(s.num_heads / s.num_kv_heads), size = part_floats(a);

@@ -38,7 +38,7 @@ void release(void* data);
 struct DecoderShape {
     int hidden_size, num_heads, num_kv_heads, head_dim, ffn_size, vocab_size;
     float norm_eps;
-    Type type;
+    Type type;  // of dense weights, keys and values
 };
 
 struct Layer {
@@ -112,6 +112,7 @@ class Decoder {
     const float* final_norm_;
     const Matrix* head_;
     size_t bytes_;  // weights that a pass reads
+    bool is_any_quantised_ = false;
     PerProcess<Room> room_;
 };
 

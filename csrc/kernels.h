@@ -18,9 +18,16 @@ constexpr int MAX_BLOCK_ROWS = 14;  // rows whose accumulators fit into the regi
 constexpr int KEY_BLOCK = 64;      // logical positions per attention block
 constexpr int KEY_RANGE = 4 * KEY_BLOCK;  // keys of one item of work, where a run is shared among threads
 
-enum class Type : int { float32 = 0, bfloat16 = 1 };
+constexpr int UNIT = 32;           // inputs of a quantised product that are rounded together
 
+enum class Type : int { float32 = 0, bfloat16 = 1, int8 = 2, int4 = 3 };
+
+FORERUN_INLINE bool is_quantised(Type type) { return type == Type::int8 || type == Type::int4; }
 FORERUN_INLINE int inputs_per_step(Type type) { return type == Type::bfloat16 ? 2 : 1; }
+FORERUN_INLINE int steps_of(Type type, int num_in) {
+    if (is_quantised(type)) return (num_in + UNIT - 1) / UNIT * UNIT;
+    return (num_in + inputs_per_step(type) - 1) / inputs_per_step(type);
+}
 FORERUN_INLINE size_t bytes_of(Type type) { return type == Type::bfloat16 ? 2 : 4; }
 
 // A packed matrix. `paired`: a panel holds 16 outputs of one matrix and the same 16 of a second (gate and up), which
@@ -30,17 +37,28 @@ struct Matrix {
     bool paired;
     int num_out;     // outputs of one matrix, padding excluded
     int num_in;      // inputs, padding excluded
-    int num_steps;   // inputs / inputs_per_step, rounded up
+    int num_steps;   // steps_of(type, num_in)
     int num_panels;
-    const void* data;   // num_panels x num_steps x 128 bytes, aligned to 64
+    const void* data;   // num_panels x panel_bytes, aligned to 64
     const float* bias;  // num_panels x 32, or null
+    // Of quantised weights, w = scale * code - minimum:
+    bool wide_scales;     // scales and minimums are float32, not float16
+    int groups_per_unit;  // 1 or 2: scales of a unit
 
-    FORERUN_INLINE size_t panel_bytes() const { return static_cast<size_t>(num_steps) * 128; }
+    FORERUN_INLINE size_t scale_bytes() const {  // of eight outputs and one unit
+        return static_cast<size_t>(groups_per_unit) * 8 * 2 * (wide_scales ? 4 : 2);
+    }
+    FORERUN_INLINE size_t code_bytes() const { return type == Type::int4 ? 8 * UNIT / 2 : 8 * UNIT; }
+    FORERUN_INLINE size_t panel_bytes() const {
+        if (is_quantised(type)) return static_cast<size_t>(num_steps / UNIT) * 4 * (scale_bytes() + code_bytes());
+        return static_cast<size_t>(num_steps) * 128;
+    }
     FORERUN_INLINE size_t bytes() const { return panel_bytes() * static_cast<size_t>(num_panels); }
 };
 
 // Rows of inputs in the layout of the linear kernels: 32-bit words (two bfloat16 or one float32), in blocks of up to 14
 // rows, word s of all rows of a block side by side. The number of rows decides the blocks, but never the order of a sum.
+// For quantised products they are plain rows of float32 until `product` rounds them (see quantised.h).
 struct Inputs {
     uint32_t* words;
     Type type;
@@ -113,6 +131,16 @@ struct Attention {
     Inputs next;              // the inputs of the next product, written where out is null
 };
 
+// A unit of a rounded row: its scale, and scale times the sum of all codes, of the first half and of the second.
+struct UnitScale {
+    float scale, sum, halves[2];
+};
+
+// Bytes of a rounded row: int8 codes, then a UnitScale for each unit.
+FORERUN_INLINE size_t rounded_bytes(int num_steps) {
+    return (static_cast<size_t>(num_steps) + static_cast<size_t>(num_steps / UNIT) * sizeof(UnitScale) + 63) / 64 * 64;
+}
+
 // Key heads [first, last).
 struct Heads {
     int first, last;
@@ -121,6 +149,8 @@ struct Heads {
 struct Kernels {
     // Product of every row with the panels [first, last). sums: 32 floats for each row, aligned to 64.
     void (*linear)(const Matrix&, const Inputs&, const Output&, int first, int last, float* sums);
+    // A row of float32 [num_in] -> what a quantised product reads, rounded_bytes(num_steps).
+    void (*round_row)(const float* x, int num_in, int num_steps, void* out);
     // float32 row -> inputs of a product.
     void (*put_row)(const Inputs&, int row, const float* x, int n);
     // Root mean square norm of one row (Zhang and Sennrich 2019, eq. 4).

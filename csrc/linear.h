@@ -153,6 +153,12 @@ inline void panel_sums(const Matrix& w, const Inputs& x, int panel, float* sums)
 // Writes n values to the inputs from k on of one row; k is even.
 inline void put(const Inputs& to, int row, int k, F16 values, int n) {
     const int b = to.block_of(row), start = to.block_start(b), rows = to.block_start(b + 1) - start;
+    if (is_quantised(to.type)) {
+        alignas(64) float lanes[LANES];
+        store(lanes, values);
+        std::memcpy(to.words + static_cast<size_t>(row) * to.num_steps + k, lanes, static_cast<size_t>(n) * 4);
+        return;
+    }
     uint32_t* words = to.words + static_cast<size_t>(start) * to.num_steps + (row - start);
     if (to.type == Type::float32) {
         alignas(64) float lanes[LANES];
@@ -225,10 +231,16 @@ inline void best_of_panel(const Matrix& w, const Inputs& x, const Output& to, in
     }
 }
 
+void quantised_panel(const Matrix& w, const Inputs& x, int panel, float* sums);  // quantised.h
+void unpack_quantised(const Matrix& w, int lane, const char* panel, float* out);
+
 inline void linear(const Matrix& w, const Inputs& x, const Output& to, int first, int last, float* sums) {
     if (x.num_rows == 0) return;
     for (int panel = first; panel < last; ++panel) {
-        panel_sums(w, x, panel, sums);
+        if (is_quantised(w.type))
+            quantised_panel(w, x, panel, sums);
+        else
+            panel_sums(w, x, panel, sums);
         if (to.finish == Finish::argmax)
             best_of_panel(w, x, to, panel, sums);
         else
@@ -239,6 +251,7 @@ inline void linear(const Matrix& w, const Inputs& x, const Output& to, int first
 inline void unpack_row(const Matrix& w, int row, float* out) {
     const char* data = static_cast<const char*>(w.data) + w.panel_bytes() * static_cast<size_t>(row / PANEL);
     const int lane = row % PANEL;
+    if (is_quantised(w.type)) return unpack_quantised(w, lane, data, out);
     for (int k = 0; k < w.num_in; ++k) {
         if (w.type == Type::float32)
             std::memcpy(out + k, data + 128 * k + 4 * lane, 4);

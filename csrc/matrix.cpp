@@ -1,6 +1,7 @@
 #include "matrix.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <new>
 
@@ -35,10 +36,10 @@ Packed::Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in
                bool give_back) {
     int num_out = 0;
     for (const Part& part : parts) num_out += part.num_rows;
-    const int per_step = inputs_per_step(type), height = paired ? parts[0].num_rows : num_out;
+    const int height = paired ? parts[0].num_rows : num_out;
     const int outputs_per_panel = paired ? PANEL / 2 : PANEL;
-    matrix_ = {type, paired, height, num_in, (num_in + per_step - 1) / per_step,
-               (height + outputs_per_panel - 1) / outputs_per_panel, nullptr, nullptr};
+    matrix_ = {type, paired, height, num_in, steps_of(type, num_in),
+               (height + outputs_per_panel - 1) / outputs_per_panel, nullptr, nullptr, false, 0};
     data_.reset(allocate(matrix_.bytes()));
     if (!data_) throw std::bad_alloc();
     matrix_.data = data_.get();
@@ -62,14 +63,91 @@ Packed::Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in
             before += part.num_rows;
         }
     }
+    put_bias(bias, num_out);
+}
+
+void Packed::put_bias(const float* bias, int num_out) {
+    const int height = matrix_.num_out;
     if (!bias) return;
     bias_.assign(static_cast<size_t>(matrix_.num_panels) * PANEL, 0.0f);
     for (int i = 0; i < num_out; ++i) {
-        const int of = paired ? i % height : i;
-        const size_t at = paired ? static_cast<size_t>(of / 16 * PANEL + of % 16 + (i >= height ? 16 : 0)) : i;
+        const int of = matrix_.paired ? i % height : i;
+        const size_t at = matrix_.paired ? static_cast<size_t>(of / 16 * PANEL + of % 16 + (i >= height ? 16 : 0)) : i;
         bias_[at] = bias[i];
     }
     matrix_.bias = bias_.data();
+}
+
+Packed::Packed(Type type, const std::vector<int>& num_rows, int num_in, bool paired, const float* bias, bool wide_scales,
+               int groups_per_unit) {
+    int num_out = 0;
+    for (int rows : num_rows) num_out += rows;
+    const int height = paired ? num_rows[0] : num_out, outputs_per_panel = paired ? PANEL / 2 : PANEL;
+    matrix_ = {type, paired, height, num_in, steps_of(type, num_in), (height + outputs_per_panel - 1) / outputs_per_panel,
+               nullptr, nullptr, wide_scales, groups_per_unit};
+    data_.reset(allocate(matrix_.bytes()));
+    if (!data_) throw std::bad_alloc();
+    std::memset(data_.get(), 0, matrix_.bytes());
+    matrix_.data = data_.get();
+    put_bias(bias, num_out);
+}
+
+namespace {
+
+// A number as float16, exactly; false where it has no such form.
+bool as_half(float x, uint16_t& half) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+    if (magnitude == 0) return half = static_cast<uint16_t>(sign), true;
+    const int exponent = static_cast<int>(magnitude >> 23) - 127;
+    if (exponent > 15 || exponent < -24) return false;
+    const uint32_t mantissa = (magnitude & 0x7fffffu) | 0x800000u;
+    const int dropped = exponent >= -14 ? 13 : 13 + (-14 - exponent);  // denormal halves have fewer bits
+    if (mantissa & ((1u << dropped) - 1)) return false;
+    const uint32_t kept = mantissa >> dropped;
+    half = static_cast<uint16_t>(sign | (exponent >= -14 ? static_cast<uint32_t>(exponent + 15) << 10 | (kept & 0x3ffu) : kept));
+    return true;
+}
+
+}  // namespace
+
+bool Packed::fill(Team& team, int first, int count, const uint8_t* codes, const float* scales, const float* minimums) {
+    const Matrix& m = matrix_;
+    const size_t groups = static_cast<size_t>(m.num_steps / UNIT) * static_cast<size_t>(m.groups_per_unit);
+    const size_t size = m.scale_bytes() + m.code_bytes(), width = m.wide_scales ? 4 : 2;
+    char* const data = static_cast<char*>(data_.get());
+    std::atomic<bool> fits{true};
+    const auto pack_row = [&](int index) {
+        const int output = first + index, of = m.paired ? output % m.num_out : output;
+        const int panel = m.paired ? of / 16 : of / PANEL;
+        const int lane = m.paired ? of % 16 + (output >= m.num_out ? 16 : 0) : of % PANEL;
+        char* at = data + m.panel_bytes() * static_cast<size_t>(panel) + size * static_cast<size_t>(lane / 8);
+        const size_t o = static_cast<size_t>(lane % 8);
+        const auto put = [&](char* p, float number) {
+            uint16_t half = 0;
+            if (m.wide_scales) std::memcpy(p, &number, 4);
+            else if (as_half(number, half)) std::memcpy(p, &half, 2);
+            else fits = false;
+        };
+        for (int u = 0; u < m.num_steps / UNIT; ++u, at += 4 * size) {
+            for (int g = 0; g < m.groups_per_unit; ++g) {
+                const size_t group = static_cast<size_t>(index) * groups + static_cast<size_t>(u * m.groups_per_unit + g);
+                put(at + (static_cast<size_t>(2 * g) * 8 + o) * width, scales[group]);
+                put(at + (static_cast<size_t>(2 * g + 1) * 8 + o) * width, minimums[group]);
+            }
+            uint8_t* to = reinterpret_cast<uint8_t*>(at + m.scale_bytes());
+            const int left = std::min(UNIT, m.num_in - u * UNIT);
+            for (int k = 0; k < left; ++k) {
+                const uint8_t code = codes[static_cast<size_t>(index) * m.num_in + static_cast<size_t>(u * UNIT + k)];
+                if (m.type == Type::int8) to[static_cast<size_t>(k / 4) * 32 + 4 * o + k % 4] = code;
+                else to[static_cast<size_t>(k / 8) * 32 + 4 * o + k % 4] |= static_cast<uint8_t>(code << (k % 8 < 4 ? 0 : 4));
+            }
+        }
+    };
+    // Rows that share a byte of four bits do not exist: a word belongs to one output.
+    team.run(count < 64, [&](int thread) { team.tiles(thread, count, pack_row); });
+    return fits;
 }
 
 void Packed::Release::operator()(void* data) const { release(data); }
@@ -107,6 +185,8 @@ void Packed::unpack(int index, void* out) const {
     const int of = matrix_.paired ? index % height : index;
     const int panel = matrix_.paired ? of / 16 : of / PANEL;
     const int lane = matrix_.paired ? of % 16 + (index >= height ? 16 : 0) : of % PANEL;
+    if (is_quantised(matrix_.type))  // the same bits on every instruction set
+        return baseline_kernels.unpack_row(matrix_, panel * PANEL + lane, static_cast<float*>(out));
     const uint32_t* words = static_cast<const uint32_t*>(data_.get()) + matrix_.panel_bytes() / 4 * panel + lane;
     const size_t row_bytes = static_cast<size_t>(matrix_.num_in) * bytes_of(matrix_.type);
     for (int s = 0; s < matrix_.num_steps; ++s) {

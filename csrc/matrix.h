@@ -22,11 +22,17 @@ class Packed {
     // returned to the system as they are packed, and its owner must not read it again.
     Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in, bool paired, const float* bias,
            bool give_back);
+    // Quantised weights, which `fill` brings. num_rows: of each part.
+    Packed(Type type, const std::vector<int>& num_rows, int num_in, bool paired, const float* bias, bool wide_scales,
+           int groups_per_unit);
+    // Rows [first, first + count) of all parts in order. codes [count, num_in]; scales, minimums float32 [count, groups],
+    // where a row of 32 inputs has groups_per_unit groups. Returns false where they do not fit into float16.
+    bool fill(Team& team, int first, int count, const uint8_t* codes, const float* scales, const float* minimums);
     Packed(const Packed&) = delete;
     Packed& operator=(const Packed&) = delete;
 
     const Matrix& matrix() const { return matrix_; }
-    // Copies the weights of one output, [num_in] in the packed type, for tests and for saving.
+    // Copies the weights of one output, [num_in] in the packed type, float32 where it is quantised.
     void unpack(int index, void* out) const;
 
   private:
@@ -34,6 +40,7 @@ class Packed {
         void operator()(void* data) const;
     };
 
+    void put_bias(const float* bias, int num_out);
     const void* source_row(const std::vector<Part>& parts, int panel, int lane) const;
     void pack_panel(const std::vector<Part>& parts, int panel, uint32_t* out) const;
 

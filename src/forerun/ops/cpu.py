@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence as Seq
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from forerun import native
 from forerun.errors import CapacityError, InternalError
 from forerun.ops.cpu_decoder import CpuDecoder, DecoderSizes
 from forerun.ops.packed import PackedMatrix, run_numbers
+from forerun.ops.quantised import UNIT, QuantisedMatrix, Scheme, dequantised
 from forerun.ops.reference import ReferenceOps
 from forerun.types import CacheView
 
@@ -62,9 +63,13 @@ class CpuOps(ReferenceOps):
 
     # ------------------------------------------------------------------------------------------------- matrices
 
+    def packs_scheme(self, scheme: Scheme) -> bool:
+        """Tell whether matrices of this scheme can be packed: 4 or 8 bits, in groups of 16 or of a multiple of 32."""
+        return scheme.bits in (4, 8) and (scheme.group == UNIT // 2 or scheme.group % UNIT == 0)
+
     def pack(
         self,
-        parts: Tensor | Seq[Tensor],
+        parts: Tensor | QuantisedMatrix | Seq[Tensor | QuantisedMatrix],
         bias: Tensor | None = None,
         *,
         paired: bool = False,
@@ -75,12 +80,18 @@ class CpuOps(ReferenceOps):
         paired: the parts are gate and up, see PackedMatrix. consume: the memory of the parts is given back to the
         system while they are packed, and the caller must not read them again. Raises CapacityError where there is no
         memory, InternalError for types other than float32 and bfloat16.
+
+        Quantised parts are read while they are packed, and keep the weights of their file exactly. Where parts differ
+        in bits or groups all of them get the most bits and the smallest group.
         """
-        parts = [parts] if isinstance(parts, Tensor) else list(parts)
-        dtype, num_in = parts[0].dtype, parts[0].shape[1]
-        if dtype not in DTYPES or any(p.dtype != dtype or p.shape[1] != num_in for p in parts):
-            raise InternalError(f"weights of {[p.dtype for p in parts]} cannot be packed together")
-        rows = [p.detach().contiguous() for p in parts]
+        given = [parts] if isinstance(parts, Tensor | QuantisedMatrix) else list(parts)
+        if all(isinstance(part, QuantisedMatrix) for part in given):
+            return self._pack_quantised(cast(list[QuantisedMatrix], given), bias, paired)
+        dense = [part if isinstance(part, Tensor) else dequantised(part) for part in given]
+        dtype, num_in = dense[0].dtype, dense[0].shape[1]
+        if dtype not in DTYPES or any(p.dtype != dtype or p.shape[1] != num_in for p in dense):
+            raise InternalError(f"weights of {[p.dtype for p in dense]} cannot be packed together")
+        rows = [p.detach().contiguous() for p in dense]
         bias = None if bias is None else bias.detach().float().contiguous()
         try:
             handle = self.backend.pack(
@@ -94,6 +105,40 @@ class CpuOps(ReferenceOps):
         except MemoryError as error:
             raise _no_room(sum(p.nbytes for p in rows), dtype) from error
         return PackedMatrix(handle, sum(len(p) for p in rows), num_in, dtype, paired)
+
+    def _pack_quantised(self, parts: list[QuantisedMatrix], bias: Tensor | None, paired: bool) -> PackedMatrix:
+        num_in, num_out = parts[0].shape[1], sum(part.shape[0] for part in parts)
+        bits, group = max(part.scheme.bits for part in parts), min(part.scheme.group for part in parts)
+        groups_per_unit = 1 if group >= UNIT else UNIT // group
+        bias = None if bias is None else bias.detach().float().contiguous()
+        for wide in (False, True):  # float16 holds most files' scales and minimums exactly, float32 all
+            try:
+                handle = self.backend.pack_quantised(
+                    bits,
+                    [part.shape[0] for part in parts],
+                    num_in,
+                    paired,
+                    0 if bias is None else bias.data_ptr(),
+                    wide,
+                    groups_per_unit,
+                )
+            except MemoryError as error:
+                raise _no_room(num_out * num_in * bits // 8, torch.bfloat16) from error
+            if self._fill(handle, parts, groups_per_unit, -(-num_in // UNIT)):
+                break
+        return PackedMatrix(handle, num_out, num_in, torch.bfloat16, paired, parts[0].scheme)
+
+    def _fill(self, handle: Any, parts: list[QuantisedMatrix], groups_per_unit: int, num_units: int) -> bool:
+        """Read all rows into a packed matrix; False where a scale does not fit into its type."""
+        first = 0
+        for part in parts:
+            for rows in part.blocks():
+                codes, (scales, minimums) = rows.codes.contiguous(), rows.numbers(groups_per_unit, num_units)
+                pointers = (codes.data_ptr(), scales.data_ptr(), minimums.data_ptr())
+                if not self.backend.fill(handle, first, len(rows), *pointers):
+                    return False
+                first += len(rows)
+        return True
 
     # ------------------------------------------------------------------------------------------ single operators
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.ops.packed import run_numbers
+from forerun.ops.quantised import QuantisedMatrix
 from forerun.types import RaggedBatch
 
 if TYPE_CHECKING:
@@ -58,9 +59,13 @@ class CpuDecoder:
         # The largest first: what packing it takes beside the packed matrix is gone before all the others are there.
         head_name = "model.embed_tokens" if config.tie_embeddings else "lm_head"
         self.matrices = {"head": ops.pack(*source.parts(head_name), consume=consume)}
-        self._table = (
-            None if config.tie_embeddings else source.weights["model.embed_tokens.weight"].detach().contiguous()
-        )
+        table = None if config.tie_embeddings else source.weights["model.embed_tokens.weight"]
+        self._embedding = self.matrices["head"] if table is None else None
+        self._table: Tensor | None = None
+        if isinstance(table, QuantisedMatrix):
+            self._embedding = ops.pack(table)
+        elif table is not None:
+            self._table = table.detach().contiguous()
         self.weight_dtype = self.cache_dtype = self.matrices["head"].dtype
         self.activation_dtype = torch.float32
         norms: list[int] = []
@@ -78,7 +83,7 @@ class CpuDecoder:
             norms,
             [self.matrices[f"{i}.{name}"].handle for i in range(config.num_layers) for name in per_layer],
             [config.window(i) or 0 for i in range(config.num_layers)],
-            head if config.tie_embeddings else None,
+            None if self._embedding is None else self._embedding.handle,
             0 if self._table is None else self._table.data_ptr(),
             self._norm(source, "model.norm.weight"),
             head,
@@ -149,8 +154,9 @@ class CpuDecoder:
 
     def embed(self, ids: Seq[int]) -> Tensor:
         """Return the embeddings of these ids, float32 [n, H], with the bits that a pass has."""
-        if self._table is None:
-            return self.matrices["head"].unpack(ids).float()
+        if self._embedding is not None:
+            return self._embedding.unpack(ids).float()
+        assert self._table is not None
         return F.embedding(torch.tensor(ids, dtype=torch.int64), self._table).float()
 
     def norm(self, hidden: Tensor) -> Tensor:
@@ -218,5 +224,5 @@ class _Source:
                 del self.weights[name + ".weight"]
         if all(bias is None for bias in biases):
             return parts, None
-        filled = [torch.zeros(len(p)) if b is None else b.float() for p, b in zip(parts, biases, strict=True)]
+        filled = [torch.zeros(p.shape[0]) if b is None else b.float() for p, b in zip(parts, biases, strict=True)]
         return parts, torch.cat(filled)

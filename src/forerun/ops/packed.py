@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.ops.quantised import Scheme
 from forerun.types import RaggedBatch
 
 
@@ -16,7 +17,8 @@ from forerun.types import RaggedBatch
 class PackedMatrix:
     """A packed weight [num_out, num_in] of one or several parts.
 
-    paired: gate and up of a gated feed-forward block, whose outputs are side by side in memory.
+    paired: gate and up of a gated feed-forward block, whose outputs are side by side in memory. dtype: of dense
+    weights; of quantised ones the type of keys and values beside them. scheme: None = dense.
     """
 
     handle: Any
@@ -24,6 +26,7 @@ class PackedMatrix:
     num_in: int
     dtype: torch.dtype
     paired: bool
+    scheme: Scheme | None = None
 
     @property
     def nbytes(self) -> int:
@@ -31,9 +34,12 @@ class PackedMatrix:
         return int(self.handle.num_bytes)
 
     def unpack(self, rows: Seq[int] | None = None) -> Tensor:
-        """Return rows of the weight as they were before packing, [rows, num_in]; None = all. Raises IndexError."""
+        """Return rows of the weight as they were before packing, [rows, num_in]; None = all. Raises IndexError.
+
+        Quantised weights come as float32.
+        """
         chosen = range(self.num_out) if rows is None else rows
-        out = torch.empty(len(chosen), self.num_in, dtype=self.dtype)
+        out = torch.empty(len(chosen), self.num_in, dtype=self.dtype if self.scheme is None else torch.float32)
         for i, row in zip(chosen, out, strict=True):
             if not 0 <= i < self.num_out:
                 raise IndexError(f"there is no row {i} in a matrix of {self.num_out}")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+UNIT = 32  # weights in a row whose inputs are rounded together
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -63,6 +65,23 @@ class QuantisedRows:
         assert self.minimums is not None
         return (codes * scales - _expanded(self.minimums, self.super_minimums, self.scheme)).flatten(-2)
 
+    def numbers(self, groups_per_unit: int, num_units: int) -> tuple[Tensor, Tensor]:
+        """Return scales and minimums in float32, [R, num_units * groups_per_unit] each: of units of 32 weights.
+
+        They are exact: an integer of at most 8 bits times a number of at most 16 has less than 24 bits.
+        """
+        scales = _expanded(self.scales, self.super_scales, self.scheme).squeeze(-1)
+        if self.zeros is not None:
+            minimums = self.zeros.float() * scales
+        else:
+            assert self.minimums is not None
+            minimums = _expanded(self.minimums, self.super_minimums, self.scheme).squeeze(-1)
+        repeat = self.scheme.group // (UNIT // groups_per_unit)
+        wanted = num_units * groups_per_unit
+        both = [part.repeat_interleave(repeat, dim=-1)[:, :wanted] for part in (scales, minimums)]
+        missing = wanted - both[0].shape[1]  # behind the last input, where codes are 0
+        return tuple(torch.nn.functional.pad(part, (0, missing)).contiguous() for part in both)  # type: ignore[return-value]
+
 
 @dataclass(frozen=True, eq=False)
 class QuantisedMatrix:
@@ -71,6 +90,11 @@ class QuantisedMatrix:
     scheme: Scheme
     shape: tuple[int, int]
     blocks: Callable[[], Iterator[QuantisedRows]]
+
+
+def dequantised(matrix: QuantisedMatrix) -> Tensor:
+    """Return a whole matrix in bfloat16, for a product whose other parts are dense."""
+    return torch.cat([rows.dequantise().bfloat16() for rows in matrix.blocks()])
 
 
 def _expanded(numbers: Tensor, factors: Tensor | None, scheme: Scheme) -> Tensor:
