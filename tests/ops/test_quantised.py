@@ -1,0 +1,159 @@
+"""Products of quantised weights: exact sums of codes, one rounding of the inputs, bits that depend on the row alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.models.layers import Decoder
+from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
+from ops.native_cases import (
+    ISAS,
+    NAN,
+    Session,
+    make_config,
+    needs_native,
+    ops_of,
+    random_weights,
+    same_bits,
+    seeded,
+    tokens_of,
+)
+
+pytestmark = needs_native
+every_isa = pytest.mark.parametrize("isa", ISAS)
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+SCHEMES = {
+    "q4_0": Scheme(4, 32, "zero", HALF),
+    "q4_1": Scheme(4, 32, "minimum", HALF),
+    "q8_0": Scheme(8, 32, "zero", HALF),
+    "q5_1": Scheme(8, 32, "minimum", HALF),
+    "q4_k": Scheme(4, 32, "minimum", HALF, 256),
+    "q6_k": Scheme(8, 16, "zero", HALF, 256),
+    "gptq": Scheme(4, 128, "zero", BRAIN),
+    "channel": Scheme(8, 256, "zero", SINGLE),
+}
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+
+
+def rows_of(scheme: Scheme, num_out: int, num_in: int, seed: int = 0) -> QuantisedRows:
+    """Random codes and scales."""
+    random, groups = seeded(seed), num_in // scheme.group
+
+    def whole(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=random)
+
+    def small(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=random) / 16).to(scheme.scale_dtype)
+
+    codes = whole(0, 1 << scheme.bits, num_out, num_in).to(torch.uint8)
+    zeros = whole(0, 1 << scheme.bits, num_out, groups).to(torch.uint8) if scheme.offset == "zero" else None
+    if not scheme.super_group:
+        minimums = None if zeros is not None else small(num_out, groups)
+        return QuantisedRows(scheme, codes, small(num_out, groups), zeros, minimums)
+    supers, is_zero = num_in // scheme.super_group, zeros is not None
+    return QuantisedRows(
+        scheme,
+        codes,
+        whole(-128 if is_zero else 0, 128 if is_zero else 64, num_out, groups).to(torch.int8),
+        zeros,
+        None if is_zero else whole(0, 64, num_out, groups).to(torch.uint8),
+        small(num_out, supers) / 16,
+        None if is_zero else small(num_out, supers) / 16,
+    )
+
+
+def matrix_of(*blocks: QuantisedRows) -> QuantisedMatrix:
+    num_out = sum(len(rows) for rows in blocks)
+    return QuantisedMatrix(blocks[0].scheme, (num_out, blocks[0].codes.shape[1]), lambda: iter(blocks))
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Rows as the product sees them: 32 numbers share a scale of which the largest is 127; float64."""
+    units = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+    most = units.abs().amax(-1, keepdim=True)
+    codes = torch.round(units * torch.where(most > 0, 127 / most, 0))
+    return (codes.double() * (most / 127)).flatten(1)[:, : x.shape[1]]
+
+
+def is_unpacked(found: Tensor, weights: Tensor) -> bool:
+    """Whether they are equal but for the last bits: scale * code - scale * zero rounds once more than one product."""
+    return bool(((found - weights).abs() <= 2.0**-21 * weights.abs().max()).all())
+
+
+@every_isa
+@every_scheme
+def test_products_are_those_of_the_weights_in_the_file(scheme: Scheme, isa: str) -> None:
+    blocks = [rows_of(scheme, 40, 512, 1), rows_of(scheme, 37, 512, 2)]
+    weights = torch.cat([rows.dequantise() for rows in blocks])
+    packed = ops_of(isa).pack(matrix_of(*blocks))
+    x = torch.randn(19, 512, generator=seeded(3))
+    wanted = rounded(x) @ weights.double().T
+    found = ops_of(isa).linear(x, packed)
+    scale = rounded(x).abs() @ weights.double().abs().T  # of the terms that are summed
+    assert ((found - wanted).abs() <= 4e-6 * scale).all()
+    assert is_unpacked(packed.unpack(), weights)
+
+
+@every_isa
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sums_of_extreme_codes_are_exact(bits: int, isa: str) -> None:
+    scheme, most = Scheme(bits, 32, "minimum", HALF), (1 << bits) - 1
+    codes = torch.full((32, 160), most, dtype=torch.uint8)
+    ones, none = torch.ones(32, 5, dtype=HALF), torch.zeros(32, 5, dtype=HALF)
+    packed = ops_of(isa).pack(matrix_of(QuantisedRows(scheme, codes, ones, minimums=none)))
+    x = torch.full((3, 160), 127.0)
+    x[1], x[2, ::2] = -127.0, -127.0
+    wanted = torch.tensor([160 * 127.0 * most, -160 * 127.0 * most, 0.0])
+    assert torch.equal(ops_of(isa).linear(x, packed), wanted[:, None].expand(3, 32))
+
+
+@every_isa
+@every_scheme
+def test_bits_of_a_row_depend_on_that_row_alone(scheme: Scheme, isa: str) -> None:
+    packed = ops_of(isa).pack(matrix_of(rows_of(scheme, 77, 256)))
+    x = torch.randn(70, 256, generator=seeded(4))
+    whole = ops_of(isa, 3).linear(x, packed)
+    for num_rows in (1, 2, 15, 16, 17, 33):
+        some = torch.cat([ops_of(isa).linear(part, packed) for part in x.split(num_rows)])
+        assert same_bits(some, whole)
+
+
+@every_isa
+def test_a_row_of_no_numbers_spoils_no_other(isa: str) -> None:
+    packed = ops_of(isa).pack(matrix_of(rows_of(SCHEMES["q4_1"], 48, 64)))
+    x = torch.randn(3, 64, generator=seeded(5))
+    clean = ops_of(isa).linear(x, packed)
+    for bad in (NAN, float("inf")):
+        spoiled = x.clone()
+        spoiled[1, 33] = bad
+        found = ops_of(isa).linear(spoiled, packed)
+        assert found[1].isnan().all()
+        assert same_bits(found[::2], clean[::2])
+
+
+@every_isa
+def test_parts_of_different_schemes_are_packed_together(isa: str) -> None:
+    parts = [rows_of(SCHEMES[name], 32, 256, i) for i, name in enumerate(("q4_k", "q4_k", "q6_k"))]
+    packed = ops_of(isa).pack([matrix_of(part) for part in parts])
+    assert is_unpacked(packed.unpack(), torch.cat([part.dequantise() for part in parts]))
+
+
+@every_isa
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_passes_have_the_bits_of_plain_decoding(tie: bool, isa: str) -> None:
+    config = make_config(tie_embeddings=tie, hidden_size=64, ffn_size=96, head_dim=16, num_heads=4, num_kv_heads=2)
+    dense = random_weights(config, BRAIN)
+    weights = {
+        name: matrix_of(rows_of(SCHEMES["q4_1" if "mlp" in name else "q8_0"], *tensor.shape, seed=i))
+        if tensor.dim() == 2
+        else tensor
+        for i, (name, tensor) in enumerate(dense.items())
+    }
+    model = Decoder(config, weights, ops_of(isa, 2))  # type: ignore[arg-type]
+    tokens = tokens_of(40, 1)
+    alone, together = Session(model), Session(model)
+    one_by_one = torch.cat([alone.run({0: [token]}) for token in tokens])
+    assert same_bits(torch.cat([together.run({0: tokens[:7]}), together.run({0: tokens[7:]})]), one_by_one)
