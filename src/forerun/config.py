@@ -32,7 +32,8 @@ class EngineConfig:
 
     target: str | None = _option(
         None,
-        "checkpoint folder, GGUF file, hub id (org/name[@revision]), or a name that `forerun models` lists; none = the shipped model",
+        "checkpoint folder, GGUF file, hub id (org/name[@revision]), or a name that `forerun models` lists; none = the "
+        "shipped model",
     )
     draft: str = _option(
         "auto", "auto, none, a method with options such as lookup:max_n=3, or a draft model's folder or hub id"

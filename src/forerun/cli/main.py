@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, cast
 
 import typer
 
@@ -275,7 +275,7 @@ def _print_heading(llm: LLM, prompt: flags.Prompt, number: int) -> None:
         asked = [message.get("content") for message in prompt if message.get("role") == "user"]
         text = asked[-1] if asked and isinstance(asked[-1], str) else ""
     else:
-        text = prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)
+        text = prompt if isinstance(prompt, str) else llm.tokenizer.decode(cast(list[int], prompt))
     lines = text.strip().splitlines()
     typer.echo(f"==> {number}: {visible(lines[-1][-60:]) if lines else ''} <==")
 
@@ -363,24 +363,35 @@ def chat(
 
 @app.command()
 def demo(
-    prompt: Annotated[str | None, typer.Argument(help="Python code to continue", show_default=False)] = None,
-    target: flags.Target = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="a text to answer or continue in place of ours", show_default=False)
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help=f"{NAMED_HELP} [default: {FIRST_MODEL} if it is here]", show_default=False)
+    ] = None,
     ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
     spec_length: flags.SpecLength = None,
-    shape: Annotated[str, typer.Option(help=f"the target is widened to it in memory: {SHAPE_NAMES}, or none")] = "demo",
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help=f"the target is widened to it in memory: {SHAPE_NAMES}, or none [default: demo for the shipped "
+            "target, else none]",
+            show_default=False,
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(help="tokens to generate at most")] = 96,
+    max_tokens: Annotated[int, typer.Option(help="tokens to generate at most")] = 128,
     seed: Annotated[int, typer.Option(help="the same seed, the same text")] = 1,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
 ) -> None:
-    """Continue one prompt without and with speculation: the text is the same, and it comes faster."""
+    """Let a model write the same texts without and with speculation: they are the same, and come faster."""
     given = {k: v for k, v in locals().items() if k not in ("prompt", "shape")}
     config, params = flags.engine_config(given), flags.sampling_params(given)
     from forerun.cli import demo as show_demo
 
-    show_demo.run(config, params, shape, prompt)
+    show_demo.run(config, params, shape, prompt, FIRST_MODEL)
 
 
 @app.command()

@@ -139,11 +139,11 @@ class Target:
 
 
 def resolve(spec: str, has_shipped_draft: bool) -> tuple[str, Any]:
-    """Return the method and its Options for `name[:option=value,...]`, a draft model's folder, name or hub id, or `auto`.
+    """Return the method and its Options for `name[:option=value,...]`, a model's folder, name or hub id, or `auto`.
 
     auto = the shipped draft model for the shipped target, else lookup. A spec that has a path separator, names an
-    existing folder, or is a name of data/models.toml is a model. Raises BadOption for anything unknown; where other engines have such a value, the
-    message names ours.
+    existing folder, or is a name of data/models.toml is a model. Raises BadOption for anything
+    unknown; where other engines have such a value, the message names ours.
     """
     if spec == "auto":
         spec = "model" if has_shipped_draft else "lookup"
