@@ -30,7 +30,8 @@ from forerun.types import FinishReason, SamplingParams, StepReport
 PROMPT, MORE = "> ", ". "
 HELP = """\
 /help             this list
-/set NAME VALUE   change how answers are drawn, as in /set temperature 0.2; /set alone lists names and values
+/set              how answers are drawn: names and values
+/set NAME VALUE   change one, such as /set temperature 0.2
 /reset            forget the conversation
 /exit             leave; so does Ctrl-D
 Ctrl-C stops an answer; what was written stays in the conversation.
@@ -118,16 +119,22 @@ class Chat:
         """
         name, _, value = words.replace("=", " ").strip().partition(" ")
         if not name:
-            return "\n".join(f"{name} {_written(getattr(self.params, name))}" for name in SETTABLE)
+            return "\n".join(f"{name} {self._value(name)}" for name in SETTABLE)
         name = name.replace("-", "_")
         if name not in SETTABLE:
             raise BadOption(unknown("parameter", name, SETTABLE))
         if not value.strip():
             raise BadOption(f"there is no value for {name}: write /set {name} VALUE")
-        params = dataclasses.replace(self.params, **{name: _read(value.strip())})
+        params = dataclasses.replace(self.params, **{name: value.strip() if name == "draft" else _read(value.strip())})
         self.llm.engine.drafter.chosen(params.draft)
         self.params = params
-        return f"{name} is now {_written(getattr(params, name))}"
+        return f"{name} is now {self._value(name)}"
+
+    def _value(self, name: str) -> str:
+        value = getattr(self.params, name)
+        if value is None:
+            return {"draft": "auto", "seed": "a new one for each answer", "max_tokens": "no limit"}[name]
+        return f"{value:g}" if isinstance(value, float) else str(value)
 
     def answer(self, text: str, out: TextIO, *, keys: bool = False) -> str:
         """Write the answer to `out` as it grows, remember both turns, and return the line of numbers.
@@ -168,10 +175,6 @@ def _read(value: str) -> Any:
         return None if value.lower() == "none" else json.loads(value)
     except ValueError:
         return value
-
-
-def _written(value: Any) -> str:
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @contextmanager

@@ -367,7 +367,12 @@ def demo(
         str | None, typer.Argument(help="a text to answer or continue in place of ours", show_default=False)
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help=f"{NAMED_HELP} [default: {FIRST_MODEL} if it is here]", show_default=False)
+        str | None,
+        typer.Option(
+            help=f"{NAMED_HELP} [default: {FIRST_MODEL} if it is here]",
+            show_default=False,
+            rich_help_panel=flags.ENGINE_OPTION,
+        ),
     ] = None,
     ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
