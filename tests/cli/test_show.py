@@ -77,8 +77,8 @@ def test_round_printer_shows_every_drafted_token_behind_a_legend(tokenizer: Toke
     printer(report_of(round_of([a, b, c], 1, c), 2))
     printer(report_of(round_of([], 0, a), 1))
     assert out.getvalue().splitlines() == [
-        "pass accepted/drafted accepted, [-rejected-], {never tested}, ",
-        "                      [+the target's own+]",
+        "accepted, [-rejected-], {never tested}, [+the target's own+]",
+        "pass accepted/drafted",
         "   1  1/3  a[-b-][+c+]{c}",
         "   2  0/0  a",
     ]

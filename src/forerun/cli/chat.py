@@ -125,7 +125,8 @@ class Chat:
             raise BadOption(unknown("parameter", name, SETTABLE))
         if not value.strip():
             raise BadOption(f"there is no value for {name}: write /set {name} VALUE")
-        params = dataclasses.replace(self.params, **{name: value.strip() if name == "draft" else _read(value.strip())})
+        changes: dict[str, Any] = {name: value.strip() if name == "draft" else _read(value.strip())}
+        params = dataclasses.replace(self.params, **changes)
         self.llm.engine.drafter.chosen(params.draft)
         self.params = params
         return f"{name} is now {self._value(name)}"
@@ -306,7 +307,6 @@ def _session() -> Any:
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter")
-    @keys.add("c-j")
     def _new_line(event: Any) -> None:
         event.current_buffer.insert_text("\n")
 
@@ -315,7 +315,7 @@ def _session() -> Any:
         key_bindings=keys,
         prompt_continuation=MORE,
         enable_suspend=True,
-        output=create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
+        output=None if sys.stdout.isatty() else create_output(sys.stderr),
     )
 
 

@@ -8,7 +8,6 @@ read without colour: [-rejected-], {never tested}, [+the target's own+].
 from __future__ import annotations
 
 import dataclasses
-import re
 import textwrap
 import typing
 from collections.abc import Callable, Iterator, Sequence as Seq
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from forerun.models.named import named_models
@@ -110,8 +108,8 @@ class RoundPrinter:
     def __call__(self, report: StepReport) -> None:
         for detail in report.rounds:
             if not self.num_passes:
-                cells = [(word, STYLES[kind]) for text, kind in LEGEND for word in _words(text)]
-                self._line("pass accepted/drafted ", cells)
+                self._line("", [(text, STYLES[kind]) for text, kind in LEGEND])
+                self._line("pass accepted/drafted", [])
             self.num_passes += 1
             pieces = round_pieces(detail, report.num_committed)
             self._line(
@@ -130,11 +128,6 @@ class RoundPrinter:
                 self._left = piece.token
             before, after = MARKS.get(piece.kind, ("", ""))
             yield before + text + after, STYLES[piece.kind]
-
-
-def _words(text: str) -> list[str]:
-    """The words of a text, each with the space behind it."""
-    return re.findall(r"\S+\s*", text)
 
 
 def wrap(cells: Seq[tuple[str, str]], width: int) -> list[Text]:
@@ -189,19 +182,21 @@ class LiveText:
         self._console.file.flush()
 
 
-def models_table() -> Table:
-    """The models that have a name, one per row."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("name", "size", "licence", "here"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "size" else "left")
-    table.add_column("what it is, and where it comes from")
+def model_lines(width: int) -> Iterator[str]:
+    """The models that have a name: a row of facts, and below it what it is and where it comes from."""
+    row = "{:9}{:>6}  {:11} {}"
+    yield row.format("name", "size", "licence", "here")
     for model in named_models().values():
+        size, here = f"{model.num_bytes / 1e6:.0f} MB", "yes" if model.is_here() else "no"
+        yield row.format(model.name, size, model.licence, here)
         sources = [] if model.wheel is None else [model.how_to_get]
         sources += [] if model.hub is None else [f"{model.hub} on the hub"]
-        comes = f"from {', or '.join(sources)}" if sources else "part of this package"
-        size = f"{model.num_bytes / 1e6:.0f} MB"
-        table.add_row(model.name, size, model.licence, "yes" if model.is_here() else "no", f"{model.about}; {comes}")
-    return table
+        comes = f"from: {', or '.join(sources)}" if sources else "part of this package"
+        indent = " " * 9
+        for text in (model.about, comes):
+            yield from textwrap.wrap(
+                text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+            )
 
 
 def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
