@@ -235,9 +235,9 @@ def test_rounds_mark_rejections_in_a_real_pipe(process: Any) -> None:
 def test_rounds_in_colour_have_the_marks_too_and_no_color_wins(cli: Any) -> None:
     """What is copied from a terminal loses its colours."""
     colour = {"FORCE_COLOR": "1", "TERM": "xterm-256color"}
-    coloured = rounds(cli, "--draft", "./draft", "x", **colour)
+    coloured = rounds(cli, "--draft", "./draft", "--spec-length", "3", "x", **colour)
     assert any("\x1b[31m[-" in line for line in coloured)
-    plain = rounds(cli, "--draft", "./draft", "x", **colour, NO_COLOR="1")
+    plain = rounds(cli, "--draft", "./draft", "--spec-length", "3", "x", **colour, NO_COLOR="1")
     assert "31m" not in "".join(plain)
     bare = [[re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines] for lines in (coloured, plain)]
     assert bare[0] == bare[1]

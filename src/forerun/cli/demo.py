@@ -23,7 +23,7 @@ from forerun.engine.factory import is_shipped, refuse_without_template
 from forerun.engine.llm import LLM
 from forerun.engine.request import RequestOutput
 from forerun.errors import NotFound
-from forerun.models.named import named_models
+from forerun.models.named import find, named_models
 from forerun.text.terminal import has_colour, make_console
 from forerun.types import SamplingParams
 
@@ -98,6 +98,8 @@ def run(config: EngineConfig, params: SamplingParams, shape: str | None, prompt:
             console.print(f"{missing} This is the small model that ships with forerun, which continues code.\n")
     shape = shape or ("demo" if is_shipped(config.target) else "none")
     scenes = _scenes(config, prompt)
+    if (model := find(config.target)) is not None:
+        console.print(f"{model.name}: {model.about}", style="bold")
     checkpoint = load_widened(config, shape, console)
     options = {**config.options(), "prefix_caching": False}  # the warm-up must not shorten what is shown
     plain, fast = (LLM(checkpoint, **{**options, "draft": draft}) for draft in ("none", _draft(config)))

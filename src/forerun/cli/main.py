@@ -402,12 +402,13 @@ def demo(
 @app.command()
 def models() -> None:
     """List the models that have a name: size, licence, where they come from, and what is here already."""
-    from forerun.cli.show import models_table
+    from forerun.cli.show import model_lines
     from forerun.text.terminal import make_console
 
     console = make_console()
-    console.print(models_table())
-    console.print('\nUse a name wherever a model is named: forerun chat smollm2, --target smollm2, LLM("smollm2").')
+    for line in model_lines(console.width):
+        typer.echo(line)
+    console.print('\nA name goes wherever a model does: forerun chat smollm2, --target smollm2, LLM("smollm2").')
 
 
 @app.command()
