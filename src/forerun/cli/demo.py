@@ -98,8 +98,8 @@ def run(config: EngineConfig, params: SamplingParams, shape: str | None, prompt:
             console.print(f"{missing} This is the small model that ships with forerun, which continues code.\n")
     shape = shape or ("demo" if is_shipped(config.target) else "none")
     scenes = _scenes(config, prompt)
-    if (model := find(config.target)) is not None:
-        console.print(f"{model.name}: {model.about}", style="bold")
+    if (shown := find(config.target)) is not None:
+        console.print(f"{shown.name}: {shown.about}", style="bold")
     checkpoint = load_widened(config, shape, console)
     options = {**config.options(), "prefix_caching": False}  # the warm-up must not shorten what is shown
     plain, fast = (LLM(checkpoint, **{**options, "draft": draft}) for draft in ("none", _draft(config)))
