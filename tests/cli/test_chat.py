@@ -11,22 +11,25 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pexpect
+import pyte
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.cli.chat import Chat
+from forerun.cli.chat import Chat, usual_fields
+from forerun.config import EngineConfig
+from forerun.errors import BadOption
 from forerun.types import StepReport
 from tiny import write_tiny
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 TEMPLATE = TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}"
-NUMBERS = r"\[\d+ tokens, first after \d+\.\d\d s(, \d+\.\d tokens/s)?(, alpha-hat \d\.\d\d)?(, [a-z ]+)?\]"
+NUMBERS = r"\[\d+ tokens?, first after \d+\.\d\d s(, \d+\.\d tokens/s)?(, acceptance rate \d+%)?(, [a-z -]+)?\]"
+READY = "\x1b[?2004h"  # what a terminal is told when a prompt waits for keys: that it may paste a text as a whole
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
@@ -38,17 +41,36 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Fed(io.StringIO):
+    """A log that a terminal of pyte reads."""
+
+    def __init__(self, stream: pyte.Stream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.feed(text)
+        return len(text)
+
+
+def shown(child: Any) -> list[str]:
+    """The lines of the terminal that are not blank."""
+    return [line.rstrip() for line in child.screen.display if line.strip()]
+
+
 @pytest.fixture
 def terminal(talker: Path) -> Iterator[Any]:
-    """terminal(*arguments) -> the command in a pseudo-terminal of 100 columns, driven by keys."""
+    """terminal(*arguments) -> the command in a pseudo-terminal, driven by keys; `child.screen` is what it shows."""
     children = []
 
-    def start(*arguments: str) -> pexpect.spawn:
-        environment = {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    def start(*arguments: str, columns: int = 100) -> pexpect.spawn:
+        environment = {**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1", "PROMPT_TOOLKIT_NO_CPR": "1"}
         command = ["-m", "forerun", "chat", *arguments]
         child = pexpect.spawn(
-            sys.executable, command, env=environment, encoding="utf-8", timeout=90, dimensions=(40, 100)
+            sys.executable, command, env=environment, encoding="utf-8", timeout=90, dimensions=(40, columns)
         )
+        child.screen = pyte.Screen(columns, 40)
+        child.logfile_read = Fed(pyte.Stream(child.screen))
         children.append(child)
         # Or else Ctrl-C also discards what the program has just written, in a race that the kernel may win or lose.
         attributes = termios.tcgetattr(child.child_fd)
@@ -64,47 +86,113 @@ def terminal(talker: Path) -> Iterator[Any]:
 def test_a_conversation_in_a_terminal(terminal: Any, talker: Path) -> None:
     child = terminal(str(talker), "--draft", "lookup", "--temperature", "0", "--max-tokens", "12")
     child.expect_exact("Ctrl-D ends.")
-    child.expect_exact("> ")
-    child.sendline("hello")
+    child.expect_exact(READY)
+    child.send("hello\r")
     child.expect(NUMBERS)
-    child.expect_exact("> ")
-    child.sendline("/help")
-    child.expect_exact("/reset   forget the conversation")
-    child.sendline("/nonsense now")
+    child.expect_exact(READY)
+    child.send("/help\r")
+    child.expect_exact("forget the conversation")
+    child.expect_exact(READY)
+    child.send("/nonsense now\r")
     child.expect_exact("there is no command /nonsense: /help lists them")
-    child.sendline("two \\")
-    child.expect_exact(". ")
-    child.sendline("lines")
+    child.expect_exact(READY)
+    child.send("two \\\rlines\r")
     child.expect(NUMBERS)
-    child.sendline("/reset")
+    child.expect_exact(READY)
+    child.send("/reset\r")
     child.expect_exact("the conversation is forgotten")
+    child.expect_exact(READY)
     child.sendeof()
     child.expect(pexpect.EOF)
     assert child.wait() == 0
-    assert "Traceback" not in child.before
+    lines = shown(child)
+    assert "Traceback" not in "".join(lines)
+    assert lines[lines.index("> two") + 1] == ". lines"
+
+
+def test_the_banner_names_model_precision_drafter_and_temperature(terminal: Any, talker: Path) -> None:
+    child = terminal(str(talker), "--draft", "lookup", "--dtype", "float32", columns=60)
+    child.expect_exact(READY)
+    banner = " ".join(shown(child))
+    assert "talker: float32, drafts from the conversation (lookup), temperature 0.7, top-p 0.9 Type" in banner
+    assert all(line.endswith((",", "drafts", "conversation", "0.9")) for line in shown(child)[:1])  # folded by words
+    child.sendeof()
+
+
+def test_a_pasted_text_is_one_message_and_is_remembered(terminal: Any, talker: Path) -> None:
+    child = terminal(str(talker), "--draft", "none", "--temperature", "0", "--max-tokens", "4")
+    child.expect_exact(READY)
+    child.send("\x1b[200~one\ntwo\nthree\x1b[201~")
+    child.expect_exact("three")
+    child.send("\r")
+    child.expect(NUMBERS)
+    child.expect_exact(READY)
+    child.send("\x1b[A")  # the key up: the last message, all of its lines
+    child.expect_exact("three")
+    child.send("!\r")
+    child.expect(NUMBERS)
+    child.expect_exact(READY)
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    lines = shown(child)
+    starts = [i for i, line in enumerate(lines) if line == "> one"]
+    assert [lines[i : i + 3] for i in starts] == [["> one", ". two", ". three"], ["> one", ". two", ". three!"]]
 
 
 def test_ctrl_c_stops_the_answer_and_nothing_else(terminal: Any, talker: Path) -> None:
     child = terminal(str(talker), "--draft", "none", "--temperature", "0", "--max-seq-len", "1000000")
     child.expect_exact("Ctrl-D ends.")
     for _ in range(2):
-        child.expect_exact("> ")
-        child.sendline("hello")
-        child.expect_exact("hello\r\n")
-        child.expect(r"[^\r\n]{30,}")  # the answer has begun
+        child.expect_exact(READY)
+        child.send("hello\r")
+        child.expect_exact("2004l")  # the prompt has ended
+        child.expect(r"[^\x1b\r\n]{30,}")  # the answer has begun
         child.sendintr()
         child.expect(NUMBERS)
         assert child.match.group(3) == ", stopped"
-    child.expect_exact("> ")
+    child.expect_exact(READY)
     child.send("half a line")
-    child.expect_exact("half a line")
-    time.sleep(0.3)  # readline sees a signal when it waits for keys, and not while it takes one
+    child.expect_exact("line")
     child.sendintr()
     child.expect_exact("(Ctrl-D or /exit ends)")
-    child.expect_exact("> ")
-    child.sendline("/exit")
+    child.expect_exact(READY)
+    child.send("/exit\r")
     child.expect(pexpect.EOF)
     assert child.wait() == 0
+
+
+def test_parameters_can_be_set(talker: Path) -> None:
+    chat = Chat(LLM(talker, draft="lookup"), GREEDY)
+    assert chat.set("temperature 0.2") == "temperature is now 0.2"
+    assert chat.set("top-p=0.5") == "top_p is now 0.5"
+    assert chat.set("draft none") == "draft is now none"
+    assert chat.set("max_tokens none") == "max_tokens is now no limit"
+    params = SamplingParams(temperature=0.2, top_p=0.5, draft="none", max_tokens=None)
+    assert chat.params == params
+    assert "temperature 0.2\n" in chat.set("")
+    for words, sentence in {
+        "temprature 1": "there is no parameter 'temprature' (did you mean 'temperature'?)",
+        "temperature": "there is no value for temperature",
+        "temperature warm": "temperature='warm' is not possible",
+        "draft model": "there is no drafter in this engine 'model'",
+    }.items():
+        with pytest.raises(BadOption, match=re.escape(sentence)):
+            chat.set(words)
+    assert chat.params == params
+
+
+def test_a_model_with_sampling_values_of_its_own(talker: Path, tmp_path: Path) -> None:
+    def fields(**values: Any) -> dict[str, Any]:
+        (folder / "generation_config.json").write_text(json.dumps(values), encoding="utf-8")
+        return usual_fields(EngineConfig(target=str(folder), generation_config="model"))
+
+    folder = tmp_path / "model"
+    shutil.copytree(talker, folder)
+    assert fields(eos_token_id=0) == {"temperature": 0.7, "top_p": 0.9}
+    assert fields(repetition_penalty=1.1) == {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
+    assert fields(temperature=0.6, top_k=20) == {"temperature": 0.6, "top_k": 20}
+    assert fields(do_sample=False) == {"temperature": 0.0}
+    assert usual_fields(EngineConfig(target=str(folder))) == {"temperature": 0.7, "top_p": 0.9}
 
 
 def test_through_pipes_standard_output_is_the_answers_alone(cli: Any, talker: Path) -> None:
@@ -133,7 +221,7 @@ def test_the_whole_conversation_is_the_next_prompt(talker: Path) -> None:
     assert llm.tokenizer.decode(prompts[1]) == (f"<system>be brief<user>one<assistant>{answers[0]}<user>two<assistant>")
     assert out.getvalue().rstrip("\n") == answers[1].rstrip("\n")
     assert re.fullmatch(NUMBERS, line)
-    assert line.endswith(", cut at the most tokens allowed]")
+    assert line.endswith(", cut at --max-tokens]")
     chat.reset()
     assert chat.messages == [{"role": "system", "content": "be brief"}]
 
@@ -141,12 +229,15 @@ def test_the_whole_conversation_is_the_next_prompt(talker: Path) -> None:
 def test_the_numbers_are_those_of_the_report(talker: Path) -> None:
     llm, steps = LLM(talker, draft="lookup"), list[StepReport]()
     end = llm.listen(steps.append)
-    line = Chat(llm, GREEDY).answer("a a a a a a", io.StringIO())
+    line = Chat(llm, GREEDY, verbose=True).answer("a a a a a a", io.StringIO())
     end()
-    tested, accepted = (sum(getattr(step, name) for step in steps) for name in ("num_tested", "num_accepted"))
+    names = ("num_drafted", "num_tested", "num_accepted")
+    drafted, tested, accepted = (sum(getattr(step, name) for step in steps) for name in names)
     assert line.startswith("[12 tokens, ")
     assert tested > 0
+    assert f"acceptance rate {accepted / drafted:.0%}" in line
     assert f"alpha-hat {accepted / tested:.2f}" in line
+    assert "alpha-hat" not in Chat(llm, GREEDY).answer("a a a a a a", io.StringIO())
 
 
 def test_a_message_that_cannot_be_honoured_is_forgotten(cli: Any, talker: Path) -> None:
@@ -175,11 +266,11 @@ def test_a_template_may_be_named(cli: Any, talker: Path) -> None:
     assert len(re.findall(NUMBERS, done.stderr)) == 1
 
 
-def test_the_shipped_model_talks_without_any_argument(cli: Any) -> None:
-    done = cli("chat", "--temperature", "0", "--max-tokens", "16", stdin="def fib(n):\n")
+def test_the_shipped_model_talks_by_its_name(cli: Any) -> None:
+    done = cli("chat", "shipped", "--temperature", "0", "--max-tokens", "16", stdin="def fib(n):\n")
     assert done.returncode == 0
     assert done.stdout.strip()
-    assert "alpha-hat" in done.stderr
+    assert "acceptance rate" in done.stderr  # of its own draft model
 
 
 def test_conversations_in_a_file_of_requests(cli: Any, talker: Path, tmp_path: Path) -> None:
@@ -187,7 +278,7 @@ def test_conversations_in_a_file_of_requests(cli: Any, talker: Path, tmp_path: P
     file.write_text('{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}\n', encoding="utf-8")
     arguments = ("--target", str(talker), "--draft", "none", "--temperature", "0", "--seed", "1", "--json")
     by_file = cli("generate", *arguments, "--prompt-file", str(file))
-    by_text = cli("generate", *arguments, "--max-tokens", "9", "<user>hello<assistant>")
+    by_text = cli("generate", *arguments, "--raw", "--max-tokens", "9", "<user>hello<assistant>")
     assert by_file.returncode == 0
     assert by_file.stdout == by_text.stdout
     file.write_text('{"messages": "hello"}\n', encoding="utf-8")
@@ -242,11 +333,12 @@ def test_impatient_keys_end_the_answer_alone(talker: Path, capfd: pytest.Capture
 def test_with_standard_output_in_a_file_the_prompt_is_on_the_terminal(talker: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.txt"
     command = f"{sys.executable} -m forerun chat {talker} --draft none --temperature 0 --max-tokens 9 > {out}"
-    child = pexpect.spawn("bash", ["-c", command], encoding="utf-8", timeout=90, env={**os.environ, "TERM": "dumb"})
-    child.expect_exact("> ")
+    environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    child = pexpect.spawn("bash", ["-c", command], encoding="utf-8", timeout=90, env=environment)
+    child.expect_exact(READY)
     child.sendline("hello")
     child.expect(NUMBERS)
-    child.expect_exact("> ")
+    child.expect_exact(READY)
     child.sendeof()
     child.expect(pexpect.EOF)
     text = LLM(talker, draft="none").chat(
@@ -291,5 +383,5 @@ def test_a_suggested_limit_is_a_limit_whatever_its_value(cli: Any, talker: Path,
     shutil.copytree(talker, folder)
     for limit in (127, 128):
         (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, "max_new_tokens": limit}))
-        done = cli("chat", str(folder), "--draft", "none", "--generation-config", "model", stdin="hello\n")
+        done = cli("chat", str(folder), "--draft", "none", stdin="hello\n")
         assert f"[{limit} tokens, " in done.stderr

@@ -22,7 +22,13 @@ def test_demo_shows_both_runs_and_says_in_which_mode_they_are_identical(cli: Any
     arguments = ("--target", "llama", "--draft", "./draft", "--shape", "none", "--max-tokens", "16", "x = ")
     done = cli("demo", *arguments)
     assert done.returncode == 0, done.stderr
-    for words in ("--- plain decoding ---", "--- with speculation ---", "speed-up", "forerun bench latency --target"):
+    for words in (
+        "--- plain decoding ---",
+        "--- with speculation ---",
+        "speed-up",
+        "acceptance rate",
+        "forerun bench latency --target",
+    ):
         assert words in done.stdout
     identical = next(line for line in done.stdout.splitlines() if line.startswith("identical: "))
     dtype, build = ("float32", "torch ") if isa() == "reference" else ("bfloat16", f"native kernels, {isa()})")

@@ -1,6 +1,8 @@
 """`forerun generate` as a user runs it: every architecture, every way in and out."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from forerun.config import EngineConfig
+from forerun.native import isa
 from forerun.types import SamplingParams
 
 GREEDY = ("--temperature", "0", "--max-tokens", "12")
@@ -28,7 +31,7 @@ def test_every_architecture_with_every_drafter(cli: Any, architecture: str) -> N
 def test_what_is_loaded_is_spared_from_garbage_collections(cli: Any) -> None:
     """The libraries' objects, through which a full collection takes 50 to 100 ms; nothing where nothing was loaded."""
     assert cli("generate", "--target", "llama", *GREEDY, "a").num_spared > 50_000
-    assert cli("chat", *GREEDY, stdin="a\n").num_spared > 50_000
+    assert cli("chat", "shipped", *GREEDY, stdin="a\n").num_spared > 50_000
     assert cli("generate", "--target", "nowhere", "a").num_spared == 0
 
 
@@ -146,7 +149,61 @@ def test_each_line_of_a_batch_has_its_own_parameters(cli: Any, tmp_path: Path) -
     assert "==> 2: " in printed
 
 
+CHATTY = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture
+def chatty(checkpoints: Path, tmp_path: Path) -> str:
+    """A model with a chat template."""
+    folder = tmp_path / "chatty"
+    shutil.copytree(checkpoints / "llama", folder)
+    (folder / "chat_template.jinja").write_text(CHATTY, encoding="utf-8")
+    return str(folder)
+
+
+def test_a_model_with_a_chat_template_answers(cli: Any, chatty: str) -> None:
+    """Behind a text that is no conversation such a model often ends at once, and nothing said why."""
+    base = ("generate", "--target", chatty, "--draft", "none", *GREEDY)
+    answered, asked, continued = (cli(*base, *way, "hello") for way in ((), ("--chat",), ("--raw",)))
+    assert answered.stdout == cli(*base, "--raw", "<user>hello<assistant>").stdout
+    assert asked.stdout == answered.stdout
+    assert continued.stdout == cli("generate", "--target", "llama", "--draft", "none", *GREEDY, "hello").stdout
+    assert continued.stdout != answered.stdout
+    assert answered.stderr.startswith("This model has a chat template: it answers the text as a message. --raw ")
+    assert not asked.stderr.startswith("This model")
+    assert not continued.stderr.startswith("This model")
+    refused = cli("generate", "--target", "llama", "--chat", "hello")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "chat template" in refused.stderr
+
+
+def test_the_heading_of_a_conversation_is_its_last_message(cli: Any, chatty: str, tmp_path: Path) -> None:
+    file = tmp_path / "talks.jsonl"
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
+    lines = [{"messages": [*talk, {"role": "user", "content": "what\nnow"}]}, {"prompt": "hello"}, {"prompt": [5, 6]}]
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    printed = cli("generate", "--target", chatty, *GREEDY, "--prompt-file", str(file)).stdout
+    headings = [line for line in printed.splitlines() if line.startswith("==> ")]
+    assert headings[:2] == ["==> 1: now <==", "==> 2: hello <=="]
+
+
+def test_the_closing_line(cli: Any) -> None:
+    base = ("generate", "--target", "llama", "--draft", "none", "--dtype", "float32")
+    one = cli(*base, "--temperature", "0", "--max-tokens", "1", "a").stderr
+    assert re.fullmatch(r"\[1 token in 1 target pass, \d+\.\d tokens/s, float32, greedy, cut at --max-tokens\]\n", one)
+    drawn = cli(*base, "--top-p", "0.5", "--max-tokens", "2", "--seed", "7", "a").stderr
+    assert "2 tokens in 2 target passes, " in drawn
+    assert "float32, temperature 1, top-p 0.5, seed 7, cut" in drawn
+    told = cli(*base[:3], "--draft", "./draft", *GREEDY, "--verbose", "a").stderr
+    assert "alpha-hat" in told.splitlines()[1]
+    if isa() != "reference":
+        assert "bfloat16 (the file has float32)" in told
+
+
 # ----------------------------------------------------------------------------------------------------------- rounds
+
+
+ROUNDS = ("generate", "--target", "llama", "--max-tokens", "40", "--temperature", "0", "--rounds")
 
 
 def rounds(cli: Any, *more: str, **env: str) -> list[str]:
@@ -157,30 +214,36 @@ def rounds(cli: Any, *more: str, **env: str) -> list[str]:
 
 def test_rounds_count_tokens_and_runs(cli: Any) -> None:
     # The target drafts for itself: everything is accepted.
-    lines = rounds(cli, "--draft", "./llama", "--spec-length", "5", "def f(n):")
-    assert lines[0].startswith("   1  5/5")
-    assert "[-" not in "".join(lines[:-1])
-    assert lines[-2] == "40 tokens in 7 target runs"
+    done = cli(*ROUNDS, "--draft", "./llama", "--spec-length", "5", "def f(n):")
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["accepted, [-rejected-], {never tested}, [+the target's own+]", "pass accepted/drafted"]
+    assert lines[2].startswith("   1  5/5")
+    assert "[-" not in "".join(lines[2:9])
+    assert lines[9] == ""
+    plain = cli(*ROUNDS[:-1], "--draft", "none", "def f(n):").stdout
+    assert done.stdout.endswith(f"\n\n{plain}")  # the text itself comes behind the passes
+    assert "[40 tokens in 7 target passes, " in done.stderr
 
 
 def test_rounds_mark_rejections_in_a_real_pipe(process: Any) -> None:
     lines = rounds(process, "--draft", "./draft", "def f(n):")
-    assert any("[-" in line and "-][+" in line for line in lines[:-1])
+    assert any("[-" in line and "-][+" in line for line in lines[2:])
     assert all(len(line) <= 80 for line in lines)
     assert "\x1b" not in "".join(lines)
 
 
-def test_rounds_in_colour_have_no_marks_and_no_color_wins(cli: Any) -> None:
-    coloured = "\n".join(rounds(cli, "--draft", "./draft", "x", FORCE_COLOR="1", TERM="xterm-256color"))
-    assert "\x1b[9;31m" in coloured  # red, struck through
-    assert "[-" not in coloured
-    plain = "\n".join(rounds(cli, "--draft", "./draft", "x", FORCE_COLOR="1", TERM="xterm-256color", NO_COLOR="1"))
-    assert "[-" in plain
-    assert "31m" not in plain
+def test_rounds_in_colour_have_the_marks_too_and_no_color_wins(cli: Any) -> None:
+    """What is copied from a terminal loses its colours."""
+    colour = {"FORCE_COLOR": "1", "TERM": "xterm-256color"}
+    coloured = rounds(cli, "--draft", "./draft", "--spec-length", "3", "x", **colour)
+    assert any("\x1b[31m[-" in line for line in coloured)
+    plain = rounds(cli, "--draft", "./draft", "--spec-length", "3", "x", **colour, NO_COLOR="1")
+    assert "31m" not in "".join(plain)
+    bare = [[re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines] for lines in (coloured, plain)]
+    assert bare[0] == bare[1]
 
 
 def test_rounds_wrap_in_80_columns(cli: Any) -> None:
     lines = rounds(cli, "--draft", "./llama", "--spec-length", "39", "def f(n):")
     assert all(len(line) <= 80 for line in lines)
-    assert lines[1].startswith(" " * 11)
-    assert lines[-2] == "40 tokens in 1 target run"
+    assert lines[3].startswith(" " * 11)

@@ -35,10 +35,12 @@ def round_of(drafted: list[int], num_accepted: int, next_token: int) -> RoundDet
 
 
 def test_pieces_of_a_correction_a_bonus_and_a_plain_round() -> None:
-    assert round_pieces(round_of([1, 2, 3], 1, 9), 2) == [
+    assert round_pieces(round_of([1, 2, 3, 4], 1, 9), 2) == [
         Piece(1, "accepted"),
         Piece(2, "rejected"),
         Piece(9, "correction"),
+        Piece(3, "untested"),
+        Piece(4, "untested"),
     ]
     assert round_pieces(round_of([1, 2], 2, 9), 3)[-1] == Piece(9, "bonus")
     assert round_pieces(round_of([], 0, 9), 1) == [Piece(9, "plain")]
@@ -46,7 +48,8 @@ def test_pieces_of_a_correction_a_bonus_and_a_plain_round() -> None:
 
 def test_what_a_stop_condition_cut_is_not_shown() -> None:
     assert committed_pieces(round_of([1, 2, 3], 3, 9), 2) == [Piece(1, "accepted"), Piece(2, "accepted")]
-    assert round_pieces(round_of([1, 2, 3], 1, 9), 1) == [Piece(1, "accepted")]
+    kinds = [piece.kind for piece in round_pieces(round_of([1, 2, 3], 1, 9), 1)]
+    assert kinds == ["accepted", "rejected", "untested"]  # drafted, so shown; the correction was cut
 
 
 def test_token_text_escapes_controls_and_names_bytes(tokenizer: Tokenizer) -> None:
@@ -66,16 +69,19 @@ def report_of(detail: RoundDetail, num_committed: int) -> StepReport:
     return StepReport(num_committed=num_committed, rounds=[detail])
 
 
-def test_round_printer_closes_with_the_count(tokenizer: Tokenizer) -> None:
+def test_round_printer_shows_every_drafted_token_behind_a_legend(tokenizer: Tokenizer) -> None:
     out = io.StringIO()
     printer = RoundPrinter(tokenizer, Console(file=out, width=80, highlight=False, markup=False), None)
     a, b, c = tokenizer.encode("abc")
     printer(StepReport(num_prefill_tokens=4))
-    printer(report_of(round_of([a, b], 1, c), 2))
+    printer(report_of(round_of([a, b, c], 1, c), 2))
     printer(report_of(round_of([], 0, a), 1))
-    printer.finish()
-    lines = out.getvalue().splitlines()
-    assert lines[:3] == ["   1  1/2  a[-b-][+c+]", "   2  0/0  a", "3 tokens in 2 target runs"]
+    assert out.getvalue().splitlines() == [
+        "accepted, [-rejected-], {never tested}, [+the target's own+]",
+        "pass accepted/drafted",
+        "   1  1/3  a[-b-][+c+]{c}",
+        "   2  0/0  a",
+    ]
 
 
 @pytest.mark.parametrize("colour", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
 import sys
 import time
@@ -10,30 +11,47 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
-import typer
-
+from forerun import drafters
+from forerun.cli.words import counted, drawing, ending, note, percent, precision
 from forerun.config import EngineConfig
-from forerun.engine.factory import is_shipped, refuse_without_template
+from forerun.engine.factory import is_shipped, refuse_without_template, suggested_fields
 from forerun.engine.llm import LLM
 from forerun.engine.prompts import Message
 from forerun.errors import BadOption, CapacityError, UserError
 from forerun.memory.machine import spare_what_is_loaded
+from forerun.models import named
 from forerun.models.hub import is_hub_id
+from forerun.registry import unknown
 from forerun.text.terminal import make_console, visible
-from forerun.types import SamplingParams, StepReport
+from forerun.types import FinishReason, SamplingParams, StepReport
 
 PROMPT, MORE = "> ", ". "
 HELP = """\
-/help    this list
-/reset   forget the conversation
-/exit    leave; so does Ctrl-D
-Ctrl-C stops an answer; what was written stays in the conversation. Ctrl-\\ ends the program.
-A line that ends with a backslash goes on in the next one; a message that begins with / is written with //."""
+/help             this list
+/set              how answers are drawn: names and values
+/set NAME VALUE   change one, such as /set temperature 0.2
+/reset            forget the conversation
+/exit             leave; so does Ctrl-D
+Ctrl-C stops an answer; what was written stays in the conversation.
+Alt-Enter, or a backslash at the end of a line, begins a new line; a pasted text is one message.
+A message that begins with / is written with //."""
 SHIPPED_NOTE = "The shipped model knows no questions and answers: it continues the Python code that you type."
 SHIPPED_MAX_TOKENS = 128  # the shipped model seldom ends an answer by itself
 FORGOTTEN = "nothing was answered, so this message is forgotten"
+# How answers are drawn where neither the model nor the user says it: at temperature 1 small models ramble.
+USUAL = {"temperature": 0.7, "top_p": 0.9}
+DRAWING = frozenset({"temperature", "top_k", "top_p", "min_p"})
+SETTABLE = (
+    *sorted(DRAWING),
+    "max_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "draft",
+)
 
 
 @dataclass
@@ -45,10 +63,14 @@ class Numbers:
     last_s: float = 0.0
     num_first: int = 0  # tokens of that step
     num_tokens: int = 0
+    num_passes: int = 0  # of the target that brought tokens
+    num_drafted: int = 0
     num_tested: int = 0
     num_accepted: int = 0
 
     def __call__(self, report: StepReport) -> None:
+        self.num_passes += report.num_committed > 0
+        self.num_drafted += report.num_drafted
         self.num_tested += report.num_tested
         self.num_accepted += report.num_accepted
         self.num_tokens += report.num_committed
@@ -56,31 +78,64 @@ class Numbers:
         if self.first_s is None and report.num_committed:
             self.first_s, self.num_first = self.last_s, report.num_committed
 
-    def summary(self, finish_reason: str | None) -> str:
-        """[12 tokens, first after 0.1 s, 31.2 tokens/s, alpha-hat 0.82]; the rate is that behind the first step."""
-        parts = [f"{self.num_tokens} tokens"]
+    def summary(self, reason: FinishReason | None, params: SamplingParams, *, verbose: bool = False) -> str:
+        """[12 tokens, first after 0.10 s, 31.2 tokens/s, acceptance rate 82%]; the rate is that behind the first step.
+
+        reason: None where Ctrl-C ended the answer.
+        """
+        parts = [counted(self.num_tokens, "token")]
         if self.first_s is not None:
             parts.append(f"first after {self.first_s - self.started_s:.2f} s")
             if self.num_tokens > self.num_first:
                 parts.append(f"{(self.num_tokens - self.num_first) / (self.last_s - self.first_s):.1f} tokens/s")
-        if self.num_tested:
+        if self.num_drafted:
+            parts.append(f"acceptance rate {percent(self.num_accepted / self.num_drafted)}")
+        if verbose and self.num_passes:
+            parts.append(f"{self.num_tokens / self.num_passes:.2f} tokens per target pass")
+        if verbose and self.num_tested:
             parts.append(f"alpha-hat {self.num_accepted / self.num_tested:.2f}")
-        notes = {None: "stopped", "length": "cut at the most tokens allowed", "abort": "aborted"}
-        parts += [notes[finish_reason]] if finish_reason in notes else []
-        return f"[{', '.join(parts)}]"
+        return f"[{', '.join([*parts, *ending(reason, self.num_tokens, params)])}]"
 
 
 class Chat:
-    """One conversation with an LLM. params: those of every answer. system: the first message, if any."""
+    """One conversation with an LLM. params: those of every answer. system: the first message, if any.
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
-        self.llm, self.params = llm, params
+    verbose: whether the line of numbers has the details, too.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None, *, verbose: bool = False) -> None:
+        self.llm, self.params, self.verbose = llm, params, verbose
         self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[Message] = list(self._opening)
 
     def reset(self) -> None:
         """Forget everything but the system message."""
         self.messages = list(self._opening)
+
+    def set(self, words: str) -> str:
+        """Change a parameter of the answers, as in "temperature 0.2", and say so; without words, list all of them.
+
+        Raises BadOption for a name or value that is not possible.
+        """
+        name, _, value = words.replace("=", " ").strip().partition(" ")
+        if not name:
+            return "\n".join(f"{name} {self._value(name)}" for name in SETTABLE)
+        name = name.replace("-", "_")
+        if name not in SETTABLE:
+            raise BadOption(unknown("parameter", name, SETTABLE))
+        if not value.strip():
+            raise BadOption(f"there is no value for {name}: write /set {name} VALUE")
+        changes: dict[str, Any] = {name: value.strip() if name == "draft" else _read(value.strip())}
+        params = dataclasses.replace(self.params, **changes)
+        self.llm.engine.drafter.chosen(params.draft)
+        self.params = params
+        return f"{name} is now {self._value(name)}"
+
+    def _value(self, name: str) -> str:
+        value = getattr(self.params, name)
+        if value is None:
+            return {"draft": "auto", "seed": "a new one for each answer", "max_tokens": "no limit"}[name]
+        return f"{value:g}" if isinstance(value, float) else str(value)
 
     def answer(self, text: str, out: TextIO, *, keys: bool = False) -> str:
         """Write the answer to `out` as it grows, remember both turns, and return the line of numbers.
@@ -100,9 +155,9 @@ class Chat:
         out.write("\n" if not answer.endswith("\n") else "")
         out.flush()
         self.messages = [*messages, {"role": "assistant", "content": answer}]
-        return numbers.summary(finish_reason)
+        return numbers.summary(finish_reason, self.params, verbose=self.verbose)
 
-    def _write(self, messages: list[Message], out: TextIO, keys: bool) -> tuple[str, str | None]:
+    def _write(self, messages: list[Message], out: TextIO, keys: bool) -> tuple[str, FinishReason | None]:
         """Write the answer, and return its text and why it ended; None where Ctrl-C ended it."""
         answer = ""
         with suppress(KeyboardInterrupt) if keys else nullcontext():
@@ -113,6 +168,14 @@ class Chat:
                 if chunk.finish_reason is not None:
                     return answer, chunk.finish_reason
         return answer, None
+
+
+def _read(value: str) -> Any:
+    """A number, or None; any other text stays a text, which SamplingParams refuses where it wants a number."""
+    try:
+        return None if value.lower() == "none" else json.loads(value)
+    except ValueError:
+        return value
 
 
 @contextmanager
@@ -146,6 +209,15 @@ def open_models(config: EngineConfig) -> LLM:
     return llm
 
 
+def usual_fields(config: EngineConfig) -> dict[str, Any]:
+    """The sampling parameters of a conversation: the model's own where it has some, else USUAL.
+
+    The model's own are those of its generation_config.json, else those that data/models.toml has under its name.
+    """
+    own, known = suggested_fields(config), named.find(config.target)
+    return own if own.keys() & DRAWING else {**(USUAL if known is None else known.sampling or USUAL), **own}
+
+
 def unlimited(params: SamplingParams, is_limited: bool, config: EngineConfig) -> SamplingParams:
     """Return the parameters of an answer, which ends where the model ends it, unless the user set a limit."""
     if is_limited:
@@ -153,76 +225,114 @@ def unlimited(params: SamplingParams, is_limited: bool, config: EngineConfig) ->
     return dataclasses.replace(params, max_tokens=SHIPPED_MAX_TOKENS if is_shipped(config.target) else None)
 
 
-def run(llm: LLM, params: SamplingParams, system: str | None) -> None:
-    """Read messages until the input ends: lines of a terminal with editing and history, or lines of a pipe."""
-    chat = Chat(llm, params, system)
+def banner(llm: LLM, params: SamplingParams) -> str:
+    """The model, its precision, the drafter, and how answers are drawn."""
+    return f"{llm.checkpoint.name}: {precision(llm)}, {_drafting(llm)}, {drawing(params)}"
+
+
+def _drafting(llm: LLM) -> str:
+    method, options = drafters.resolve(llm.config.draft, is_shipped(llm.checkpoint.folder))
+    if method == "model":
+        return "drafts by a model" if options.path is None else f"drafts by {options.path}"
+    return {"none": "no drafts", "lookup": "drafts from the conversation (lookup)"}.get(method, f"drafts by {method}")
+
+
+def run(llm: LLM, params: SamplingParams, system: str | None, *, verbose: bool = False) -> None:
+    """Read messages until the input ends: from a terminal with editing and history, or the lines of a pipe."""
+    chat = Chat(llm, params, system, verbose=verbose)
     chat.llm.apply_chat_template([*chat.messages, {"role": "user", "content": "?"}])  # refuse before the user types
     terminal = sys.stdin is not None and sys.stdin.isatty()
     if terminal:
-        with suppress(ImportError):
-            import readline  # noqa: F401  (input() edits lines and remembers them once this is imported)
+        note(banner(llm, params))
         if is_shipped(llm.checkpoint.folder):
-            _note(SHIPPED_NOTE)
-        _note("Type a message. /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends.")
-    for text in _messages(terminal):
+            note(SHIPPED_NOTE)
+        note("Type a message. /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends.")
+    for text in _typed() if terminal else _piped():
         command = text.strip() if text.startswith("/") and not text.startswith("//") else None
         if command == "/exit":
             return
-        if command is not None:
-            _note(_obey(chat, command))
-            continue
         try:
-            _note(chat.answer(text.removeprefix("/"), sys.stdout, keys=terminal))
+            if command is not None:
+                note(_obey(chat, command))
+            else:
+                note(chat.answer(text.removeprefix("/"), sys.stdout, keys=terminal))
         except (UserError, CapacityError) as error:
-            _note(f"error: {error}" + (" (/reset forgets the conversation)" if len(chat.messages) > 1 else ""))
+            hint = " (/reset forgets the conversation)" if command is None and len(chat.messages) > 1 else ""
+            note(f"error: {error}{hint}")
 
 
 def _obey(chat: Chat, command: str) -> str:
-    if command == "/reset":
+    name, _, rest = command.partition(" ")
+    if name == "/set":
+        return chat.set(rest)
+    if name == "/reset":
         chat.reset()
         return "the conversation is forgotten"
-    return HELP if command == "/help" else f"there is no command {command.split()[0]}: /help lists them"
+    return HELP if name == "/help" else f"there is no command {name}: /help lists them"
 
 
-def _messages(terminal: bool) -> Iterator[str]:
-    """Yield the messages that are not blank. Ctrl-C at the prompt drops the line, as in a shell."""
-    lines: list[str] = []
+def _typed() -> Iterator[str]:
+    """Yield the messages that are not blank. Ctrl-C at the prompt drops what was typed, as in a shell."""
+    session = _session()
     while True:
         try:
-            line = _line(MORE if lines else PROMPT, terminal)
+            text: str = session.prompt(PROMPT)
         except KeyboardInterrupt:
-            if not terminal:
-                raise
-            _note("\n(Ctrl-D or /exit ends)")
-            lines = []
+            note("(Ctrl-D or /exit ends)")
             continue
-        if line is not None and line.endswith("\\"):
-            lines.append(line[:-1])
-            continue
-        text, lines = "\n".join(lines if line is None else [*lines, line]), []
+        except EOFError:
+            return
         if text.strip():
             yield text
-        if line is None:
+
+
+def _session() -> Any:
+    """A prompt that edits lines, remembers messages, and takes a pasted text as one message.
+
+    It is shown on standard error where standard output is a file.
+    """
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.output import create_output
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _send(event: Any) -> None:
+        buffer = event.current_buffer
+        if buffer.document.is_cursor_at_the_end and buffer.text.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _new_line(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return PromptSession(
+        multiline=True,
+        key_bindings=keys,
+        prompt_continuation=MORE,
+        enable_suspend=True,
+        output=None if sys.stdout.isatty() else create_output(sys.stderr),
+    )
+
+
+def _piped() -> Iterator[str]:
+    """Yield the messages that are not blank: the lines of standard input, joined where one ends with a backslash."""
+    lines: list[str] = []
+    while sys.stdin is not None:
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError:
+            raise BadOption("a message is not UTF-8 text: convert the input first") from None
+        text = line.removesuffix("\n")
+        if line and text.endswith("\\"):
+            lines.append(text[:-1])
+            continue
+        text, lines = "\n".join([*lines, text]), []
+        if text.strip():
+            yield text
+        if not line:
             return
-
-
-def _line(prompt: str, terminal: bool) -> str | None:
-    """Read the next line; None at the end of the input. The prompt is shown on terminals only."""
-    if sys.stdin is None:
-        return None
-    if terminal and not sys.stdout.isatty():
-        typer.echo(prompt, nl=False, err=True)
-        prompt = ""
-    try:
-        return input(prompt if terminal else "")
-    except EOFError:
-        _note("" if terminal else None)
-        return None
-    except UnicodeDecodeError:
-        raise BadOption("a message is not UTF-8 text: convert the input first") from None
-
-
-def _note(text: str | None) -> None:
-    """Write a note to standard error, because standard output has the answers alone."""
-    if text is not None:
-        typer.echo(visible(text), err=True)

@@ -1,31 +1,74 @@
-"""`forerun demo` writes code with the shipped model, once plainly and once with speculation.
+"""`forerun demo` lets a model write the same texts once plainly and once with speculation, and compares the times.
 
-Both texts are the same, and a table shows how long each took. The model is widened to a size at which most of the time
-goes into reading its weights.
+A chat model answers a question and edits a text, where drafts come from the text itself. The model that ships with the
+package writes code; it is widened to a size at which most of the time goes into reading its weights.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
-from forerun.bench.widen import (
-    PROMPTS,
-    load_widened,
-)
+from forerun.bench.widen import PROMPTS, load_widened
 from forerun.cli.show import LiveText, watched
+from forerun.cli.words import percent
 from forerun.config import EngineConfig
+from forerun.engine.factory import is_shipped, refuse_without_template
 from forerun.engine.llm import LLM
 from forerun.engine.request import RequestOutput
+from forerun.errors import NotFound
+from forerun.models.named import find, named_models
 from forerun.text.terminal import has_colour, make_console
 from forerun.types import SamplingParams
 
 WARM_UP_TOKENS = 4
 FALLBACK_PROMPT = 'class Stack:\n    """A last-in first-out container."""\n\n    def __init__(self):\n'
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One text that is written twice. asked: what the reader sees of the prompt. is_chat: whether it is a message."""
+
+    title: str
+    asked: str
+    is_chat: bool
+
+
+QUESTION = Scene("a question", "What is a prime number?", is_chat=True)
+EDIT = Scene(
+    "an edit",
+    '''\
+Rename this class to Pile:
+
+```python
+class Stack:
+    """A last-in first-out container."""
+
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        if not self.items:
+            raise IndexError("the stack is empty")
+        return self.items.pop()
+
+    def peek(self):
+        return self.items[-1]
+
+    def __len__(self):
+        return len(self.items)
+```''',
+    is_chat=True,
+)
 
 
 @dataclass(frozen=True)
@@ -40,26 +83,62 @@ class Outcome:
         return len(self.output.token_ids) / self.seconds
 
 
-def run(config: EngineConfig, params: SamplingParams, shape: str, prompt: str | None) -> None:
-    """Show both runs and the table on standard output. Raises UserError."""
+def run(config: EngineConfig, params: SamplingParams, shape: str | None, prompt: str | None, first: str) -> None:
+    """Show each scene twice on standard output, and what each took.
+
+    first: the named model that is shown where none is chosen; the shipped one where it is not here. Raises UserError.
+    """
     console = make_console()
+    if config.target is None and shape is None:
+        model = named_models()[first]
+        if model.is_here():
+            config = dataclasses.replace(config, target=first)
+        else:
+            missing = f"{model.about} is not here: {model.how_to_get} installs it ({model.num_bytes / 1e6:.0f} MB)."
+            console.print(f"{missing} This is the small model that ships with forerun, which continues code.\n")
+    shape = shape or ("demo" if is_shipped(config.target) else "none")
+    scenes = _scenes(config, prompt)
+    if (shown := find(config.target)) is not None:
+        console.print(f"{shown.name}: {shown.about}", style="bold")
     checkpoint = load_widened(config, shape, console)
-    prompt = prompt if prompt is not None else default_prompt()
     options = {**config.options(), "prefix_caching": False}  # the warm-up must not shorten what is shown
-    llms = {draft: LLM(checkpoint, **{**options, "draft": draft}) for draft in ("none", _draft(config))}
-    outcomes = []
-    for llm, title in zip(llms.values(), ("plain decoding", "with speculation"), strict=True):
-        _warm_up(llm, prompt, params)
-        console.print(f"\n--- {title} ---", style="bold")
-        outcomes.append(_live(llm, prompt, params, console))
-    plain, fast = outcomes
-    if has_colour(console):
-        legend = "green: drafted and accepted; blue: the target's own correction or bonus"
-        console.print(legend, style="dim")
-    console.print()
-    console.print(_table(plain, fast))
-    console.print(verdict(plain.output, fast.output, params, llms["none"]))
+    plain, fast = (LLM(checkpoint, **{**options, "draft": draft}) for draft in ("none", _draft(config)))
+    for number, scene in enumerate(scenes, 1):
+        head = f"{number}. {scene.title}" if len(scenes) > 1 else scene.title
+        console.print(f"\n=== {head} ===\n", style="bold")
+        if scene.is_chat:
+            console.print(scene.asked, style="dim")
+        outcomes = []
+        for llm, title in ((plain, "plain decoding"), (fast, "with speculation")):
+            ids = _encoded(llm, scene)
+            _warm_up(llm, ids, params)
+            console.print(f"\n--- {title} ---", style="bold")
+            outcomes.append(_live(llm, ids, params, console, "" if scene.is_chat else scene.asked))
+        if number == 1 and has_colour(console):
+            console.print("green: drafted and accepted; blue: the target's own correction or bonus", style="dim")
+        console.print()
+        console.print(_table(*outcomes))
+        console.print(verdict(outcomes[0].output, outcomes[1].output, params, plain))
     _your_own_model(console)
+
+
+def _scenes(config: EngineConfig, prompt: str | None) -> list[Scene]:
+    """What is shown: of a chat model a question and an edit, of others a text that they continue, or the user's own."""
+    is_chat = not is_shipped(config.target)
+    try:
+        if is_chat:
+            refuse_without_template(config)
+    except NotFound:
+        is_chat = False
+    if prompt is not None:
+        return [Scene("your prompt", prompt, is_chat)]
+    return [QUESTION, EDIT] if is_chat else [Scene("a piece of code", default_prompt(), is_chat=False)]
+
+
+def _encoded(llm: LLM, scene: Scene) -> list[int]:
+    if not scene.is_chat:
+        return llm.tokenizer.encode(scene.asked)
+    return llm.apply_chat_template([{"role": "user", "content": scene.asked}])
 
 
 def default_prompt() -> str:
@@ -90,15 +169,14 @@ def _draft(config: EngineConfig) -> str:
     return "auto" if config.draft == "none" else config.draft
 
 
-def _warm_up(llm: LLM, prompt: str, params: SamplingParams) -> None:
+def _warm_up(llm: LLM, ids: Seq[int], params: SamplingParams) -> None:
     """Run the prompt once before the clock starts, because a first run pays for page faults and choosing kernels."""
-    llm.generate(prompt, SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=params.temperature, seed=0))
+    llm.generate(list(ids), SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=params.temperature, seed=0))
 
 
-def _live(llm: LLM, prompt: str, params: SamplingParams, console: Console) -> Outcome:
-    ids = llm.tokenizer.encode(prompt)
+def _live(llm: LLM, ids: Seq[int], params: SamplingParams, console: Console, beginning: str) -> Outcome:
     live = LiveText(llm.tokenizer, console, ids)
-    live.write(prompt, "dim")
+    live.write(beginning, "dim")
     start, output = time.perf_counter(), None
     try:
         for chunk in watched(llm, ids, params, live):
@@ -112,7 +190,7 @@ def _live(llm: LLM, prompt: str, params: SamplingParams, console: Console) -> Ou
 
 def _table(plain: Outcome, fast: Outcome) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("", "tokens", "seconds", "tokens/s", "speed-up", "acceptance", "tokens/run"):
+    for name in ("", "tokens", "seconds", "tokens/s", "speed-up", "acceptance rate", "tokens/pass"):
         table.add_column(name, justify="left" if name == "" else "right")
     for name, outcome in (("plain", plain), ("speculative", fast)):
         report = outcome.output.report
@@ -122,16 +200,14 @@ def _table(plain: Outcome, fast: Outcome) -> Table:
             f"{outcome.seconds:.2f}",
             f"{outcome.tokens_per_s:.1f}",
             f"{outcome.tokens_per_s / plain.tokens_per_s:.2f}x",
-            "-" if report.acceptance_rate is None else f"{report.acceptance_rate:.0%}",
+            "-" if report.acceptance_rate is None else percent(report.acceptance_rate),
             "-" if report.mean_accepted_length is None else f"{report.mean_accepted_length:.2f}",
         )
     return table
 
 
 def _your_own_model(console: Console) -> None:
-    console.print(
-        "\nWith a model of your own (a folder with config.json, *.safetensors, tokenizer.json):", style="bold"
-    )
-    console.print('  forerun generate --target ./model --draft lookup "def fib(n):"')
+    console.print("\nWith a model of your own (a folder, a GGUF file, or org/name of the hub):", style="bold")
+    console.print("  forerun chat ./model.gguf")
     console.print('  forerun generate --target ./model --draft ./small-model --rounds "def fib(n):"')
     console.print("  forerun bench latency --target ./model --draft ./small-model")

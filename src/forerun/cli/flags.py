@@ -111,6 +111,7 @@ CacheSalt = Annotated[
 Acceptance = Annotated[
     str | None, _sampling("acceptance", "verification rule [default: match with a seed and temperature, else ratio]")
 ]
+Verbose = Annotated[bool, typer.Option("--verbose", help="more numbers behind each output: alpha-hat and others")]
 IgnoreEos = Annotated[bool | None, typer.Option("--ignore-eos", help="go on past the end of sequence")]
 
 Prompt = str | list[int] | list[dict[str, Any]]  # a text, ids, or a conversation
@@ -198,7 +199,10 @@ def _token_id(text: str, given: object) -> int:
         raise BadOption(f"logit_bias={shown(given)} is not possible: {shown(text)} is no token id") from None
 
 
-def engine_config(flags: Mapping[str, Any], config_file: Path | None = None) -> EngineConfig:
-    """Return the engine's options: a command's arguments over FORERUN_* variables, over the file, over the defaults."""
+def engine_config(flags: Mapping[str, Any], config_file: Path | None = None, **usual: Any) -> EngineConfig:
+    """Return the engine's options: a command's arguments over FORERUN_* variables, over the file, over the defaults.
+
+    usual: what the command has in place of a default.
+    """
     given = {k: v for k, v in flags.items() if k in _ENGINE}
-    return EngineConfig.from_sources(given, str(config_file) if config_file else None)
+    return EngineConfig.from_sources(given, str(config_file) if config_file else None, usual)

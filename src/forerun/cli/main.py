@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, cast
 
 import typer
 
@@ -25,7 +25,7 @@ from forerun.cli.inputs import read_requests
 from forerun.cli.plan import plan
 from forerun.cli.train import app as train_app
 from forerun.config import EngineConfig
-from forerun.errors import BadOption, ForerunError, UserError
+from forerun.errors import BadOption, ForerunError, NotFound, UserError
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -40,6 +40,13 @@ PROMPT_FILE_HELP = (
     '{"prompt": a text or ids, "temperature": 0.5, ...}, where flags are the defaults; "messages", a conversation for '
     "the chat template, may stand instead of prompt"
 )
+CHAT_HELP = (
+    "a text is a message to be answered, or the beginning of a text to be continued [default: --chat where the model "
+    "has a chat template]"
+)
+ROUNDS_HELP = "before the text, print one line per pass of the target: what was drafted, and what became of it"
+FIRST_MODEL = "smollm2"  # what `forerun chat` talks to and `forerun demo` shows, where none is named
+NAMED_HELP = str(flags.TARGET_HELP).partition("; none")[0]
 REPORT_FIELDS = (
     "num_steps",
     "num_drafted",
@@ -130,10 +137,12 @@ def generate(
     max_num_batched_tokens: flags.MaxNumBatchedTokens = None,
     draft_catchup_tokens: flags.DraftCatchupTokens = None,
     config: flags.ConfigFile = None,
+    chat: Annotated[bool | None, typer.Option("--chat/--raw", help=CHAT_HELP, show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per prompt")] = False,
-    rounds: Annotated[bool, typer.Option("--rounds", help="print one line per target run instead of the text")] = False,
+    rounds: Annotated[bool, typer.Option("--rounds", help=ROUNDS_HELP)] = False,
+    verbose: flags.Verbose = False,
 ) -> None:
-    """Continue a text. The continuation goes to standard output as it grows, the numbers to standard error."""
+    """Answer or continue a text. What the model writes goes to standard output, the numbers to standard error."""
     given = dict(locals())
     if as_json and rounds:
         raise BadOption("--json and --rounds exclude each other: choose one")
@@ -143,13 +152,47 @@ def generate(
     requests = read_requests(prompts or [], prompt_file, params)
     if not as_json and any(params.logprobs is not None for _, params in requests):
         raise BadOption("logprobs are printed with --json only: add it")
-    if any(_is_conversation(prompt) for prompt, _ in requests):
-        from forerun.engine.factory import refuse_without_template
-
-        refuse_without_template(engine)
+    requests = _with_messages(requests, engine, chat)
     llm = _open(engine)
     encoded = [(_encoded(llm, prompt, number), params) for number, (prompt, params) in enumerate(requests, 1)]
-    _respond(llm, encoded, as_json, rounds)
+    if as_json:
+        _print_json(llm, encoded)
+    elif rounds:
+        _print_rounds(llm, requests, encoded, verbose)
+    elif len(encoded) == 1 and encoded[0][1].n == 1:
+        _stream(llm, *encoded[0], verbose)
+    else:
+        _print_batch(llm, requests, encoded, verbose)
+
+
+def _with_messages(requests: list[flags.Request], engine: EngineConfig, chat: bool | None) -> list[flags.Request]:
+    """The requests with texts as messages of a user, where the model has a chat template; see CHAT_HELP.
+
+    The shipped model's template joins texts for `forerun chat`; what it is given here it continues. Raises NotFound
+    where a template is needed and there is none, before any weight is fetched.
+    """
+    from forerun.engine.factory import is_shipped, refuse_without_template
+
+    has_texts = any(isinstance(prompt, str) for prompt, _ in requests)
+    if chat or any(_is_conversation(prompt) for prompt, _ in requests):
+        refuse_without_template(engine)
+    elif has_texts and chat is None and not is_shipped(engine.target):
+        try:
+            refuse_without_template(engine)
+        except NotFound:
+            return requests
+        except UserError as error:
+            raise type(error)(f"{error}, or give --raw: the text is then continued as it is") from error
+    if not has_texts or chat is False or (chat is None and is_shipped(engine.target)):
+        return requests
+    if chat is None:
+        from forerun.cli.words import note
+
+        note("This model has a chat template: it answers the text as a message. --raw continues the text instead.")
+    return [
+        ([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, params)
+        for prompt, params in requests
+    ]
 
 
 def _suggested(engine: EngineConfig) -> dict[str, Any]:
@@ -175,23 +218,6 @@ def _encoded(llm: LLM, prompt: flags.Prompt, number: int) -> Any:
         raise type(error)(f"request {number}: {error}") from error
 
 
-def _respond(llm: LLM, requests: Seq[Encoded], as_json: bool, rounds: bool) -> None:
-    if as_json:
-        for output in _generate(llm, requests):
-            _write(json.dumps(_as_json(output), ensure_ascii=False) + "\n")
-    elif rounds:
-        for prompt, params in requests:
-            _print_rounds(llm, prompt, params)
-    elif len(requests) == 1 and requests[0][1].n == 1:
-        _stream(llm, *requests[0])
-    else:
-        _print_batch(llm, requests)
-
-
-def _generate(llm: LLM, requests: Seq[Encoded]) -> list[RequestOutput]:
-    return llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
-
-
 def _open(config: Any) -> LLM:
     from forerun.engine.llm import LLM
     from forerun.memory.machine import spare_what_is_loaded
@@ -201,12 +227,16 @@ def _open(config: Any) -> LLM:
     return llm
 
 
-def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:
+def _generate(llm: LLM, requests: Seq[Encoded]) -> list[RequestOutput]:
+    return llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+
+
+def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, verbose: bool) -> None:
     start = time.perf_counter()
     for chunk in llm.stream(prompt, params):
         _write(chunk.text if chunk.output is None else f"{chunk.text}\n")
         if chunk.output is not None:
-            typer.echo(_summary(chunk.output, time.perf_counter() - start), err=True)
+            _note_numbers(llm, chunk.output, params, time.perf_counter() - start, verbose)
 
 
 def _write(text: str) -> None:
@@ -217,35 +247,60 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _summary(output: RequestOutput, seconds: float) -> str:
-    report, num_tokens = output.report, len(output.token_ids)
-    parts = [f"{num_tokens} tokens in {report.num_steps} target runs", f"{num_tokens / seconds:.1f} tokens/s"]
-    if report.acceptance_rate is not None:
-        parts.append(f"acceptance rate {report.acceptance_rate:.0%}")
-    parts += [f"seed {output.seed}", f"finished: {output.finish_reason}"]
-    return f"[{', '.join(parts)}]"
+def _note_numbers(
+    llm: LLM, output: RequestOutput, params: SamplingParams, seconds: float | None, verbose: bool
+) -> None:
+    """The closing line of an output, on standard error. seconds: None where it ran beside others."""
+    from forerun.cli.words import closing_line, details, note
+
+    note(closing_line(llm, output, params, seconds))
+    if verbose:
+        note(details(output.report))
 
 
-def _print_batch(llm: LLM, requests: Seq[Encoded]) -> None:
+def _print_batch(llm: LLM, requests: Seq[flags.Request], encoded: Seq[Encoded], verbose: bool) -> None:
+    each = [(prompt, params) for prompt, params in requests for _ in range(params.n)]
+    for i, (output, (prompt, params)) in enumerate(zip(_generate(llm, encoded), each, strict=True)):
+        _print_heading(llm, prompt, i + 1)
+        _write(f"{output.text}\n")
+        if verbose:
+            _note_numbers(llm, output, params, None, verbose)
+
+
+def _print_heading(llm: LLM, prompt: flags.Prompt, number: int) -> None:
+    """The number of an output, and the end of its prompt: of a conversation, of its last message by the user."""
     from forerun.text.terminal import visible
 
-    each = [prompt for prompt, params in requests for _ in range(params.n)]
-    for i, output in enumerate(_generate(llm, requests)):
-        prompt = each[i]
-        text = (prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)).strip()
-        typer.echo(f"==> {i + 1}: {visible(text.splitlines()[-1][-60:]) if text else ''} <==")
-        _write(f"{output.text}\n")
+    if _is_conversation(prompt):
+        asked = [message.get("content") for message in prompt if message.get("role") == "user"]
+        text = asked[-1] if asked and isinstance(asked[-1], str) else ""
+    else:
+        text = prompt if isinstance(prompt, str) else llm.tokenizer.decode(cast(list[int], prompt))
+    lines = text.strip().splitlines()
+    typer.echo(f"==> {number}: {visible(lines[-1][-60:]) if lines else ''} <==")
 
 
-def _print_rounds(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:
+def _print_rounds(llm: LLM, requests: Seq[flags.Request], encoded: Seq[Encoded], verbose: bool) -> None:
     from forerun.cli.show import RoundPrinter, watched
     from forerun.text.terminal import make_console
 
-    ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    printer = RoundPrinter(llm.tokenizer, make_console(), ids[-1] if ids else None)
-    for _ in watched(llm, ids, params, printer):
-        pass
-    printer.finish()
+    console = make_console()
+    for i, ((prompt, _), (tokens, params)) in enumerate(zip(requests, encoded, strict=True)):
+        if len(requests) > 1:
+            _print_heading(llm, prompt, i + 1)
+        ids = llm.tokenizer.encode(tokens) if isinstance(tokens, str) else tokens
+        printer, start = RoundPrinter(llm.tokenizer, console, ids[-1] if ids else None), time.perf_counter()
+        outputs = [chunk.output for chunk in watched(llm, ids, params, printer) if chunk.output is not None]
+        seconds = time.perf_counter() - start
+        for output in outputs:
+            console.print()
+            _write(f"{output.text}\n")
+            _note_numbers(llm, output, params, seconds if len(outputs) == 1 else None, verbose)
+
+
+def _print_json(llm: LLM, requests: Seq[Encoded]) -> None:
+    for output in _generate(llm, requests):
+        _write(json.dumps(_as_json(output), ensure_ascii=False) + "\n")
 
 
 def _as_json(output: RequestOutput) -> dict[str, Any]:
@@ -262,7 +317,9 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
 
 @app.command()
 def chat(
-    target: Annotated[str | None, typer.Argument(help=flags.TARGET_HELP, show_default=False)] = None,
+    target: Annotated[
+        str | None, typer.Argument(help=f"{NAMED_HELP} [default: {FIRST_MODEL}]", show_default=False)
+    ] = None,
     ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
     system: Annotated[str | None, typer.Option(help="the system message, first in the conversation")] = None,
@@ -287,42 +344,71 @@ def chat(
     max_seq_len: flags.MaxSeqLen = None,
     kv_cache_tokens: flags.CacheTokens = None,
     config: flags.ConfigFile = None,
+    verbose: flags.Verbose = False,
 ) -> None:
     """Talk to a model. Answers go to standard output; their speed and acceptance to standard error."""
     given = dict(locals())
     flags.sampling_params(given, {"max_tokens": None})
-    engine = flags.engine_config(given, config)
+    engine = flags.engine_config(given, config, target=FIRST_MODEL, generation_config="model")
     from forerun.cli import chat as session
 
-    fields = _suggested(engine)
+    fields = session.usual_fields(engine)
     is_limited = "max_tokens" in fields or given["max_tokens"] is not None
     params = session.unlimited(flags.sampling_params(given, fields), is_limited, engine)
-    session.run(session.open_models(engine), params, system)
+    session.run(session.open_models(engine), params, system, verbose=verbose)
 
 
-# ----------------------------------------------------------------------------------------------------- demo, drafters
+# --------------------------------------------------------------------------------------------- demo, models, drafters
 
 
 @app.command()
 def demo(
-    prompt: Annotated[str | None, typer.Argument(help="Python code to continue", show_default=False)] = None,
-    target: flags.Target = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="a text to answer or continue in place of ours", show_default=False)
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{NAMED_HELP} [default: {FIRST_MODEL} if it is here]",
+            show_default=False,
+            rich_help_panel=flags.ENGINE_OPTION,
+        ),
+    ] = None,
     ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
     spec_length: flags.SpecLength = None,
-    shape: Annotated[str, typer.Option(help=f"the target is widened to it in memory: {SHAPE_NAMES}, or none")] = "demo",
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help=f"the target is widened to it in memory: {SHAPE_NAMES}, or none [default: demo for the shipped "
+            "target, else none]",
+            show_default=False,
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(help="tokens to generate at most")] = 96,
+    max_tokens: Annotated[int, typer.Option(help="tokens to generate at most")] = 128,
     seed: Annotated[int, typer.Option(help="the same seed, the same text")] = 1,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
 ) -> None:
-    """Continue one prompt without and with speculation: the text is the same, and it comes faster."""
+    """Let a model write the same texts without and with speculation: they are the same, and come faster."""
     given = {k: v for k, v in locals().items() if k not in ("prompt", "shape")}
     config, params = flags.engine_config(given), flags.sampling_params(given)
     from forerun.cli import demo as show_demo
 
-    show_demo.run(config, params, shape, prompt)
+    show_demo.run(config, params, shape, prompt, FIRST_MODEL)
+
+
+@app.command()
+def models() -> None:
+    """List the models that have a name: size, licence, where they come from, and what is here already."""
+    from forerun.cli.show import model_lines
+    from forerun.text.terminal import make_console
+
+    console = make_console()
+    for line in model_lines(console.width):
+        typer.echo(line)
+    console.print('\nA name goes wherever a model does: forerun chat smollm2, --target smollm2, LLM("smollm2").')
 
 
 @app.command()

@@ -1,8 +1,8 @@
-"""What a terminal shows of speculation: one line per target run, and text coloured by where it came from.
+"""What a terminal shows of speculation: one line per target pass, and text coloured by where it came from.
 
-With colour, accepted tokens are green, rejected ones red, corrections and bonus tokens blue (Figure 1 of Leviathan et
-al. 2023). Without (NO_COLOR, a pipe, a dumb terminal) accepted tokens are plain, rejected ones [-so-], corrections and
-bonus tokens [+so+].
+Accepted tokens are green, rejected ones red, corrections and bonus tokens blue (Figure 1 of Leviathan et al. 2023), and
+those behind a rejection, which were never tested, dim. Lines of passes have marks, too, so that they can be copied and
+read without colour: [-rejected-], {never tested}, [+the target's own+].
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from forerun.models.named import named_models
 from forerun.registry import load, names
 from forerun.text.detokenizer import Detokenizer
-from forerun.text.terminal import PIPE_WIDTH, has_colour, visible
+from forerun.text.terminal import PIPE_WIDTH, visible
 from forerun.text.tokenizer import BYTES, REPLACEMENT, Tokenizer
 from forerun.types import RoundDetail, SamplingParams, StepReport
 
@@ -29,15 +30,27 @@ if TYPE_CHECKING:
     from forerun.engine.llm import LLM
     from forerun.engine.request import Chunk
 
-Kind = Literal["accepted", "rejected", "correction", "bonus", "plain"]
+Kind = Literal["accepted", "rejected", "untested", "correction", "bonus", "plain"]
 STYLES: dict[Kind, str] = {
     "accepted": "green",
-    "rejected": "red strike",
+    "rejected": "red",
+    "untested": "dim",
     "correction": "bold blue",
     "bonus": "bold blue",
     "plain": "",
 }
-MARKS: dict[Kind, tuple[str, str]] = {"rejected": ("[-", "-]"), "correction": ("[+", "+]"), "bonus": ("[+", "+]")}
+MARKS: dict[Kind, tuple[str, str]] = {
+    "rejected": ("[-", "-]"),
+    "untested": ("{", "}"),
+    "correction": ("[+", "+]"),
+    "bonus": ("[+", "+]"),
+}
+LEGEND: tuple[tuple[str, Kind], ...] = (
+    ("accepted, ", "accepted"),
+    ("[-rejected-], ", "rejected"),
+    ("{never tested}, ", "untested"),
+    ("[+the target's own+]", "correction"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,11 +70,16 @@ def committed_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
 
 
 def round_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
-    """The same with the rejected token where it was tried. Tokens behind it were never tested and are not shown."""
+    """Every drafted token of a round and what became of it, in the order of the draft, with the target's own token.
+
+    That one stands behind the tokens that it follows: where a token was rejected, between it and those behind it.
+    """
     kept = committed_pieces(detail, num_committed)
+    at, accepted = len(detail.accepted), set(detail.accepted)
+    tested = {test.node for test in detail.tests}
     rejected = [Piece(detail.tokens[test.node], "rejected") for test in detail.tests if not test.accepted]
-    at = len(detail.accepted)
-    return kept[:at] + rejected + kept[at:] if len(kept) > at else kept
+    behind = [Piece(t, "untested") for i, t in enumerate(detail.tokens) if i not in accepted and i not in tested]
+    return [*kept[:at], *rejected, *kept[at:], *behind]
 
 
 def token_text(tokenizer: Tokenizer, token: int, left: int | None) -> str:
@@ -78,41 +96,37 @@ def token_text(tokenizer: Tokenizer, token: int, left: int | None) -> str:
 
 
 class RoundPrinter:
-    """A listener that prints one line per target run: its number, accepted/drafted, its tokens.
+    """A listener that prints one line per target pass: its number, accepted/drafted, its tokens; a legend comes first.
 
     left: the last token of the prompt, which the first token is read behind.
     """
 
     def __init__(self, tokenizer: Tokenizer, console: Console, left: int | None) -> None:
         self._tokenizer, self._console, self._left = tokenizer, console, left
-        self._colour = has_colour(console)
-        self.num_runs = 0
-        self.num_tokens = 0
+        self.num_passes = 0
 
     def __call__(self, report: StepReport) -> None:
         for detail in report.rounds:
-            self.num_runs += 1
-            self.num_tokens += report.num_committed
+            if not self.num_passes:
+                self._line("", [(text, STYLES[kind]) for text, kind in LEGEND])
+                self._line("pass accepted/drafted", [])
+            self.num_passes += 1
             pieces = round_pieces(detail, report.num_committed)
-            label = f"{self.num_runs:4} {len(detail.accepted):2}/{len(detail.tokens):<2} "
-            cells = list(self._cells(pieces))
-            for i, line in enumerate(wrap(cells, self._console.width - len(label))):
-                head = Text.assemble((label if i == 0 else " " * len(label), "dim"))
-                self._console.print(head + line, soft_wrap=True)
+            self._line(
+                f"{self.num_passes:4} {len(detail.accepted):2}/{len(detail.tokens):<2} ", list(self._cells(pieces))
+            )
 
-    def finish(self) -> None:
-        """The closing line, and without colour the meaning of the marks."""
-        runs = "target run" if self.num_runs == 1 else "target runs"
-        self._console.print(f"{self.num_tokens} tokens in {self.num_runs} {runs}", style="bold")
-        if not self._colour:
-            self._console.print("per line: run, accepted/drafted, accepted [-rejected-] [+correction or bonus+]")
+    def _line(self, label: str, cells: Seq[tuple[str, str]]) -> None:
+        for i, line in enumerate(wrap(cells, self._console.width - len(label))):
+            head = Text.assemble((label if i == 0 else " " * len(label), "dim"))
+            self._console.print(head + line, soft_wrap=True)
 
     def _cells(self, pieces: Seq[Piece]) -> Iterator[tuple[str, str]]:
         for piece in pieces:
             text = token_text(self._tokenizer, piece.token, self._left)
-            if piece.kind != "rejected":
+            if piece.kind not in ("rejected", "untested"):
                 self._left = piece.token
-            before, after = ("", "") if self._colour else MARKS.get(piece.kind, ("", ""))
+            before, after = MARKS.get(piece.kind, ("", ""))
             yield before + text + after, STYLES[piece.kind]
 
 
@@ -166,6 +180,23 @@ class LiveText:
         else:
             self._console.file.write(text)
         self._console.file.flush()
+
+
+def model_lines(width: int) -> Iterator[str]:
+    """The models that have a name: a row of facts, and below it what it is and where it comes from."""
+    row = "{:9}{:>6}  {:11} {}"
+    yield row.format("name", "size", "licence", "here")
+    for model in named_models().values():
+        size, here = f"{model.num_bytes / 1e6:.0f} MB", "yes" if model.is_here() else "no"
+        yield row.format(model.name, size, model.licence, here)
+        sources = [] if model.wheel is None else [model.how_to_get]
+        sources += [] if model.hub is None else [f"{model.hub} on the hub"]
+        comes = f"from: {', or '.join(sources)}" if sources else "part of this package"
+        indent = " " * 9
+        for text in (model.about, comes):
+            yield from textwrap.wrap(
+                text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+            )
 
 
 def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption
+from forerun.models import named
 from forerun.registry import by_value, load, make_options, names, parse_spec
 from forerun.types import Budget, Coins, Draft, Sequence
 
@@ -138,16 +139,16 @@ class Target:
 
 
 def resolve(spec: str, has_shipped_draft: bool) -> tuple[str, Any]:
-    """Return the method and its Options for `name[:option=value,...]`, a draft model's folder or hub id, or `auto`.
+    """Return the method and its Options for `name[:option=value,...]`, a model's folder, name or hub id, or `auto`.
 
-    auto = the shipped draft model for the shipped target, else lookup. A spec that has a path separator, or names an
-    existing folder, is a model. Raises BadOption for anything unknown; where other engines have such a value, the
-    message names ours.
+    auto = the shipped draft model for the shipped target, else lookup. A spec that has a path separator, names an
+    existing folder, or is a name of data/models.toml is a model. Raises BadOption for anything
+    unknown; where other engines have such a value, the message names ours.
     """
     if spec == "auto":
         spec = "model" if has_shipped_draft else "lookup"
     is_method = spec.partition(":")[0] in names(__name__)
-    is_path = "/" in spec or os.sep in spec or (spec != "" and Path(spec).exists())
+    is_path = "/" in spec or os.sep in spec or (spec != "" and Path(spec).exists()) or named.find(spec) is not None
     if not is_method and not is_path and (there := by_value("draft", spec.partition(":")[0])):
         raise BadOption(there)
     # A folder's name may have a colon in it, so it is looked for before the text is taken apart.

@@ -37,7 +37,7 @@ class Options:
     """Which model, and how it draws."""
 
     path: str | None = field(
-        default=None, metadata={"help": "folder or hub id of the draft model; none = the shipped one"}
+        default=None, metadata={"help": "folder, GGUF file, name or hub id of the draft model; none = the shipped one"}
     )
     draft_temperature: float | None = field(
         default=None, metadata={"help": "temperature of the draws; none = the request's", "min": 0.0, "max": 100.0}

@@ -21,6 +21,7 @@ from forerun.errors import BadOption, CapacityError, NotFound, shown
 from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
 from forerun.memory.plan import memory_plan, pool_tokens, resolve_max_seq_len
+from forerun.models import named
 from forerun.models.generation import sampling_defaults, sampling_fields
 from forerun.models.loading import (
     DTYPES,
@@ -36,13 +37,14 @@ from forerun.pacing.cost import Costs
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 
-DATA = Path(__file__).resolve().parent.parent / "data"
+DATA = named.DATA
 SHIPPED_TARGET, SHIPPED_DRAFT = DATA / "target", DATA / "draft"
 
 
 def is_shipped(target: str | Path | None) -> bool:
     """Whether a target is the model that ships with the package."""
-    return target is None or Path(target) == SHIPPED_TARGET
+    known = named.find(target)
+    return target is None or (Path(target) if known is None else known.path()) == SHIPPED_TARGET
 
 
 def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpoint:

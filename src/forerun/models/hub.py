@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import CapacityError, ForerunError, NotFound, UnsupportedModel
+from forerun.models import named
 from forerun.models.hub_errors import cache_folder, explained, is_offline, is_unreachable
 from forerun.models.refusals import (
     CONFIG,
@@ -57,11 +58,11 @@ Listing = tuple[str, dict[str, int | None]]  # a commit, and its files with thei
 def locate(name: str | Path, *, config_only: bool = False, weights: bool = True, check: Check | None = None) -> Path:
     """The folder or file that `name` means; what the hub has under it is fetched into the cache first.
 
-    name: a path, or a hub id org/name[@revision] where no such path exists; a Path is never a hub id. With :FILE.gguf
-    behind it, or a type such as :Q4_K_M that one file's name ends with, it means that file, which is fetched whole.
-    config_only: fetch config.json alone. weights=False: fetch all but the weights. check: called with the folder when
-    the small files are there and the weights are not yet fetched; what it raises is raised. Without a network, a
-    complete snapshot in the cache is used as it is.
+    name: a path; where no such path exists, a name of data/models.toml or a hub id org/name[@revision]. A Path is
+    nothing but a path. With :FILE.gguf behind it, or a type such as :Q4_K_M that one file's name ends with, a hub id
+    means that file, which is fetched whole. config_only: fetch config.json alone. weights=False: fetch all but the
+    weights. check: called with the folder when the small files are there and the weights are not yet fetched; what it
+    raises is raised. Without a network, a complete snapshot in the cache is used as it is.
 
     Raises NotFound for what is not there or cannot be had, UnsupportedModel for repositories without readable
     weights, CapacityError for a full disk.
@@ -72,6 +73,9 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True,
             return folder
     except (RuntimeError, OSError) as error:  # ~somebody, and there is no such user; a name that is too long
         raise NotFound(f"there is no folder {name!s:.60} ({error}): name {WANTED}") from error
+    known = named.find(name)
+    if known is not None and (path := known.path()) is not None:
+        return path
     model = None if isinstance(name, Path) else _as_hub_model(name)
     if model is None:
         raise NotFound(f"there is no folder {folder if str(name) else repr('')}: name {WANTED}")
@@ -80,16 +84,22 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True,
     except ForerunError:
         raise
     except Exception as error:  # what a network, a server and a disk can do is an open list, and a traceback no help
-        raise explained(error, model.id, model.revision) from error
+        reason = explained(error, model.id, model.revision)
+        if known is not None:
+            reason = type(reason)(f"{name} is not here: install it with `{known.how_to_get}` ({reason})")
+        raise reason from error
 
 
 def is_hub_id(name: str | Path) -> bool:
-    """Whether a name means a model of the hub: it has the form of one, and no such path exists."""
+    """Whether a name means a model of the hub: it has the form of one, or only the hub has it; no such path exists."""
     return isinstance(name, str) and not Path(name).exists() and _as_hub_model(name) is not None
 
 
 def _as_hub_model(name: str) -> _HubModel | _HubFile | None:
     """None where the name can only be a path. Raises NotFound where it is almost a hub id."""
+    known = named.find(name)
+    if known is not None and known.hub is not None and known.path() is None:
+        return _HubModel(known.hub, DEFAULT_REVISION)
     before, colon, file = name.partition(":")
     hub_id, at, revision = before.partition("@")
     if hub_id.startswith((".", "/", "~")) or "\\" in name or hub_id.count("/") != 1:

@@ -1,0 +1,85 @@
+"""The words that every command uses for the same numbers: counts, rates, precision, how tokens are drawn, how it ended.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forerun.text.terminal import make_console
+from forerun.types import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.engine.llm import LLM
+    from forerun.engine.request import RequestOutput, RequestReport
+
+
+def counted(num: int, noun: str) -> str:
+    """A count with its noun: 1 token, 2 tokens, 3 target passes."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{num:,} {noun if num == 1 else plural}"
+
+
+def percent(rate: float) -> str:
+    """A rate as 43%."""
+    return f"{rate:.0%}"
+
+
+def precision(llm: LLM) -> str:
+    """The type that a model computes with, and that of its file where it is another one."""
+    used = str(llm.checkpoint.model.weight_dtype).removeprefix("torch.")
+    stored = llm.checkpoint.config.get("dtype") or llm.checkpoint.config.get("torch_dtype")
+    return used if stored in (None, used) else f"{used} (the file has {stored})"
+
+
+def drawing(params: SamplingParams) -> str:
+    """How tokens are chosen: greedy, or the temperature and the filters that are set."""
+    if params.greedy:
+        return "greedy"
+    filters = [f"{name.replace('_', '-')} {getattr(params, name):g}" for name in ("top_k", "top_p", "min_p")]
+    is_set = (params.top_k > 0, params.top_p < 1, params.min_p > 0)
+    return ", ".join([f"temperature {params.temperature:g}", *(f for f, on in zip(filters, is_set, strict=True) if on)])
+
+
+def ending(reason: FinishReason | None, num_tokens: int, params: SamplingParams) -> list[str]:
+    """Why an output ended, where the model did not end it: no part or one part of a line of numbers."""
+    if reason == "length":
+        return ["cut at --max-tokens" if num_tokens == params.max_tokens else "cut at --max-seq-len"]
+    return {None: ["stopped"], "abort": ["aborted"]}.get(reason, [])
+
+
+def closing_line(llm: LLM, output: RequestOutput, params: SamplingParams, seconds: float | None = None) -> str:
+    """The numbers of an output in one line. seconds: from the prompt to the last token; None = no speed is said."""
+    report, num_tokens = output.report, len(output.token_ids)
+    parts = [f"{counted(num_tokens, 'token')} in {counted(report.num_steps, 'target pass')}"]
+    if seconds is not None:
+        parts.append(f"{num_tokens / seconds:.1f} tokens/s")
+    if report.acceptance_rate is not None:
+        parts.append(f"acceptance rate {percent(report.acceptance_rate)}")
+    parts += [precision(llm), drawing(params)]
+    if not params.greedy:
+        parts.append(f"seed {output.seed}")
+    return f"[{', '.join([*parts, *ending(output.finish_reason, num_tokens, params)])}]"
+
+
+def details(report: RequestReport) -> str:
+    """What --verbose says of an output, in one line."""
+    parts = []
+    if report.mean_accepted_length is not None:
+        parts.append(f"{report.mean_accepted_length:.2f} tokens per target pass")
+    if report.alpha_hat is not None:
+        parts.append(f"{report.num_drafted:,} drafted, {report.num_tested:,} tested, {report.num_accepted:,} accepted")
+        parts.append(f"alpha-hat {report.alpha_hat:.2f}")
+        parts.append("accepted by position " + " ".join(map(percent, report.acceptance_per_position)))
+    if report.first_token_at_s is not None:
+        parts.append(f"first token after {report.first_token_at_s - report.arrived_at_s:.2f} s")
+    if report.num_cached_tokens:
+        parts.append(f"{counted(report.num_cached_tokens, 'prompt token')} from the cache")
+    return f"[{', '.join(parts)}]"
+
+
+def note(text: str) -> None:
+    """Write a note to standard error, folded by words in a terminal: standard output has what the model wrote."""
+    console = make_console(stderr=True)
+    console.print(text, soft_wrap=not console.is_terminal)

