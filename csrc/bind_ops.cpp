@@ -265,8 +265,9 @@ std::optional<std::vector<Ids>> run_ahead(Decoder& d, const Ids& tokens, const I
 
 void bind_ops(nb::module_& m) {
     nb::class_<Packed>(m, "Packed", "A matrix in panels; see docs/kernels.md.")
-        .def_prop_ro("num_bytes", [](const Packed& p) { return p.matrix().bytes(); })
-        .def("unpack_row", [](const Packed& p, int index, Address out) { p.unpack(index, at<void>(out)); });
+        .def_prop_ro("num_bytes", [](const Packed& p) { return p.matrix().bytes(); }, "Bytes in memory, padding included.")
+        .def("unpack_row", [](const Packed& p, int index, Address out) { p.unpack(index, at<void>(out)); }, "index"_a, "out"_a,
+             "Writes a row as it was before packing to the address `out`.");
     nb::class_<Pools>(m, "Pools", "Addresses of a cache's keys and values, one pool for each layer.")
         .def("__init__", [](Pools* self, const std::vector<Address>& keys, const std::vector<Address>& values, int tokens,
                             size_t row_bytes) {
@@ -274,7 +275,8 @@ void bind_ops(nb::module_& m) {
             for (Address a : keys) self->keys.push_back(at<void>(a));
             for (Address a : values) self->values.push_back(at<void>(a));
         })
-        .def("copy", &Pools::copy);
+        .def("copy", &Pools::copy, "sources"_a, "targets"_a,
+             "Copies row sources[i] to row targets[i] in every layer, one after the other.");
     nb::class_<Backend>(m, "Backend", "The kernels of one instruction set and a team of threads.")
         .def("__init__", [](Backend* self, const std::string& isa, int num_threads) {
             new (self) Backend(kernels_of(isa), num_threads);
@@ -289,12 +291,25 @@ void bind_ops(nb::module_& m) {
         .def("silu_mul", &silu_mul, Free())
         .def("rope", &rope, Free())
         .def("attention", &attention, Free());
-    nb::class_<Decoder>(m, "Decoder", "A whole decoder; one call for each pass.")
-        .def("forward", &forward)
+    nb::class_<Decoder>(m, "Decoder", "A whole decoder; one call for each pass. Arguments that are integers where a tensor is "
+                                      "meant are addresses of contiguous memory, which the caller keeps alive.")
+        .def("forward", &forward, "tokens"_a, "positions"_a, "rotations"_a, "num_runs"_a, "numbers"_a, "pools"_a, "layers"_a,
+             "input"_a, "taps"_a, "is_normed"_a, "hidden"_a,
+             "Runs a ragged pass through some layers and writes its rows, float32 [tokens, hidden_size], to `hidden`.\n\n"
+             "rotations: cos and sin by position, float32 [positions, 2, head_dim]. numbers: the runs, as "
+             "forerun.ops.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first of them, 0 = the "
+             "tokens' embeddings. taps: ascending pairs (k, address) that receive the residual stream before layer k. "
+             "is_normed: whether the final norm is applied. Raises IndexError for a token that is no row of the embedding.")
         .def("logits", [](Decoder& d, Address hidden, int rows, Address out) {
-            d.logits(at<const float>(hidden), rows, at<float>(out)); }, Free())
-        .def("argmax", &argmax)
-        .def("run_ahead", &run_ahead);
+            d.logits(at<const float>(hidden), rows, at<float>(out)); }, Free(), "hidden"_a, "num_rows"_a, "out"_a,
+             "Writes the logits of rows after the final norm, float32 [num_rows, vocab_size], to `out`.")
+        .def("argmax", &argmax, "hidden"_a, "rows"_a, "num_ids"_a,
+             "Returns the ids of the largest of the first `num_ids` logits of some rows, and these logits.\n\nTies go to the "
+             "lowest id, and NaN counts as the largest.")
+        .def("run_ahead", &run_ahead, "tokens"_a, "positions"_a, "counts"_a, "lengths"_a, "rotations"_a, "numbers"_a, "pools"_a,
+             "layers"_a, "num_ids"_a,
+             "Continues each run greedily by lengths[i] ids, and returns them; None where a logit is NaN.\n\ncounts: tokens "
+             "that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed.");
     m.def("make_decoder", &make_decoder, "backend"_a, "sizes"_a, "eps"_a, "bfloat16"_a, "norms"_a, "matrices"_a, "windows"_a,
           "packed_embedding"_a.none(), "embedding"_a, "final_norm"_a, "head"_a, nb::keep_alive<0, 1>());
 }

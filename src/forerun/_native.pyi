@@ -26,14 +26,20 @@ class Packed:
     """A matrix in panels; see docs/kernels.md."""
 
     @property
-    def num_bytes(self) -> int: ...
-    def unpack_row(self, arg0: int, arg1: int, /) -> None: ...
+    def num_bytes(self) -> int:
+        """Bytes in memory, padding included."""
+
+    def unpack_row(self, index: int, out: int) -> None:
+        """Writes a row as it was before packing to the address `out`."""
 
 class Pools:
     """Addresses of a cache's keys and values, one pool for each layer."""
 
     def __init__(self, arg0: Sequence[int], arg1: Sequence[int], arg2: int, arg3: int, /) -> None: ...
-    def copy(self, arg0: Sequence[int], arg1: Sequence[int], /) -> None: ...
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """
+        Copies row sources[i] to row targets[i] in every layer, one after the other.
+        """
 
 class Backend:
     """The kernels of one instruction set and a team of threads."""
@@ -70,38 +76,59 @@ class Backend:
     ) -> None: ...
 
 class Decoder:
-    """A whole decoder; one call for each pass."""
+    """
+    A whole decoder; one call for each pass. Arguments that are integers where a tensor is meant are addresses of contiguous memory, which the caller keeps alive.
+    """
 
     def forward(
         self,
-        arg0: Sequence[int],
-        arg1: Sequence[int],
-        arg2: int,
-        arg3: int,
-        arg4: Sequence[int],
-        arg5: Pools,
-        arg6: Sequence[int],
-        arg7: int,
-        arg8: Sequence[tuple[int, int]],
-        arg9: bool,
-        arg10: int,
-        /,
-    ) -> None: ...
-    def logits(self, arg0: int, arg1: int, arg2: int, /) -> None: ...
-    def argmax(self, arg0: int, arg1: Sequence[int], arg2: int, /) -> tuple[list[int], list[float]]: ...
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        rotations: int,
+        num_runs: int,
+        numbers: Sequence[int],
+        pools: Pools,
+        layers: Sequence[int],
+        input: int,
+        taps: Sequence[tuple[int, int]],
+        is_normed: bool,
+        hidden: int,
+    ) -> None:
+        """
+        Runs a ragged pass through some layers and writes its rows, float32 [tokens, hidden_size], to `hidden`.
+
+        rotations: cos and sin by position, float32 [positions, 2, head_dim]. numbers: the runs, as forerun.ops.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first of them, 0 = the tokens' embeddings. taps: ascending pairs (k, address) that receive the residual stream before layer k. is_normed: whether the final norm is applied. Raises IndexError for a token that is no row of the embedding.
+        """
+
+    def logits(self, hidden: int, num_rows: int, out: int) -> None:
+        """
+        Writes the logits of rows after the final norm, float32 [num_rows, vocab_size], to `out`.
+        """
+
+    def argmax(self, hidden: int, rows: Sequence[int], num_ids: int) -> tuple[list[int], list[float]]:
+        """
+        Returns the ids of the largest of the first `num_ids` logits of some rows, and these logits.
+
+        Ties go to the lowest id, and NaN counts as the largest.
+        """
+
     def run_ahead(
         self,
-        arg0: Sequence[int],
-        arg1: Sequence[int],
-        arg2: Sequence[int],
-        arg3: Sequence[int],
-        arg4: int,
-        arg5: Sequence[int],
-        arg6: Pools,
-        arg7: Sequence[int],
-        arg8: int,
-        /,
-    ) -> list[list[int]] | None: ...
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        counts: Sequence[int],
+        lengths: Sequence[int],
+        rotations: int,
+        numbers: Sequence[int],
+        pools: Pools,
+        layers: Sequence[int],
+        num_ids: int,
+    ) -> list[list[int]] | None:
+        """
+        Continues each run greedily by lengths[i] ids, and returns them; None where a logit is NaN.
+
+        counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed.
+        """
 
 def make_decoder(
     backend: Backend,

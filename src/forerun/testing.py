@@ -52,8 +52,8 @@ class Branching:
 
     `enumerate_outcomes` makes them; `at(position)` gives the Coins of a round whose first token has that absolute
     index. A production coin is a function of (purpose, depth, lane), so a rule that asks for the same coin twice in a
-    round gets the same random number twice. Here that raises InternalError, because enumeration would count the two as
-    independent. The match noise of one index is one random object, however often it is used (by a drafter and the
+    round gets the same random number twice. Here that raises an AssertionError, because enumeration would count the two
+    as independent. The match noise of one index is one random object, however often it is used (by a drafter and the
     verifier, or in two rounds), so `pick` takes each outcome that the earlier picks leave possible, with its exact
     conditional probability.
     """

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from forerun.errors import InternalError
+from forerun.errors import InternalError, shown
 from forerun.params import SamplingParams as SamplingParams
 
 if TYPE_CHECKING:
@@ -266,6 +266,13 @@ class Draft:
     def num_rows(self, b: int) -> int:
         """Return how many rows of the target pass sequence b's nodes and extra rows take."""
         return len(self.nodes(b)) + (len(self.extra[b].tokens) if b in self.extra else 0)
+
+    def check(self, b: int) -> None:
+        """Raise InternalError where a node or an extra row of sequence b has a parent that does not come before it."""
+        nodes, extra = self.nodes(b), self.extra.get(b)
+        is_tree = all(p == -1 or nodes.start <= p < n for n, p in zip(nodes, self.parents[nodes.start :], strict=False))
+        if not is_tree or any(not -1 <= p < i for i, p in enumerate(extra.parents if extra else (), len(nodes))):
+            raise InternalError(f"the parents of the draft {shown(self)} are no trees: a parent comes before its child")
 
     def depth(self, b: int) -> int:
         """Return the number of nodes on the longest path of sequence b."""

@@ -48,7 +48,9 @@ def bytes_by_name(plan: MemoryPlan) -> dict[str, int]:
     return {part.name: part.bytes for part in plan.parts}
 
 
-def one_pass(config: DecoderConfig, options: EngineConfig, dtype: torch.dtype) -> Callable[[], object]:
+def one_pass(
+    config: DecoderConfig, options: EngineConfig, dtype: torch.dtype, num_taps: int = 0
+) -> Callable[[], object]:
     """Run the largest pass of these options: a prompt chunk, while all other requests verify at the context's end."""
     generator = torch.Generator().manual_seed(0)
     weights = empty_weights(config, dtype, "cpu")
@@ -71,7 +73,7 @@ def one_pass(config: DecoderConfig, options: EngineConfig, dtype: torch.dtype) -
         pool.zero_()
     wanted = ["none" if options.prefill_chunk_tokens > verified else "all"] + ["all"] * (batch - 1)
     runs = [Run(s, list(range(1, n + 1)), wanted[s]) for s, n in enumerate(counts)]
-    runner = Runner(Decoder(config, weights, operators.make(options.ops, "cpu")), cache)
+    runner = Runner(Decoder(config, weights, operators.make(options.ops, "cpu")), cache, taps=range(num_taps))
     return lambda: runner.forward(runs)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from engine.load import caches
-from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport, native
+from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport, native, verify
 from forerun.engine.request import Chunk, Request
 from forerun.errors import InternalError
 from forerun.models.runner import NO_NUMBERS
@@ -226,6 +226,43 @@ def test_a_failing_listener_is_dropped_and_logged(llm: LLM, caplog: pytest.LogCa
     assert [record.message for record in caplog.records] == ["a listener failed and is not called again"]
     for end in ends:
         end()
+    assert_idle(llm)
+
+
+def test_what_would_end_a_thread_ends_no_other_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SystemExit of a listener, or of a step."""
+    expected = llm.generate(PROMPTS[0], params())[0].token_ids
+    ends = llm.listen(lambda report: sys.exit(1))
+    assert generated(llm) == expected
+    ends()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "forward", lambda runs: sys.exit(1))
+        with pytest.raises(InternalError, match="the step failed: SystemExit"):
+            generated(llm)
+    assert generated(llm) == expected
+    assert_idle(llm)
+
+
+def generated(llm: LLM) -> list[int]:
+    """What the LLM writes, within some seconds."""
+    ended = SimpleQueue[Request]()
+    (request,) = llm.submit(PROMPTS[0], params(), hear=lambda request: request.seq.finish_reason and ended.put(request))
+    ended.get(timeout=TIMEOUT_S / 4)
+    if request.error is not None:
+        raise request.error
+    return request.output().token_ids
+
+
+def test_a_rule_that_fails_for_one_request_ends_that_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ratio, wanted = verify.find("ratio"), [params(), dataclasses.replace(params(), acceptance="ratio", spec_length=2)]
+    expected = llm.generate(PROMPTS[0], wanted[0])[0].token_ids
+    monkeypatch.setattr(ratio.module, "rule", lambda *args: 1 // 0)
+    requests = llm.submit([PROMPTS[0], "x = 1\n" * 9], wanted)
+    assert llm.generate(PROMPTS[0], wanted[0])[0].token_ids == expected
+    while requests[0].seq.finish_reason is None:
+        time.sleep(0.01)
+    assert requests[0].output().token_ids == expected
+    assert ("ZeroDivisionError" in str(requests[1].error)) == (mode() != "off")
     assert_idle(llm)
 
 

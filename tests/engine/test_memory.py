@@ -25,6 +25,8 @@ from engine.memory_cases import (
     write_random,
 )
 from forerun.config import EngineConfig
+from forerun.drafters import lookup, model
+from forerun.engine.factory import num_taps
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
@@ -175,6 +177,23 @@ def test_activations_bound_a_real_pass(name: str, tmp_path: Path) -> None:
     planned = bytes_by_name(memory_plan(config, None, options, dtype=dtype))["activations"]
     measured = peak_bytes(one_pass(config, options, dtype), tmp_path / "trace.json")
     assert 0.6 * planned <= measured <= planned, f"planned {planned / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB"
+
+
+def test_rows_of_inner_layers_are_counted(tmp_path: Path) -> None:
+    options = EngineConfig(draft="lookup", ops="reference", max_batch_size=4, max_seq_len=1024, **CHUNK)
+    planned = bytes_by_name(memory_plan(SMALL, None, options, dtype=F32, num_taps=3))["activations"]
+    without = bytes_by_name(memory_plan(SMALL, None, options, dtype=F32))["activations"]
+    num_rows = 512 + 3 * (options.longest_draft + 1)
+    assert planned - without == 3 * num_rows * SMALL.hidden_size * 4
+    three, none = (peak_bytes(one_pass(SMALL, options, F32, num), tmp_path / f"{num}.json") for num in (3, 0))
+    assert three - none == planned - without
+
+
+def test_an_engine_counts_the_inner_layers_that_its_drafters_will_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "hidden_layers", lambda options: (0, 2), raising=False)
+    monkeypatch.setattr(lookup, "hidden_layers", lambda options: [1, 2], raising=False)
+    assert [num_taps(EngineConfig(draft=draft)) for draft in ("none", "lookup", "model")] == [0, 2, 2]
+    assert num_taps(EngineConfig(draft="model", extra_drafts="lookup")) == 3
 
 
 def test_scores_are_counted_where_torch_writes_them_out() -> None:

@@ -129,6 +129,16 @@ def test_buffers_and_activations_bound_a_real_pass(name: str, dtype: torch.dtype
     )
 
 
+def test_rows_of_inner_layers_are_counted() -> None:
+    options = EngineConfig(draft="lookup", ops="native", max_batch_size=4, max_seq_len=1024, prefill_chunk_tokens=512)
+    one_pass(SMALL, options, F32, num_taps=3)()
+    three, none = (memory_plan(SMALL, None, options, dtype=F32, num_taps=num) for num in (3, 0))
+    taps = three.bytes_of("activations") - none.bytes_of("activations")
+    assert taps == 3 * (512 + 3 * (options.longest_draft + 1)) * SMALL.hidden_size * 4
+    measured = peak_resident(one_pass(SMALL, options, F32, num_taps=3))
+    assert measured <= three.bytes_of("pass buffers", "activations") + 2 * HUGE_PAGE_BYTES
+
+
 def test_buffers_of_both_models_stay_and_nothing_comes_later() -> None:
     def buffers(draft: DecoderConfig | None, spec: str) -> int:
         options = EngineConfig(draft=spec, ops="native", max_batch_size=2, prefill_chunk_tokens=31)

@@ -17,7 +17,7 @@ from forerun.engine.router import Router
 from forerun.models.runner import Run
 from forerun.pacing import make
 from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
-from forerun.verify import match
+from forerun.verify import match, ratio
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n    return"
 GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
@@ -124,6 +124,62 @@ def test_extra_rows_count_as_nodes_of_the_budget() -> None:
     engine.listen(reports.append)
     run(engine, [engine.add([1, 2, 3], SamplingParams(max_tokens=6, temperature=0))])
     assert max(report.num_rows for report in reports if report.num_decoding) == 2, "one node, and no room for two more"
+
+
+def test_extra_rows_are_hidden_from_a_rule_that_needs_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ratio, "NEEDS_ALL_ROWS", True)
+    texts = []
+    for drafter in (Watcher(), Drafter()):
+        engine = Engine(runner_with(MODEL, 400), Router({"watcher": drafter}), make("fixed", 3))
+        params = SamplingParams(
+            max_tokens=8,
+            temperature=1.0,
+            top_k=1,
+            acceptance="ratio",
+            draft="watcher" if isinstance(drafter, Watcher) else "none",
+        )
+        requests = [engine.add([1, 2, 3 + i], params) for i in range(2)]
+        texts.append(run(engine, requests))
+        assert not any(request.error for request in requests)
+    assert texts[0] == texts[1]
+
+
+def test_a_hidden_layer_that_the_target_lacks_is_refused_when_the_engine_is_made() -> None:
+    for layer in (MODEL.config.num_layers + 1, -1):
+        watcher = Watcher()
+        watcher.hidden_layers = (0, layer)
+        with pytest.raises(
+            BadOption, match=f"'watcher' reads hidden states behind {layer} layers, but the target has 1"
+        ):
+            Engine(runner_with(MODEL, 400), Router({"watcher": watcher}), make("fixed", 3))
+    watcher.hidden_layers = (0, MODEL.config.num_layers)
+    Engine(runner_with(MODEL, 400), Router({"watcher": watcher}), make("fixed", 3))
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3])
+@pytest.mark.parametrize("parents", [[1, -1], [-1, 5], None])
+def test_a_drafter_whose_draft_is_no_tree_is_done_without(
+    parents: list[int] | None, num_sequences: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or one whose draft is of another number of sequences."""
+
+    class Broken(Drafter):
+        shape = "tree"
+
+        def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+            if parents is None:
+                return Draft.empty(len(seqs) + 1)
+            rest = Draft.empty(len(seqs) - 1).node_starts[1:]
+            return Draft([1, 1], parents, [0, 2, *[2 for _ in rest]], [Probs.of_point(1)] * 2)
+
+    params = SamplingParams(max_tokens=6, temperature=0)
+    texts = []
+    for drafter in (Broken(), Drafter()):
+        engine = Engine(runner_with(MODEL, 400), Router({"broken": drafter}), make("fixed", 3))
+        own = params if isinstance(drafter, Broken) else SamplingParams(max_tokens=6, temperature=0, draft="none")
+        texts.append(run(engine, [engine.add([1, 2, 3 + i], own) for i in range(num_sequences)]))
+    assert texts[0] == texts[1]
+    assert [record.message.split(" failed")[0] for record in caplog.records] == ["the drafter 'broken'"]
 
 
 def test_a_drafter_hears_of_its_own_sequences_only() -> None:

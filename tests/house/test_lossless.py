@@ -156,7 +156,7 @@ def first_round(case: Case) -> float:
 
 @pytest.mark.parametrize(("rule", "acceptance"), [("ratio", formulas.acceptance), ("match", formulas.match_acceptance)])
 def test_mean_length_is_the_closed_form(rule, acceptance):
-    """Laws without memory have one alpha, so the mean length of a round is equation (1) of Leviathan et al. 2023."""
+    """Without memory there is one alpha, and the mean length of a round is equation (1) of Leviathan et al. 2023."""
     target = ToyModel(V, 3, ToyTable(order=0))
     near = ToyModel(V, 4, ToyTable(order=0, distance=1.0), near=target)
     alpha = acceptance(target.logits_after(()).softmax(0).numpy(), near.logits_after(()).softmax(0).numpy())

@@ -341,3 +341,14 @@ def test_the_source_package_holds_the_kernels(project: Path, tmp_path: Path) -> 
     csrc = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*") if path.is_file()}
     assert csrc | {f"src/{name}" for name in package_files()} <= names
     assert not [name for name in names if name.endswith(".so") or name.startswith("build/")]
+
+
+@NEEDS_EXTENSION
+def test_the_decoder_says_what_its_methods_do() -> None:
+    decoder = native.extension().Decoder
+    methods = [name for name in dir(decoder) if not name.startswith("_")]
+    assert methods == ["argmax", "forward", "logits", "run_ahead"]
+    for name in methods:
+        signature, _, text = getattr(decoder, name).__doc__.partition("\n\n")
+        assert "arg0" not in signature
+        assert text.split(".")[0].split()[0].endswith("s"), "a sentence that begins with its verb"

@@ -101,7 +101,7 @@ REFUSED: list[tuple[str, Raw, str]] = [
     ("llama", {"rms_norm_eps": math.nan}, "rms_norm_eps=nan"),
     ("llama", {"rms_norm_eps": 0}, "rms_norm_eps=0"),
     ("llama", {"rope_theta": 1e-300}, "rope_theta=1e-300.*must be a number in 1"),
-    ("llama", {"rope_theta": 10**400}, "rope_theta=10000.*must be a number in 1"),
+    ("llama", {"rope_theta": 10**400}, "rope_theta=an integer of 1329 bits.*must be a number in 1"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": math.inf}}, "factor=inf"),
     (
         "llama",

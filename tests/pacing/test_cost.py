@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.errors import CapacityError
-from forerun.pacing.cost import LIMIT_PASSES, WIDTHS, Costs, PassTime, calibrated
+from forerun.pacing.cost import LIMIT_PASSES, WIDTHS, Costs, PassTime, calibrated, of_runner
 from forerun.types import DraftStep, SequenceStep, StepReport
 
 
@@ -77,16 +78,54 @@ def test_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, caplog):
     assert ratios == sorted(ratios)
     assert 0 < one_row_s < 10
     caplog.clear()
+    kept = {path: path.read_text() for path in files}
     with caplog.at_level(logging.WARNING):
         llm = LLM(max_seq_len=256)
         llm.generate("def f(", params)
     assert not caplog.records
-    assert [path.stat().st_mtime_ns for path in files] == [p.stat().st_mtime_ns for p in tmp_path.glob("*")] or len(
-        list(tmp_path.glob("*"))
-    ) == 2
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == kept
     cache = llm.engine.runner.cache
     cache.check_integrity()
     assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
+
+
+def test_what_could_not_be_measured_is_not_kept(tmp_path, monkeypatch, caplog):
+    """The one block of a contiguous cache belongs to the request that runs, so that no pass can be tried."""
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    params = SamplingParams(max_tokens=4, temperature=0)
+    with caplog.at_level(logging.WARNING):
+        LLM(max_seq_len=256, kv_cache_backend="contiguous", max_batch_size=1).generate("def f(", params)
+    assert not list(tmp_path.iterdir())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "",
+        "{}",
+        "[]",
+        "3",
+        "[[1], [1.0], 0.1]",
+        "[[1, 2], [1.0], 0.1]",
+        "[[1, 2], [1.0, NaN], 0.1]",
+        "[[2, 1], [1.0, 2.0], 0.1]",
+        "[[1, 2], [1.0, 1.5], null]",
+        '[["a", "b"], ["c", "d"], "e"]',
+        "[" * 100_000,
+    ],
+)
+def test_a_file_that_holds_no_curve_is_written_anew(tmp_path, monkeypatch, broken):
+    runner = SimpleNamespace(fingerprint="a machine", try_pass=Machine(lambda n: 0.001 * n).run)
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    of_runner(runner)
+    (path,) = tmp_path.iterdir()
+    path.write_text(broken)
+    of_runner(runner)
+    widths, ratios, one_row_s = json.loads(path.read_text())
+    assert widths == list(WIDTHS)
+    assert len(ratios) == len(WIDTHS)
+    assert one_row_s > 0
 
 
 def test_without_calibration_nothing_is_measured(tmp_path, monkeypatch):

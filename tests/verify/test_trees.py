@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from forerun import verify
-from forerun.errors import BadOption
+from forerun.errors import BadOption, InternalError
 from forerun.sampling.random import PhiloxCoins
 from forerun.testing import (
     MUTANTS,
@@ -22,7 +22,7 @@ from forerun.testing import (
     tables,
     total_variation,
 )
-from forerun.types import Draft, Probs
+from forerun.types import Draft, Extra, Probs
 from forerun.verify import match, ratio
 
 EXACT, CAUGHT = 1e-12, 1e-6
@@ -185,3 +185,41 @@ def test_a_rule_that_needs_all_rows_gets_them(monkeypatch):
     draft = Draft.chains([[1, 2]], [[Probs(point=1), Probs(point=2)]])
     verify.judge(draft, [(Probs(point=0),) * 3], [PhiloxCoins(0, 0, 0)], ["ratio"])
     assert seen == [3]
+
+
+def test_what_a_rule_raises_belongs_to_its_sequence(monkeypatch):
+    def rule(draft, b, rows, coins, options):
+        return 1 // b, 0, []
+
+    monkeypatch.setattr(ratio, "rule", rule)
+    draft = Draft.chains([[1], [1]], [[Probs(point=1)]] * 2)
+    with pytest.raises(verify.RulingFailed) as failed:
+        verify.judge(draft, [[Probs(point=0)] * 2] * 2, [PhiloxCoins(0, 0, 0)] * 2, ["ratio"] * 2)
+    assert failed.value.b == 0
+    assert isinstance(failed.value.error, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("parents", "extra"),
+    [
+        ([1, -1, -1], []),
+        ([-1, 1, -1], []),
+        ([-1, 3, -1], []),
+        ([-2, -1, -1], []),
+        ([-1, 0, -1], [2]),
+        ([-1, 0, -1], [-2]),
+    ],
+)
+def test_parents_come_before_their_children(parents, extra):
+    """Also in the second sequence, whose nodes are counted behind those of the first."""
+    for shift, starts in ((0, [0, 2, 3]), (1, [0, 1, 3, 4])):
+        shifted = [-1] * shift + [p + shift if p >= 0 else p for p in parents]
+        rows = {shift: Extra([1], extra)} if extra else {}
+        draft = Draft([1] * len(shifted), shifted, starts, [Probs(point=1)] * len(shifted), rows)
+        with pytest.raises(InternalError, match="a parent comes before its child"):
+            draft.check(shift)
+    good = Draft([1] * 4, [-1, -1, 1, -1], [0, 1, 3, 4], [Probs(point=1)] * 4, {1: Extra([1, 1], [-1, 2])})
+    for b in range(3):
+        good.check(b)
+    with pytest.raises(InternalError, match="a parent comes before its child"):
+        Draft([1, 1], [-1, 0], [0, 1, 2], [Probs(point=1)] * 2).check(1)  # a node of another sequence

@@ -34,7 +34,7 @@ from forerun.config import AUTO_SPEC_LENGTH, DEFAULT_SPEC_LENGTH, EngineConfig
 from forerun.engine.factory import is_shipped
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 from forerun.kv.cache import PAGED_BLOCK_TOKENS
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.loading import Checkpoint
@@ -97,8 +97,8 @@ def run(config: EngineConfig, plan: GapsPlan) -> None:
     with latency.progress_bar() as progress:
         runs = _measure(llms, prompts, plan, sizes, progress)
     lines = lines_of(runs)
-    for shown in (first_tokens_table(lines), "", gaps_table(lines), NOTES):
-        console.print(shown)
+    for part in (first_tokens_table(lines), "", gaps_table(lines), NOTES):
+        console.print(part)
     print_summary(lines, PLAIN, console)
     record = {
         "bench": "gaps",
@@ -121,9 +121,9 @@ def run(config: EngineConfig, plan: GapsPlan) -> None:
 def _refuse(config: EngineConfig) -> None:
     """Raise BadOption for a drafter or a pacing policy that the benchmark has no variant for, before any loading."""
     if drafters.resolve(config.draft, is_shipped(config.target))[0] == "none":
-        raise BadOption(f"draft={config.draft!r} is measured here in any case: name a drafter to compare with it")
+        raise BadOption(f"draft={shown(config.draft)} is measured here in any case: name a drafter to compare with it")
     if config.pacing is not None and not config.pacing_spec.startswith(AUTO):
-        raise BadOption(f"pacing={config.pacing!r} is not possible here: leave it out, or name auto's options")
+        raise BadOption(f"pacing={shown(config.pacing)} is not possible here: leave it out, or name auto's options")
 
 
 # ---------------------------------------------------------------------------------------------------------- engines

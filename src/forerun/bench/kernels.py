@@ -36,7 +36,7 @@ from forerun.bench.peers import set_num_threads
 from forerun.bench.results import print_ceiling, record_of
 from forerun.bench.widen import describe, num_parameters, shape_named
 from forerun.engine.factory import SHIPPED_TARGET
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 from forerun.models.layers import Decoder, DecoderConfig, RopeConfig
 from forerun.models.loading import DTYPES, read_config, read_raw_config
 from forerun.models.widening import wide_config
@@ -161,12 +161,12 @@ def run(plan: KernelsPlan) -> None:
 
 def _make_ops(plan: KernelsPlan) -> CpuOps:
     if plan.dtype not in DTYPES:
-        raise BadOption(f"dtype={plan.dtype!r} is not possible: it must be one of {', '.join(DTYPES)}")
+        raise BadOption(f"dtype={shown(plan.dtype)} is not possible: it must be one of {', '.join(DTYPES)}")
     possible = native.available_isas()
     isa = plan.isa or native.isa()
     if isa not in possible or isa == "reference":
         why = native.why_not() or f"it must be one of {', '.join(possible[:-1])}"
-        raise BadOption(f"native operators for isa={isa!r} cannot be measured: {why}")
+        raise BadOption(f"native operators for isa={shown(isa)} cannot be measured: {why}")
     return CpuOps(isa, set_num_threads(plan.num_threads))
 
 

@@ -33,7 +33,7 @@ from forerun.bench.widen import describe, draft_name, num_parameters, shape_name
 from forerun.config import EngineConfig
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
 from forerun.engine.llm import LLM
-from forerun.errors import BadOption, CapacityError
+from forerun.errors import BadOption, CapacityError, shown
 from forerun.models.hub import locate
 from forerun.models.layers import Decoder
 from forerun.models.loading import Checkpoint, load_checkpoint, read_config, read_raw_config
@@ -153,7 +153,7 @@ def checked(config: EngineConfig, pythons: Mapping[str, Path | None]) -> EngineC
     for name, allowed in (("dtype", "bfloat16"), ("device", "cpu")):
         if getattr(config, name) not in ("auto", allowed):
             value = getattr(config, name)
-            raise BadOption(f"{name}={value!r} is not possible: engines are compared in bfloat16 on a CPU")
+            raise BadOption(f"{name}={shown(value)} is not possible: engines are compared in bfloat16 on a CPU")
     for name, python in pythons.items():
         if python is not None and not python.is_file():
             raise BadOption(f"--{name}-python {python} is not possible: there is no such file; name an interpreter")

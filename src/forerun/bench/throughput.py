@@ -50,7 +50,7 @@ from forerun.drafters import Drafter
 from forerun.engine.factory import is_shipped
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 from forerun.kv.cache import PAGED_BLOCK_TOKENS
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.loading import Checkpoint
@@ -120,8 +120,8 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> None:
         runs = _measure(llms, prompts, plan, progress)
     lines = lines_of(runs, plan.spec_lengths)
     bars = bars_of(lines)
-    for shown in (rates_table(lines), "", costs_table(lines), NOTES):
-        console.print(shown)
+    for part in (rates_table(lines), "", costs_table(lines), NOTES):
+        console.print(part)
     print_bars(bars, console)
     _print_hits(runs, console)
     record = {
@@ -141,9 +141,11 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> None:
 def _refuse(config: EngineConfig) -> None:
     """Raise BadOption, before anything is loaded, for a drafter or a pacing policy that leaves nothing to compare."""
     if drafters.resolve(config.draft, is_shipped(config.target))[0] == "none":
-        raise BadOption(f"draft={config.draft!r} leaves nothing to compare with plain decoding: name a drafter")
+        raise BadOption(f"draft={shown(config.draft)} leaves nothing to compare with plain decoding: name a drafter")
     if not config.pacing_spec.startswith("auto") and config.pacing is not None:
-        raise BadOption(f"pacing={config.pacing!r} is not what is measured here: leave it out, or name auto's options")
+        raise BadOption(
+            f"pacing={shown(config.pacing)} is not what is measured here: leave it out, or name auto's options"
+        )
 
 
 def _read_prompts(plan: ThroughputPlan) -> list[str]:
@@ -193,7 +195,9 @@ def _build(
 ) -> dict[str, LLM]:
     """One engine per variant over the same weights, each with room for the largest batch and no more."""
     longest, most = max(map(len, prompts)) + round(max(LENGTHS) * plan.max_tokens), max(plan.concurrencies)
-    blocks = -(-longest // PAGED_BLOCK_TOKENS) + 1  # nobody is admitted without a block to spare for all that may grow
+    blocks = (
+        -(-longest // PAGED_BLOCK_TOKENS) + 1
+    )  # a request is admitted only with a block to spare for all that may grow
     options: dict[str, Any] = {
         **config.options(),
         "max_batch_size": most,

@@ -18,7 +18,7 @@ from rich.console import Console
 from forerun import drafters
 from forerun.config import EngineConfig
 from forerun.engine.factory import DATA, SHIPPED_DRAFT, load_target, load_unpacked, make_ops
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.loading import Checkpoint, load_checkpoint, read_raw_config
 from forerun.models.saving import save_checkpoint
@@ -160,7 +160,7 @@ def draft_name(config: EngineConfig) -> str:
     method, options = drafters.resolve(spec, has_shipped_draft=True)
     if method != "model":
         raise BadOption(
-            f"draft={config.draft!r} is no model that could be widened: name a draft model, or leave it out"
+            f"draft={shown(config.draft)} is no model that could be widened: name a draft model, or leave it out"
         )
     return options.path or str(SHIPPED_DRAFT)
 

@@ -108,7 +108,7 @@ class Models:
 
     def plan(self, config: EngineConfig, available: int | None) -> MemoryPlan:
         """Return the memory plan. available: bytes, None = what this machine has."""
-        from forerun.engine.factory import device_of
+        from forerun.engine.factory import device_of, num_taps
         from forerun.memory.machine import available_bytes
         from forerun.memory.plan import memory_plan
 
@@ -124,6 +124,7 @@ class Models:
             device=self.device,
             available_bytes=available,
             extra_drafts=self.extra_drafts,
+            num_taps=num_taps(config),
         )
 
     def settings(self, config: EngineConfig) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit and range in `metadata`) and
 `build(options, target) -> Drafter`. It may hold `check(options, tokenizer, ignore_config_keys)`, which refuses what can
-be seen before any weight is read. Nothing else has to change for a new method.
+be seen before any weight is read, and `hidden_layers(options)`, the inner layers that its drafter will declare, for the
+memory plan. Nothing else has to change for a new method.
 """
 
 from __future__ import annotations
@@ -161,6 +162,12 @@ def check(name: str, options: Any, tokenizer: Any, ignore_config_keys: frozenset
     module = load(__name__, name, "drafter")
     if hasattr(module, "check"):
         module.check(options, tokenizer, ignore_config_keys)
+
+
+def hidden_layers(name: str, options: Any) -> tuple[int, ...]:
+    """Return the `hidden_layers` of the drafter that a method would build; () where its file names none."""
+    module = load(__name__, name, "drafter")
+    return tuple(module.hidden_layers(options)) if hasattr(module, "hidden_layers") else ()
 
 
 def make(spec: str, target: Target) -> Drafter:

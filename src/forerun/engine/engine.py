@@ -63,6 +63,7 @@ class Engine:
         self.tokenizer, self.end_ids, self.max_seq_len = tokenizer, end_ids, max_seq_len
         self.runner, self.pacing = runner, pacing
         self.drafter = drafter if isinstance(drafter, Router) else Router({"drafter": drafter})
+        self.drafter.check_layers(runner.model.config.cache_shape.num_layers)
         runner.taps = self.drafter.hidden_layers
         self.stepper = Stepper(runner, self.drafter, pacing, coins, CatchUp(catchup_tokens))
         self.scheduler = Scheduler(
@@ -177,7 +178,7 @@ class Engine:
             request.abort()
             self._finish_and_tell(request)
 
-    def recover(self, requests: Seq[Request], error: Exception) -> None:
+    def recover(self, requests: Seq[Request], error: BaseException) -> None:
         """Go on behind a step that raised: end what ran, or waits where nothing runs, and tell each request that ended.
 
         requests: those that had not ended before the step. One whose last token it has committed is whole, and ends as
@@ -193,7 +194,7 @@ class Engine:
             except Exception:
                 LOG.exception("request %d could not give back what it held", request.seq.id)
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _fail(self, request: Request, error: BaseException) -> None:
         request.error = error if isinstance(error, ForerunError) else InternalError(f"the step failed: {error!r:.200}")
         self.abort(request)
 

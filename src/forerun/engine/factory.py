@@ -161,6 +161,7 @@ def refuse_what_does_not_fit(config: EngineConfig) -> None:
         dtype=dtype_of(config, device, raw),
         device=device,
         available_bytes=available_bytes(device),
+        num_taps=num_taps(config),
     )
     if not plan.fits:
         raise CapacityError(f"there is no memory for this engine: {plan.verdict()}")
@@ -175,6 +176,12 @@ def extra_draft_names(config: EngineConfig) -> dict[str, str]:
     """The models that LLM would load for `extra_drafts`, by what each is called there. Raises as `draft_name`."""
     found = ((spec, _model_of(spec, config)) for spec in config.extra_draft_specs)
     return {spec: name for spec, name in found if name is not None}
+
+
+def num_taps(config: EngineConfig) -> int:
+    """The inner layers of the target whose rows each pass shows to drafters."""
+    methods = [drafters.resolve(spec, is_shipped(config.target)) for spec in (config.draft, *config.extra_draft_specs)]
+    return len({k for method, options in methods for k in drafters.hidden_layers(method, options)})
 
 
 def _model_of(spec: str, config: EngineConfig) -> str | None:

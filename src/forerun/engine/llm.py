@@ -190,7 +190,7 @@ class LLM:
         def guarded(report: StepReport) -> None:
             try:
                 listener(report)
-            except Exception:
+            except BaseException:  # sys.exit() in the engine's thread would end nothing but the requests
                 LOG.exception("a listener failed and is not called again")
                 end()
 

@@ -106,12 +106,12 @@ class Loop:
                     return
                 try:
                     command()
-                except Exception:  # the thread goes on: others wait for it
+                except BaseException:  # the thread goes on: others wait for it
                     LOG.exception("requests could not be queued or ended as they should")
                 del command  # what it holds is not to live until the next one comes
             try:
                 self._engine.step()
-            except Exception as error:
+            except BaseException as error:  # a SystemExit, too, and what a tokenizer's Rust code calls a panic
                 LOG.exception("a step failed: the requests that ran are ended")
                 self._engine.recover(going, error)
 

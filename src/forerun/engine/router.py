@@ -43,6 +43,15 @@ class Router(Drafter):
         self._steps: dict[str, DraftStep] = {}
         self.shares_s: dict[int, float] = {}
 
+    def check_layers(self, num_layers: int) -> None:
+        """Raise BadOption where a member wants a hidden state that a target of so many layers does not have."""
+        for name, drafter in self.members.items():
+            if wrong := [k for k in drafter.hidden_layers if not 0 <= k <= num_layers]:
+                raise BadOption(
+                    f"the drafter {shown(name)} reads hidden states behind {wrong[0]} layers, but the target has "
+                    f"{num_layers}: 0 to {num_layers} are possible; use a drafter that was made for this target"
+                )
+
     @property
     def first(self) -> Drafter:
         """The drafter of requests that choose none."""
@@ -121,8 +130,12 @@ class Router(Drafter):
         granted = list(budget.num_tokens)
         with self._spared(name):
             draft = self.members[name].propose(seqs, budget, coins)
+            if draft.num_sequences != len(granted):
+                raise InternalError(f"it drafted for {draft.num_sequences} sequences and was asked for {len(granted)}")
             if any(draft.num_rows(b) > most for b, most in enumerate(granted)):
                 raise InternalError(f"it drafted more nodes than the {granted} that it was granted")
+            for b in range(len(granted)):
+                draft.check(b)
             return draft
         return Draft.empty(len(seqs))
 

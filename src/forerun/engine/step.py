@@ -79,7 +79,10 @@ class Stepper:
         scores = self._score(plan, draft)
         clock.append(time.perf_counter())
         target_probs = _target_probs(seqs, draft, scores)
-        verdict = verify.judge(draft, target_probs, coins, [seq.acceptance for seq in seqs])
+        try:
+            verdict = verify.judge(draft, target_probs, coins, [seq.acceptance for seq in seqs])
+        except verify.RulingFailed as failure:
+            raise RequestFailed(seqs[failure.b], failure.error) from failure
         for seq, token in zip(seqs, verdict.next_tokens, strict=True):
             if token == NO_NUMBERS:
                 raise RequestFailed(seq, InternalError("the model returned logits that are no numbers"))
@@ -208,7 +211,7 @@ class _LazyRows(Seq[Probs]):
 
     def __init__(self, seq: Sequence, draft: Draft, b: int, logits: Tensor) -> None:
         self._seq, self._draft, self._first, self._logits = seq, draft, draft.node_starts[b], logits
-        self.known: list[Probs | None] = [None] * len(logits)
+        self.known: list[Probs | None] = [None] * (1 + len(draft.nodes(b)))  # extra rows are not judged
 
     def __len__(self) -> int:
         return len(self.known)
@@ -218,10 +221,7 @@ class _LazyRows(Seq[Probs]):
         if probs is None:
             path = self._draft.path(self._first + row - 1) if row > 0 else []
             history = sampling.History.of(self._seq, [self._draft.tokens[n] for n in path])
-            try:
-                probs = self.known[row] = sampling.probs(self._logits[row], self._seq.params, history)
-            except Exception as error:
-                raise RequestFailed(self._seq, error) from error
+            probs = self.known[row] = sampling.probs(self._logits[row], self._seq.params, history)
         return probs
 
 

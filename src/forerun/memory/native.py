@@ -69,8 +69,9 @@ class NativeSizes:
             hidden = (run.num_rows + run.num_logits) * run.model.hidden_size * FLOAT_BYTES
             logits = run.num_logits * run.model.vocab_size * FLOAT_BYTES
             how = f"{run.num_rows:,} hidden states of the {run.name}, {hidden / 1e6:,.1f} MB; {run.num_logits:,} rows "
-            how += f"of logits, {logits / 1e6:,.1f} MB"
-            found.append(MemoryPart("activations", KERNEL_BYTES + hidden + logits + run.kept_bytes, how))
+            how += f"of logits, {logits / 1e6:,.1f} MB{run.taps_said}"
+            num_bytes = KERNEL_BYTES + hidden + logits + run.tap_bytes + run.kept_bytes
+            found.append(MemoryPart("activations", num_bytes, how))
         largest = max(found, key=lambda part: part.bytes)
         return [
             MemoryPart("pass buffers", kept, f"for {rows}, kept for the next pass"),

@@ -30,7 +30,7 @@ class Pass:
 
     num_rows: new tokens. longest_run: of one sequence. num_masked: rows in runs of more than one token, which need a
     mask. context: cached and new tokens that one row may see. num_read: the same over all runs. num_logits: rows whose
-    logits are wanted.
+    logits are wanted. num_taps: inner layers whose rows it returns.
     """
 
     name: str
@@ -41,6 +41,18 @@ class Pass:
     context: int
     num_read: int
     num_logits: int
+    num_taps: int = 0
+
+    @property
+    def tap_bytes(self) -> int:
+        """Bytes of the rows of inner layers, which are float32 with every operator."""
+        return self.num_taps * self.num_rows * self.model.hidden_size * FLOAT_BYTES
+
+    @property
+    def taps_said(self) -> str:
+        """The end of a sentence about the bytes of a pass; empty without taps."""
+        rows = f"{self.num_taps} x {self.num_rows:,} rows of inner layers, {self.tap_bytes / 1e6:,.1f} MB"
+        return f"; {rows}" if self.num_taps else ""
 
     @property
     def kept_bytes(self) -> int:

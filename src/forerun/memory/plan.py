@@ -113,18 +113,20 @@ def memory_plan(
     device: str = "cpu",
     available_bytes: int | None = None,
     extra_drafts: Mapping[str, DecoderConfig] | None = None,
+    num_taps: int = 0,
 ) -> MemoryPlan:
     """Plan the memory of a target and its draft model (None = a drafter without a model) under the engine's options.
 
     extra_drafts: the models among the extra drafters, by their names in the configuration. dtype: of the weights of all
     models; the operators decide the types of caches and rows. device: "cpu" or "cuda"; on "cuda" the plan is of its
-    memory, and the probability rows are left out, because they lie on the host. Raises BadOption as the engine itself
+    memory, and the probability rows are left out, because they lie on the host. num_taps: inner layers of the target
+    whose rows drafters see. Raises BadOption as the engine itself
     would for ops, max_seq_len and kv_cache_tokens.
     """
     extra = extra_drafts or {}
     labels = [EXTRA_DRAFT if number == 1 else f"{EXTRA_DRAFT} {number}" for number in range(1, len(extra) + 1)]
     drafts = ({} if draft is None else {"draft": draft}) | dict(zip(labels, extra.values(), strict=True))
-    needs = _Needs(target, drafts, config, dtype, device)
+    needs = _Needs(target, drafts, config, dtype, device, num_taps)
     names = dict(zip(labels, extra, strict=True))
     plan = MemoryPlan(needs.parts(), available_bytes, later=needs.later(), extra_drafts=names)
     return plan if plan.fits else replace(plan, suggestions=tuple(_suggestions(needs, available_bytes or 0)))
@@ -165,6 +167,7 @@ class _Needs:
     config: EngineConfig
     dtype: torch.dtype
     device: str
+    num_taps: int
 
     @property
     def max_seq_len(self) -> int:
@@ -248,6 +251,7 @@ class _Needs:
             context=min(length, pool),
             num_read=min(batch * length, pool),
             num_logits=batch * verified,
+            num_taps=self.num_taps,
         )
 
     def _draft_pass(self, name: str, draft: DecoderConfig) -> Pass:

@@ -51,7 +51,8 @@ class ReferenceSizes:
             layers, attention, logits = self._pass_bytes(run)
             how = f"{run.num_rows:,} rows of the {run.name}: layers {layers / 1e6:,.1f} MB, attention "
             how += f"{attention / 1e6:,.1f} MB; or {run.num_logits:,} rows of logits, {logits / 1e6:,.1f} MB"
-            num_bytes = KERNEL_BYTES + max(layers + attention, logits) + run.kept_bytes
+            how += run.taps_said
+            num_bytes = KERNEL_BYTES + max(layers + attention, logits) + run.tap_bytes + run.kept_bytes
             found.append(MemoryPart("activations", num_bytes, how))
         largest = max(found, key=lambda part: part.bytes)
         # The allocator keeps freed blocks that are too small for the next request.

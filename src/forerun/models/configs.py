@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from forerun.errors import UnsupportedModel
+from forerun.errors import UnsupportedModel, shown
 from forerun.models.layers import DecoderConfig, RopeConfig
 
 Raw = Mapping[str, Any]
@@ -110,14 +110,14 @@ def decoder_config(
 
 
 def refuse_unknown(raw: Raw, honoured: Collection[str]) -> None:
-    """Raise UnsupportedModel for the first key that is set, may change the function, and nobody reads."""
+    """Raise UnsupportedModel for the first key that is set, may change the function, and is not read."""
     for key, value in raw.items():
         if key in honoured or key in INERT_KEYS or key.startswith("_") or _is_neutral(value):
             continue
         raise UnsupportedModel(
-            f"config.json sets {key:.80}={_short(value)}, which forerun does not compute for "
-            f"model_type={raw.get('model_type')!r}: use a checkpoint without it, or, where it changes nothing that "
-            f"is computed, --ignore-config-key {key:.80} (ignore_config_keys= in Python)"
+            f"config.json sets {key:.80}={shown(value)}, which forerun does not compute for "
+            f"model_type={shown(raw.get('model_type'))}: use a checkpoint without it, or, where it changes nothing "
+            f"that is computed, --ignore-config-key {key:.80} (ignore_config_keys= in Python)"
         )
 
 
@@ -130,7 +130,7 @@ def rope_config(raw: Raw) -> RopeConfig:
     readings = {_read_rope({"rope_theta": raw.get("rope_theta"), **_set(part)}, raw) for part in (new, old) if part}
     if len(readings) > 1:
         raise UnsupportedModel(
-            f"config.json has rope_parameters={_short(new)} and rope_scaling={_short(old)}, which disagree: keep one"
+            f"config.json has rope_parameters={shown(new)} and rope_scaling={shown(old)}, which disagree: keep one"
         )
     rope = readings.pop() if readings else _read_rope({"rope_theta": raw.get("rope_theta")}, raw)
     _require(raw.get("rope_theta", rope.theta) == rope.theta, raw, "rope_theta", f"{rope.theta} as in rope_parameters")
@@ -145,7 +145,7 @@ def _one_for_all(parameters: Raw) -> Raw:
     entries = list(nested.values())
     if len(nested) < len(parameters) or any(e != entries[0] for e in entries) or not isinstance(entries[0], Mapping):
         raise UnsupportedModel(
-            f"config.json sets rope_parameters={_short(parameters)}, which differ by layer: "
+            f"config.json sets rope_parameters={shown(parameters)}, which differ by layer: "
             "forerun needs the same rotary positions in every layer"
         )
     return entries[0]
@@ -156,14 +156,14 @@ def _read_rope(rope: Raw, raw: Raw) -> RopeConfig:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
         raise UnsupportedModel(
-            f"config.json sets rope_type={_short(kind)}, which forerun does not compute: it must be one of "
+            f"config.json sets rope_type={shown(kind)}, which forerun does not compute: it must be one of "
             f"{list(ROPE_KINDS)}, or, where it was only added for texts longer than those in training, be taken out"
         )
     _require(rope.get("partial_rotary_factor", 1) == 1, rope, "partial_rotary_factor", "1")
     known = ROPE_KINDS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     for key in rope.keys() - known:
         raise UnsupportedModel(
-            f"config.json sets {key}={_short(rope[key])} for rope_type={kind!r}, which forerun does not compute: "
+            f"config.json sets {key}={shown(rope[key])} for rope_type={shown(kind)}, which forerun does not compute: "
             "use a checkpoint without it"
         )
     config = RopeConfig(theta=number({"rope_theta": 10000.0, **rope}, "rope_theta"), kind=kind)
@@ -228,7 +228,7 @@ def flag(raw: Raw, key: str) -> bool:
 
 def _require(ok: bool, raw: Raw, key: str, what: str) -> None:
     if not ok:
-        found = _short(raw.get(key))
+        found = shown(raw.get(key))
         raise UnsupportedModel(f"config.json has {key}={found}, which is not supported: it must be {what}")
 
 
@@ -238,8 +238,3 @@ def _is_neutral(value: object) -> bool:
 
 def _set(raw: Raw) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if value is not None}
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

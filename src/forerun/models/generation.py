@@ -1,7 +1,7 @@
 """What a checkpoint says about generating: the ids that end an output, and the sampling values its makers suggest.
 
 End ids are always applied. The suggested sampling values are applied only on request (generation_config="model"):
-they change what is distributed how, and whoever compares two runs should see every such value written down.
+they change the output's distribution, and a comparison of two runs should show every such value.
 
 Policy, as for config.json: a key that would change the output and is not honoured is refused by name. SAME are
 honoured, beside do_sample, stop_strings and suppress_tokens; INERT and NEUTRAL change nothing; any other key must be
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from forerun.errors import BadOption, UnsupportedModel
+from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.text.json_files import read_json_if_there
 from forerun.types import SamplingParams
 
@@ -133,12 +133,12 @@ def _refuse_key(key: str, value: Any, where: str) -> NoReturn:
     if key in WITH_PROMPT:
         reason, give = "which counts the prompt, too", f"{WITH_PROMPT[key][1]}, which counts the output alone"
     raise UnsupportedModel(
-        f"{where} sets {key}={value!r:.80}, {reason}: leave out generation_config='model' and give {give}"
+        f"{where} sets {key}={shown(value)}, {reason}: leave out generation_config='model' and give {give}"
     )
 
 
 def _checked(key: str, field: str, value: Any, where: str) -> Any:
-    """A value that SamplingParams takes. How the values fit together is left to whoever has them all."""
+    """A value that SamplingParams takes. How the values fit together is checked by SamplingParams."""
     try:
         SamplingParams(**{"max_tokens": None, field: value})
     except BadOption as error:
@@ -218,4 +218,4 @@ def _set(raw: Raw) -> dict[str, Any]:
 
 def _require(ok: bool, key: str, value: Any, where: str, what: str) -> None:
     if not ok:
-        raise UnsupportedModel(f"{where} sets {key}={value!r:.80}, which is not possible: it must be {what}")
+        raise UnsupportedModel(f"{where} sets {key}={shown(value)}, which is not possible: it must be {what}")

@@ -71,7 +71,7 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True,
         folder = Path(name).expanduser()
         if str(name) and folder.exists():
             return folder
-    except (RuntimeError, OSError) as error:  # ~somebody, and there is no such user; a name that is too long
+    except (RuntimeError, OSError) as error:  # ~name without such a user; a name that is too long
         raise NotFound(f"there is no folder {name!s:.60} ({error}): name {WANTED}") from error
     known = named.find(name)
     if known is not None and (path := known.path()) is not None:
@@ -169,7 +169,7 @@ class _HubModel:
                 found = self._ask()
             except Exception as error:
                 if not is_offline(error):
-                    raise  # by the next time somebody may have logged in, or mended the server
+                    raise  # a login or a mended server may help the next time
                 found = error
             _LISTINGS[self] = (time.monotonic(), found)
         if isinstance(found, Exception):

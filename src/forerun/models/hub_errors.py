@@ -9,7 +9,7 @@ import errno
 import re
 from collections.abc import Iterator
 
-from forerun.errors import CapacityError, ForerunError, NotFound
+from forerun.errors import CapacityError, ForerunError, NotFound, shown
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -46,7 +46,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def is_offline(error: BaseException) -> bool:
-    """Whether nobody answered: no network, or offline mode. That will be so again in a moment, and cost a wait."""
+    """Whether no server answered: no network, or offline mode. A second try would wait for the same result."""
     return is_unreachable(error) and all(_status(link) is None for link in _chain(error))
 
 
@@ -94,7 +94,9 @@ def _of_access(error: BaseException, hub_id: str, revision: str) -> ForerunError
             f"name, or {LOGIN}"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return NotFound(f"{hub_id} has no revision {revision!r}: name a branch, a tag or a commit of {page}/commits")
+        return NotFound(
+            f"{hub_id} has no revision {shown(revision)}: name a branch, a tag or a commit of {page}/commits"
+        )
     if isinstance(error, errors.EntryNotFoundError) and _status(error) == 404:
         return NotFound(f"a file of {_named(hub_id, revision)} has just gone from {_host()}: start again")
     return None

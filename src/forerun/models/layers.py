@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.errors import InternalError, UnsupportedModel
+from forerun.errors import InternalError, UnsupportedModel, shown
 from forerun.kv.cache import BlockCache, CacheShape
 from forerun.ops.reference import ReferenceOps
 from forerun.types import CacheView, RaggedBatch
@@ -123,7 +123,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     if rope.kind == "linear":
         return inv_freq / rope.factor
     if rope.kind != "llama3":
-        raise UnsupportedModel(f"rope type {rope.kind!r} is not supported: it must be default, linear or llama3")
+        raise UnsupportedModel(f"rope type {shown(rope.kind)} is not supported: it must be default, linear or llama3")
     wavelength = 2 * math.pi / inv_freq
     low = rope.original_max_positions / rope.low_freq_factor
     high = rope.original_max_positions / rope.high_freq_factor

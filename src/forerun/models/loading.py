@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from forerun.errors import BadOption, UnsupportedModel
+from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.models import refusals
 from forerun.models.generation import end_ids_of
 from forerun.models.hub import is_hub_id, locate
@@ -139,7 +139,7 @@ def architecture(model_type: object) -> Architecture:
     """The file named like the checkpoint's `model_type`. Raises UnsupportedModel with the list of known ones."""
     if model_type not in model_types():
         raise UnsupportedModel(
-            f"model_type={model_type!r:.80} is not supported: it must be one of {list(model_types())}"
+            f"model_type={shown(model_type)} is not supported: it must be one of {list(model_types())}"
         )
     return cast(Architecture, importlib.import_module(f"forerun.models.{model_type}"))
 
@@ -206,5 +206,5 @@ def _dtype(dtype: str | torch.dtype, device: torch.device, source: Source, ops: 
         stored = source.tensors[EMBEDDING]
         return ops.auto_dtype(device.type, stored.dtype if stored.scheme is None else torch.bfloat16)
     if dtype not in DTYPES:
-        raise BadOption(f"dtype={dtype!r} is not possible: it must be one of {['auto', *DTYPES]}")
+        raise BadOption(f"dtype={shown(dtype)} is not possible: it must be one of {['auto', *DTYPES]}")
     return DTYPES[dtype]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from forerun.errors import NotFound, UnsupportedModel
+from forerun.errors import NotFound, UnsupportedModel, shown
 from forerun.text.json_files import read_json
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -108,7 +108,7 @@ def refuse_code(raw: Mapping[str, Any], known: Collection[str]) -> None:
     entry = own_model or next(iter(classes))
     way_out = "take auto_map out of config.json if that code computes what the plain architecture does"
     raise UnsupportedModel(
-        f"config.json has auto_map={{{entry!r}: {classes[entry]!r}}} for model_type={raw.get('model_type')!r:.80}, and "
+        f"config.json has auto_map={shown({entry: classes[entry]})} for model_type={shown(raw.get('model_type'))}, and "
         f"forerun never runs a checkpoint's code: use a checkpoint of model_type {' or '.join(known)} without it"
         + (f", or {way_out}" if is_known else "")
     )
@@ -119,7 +119,7 @@ def refuse_quantised_config(raw: Mapping[str, Any]) -> None:
     for key in QUANTISED_KEYS:
         if value := raw.get(key):
             method = value.get("quant_method") if isinstance(value, Mapping) else None
-            said = f"{key}={value!r:.60}" if method is None else f"quant_method={method!r} in {key}"
+            said = f"{key}={shown(value)}" if method is None else f"quant_method={shown(method)} in {key}"
             raise UnsupportedModel(f"config.json sets {said}, {_QUANTISED}")
 
 
@@ -127,7 +127,7 @@ def refuse_quantiser_files(names: Collection[str], where: str, read: ReadJson) -
     """Raise where a quantiser left its own file, naming the method if it does."""
     for name in sorted(QUANTISERS.keys() & set(names)):
         method = read(name).get(QUANTISERS[name])
-        said = f" ({QUANTISERS[name]}={method!r:.60})" if method is not None else ""
+        said = f" ({QUANTISERS[name]}={shown(method)})" if method is not None else ""
         raise UnsupportedModel(f"{where} holds {name}{said}, {_QUANTISED}")
 
 
@@ -147,7 +147,7 @@ _QUANTISED = (
 
 
 def _adapter(where: str, base: object) -> str:
-    named = f"{base!r}" if base else "a model that it does not name"
+    named = shown(base) if base else "a model that it does not name"
     return (
         f"{where} is an adapter to {named} and not a whole model: merge it with peft, AutoPeftModelForCausalLM."
         f"from_pretrained({where!r}).merge_and_unload().save_pretrained(FOLDER), and copy the tokenizer's files of "

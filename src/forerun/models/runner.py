@@ -98,8 +98,8 @@ class Scores:
     """One pass: hidden [T, H] after the final norm; rows[b] = rows of run b.
 
     logits[b] [wanted rows, ids], or best[b] [wanted rows] for a run that asked for the best ids only (NO_NUMBERS where
-    logits are no numbers). taps: by k, the
-    residual stream before layer k of every row, float32 [T, H], as Runner.taps has asked for it.
+    logits are no numbers). taps: by k, the residual stream before layer k of every row, float32 [T, H], as Runner.taps
+    has asked for it.
     """
 
     hidden: Tensor
@@ -115,9 +115,9 @@ class Runner:
 
     num_ids: ids that have a token; matrix rows beyond it are padding. holes: ids below num_ids without a token. Both
     get probability 0: they are cut off, or set to -inf. A draft model may have fewer rows than its target has ids: its
-    logits end where its rows do, and ids beyond the end of a law have probability 0. layers: those that run, ascending;
-    None = all. The final norm and the LM head read what the last of them leaves, so that a model is a draft model of
-    its own. taps: inner layers whose rows every pass returns; may be set later.
+    logits end where its rows do, and ids beyond the end of a distribution have probability 0. layers: those that run,
+    ascending; None = all. The final norm and the LM head read what the last of them leaves, so that a model is a draft
+    model of its own. taps: inner layers whose rows every pass returns; may be set later.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.errors import UnsupportedModel
+from forerun.errors import UnsupportedModel, shown
 from forerun.models.configs import ROPE_KINDS
 from forerun.models.layers import DecoderConfig, RopeConfig, parameter_shapes
 from forerun.models.loading import check_shapes, read_config
@@ -66,7 +66,9 @@ def config_to_dict(config: DecoderConfig) -> dict[str, Any]:
     what the decoder does.
     """
     if config.model_type not in ARCHITECTURES:
-        raise UnsupportedModel(f"model_type={config.model_type!r} cannot be written: use one of {list(ARCHITECTURES)}")
+        raise UnsupportedModel(
+            f"model_type={shown(config.model_type)} cannot be written: use one of {list(ARCHITECTURES)}"
+        )
     raw: dict[str, Any] = {
         "architectures": [ARCHITECTURES[config.model_type]],
         "model_type": config.model_type,

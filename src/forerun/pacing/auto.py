@@ -106,6 +106,9 @@ class AutoPacing(Pacing):
     def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
         self._step += 1
         if not any(limits):
+            self._drafts = False
+            for request in self._requests.values():
+                request.granted = 0  # what an earlier step granted is not to be counted again
             return [0] * len(seqs)
         self.costs.ready()
         requests = [self._requests.get(seq.id) or self._meet(seq) for seq in seqs]

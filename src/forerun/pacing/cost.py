@@ -98,10 +98,11 @@ def of_runner(runner: Runner) -> PassTime:
     folder = os.environ.get("FORERUN_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "forerun")
     name = hashlib.sha256(runner.fingerprint.encode()).hexdigest()[:16]
     path = Path(folder).expanduser() / f"passes-{name}.json"
-    try:
-        return PassTime(*json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        found = calibrated(runner.try_pass)
+    if kept := _kept(path):
+        return kept
+    found = calibrated(runner.try_pass)
+    if found.one_row_s is None:  # nothing was measured, so that a later engine must try again
+        return found
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps([found.widths, found.ratios, found.one_row_s]), encoding="utf-8")
@@ -109,6 +110,19 @@ def of_runner(runner: Runner) -> PassTime:
     except OSError as error:
         LOG.warning("measured what passes of this model take; %s cannot be written (%s)", path, error)
     return found
+
+
+def _kept(path: Path) -> PassTime | None:
+    """Return the curve that a file holds, None where it holds none: it may be of another version, or cut off."""
+    try:
+        widths, ratios, one_row_s = json.loads(path.read_text(encoding="utf-8"))
+        numbers = np.array([widths, ratios], dtype=np.float64)
+        is_curve = bool((numbers > 0).all() and (np.diff(numbers[0]) > 0).all() and (np.diff(numbers[1]) >= 0).all())
+        if is_curve and numbers.shape[1] > 1 and np.isfinite(numbers).all() and 0 < float(one_row_s) < np.inf:
+            return PassTime(widths, ratios, float(one_row_s))
+    except (OSError, ValueError, TypeError, RecursionError):
+        pass
+    return None
 
 
 def calibrated(run: Callable[[int], None], clock: Callable[[], float] = time.perf_counter) -> PassTime:

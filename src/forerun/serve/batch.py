@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 ALL_ANSWERED, SOME_REFUSED = 0, 2  # exit codes; 2 is that of errors which the caller can mend
 WINDOW_BATCHES = 4  # requests in the engine at most, in batches: the scheduler always has some to choose from
-SEED_BITS = 53  # of a seed that nobody gave: an integer that every JSON reader keeps
+SEED_BITS = 53  # of a seed where the request gives none: an integer that every JSON reader keeps
 
 
 def run(input_path: Path, output_path: Path, config: EngineConfig, *, redo_changed: bool = False) -> int:
@@ -165,7 +165,7 @@ class Runner:
                 num_running += len(self._running[-1].choices)
             except (UserError, CapacityError) as error:
                 refused.append(_answer_line(request, *error_answer(error)))
-            except RecursionError:  # nobody else's requests are to wait for this one to be mended
+            except RecursionError:  # other requests are not to wait until this one is mended
                 too_deep = Refused("the body is nested too deeply to be read: make it flatter")
                 refused.append(_answer_line(request, *error_answer(too_deep)))
         return refused

@@ -8,7 +8,7 @@ from typing import Any
 from forerun.errors import BadOption, shown
 
 MAX_DEPTH = 100  # of lists and mappings within one another; no real message comes near
-# Whoever has one of these roles speaks text. Others, such as "tool", may hand over any data.
+# Messages of these roles hold text. Others, such as "tool", may hand over any data.
 SPEAKERS = ("system", "developer", "user", "assistant")
 # Names that a message's reasoning goes by; the first is the usual one.
 REASONING = ("reasoning_content", "thinking", "reasoning")

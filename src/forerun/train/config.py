@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 from forerun.train.losses import LossName
 from forerun.train.model import ModelShape
 
@@ -54,7 +54,7 @@ class TrainConfig:
             if not ok:
                 raise BadOption(f"{name}={getattr(self, name)} is out of range")
         if self.loss not in ("ce", "kl", "alpha"):
-            raise BadOption(f"loss {self.loss!r} is unknown: it must be ce, kl or alpha")
+            raise BadOption(f"loss {shown(self.loss)} is unknown: it must be ce, kl or alpha")
         if self.loss != "ce" and self.teacher is None:
             raise BadOption(f"loss {self.loss} learns from a target's distribution: give --teacher PATH")
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 
 LossName = Literal["ce", "kl", "alpha"]
 
@@ -49,7 +49,7 @@ def loss_of(name: LossName, logits: Tensor, next_tokens: Tensor, target_logits: 
     if name == "ce":
         return cross_entropy(logits, next_tokens)
     if name not in ("kl", "alpha"):
-        raise BadOption(f"loss {name!r} is unknown: it must be ce, kl or alpha")
+        raise BadOption(f"loss {shown(name)} is unknown: it must be ce, kl or alpha")
     if target_logits is None:
         raise BadOption(f"loss {name} learns from a target's distribution: give --teacher PATH")
     return forward_kl(logits, target_logits) if name == "kl" else rejection(logits, target_logits)

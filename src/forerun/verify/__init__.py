@@ -28,6 +28,14 @@ from forerun.types import AcceptanceTest, Coins, Draft, Probs, Verdict
 Ruling = tuple[list[int], int, list[AcceptanceTest]]  # on one sequence: path, next token, tests
 
 
+class RulingFailed(Exception):
+    """Sequence b cannot be judged, because of `error`; that says nothing of the other sequences."""
+
+    def __init__(self, b: int, error: Exception) -> None:
+        super().__init__(str(error))
+        self.b, self.error = b, error
+
+
 @dataclass(frozen=True)
 class Rule:
     """A rule with its options, as `find` returns it."""
@@ -81,18 +89,25 @@ def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], specs:
     target_probs[b][0] is the distribution after the last committed token, target_probs[b][1 + i] the one after node i
     of sequence b (i counted within the sequence). specs [B] name rules. The next token of a sequence without nodes is
     drawn with the match noise, whatever its rule: so plain decoding with a seed gives the same text under each rule.
-    Raises BadOption for an unknown rule.
+    Raises BadOption for an unknown rule, and RulingFailed for what a rule or a row of target_probs raises, but for an
+    AssertionError.
     """
     if len(coins) != len(specs):
         raise InternalError(f"{len(specs)} sequences are to be judged with the coins of {len(coins)}")
     starts = draft.node_starts
     rulings: list[Ruling] = []
     for b, (rows, spec) in enumerate(zip(target_probs, specs, strict=True)):
-        if starts[b] < starts[b + 1]:
-            rulings.append(find(spec).rule(draft, b, rows, coins[b]))
-        else:
-            row = rows[0]
-            rulings.append(([], coins[b].pick(row, 0) if row.point is None else row.point, []))  # a point needs no coin
+        rule = find(spec)
+        try:
+            if starts[b] < starts[b + 1]:
+                rulings.append(rule.rule(draft, b, rows, coins[b]))
+            else:
+                row = rows[0]
+                rulings.append(([], coins[b].pick(row, 0) if row.point is None else row.point, []))  # which is no draw
+        except AssertionError:  # the program is wrong, not the sequence
+            raise
+        except Exception as error:
+            raise RulingFailed(b, error) from error
     return collected(rulings)
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.errors import NotFound, UnsupportedModel
+from forerun.errors import NotFound, UnsupportedModel, shown
 from forerun.models import refusals
 from forerun.models.refusals import CONFIG, INDEX, SINGLE
 from forerun.models.source import BLOCK_BYTES, Stored
@@ -84,7 +84,7 @@ def shard_names(index: Path) -> list[str]:
     names = list(places.values()) if isinstance(places, Mapping) else []
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or name in ("", "..") or not name.isprintable():
-            raise NotFound(f"{index} names {name!r}, which is no file beside it: fetch the whole checkpoint")
+            raise NotFound(f"{index} names {shown(name)}, which is no file beside it: fetch the whole checkpoint")
     if not names:
         raise UnsupportedModel(f"{index} names no file of weights: fetch it again")
     return sorted(set(names))
