@@ -150,9 +150,12 @@ def peers(
         ),
     ] = None,
     context: Annotated[
-        int | None,
-        typer.Option(help="tokens before a pass of --forward [default: 256]", min=1, show_default=False),
+        list[int] | None,
+        typer.Option(
+            help="tokens before a pass of --forward; may be repeated [default: 256]", min=1, show_default=False
+        ),
     ] = None,
+    quantization: flags.Quantization = None,
     num_threads: Annotated[
         int | None,
         typer.Option(help="of every engine [default: FORERUN_NUM_THREADS]", min=1, max=1024, show_default=False),
@@ -164,15 +167,18 @@ def peers(
         Path | None,
         typer.Option(help="interpreter that can import openvino_genai and optimum.intel [default: this one]"),
     ] = None,
+    llama_cpp_python: Annotated[
+        Path | None, typer.Option(help="interpreter that can import llama_cpp, for GGUF files [default: this one]")
+    ] = None,
     ops: flags.Ops = None,
     kv_cache_backend: flags.CacheBackend = None,
     config: flags.ConfigFile = None,
 ) -> None:
-    """Run the same checkpoint, prompts and threads in forerun, transformers and OpenVINO: greedy, bfloat16."""
+    """Run the same checkpoint, prompts and threads in forerun, transformers, OpenVINO and llama.cpp, greedily."""
     engine = flags.engine_config({k: v for k, v in locals().items() if k != "spec_length"}, config)
     from forerun.bench import peer_forwards, peers as bench
 
-    pythons = {"transformers": transformers_python, "openvino": openvino_python}
+    pythons = {"transformers": transformers_python, "openvino": openvino_python, "llama.cpp": llama_cpp_python}
     both = {"shape": shape, "folder": folder, "num_repeats": repeats, "num_threads": num_threads, "pythons": pythons}
     of_prompts = {
         "spec_lengths": tuple(spec_length or ()),
