@@ -84,8 +84,9 @@ def load_checkpoint(
     tokenizer = Tokenizer.load(source.folder) if with_tokenizer else None
     check_shapes(_shapes(source, config), parameter_shapes(config), str(source.folder))
     ops, device = ops or ReferenceOps(), torch.device(device)
-    stored = StoredWeights(source, _dtype(dtype, device, source, ops), device)
-    weights = stored if ops.packs else _read_all(stored, config)
+    stored = StoredWeights(source, _dtype(dtype, device, source, ops), device, ops.packs_scheme)
+    # Quantised matrices are among the weights only where the operators say that they pack them.
+    weights = cast(Mapping[str, Tensor], stored) if ops.packs else _read_all(stored, config)
     return Checkpoint(
         name=str(name) if is_hub_id(name) else path.resolve().name,
         folder=source.folder,
@@ -202,7 +203,8 @@ def _dtype(dtype: str | torch.dtype, device: torch.device, source: Source, ops: 
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
-        return ops.auto_dtype(device.type, source.tensors[EMBEDDING].dtype)
+        stored = source.tensors[EMBEDDING]
+        return ops.auto_dtype(device.type, stored.dtype if stored.scheme is None else torch.bfloat16)
     if dtype not in DTYPES:
         raise BadOption(f"dtype={dtype!r} is not possible: it must be one of {['auto', *DTYPES]}")
     return DTYPES[dtype]

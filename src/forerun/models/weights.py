@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from forerun.errors import CapacityError, UnsupportedModel
-from forerun.models.source import Source
+from forerun.models.source import QuantisedSource, Source
+from forerun.ops.quantised import QuantisedMatrix, Scheme
 
 
-class StoredWeights(Mapping[str, Tensor]):
+class StoredWeights(Mapping[str, Tensor | QuantisedMatrix]):
     """Name -> a new tensor of this type on this device, by reading the file each time.
 
-    Raises UnsupportedModel for weights that are no finite numbers, CapacityError where there is no memory.
+    packs_scheme: which quantised tensors are given as they are stored, to be read when they are packed; the others are
+    dequantised. Raises UnsupportedModel for weights that are no finite numbers, CapacityError where there is no memory.
     """
 
-    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device) -> None:
-        self.source, self.dtype, self.device = source, dtype, device
+    def __init__(
+        self,
+        source: Source,
+        dtype: torch.dtype,
+        device: torch.device,
+        packs_scheme: Callable[[Scheme], bool] = lambda scheme: False,
+    ) -> None:
+        self.source, self.dtype, self.device, self.packs_scheme = source, dtype, device, packs_scheme
 
-    def __getitem__(self, name: str) -> Tensor:
-        shape = self.source.tensors[name].shape
+    def __getitem__(self, name: str) -> Tensor | QuantisedMatrix:
+        stored = self.source.tensors[name]
+        if stored.scheme is not None and self.packs_scheme(stored.scheme):
+            return cast(QuantisedSource, self.source).quantised(name)
+        shape = stored.shape
         try:
             tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         except RuntimeError as error:  # torch's OutOfMemoryError is one, and a CPU's refusal is a plain one

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.ops.quantised import Scheme
 from forerun.types import CacheView
 
 # A private operator of torch's oneDNN build; where it is missing, F.linear serves.
@@ -75,6 +76,10 @@ class ReferenceOps:
     def auto_dtype(self, device: str, stored: torch.dtype) -> torch.dtype:
         """Return the type that dtype="auto" means: on a CPU float32, torch's fastest there, else the stored one."""
         return torch.float32 if device == "cpu" else stored
+
+    def packs_scheme(self, scheme: Scheme) -> bool:
+        """Tell whether `compile` takes a QuantisedMatrix of this scheme in place of a tensor."""
+        return False
 
     def compile(self, config: Any, weights: Mapping[str, Tensor], *, consume: bool = False) -> Any:
         """Make a whole decoder with forward, logits and argmax, where a backend has such an object; None here.

@@ -16,17 +16,19 @@ import torch
 from torch import Tensor
 
 from forerun.models import refusals
+from forerun.ops.quantised import QuantisedMatrix, Scheme
 
 BLOCK_BYTES = 32 << 20  # of a file, held while a tensor is read; opening the file for each costs nothing
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where and how a tensor is stored; dtype: of what `Source.blocks` gives."""
+    """Where and how a tensor is stored; dtype: of what `Source.blocks` gives. scheme: None = not quantised."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+    scheme: Scheme | None = None
 
 
 class Source(Protocol):
@@ -51,6 +53,13 @@ class Source(Protocol):
 
         They may be views of the file: each is to be let go before the next is asked for.
         """
+
+
+class QuantisedSource(Source, Protocol):
+    """A format that has quantised tensors: those with a scheme."""
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        """A quantised tensor as it is stored; `blocks` has the same weights as numbers."""
 
 
 def open_source(path: Path) -> Source:

@@ -1,0 +1,139 @@
+"""The types of tensors in a GGUF file, and the blocks of the quantised ones as integers with the scales of groups.
+
+Each weight is exactly that of the file. A block is 32 or 256 weights in a row: ggml-quants.c of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.ops.quantised import QuantisedRows, Scheme
+
+F16 = torch.float16
+
+Unpack = Callable[[Tensor], QuantisedRows]
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """One type. block: the weights of a block, num_bytes: its bytes. dtype: of what is read.
+
+    scheme, unpack: of a quantised type; `unpack` takes the bytes of some rows, uint8 [R, blocks, num_bytes].
+    """
+
+    name: str
+    block: int
+    num_bytes: int
+    dtype: torch.dtype
+    scheme: Scheme | None = None
+    unpack: Unpack | None = None
+
+
+def _halves(data: Tensor, at: int) -> Tensor:
+    """Return the float16 at byte `at` of each block: [R, blocks]."""
+    return data[..., at : at + 2].contiguous().view(F16).squeeze(-1)
+
+
+def _nibbles(data: Tensor) -> Tensor:
+    """Return the low four bits of the last dimension, then the high ones: [..., 2 n]."""
+    return torch.cat((data & 15, data >> 4), dim=-1)
+
+
+def _fifth_bits(data: Tensor) -> Tensor:
+    """Return bit i of four bytes as 16 or 0, for 32 weights."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return (data.unsqueeze(-1) >> shifts & 1).flatten(-2) << 4
+
+
+def _q8_0(data: Tensor) -> QuantisedRows:
+    codes = data[..., 2:] ^ 128  # int8 + 128
+    return _with_zero(Q8, codes, _halves(data, 0), 128)
+
+
+def _q4_0(data: Tensor) -> QuantisedRows:
+    return _with_zero(Q4_ZERO, _nibbles(data[..., 2:]), _halves(data, 0), 8)
+
+
+def _q5_0(data: Tensor) -> QuantisedRows:
+    codes = _nibbles(data[..., 6:]) | _fifth_bits(data[..., 2:6])
+    return _with_zero(Q8, codes, _halves(data, 0), 16)
+
+
+def _q4_1(data: Tensor) -> QuantisedRows:
+    return QuantisedRows(Q4_MINIMUM, _nibbles(data[..., 4:]).flatten(1), _halves(data, 0), minimums=-_halves(data, 2))
+
+
+def _q5_1(data: Tensor) -> QuantisedRows:
+    codes = _nibbles(data[..., 8:]) | _fifth_bits(data[..., 4:8])
+    return QuantisedRows(Q8_MINIMUM, codes.flatten(1), _halves(data, 0), minimums=-_halves(data, 2))
+
+
+def _q4_k(data: Tensor) -> QuantisedRows:
+    codes = _nibbles(data[..., 16:].unflatten(-1, (4, 32)))
+    return _two_levels(K4, data, codes)
+
+
+def _q5_k(data: Tensor) -> QuantisedRows:
+    shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)  # bit j of byte l belongs to weight 32 j + l
+    high = (data[..., 16:48].unsqueeze(-2) >> shifts & 1) << 4
+    codes = _nibbles(data[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2) | high
+    return _two_levels(K5, data, codes)
+
+
+def _two_levels(scheme: Scheme, data: Tensor, codes: Tensor) -> QuantisedRows:
+    """codes: [R, blocks, ...] with the 256 weights of a block in order. The 6-bit numbers are in bytes 4 to 15."""
+    low, middle, high = data[..., 4:8], data[..., 8:12], data[..., 12:16]
+    scales = torch.cat((low & 63, high & 15 | (low >> 6) << 4), dim=-1)
+    minimums = torch.cat((middle & 63, high >> 4 | (middle >> 6) << 4), dim=-1)
+    return QuantisedRows(
+        scheme,
+        codes.flatten(1),
+        scales.view(torch.int8).flatten(1),
+        minimums=minimums.flatten(1),
+        super_scales=_halves(data, 0),
+        super_minimums=_halves(data, 2),
+    )
+
+
+def _q6_k(data: Tensor) -> QuantisedRows:
+    low = _nibbles(data[..., :128].unflatten(-1, (2, 64)))  # per half of the block: 64 low nibbles, 64 high ones
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).unsqueeze(-1)
+    high = (data[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-2)
+    scales = data[..., 192:208].contiguous().view(torch.int8).flatten(1)
+    zeros = torch.full(scales.shape, 32, dtype=torch.uint8)
+    return QuantisedRows(K6, (low | high << 4).flatten(1), scales, zeros, super_scales=_halves(data, 208))
+
+
+def _with_zero(scheme: Scheme, codes: Tensor, scales: Tensor, zero: int) -> QuantisedRows:
+    return QuantisedRows(scheme, codes.flatten(1), scales, torch.full(scales.shape, zero, dtype=torch.uint8))
+
+
+Q8, Q8_MINIMUM = Scheme(8, 32, "zero", F16), Scheme(8, 32, "minimum", F16)
+Q4_ZERO, Q4_MINIMUM = Scheme(4, 32, "zero", F16), Scheme(4, 32, "minimum", F16)
+K4, K5 = Scheme(4, 32, "minimum", F16, 256), Scheme(8, 32, "minimum", F16, 256)
+K6 = Scheme(8, 16, "zero", F16, 256)
+
+# By their number in a file.
+TYPES = {
+    0: TensorType("F32", 1, 4, torch.float32),
+    1: TensorType("F16", 1, 2, torch.float16),
+    30: TensorType("BF16", 1, 2, torch.bfloat16),
+    8: TensorType("Q8_0", 32, 34, torch.float32, Q8, _q8_0),
+    2: TensorType("Q4_0", 32, 18, torch.float32, Q4_ZERO, _q4_0),
+    3: TensorType("Q4_1", 32, 20, torch.float32, Q4_MINIMUM, _q4_1),
+    6: TensorType("Q5_0", 32, 22, torch.float32, Q8, _q5_0),
+    7: TensorType("Q5_1", 32, 24, torch.float32, Q8_MINIMUM, _q5_1),
+    12: TensorType("Q4_K", 256, 144, torch.float32, K4, _q4_k),
+    13: TensorType("Q5_K", 256, 176, torch.float32, K5, _q5_k),
+    14: TensorType("Q6_K", 256, 210, torch.float32, K6, _q6_k),
+}
+# The others, for messages.
+_OTHERS = (
+    "Q4_2=4 Q4_3=5 Q8_1=9 Q2_K=10 Q3_K=11 Q8_K=15 IQ2_XXS=16 IQ2_XS=17 IQ3_XXS=18 IQ1_S=19 IQ4_NL=20 IQ3_S=21 "
+    "IQ2_S=22 IQ4_XS=23 I8=24 I16=25 I32=26 I64=27 F64=28 IQ1_M=29 TQ1_0=34 TQ2_0=35 MXFP4=39 NVFP4=40"
+)
+NAMES = {int(number): name for name, number in (entry.split("=") for entry in _OTHERS.split())}

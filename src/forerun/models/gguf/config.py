@@ -1,0 +1,212 @@
+"""The metadata of a GGUF file as the config.json of the checkpoint that it was made of, and its tensors' names there.
+
+Architecture "llama" stands for Llama and Mistral: what its files say of a sliding window makes a mistral of it. Keys of
+an architecture that are not known here go into config.json as they are, where configs.py refuses what might change the
+function.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.errors import UnsupportedModel
+from forerun.models.configs import ROPE_KINDS
+from forerun.models.gguf.header import Entry, Header, Value
+from forerun.models.layers import RopeConfig, inverse_frequencies
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ROPE_FREQS = "rope_freqs.weight"
+# Names of tensors here -> in published checkpoints; then those of a layer.
+OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+LAYER_TENSOR = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
+# Keys of an architecture that config.json has under another name.
+SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+}
+# Keys that are read otherwise, or say again what the tensors show, or count what is not there.
+_READ = (
+    "attention.sliding_window rope.scaling.type rope.scaling.factor rope.scale_linear rope.scaling.finetuned "
+    "rope.scaling.original_context_length rope.dimension_count attention.value_length vocab_size "
+    "tensor_data_layout expert_used_count"
+)
+READ = frozenset(_READ.split())
+TOLERANCE = 1e-5  # of the factors of rotary frequencies, which are stored in float32
+
+
+def name_in_checkpoint(name: str) -> str | None:
+    """Return the name that a tensor has in published checkpoints, None for one that none has."""
+    if name in OUTER:
+        return OUTER[name]
+    match = LAYER_TENSOR.fullmatch(name)
+    if match is None or match[2] not in INNER:
+        return None
+    return f"model.layers.{int(match[1])}.{INNER[match[2]]}.{match[3]}"
+
+
+def read_config(header: Header, rope_factors: NDArray[np.float32] | None, path: Path) -> dict[str, Any]:
+    """Return config.json. rope_factors: what the tensor of that name holds.
+
+    Raises UnsupportedModel for other architectures, and for what config.json cannot say.
+    """
+    kind = text(header.metadata, "general.architecture", path)
+    if kind not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"{path} has general.architecture={kind!r:.80}, which is not supported: it must be one of "
+            f"{list(ARCHITECTURES)}"
+        )
+    own = {key.removeprefix(f"{kind}."): _plain(v) for key, v in header.metadata.items() if key.startswith(f"{kind}.")}
+    raw: dict[str, Any] = {"model_type": kind, "hidden_act": "silu", "vocab_size": _rows(header, path)}
+    for key, name in SIZES.items():
+        if key in own:
+            raw[name] = _one_for_all(own[key])
+    for name in ("hidden_size", "num_attention_heads"):
+        if type(raw.get(name)) is not int or raw[name] < 1:
+            raise UnsupportedModel(f"{path} sets no possible number as {name} of {kind}: fetch it again")
+    raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if own.get(key, raw["head_dim"]) != raw["head_dim"]:
+            raise UnsupportedModel(
+                f"{path} sets {kind}.{key}={own[key]!r:.80}, which forerun does not compute: it must be the size of a "
+                f"head, {raw['head_dim']!r:.80}"
+            )
+    raw["tie_word_embeddings"] = "output.weight" not in header.tensors
+    raw |= _biases(kind, header.tensors, path) | _window(kind, own)
+    raw["rope_scaling"] = _rope_scaling(own, rope_factors, raw, path)
+    raw["torch_dtype"] = "bfloat16" if header.tensors["token_embd.weight"].type.scheme else _dtype_name(header)
+    unknown = own.keys() - READ - SIZES.keys()
+    return raw | {f"{kind}.{key}": own[key] for key in sorted(unknown)}
+
+
+def text(metadata: Mapping[str, Value], key: str, path: Path, default: str | None = None) -> str:
+    """Return a text of the metadata. Raises UnsupportedModel where there is none, or it is not UTF-8."""
+    value = metadata.get(key)
+    if value is None and default is not None:
+        return default
+    try:
+        if isinstance(value, bytes):
+            return value.decode()
+    except UnicodeDecodeError:
+        pass
+    raise UnsupportedModel(f"{path} sets no UTF-8 text as {key}: fetch it again")
+
+
+def _plain(value: Value) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, list):
+        return [item.decode(errors="replace") for item in value]
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _one_for_all(value: Any) -> Any:
+    """Return the number that a list by layer repeats; any other value as it is."""
+    return value[0] if isinstance(value, list) and value and all(item == value[0] for item in value) else value
+
+
+def _rows(header: Header, path: Path) -> int:
+    for name in ("token_embd.weight", "output_norm.weight"):
+        if name not in header.tensors:
+            raise UnsupportedModel(f"{path} has no tensor {name}: fetch it again, whole and with weights")
+    return header.tensors["token_embd.weight"].shape[0]
+
+
+def _dtype_name(header: Header) -> str:
+    return str(header.tensors["token_embd.weight"].type.dtype).removeprefix("torch.")
+
+
+def _biases(kind: str, tensors: Mapping[str, Entry], path: Path) -> dict[str, bool]:
+    """Return the keys for biases, which are told by the tensors of the first layer."""
+    has = {name: f"blk.0.{name}.bias" in tensors for name in INNER}
+    keys = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(kind, ())
+    found = {"attention_bias": has["attn_q"], "mlp_bias": has["ffn_gate"]}
+    return {key: found[key] for key in keys if found[key]}
+
+
+def _window(kind: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    window = own.get("attention.sliding_window")
+    if not window:
+        return {}
+    if kind == "llama":
+        return {"model_type": "mistral", "sliding_window": window}
+    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+
+
+# -------------------------------------------------------------------------------------------------- rotary positions
+
+
+def _rope_scaling(
+    own: Mapping[str, Any], factors: NDArray[np.float32] | None, raw: Mapping[str, Any], path: Path
+) -> dict[str, Any] | None:
+    kind = own.get("rope.scaling.type", "linear")  # as in llama.cpp, where only a factor is given
+    factor = own.get("rope.scaling.factor") or own.get("rope.scale_linear") or 1
+    if kind not in ("none", "linear"):
+        return {"rope_type": kind, "factor": factor}  # which configs.py refuses
+    linear = {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else None
+    if factors is None or bool((factors == 1).all()):
+        return linear
+    if linear is None and (found := _llama3(factors, raw)) is not None:
+        return found
+    raise UnsupportedModel(
+        f"{path} has factors of rotary frequencies ({ROPE_FREQS}) that are not those of Llama 3, {sorted(ROPE_KINDS)} "
+        "being the kinds that are computed: use a file of the model without them"
+    )
+
+
+def _llama3(factors: NDArray[np.float32], raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the rope_scaling of Llama 3 that has these factors, which a file holds in its place; None if none has.
+
+    High frequencies stay, low ones are divided by `factor`. Between them 1 / f = (1 - s) / factor + s, where s grows
+    with the frequency as (L freq / 2 pi - low) / (high - low), L being the original context length. Only the ratios of
+    L, low and high can be told from that, so low is 1 as in all published models.
+    """
+    theta, head_dim = raw.get("rope_theta", 10000.0), raw["head_dim"]
+    if len(factors) * 2 != head_dim or not np.isfinite(factors).all() or not factors.min() > 0:
+        return None
+    plain = inverse_frequencies(RopeConfig(theta), head_dim).numpy().astype(np.float64)
+    factor = float(factors.max())
+    between = (factors > 1) & (factors < factor)
+    guesses = [(8192, 4.0)]
+    if between.sum() > 1:
+        smooth = (1 / factors[between].astype(np.float64) - 1 / factor) / (1 - 1 / factor)
+        slope, at_zero = np.polyfit(plain[between] / (2 * np.pi), smooth, 1)
+        if at_zero < 0 < slope:  # slope = L / (high - 1), at_zero = -1 / (high - 1)
+            guesses.append((round(-slope / at_zero), round(1 - 1 / at_zero, 3)))
+    for length, high in guesses:
+        rope = RopeConfig(theta, "llama3", factor, 1.0, high, length)
+        scaled = inverse_frequencies(rope, head_dim).numpy()
+        if high > 1 and np.allclose(plain / scaled, factors, rtol=TOLERANCE, atol=0):
+            keys = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high}
+            return {"rope_type": "llama3", **keys, "original_max_position_embeddings": length}
+    return None

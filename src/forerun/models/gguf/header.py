@@ -1,0 +1,220 @@
+"""The header of a GGUF file: metadata by key, and where each tensor lies.
+
+The `gguf` package has a reader, which is not used: it keeps an array for every string, so that a vocabulary of 49,152
+takes it 4 s (0.1 s here), and it believes the counts and lengths of a broken file, which can keep it busy without end.
+Here nothing is read beyond the end of the file, and every number has a bound that no published file comes near.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+
+from forerun.errors import NotFound, UnsupportedModel
+from forerun.models.gguf.blocks import NAMES, TYPES, TensorType
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+ALIGNMENT = 32  # bytes, where general.alignment does not say otherwise
+MOST_ENTRIES, MOST_ITEMS, MOST_DIMS, MOST_ALIGNMENT = 1 << 16, 1 << 22, 4, 1 << 16
+MOST_KEY_BYTES, MOST_STRING_BYTES = 1 << 16, 1 << 26
+STRING, ARRAY = 8, 9
+# Types of values -> their format in `struct`, little-endian.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+POINTER = b"version https://git-lfs"
+
+Value = bool | int | float | bytes | list[bytes] | np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor. shape: rows first, as torch has it. start: its first byte in the file. num_bytes: of all of it."""
+
+    shape: tuple[int, ...]
+    type: TensorType
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What comes before the weights. metadata: texts as bytes, which need not be UTF-8. digest: of all these bytes."""
+
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, Entry]
+    digest: str
+
+
+def read_header(path: Path) -> Header:
+    """Read the header of a file.
+
+    Raises NotFound for a file that cannot be read, UnsupportedModel for one that is no GGUF file, is broken, or holds
+    types of tensors that are not read here.
+    """
+    try:
+        with path.open("rb") as file:
+            return _Reader(file, path).header()
+    except OSError as error:
+        raise NotFound(f"{path} cannot be read ({error.strerror}): check the file and its permissions") from error
+
+
+class _Reader:
+    """Reads a file from its start to the end of its header."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self.file, self.path = file, path
+        self.at, self.end = 0, file.seek(0, 2)
+        file.seek(0)
+
+    def header(self) -> Header:
+        self._magic()
+        num_tensors = self._count("tensors", least_bytes=32)
+        num_keys = self._count("keys", least_bytes=13)
+        metadata: dict[str, Value] = {}
+        for _ in range(num_keys):
+            key = self._name("key")
+            if key in metadata:
+                self._refuse(f"has the key {key!r:.80} twice")
+            metadata[key] = self._value(key, self._number("I"))
+        self._refuse_split(metadata)
+        found: dict[str, tuple[list[int], TensorType, int]] = {}
+        for _ in range(num_tensors):
+            name = self._name("tensor")
+            if name in found:
+                self._refuse(f"has the tensor {name!r:.80} twice")
+            found[name] = self._place(name)
+        self.file.seek(0)
+        digest = hashlib.sha256(self.file.read(self.at)).hexdigest()
+        first = self._aligned(metadata)
+        tensors = {name: self._entry(name, place, first) for name, place in found.items()}
+        self._refuse_overlaps(tensors)
+        return Header(metadata, tensors, digest)
+
+    # ------------------------------------------------------------------------------------------------------- the parts
+
+    def _magic(self) -> None:
+        start = self._take(min(self.end, len(POINTER)), "its first bytes")
+        if start == POINTER:
+            raise UnsupportedModel(f"{self.path} is a pointer of git-lfs and not the file: run git lfs pull beside it")
+        if start[:4] != MAGIC:
+            self._refuse("does not begin as a GGUF file does")
+        self.file.seek(4)
+        self.at = 4
+        version = self._number("I")
+        if version & 0xFFFF == 0:
+            raise UnsupportedModel(
+                f"{self.path} is a big-endian GGUF file, and forerun reads little-endian ones: fetch one of those"
+            )
+        if version not in VERSIONS:
+            raise UnsupportedModel(
+                f"{self.path} is a GGUF file of version {version}, and forerun reads {VERSIONS[0]} and {VERSIONS[1]}: "
+                "convert the original again with convert_hf_to_gguf.py of llama.cpp"
+            )
+
+    def _count(self, what: str, least_bytes: int) -> int:
+        count = self._number("Q")
+        if count > min(MOST_ENTRIES, (self.end - self.at) // least_bytes):
+            self._refuse(f"claims to have {count:,} {what}")
+        return count
+
+    def _name(self, what: str) -> str:
+        data = self._text(f"the name of a {what}", MOST_KEY_BYTES)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            self._refuse(f"has a {what} whose name, {data!r:.80}, is not UTF-8")
+
+    def _value(self, key: str, kind: int) -> Value:
+        if kind == STRING:
+            return self._text(key, MOST_STRING_BYTES)
+        if kind in SCALARS:
+            value: bool | int | float = self._number(SCALARS[kind])
+            return value
+        if kind != ARRAY:
+            self._refuse(f"sets {key!r:.80} to a value of the unknown type {kind}")
+        item, num = self._number("I"), self._number("Q")
+        least_bytes = 8 if item == STRING else struct.calcsize(SCALARS.get(item, "B"))
+        if num > min(MOST_ITEMS, (self.end - self.at) // least_bytes):
+            self._refuse(f"claims to have {num:,} items in {key!r:.80}")
+        if item == STRING:
+            return [self._text(key, MOST_STRING_BYTES) for _ in range(num)]
+        if item not in SCALARS:
+            self._refuse(f"has items of type {item} in {key!r:.80}, which must be numbers or texts")
+        return np.frombuffer(self._take(num * least_bytes, repr(key)), np.dtype("<" + SCALARS[item]))
+
+    def _place(self, name: str) -> tuple[list[int], TensorType, int]:
+        num_dims = self._number("I")
+        if not 1 <= num_dims <= MOST_DIMS:
+            self._refuse(f"gives {name!r:.80} {num_dims:,} dimensions")
+        dims = [self._number("Q") for _ in range(num_dims)]
+        kind, offset = self._number("I"), self._number("Q")
+        if kind not in TYPES:
+            raise UnsupportedModel(
+                f"{self.path} holds {name!r:.80} as {NAMES.get(kind, f'type {kind}')}, and forerun reads "
+                f"{', '.join(known.name for known in TYPES.values())}: fetch the model in one of these types"
+            )
+        return dims, TYPES[kind], offset
+
+    def _aligned(self, metadata: Mapping[str, Value]) -> int:
+        """Return where the weights begin."""
+        alignment = metadata.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or not 8 <= alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
+            self._refuse(f"sets general.alignment={alignment!r:.80}, which is no such power of two")
+        self.alignment = alignment
+        return -(-self.at // alignment) * alignment
+
+    def _entry(self, name: str, place: tuple[list[int], TensorType, int], first: int) -> Entry:
+        dims, kind, offset = place
+        num_weights = math.prod(dims)
+        if not all(dims) or dims[0] % kind.block:
+            self._refuse(f"gives {name!r:.80} of type {kind.name} the dimensions {dims}")
+        num_bytes = num_weights // kind.block * kind.num_bytes
+        if offset % self.alignment or first + offset + num_bytes > self.end:
+            self._refuse(
+                f"puts {name!r:.80} at bytes {first + offset:,} to {first + offset + num_bytes:,} of {self.end:,}"
+            )
+        return Entry(tuple(reversed(dims)), kind, first + offset, num_bytes)
+
+    def _refuse_overlaps(self, tensors: Mapping[str, Entry]) -> None:
+        last, end = "", 0
+        for name, entry in sorted(tensors.items(), key=lambda item: item[1].start):
+            if entry.start < end:
+                self._refuse(f"has {name!r:.80} and {last!r:.80} in the same place")
+            last, end = name, entry.start + entry.num_bytes
+
+    def _refuse_split(self, metadata: Mapping[str, Value]) -> None:
+        num = metadata.get("split.count", 1)
+        if isinstance(num, int) and num > 1:
+            raise UnsupportedModel(
+                f"{self.path} is one of {num} pieces, and forerun reads whole files: join them with "
+                "llama-gguf-split --merge FIRST_PIECE OUT.gguf, which comes with llama.cpp"
+            )
+
+    # ------------------------------------------------------------------------------------------------------- the bytes
+
+    def _number(self, kind: str) -> Any:
+        return struct.unpack("<" + kind, self._take(struct.calcsize("<" + kind), "its header"))[0]
+
+    def _text(self, where: str, most: int) -> bytes:
+        num_bytes: int = self._number("Q")
+        if num_bytes > most:
+            self._refuse(f"has {num_bytes:,} bytes as a text in {where:.80}")
+        return self._take(num_bytes, where)
+
+    def _take(self, num_bytes: int, what: str) -> bytes:
+        data = self.file.read(num_bytes) if num_bytes <= self.end - self.at else b""
+        if len(data) < num_bytes:
+            self._refuse(f"ends within {what:.80}")
+        self.at += num_bytes
+        return data
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedModel(f"{self.path} is not a readable GGUF file (it {what}): fetch it again")

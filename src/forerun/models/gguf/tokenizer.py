@@ -1,0 +1,297 @@
+"""The tokenizer in the metadata of a GGUF file, as the files of a checkpoint folder.
+
+It gives the ids that llama.cpp gives (llama-vocab.cpp): "gpt2" is a byte-level BPE whose texts are cut by one of a few
+patterns, named by tokenizer.ggml.pre; "llama" is SentencePiece's BPE, whose merges follow from the scores of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from forerun.errors import UnsupportedModel
+from forerun.models.gguf.config import text
+from forerun.models.gguf.header import Value
+
+KEY = "tokenizer.ggml."
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # types of tokens; 1 is a normal one, 6 a byte
+PADDING = re.compile(r"\[PAD\d+\]")  # what converters fill up a matrix with
+SPACE = "\u2581"  # SentencePiece's
+
+_CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How texts are cut into words before merges: by each pattern in turn.
+
+    whole_words: a word that is a token is that token, whatever the merges say. add_bos: unless the file says otherwise.
+    """
+
+    patterns: tuple[str, ...]
+    whole_words: bool = False
+    add_bos: bool = False
+
+
+_LLAMA3 = Cutting((_CONTRACTIONS + _WORDS % "{1,3}",), whole_words=True, add_bos=True)
+_QWEN2 = Cutting((_CONTRACTIONS + _WORDS % "",))
+CUTTINGS = {
+    "default": Cutting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": Cutting((_GPT2,)),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "smollm": Cutting((r"\p{N}", _GPT2)),
+}
+
+# Texts that end an answer in published models, even where no key says so; llama.cpp stops at them.
+_END_TEXTS = "<|eot_id|> <|im_end|> <|end|> <|endoftext|> <|eom_id|> <|end_of_text|> <end_of_turn> <EOT> </s>"
+END_TEXTS = frozenset(_END_TEXTS.split())
+
+
+def write_tokenizer(metadata: Mapping[str, Value], num_rows: int, path: Path, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json. num_rows: of the embedding.
+
+    Raises UnsupportedModel for other kinds of tokenizers and for what does not fit together.
+    """
+    vocabulary = _Vocabulary.read(metadata, num_rows, path)
+    try:
+        backend = vocabulary.backend()
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # the library raises bare Exception for merges of unknown tokens and the like
+        raise UnsupportedModel(f"{path} holds a tokenizer that makes no sense ({error}): fetch it again") from error
+    backend.save(str(folder / "tokenizer.json"))
+    _write(folder / "tokenizer_config.json", vocabulary.config())
+    ids = {"bos_token_id": vocabulary.id_of("bos"), "eos_token_id": vocabulary.end_ids()}
+    _write(folder / "generation_config.json", {key: value for key, value in ids.items() if value not in (None, [])})
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """Everything that the metadata says of a tokenizer. types: one for each token."""
+
+    metadata: Mapping[str, Value]
+    path: Path
+    model: str
+    tokens: Seq[str]
+    types: Seq[int]
+
+    @classmethod
+    def read(cls, metadata: Mapping[str, Value], num_rows: int, path: Path) -> _Vocabulary:
+        model = text(metadata, KEY + "model", path)
+        if model not in ("gpt2", "llama"):
+            raise UnsupportedModel(
+                f"{path} sets {KEY}model={model!r:.80}, and forerun reads 'gpt2' (byte-level BPE) and 'llama' "
+                "(SentencePiece BPE): use the original repository"
+            )
+        tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(_texts(metadata, KEY + "tokens", path))]
+        if not 0 < len(tokens) <= num_rows:
+            raise UnsupportedModel(
+                f"{path} has {len(tokens):,} tokens and an embedding of {num_rows:,} rows: fetch it again"
+            )
+        if len(set(tokens)) < len(tokens):
+            seen: set[str] = set()
+            twice = next(token for token in tokens if token in seen or seen.add(token))
+            raise UnsupportedModel(
+                f"{path} has the token {twice!r:.80} twice, so its texts have no ids: fetch it again"
+            )
+        types = _numbers(metadata, KEY + "token_type", len(tokens), path)
+        return cls(metadata, path, model, tokens, [1] * len(tokens) if types is None else types.astype(int).tolist())
+
+    # ------------------------------------------------------------------------------------------------ tokenizer.json
+
+    def backend(self) -> Tokenizer:
+        """Return the tokenizer."""
+        backend = self._byte_level() if self.model == "gpt2" else self._sentencepiece()
+        added = [
+            AddedToken(self.tokens[i], special=kind != USER_DEFINED, normalized=False)
+            for i, kind in enumerate(self.types)
+            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+        ]
+        backend.add_tokens(added)
+        self._add_ends(backend)
+        return backend
+
+    def _vocab(self) -> dict[str, int]:
+        """Return token -> id, without what fills up the matrix."""
+        entries = zip(self.tokens, self.types, strict=True)
+        return {t: i for i, (t, kind) in enumerate(entries) if kind != UNUSED or not PADDING.fullmatch(t)}
+
+    def _byte_level(self) -> Tokenizer:
+        cutting = self._cutting()
+        merges = [self._pair(merge) for merge in _texts(self.metadata, KEY + "merges", self.path)]
+        backend = Tokenizer(models.BPE(vocab=self._vocab(), merges=merges, ignore_merges=cutting.whole_words))
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in cutting.patterns),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        backend.decoder = decoders.ByteLevel()
+        return backend
+
+    def _pair(self, merge: str) -> tuple[str, str]:
+        first, _, second = merge.partition(" ") if merge[:1] != " " else ("", "", "")
+        if not first or not second:
+            raise UnsupportedModel(f"{self.path} has the merge {merge!r:.80}, which is no pair: fetch it again")
+        return first, second
+
+    def _cutting(self) -> Cutting:
+        name = text(self.metadata, KEY + "pre", self.path, "default") or "default"
+        if name not in CUTTINGS:
+            raise UnsupportedModel(
+                f"{self.path} sets {KEY}pre={name!r:.80}, a way to cut texts that forerun does not have: it must be "
+                f"one of {list(CUTTINGS)}; use the original repository"
+            )
+        return CUTTINGS[name]
+
+    def _sentencepiece(self) -> Tokenizer:
+        scores = _numbers(self.metadata, KEY + "scores", len(self.tokens), self.path)
+        if scores is None or not np.isfinite(scores).all():
+            raise UnsupportedModel(f"{self.path} has no finite {KEY}scores, which its tokenizer needs: fetch it again")
+        vocab, unknown = self._vocab(), self.id_of("unknown")
+        backend = Tokenizer(
+            models.BPE(
+                vocab=vocab,
+                merges=_merges(vocab, scores.tolist()),
+                unk_token=None if unknown is None else self.tokens[unknown],
+                fuse_unk=True,
+                byte_fallback=True,
+            )
+        )
+        prefix = self._flag("add_space_prefix", True)
+        backend.normalizer = normalizers.Sequence(
+            [*([normalizers.Prepend(SPACE)] if prefix else []), normalizers.Replace(" ", SPACE)]
+        )
+        backend.decoder = decoders.Sequence(
+            [
+                decoders.Replace(SPACE, " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                *([decoders.Strip(" ", 1, 0)] if prefix else []),
+            ]
+        )
+        return backend
+
+    def _add_ends(self, backend: Tokenizer) -> None:
+        """Add the tokens that stand before and behind each text."""
+        default = self.model == "llama" or self._cutting().add_bos
+        names = {"bos": self._flag("add_bos_token", default), "eos": self._flag("add_eos_token", False)}
+        ids = {}
+        for name in (name for name, wanted in names.items() if wanted):
+            token_id = self.id_of(name)
+            if token_id is None:
+                raise UnsupportedModel(f"{self.path} wants a {name} token in each text and names none: fetch it again")
+            ids[name] = token_id
+        if ids:
+            # Names of their own: a token may hold a colon or a dollar sign, which the library would read.
+            single = [f"<{name}>" if name in ids else "" for name in ("bos", "eos")]
+            backend.post_processor = processors.TemplateProcessing(
+                single=" ".join(filter(None, [single[0], "$A", single[1]])),
+                special_tokens=[(f"<{name}>", token_id) for name, token_id in ids.items()],
+            )
+
+    # ---------------------------------------------------------------------------------------------------- other files
+
+    def config(self) -> dict[str, Any]:
+        """Return tokenizer_config.json."""
+        names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+        ids = {f"{short}_token": self.id_of(name) for name, short in names.items()}
+        found: dict[str, Any] = {key: self.tokens[i] for key, i in ids.items() if i is not None}
+        found |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        if templates := self._templates():
+            alone = list(templates) == ["default"]
+            listed = [{"name": name, "template": template} for name, template in templates.items()]
+            found["chat_template"] = templates["default"] if alone else listed
+        return found
+
+    def end_ids(self) -> list[int]:
+        """Return the ids that end an output."""
+        named = [self.id_of(name) for name in ("eos", "eot", "eom")]
+        known = [i for i, (t, kind) in enumerate(zip(self.tokens, self.types, strict=True)) if _ends(t, kind)]
+        return sorted({i for i in named if i is not None} | set(known))
+
+    def id_of(self, name: str) -> int | None:
+        """Return the id of a token that a key names; None where none does. SentencePiece has three by default."""
+        defaults = {"bos": 1, "eos": 2, "unknown": 0} if self.model == "llama" else {}
+        value = self.metadata.get(f"{KEY}{name}_token_id", defaults.get(name))
+        if value is None or value in (-1, 0xFFFFFFFF):
+            return None
+        if type(value) is not int or not 0 <= value < len(self.tokens):
+            raise UnsupportedModel(
+                f"{self.path} sets {KEY}{name}_token_id={value!r:.80}, and its tokens end at {len(self.tokens) - 1}: "
+                "fetch it again"
+            )
+        return value
+
+    def _templates(self) -> dict[str, str]:
+        """Return the chat templates by name."""
+        key = "tokenizer.chat_template"
+        found = {"default": text(self.metadata, key, self.path)} if key in self.metadata else {}
+        named = {k.removeprefix(key + "."): k for k in sorted(self.metadata) if k.startswith(key + ".")}
+        return found | {name: text(self.metadata, k, self.path) for name, k in named.items()}
+
+    def _flag(self, name: str, default: bool) -> bool:
+        value = self.metadata.get(KEY + name, default)
+        if not isinstance(value, bool):
+            raise UnsupportedModel(f"{self.path} sets {KEY}{name} to no true or false: fetch it again")
+        return value
+
+
+def _ends(token: str, kind: int) -> bool:
+    return token in END_TEXTS and kind in (CONTROL, USER_DEFINED)
+
+
+def _merges(vocab: Mapping[str, int], scores: Seq[float]) -> list[tuple[str, str]]:
+    """Return every way to put a token together of two, the best score first, as SentencePiece merges."""
+    found = [
+        (-scores[i], len(token), i, cut)
+        for token, i in vocab.items()
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    tokens = {i: token for token, i in vocab.items()}
+    return [(tokens[i][:cut], tokens[i][cut:]) for _, _, i, cut in sorted(found)]
+
+
+def _texts(metadata: Mapping[str, Value], key: str, path: Path) -> list[str]:
+    value = metadata.get(key)
+    try:
+        if isinstance(value, list):
+            return [item.decode() for item in value]
+    except UnicodeDecodeError:
+        pass
+    raise UnsupportedModel(f"{path} has no list of UTF-8 texts as {key}, which its tokenizer needs: fetch it again")
+
+
+def _numbers(metadata: Mapping[str, Value], key: str, num: int, path: Path) -> np.ndarray[Any, Any] | None:
+    """Return one number for each token; None where the key is missing."""
+    value = metadata.get(key)
+    if value is not None and (not isinstance(value, np.ndarray) or len(value) != num):
+        raise UnsupportedModel(f"{path} has not one number for each of {num:,} tokens as {key}: fetch it again")
+    return value
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

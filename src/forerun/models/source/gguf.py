@@ -1,0 +1,182 @@
+"""GGUF files, as llama.cpp reads them: config, tokenizer and weights in one file, mostly quantised.
+
+What a folder would have beside its weights is written to a folder of the cache, FORERUN_CACHE_DIR or else
+~/.cache/forerun, named by a hash of the file's header. Weights are read from the file when they are asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from forerun.errors import CapacityError, UnsupportedModel
+from forerun.models.gguf.config import ROPE_FREQS, name_in_checkpoint, read_config
+from forerun.models.gguf.header import Entry, Header, read_header
+from forerun.models.gguf.tokenizer import write_tokenizer
+from forerun.models.source import BLOCK_BYTES, Stored
+from forerun.ops.quantised import QuantisedMatrix, QuantisedRows
+
+SUFFIX = ".gguf"
+VERSION = 1  # of the files that are written: another one for every change of what is in them
+COPIES = 8  # of a block's float32 weights, or fewer, are in memory while it is unpacked
+
+
+def recognises(path: Path) -> bool:
+    """Every file with that ending."""
+    return path.suffix.lower() == SUFFIX and path.is_file()
+
+
+class GgufFile:
+    """One file. Opening it reads its header."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._header: Header = read_header(path)
+        self._rope_factors = self._read_rope_factors()
+        self.config: Mapping[str, Any] = read_config(self._header, self._rope_factors, path)
+        names = {name: name_in_checkpoint(name) for name in self._header.tensors if name != ROPE_FREQS}
+        if unknown := next((name for name, ours in names.items() if ours is None), None):
+            raise UnsupportedModel(
+                f"{path} holds the tensor {unknown!r:.80}, which no {self.config['model_type']} has: use another file"
+            )
+        self._names = {ours: name for name, ours in names.items() if ours is not None}
+
+    @cached_property
+    def folder(self) -> Path:
+        """See `Source.folder`; written where it is missing."""
+        key = f"{VERSION} {tokenizers.__version__} {self._header.digest}".encode()
+        key += b"" if self._rope_factors is None else self._rope_factors.tobytes()
+        folder = _cache_folder() / "gguf" / hashlib.sha256(key).hexdigest()[:32]
+        if not (folder / "tokenizer.json").exists():
+            self._write_folder(folder)
+        return folder
+
+    def check(self, with_tokenizer: bool) -> None:
+        """See `Source.check`: opening a file has shown it all."""
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Stored]:
+        """See `Source.tensors`."""
+        return {ours: self._stored(self._header.tensors[name]) for ours, name in self._names.items()}
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """See `Source.blocks`: rows of a quantised tensor are dequantised to float32."""
+        entry = self._entry(name)
+        if entry.type.unpack is None:
+            yield from self._rows(name)
+            return
+        for rows in self._quantised_rows(name):
+            yield rows.dequantise().view(-1, *entry.shape[1:])
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        """See `Source.quantised`."""
+        stored = self.tensors[name]
+        assert stored.scheme is not None
+        num_out, num_in = stored.shape
+        return QuantisedMatrix(stored.scheme, (num_out, num_in), partial(self._quantised_rows, name))
+
+    # --------------------------------------------------------------------------------------------------------- weights
+
+    def _entry(self, name: str) -> Entry:
+        return self._header.tensors[self._names[name]]
+
+    def _stored(self, entry: Entry) -> Stored:
+        return Stored(self.path, entry.shape, entry.type.dtype, entry.type.scheme if len(entry.shape) == 2 else None)
+
+    def _quantised_rows(self, name: str) -> Iterator[QuantisedRows]:
+        entry = self._entry(name)
+        assert entry.type.unpack is not None
+        for rows in self._rows(name):
+            yield entry.type.unpack(rows)
+
+    def _rows(self, name: str) -> Iterator[Tensor]:
+        """Yield rows in the order of published checkpoints: weights, or bytes [R, blocks, num_bytes] if quantised."""
+        entry, turned = self._entry(name), self._rows_of_a_head(name)
+        is_vector = len(entry.shape) == 1
+        num_rows = 1 if is_vector and entry.type.unpack else entry.shape[0]
+        row_bytes = entry.num_bytes // num_rows
+        step = max(1, BLOCK_BYTES // COPIES * entry.type.num_bytes // entry.type.block // 4 // row_bytes)
+        step = -(-step // turned) * turned
+        with self.path.open("rb") as file:
+            file.seek(entry.start)
+            for first in range(0, num_rows, step):
+                rows = self._read(file.read(min(step, num_rows - first) * row_bytes), entry)
+                if turned > 1:
+                    rows = rows.unflatten(0, (-1, turned // 2, 2)).transpose(1, 2).flatten(0, 2)
+                yield rows
+
+    def _read(self, data: bytes, entry: Entry) -> Tensor:
+        numbers = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if entry.type.unpack is None:
+            return numbers.view(entry.type.dtype).view(-1, *entry.shape[1:])
+        return numbers.view(-1, entry.shape[-1] // entry.type.block, entry.type.num_bytes)
+
+    def _rows_of_a_head(self, name: str) -> int:
+        """Return the rows that a file of llama has in another order, of each head of q and k; 1 for all others.
+
+        It has the rows of the two halves of a head in turn, because llama.cpp turns neighbours where published
+        checkpoints turn row i and row i + head_dim / 2.
+        """
+        is_turned = self._header.metadata["general.architecture"] == b"llama" and ".attn_q." in self._names[name]
+        is_turned |= self._header.metadata["general.architecture"] == b"llama" and ".attn_k." in self._names[name]
+        return int(self.config["head_dim"]) if is_turned else 1
+
+    def _read_rope_factors(self) -> NDArray[np.float32] | None:
+        entry = self._header.tensors.get(ROPE_FREQS)
+        if entry is None:
+            return None
+        if entry.type.name != "F32" or len(entry.shape) != 1:
+            raise UnsupportedModel(f"{self.path} has no float32 vector as {ROPE_FREQS}: fetch it again")
+        with self.path.open("rb") as file:
+            file.seek(entry.start)
+            return np.frombuffer(file.read(entry.num_bytes), np.float32)
+
+    # ---------------------------------------------------------------------------------------------------- small files
+
+    def _write_folder(self, folder: Path) -> None:
+        """Write the small files, all of them or none: another process may do the same."""
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            made = Path(tempfile.mkdtemp(dir=folder.parent))
+            try:
+                text = json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
+                (made / "config.json").write_text(text, encoding="utf-8")
+                rows = self._header.tensors["token_embd.weight"].shape[0]
+                write_tokenizer(self._header.metadata, rows, self.path, made)
+                made.chmod(0o755)
+                shutil.rmtree(folder, ignore_errors=True)  # what a cleaner of caches left of it
+                try:
+                    made.rename(folder)
+                except OSError:
+                    if not (folder / "tokenizer.json").exists():
+                        raise
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
+        except OSError as error:
+            raise CapacityError(
+                f"the tokenizer of {self.path} cannot be written to {folder.parent} ({error.strerror}): set "
+                "FORERUN_CACHE_DIR to a folder with room that may be written to"
+            ) from error
+
+
+def open_source(path: Path) -> GgufFile:
+    """The source of a file."""
+    return GgufFile(path)
+
+
+def _cache_folder() -> Path:
+    folder = os.environ.get("FORERUN_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "forerun")
+    return Path(folder).expanduser()
