@@ -139,7 +139,7 @@ def test_llama_cpp_is_asked_for_files_alone(bare_python: Path, tmp_path: Path) -
     file = dataclasses.replace(folder, target=tmp_path / "model.gguf")
     with pytest.raises(PeerError, match="it runs checkpoint folders here, and the target is a GGUF file"):
         PeerProcess("openvino", bare_python, file)
-    with pytest.raises(PeerError, match="has no llama_cpp; make an .*--no-binary.* add --llama-cpp-python peer-llama"):
+    with pytest.raises(PeerError, match=r"has no llama_cpp; make an .*--no-binary.* add --llama-cpp-python peer-llama"):
         PeerProcess("llama.cpp", bare_python, file)
 
 

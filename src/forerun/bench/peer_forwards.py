@@ -61,8 +61,8 @@ WORKER = "forwards.py"
 class ForwardsPlan:
     """The options of the benchmark; shape, folder, num_threads and pythons as in PeersPlan.
 
-    rows: ascending numbers of tokens of a pass; t(M) is divided by the time of the first. contexts: ascending, the least
-    number of tokens before a pass; there are some more, see `span_tokens`.
+    rows: ascending numbers of tokens of a pass; t(M) is divided by the time of the first. contexts: ascending, the
+    least number of tokens before a pass; there are some more, see `span_tokens`.
     """
 
     rows: tuple[int, ...]
@@ -172,8 +172,8 @@ def _refuse_too_long(plan: ForwardsPlan, model: Decoder) -> None:
     possible = [context for context in range(1, most) if context + plan.span_tokens(context) <= most]
     if not possible:
         raise BadOption(
-            f"--forward {plan.rows[-1]} is not possible: passes take {behind} positions beside what is before them, and "
-            f"the model has {most}"
+            f"--forward {plan.rows[-1]} is not possible: passes take {behind} positions beside what is before them, "
+            f"and the model has {most}"
         )
     if longest not in possible:
         raise BadOption(
@@ -360,9 +360,7 @@ def _share_of_bandwidth(passes: Seq[Pass], bandwidths: Seq[float], num_bytes: in
     return median(num_bytes / one.seconds / b for one, b in zip(passes, bandwidths, strict=True))
 
 
-def _print_notes(
-    plan: ForwardsPlan, bandwidths: Seq[float], num_bytes: int, share: float, console: Console
-) -> None:
+def _print_notes(plan: ForwardsPlan, bandwidths: Seq[float], num_bytes: int, share: float, console: Console) -> None:
     """Print how to read the table, and the limit that memory sets. num_bytes: the bytes that a pass reads."""
     slowest, middle, fastest = (f(bandwidths) for f in (min, median, max))
     console.print(

@@ -1,11 +1,11 @@
 """`forerun bench peers` runs the same checkpoint, prompts and threads in forerun and in other engines.
 
 All decode greedily, one request at a time, and every engine has its own environment. A folder runs in bfloat16, or with
-`quantization` in as many bits, which each engine rounds in its own way; a GGUF file runs as it is, here and in llama.cpp. All engines are loaded
-before the first run and take turns prompt by prompt, because a shared machine is faster in one minute than in the next;
-each prompt begins with another engine. Only one engine may work at any time: the processor time of those that wait is
-printed. peer_process.py talks to a peer, peer_results.py computes the numbers; peer_forwards.py compares single passes
-instead.
+`quantization` in as few bits as each engine makes of it; a GGUF file runs as it is, here and in llama.cpp. All engines
+are loaded before the first run and take turns prompt by prompt, because a shared machine is faster in one minute than
+in the next; each prompt begins with another engine. Only one engine may work at any time: the processor time of those
+that wait is printed. peer_process.py talks to a peer, peer_results.py computes the numbers; peer_forwards.py compares
+single passes instead.
 """
 
 from __future__ import annotations

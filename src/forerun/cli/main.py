@@ -23,6 +23,7 @@ from forerun.cli.doctor import doctor
 from forerun.cli.elsewhere import on_command_line
 from forerun.cli.inputs import read_requests
 from forerun.cli.plan import plan
+from forerun.cli.quantize import quantize
 from forerun.cli.train import app as train_app
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, ForerunError, UserError
@@ -340,6 +341,7 @@ def drafters() -> None:
 app.command()(batch)
 app.command()(plan)
 app.command()(doctor)
+app.command()(quantize)
 
 
 # --------------------------------------------------------------------------------------------------------------- main

@@ -275,7 +275,8 @@ class LlamaPeer:
 
     def __init__(self, question: Json) -> None:
         self._llama = Llama(question)
-        self.about, self.settings = self._llama.about, {"plain": ("plain", None)}
+        self.about = self._llama.about
+        self.settings: Settings = {"plain": ("plain", None)}
 
     def generate(self, method: str, spec_length: int | None, ids: list[int], max_tokens: int) -> Timed:
         """Continue one prompt."""
