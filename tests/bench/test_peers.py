@@ -203,7 +203,7 @@ def test_forwards_beside_a_real_peer(
         assert 0 < line["ratio_range"][0] <= line["ratio"] <= line["ratio_range"][1]
         assert (line["growth_range"] == [1, 1]) == (line["num_rows"] == 1)
     assert sum("transformers" in line for line in printed[:-1]) >= 1 + len(rows)
-    assert any(line.startswith("tokens: new ones of a pass") for line in printed)
+    assert any(line.startswith("rows: new tokens of a pass") for line in printed)
 
 
 def test_a_pass_sees_the_tokens_before_it() -> None:

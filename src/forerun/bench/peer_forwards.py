@@ -337,7 +337,7 @@ def table_of(lines: Seq[ForwardLine], plan: ForwardsPlan) -> Table:
     table.add_column("engine", no_wrap=True)
     last = [f"ms over\n{plan.contexts[0]}"] if several else []
     growth = f"t(M)/\nt({plan.rows[0]})"
-    for name in ("behind", "tokens", "ms", "over\nforerun's", "(range)", growth, "(range)", *last, "same\nid"):
+    for name in ("behind", "rows", "ms", "over\nours", "(range)", growth, *(last or ["(range)"]), "same\nid"):
         table.add_column(name, justify="right", no_wrap=True)
     for line in lines:
         table.add_row(
@@ -348,8 +348,7 @@ def table_of(lines: Seq[ForwardLine], plan: ForwardsPlan) -> Table:
             f"{line.ratio:.2f}x",
             "({:.2f}..{:.2f})".format(*line.ratio_range),
             f"{line.growth:.2f}",
-            "({:.2f}..{:.2f})".format(*line.growth_range),
-            *([f"{1e3 * line.extra_s:.1f}"] if several else []),
+            f"{1e3 * line.extra_s:.1f}" if several else "({:.2f}..{:.2f})".format(*line.growth_range),
             f"{line.num_same}/{line.num_tokens}",
         )
     return table
@@ -370,8 +369,8 @@ def _print_notes(plan: ForwardsPlan, bandwidths: Seq[float], num_bytes: int, sha
     )
     spans = ", ".join(f"{context} to {context + plan.span_tokens(context)}" for context in plan.contexts)
     console.print(
-        f"tokens: new ones of a pass, with the logits of each, behind {spans} others; ms: median of {plan.num_repeats} "
-        "rounds; over forerun's: this pass over forerun's of the same round, median (least..largest), above 1 forerun "
+        f"rows: new tokens of a pass, with the logits of each, behind {spans} others; ms: median of {plan.num_repeats} "
+        "rounds; over ours: this pass over forerun's of the same round, median (least..largest), above 1 forerun "
         "is faster; same id: of the largest logits, as forerun's"
         + (f"; ms over {plan.contexts[0]}: more than behind {plan.contexts[0]}" if len(plan.contexts) > 1 else "")
     )

@@ -119,6 +119,7 @@ def generate(
     extra_drafts: flags.ExtraDrafts = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
     generation_config: flags.GenerationConfig = None,
     chat_template: flags.ChatTemplate = None,
     ops: flags.Ops = None,
@@ -285,6 +286,7 @@ def chat(
     chat_template: flags.ChatTemplate = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
     max_seq_len: flags.MaxSeqLen = None,
     kv_cache_tokens: flags.CacheTokens = None,
     config: flags.ConfigFile = None,
@@ -317,6 +319,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="the same seed, the same text")] = 1,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
 ) -> None:
     """Continue one prompt without and with speculation: the text is the same, and it comes faster."""
     given = {k: v for k, v in locals().items() if k not in ("prompt", "shape")}

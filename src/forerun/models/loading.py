@@ -91,7 +91,7 @@ def load_checkpoint(
     if quantization is not None:
         source = cast(Source, QuantisingSource(source, Quantization.parse(quantization)))
     tokenizer = Tokenizer.load(source.folder) if with_tokenizer else None
-    check_shapes(_shapes(source, config), parameter_shapes(config), str(source.folder))
+    check_shapes(stored_shapes(source, config), parameter_shapes(config), str(source.folder))
     ops, device = ops or ReferenceOps(), torch.device(device)
     stored = StoredWeights(source, _dtype(dtype, device, source, ops), device, ops.packs_scheme)
     # Quantised matrices are among the weights only where the operators say that they pack them.
@@ -177,7 +177,7 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
 # ------------------------------------------------------------------------------------------------------------ weights
 
 
-def _shapes(source: Source, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def stored_shapes(source: Source, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape, less an LM head stored beside the embedding it is tied to. Raises where the two differ."""
     shapes = {name: stored.shape for name, stored in source.tensors.items()}
     if config.tie_embeddings and {HEAD, EMBEDDING} <= shapes.keys():

@@ -114,9 +114,10 @@ def refuse_code(raw: Mapping[str, Any], known: Collection[str]) -> None:
 
 def refuse_quantiser_files(names: Collection[str], where: str, read: ReadJson) -> None:
     """Raise where a quantiser left its own file instead of a key in config.json, naming the method if it does."""
-    if CONFIG in names and any(read(CONFIG).get(key) for key in KEYS):
+    found = sorted(QUANTISERS.keys() & set(names))
+    if found and CONFIG in names and any(read(CONFIG).get(key) for key in KEYS):
         return  # which says it all
-    for name in sorted(QUANTISERS.keys() & set(names)):
+    for name in found:
         method = read(name).get(QUANTISERS[name])
         said = f" ({QUANTISERS[name]}={method!r:.60})" if method is not None else ""
         raise UnsupportedModel(f"{where} holds {name}{said}, {_QUANTISED}")

@@ -1,7 +1,7 @@
 """Writing a quantised checkpoint as compressed-tensors has it (pack-quantized): it loads without rounding again.
 
 Each matrix is several tensors, see packings.py. The other tensors, config.json and the small files are those of the
-source.
+source. transformers 5 reads int8 (CompressedTensorsConfig(dequantize=True)), but not the two schemes of int4.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forerun.config import Quantization
 from forerun.errors import BadOption
 from forerun.models.hub import SMALL, locate
 from forerun.models.layers import parameter_shapes
-from forerun.models.loading import check_shapes, read_config
+from forerun.models.loading import check_shapes, read_config, stored_shapes
 from forerun.models.packings import pack
 from forerun.models.quantising import QuantisingSource
 from forerun.models.refusals import CONFIG
@@ -29,15 +29,14 @@ from forerun.models.source import open_source
 def quantise_checkpoint(
     name: str | Path, folder: Path, quantization: Quantization, ignore_config_keys: Collection[str] = ()
 ) -> tuple[int, int]:
-    """Quantise a checkpoint, a folder or a hub id, into a new folder. Returns the bytes of its weights before and after.
+    """Quantise a checkpoint, a folder or a hub id, into a new folder; returns its weights' bytes before and after.
 
     Raises UserError for a checkpoint that would not load, and for one that is quantised already.
     """
     source = open_source(locate(name))
     source.check(with_tokenizer=False)
     config = read_config({key: value for key, value in source.config.items() if key not in ignore_config_keys})
-    shapes = {name: stored.shape for name, stored in source.tensors.items()}
-    check_shapes({n: s for n, s in shapes.items() if n in parameter_shapes(config)}, parameter_shapes(config), str(name))
+    check_shapes(stored_shapes(source, config), parameter_shapes(config), str(source.folder))
     before = sum(torch.Size(stored.shape).numel() * stored.dtype.itemsize for stored in source.tensors.values())
     return before, save_quantised(QuantisingSource(source, quantization), folder)
 
@@ -85,9 +84,12 @@ def _tensors(source: QuantisingSource, name: str) -> dict[str, Tensor]:
 
 def quantization_config(source: QuantisingSource) -> dict[str, Any]:
     """Return what config.json says of weights that `save_quantised` writes."""
-    quantization = source.quantization
-    groups = {"group_0": _config_group(["Linear"], quantization.bits, quantization.group)}
-    groups["group_1"] = _config_group(["re:.*embed_tokens$", "re:.*lm_head$"], 8, quantization.group)
+    bits, group = source.quantization.bits, source.quantization.group
+    if bits == 8:
+        groups = {"group_0": _config_group(["Linear", "Embedding"], 8, group)}
+    else:
+        groups = {"group_0": _config_group(["Linear"], bits, group)}
+        groups["group_1"] = _config_group(["re:.*embed_tokens$", "re:.*lm_head$"], 8, group)
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",

@@ -92,9 +92,8 @@ class SafetensorsFolder:
                 ):
                     raise ValueError(f"its {part} permutes the inputs")
         except (ValueError, KeyError, IndexError) as error:
-            why = (
-                str(error) if type(error) is ValueError else f"one of {sorted(shapes)} is missing or has a wrong shape"
-            )
+            missing = f"beside {', '.join(sorted(shapes))} a part is missing, or has another shape"
+            why = str(error) if type(error) is ValueError else missing
             raise UnsupportedModel(
                 f"{self.folder} has a {layout.method} matrix {prefix} that is not read ({why}): fetch it again, or "
                 "name another checkpoint"
