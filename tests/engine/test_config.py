@@ -85,6 +85,7 @@ def test_no_value_that_works_here_is_answered_as_a_peers():
         "draft": ["auto", "elsewhere", *registry.names("forerun.drafters")],
         "dtype": ["auto", "float32", "bfloat16"],
         "generation_config": ["none", "model"],
+        "quantization": ["int8", "int4", "int4:group=128"],
     }
     assert set(works) == {option for option, _, _ in peer_values()}
     assert [value for option, values in works.items() for value in values if by_value(option, value)] == []

@@ -128,7 +128,9 @@ def test_repositories_are_refused_before_their_weights_are_fetched(
         assert found[i].message == (sentence.format(where=f"org/case{i}") if i < len(FOLDERS) else sentence)
     small = {"adapter_config.json", "quantize_config.json", "hf_quant_config.json", "config.json", "tokenizer.json"}
     assert set(hub.fetched()) <= small | {"generation_config.json"}
-    assert len([name for name in hub.fetched() if name == "config.json"]) == len(CONFIGS) + 2  # beside quantisers' files
+    assert (
+        len([name for name in hub.fetched() if name == "config.json"]) == len(CONFIGS) + 2
+    )  # beside quantisers' files
 
 
 CONFIGS: list[tuple[str, Raw, str]] = [

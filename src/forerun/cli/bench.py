@@ -284,6 +284,35 @@ def gaps(
 
 
 @app.command()
+def quality(
+    target: flags.Target = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="float32, bfloat16, int8 or int4[:group=N]; may be repeated [default: all, and a quantised file]",
+            show_default=False,
+        ),
+    ] = None,
+    num_tokens: Annotated[int, typer.Option("--tokens", help="of the text", min=16)] = 20_000,
+    window: Annotated[int, typer.Option(help="tokens that are read with one cache", min=8)] = 512,
+    num_prompts: Annotated[int, typer.Option("--prompts", help="texts that lookup continues, 0 = none", min=0)] = 8,
+    max_tokens: Annotated[int, typer.Option(help="tokens of each", min=2)] = 64,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="file with the text [default: Python's documentation; held-out code for the shipped target]"),
+    ] = None,
+    ops: flags.Ops = None,
+    config: flags.ConfigFile = None,
+) -> None:
+    """Measure what fewer bits cost: perplexity, and how often drafts are accepted."""
+    engine = flags.engine_config(dict(locals()), config)
+    from forerun.bench import quality as bench
+
+    bench.run(engine, bench.QualityPlan(tuple(variant or ()), num_tokens, window, num_prompts, max_tokens, text))
+
+
+@app.command()
 def kernels(
     shape: Annotated[str, typer.Option(help="random-1.24b (Llama 3.2 1B), or demo; random weights")] = "random-1.24b",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
