@@ -11,13 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, SamplingParams, ops
+from forerun.bench.quality import QualityPlan, measure, text_ids
 from forerun.cli.main import main
 from forerun.config import EngineConfig, Quantization
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption
 from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.loading import load_checkpoint
+from forerun.models.quantising import READS
 from forerun.models.saving import save_checkpoint
 from forerun.ops.quantising import quantise, scheme_of
 from tiny import write_tiny
@@ -31,6 +33,7 @@ def write(folder: Path, *, tied: bool = False) -> Path:
     config = dataclasses.replace(CONFIG, tie_embeddings=tied)
     generator = torch.Generator().manual_seed(1)
     weights = {name: torch.randn(s, generator=generator) * 0.3 for name, s in parameter_shapes(config).items()}
+    weights |= {name: 1 + weight for name, weight in weights.items() if "norm" in name}
     save_checkpoint(folder, config, weights, torch.bfloat16)
     return folder
 
@@ -95,10 +98,15 @@ def test_matrices_are_rounded_and_the_rest_is_not(tmp_path: Path, text: str, bit
     group = Quantization.parse(text).group
     for name, weight in loaded.model.weights.items():
         if weight.ndim == 1:
-            assert torch.equal(weight, dense[name]), name
-        else:
-            scheme = scheme_of(8 if name in ENDS else bits, group)
-            assert torch.equal(weight, quantise(dense[name], scheme).dequantise()), name
+            expected = dense[name] if name == "model.norm.weight" else torch.ones_like(weight)
+            assert torch.equal(weight, expected), name
+            continue
+        norm = name.rpartition("self_attn.")[0] + "input_layernorm.weight"
+        norm = norm if "mlp" not in name else name.rpartition("mlp.")[0] + "post_attention_layernorm.weight"
+        reads_norm = not any(part in name for part in (*ENDS, "o_proj", "down_proj"))
+        whole = dense[name] * dense[norm] if reads_norm else dense[name]
+        scheme = scheme_of(8 if name in ENDS else bits, group)
+        assert torch.equal(weight, quantise(whole, scheme).dequantise()), name
 
 
 def test_target_and_draft_are_rounded_independently() -> None:
@@ -142,6 +150,46 @@ def test_a_group_that_does_not_divide_is_refused(tmp_path: Path) -> None:
         BadOption, match=r"'int8:group=32' is not possible: .* the 48 inputs of .*_proj.weight; 16 does"
     ):
         load_checkpoint(tmp_path / "tiny", quantization="int8")
+
+
+# --------------------------------------------------------------------------------------------------------- quality
+
+OUTLIERS = (7, 100, 201)  # channels of the shipped target's 384, a hundred times as large as their neighbours
+
+
+def planted(folder: Path) -> Path:
+    """The shipped target with outlier channels that its norms make and its matrices undo: the same function."""
+    model = load_checkpoint(SHIPPED_TARGET, dtype="float32").model
+    weights, channels = dict(model.weights), list(OUTLIERS)
+    for i in range(model.config.num_layers):
+        for norm, names in READS.items():
+            layer = f"model.layers.{i}."
+            weights[layer + norm] = weights[layer + norm].clone()
+            weights[layer + norm][channels] *= 100
+            for name in names:
+                weights[layer + name] = weights[layer + name].clone()
+                weights[layer + name][:, channels] /= 100
+    save_checkpoint(folder, model.config, weights, torch.float32, tokenizer_folder=SHIPPED_TARGET)
+    return folder
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+def test_few_bits_cost_little(tmp_path: Path, outliers: bool) -> None:
+    """Perplexity on held-out code: the bars of the shipped pair, with and without outliers; logits are bounded, too."""
+    folder = planted(tmp_path / "planted") if outliers else SHIPPED_TARGET
+    given = load_checkpoint(SHIPPED_TARGET, with_tokenizer=True)
+    loaded = {
+        name: load_checkpoint(folder, dtype="bfloat16", ops=ops.make("auto", "cpu"), quantization=quantization)
+        for name, quantization in (("bfloat16", None), ("int8", "int8"), ("int4", "int4"))
+    }
+    ids = text_ids(given, EngineConfig(), QualityPlan(num_tokens=1536))
+    windows = [ids[first : first + 512] for first in range(0, len(ids), 512)]
+    base, *lines = measure(loaded, windows, QualityPlan(num_prompts=0))
+    assert (base.variant, base.over_base, base.logit_error, base.same_best) == ("bfloat16", 0.0, 0.0, 1.0)
+    for line, most, error in zip(lines, (0.005, 0.04), (0.02, 0.06), strict=True):
+        assert line.over_base < most, line
+        assert line.logit_error < error, line
+        assert 1 - 2 * error < line.drafter_alpha < 1, line
 
 
 # ---------------------------------------------------------------------------------------------------------- saving

@@ -266,8 +266,8 @@ def table_of(lines: Seq[QualityLine]) -> Table:
 
 def _print_notes(text: str, plan: QualityPlan, is_quantised: bool, console: Console) -> None:
     console.print(
-        f"{text}; drafter's alpha: as a draft for the bfloat16 "
-        "model, at temperature 1; same best id: at temperature 0; logit error: root mean square over that of its logits; "
+        f"{text}; drafter's alpha: as a draft for the bfloat16 model, "
+        "at temperature 1; same best id: at temperature 0; logit error: root mean square over that of its logits; "
         f"lookup's alpha: accepted over tested, greedy, {plan.num_prompts} texts of {plan.max_tokens} tokens; "
         "MB: that a pass reads"
         + ("; float32, bfloat16, int8 and int4 are made of what the file's weights stand for" if is_quantised else "")

@@ -1,7 +1,11 @@
 """Weights that are quantised while they are read.
 
 Every matrix of the layers gets the bits that are asked for; the embedding and the LM head get 8 bits at least, because
-their rounding shows in every logit. Norms and biases stay as they are.
+their rounding shows in every logit. Biases and the final norm stay as they are.
+
+The weights of a layer's two norms are multiplied into the matrices that read them, and become ones. The function stays,
+and a channel that a norm makes a hundred times as large as its neighbours is no longer one when activations are rounded
+together with them; SmoothQuant (Xiao et al. 2023) moves such factors into matrices, too.
 """
 
 from __future__ import annotations
@@ -20,8 +24,14 @@ from forerun.models.source import Source, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.ops.quantising import quantise, scheme_of
 
+LAYERS = "model.layers."
 ENDS = ("model.embed_tokens.weight", "lm_head.weight")  # 8 bits under 4
 GROUPS = {8: (16, 32, 64, 128), 4: (32, 64, 128)}
+# Of a layer: matrices -> the norm whose output they read.
+READS = {
+    "input_layernorm.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "post_attention_layernorm.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+}
 BLOCK_WEIGHTS = 1 << 18  # rounded at a time, which takes some ten times as many floats meanwhile
 
 
@@ -66,7 +76,8 @@ class QuantisingSource:
         """See `Source.blocks`."""
         scheme = self.tensors[name].scheme
         if scheme is None:
-            yield from self.source.blocks(name)
+            for block in self.source.blocks(name):
+                yield torch.ones_like(block) if name.startswith(LAYERS) and name.endswith(tuple(READS)) else block
             return
         for rows in self._rows(name, scheme):
             yield rows.dequantise()
@@ -83,11 +94,20 @@ class QuantisingSource:
             return None
         return scheme_of(8 if name in ENDS else self.quantization.bits, self.quantization.group)
 
+    def _factors(self, name: str) -> Tensor | None:
+        """The norm's weights [I] that a matrix is multiplied by."""
+        norm = next((norm for norm, names in READS.items() for read in names if name.endswith("." + read)), None)
+        if norm is None or not name.startswith(LAYERS):
+            return None
+        layer = ".".join(name.split(".")[: LAYERS.count(".") + 1])
+        return torch.cat([block.float() for block in self.source.blocks(f"{layer}.{norm}")])
+
     def _rows(self, name: str, scheme: Scheme) -> Iterator[QuantisedRows]:
-        step = max(1, BLOCK_WEIGHTS // self.tensors[name].shape[1])
+        step, factors = max(1, BLOCK_WEIGHTS // self.tensors[name].shape[1]), self._factors(name)
         for block in self.source.blocks(name):
             for first in range(0, len(block), step):
                 rows = block[first : first + step]
+                rows = rows if factors is None else rows.float() * factors
                 if not bool(rows.isfinite().all()):
                     raise BadOption(
                         f"quantization={str(self.quantization)!r} is not possible: {name} in "
