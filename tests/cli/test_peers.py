@@ -21,7 +21,7 @@ from forerun.types import SamplingParams
 
 SEE = f"see {DOCUMENT}"
 NO_SHARE = "memory is asked for in tokens, not as a share of the device (forerun plan shows the bytes)"
-GGUF = "a folder with safetensors (GGUF files are not read)"
+GGUF = "a GGUF file, or a folder with safetensors"
 HUB = "a folder, or a hub id with the revision behind an @"
 
 

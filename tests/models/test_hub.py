@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 
 from forerun import LLM, SamplingParams
 from forerun.models.saving import save_checkpoint
+from models.gguf_files import random_weights, write_model
 from models.hubserver import LOCATE, Client, HubServer
 from tiny import tiny_config, write_tiny
 
@@ -95,16 +97,14 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: HubServer, client: Client
     found = client.find(*names, "org/tiny@v2", "org/tiny@../main", "org/tiny@")
     assert [f.folder.name for f in found[:5]] == [main, main, first, first, pull]
     assert hub.fetched().count("model.safetensors") == 1  # the commits share it
+    written = "a model of the hub is written org/name, org/name@revision or org/name:FILE.gguf"
     assert [(f.error, f.message) for f in found[5:]] == [
         (
             "NotFound",
             f"org/tiny has no revision 'v2': name a branch, a tag or a commit of {hub.endpoint}/org/tiny/commits",
         ),
-        (
-            "NotFound",
-            "there is no folder org/tiny@../main, and a model of the hub is written org/name or org/name@revision",
-        ),
-        ("NotFound", "there is no folder org/tiny@, and a model of the hub is written org/name or org/name@revision"),
+        ("NotFound", f"there is no folder org/tiny@../main, and {written}"),
+        ("NotFound", f"there is no folder org/tiny@, and {written}"),
     ]
 
 
@@ -129,12 +129,60 @@ def test_a_folder_and_what_looks_like_one_never_reach_the_network(hub: HubServer
     assert {f.error for f in found} == {"NotFound"}
     assert all(f.message.startswith("there is no folder ") for f in found)
     assert found[0].message == (
-        "there is no folder org/tiny: name a folder that holds config.json, model.safetensors and tokenizer.json, or a "
-        "model of the hub as org/name"
+        "there is no folder org/tiny: name a folder that holds config.json, model.safetensors and tokenizer.json, a "
+        "GGUF file, or a model of the hub as org/name"
     )
-    for name in ["org/ti ny", "-org/tiny", "org/tiny--x", "org/C:tiny"]:
+    for name in ["org/ti ny", "-org/tiny", "org/tiny--x", "org/C:tiny", "org/C:../a.gguf", "org/C:"]:
         assert client.find(name).message.startswith(f"there is no folder {name}, and a model of the hub is written")
     assert not hub.requests
+
+
+# ---------------------------------------------------------------------------------------------------------- GGUF files
+
+
+def test_a_gguf_file_of_a_repository_by_its_name_or_its_type(hub: HubServer, client: Client, tmp_path: Path) -> None:
+    config = replace(tiny_config("llama"), vocab_size=258)
+    write_model(tmp_path / "a.gguf", config, random_weights(config))
+    data = (tmp_path / "a.gguf").read_bytes()
+    files = {"tiny-Q4_K_M.gguf": data, "tiny-Q8_0.gguf": b"8", "sub/tiny-f16.gguf": b"16", "README.md": b"text"}
+    files |= {f"tiny-BF16-0000{i}-of-00002.gguf": b"piece" for i in (1, 2)}
+    commit = hub.publish("org/tiny-GGUF", files)
+    found, asked = client.asked({"name": "org/tiny-GGUF:tiny-Q4_K_M.gguf", "load": True})
+    assert (found.error, asked) == (None, ["tiny-Q4_K_M.gguf"])
+    assert found.files == ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    again, asked = client.asked("org/tiny-GGUF@main:q4_k_m")
+    assert (again.folder.name, again.folder.parent.name, asked) == ("tiny-Q4_K_M.gguf", commit, [])
+    sub, asked = client.asked("org/tiny-GGUF:F16")
+    assert (sub.folder.name, asked) == ("tiny-f16.gguf", ["sub/tiny-f16.gguf"])
+    offline = client.find("org/tiny-GGUF:Q4_K_M", "org/tiny-GGUF:Q8_0", env={"HF_HUB_OFFLINE": "1"})
+    assert (offline[0].folder.name, offline[1].error) == ("tiny-Q4_K_M.gguf", "NotFound")
+    assert "HF_HUB_OFFLINE forbids to fetch it" in offline[1].message
+    before = len(hub.fetched())
+    names = ["org/tiny-GGUF", "org/tiny-GGUF:Q5_0", "org/tiny-GGUF:bf16", "org/tiny-GGUF:none.gguf"]
+    assert [(f.error, f.message) for f in client.find(*names)] == [
+        (
+            "UnsupportedModel",
+            "org/tiny-GGUF has weights in sub/tiny-f16.gguf, tiny-BF16-00001-of-00002.gguf, "
+            "tiny-BF16-00002-of-00002.gguf and 2 more only: name one such file, as org/tiny-GGUF:sub/tiny-f16.gguf",
+        ),
+        (
+            "NotFound",
+            "org/tiny-GGUF has no GGUF files named Q5_0: name one of sub/tiny-f16.gguf, tiny-BF16-00001-of-00002.gguf, "
+            "tiny-BF16-00002-of-00002.gguf, tiny-Q4_K_M.gguf, tiny-Q8_0.gguf",
+        ),
+        (
+            "UnsupportedModel",
+            "org/tiny-GGUF has tiny-BF16-00001-of-00002.gguf as one of several pieces, and forerun reads whole files: "
+            "fetch the pieces with hf download, and join them with llama-gguf-split --merge, which comes with "
+            "llama.cpp",
+        ),
+        (
+            "NotFound",
+            "org/tiny-GGUF has no GGUF files named none.gguf: name one of sub/tiny-f16.gguf, "
+            "tiny-BF16-00001-of-00002.gguf, tiny-BF16-00002-of-00002.gguf, tiny-Q4_K_M.gguf, tiny-Q8_0.gguf",
+        ),
+    ]
+    assert len(hub.fetched()) == before
 
 
 # -------------------------------------------------------------------------------------------------- the whole command

@@ -19,17 +19,16 @@ from tiny import write_tiny
 Raw = dict[str, Any]
 TYPES = "llama or mistral or qwen2 or qwen3"
 KNOWN = "['llama', 'mistral', 'qwen2', 'qwen3']"
-WANTED = "a folder that holds config.json, model.safetensors and tokenizer.json, or a model of the hub as org/name"
+WANTED = (
+    "a folder that holds config.json, model.safetensors and tokenizer.json, a GGUF file, or a model of the hub as "
+    "org/name"
+)
 READABLE = "name the unquantised original, or one quantised as GPTQ, AWQ or compressed-tensors of 4 or 8 bits"
 QUANTISED = (
     "which means quantised weights, and no quantization_config in config.json says how they are to be read: "
     f"{READABLE} by a tool that writes that key"
 )
-GGUF = (
-    "and forerun reads safetensors: name the original repository, or convert it with transformers, "
-    "AutoModelForCausalLM.from_pretrained('{where}', gguf_file='model-Q4.gguf').save_pretrained(FOLDER), and the same "
-    "with AutoTokenizer"
-)
+GGUF = "{where} has weights in model-Q4.gguf{more} only: name one such file, as {where}{colon}model-Q4.gguf"
 CONVERT = (
     "convert it with transformers, AutoModelForCausalLM.from_pretrained('{where}').save_pretrained(FOLDER), and the "
     "same with AutoTokenizer"
@@ -52,9 +51,9 @@ Change = dict[str, bytes | None]
 NO_WEIGHTS: Change = {"model.safetensors": None}
 BASE = json.dumps({"base_model_name_or_path": "org/base"}).encode()
 FOLDERS: list[tuple[Change, str]] = [
-    (NO_WEIGHTS | {"model-Q4.gguf": b"", "config.json": None}, "{where} has weights in model-Q4.gguf only, " + GGUF),
+    (NO_WEIGHTS | {"model-Q4.gguf": b"", "config.json": None}, GGUF.replace("{more}", "")),
     (NO_WEIGHTS | {"model-Q4.gguf": b"", "model-Q8.gguf": b"", "pytorch_model.bin": b""},
-     "{where} has weights in model-Q4.gguf, model-Q8.gguf only, " + GGUF),
+     GGUF.replace("{more}", ", model-Q8.gguf")),
     (NO_WEIGHTS | {"pytorch_model.bin": b""}, "{where} has weights in pytorch_model.bin only, " + PICKLE),
     (NO_WEIGHTS | {f"consolidated.0{i}.pth": b"" for i in range(5)} | {"config.json": None},
      "{where} has weights in consolidated.00.pth, consolidated.01.pth, consolidated.02.pth and 2 more only, " + PICKLE),
@@ -106,7 +105,7 @@ def test_folders(write: Callable[[Change], Path], change: Change, sentence: str)
     folder = write(change)
     with pytest.raises((UnsupportedModel, NotFound)) as refused:
         load_checkpoint(folder, with_tokenizer=True)
-    assert str(refused.value) == sentence.format(where=folder)
+    assert str(refused.value) == sentence.format(where=folder, colon="/")
 
 
 @pytest.fixture
@@ -125,12 +124,11 @@ def test_repositories_are_refused_before_their_weights_are_fetched(
         hub.publish(f"org/case{i}", apply(change, files))
     found = client.find(*({"name": f"org/case{i}", "load": True} for i in range(len(changes))))
     for i, (_, sentence) in enumerate(changes):
-        assert found[i].message == (sentence.format(where=f"org/case{i}") if i < len(FOLDERS) else sentence)
+        assert found[i].message == (sentence.format(where=f"org/case{i}", colon=":") if i < len(FOLDERS) else sentence)
     small = {"adapter_config.json", "quantize_config.json", "hf_quant_config.json", "config.json", "tokenizer.json"}
     assert set(hub.fetched()) <= small | {"generation_config.json"}
-    assert (
-        len([name for name in hub.fetched() if name == "config.json"]) == len(CONFIGS) + 2
-    )  # beside quantisers' files
+    num_read = sum(name == "config.json" for name in hub.fetched())
+    assert num_read == len(CONFIGS) + 2  # beside the files of two quantisers
 
 
 CONFIGS: list[tuple[str, Raw, str]] = [
@@ -189,7 +187,7 @@ def test_code_for_anything_but_the_model_does_not_matter(llama_raw: Raw) -> None
 
 
 SINGLE_FILES = {
-    "model-Q4.gguf": "{file} is a GGUF file, " + GGUF,
+    "model-Q4.gguf": "{file} is not a readable GGUF file (it does not begin as a GGUF file does): fetch it again",
     "model.pt": "{file} is " + PICKLE,
     "model.safetensors": "{file} is one file of a checkpoint: name its folder, {where}, which must hold "
     "config.json and tokenizer.json too",

@@ -1,4 +1,4 @@
-"""A model's name -> its folder: one on this machine, or a snapshot of the hub in huggingface_hub's cache.
+"""A model's name -> its folder or file: one on this machine, or from the hub in huggingface_hub's cache.
 
 From the hub come only the files that are read here: the small ones first, so that a checkpoint that would be refused
 is refused before its weights are fetched. huggingface_hub is imported when a hub id is met, never for a folder.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import CapacityError, ForerunError, NotFound
+from forerun.errors import CapacityError, ForerunError, NotFound, UnsupportedModel
 from forerun.models.hub_errors import cache_folder, explained, is_offline, is_unreachable
 from forerun.models.refusals import (
     CONFIG,
@@ -42,6 +42,10 @@ SMALL = (
 )
 DEFAULT_REVISION = "main"
 REVISION = re.compile(r"\w(?!.*\.\.)[\w./+-]*")
+GGUF_FILE = re.compile(r"\w(?!.*\.\.)[\w./+ -]*\.gguf", re.IGNORECASE)
+GGUF_TYPE = re.compile(r"(UD-)?I?Q\d\w*|BF16|F16|F32", re.IGNORECASE)  # as the names of such files end
+GGUF_PIECE = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+WRITTEN = "a model of the hub is written org/name, org/name@revision or org/name:FILE.gguf"
 LISTING_TIMEOUT_S = 10.0
 LISTING_KEPT_S = 60.0
 GB = 10**9
@@ -51,12 +55,13 @@ Listing = tuple[str, dict[str, int | None]]  # a commit, and its files with thei
 
 
 def locate(name: str | Path, *, config_only: bool = False, weights: bool = True, check: Check | None = None) -> Path:
-    """The folder that `name` means; what the hub has under it is fetched into the cache first.
+    """The folder or file that `name` means; what the hub has under it is fetched into the cache first.
 
-    name: a path, or a hub id org/name[@revision] where no such path exists; a Path is never a hub id. config_only:
-    fetch config.json alone. weights=False: fetch all but the weights. check: called with the folder when the small
-    files are there and the weights are not yet fetched; what it raises is raised. Without a network, a complete
-    snapshot in the cache is used as it is.
+    name: a path, or a hub id org/name[@revision] where no such path exists; a Path is never a hub id. With :FILE.gguf
+    behind it, or a type such as :Q4_K_M that one file's name ends with, it means that file, which is fetched whole.
+    config_only: fetch config.json alone. weights=False: fetch all but the weights. check: called with the folder when
+    the small files are there and the weights are not yet fetched; what it raises is raised. Without a network, a
+    complete snapshot in the cache is used as it is.
 
     Raises NotFound for what is not there or cannot be had, UnsupportedModel for repositories without readable
     weights, CapacityError for a full disk.
@@ -83,9 +88,10 @@ def is_hub_id(name: str | Path) -> bool:
     return isinstance(name, str) and not Path(name).exists() and _as_hub_model(name) is not None
 
 
-def _as_hub_model(name: str) -> _HubModel | None:
+def _as_hub_model(name: str) -> _HubModel | _HubFile | None:
     """None where the name can only be a path. Raises NotFound where it is almost a hub id."""
-    hub_id, at, revision = name.partition("@")
+    before, colon, file = name.partition(":")
+    hub_id, at, revision = before.partition("@")
     if hub_id.startswith((".", "/", "~")) or "\\" in name or hub_id.count("/") != 1:
         return None
     from huggingface_hub.errors import HFValidationError
@@ -95,9 +101,11 @@ def _as_hub_model(name: str) -> _HubModel | None:
         validate_repo_id(hub_id)
     except HFValidationError:
         hub_id = ""
-    if not hub_id or (at and not REVISION.fullmatch(revision)):
-        raise NotFound(f"there is no folder {name}, and a model of the hub is written org/name or org/name@revision")
-    return _HubModel(hub_id, revision or DEFAULT_REVISION)
+    is_file = GGUF_FILE.fullmatch(file) or GGUF_TYPE.fullmatch(file)
+    if not hub_id or (at and not REVISION.fullmatch(revision)) or (colon and not is_file):
+        raise NotFound(f"there is no folder {name}, and {WRITTEN}")
+    model = _HubModel(hub_id, revision or DEFAULT_REVISION)
+    return _HubFile(model, file) if file else model
 
 
 # What the hub said within the last minute: opening a pair looks several times, and without a network each look waits.
@@ -114,21 +122,21 @@ class _HubModel:
     def fetch(self, config_only: bool, weights: bool, check: Check | None) -> Path:
         """See `locate`; raises whatever huggingface_hub raises, too."""
         try:
-            commit, sizes = self._listing()
+            commit, sizes = self.listing()
         except Exception as error:
             cached = self._cached()
             if cached is None or not is_unreachable(error) or not _holds(cached, config_only, weights):
                 raise
             return cached
         self._refuse(sizes, commit, config_only)
-        config = self._download(CONFIG, self._revision_to_ask(commit))
+        config = self.download(CONFIG, self._revision_to_ask(commit))
         folder, commit = config.parent, config.parent.name
         if config_only:
             return folder
         wanted = [*SMALL, INDEX] if SINGLE not in sizes else SMALL
         for name in sizes:
             if any(fnmatch(name, pattern) for pattern in wanted):
-                self._download(name, commit)
+                self.download(name, commit)
         if check is not None:
             check(folder)
         if not weights:
@@ -138,12 +146,12 @@ class _HubModel:
             raise NotFound(
                 f"{self.id} has no file {lost[0]}, which its {INDEX} names: name another revision, as org/name@revision"
             )
-        self._check_disk(folder, {name: sizes[name] for name in files})
+        self.check_disk({name: sizes[name] for name in files if not (folder / name).exists()})
         for name in files:
-            self._download(name, commit)
+            self.download(name, commit)
         return folder
 
-    def _listing(self) -> Listing:
+    def listing(self) -> Listing:
         """The commit that the revision means now, and its files with their sizes in bytes, as far as known."""
         asked_s, found = _LISTINGS.get(self, (-LISTING_KEPT_S, None))
         if found is None or time.monotonic() - asked_s > LISTING_KEPT_S:
@@ -165,7 +173,7 @@ class _HubModel:
         info = api.model_info(self.id, revision=self.revision, files_metadata=True, timeout=LISTING_TIMEOUT_S)
         return str(info.sha), {file.rfilename: file.size for file in info.siblings or ()}
 
-    def _download(self, name: str, revision: str) -> Path:
+    def download(self, name: str, revision: str) -> Path:
         """The place of one file in the cache; nothing is asked for what is there under this commit."""
         from huggingface_hub import hf_hub_download
 
@@ -187,7 +195,7 @@ class _HubModel:
         """Refuse what the listing shows, before anything is fetched but the file that says why."""
 
         def read(name: str) -> Mapping[str, Any]:
-            return read_json(self._download(name, commit))
+            return read_json(self.download(name, commit))
 
         refuse_without_config(sizes, self.id, read)
         if not config_only:
@@ -195,14 +203,79 @@ class _HubModel:
             refuse_quantiser_files(sizes, self.id, read)
             refuse_without_tokenizer(sizes, self.id)
 
-    def _check_disk(self, folder: Path, sizes: Mapping[str, int | None]) -> None:
-        missing = sum(size or 0 for name, size in sizes.items() if not (folder / name).exists())
+    def check_disk(self, sizes: Mapping[str, int | None]) -> None:
+        """Raise CapacityError where files of these sizes have no room in the cache."""
+        missing, folder = sum(size or 0 for size in sizes.values()), Path(cache_folder())
+        while not folder.exists():
+            folder = folder.parent
         free = shutil.disk_usage(folder).free
         if missing > free:
             raise CapacityError(
                 f"{self.id} needs {missing / GB:.1f} GB on the disk, and {cache_folder()} has {free / GB:.1f} GB free: "
                 "make room there, or set HF_HOME to a folder on a larger disk"
             )
+
+
+@dataclass(frozen=True)
+class _HubFile:
+    """A GGUF file of a model of the hub. wanted: its name, or the type that its name ends with."""
+
+    model: _HubModel
+    wanted: str
+
+    @property
+    def id(self) -> str:
+        return self.model.id
+
+    @property
+    def revision(self) -> str:
+        return self.model.revision
+
+    def fetch(self, config_only: bool, weights: bool, check: Check | None) -> Path:
+        """See `locate`; raises whatever huggingface_hub raises, too. The config is in the file, so it is fetched."""
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            commit, sizes = self.model.listing()
+        except Exception as error:
+            cached = self._cached()
+            if cached is None or not is_unreachable(error):
+                raise
+            return cached
+        name = self._choose(sizes)
+        there = try_to_load_from_cache(self.id, name, revision=commit)
+        if isinstance(there, str):
+            return Path(there)
+        self.model.check_disk({name: sizes[name]})
+        return self.model.download(name, self.revision)
+
+    def _choose(self, names: Collection[str]) -> str:
+        """The name of the file. Raises NotFound where there is none, or are several; UnsupportedModel for a piece."""
+        files = sorted(name for name in names if name.lower().endswith(".gguf"))
+        ending = re.compile(rf"(?:.*[-._/])?{re.escape(self.wanted)}(?:-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
+        found = [self.wanted] if self.wanted in files else [name for name in files if ending.fullmatch(name)]
+        if found and all(GGUF_PIECE.search(name) for name in found):
+            raise UnsupportedModel(
+                f"{self.id} has {found[0]} as one of several pieces, and forerun reads whole files: fetch the pieces "
+                "with hf download, and join them with llama-gguf-split --merge, which comes with llama.cpp"
+            )
+        if len(found) != 1:
+            raise NotFound(
+                f"{self.id} has {len(found) or 'no'} GGUF file{'s' * (len(found) != 1)} named {self.wanted}: "
+                + (f"name one of {', '.join(found or files)}" if files else "its files are all of other formats")
+            )
+        return found[0]
+
+    def _cached(self) -> Path | None:
+        """The file in the snapshot that the revision meant when it was last asked for."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            folder = Path(snapshot_download(self.id, revision=self.revision, local_files_only=True))
+            return folder / self._choose([file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")])
+        except (LocalEntryNotFoundError, NotFound):
+            return None
 
 
 def _holds(folder: Path, config_only: bool, weights: bool) -> bool:

@@ -91,7 +91,7 @@ def load_checkpoint(
     if quantization is not None:
         source = cast(Source, QuantisingSource(source, Quantization.parse(quantization)))
     tokenizer = Tokenizer.load(source.folder) if with_tokenizer else None
-    check_shapes(stored_shapes(source, config), parameter_shapes(config), str(source.folder))
+    check_shapes(stored_shapes(source, config), parameter_shapes(config), str(path))
     ops, device = ops or ReferenceOps(), torch.device(device)
     stored = StoredWeights(source, _dtype(dtype, device, source, ops), device, ops.packs_scheme)
     # Quantised matrices are among the weights only where the operators say that they pack them.

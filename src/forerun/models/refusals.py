@@ -23,7 +23,10 @@ QUANTISERS = {
     "hf_quant_config.json": "producer",
 }
 
-WANTED = "a folder that holds config.json, model.safetensors and tokenizer.json, or a model of the hub as org/name"
+WANTED = (
+    "a folder that holds config.json, model.safetensors and tokenizer.json, a GGUF file, or a model of the hub as "
+    "org/name"
+)
 GGUF, PICKLES = (".gguf",), (".bin", ".pt", ".pth", ".ckpt")
 OTHERS = (".safetensors", ".h5", ".msgpack", ".onnx")
 
@@ -35,8 +38,6 @@ def refuse_path(path: Path) -> NoReturn:
     if path.is_dir():
         refuse_without_weights(names_in(path), str(path), lambda name: read_json(path / name))
         raise _no_config(str(path))
-    if path.suffix in GGUF:
-        raise UnsupportedModel(f"{path} is a GGUF file, {_gguf_way_out(str(path.parent), path.name)}")
     if path.suffix in PICKLES:
         raise UnsupportedModel(f"{path} is {_pickle_way_out(str(path.parent))}")
     if path.suffix in OTHERS:
@@ -57,7 +58,8 @@ def refuse_without_weights(names: Collection[str], where: str, read: ReadJson) -
     if ADAPTER in names:
         raise UnsupportedModel(_adapter(where, read(ADAPTER).get("base_model_name_or_path")))
     if found := _with_suffix(names, GGUF):
-        raise UnsupportedModel(f"{where} has weights in {_few(found)} only, {_gguf_way_out(where, found[0])}")
+        named = Path(where, found[0]) if Path(where).is_dir() else f"{where}:{found[0]}"
+        raise UnsupportedModel(f"{where} has weights in {_few(found)} only: name one such file, as {named}")
     if found := _with_suffix(names, PICKLES):
         raise UnsupportedModel(f"{where} has weights in {_few(found)} only, {_pickle_way_out(where)}")
     if found := _with_suffix(names, OTHERS):
@@ -144,14 +146,6 @@ def _adapter(where: str, base: object) -> str:
         f"{where} is an adapter to {named} and not a whole model: merge it with peft, AutoPeftModelForCausalLM."
         f"from_pretrained({where!r}).merge_and_unload().save_pretrained(FOLDER), and copy the tokenizer's files of "
         f"{base if base else 'that model'} into FOLDER"
-    )
-
-
-def _gguf_way_out(where: str, name: str) -> str:
-    return (
-        "and forerun reads safetensors: name the original repository, or convert it with transformers, "
-        f"AutoModelForCausalLM.from_pretrained({where!r}, gguf_file={name!r}).save_pretrained(FOLDER), and the same "
-        "with AutoTokenizer"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from forerun.errors import CapacityError, UnsupportedModel
 from forerun.models.source import QuantisedSource, Source
-from forerun.ops.quantised import QuantisedMatrix, Scheme
+from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 
 
 class StoredWeights(Mapping[str, Tensor | QuantisedMatrix]):
@@ -32,7 +33,7 @@ class StoredWeights(Mapping[str, Tensor | QuantisedMatrix]):
     def __getitem__(self, name: str) -> Tensor | QuantisedMatrix:
         stored = self.source.tensors[name]
         if stored.scheme is not None and self.packs_scheme(stored.scheme):
-            return cast(QuantisedSource, self.source).quantised(name)
+            return self._checked(name, cast(QuantisedSource, self.source).quantised(name))
         shape = stored.shape
         try:
             tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -56,6 +57,18 @@ class StoredWeights(Mapping[str, Tensor | QuantisedMatrix]):
             if not _is_finite(rows):
                 raise UnsupportedModel(self._fault(name, block, out.dtype))
             first += len(block)
+
+    def _checked(self, name: str, matrix: QuantisedMatrix) -> QuantisedMatrix:
+        """The same with its numbers checked: where they are finite, so is every weight."""
+
+        def blocks() -> Iterator[QuantisedRows]:
+            for rows in matrix.blocks():
+                for numbers in (rows.scales, rows.minimums, rows.super_scales, rows.super_minimums):
+                    if numbers is not None and not _is_finite(numbers.float()):
+                        raise UnsupportedModel(self._fault(name, numbers.float(), torch.float32))
+                yield rows
+
+        return replace(matrix, blocks=blocks)
 
     def _fault(self, name: str, block: Tensor, dtype: torch.dtype) -> str:
         file, wanted = self.source.tensors[name].file, str(dtype).removeprefix("torch.")

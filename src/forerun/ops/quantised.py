@@ -57,7 +57,7 @@ class QuantisedRows:
     def dequantise(self) -> Tensor:
         """Return the weights in float32 [R, I], rounded in the order in which GGUF's own package rounds them."""
         scales = _expanded(self.scales, self.super_scales, self.scheme)
-        codes = self.codes.float().unflatten(-1, (-1, self.scheme.group))
+        codes = torch.unflatten(self.codes.float(), -1, (-1, self.scheme.group))
         if self.zeros is not None:
             return ((codes - self.zeros.float().unsqueeze(-1)) * scales).flatten(-2)
         assert self.minimums is not None
@@ -78,4 +78,8 @@ def _expanded(numbers: Tensor, factors: Tensor | None, scheme: Scheme) -> Tensor
     if factors is None:
         return numbers.float().unsqueeze(-1)
     per_factor = scheme.super_group // scheme.group
-    return (factors.float().unsqueeze(-1) * numbers.float().unflatten(-1, (-1, per_factor))).flatten(-2).unsqueeze(-1)
+    return (
+        (factors.float().unsqueeze(-1) * torch.unflatten(numbers.float(), -1, (-1, per_factor)))
+        .flatten(-2)
+        .unsqueeze(-1)
+    )

@@ -73,15 +73,15 @@ def _q5_1(data: Tensor) -> QuantisedRows:
 
 
 def _q4_k(data: Tensor) -> QuantisedRows:
-    codes = _nibbles(data[..., 16:].unflatten(-1, (4, 32)))
+    codes = _nibbles(torch.unflatten(data[..., 16:], -1, (4, 32)))
     return _two_levels(K4, data, codes)
 
 
 def _q5_k(data: Tensor) -> QuantisedRows:
     shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)  # bit j of byte l belongs to weight 32 j + l
     high = (data[..., 16:48].unsqueeze(-2) >> shifts & 1) << 4
-    codes = _nibbles(data[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2) | high
-    return _two_levels(K5, data, codes)
+    codes = _nibbles(torch.unflatten(data[..., 48:], -1, (4, 32)))
+    return _two_levels(K5, data, torch.unflatten(codes, -1, (2, 32)).flatten(-3, -2) | high)
 
 
 def _two_levels(scheme: Scheme, data: Tensor, codes: Tensor) -> QuantisedRows:
@@ -100,9 +100,9 @@ def _two_levels(scheme: Scheme, data: Tensor, codes: Tensor) -> QuantisedRows:
 
 
 def _q6_k(data: Tensor) -> QuantisedRows:
-    low = _nibbles(data[..., :128].unflatten(-1, (2, 64)))  # per half of the block: 64 low nibbles, 64 high ones
+    low = _nibbles(torch.unflatten(data[..., :128], -1, (2, 64)))  # per half of the block: 64 low nibbles, 64 high ones
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).unsqueeze(-1)
-    high = (data[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-2)
+    high = (torch.unflatten(data[..., 128:192], -1, (2, 1, 32)) >> shifts & 3).flatten(-2)
     scales = data[..., 192:208].contiguous().view(torch.int8).flatten(1)
     zeros = torch.full(scales.shape, 32, dtype=torch.uint8)
     return QuantisedRows(K6, (low | high << 4).flatten(1), scales, zeros, super_scales=_halves(data, 208))

@@ -41,7 +41,7 @@ INNER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-LAYER_TENSOR = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
+LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(\w+)\.(weight|bias)")
 # Keys of an architecture that config.json has under another name.
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -101,7 +101,7 @@ def read_config(header: Header, rope_factors: NDArray[np.float32] | None, path: 
                 f"head, {raw['head_dim']!r:.80}"
             )
     raw["tie_word_embeddings"] = "output.weight" not in header.tensors
-    raw |= _biases(kind, header.tensors, path) | _window(kind, own)
+    raw |= _biases(kind, header.tensors) | _window(kind, own)
     raw["rope_scaling"] = _rope_scaling(own, rope_factors, raw, path)
     raw["torch_dtype"] = "bfloat16" if header.tensors["token_embd.weight"].type.scheme else _dtype_name(header)
     unknown = own.keys() - READ - SIZES.keys()
@@ -146,7 +146,7 @@ def _dtype_name(header: Header) -> str:
     return str(header.tensors["token_embd.weight"].type.dtype).removeprefix("torch.")
 
 
-def _biases(kind: str, tensors: Mapping[str, Entry], path: Path) -> dict[str, bool]:
+def _biases(kind: str, tensors: Mapping[str, Entry]) -> dict[str, bool]:
     """Return the keys for biases, which are told by the tensors of the first layer."""
     has = {name: f"blk.0.{name}.bias" in tensors for name in INNER}
     keys = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(kind, ())
@@ -192,7 +192,9 @@ def _llama3(factors: NDArray[np.float32], raw: Mapping[str, Any]) -> dict[str, A
     L, low and high can be told from that, so low is 1 as in all published models.
     """
     theta, head_dim = raw.get("rope_theta", 10000.0), raw["head_dim"]
-    if len(factors) * 2 != head_dim or not np.isfinite(factors).all() or not factors.min() > 0:
+    if not isinstance(theta, int | float) or len(factors) * 2 != head_dim:
+        return None
+    if not np.isfinite(factors).all() or factors.min() != 1:
         return None
     plain = inverse_frequencies(RopeConfig(theta), head_dim).numpy().astype(np.float64)
     factor = float(factors.max())

@@ -120,17 +120,16 @@ class _Reader:
             )
 
     def _count(self, what: str, least_bytes: int) -> int:
-        count = self._number("Q")
+        count: int = self._number("Q")
         if count > min(MOST_ENTRIES, (self.end - self.at) // least_bytes):
             self._refuse(f"claims to have {count:,} {what}")
         return count
 
     def _name(self, what: str) -> str:
         data = self._text(f"the name of a {what}", MOST_KEY_BYTES)
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            self._refuse(f"has a {what} whose name, {data!r:.80}, is not UTF-8")
+        if not (name := data.decode(errors="replace")).isprintable() or not name.isascii():
+            self._refuse(f"has a {what} whose name, {data!r:.80}, is not one of printable ASCII characters")
+        return name
 
     def _value(self, key: str, kind: int) -> Value:
         if kind == STRING:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +112,8 @@ class _Vocabulary:
                 f"{path} has {len(tokens):,} tokens and an embedding of {num_rows:,} rows: fetch it again"
             )
         if len(set(tokens)) < len(tokens):
-            seen: set[str] = set()
-            twice = next(token for token in tokens if token in seen or seen.add(token))
-            raise UnsupportedModel(
-                f"{path} has the token {twice!r:.80} twice, so its texts have no ids: fetch it again"
-            )
+            twice = Counter(tokens).most_common(1)[0][0]
+            raise UnsupportedModel(f"{path} has the token {twice!r:.80} twice, and texts need one id: fetch it again")
         types = _numbers(metadata, KEY + "token_type", len(tokens), path)
         return cls(metadata, path, model, tokens, [1] * len(tokens) if types is None else types.astype(int).tolist())
 

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import tokenizers
@@ -113,13 +113,15 @@ class GgufFile:
         with self.path.open("rb") as file:
             file.seek(entry.start)
             for first in range(0, num_rows, step):
-                rows = self._read(file.read(min(step, num_rows - first) * row_bytes), entry)
+                rows = self._read(file, min(step, num_rows - first) * row_bytes, entry)
                 if turned > 1:
-                    rows = rows.unflatten(0, (-1, turned // 2, 2)).transpose(1, 2).flatten(0, 2)
+                    rows = torch.unflatten(rows, 0, (-1, turned // 2, 2)).transpose(1, 2).flatten(0, 2)
                 yield rows
 
-    def _read(self, data: bytes, entry: Entry) -> Tensor:
-        numbers = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    def _read(self, file: BinaryIO, num_bytes: int, entry: Entry) -> Tensor:
+        numbers = torch.empty(num_bytes, dtype=torch.uint8)
+        if file.readinto(numbers.numpy()) < num_bytes:  # type: ignore[attr-defined]
+            raise UnsupportedModel(f"{self.path} has become shorter while it was read: fetch it again")
         if entry.type.unpack is None:
             return numbers.view(entry.type.dtype).view(-1, *entry.shape[1:])
         return numbers.view(-1, entry.shape[-1] // entry.type.block, entry.type.num_bytes)
@@ -130,8 +132,8 @@ class GgufFile:
         It has the rows of the two halves of a head in turn, because llama.cpp turns neighbours where published
         checkpoints turn row i and row i + head_dim / 2.
         """
-        is_turned = self._header.metadata["general.architecture"] == b"llama" and ".attn_q." in self._names[name]
-        is_turned |= self._header.metadata["general.architecture"] == b"llama" and ".attn_k." in self._names[name]
+        is_llama = self._header.metadata["general.architecture"] == b"llama"
+        is_turned = is_llama and (".attn_q." in self._names[name] or ".attn_k." in self._names[name])
         return int(self.config["head_dim"]) if is_turned else 1
 
     def _read_rope_factors(self) -> NDArray[np.float32] | None:

@@ -1,0 +1,203 @@
+"""GGUF files written with the `gguf` package, whose dequantisation is the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from tokenizers import pre_tokenizers
+
+from forerun.models.configs import ROPE_KINDS
+from forerun.models.gguf.config import INNER, OUTER
+from forerun.models.layers import DecoderConfig, inverse_frequencies, parameter_shapes
+
+DENSE = ("F32", "F16", "BF16")
+# The float16 numbers of a block, by their first bytes; all other bytes may be anything.
+HALVES = {
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q5_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+Array = np.ndarray[Any, Any]
+
+
+def random_blocks(kind: str, rows: int, columns: int, seed: int = 0, scale: float = 1.0) -> Array:
+    """Rows of a tensor of any type as a file has them; the scales of blocks have both signs, zeros and subnormals."""
+    generator = np.random.default_rng(seed)
+    if kind in DENSE:
+        numbers = (generator.standard_normal((rows, columns)) * scale).astype(np.float32)
+        return np.asarray(gguf.quants.quantize(numbers, Type[kind]))
+    block, num_bytes = gguf.GGML_QUANT_SIZES[Type[kind]]
+    data = generator.integers(0, 256, (rows, columns // block, num_bytes), dtype=np.uint8)
+    for at in HALVES[kind]:
+        halves = (generator.standard_normal(data.shape[:2]) * scale).astype(np.float16)
+        halves[generator.random(halves.shape) < 0.05] = -0.0
+        halves[generator.random(halves.shape) < 0.05] = 5e-8
+        data[..., at : at + 2] = halves[..., None].view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+def numbers_of(data: Array, kind: str) -> Array:
+    """What the `gguf` package makes of rows, in float32."""
+    return np.asarray(gguf.quants.dequantize(data, Type[kind]), np.float32)
+
+
+def turned(weight: Array, num_heads: int) -> Array:
+    """Rows of q or k as convert_hf_to_gguf.py orders them for llama (LlamaModel.permute)."""
+    parts = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return parts.swapaxes(1, 2).reshape(weight.shape)
+
+
+def turned_back(weight: Array, num_heads: int) -> Array:
+    """The inverse of `turned`."""
+    parts = weight.reshape(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
+    return parts.swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_model(
+    path: Path,
+    config: DecoderConfig,
+    weights: Mapping[str, torch.Tensor],
+    quantise: Callable[[str], str] = lambda name: "F32",
+    **metadata: Any,
+) -> dict[str, torch.Tensor]:
+    """Write a model as llama.cpp's converter does; returns the weights that the file has, dequantised.
+
+    quantise: the type of each matrix, by its name in checkpoints. metadata: keys with . as __, on top of the usual
+    ones; None leaves one out.
+    """
+    arch = "llama" if config.model_type == "mistral" else config.model_type
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in {**usual(config, arch), **byte_vocabulary(), **_dotted(metadata)}.items():
+        add(writer, key, value)
+    kept = {}
+    names = {ours: name for name, ours in OUTER.items()} | {ours: name for name, ours in INNER.items()}
+    for name in parameter_shapes(config):
+        weight, heads = weights[name].float().numpy(), 0
+        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+            heads = config.num_heads if ".q_proj." in name else config.num_kv_heads
+            weight = turned(weight, heads)
+        kind = quantise(name) if weight.ndim == 2 else "F32"
+        data = gguf.quants.quantize(weight, Type[kind])
+        writer.add_tensor(_here(name, names), data, raw_dtype=Type[kind])
+        numbers = numbers_of(data, kind)
+        kept[name] = torch.from_numpy(turned_back(numbers, heads) if heads else numbers)
+    if config.rope.kind == "llama3":
+        factors = inverse_frequencies(config.rope.__class__(config.rope.theta), config.head_dim) / inverse_frequencies(
+            config.rope, config.head_dim
+        )
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
+    finish(writer)
+    return kept
+
+
+def _here(name: str, names: Mapping[str, str]) -> str:
+    if name in names:
+        return names[name]
+    _, _, layer, rest = name.split(".", 3)
+    inner, _, ending = rest.rpartition(".")
+    return f"blk.{layer}.{names[inner]}.{ending}"
+
+
+def usual(config: DecoderConfig, arch: str) -> dict[str, Any]:
+    """The metadata of a model, without its tokenizer."""
+    own = {
+        "block_count": config.num_layers,
+        "context_length": config.max_positions,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.ffn_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.freq_base": config.rope.theta,
+        "rope.dimension_count": config.head_dim,
+        "vocab_size": config.vocab_size,
+    }
+    if config.rope.kind == "linear":
+        own |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope.factor}
+    if window := next((w for w in config.windows if w is not None), None):
+        own["attention.sliding_window"] = window
+    assert config.rope.kind in ROPE_KINDS
+    return {f"{arch}.{key}": value for key, value in own.items()}
+
+
+def byte_vocabulary() -> dict[str, Any]:
+    """A tokenizer of one end token, 256 bytes and one merge, which llama.cpp insists on."""
+    tokens = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] + [1] * 257,
+        "tokenizer.ggml.merges": ["h e"],
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+
+
+def add(writer: Any, key: str, value: Any) -> None:
+    """Add a value by its type in Python; a number in float32 or uint32."""
+    if value is None:
+        return
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, list(value))
+
+
+def finish(writer: Any) -> None:
+    """Write everything that was added."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, tuple[str, Array]], metadata: Mapping[str, Any], arch: str, alignment: int = 32
+) -> None:
+    """Write a file of these tensors, each with its type, and of these keys."""
+    writer = gguf.GGUFWriter(path, arch)
+    if alignment != 32:
+        writer.add_custom_alignment(alignment)
+    for key, value in metadata.items():
+        add(writer, key, value)
+    for name, (kind, data) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=Type[kind])
+    finish(writer)
+
+
+def write_vocabulary(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Write a file without tensors, of which llama.cpp reads the tokenizer with vocab_only."""
+    write_tensors(path, {}, {"llama.block_count": 1, "llama.context_length": 64, **metadata}, "llama")
+
+
+def _dotted(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.replace("__", "."): value for key, value in metadata.items()}
+
+
+def random_weights(config: DecoderConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Every weight random, norms and biases too, so that one left out or swapped shows."""
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, shape in parameter_shapes(config).items():
+        noise = torch.randn(shape, generator=generator)
+        made[name] = 1 + 0.3 * noise if "norm" in name else noise * (0.3 if name.endswith(".bias") else 0.15)
+    return made

