@@ -133,7 +133,7 @@ def text_ids(checkpoint: Checkpoint, config: EngineConfig, plan: QualityPlan) ->
     elif plan.text_file.is_file():
         text = plan.text_file.read_text(encoding="utf-8", errors="replace")
     else:
-        raise NotFound(f"--text {plan.text_file} is no file: name one with text")
+        raise NotFound(f"--text-file {plan.text_file} is no file: name one with text")
     text = text[: 16 * plan.num_tokens]  # far more than enough
     return checkpoint.tokenizer.encode(text)[: plan.num_tokens]
 

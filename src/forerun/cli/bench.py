@@ -298,7 +298,7 @@ def quality(
     window: Annotated[int, typer.Option(help="tokens that are read with one cache", min=8)] = 512,
     num_prompts: Annotated[int, typer.Option("--prompts", help="texts that lookup continues, 0 = none", min=0)] = 8,
     max_tokens: Annotated[int, typer.Option(help="tokens of each", min=2)] = 64,
-    text: Annotated[
+    text_file: Annotated[
         Path | None,
         typer.Option(help="file with the text [default: Python's documentation; held-out code for the shipped target]"),
     ] = None,
@@ -309,7 +309,7 @@ def quality(
     engine = flags.engine_config(dict(locals()), config)
     from forerun.bench import quality as bench
 
-    bench.run(engine, bench.QualityPlan(tuple(variant or ()), num_tokens, window, num_prompts, max_tokens, text))
+    bench.run(engine, bench.QualityPlan(tuple(variant or ()), num_tokens, window, num_prompts, max_tokens, text_file))
 
 
 @app.command()
