@@ -26,7 +26,7 @@ END_LIMIT_S = 20.0
 INSTALL = {
     "transformers": "{0}/bin/pip install torch==2.13.0 transformers==5.23.0",
     "openvino": (
-        "{0}/bin/pip install torch==2.13.0 openvino-genai==2026.4.1.0 optimum-intel==2.2.0 && "
+        "{0}/bin/pip install torch==2.13.0 openvino-genai==2026.4.1.0 optimum-intel==2.2.0 nncf==3.4.0 && "
         "{0}/bin/pip uninstall -y torchvision"
     ),
     "llama.cpp": "{0}/bin/pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36",

@@ -5,7 +5,7 @@ when it is asked for. It reads one JSON object per line and answers each with on
 others run one prompt (forwards.py, which shares this loop, runs single passes):
 
     {"target" (a folder, or a GGUF file for llama.cpp), "draft" (a folder or null), "work" (a folder for conversions),
-     "num_threads", "spec_lengths", "lookup_max_n", "weights" (null = bfloat16, or as `compression` reads it),
+     "num_threads", "spec_lengths", "lookup_max_n", "weights" (null = bfloat16, or as `compress` reads it),
      "num_positions" and "num_places" (the size of llama.cpp's cache)}
                                             -> {"about": a sentence, "configurations": [names]}
     {"configuration", "ids", "max_tokens"}  -> {"tokens", "seconds", "first_s", "num_first", "idle_cpu_s"}
@@ -222,7 +222,7 @@ def weights_type(folder: Path) -> str:
 
 def about_weights(question: Json) -> str:
     """Describe how the weights of the target were compressed."""
-    return f"optimum-intel, {question['weights'] or 'no compression'}"
+    return f"optimum-intel, {f'nncf {weights}' if (weights := question['weights']) else 'no compression'}"
 
 
 def converted(source: str, folder: Path, weights: str | None = None) -> Path:
@@ -244,27 +244,33 @@ def converted(source: str, folder: Path, weights: str | None = None) -> Path:
     return folder
 
 
-def compression(weights: str) -> Json:
-    """Return OpenVINO's options for "int8" (a scale per output) or "int4" (groups of 128), embeddings in 8 bits.
-
-    "int4:group=64" has another group.
-    """
-    name, _, group = weights.partition(":group=")
-    if name == "int8":
-        return {"bits": 8, "sym": False}
-    return {"bits": 4, "sym": False, "group_size": int(group or 128), "ratio": 1.0}
-
-
 def convert(source: str, folder: str, weights: str | None = None) -> None:
     """Convert a checkpoint. By default OpenVINO would store more than 1e9 weights in 8 bits, whatever they are."""
     exporter: Any = importlib.import_module("optimum.exporters.openvino.__main__")
     intel: Any = importlib.import_module("optimum.intel")
-    config = intel.OVConfig(dtype=None)  # the checkpoint's own type
-    if weights is not None:
-        config = intel.OVConfig(quantization_config=intel.OVWeightQuantizationConfig(**compression(weights)))
+    own_type = intel.OVConfig(dtype=None)
     exporter.main_export(
-        source, folder, task="text-generation-with-past", ov_config=config, convert_tokenizer=True
+        source, folder, task="text-generation-with-past", ov_config=own_type, convert_tokenizer=True
     )  # a pipeline does not load without its tokenizer, used or not
+    if weights is not None:
+        compress(Path(folder), weights)
+
+
+def compress(folder: Path, weights: str) -> None:
+    """Compress a converted model by nncf: "int8" has a scale per output, "int4" one per 128 weights, or :group=64.
+
+    Under 4 bits nncf gives 8 to the embedding and the LM head.
+    """
+    nncf, openvino = (importlib.import_module(name) for name in ("nncf", "openvino"))
+    name, _, group = weights.partition(":group=")
+    modes: Any = nncf.CompressWeightsMode
+    options: Json = {"mode": modes.INT8_ASYM}
+    if name == "int4":
+        options = {"mode": modes.INT4_ASYM, "group_size": int(group or 128), "ratio": 1.0}
+    made = nncf.compress_weights(openvino.Core().read_model(folder / MODEL), **options)
+    openvino.save_model(made, folder / f"new_{MODEL}", compress_to_fp16=False)
+    for suffix in (".xml", ".bin"):  # not in place: the model is mapped into memory
+        (folder / f"new_{MODEL}").with_suffix(suffix).replace((folder / MODEL).with_suffix(suffix))
 
 
 # -------------------------------------------------------------------------------------------------------- llama.cpp
