@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forerun.errors import UnsupportedModel
 from forerun.models.generation import end_ids_of
 from forerun.models.source import open_source
 from forerun.text.chat import ChatTemplate
@@ -61,6 +62,14 @@ def test_end_ids_are_those_of_keys_and_of_known_texts(tmp_path: Path) -> None:
     assert end_ids_of(folder_of(tmp_path / "a.gguf", metadata), {}) == known
     more = {"tokenizer.ggml.eot_token_id": 77, "tokenizer.ggml.eom_token_id": 78, "tokenizer.ggml.eos_token_id": 79}
     assert end_ids_of(folder_of(tmp_path / "b.gguf", metadata | more), {}) == known | {77, 78, 79}
+
+
+def test_a_token_that_would_take_forever_is_refused(tmp_path: Path) -> None:
+    metadata = vocabularies()["spm"]
+    tokens = [*metadata["tokenizer.ggml.tokens"]]
+    tokens[-20] = "x" * 3_000_000
+    with pytest.raises(UnsupportedModel, match="has a token of 3,000,000 characters, and 1,000 are the most"):
+        folder_of(tmp_path / "a.gguf", metadata | {"tokenizer.ggml.tokens": tokens})
 
 
 def test_chat_templates_by_name(tmp_path: Path) -> None:

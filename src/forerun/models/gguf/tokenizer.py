@@ -34,6 +34,7 @@ KEY = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # types of tokens; 1 is a normal one, 6 a byte
 PADDING = re.compile(r"\[PAD\d+\]")  # what converters fill up a matrix with
 SPACE = "\u2581"  # SentencePiece's
+MOST_CHARACTERS = 1000  # of a token of SentencePiece: the work to find its merges grows with the square
 
 _CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -169,6 +170,11 @@ class _Vocabulary:
         if scores is None or not np.isfinite(scores).all():
             raise UnsupportedModel(f"{self.path} has no finite {KEY}scores, which its tokenizer needs: fetch it again")
         vocab, unknown = self._vocab(), self.id_of("unknown")
+        if (longest := max(map(len, vocab))) > MOST_CHARACTERS:
+            raise UnsupportedModel(
+                f"{self.path} has a token of {longest:,} characters, and {MOST_CHARACTERS:,} are the most that make "
+                "sense: fetch it again"
+            )
         backend = Tokenizer(
             models.BPE(
                 vocab=vocab,

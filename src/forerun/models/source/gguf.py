@@ -30,6 +30,7 @@ from forerun.models.source import BLOCK_BYTES, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows
 
 SUFFIX = ".gguf"
+SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 VERSION = 1  # of the files that are written: another one for every change of what is in them
 COPIES = 8  # of a block's float32 weights, or fewer, are in memory while it is unpacked
 
@@ -60,7 +61,7 @@ class GgufFile:
         key = f"{VERSION} {tokenizers.__version__} {self._header.digest}".encode()
         key += b"" if self._rope_factors is None else self._rope_factors.tobytes()
         folder = _cache_folder() / "gguf" / hashlib.sha256(key).hexdigest()[:32]
-        if not (folder / "tokenizer.json").exists():
+        if not _is_whole(folder):
             self._write_folder(folder)
         return folder
 
@@ -159,12 +160,12 @@ class GgufFile:
                 rows = self._header.tensors["token_embd.weight"].shape[0]
                 write_tokenizer(self._header.metadata, rows, self.path, made)
                 made.chmod(0o755)
-                shutil.rmtree(folder, ignore_errors=True)  # what a cleaner of caches left of it
                 try:
                     made.rename(folder)
                 except OSError:
-                    if not (folder / "tokenizer.json").exists():
-                        raise
+                    if not _is_whole(folder):  # what a cleaner of caches left of it; else another process was faster
+                        shutil.rmtree(folder, ignore_errors=True)
+                        made.rename(folder)
             finally:
                 shutil.rmtree(made, ignore_errors=True)
         except OSError as error:
@@ -177,6 +178,10 @@ class GgufFile:
 def open_source(path: Path) -> GgufFile:
     """The source of a file."""
     return GgufFile(path)
+
+
+def _is_whole(folder: Path) -> bool:
+    return all((folder / name).exists() for name in SMALL_FILES)
 
 
 def _cache_folder() -> Path:
