@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,29 @@ MOST_CONFIG_BYTES = 10**6  # of a file with some twenty options
 
 def _option(default: Any, text: str, **range_: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, **range_})
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Weights of so many bits, of which `group` in a row share a scale. `str` gives what `parse` takes."""
+
+    bits: int
+    group: int = 32
+
+    def __str__(self) -> str:
+        return f"int{self.bits}:group={self.group}"
+
+    @classmethod
+    def parse(cls, text: str) -> Quantization:
+        """Read int8, int4, or one with :group=N. Raises BadOption."""
+        found = re.fullmatch(r"int([48])(?::group=(\d{1,4}))?", text)
+        if found is None or (found[2] is not None and int(found[2]) not in (16, 32, 64, 128)):
+            raise BadOption(
+                by_value("quantization", text)
+                or f"quantization={shown(text)} is not possible: write int8 or int4, or one with a group of 16, 32, 64 "
+                "or 128 weights to a scale, as in int4:group=32"
+            )
+        return cls(int(found[1]), int(found[2] or cls.group))
 
 
 @dataclass(frozen=True)
@@ -54,7 +78,9 @@ class EngineConfig:
         True, "pacing=auto measures what passes take by their rows, once per machine and model; off: a built-in curve"
     )
     dtype: str = _option("auto", "auto, float32 or bfloat16")
-    quantization: str | None = _option(None, "not available yet; must be left out")
+    quantization: str | None = _option(
+        None, "int8 or int4[:group=N]: the target's weights are rounded to so many bits while they are loaded"
+    )
     device: str = _option("auto", "auto, cpu or cuda")
     generation_config: str = _option(
         "none", "none, or model: the sampling values in the checkpoint's generation_config.json become the defaults"
@@ -83,7 +109,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.quantization is not None:
-            raise BadOption(f"quantization={shown(self.quantization)} is not available yet: leave it out")
+            Quantization.parse(self.quantization)
         if self.max_num_batched_tokens < self.max_batch_size:
             raise BadOption(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is not possible: it must be at least "

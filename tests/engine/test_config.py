@@ -85,6 +85,7 @@ def test_no_value_that_works_here_is_answered_as_a_peers():
         "draft": ["auto", "elsewhere", *registry.names("forerun.drafters")],
         "dtype": ["auto", "float32", "bfloat16"],
         "generation_config": ["none", "model"],
+        "quantization": ["int8", "int4", "int4:group=128"],
     }
     assert set(works) == {option for option, _, _ in peer_values()}
     assert [value for option, values in works.items() for value in values if by_value(option, value)] == []
@@ -112,7 +113,8 @@ def test_no_value_that_works_here_is_answered_as_a_peers():
         ),
         ({"speculative_config": {"model": "x", "prompt_lookup_max": 4}}, 'prompt_lookup_max is draft="lookup:max_n=N"'),
         ({"speculative_config": {"method": "ngram", "model": "x"}}, "drop one of them"),
-        ({"quantization": "int8"}, "quantization='int8' is not available yet"),
+        ({"quantization": "int2"}, "quantization='int2' is not possible: write int8 or int4"),
+        ({"quantization": "awq_marlin"}, "quantization='awq_marlin' is not possible: such files are known by what"),
         ({"draft": "lookup", "draft_model": "x/y"}, "drop one of them"),
         ({"draft": "lookup", "use_speculative_decoding": False}, "drop one of them"),
         ({"draft": "none", "use_speculative_decoding": True}, "drop one of them"),

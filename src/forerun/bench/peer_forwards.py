@@ -1,8 +1,9 @@
 """`forerun bench peers --forward M` measures one pass of M new tokens in forerun and in other engines.
 
 The time of verification depends on t(M) / t(1) of an engine, and on how its passes compare with forerun's. Every engine
-loads the target alone and computes the logits of all M tokens in bfloat16, behind a cache with the same tokens. In
-every round each engine runs each M in turn; the next round begins with another engine and another M.
+loads the target alone and computes the logits of all M tokens, behind a cache with the same tokens: one cache for each
+context. In every round each engine runs each M behind each context in turn; the next round begins with another engine
+and another M.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from forerun.bench.peers import (
     say,
     set_num_threads,
     start_peers,
+    weights_of,
 )
 from forerun.bench.results import print_ceiling, record_of
 from forerun.bench.widen import describe, num_parameters
@@ -48,7 +50,8 @@ from forerun.text.terminal import make_console
 
 T = TypeVar("T")
 
-SPAN_TOKENS = 128  # passes follow each other in the text for so many tokens, then begin behind the context again
+SPAN_TOKENS = 128  # passes follow each other in the text for so many tokens, then begin behind the context again,
+SPAN_SHARE = 8  # ... or for this part of a shorter context
 PAUSE_S = 0.03  # before each pass, because threads of the previous engine may still be spinning
 NUM_PROMPTS = 32  # prompts that the text of the passes repeats
 WORKER = "forwards.py"
@@ -58,22 +61,26 @@ WORKER = "forwards.py"
 class ForwardsPlan:
     """The options of the benchmark; shape, folder, num_threads and pythons as in PeersPlan.
 
-    rows: ascending numbers of tokens of a pass; t(M) is divided by the time of the first. context: the least number of
-    tokens before a pass; there are up to SPAN_TOKENS more.
+    rows: ascending numbers of tokens of a pass; t(M) is divided by the time of the first. contexts: ascending, the
+    least number of tokens before a pass; there are some more, see `span_tokens`.
     """
 
     rows: tuple[int, ...]
-    context: int = 256
+    contexts: tuple[int, ...] = (256,)
     num_repeats: int = 15
     shape: str | None = None
     folder: Path | None = None
     num_threads: int | None = None
     pythons: Mapping[str, Path | None] = field(default_factory=dict)
 
+    def span_tokens(self, context: int) -> int:
+        """The tokens behind a context that its passes take, one after the other."""
+        return max(self.rows[-1], min(SPAN_TOKENS, context // SPAN_SHARE))
+
     @property
     def num_tokens(self) -> int:
-        """The tokens of the context and of the passes behind it."""
-        return self.context + max(SPAN_TOKENS, max(self.rows))
+        """The tokens of the longest context and of the passes behind it."""
+        return self.contexts[-1] + self.span_tokens(self.contexts[-1])
 
 
 FLAGS = {
@@ -86,7 +93,7 @@ FLAGS = {
 
 
 def planned(
-    rows: Seq[int], context: int | None, both: Mapping[str, Any], of_prompts: Mapping[str, Any]
+    rows: Seq[int], contexts: Seq[int] | None, both: Mapping[str, Any], of_prompts: Mapping[str, Any]
 ) -> ForwardsPlan:
     """Make a plan of the options of both kinds of run, where None = not given.
 
@@ -95,17 +102,19 @@ def planned(
     for name, value in of_prompts.items():
         if value is not None and value != ():
             raise BadOption(f"{FLAGS[name]} contradicts --forward, which runs single passes of the target: drop one")
-    given = {k: v for k, v in {**both, "context": context}.items() if v is not None}
+    ascending = tuple(sorted(set(contexts))) if contexts else None
+    given = {k: v for k, v in {**both, "contexts": ascending}.items() if v is not None}
     return ForwardsPlan(tuple(sorted(set(rows))), **given)
 
 
 class Forwarding(Engine, Protocol):
     """An engine that runs single passes."""
 
-    def forward(self, past: list[int], ids: list[int]) -> Pass: ...
+    def forward(self, past: list[int], ids: list[int], place: int) -> Pass: ...
 
 
-Passes = Mapping[tuple[str, int], Seq[Pass]]  # by engine and number of tokens: one of each round
+Key = tuple[str, int, int]  # engine, context, number of tokens
+Passes = Mapping[Key, Seq[Pass]]  # one of each round
 
 
 def run(config: EngineConfig, plan: ForwardsPlan) -> None:
@@ -116,22 +125,33 @@ def run(config: EngineConfig, plan: ForwardsPlan) -> None:
     left_out: dict[str, str] = {}
     with ExitStack() as stack:
         work = plan.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forerun-peers-")))
-        checkpoint = open_target(config, plan.shape, work)
-        model = checkpoint.model
+        path, checkpoint = open_target(config, plan.shape, work)
+        model, weights = checkpoint.model, weights_of(config, path)
         _refuse_too_long(plan, model)
-        console.print(f"target: {num_parameters(model.config):,} parameters ({describe(model.config)}), bfloat16")
+        console.print(f"target: {num_parameters(model.config):,} parameters ({describe(model.config)}), {weights}")
         ceiling = print_ceiling(model, console)
-        folder = checkpoint.folder.resolve()
-        question = Question(folder, None, work.resolve(), num_threads, (), lookup_max_n=0, worker=WORKER)
-        own = OwnForward(model, config, plan.num_tokens)
+        question = Question(
+            path,
+            None,
+            work.resolve(),
+            num_threads,
+            (),
+            lookup_max_n=0,
+            weights=config.quantization,
+            num_positions=plan.num_tokens,
+            num_places=len(plan.contexts),
+            worker=WORKER,
+        )
+        own = OwnForward(model, config, plan.num_tokens, len(plan.contexts), weights)
         engines: list[Forwarding] = [own, *start_peers(plan.pythons, question, left_out, stack)]
         bandwidths: list[float] = []
         passes = measure(engines, text_of(checkpoint, plan.num_tokens), plan, left_out, bandwidths)
     busy_s = sum(one.seconds for some in passes.values() for one in some)
     print_engines(engines, left_out, busy_s, console)
     lines = lines_of(passes)
-    console.print(table_of(lines, plan.rows[0]))
-    _print_notes(plan, bandwidths, ceiling.bytes_per_pass, console)
+    console.print(table_of(lines, plan))
+    share = _share_of_bandwidth(passes[OWN, plan.contexts[0], plan.rows[0]], bandwidths, ceiling.bytes_per_pass)
+    _print_notes(plan, bandwidths, ceiling.bytes_per_pass, share, console)
     about: dict[str, Any] = {
         "bench": "peer forwards",
         "target": checkpoint.name,
@@ -140,22 +160,25 @@ def run(config: EngineConfig, plan: ForwardsPlan) -> None:
         "left_out": left_out,
         "idle_cpu_s": {engine.name: engine.idle_cpu_s for engine in engines},
         "round_bandwidths_bytes_per_s": [round(b) for b in bandwidths],
+        "own_share_of_bandwidth": share,
     }
     record = {**about, **record_of([], model, [], ceiling), "lines": [asdict(line) for line in lines]}
     print(json.dumps(record), flush=True)
 
 
 def _refuse_too_long(plan: ForwardsPlan, model: Decoder) -> None:
-    behind, most = plan.num_tokens - plan.context, model.config.max_positions
-    if behind >= most:
+    longest, most = plan.contexts[-1], model.config.max_positions
+    behind = plan.num_tokens - longest
+    possible = [context for context in range(1, most) if context + plan.span_tokens(context) <= most]
+    if not possible:
         raise BadOption(
-            f"--forward {max(plan.rows)} is not possible: passes take more than {behind} positions with what is before "
-            f"them, and the model has {most}"
+            f"--forward {plan.rows[-1]} is not possible: passes take {behind} positions beside what is before them, "
+            f"and the model has {most}"
         )
-    if plan.num_tokens > most:
+    if longest not in possible:
         raise BadOption(
-            f"--context {plan.context} is not possible: passes reach {behind} tokens further, and the model has {most} "
-            f"positions; {most - behind} is the longest"
+            f"--context {longest} is not possible: passes reach {behind} tokens further, and the model has {most} "
+            f"positions; {possible[-1]} is the longest"
         )
 
 
@@ -173,55 +196,59 @@ def text_of(checkpoint: Checkpoint, num_tokens: int) -> list[int]:
 class OwnForward:
     """forerun in this process, which runs a pass as an engine's step does, with the logits of every token."""
 
-    def __init__(self, model: Decoder, config: EngineConfig, num_tokens: int) -> None:
-        self.name, self.idle_cpu_s, self.about = OWN, 0.0, about_own(model)
+    def __init__(self, model: Decoder, config: EngineConfig, num_tokens: int, num_places: int, weights: str) -> None:
+        self.name, self.idle_cpu_s, self.about = OWN, 0.0, about_own(model, weights)
         cache = BlockCache.create(
             model.config.cache_shape,
             cast(Backend, config.kv_cache_backend),
-            max_batch_size=1,
+            max_batch_size=num_places,
             max_seq_len=num_tokens,
             dtype=model.cache_dtype,
             device=model.device,
         )
-        cache.open(0)
-        self._runner, self._held = Runner(model, cache), list[int]()
+        for place in range(num_places):
+            cache.open(place)
+        self._runner, self._held = Runner(model, cache), [list[int]() for _ in range(num_places)]
 
-    def forward(self, past: list[int], ids: list[int]) -> Pass:
+    def forward(self, past: list[int], ids: list[int], place: int) -> Pass:
         """Run one pass over `ids` behind `past`, which is written to the cache before the clock starts."""
-        cache = self._runner.cache
-        if self._held[: len(past)] == past:
-            cache.truncate_to(0, len(past))
+        cache, held = self._runner.cache, self._held[place]
+        if held[: len(past)] == past:
+            cache.truncate_to(place, len(past))
         else:
-            cache.truncate_to(0, 0)
-            self._runner.forward([Run(0, past, logits="none")])
-            cache.keep({0: range(len(past))})
+            cache.truncate_to(place, 0)
+            self._runner.forward([Run(place, past, logits="none")])
+            cache.keep({place: range(len(past))})
         start = time.perf_counter()
-        scores = self._runner.forward([Run(0, ids)])
+        scores = self._runner.forward([Run(place, ids)])
         seconds = time.perf_counter() - start
-        cache.keep({0: range(len(ids))})
-        self._held = past + ids
+        cache.keep({place: range(len(ids))})
+        self._held[place] = past + ids
         return Pass(seconds, scores.logits[0].argmax(-1).tolist())
 
 
 def measure(
     engines: Seq[Forwarding], text: list[int], plan: ForwardsPlan, left_out: dict[str, str], bandwidths: list[float]
 ) -> Passes:
-    """Run a round to warm up, then the rounds that count; in each, every M runs in one engine after the other.
+    """Run a round to warm up, then the rounds that count; in each, all passes run in one engine after the other.
 
-    All engines run an M at the same place of the text. An engine that fails is dropped, and the reason is put into
+    All engines run a pass at the same place of the text. An engine that fails is dropped, and the reason is put into
     `left_out`. Appends the memory's bytes per second at the beginning of each round to `bandwidths`.
     """
-    running, end, round_passes = list(engines), plan.context, list[dict[tuple[str, int], Pass]]()
+    running, ends, round_passes = list(engines), list(plan.contexts), list[dict[Key, Pass]]()
     probes = Probes(torch.device("cpu"))
+    passes = [(place, context, m) for m in plan.rows for place, context in enumerate(plan.contexts)]
     for i in range(1 + plan.num_repeats):
         say(f"round {i} of {plan.num_repeats} ..." if i else "warming up ...")
-        bytes_per_s, found = probes.read().bytes_per_s, dict[tuple[str, int], Pass]()
-        for num_rows in rotated(plan.rows, i):
-            start = end if end + num_rows <= len(text) else plan.context
-            end = start + num_rows
+        bytes_per_s, found = probes.read().bytes_per_s, dict[Key, Pass]()
+        for place, context, num_rows in rotated(passes, i):
+            fits = ends[place] + num_rows <= context + plan.span_tokens(context)
+            start = ends[place] if fits else context
+            ends[place] = end = start + num_rows
             for engine in rotated(running, i):
                 try:
-                    found[engine.name, num_rows] = _turn(engine, text[:start], text[start:end], engines[0])
+                    one = _turn(engine, text[:start], text[start:end], place, engines[0])
+                    found[engine.name, context, num_rows] = one
                 except PeerError as error:
                     left_out[engine.name] = str(error)
                     running.remove(engine)
@@ -231,15 +258,16 @@ def measure(
         else:
             for engine in engines:
                 engine.idle_cpu_s = 0.0
-    return {(e.name, m): [found[e.name, m] for found in round_passes] for e in running for m in plan.rows}
+    keys = [(engine.name, context, m) for engine in running for context in plan.contexts for m in plan.rows]
+    return {key: [found[key] for found in round_passes] for key in keys}
 
 
-def _turn(engine: Forwarding, past: list[int], ids: list[int], own: Forwarding) -> Pass:
+def _turn(engine: Forwarding, past: list[int], ids: list[int], place: int, own: Forwarding) -> Pass:
     """Run one pass alone, and note the processor time that forerun takes while another engine runs."""
     time.sleep(PAUSE_S)
     cpu_s = time.process_time()
     try:
-        return engine.forward(past, ids)
+        return engine.forward(past, ids, place)
     finally:
         if engine is not own:
             own.idle_cpu_s += time.process_time() - cpu_s
@@ -258,28 +286,34 @@ def rotated(items: Seq[T], by: int) -> list[T]:
 class ForwardLine:
     """One row of the table and of the JSON: medians over the rounds, with least and largest.
 
-    Ratios are within one round. ratio: this engine's pass / forerun's of as many tokens. growth: this engine's pass /
-    its own of the fewest tokens. num_same: tokens of num_tokens after which forerun has the same best id.
+    Ratios and differences are within one round. ratio: this engine's pass / forerun's of as many tokens behind the same
+    context. growth: this engine's pass / its own of the fewest tokens. extra_s: this engine's pass - its own behind the
+    shortest context. num_same: tokens of num_tokens after which forerun has the same best id.
     """
 
     engine: str
+    context: int
     num_rows: int
     seconds: float
     ratio: float
     ratio_range: Range
     growth: float
     growth_range: Range
+    extra_s: float
     num_same: int
     num_tokens: int
 
 
 def lines_of(passes: Passes) -> list[ForwardLine]:
-    """Return all rows. passes: of every engine and M, in the order of the rounds."""
-    first = min(num_rows for _, num_rows in passes)
-    return [_line(key, some, passes[OWN, key[1]], passes[key[0], first]) for key, some in passes.items()]
+    """Return all rows. passes: of every engine, context and M, in the order of the rounds."""
+    shortest, fewest = min(context for _, context, _ in passes), min(num_rows for _, _, num_rows in passes)
+    return [
+        _line(key, some, passes[OWN, *key[1:]], passes[*key[:2], fewest], passes[key[0], shortest, key[2]])
+        for key, some in passes.items()
+    ]
 
 
-def _line(key: tuple[str, int], passes: Seq[Pass], own: Seq[Pass], fewest: Seq[Pass]) -> ForwardLine:
+def _line(key: Key, passes: Seq[Pass], own: Seq[Pass], fewest: Seq[Pass], shortest: Seq[Pass]) -> ForwardLine:
     ratios, growths = (
         [one.seconds / other.seconds for one, other in zip(passes, others, strict=True)] for others in (own, fewest)
     )
@@ -291,40 +325,52 @@ def _line(key: tuple[str, int], passes: Seq[Pass], own: Seq[Pass], fewest: Seq[P
         ratio_range=(min(ratios), max(ratios)),
         growth=median(growths),
         growth_range=(min(growths), max(growths)),
+        extra_s=median(one.seconds - other.seconds for one, other in zip(passes, shortest, strict=True)),
         num_same=sum(a == b for a, b in pairs),
         num_tokens=len(pairs),
     )
 
 
-def table_of(lines: Seq[ForwardLine], first: int) -> Table:
-    """Return the table with one row per engine and number of tokens; ranges are over the rounds."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+def table_of(lines: Seq[ForwardLine], plan: ForwardsPlan) -> Table:
+    """Return the table with one row per engine, context and number of tokens; ranges are over the rounds."""
+    table, several = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0)), len(plan.contexts) > 1
     table.add_column("engine", no_wrap=True)
-    for name in ("tokens", "ms", "over\nforerun's", "(range)", f"t(M)/\nt({first})", "(range)", "same\nid"):
+    last = [f"ms over\n{plan.contexts[0]}"] if several else []
+    growth = f"t(M)/\nt({plan.rows[0]})"
+    for name in ("behind", "rows", "ms", "over\nours", "(range)", growth, *(last or ["(range)"]), "same\nid"):
         table.add_column(name, justify="right", no_wrap=True)
     for line in lines:
         table.add_row(
             line.engine,
+            str(line.context),
             str(line.num_rows),
             f"{1e3 * line.seconds:.1f}",
             f"{line.ratio:.2f}x",
             "({:.2f}..{:.2f})".format(*line.ratio_range),
             f"{line.growth:.2f}",
-            "({:.2f}..{:.2f})".format(*line.growth_range),
+            f"{1e3 * line.extra_s:.1f}" if several else "({:.2f}..{:.2f})".format(*line.growth_range),
             f"{line.num_same}/{line.num_tokens}",
         )
     return table
 
 
-def _print_notes(plan: ForwardsPlan, bandwidths: Seq[float], num_bytes: int, console: Console) -> None:
+def _share_of_bandwidth(passes: Seq[Pass], bandwidths: Seq[float], num_bytes: int) -> float:
+    """Return the part of the memory's speed at which these passes read all weights: the median over the rounds."""
+    return median(num_bytes / one.seconds / b for one, b in zip(passes, bandwidths, strict=True))
+
+
+def _print_notes(plan: ForwardsPlan, bandwidths: Seq[float], num_bytes: int, share: float, console: Console) -> None:
     """Print how to read the table, and the limit that memory sets. num_bytes: the bytes that a pass reads."""
     slowest, middle, fastest = (f(bandwidths) for f in (min, median, max))
     console.print(
         f"memory gave {middle / 1e9:.1f} GB/s at the beginning of the rounds, {slowest / 1e9:.1f} to "
-        f"{fastest / 1e9:.1f}: reading all weights takes {1e3 * num_bytes / middle:.1f} ms"
+        f"{fastest / 1e9:.1f}: reading all weights takes {1e3 * num_bytes / middle:.1f} ms; forerun's pass of "
+        f"{plan.rows[0]} behind {plan.contexts[0]} reads them at {share:.2f} of that speed"
     )
+    spans = ", ".join(f"{context} to {context + plan.span_tokens(context)}" for context in plan.contexts)
     console.print(
-        f"tokens: new ones of a pass, with the logits of each, behind {plan.context} to {plan.num_tokens} others; ms: "
-        f"median of {plan.num_repeats} rounds; over forerun's: this pass over forerun's of the same round, median "
-        "(least..largest), above 1 forerun is faster; same id: of the largest logits, as forerun's"
+        f"rows: new tokens of a pass, with the logits of each, behind {spans} others; ms: median of {plan.num_repeats} "
+        "rounds; over ours: this pass over forerun's of the same round, median (least..largest), above 1 forerun "
+        "is faster; same id: of the largest logits, as forerun's"
+        + (f"; ms over {plan.contexts[0]}: more than behind {plan.contexts[0]}" if len(plan.contexts) > 1 else "")
     )

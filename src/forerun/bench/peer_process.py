@@ -26,9 +26,10 @@ END_LIMIT_S = 20.0
 INSTALL = {
     "transformers": "{0}/bin/pip install torch==2.13.0 transformers==5.23.0",
     "openvino": (
-        "{0}/bin/pip install torch==2.13.0 openvino-genai==2026.4.1.0 optimum-intel==2.2.0 && "
+        "{0}/bin/pip install torch==2.13.0 openvino-genai==2026.4.1.0 optimum-intel==2.2.0 nncf==3.4.0 && "
         "{0}/bin/pip uninstall -y torchvision"
     ),
+    "llama.cpp": "{0}/bin/pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36",
 }
 
 
@@ -72,8 +73,9 @@ class Pass:
 class Question:
     """The models that a peer is to load.
 
-    target, draft: checkpoint folders. work: the folder for conversions. worker: the script that it runs; forwards.py
-    needs the target alone.
+    target: a checkpoint folder, or a GGUF file. draft: a folder. work: the folder for conversions. weights: None =
+    bfloat16, else "int8" or "int4[:group=...]". num_positions, num_places: tokens of a text, and texts that are held at
+    once. worker: the script that it runs; forwards.py needs the target alone.
     """
 
     target: Path
@@ -82,7 +84,20 @@ class Question:
     num_threads: int
     spec_lengths: tuple[int, ...]
     lookup_max_n: int
+    weights: str | None = None
+    num_positions: int = 4096
+    num_places: int = 1
     worker: str = "worker.py"
+
+    def refuse(self, name: str) -> None:
+        """Raise PeerError for an engine that cannot run the target, or not in these weights."""
+        is_file = self.target.is_file()
+        if is_file and name != "llama.cpp":
+            raise PeerError("it runs checkpoint folders here, and the target is a GGUF file")
+        if not is_file and name == "llama.cpp":
+            raise PeerError("it runs GGUF files, and the target is a folder: name a file, as in --target model.gguf")
+        if self.weights is not None and name == "transformers":
+            raise PeerError(f"it runs bfloat16 weights here, and {self.weights} was asked for")
 
     def as_json(self) -> dict[str, Any]:
         """Return the first line that a worker reads, as JSON values."""
@@ -97,6 +112,7 @@ class PeerProcess:
     """
 
     def __init__(self, name: str, python: Path, question: Question) -> None:
+        question.refuse(name)
         self.name, self.python, self.idle_cpu_s = name, python, 0.0
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -126,9 +142,9 @@ class PeerProcess:
             raise PeerError(f"it wrote {len(reply['tokens'])} tokens where {max_tokens} were asked for")
         return Outcome(**reply)
 
-    def forward(self, past: list[int], ids: list[int]) -> Pass:
-        """Run one pass over `ids` behind `past`. Raises PeerError."""
-        reply = self.ask({"past": past, "ids": ids}, RUN_LIMIT_S)
+    def forward(self, past: list[int], ids: list[int], place: int = 0) -> Pass:
+        """Run one pass over `ids` behind `past`, in one of the question's places. Raises PeerError."""
+        reply = self.ask({"past": past, "ids": ids, "place": place}, RUN_LIMIT_S)
         self.idle_cpu_s += reply.pop("idle_cpu_s")
         return Pass(**reply)
 
@@ -182,7 +198,12 @@ def how_to_install(name: str) -> str:
     """Return the commands that make an environment for a peer, and the option that names it."""
     folder = f"peer-{name}"
     commands = f"python3 -m venv {folder} && {INSTALL[name].format(folder)}"
-    return f"make an environment with `{commands}` and add --{name}-python {folder}/bin/python"
+    return f"make an environment with `{commands}` and add {flag_of(name)} {folder}/bin/python"
+
+
+def flag_of(name: str) -> str:
+    """Return the option that names a peer's interpreter."""
+    return f"--{name.replace('.', '-')}-python"
 
 
 def environment(python: Path, num_threads: int) -> dict[str, str]:

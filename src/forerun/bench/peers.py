@@ -1,10 +1,11 @@
 """`forerun bench peers` runs the same checkpoint, prompts and threads in forerun and in other engines.
 
-All decode greedily in bfloat16, one request at a time, and every engine has its own environment. All engines are loaded
-before the first run and take turns prompt by prompt, because a shared machine is faster in one minute than in the next;
-each prompt begins with another engine. Only one engine may work at any time: the processor time of those that wait is
-printed. peer_process.py talks to a peer, peer_results.py computes the numbers; peer_forwards.py compares single passes
-instead.
+All decode greedily, one request at a time, and every engine has its own environment. A folder runs in bfloat16, or with
+`quantization` in as few bits as each engine makes of it; a GGUF file runs as it is, here and in llama.cpp. All engines
+are loaded before the first run and take turns prompt by prompt, because a shared machine is faster in one minute than
+in the next; each prompt begins with another engine. Only one engine may work at any time: the processor time of those
+that wait is printed. peer_process.py talks to a peer, peer_results.py computes the numbers; peer_forwards.py compares
+single passes instead.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rich.console import Console
 
 from forerun import native
 from forerun.bench import latency
-from forerun.bench.peer_process import INSTALL, Outcome, PeerError, PeerProcess, Question
+from forerun.bench.peer_process import INSTALL, Outcome, PeerError, PeerProcess, Question, flag_of
 from forerun.bench.peer_results import OWN, PLAIN, Runs, Variant, lines_of, print_notes, table_of
 from forerun.bench.results import print_ceiling, record_of
 from forerun.bench.widen import describe, draft_name, num_parameters, shape_named, write_widened
@@ -43,6 +44,7 @@ from forerun.types import SamplingParams, StepReport
 
 WARM_UP_TOKENS = 16
 LOOKUP_MAX_N = 3  # for all engines; it is lookup's default
+GGUF_POSITIONS = 4096  # of llama.cpp's cache, prompt and output
 DISK_COPIES = (
     2.2  # a working folder has the weights twice, as the checkpoint and as a peer's conversion, and small files
 )
@@ -68,13 +70,13 @@ class PeersPlan:
     pythons: Mapping[str, Path | None] = field(default_factory=dict)
 
 
-def planned(context: int | None, both: Mapping[str, Any], of_prompts: Mapping[str, Any]) -> PeersPlan:
+def planned(context: Seq[int] | None, both: Mapping[str, Any], of_prompts: Mapping[str, Any]) -> PeersPlan:
     """Make a plan of the options of both kinds of run and of prompts, where None and () = not given.
 
     Raises BadOption for an option that has a meaning for single passes alone.
     """
-    if context is not None:
-        raise BadOption(f"--context {context} is not possible without --forward: drop it, or say --forward 8")
+    if context:
+        raise BadOption(f"--context {context[0]} is not possible without --forward: drop it, or say --forward 8")
     return PeersPlan(**{k: v for k, v in {**both, **of_prompts}.items() if v is not None and v != ()})
 
 
@@ -105,7 +107,7 @@ def run(config: EngineConfig, plan: PeersPlan) -> None:
         work = plan.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forerun-peers-")))
         own, question = open_own(config, plan, work, num_threads)
         model = own.checkpoint.model
-        console.print(f"target: {num_parameters(model.config):,} parameters ({describe(model.config)}), bfloat16")
+        console.print(f"target: {num_parameters(model.config):,} parameters ({describe(model.config)}), {own.weights}")
         ceiling = print_ceiling(model, console)
         engines: list[Generating] = [own, *start_peers(plan.pythons, question, left_out, stack)]
         ids = [own.encode(text) for _, text in prompts] * plan.num_repeats
@@ -149,14 +151,14 @@ def set_num_threads(wanted: int | None) -> int:
 
 
 def checked(config: EngineConfig, pythons: Mapping[str, Path | None]) -> EngineConfig:
-    """Return the configuration in bfloat16 on a CPU, which all engines can run. Raises BadOption and NotFound."""
+    """Return the configuration in bfloat16 on a CPU, as all engines compute. Raises BadOption and NotFound."""
     for name, allowed in (("dtype", "bfloat16"), ("device", "cpu")):
         if getattr(config, name) not in ("auto", allowed):
             value = getattr(config, name)
             raise BadOption(f"{name}={shown(value)} is not possible: engines are compared in bfloat16 on a CPU")
     for name, python in pythons.items():
         if python is not None and not python.is_file():
-            raise BadOption(f"--{name}-python {python} is not possible: there is no such file; name an interpreter")
+            raise BadOption(f"{flag_of(name)} {python} is not possible: there is no such file; name an interpreter")
     return replace(config, dtype="bfloat16", device="cpu")
 
 
@@ -173,25 +175,30 @@ def open_own(config: EngineConfig, plan: PeersPlan, work: Path, num_threads: int
         draft = locate(draft_name(config)).resolve()
     elif config.target is None:
         draft = SHIPPED_DRAFT
-    checkpoint = open_target(config, plan.shape, work)
+    path, checkpoint = open_target(config, plan.shape, work)
     question = Question(
-        target=checkpoint.folder.resolve(),
+        target=path,
         draft=draft,
         work=work.resolve(),
         num_threads=num_threads,
         spec_lengths=plan.spec_lengths,
         lookup_max_n=LOOKUP_MAX_N,
+        weights=config.quantization,
+        num_positions=min(GGUF_POSITIONS, checkpoint.model.config.max_positions),
     )
-    return OwnEngine(checkpoint, config, draft, plan.spec_lengths), question
+    return OwnEngine(checkpoint, config, draft, plan.spec_lengths, weights_of(config, path)), question
 
 
-def open_target(config: EngineConfig, shape: str | None, work: Path) -> Checkpoint:
-    """Load the target that all engines read, in forerun; shape as in PeersPlan. Raises UserError, CapacityError."""
+def open_target(config: EngineConfig, shape: str | None, work: Path) -> tuple[Path, Checkpoint]:
+    """Load the target that all engines read, in forerun; shape as in PeersPlan. Returns its path, too.
+
+    Raises UserError, CapacityError.
+    """
     source = locate(config.target) if config.target is not None else SHIPPED_TARGET
     shape = shape or ("llama-3.2-1b" if config.target is None else "none")
-    folder = source if shape == "none" else widened(source, shape, work)
-    say(f"loading {folder.name} ...")
-    return load_target(replace(config, target=str(folder.resolve())))
+    path = (source if shape == "none" else widened(source, shape, work)).resolve()
+    say(f"loading {path.name} ...")
+    return path, load_target(replace(config, target=str(path)))
 
 
 def widened(source: Path, shape: str, work: Path) -> Path:
@@ -219,9 +226,14 @@ def widened(source: Path, shape: str, work: Path) -> Path:
     return folder
 
 
-def about_own(model: Decoder) -> str:
+def weights_of(config: EngineConfig, path: Path) -> str:
+    """Return the type of the target's weights, for reports."""
+    return config.quantization or (path.name if path.is_file() else "bfloat16")
+
+
+def about_own(model: Decoder, weights: str) -> str:
     """Describe the operators that forerun runs."""
-    return f"{model.ops.build}, {model.ops.num_threads} threads, {str(model.weight_dtype).removeprefix('torch.')}"
+    return f"{model.ops.build}, {model.ops.num_threads} threads, {weights}"
 
 
 def say(text: str) -> None:
@@ -236,10 +248,10 @@ class OwnEngine:
     """forerun in this process, with one LLM per configuration over the same weights."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: EngineConfig, draft: Path | None, spec_lengths: Seq[int]
+        self, checkpoint: Checkpoint, config: EngineConfig, draft: Path | None, spec_lengths: Seq[int], weights: str
     ) -> None:
         model = checkpoint.model
-        self.name, self.idle_cpu_s, self.checkpoint = OWN, 0.0, checkpoint
+        self.name, self.idle_cpu_s, self.checkpoint, self.weights = OWN, 0.0, checkpoint, weights
         self.draft: Checkpoint | None = None
         # The prefix cache is off, because the other engines have none, and a repeated prompt would be found in it.
         options = {**config.options(), "max_batch_size": 1, "prefix_caching": False}
@@ -255,7 +267,7 @@ class OwnEngine:
                 llm = LLM(checkpoint, **{**options, "draft": value, "spec_length": spec_length})
                 self._llms[f"{method} K={spec_length}"] = llm
         self.configurations = list(self._llms)
-        self.about = about_own(model)
+        self.about = about_own(model, weights)
 
     def encode(self, text: str) -> list[int]:
         """Return a prompt as the ids that all engines get."""

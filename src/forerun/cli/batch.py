@@ -31,6 +31,7 @@ def batch(
     calibrate: flags.Calibrate = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
     generation_config: flags.GenerationConfig = None,
     chat_template: flags.ChatTemplate = None,
     ops: flags.Ops = None,

@@ -52,6 +52,7 @@ def latency(
     seed: Annotated[int, typer.Option(help="of the sampled runs; each prompt adds its index")] = 1,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
     ops: flags.Ops = None,
     kv_cache_backend: flags.CacheBackend = None,
     config: flags.ConfigFile = None,
@@ -150,9 +151,12 @@ def peers(
         ),
     ] = None,
     context: Annotated[
-        int | None,
-        typer.Option(help="tokens before a pass of --forward [default: 256]", min=1, show_default=False),
+        list[int] | None,
+        typer.Option(
+            help="tokens before a pass of --forward; may be repeated [default: 256]", min=1, show_default=False
+        ),
     ] = None,
+    quantization: flags.Quantization = None,
     num_threads: Annotated[
         int | None,
         typer.Option(help="of every engine [default: FORERUN_NUM_THREADS]", min=1, max=1024, show_default=False),
@@ -164,15 +168,18 @@ def peers(
         Path | None,
         typer.Option(help="interpreter that can import openvino_genai and optimum.intel [default: this one]"),
     ] = None,
+    llama_cpp_python: Annotated[
+        Path | None, typer.Option(help="interpreter that can import llama_cpp, for GGUF files [default: this one]")
+    ] = None,
     ops: flags.Ops = None,
     kv_cache_backend: flags.CacheBackend = None,
     config: flags.ConfigFile = None,
 ) -> None:
-    """Run the same checkpoint, prompts and threads in forerun, transformers and OpenVINO: greedy, bfloat16."""
+    """Run the same checkpoint, prompts and threads in forerun, transformers, OpenVINO and llama.cpp, greedily."""
     engine = flags.engine_config({k: v for k, v in locals().items() if k != "spec_length"}, config)
     from forerun.bench import peer_forwards, peers as bench
 
-    pythons = {"transformers": transformers_python, "openvino": openvino_python}
+    pythons = {"transformers": transformers_python, "openvino": openvino_python, "llama.cpp": llama_cpp_python}
     both = {"shape": shape, "folder": folder, "num_repeats": repeats, "num_threads": num_threads, "pythons": pythons}
     of_prompts = {
         "spec_lengths": tuple(spec_length or ()),
@@ -211,6 +218,7 @@ def throughput(
     seed: Annotated[int, typer.Option(help="of the sampled runs; each prompt adds its index")] = 1,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
     ops: flags.Ops = None,
     kv_cache_backend: flags.CacheBackend = None,
     config: flags.ConfigFile = None,
@@ -254,6 +262,7 @@ def gaps(
     draft_catchup_tokens: flags.DraftCatchupTokens = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
     ops: flags.Ops = None,
     kv_cache_backend: flags.CacheBackend = None,
     config: flags.ConfigFile = None,
@@ -272,6 +281,35 @@ def gaps(
         prompt_file=prompt_file,
     )
     bench.run(engine, plan)
+
+
+@app.command()
+def quality(
+    target: flags.Target = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="float32, bfloat16, int8 or int4[:group=N]; may be repeated [default: all, and a quantised file]",
+            show_default=False,
+        ),
+    ] = None,
+    num_tokens: Annotated[int, typer.Option("--tokens", help="of the text", min=16)] = 20_000,
+    window: Annotated[int, typer.Option(help="tokens that are read with one cache", min=8)] = 512,
+    num_prompts: Annotated[int, typer.Option("--prompts", help="texts that lookup continues, 0 = none", min=0)] = 8,
+    max_tokens: Annotated[int, typer.Option(help="tokens of each", min=2)] = 64,
+    text_file: Annotated[
+        Path | None,
+        typer.Option(help="file with the text [default: Python's documentation; held-out code for the shipped target]"),
+    ] = None,
+    ops: flags.Ops = None,
+    config: flags.ConfigFile = None,
+) -> None:
+    """Measure what fewer bits cost: perplexity, and how often drafts are accepted."""
+    engine = flags.engine_config(dict(locals()), config)
+    from forerun.bench import quality as bench
+
+    bench.run(engine, bench.QualityPlan(tuple(variant or ()), num_tokens, window, num_prompts, max_tokens, text_file))
 
 
 @app.command()

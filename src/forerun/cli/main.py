@@ -23,6 +23,7 @@ from forerun.cli.doctor import doctor
 from forerun.cli.elsewhere import on_command_line
 from forerun.cli.inputs import read_requests
 from forerun.cli.plan import plan
+from forerun.cli.quantize import quantize
 from forerun.cli.train import app as train_app
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, ForerunError, NotFound, UserError
@@ -125,6 +126,7 @@ def generate(
     extra_drafts: flags.ExtraDrafts = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
     generation_config: flags.GenerationConfig = None,
     chat_template: flags.ChatTemplate = None,
     ops: flags.Ops = None,
@@ -341,6 +343,7 @@ def chat(
     chat_template: flags.ChatTemplate = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
     max_seq_len: flags.MaxSeqLen = None,
     kv_cache_tokens: flags.CacheTokens = None,
     config: flags.ConfigFile = None,
@@ -390,6 +393,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="the same seed, the same text")] = 1,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
 ) -> None:
     """Let a model write the same texts without and with speculation: they are the same, and come faster."""
     given = {k: v for k, v in locals().items() if k not in ("prompt", "shape")}
@@ -426,6 +430,7 @@ def drafters() -> None:
 app.command()(batch)
 app.command()(plan)
 app.command()(doctor)
+app.command()(quantize)
 
 
 # --------------------------------------------------------------------------------------------------------------- main

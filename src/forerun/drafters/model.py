@@ -19,8 +19,9 @@ from typing import Any
 
 from torch import Tensor
 
+from forerun.config import Quantization
 from forerun.drafters import Drafter, Seen, Target
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
@@ -39,6 +40,9 @@ class Options:
     path: str | None = field(
         default=None, metadata={"help": "folder, GGUF file, name or hub id of the draft model; none = the shipped one"}
     )
+    quantization: str | None = field(
+        default=None, metadata={"help": "int8 or int4[:group=N]: its weights are rounded while they are loaded"}
+    )
     draft_temperature: float | None = field(
         default=None, metadata={"help": "temperature of the draws; none = the request's", "min": 0.0, "max": 100.0}
     )
@@ -47,6 +51,8 @@ class Options:
     )
 
     def __post_init__(self) -> None:
+        if self.quantization is not None:
+            Quantization.parse(self.quantization)
         if self.draft_temperature is not None and 0 < self.draft_temperature < 1e-5:
             raise BadOption(f"model:draft_temperature={self.draft_temperature} must be 0 (greedy) or at least 1e-5")
 
@@ -317,6 +323,11 @@ def _holes(checkpoint: Checkpoint, target: Target) -> list[int]:
 
 def _checkpoint(options: Options, target: Target) -> Checkpoint:
     if options.path is None and target.loaded_draft is not None:
+        if options.quantization not in (None, target.loaded_draft.quantization):
+            raise BadOption(
+                f"model:quantization={shown(options.quantization)} contradicts the loaded draft model "
+                f"({target.loaded_draft.quantization}): load it that way instead"
+            )
         return target.loaded_draft
     name, model = options.path or target.shipped_draft, target.model
     if name is None:
@@ -330,6 +341,7 @@ def _checkpoint(options: Options, target: Target) -> Checkpoint:
         ops=model.ops,
         with_tokenizer=target.tokenizer is not None,
         ignore_config_keys=target.ignore_config_keys,
+        quantization=options.quantization,
     )
 
 

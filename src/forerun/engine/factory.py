@@ -56,6 +56,7 @@ def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpo
         ops=make_ops(config),
         with_tokenizer=with_tokenizer,
         ignore_config_keys=config.ignored_config_keys,
+        quantization=config.quantization,
     )
 
 
@@ -65,8 +66,13 @@ def load_unpacked(config: EngineConfig) -> Checkpoint:
     if not own.packs:
         return load_target(config)
     dtype = own.auto_dtype("cpu", torch.float32) if config.dtype == "auto" else config.dtype
-    keys = config.ignored_config_keys
-    return load_checkpoint(_target(config), dtype=dtype, with_tokenizer=True, ignore_config_keys=keys)
+    return load_checkpoint(
+        _target(config),
+        dtype=dtype,
+        with_tokenizer=True,
+        ignore_config_keys=config.ignored_config_keys,
+        quantization=config.quantization,
+    )
 
 
 def make_ops(config: EngineConfig) -> ReferenceOps:
@@ -127,9 +133,10 @@ def check_loaded(checkpoint: Checkpoint, config: EngineConfig) -> None:
         "dtype": (config.dtype, str(model.weight_dtype).removeprefix("torch.")),
         "device": (config.device, model.device.type),
         "ops": (config.ops, model.ops.name),
+        "quantization": (config.quantization, checkpoint.quantization),
     }
     for name, (wanted, fact) in facts.items():
-        if wanted not in ("auto", fact):
+        if wanted not in ("auto", None, fact):
             raise BadOption(
                 f"{name}={shown(wanted)} contradicts the loaded model ({fact}): load the model that way instead"
             )

@@ -17,11 +17,13 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from forerun.config import Quantization
 from forerun.errors import BadOption, UnsupportedModel, shown
-from forerun.models import refusals
+from forerun.models import packings, refusals
 from forerun.models.generation import end_ids_of
 from forerun.models.hub import is_hub_id, locate
 from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
+from forerun.models.quantising import QuantisingSource
 from forerun.models.source import Source, open_source
 from forerun.models.weights import StoredWeights, no_room, same
 from forerun.ops.reference import ReferenceOps
@@ -36,7 +38,8 @@ class Checkpoint:
     """A loaded folder. name: the folder's, or the hub id.
 
     config: config.json as it is. end_ids: ids that end the output, see `end_ids_of`. tokenizer: None where it was not
-    asked for; it may know more ids than tokenizer.json in `folder` (a widened vocabulary).
+    asked for; it may know more ids than tokenizer.json in `folder` (a widened vocabulary). quantization: what was asked
+    for when it was loaded.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Checkpoint:
     config: Mapping[str, Any]
     end_ids: frozenset[int]
     tokenizer: Tokenizer | None = None
+    quantization: str | None = None
 
 
 class Architecture(Protocol):
@@ -64,12 +68,15 @@ def load_checkpoint(
     ops: ReferenceOps | None = None,
     with_tokenizer: bool = False,
     ignore_config_keys: Collection[str] = (),
+    quantization: str | None = None,
 ) -> Checkpoint:
     """Read a checkpoint as `save_pretrained` writes it; with its tokenizer.json if asked, before any weight is read.
 
     name: a folder, or a hub id org/name[@revision], see `locate`. dtype: "float32", "bfloat16", a torch.dtype, or
     "auto" = bfloat16 with the native operators, float32 with others on a CPU, the checkpoint's own elsewhere. ops:
-    None = the reference. ignore_config_keys: of config.json, which is read as if it did not have them.
+    None = the reference. ignore_config_keys: of config.json, which is read as if it did not have them. quantization:
+    int8 or int4[:group=N]: matrices are rounded while they are read; operators that pack no such weights get what the
+    rounded ones stand for, in `dtype`.
 
     One tensor at a time is read. Operators that pack weights get it alone, and it is gone when it is packed; others
     get all of them, each read into its final place. The peak is the model itself and some 64 MB.
@@ -81,8 +88,10 @@ def load_checkpoint(
     path = locate(name, check=opened)
     source, raw, config, end_ids = opened(path)
     source.check(with_tokenizer)
+    if quantization is not None:
+        source = cast(Source, QuantisingSource(source, Quantization.parse(quantization)))
     tokenizer = Tokenizer.load(source.folder) if with_tokenizer else None
-    check_shapes(_shapes(source, config), parameter_shapes(config), str(path))
+    check_shapes(stored_shapes(source, config), parameter_shapes(config), str(path))
     ops, device = ops or ReferenceOps(), torch.device(device)
     stored = StoredWeights(source, _dtype(dtype, device, source, ops), device, ops.packs_scheme)
     # Quantised matrices are among the weights only where the operators say that they pack them.
@@ -94,6 +103,7 @@ def load_checkpoint(
         config=raw,
         end_ids=end_ids,
         tokenizer=tokenizer,
+        quantization=quantization,
     )
 
 
@@ -160,14 +170,14 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """config.json, read by the architecture it names. Raises UnsupportedModel for what would be computed wrongly."""
     refusals.refuse_code(raw, model_types())
     module = architecture(raw.get("model_type"))
-    refusals.refuse_quantised_config(raw)
-    return module.read_config(raw)
+    packings.layout_of(raw)
+    return module.read_config({key: value for key, value in raw.items() if key not in packings.KEYS})
 
 
 # ------------------------------------------------------------------------------------------------------------ weights
 
 
-def _shapes(source: Source, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def stored_shapes(source: Source, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape, less an LM head stored beside the embedding it is tied to. Raises where the two differ."""
     shapes = {name: stored.shape for name, stored in source.tensors.items()}
     if config.tie_embeddings and {HEAD, EMBEDDING} <= shapes.keys():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from forerun.errors import NotFound, UnsupportedModel, shown
+from forerun.models.packings import KEYS, READABLE
 from forerun.text.json_files import read_json
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -21,7 +22,6 @@ QUANTISERS = {
     "quant_config.json": "version",
     "hf_quant_config.json": "producer",
 }
-QUANTISED_KEYS = ("quantization_config", "compression_config")
 
 WANTED = (
     "a folder that holds config.json, model.safetensors and tokenizer.json, a GGUF file, or a model of the hub as "
@@ -114,18 +114,12 @@ def refuse_code(raw: Mapping[str, Any], known: Collection[str]) -> None:
     )
 
 
-def refuse_quantised_config(raw: Mapping[str, Any]) -> None:
-    """Raise where config.json says that the weights are quantised, naming the method."""
-    for key in QUANTISED_KEYS:
-        if value := raw.get(key):
-            method = value.get("quant_method") if isinstance(value, Mapping) else None
-            said = f"{key}={shown(value)}" if method is None else f"quant_method={shown(method)} in {key}"
-            raise UnsupportedModel(f"config.json sets {said}, {_QUANTISED}")
-
-
 def refuse_quantiser_files(names: Collection[str], where: str, read: ReadJson) -> None:
-    """Raise where a quantiser left its own file, naming the method if it does."""
-    for name in sorted(QUANTISERS.keys() & set(names)):
+    """Raise where a quantiser left its own file instead of a key in config.json, naming the method if it does."""
+    found = sorted(QUANTISERS.keys() & set(names))
+    if found and CONFIG in names and any(read(CONFIG).get(key) for key in KEYS):
+        return  # which says it all
+    for name in found:
         method = read(name).get(QUANTISERS[name])
         said = f" ({QUANTISERS[name]}={shown(method)})" if method is not None else ""
         raise UnsupportedModel(f"{where} holds {name}{said}, {_QUANTISED}")
@@ -141,8 +135,8 @@ def _no_config(where: str) -> NotFound:
 
 
 _QUANTISED = (
-    "which means quantised weights, and forerun does not read them yet: name the unquantised original, in float32, "
-    "bfloat16 or float16"
+    "which means quantised weights, and no quantization_config in config.json says how they are to be read: name the "
+    f"unquantised original, or one quantised as {READABLE} by a tool that writes that key"
 )
 
 

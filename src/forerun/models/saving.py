@@ -50,9 +50,9 @@ def save_checkpoint(
     eos = sorted(end_ids)
     ids = {"bos_token_id": bos_id, "eos_token_id": eos[0] if len(eos) == 1 else eos or None}
     raw = config_to_dict(config) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    _write_json(folder / "config.json", raw)
-    _write_json(folder / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
-    _write_weights(folder, weights, dtype, shard_bytes)
+    write_json(folder / "config.json", raw)
+    write_json(folder / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+    write_weights(folder, weights, dtype, shard_bytes)
     for name in TOKENIZER_FILES if tokenizer_folder is not None else ():
         source = Path(tokenizer_folder or folder) / name
         if source.exists() and source.resolve() != (folder / name).resolve():
@@ -125,27 +125,33 @@ def _window_keys(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _write_weights(folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int) -> None:
+def write_weights(folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None, shard_bytes: int) -> None:
+    """Write tensors as safetensors, in shards with an index where they are many. dtype: None = each in its own."""
     shards = list(_shards(weights, dtype, shard_bytes))
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     files = files if len(shards) > 1 else ["model.safetensors"]
     for old in (*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")):
         old.unlink()  # a shard left over from an earlier write would be read, or shadow the new ones
     for file, names in zip(files, shards, strict=True):
-        tensors = {name: weights[name].detach().to("cpu", dtype).contiguous().clone() for name in names}
+        tensors = {name: weights[name].detach().to("cpu", dtype or weights[name].dtype) for name in names}
+        tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
     if len(files) > 1:
-        total = sum(weight.numel() * dtype.itemsize for weight in weights.values())
+        total = sum(_num_bytes(weight, dtype) for weight in weights.values())
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def _shards(weights: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int) -> Iterator[list[str]]:
+def _num_bytes(weight: Tensor, dtype: torch.dtype | None) -> int:
+    return weight.numel() * (dtype or weight.dtype).itemsize
+
+
+def _shards(weights: Mapping[str, Tensor], dtype: torch.dtype | None, shard_bytes: int) -> Iterator[list[str]]:
     """Names in order, cut before a shard would exceed shard_bytes."""
     names: list[str] = []
     filled = 0
     for name, weight in weights.items():
-        num_bytes = weight.numel() * dtype.itemsize
+        num_bytes = _num_bytes(weight, dtype)
         if names and filled + num_bytes > shard_bytes:
             yield names
             names, filled = [], 0
@@ -154,5 +160,6 @@ def _shards(weights: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int)
     yield names
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write one JSON object, as the small files of a checkpoint have it."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,18 +1,20 @@
-"""Runs another engine and answers over two pipes: `python worker.py transformers`, or `openvino`.
+"""Runs another engine and answers over two pipes: `python worker.py transformers`, `openvino`, or `llama.cpp`.
 
 It runs under the Python of the engine that is measured, so nothing of forerun is imported here, and the engine only
 when it is asked for. It reads one JSON object per line and answers each with one line. The first loads the models, all
 others run one prompt (forwards.py, which shares this loop, runs single passes):
 
-    {"target", "draft" (a folder or null), "work" (a folder for conversions), "num_threads", "spec_lengths",
-     "lookup_max_n"}                        -> {"about": a sentence, "configurations": [names]}
+    {"target" (a folder, or a GGUF file for llama.cpp), "draft" (a folder or null), "work" (a folder for conversions),
+     "num_threads", "spec_lengths", "lookup_max_n", "weights" (null = bfloat16, or as `compress` reads it),
+     "num_positions" and "num_places" (the size of llama.cpp's cache)}
+                                            -> {"about": a sentence, "configurations": [names]}
     {"configuration", "ids", "max_tokens"}  -> {"tokens", "seconds", "first_s", "num_first", "idle_cpu_s"}
 
 seconds is the wall time of one generate call, first_s the part of it until the first num_first tokens came,
 idle_cpu_s the processor time that this process took since its last answer. An error is answered with
 {"error": a sentence, "missing": the module that is not installed, or null}. The end of the input ends the process.
 
-All engines decode greedily in bfloat16 and go on past the end of sequence.
+All engines decode greedily and go on past the end of sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from forerun.bench.peer_workers.llamacpp import Llama
+else:
+    from llamacpp import Llama  # the folder of the script that runs is searched first
 
 Json = dict[str, Any]
 Timed = tuple[list[int], float, int]  # new ids, seconds until the first of them, how many came first
@@ -168,7 +175,7 @@ class OpenvinoPeer:
         self._max_n, self.settings = question["lookup_max_n"], settings_of(question)
         self._properties = properties(question)
         work = Path(question["work"])
-        target = converted(question["target"], work / "openvino-target")
+        target = converted(question["target"], work / "openvino-target", question["weights"])
         self._pipelines = {"plain": self._pipeline(target), "lookup": self._pipeline(target, prompt_lookup=True)}
         if question["draft"]:
             folder = converted(question["draft"], work / "openvino-draft")
@@ -176,7 +183,7 @@ class OpenvinoPeer:
             self._pipelines["draft"] = self._pipeline(target, draft_model=draft)
         self.about = (
             f"openvino-genai {importlib.metadata.version('openvino-genai')}: INFERENCE_PRECISION_HINT and "
-            f"KV_CACHE_PRECISION bf16, weights stored as {weights_type(target)} (optimum-intel, no compression), "
+            f"KV_CACHE_PRECISION bf16, weights stored as {weights_type(target)} ({about_weights(question)}), "
             "paged attention, no prefix cache"
         )
 
@@ -213,8 +220,14 @@ def weights_type(folder: Path) -> str:
     return max(sizes, key=lambda name: sizes[name])
 
 
-def converted(source: str, folder: Path) -> Path:
+def about_weights(question: Json) -> str:
+    """Describe how the weights of the target were compressed."""
+    return f"optimum-intel, {f'nncf {weights}' if (weights := question['weights']) else 'no compression'}"
+
+
+def converted(source: str, folder: Path, weights: str | None = None) -> Path:
     """Convert a checkpoint for OpenVINO once, in a process of its own, which frees torch's memory when it ends."""
+    folder = folder if weights is None else folder.with_name(f"{folder.name}-{weights.replace(':group=', '-')}")
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in Path(source).iterdir())
     mark = json.dumps({"source": str(Path(source).resolve()), "files": files})
     marker = folder / MARKER
@@ -222,7 +235,7 @@ def converted(source: str, folder: Path) -> Path:
         return folder
     if importlib.util.find_spec("optimum.intel") is None:
         raise ModuleNotFoundError("No module named 'optimum.intel'", name="optimum.intel")
-    command = [sys.executable, __file__, "convert", source, str(folder)]
+    command = [sys.executable, __file__, "convert", source, str(folder), *filter(None, [weights])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -231,20 +244,68 @@ def converted(source: str, folder: Path) -> Path:
     return folder
 
 
-def convert(source: str, folder: str) -> None:
-    """Convert with the checkpoint's own weights; by default OpenVINO stores more than 1e9 weights in 8 bits."""
+def convert(source: str, folder: str, weights: str | None = None) -> None:
+    """Convert a checkpoint. By default OpenVINO would store more than 1e9 weights in 8 bits, whatever they are."""
     exporter: Any = importlib.import_module("optimum.exporters.openvino.__main__")
     intel: Any = importlib.import_module("optimum.intel")
     own_type = intel.OVConfig(dtype=None)
     exporter.main_export(
         source, folder, task="text-generation-with-past", ov_config=own_type, convert_tokenizer=True
     )  # a pipeline does not load without its tokenizer, used or not
+    if weights is not None:
+        compress(Path(folder), weights)
+
+
+def compress(folder: Path, weights: str) -> None:
+    """Compress a converted model by nncf: "int8" has a scale per output, "int4" one per 128 weights, or :group=64.
+
+    Under 4 bits nncf gives 8 to the embedding and the LM head.
+    """
+    nncf, openvino = (importlib.import_module(name) for name in ("nncf", "openvino"))
+    name, _, group = weights.partition(":group=")
+    modes: Any = nncf.CompressWeightsMode
+    options: Json = {"mode": modes.INT8_ASYM}
+    if name == "int4":
+        options = {"mode": modes.INT4_ASYM, "group_size": int(group or 128), "ratio": 1.0}
+    made = nncf.compress_weights(openvino.Core().read_model(folder / MODEL), **options)
+    openvino.save_model(made, folder / f"new_{MODEL}", compress_to_fp16=False)
+    for suffix in (".xml", ".bin"):  # not in place: the model is mapped into memory
+        (folder / f"new_{MODEL}").with_suffix(suffix).replace((folder / MODEL).with_suffix(suffix))
+
+
+# -------------------------------------------------------------------------------------------------------- llama.cpp
+
+
+class LlamaPeer:
+    """llama.cpp without speculation: a call for the prompt, and one for each token."""
+
+    def __init__(self, question: Json) -> None:
+        self._llama = Llama(question)
+        self.about = self._llama.about
+        self.settings: Settings = {"plain": ("plain", None)}
+
+    def generate(self, method: str, spec_length: int | None, ids: list[int], max_tokens: int) -> Timed:
+        """Continue one prompt."""
+        llama, tokens = self._llama, list[int]()
+        start = time.perf_counter()
+        llama.cut(0, 0)
+        llama.fill(0, ids[:-1], 0)
+        while len(tokens) < max_tokens:
+            last = tokens[-1] if tokens else ids[-1]
+            tokens.append(int(llama.run(0, [last], len(ids) - 1 + len(tokens), 1)[0].argmax()))
+            if len(tokens) == 1:
+                first_s = time.perf_counter() - start
+        return tokens, first_s, 1
 
 
 # --------------------------------------------------------------------------------------------------------- the loop
 
 
-PEERS: dict[str, Callable[[Json], Peer]] = {"transformers": TransformersPeer, "openvino": OpenvinoPeer}
+PEERS: dict[str, Callable[[Json], Peer]] = {
+    "transformers": TransformersPeer,
+    "openvino": OpenvinoPeer,
+    "llama.cpp": LlamaPeer,
+}
 
 
 def answer(peer: Peer, question: Json) -> Json:

@@ -1,13 +1,14 @@
 """Folders as `save_pretrained` writes them: config.json, the tokenizer's files, and weights in safetensors.
 
 safetensors maps a file into memory: what is read stays resident as long as its mapping does. Every block has a mapping
-of its own, which is gone when the next one is read.
+of its own, which is gone when the next one is read. Quantised matrices are several tensors each, see packings.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -16,12 +17,25 @@ from torch import Tensor
 
 from forerun.errors import NotFound, UnsupportedModel, shown
 from forerun.models import refusals
+from forerun.models.packings import Layout, layout_of
 from forerun.models.refusals import CONFIG, INDEX, SINGLE
 from forerun.models.source import BLOCK_BYTES, Stored
+from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.text.json_files import read_json
 
 # As safetensors names them; whatever else a file may hold means quantised weights.
 READABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INTEGERS = ("I8", "I32", "I64")  # of quantised matrices
+BLOCK_WEIGHTS = 4 << 20  # of a quantised matrix, unpacked at a time; they take some 8 bytes each meanwhile
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file, as its header has it; dtype: safetensors' name."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def recognises(path: Path) -> bool:
@@ -44,16 +58,74 @@ class SafetensorsFolder:
             refusals.refuse_without_tokenizer(names, where)
 
     @cached_property
-    def tensors(self) -> Mapping[str, Stored]:
-        """Name -> how it is stored, without the rotary buffers of old checkpoints, which follow from config.json.
-
-        Raises NotFound for a missing file, UnsupportedModel for a broken one and for integer and 8-bit types.
-        """
+    def _entries(self) -> Mapping[str, Entry]:
+        """Every tensor of the files, without the rotary buffers of old checkpoints, which follow from config.json."""
         found = (entry for path in self._files() for entry in _headers(path))
-        return {name: stored for name, stored in found if not name.endswith("rotary_emb.inv_freq")}
+        return {name: entry for name, entry in found if not name.endswith("rotary_emb.inv_freq")}
+
+    @cached_property
+    def _quantised(self) -> Mapping[str, Parts]:
+        """The quantised matrices by their names in the unquantised checkpoint; it raises as `tensors`."""
+        layout = layout_of(self.config)
+        if layout is None:
+            return {}
+        found = {}
+        for name, entry in self._entries.items():
+            prefix, _, part = name.rpartition(".")
+            is_codes = part == layout.codes and entry.dtype in INTEGERS
+            if is_codes:
+                found[f"{prefix}.weight"] = self._parts(layout, prefix)
+        return found
+
+    def _parts(self, layout: Layout, prefix: str) -> Parts:
+        names = {part: f"{prefix}.{part}" for part in (layout.codes, *sorted(layout.parts))}
+        entries = {part: self._entries[name] for part, name in names.items() if name in self._entries}
+        shapes = {part: entry.shape for part, entry in entries.items()}
+        if "weight_shape" in entries:
+            shapes["weight_shape"] = tuple(self._read(names["weight_shape"])[:2].tolist())
+        scales = "scales" if layout.codes == "qweight" else "weight_scale"
+        try:
+            shape, scheme = layout.scheme_of(shapes, entries[scales].dtype)
+            for part in ("g_idx", "weight_g_idx"):
+                if part in entries and not torch.equal(
+                    self._read(names[part]).long(), torch.arange(shape[1]) // scheme.group
+                ):
+                    raise ValueError(f"its {part} permutes the inputs")
+        except (ValueError, KeyError, IndexError) as error:
+            missing = f"beside {', '.join(sorted(shapes))} a part is missing, or has another shape"
+            why = str(error) if type(error) is ValueError else missing
+            raise UnsupportedModel(
+                f"{self.folder} has a {layout.method} matrix {prefix} that is not read ({why}): fetch it again, or "
+                "name another checkpoint"
+            ) from error
+        return Parts(layout, scheme, shape, names, shapes)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Stored]:
+        """Name -> how it is stored.
+
+        Raises NotFound for a missing file, UnsupportedModel for a broken one, for integer and 8-bit types of an
+        unquantised checkpoint, and for quantised matrices that are not read.
+        """
+        taken = {name for parts in self._quantised.values() for name in parts.names.values()}
+        found = {}
+        for name, entry in self._entries.items():
+            if name in taken:
+                continue
+            if entry.dtype not in READABLE:
+                raise refusals.quantised_tensor(name, entry.file, entry.dtype)
+            found[name] = Stored(entry.file, entry.shape, READABLE[entry.dtype])
+        for name, parts in self._quantised.items():
+            file = self._entries[parts.names[parts.layout.codes]].file
+            found[name] = Stored(file, parts.shape, torch.float32, parts.scheme)
+        return found
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """See `Source.blocks`; they are views of the file."""
+        if name in self._quantised:
+            for rows in self._quantised_rows(name):
+                yield rows.dequantise()
+            return
         stored = self.tensors[name]
         num_rows = stored.shape[0] if stored.shape else 0
         row_bytes = stored.dtype.itemsize * torch.Size(stored.shape[1:]).numel()
@@ -61,6 +133,34 @@ class SafetensorsFolder:
         for first in range(0, num_rows, step):
             with safe_open(stored.file, framework="pt") as file:
                 yield file.get_slice(name)[first : min(first + step, num_rows)]
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        """See `QuantisedSource.quantised`."""
+        parts = self._quantised[name]
+        return QuantisedMatrix(parts.scheme, parts.shape, partial(self._quantised_rows, name))
+
+    def _quantised_rows(self, name: str) -> Iterator[QuantisedRows]:
+        parts = self._quantised[name]
+        num_out, num_in = parts.shape
+        step = max(1, BLOCK_WEIGHTS // num_in // 32) * 32
+
+        def read(part: str, rows: slice, columns: slice) -> Tensor:
+            entry = self._entries[parts.names[part]]
+            with safe_open(entry.file, framework="pt") as file:
+                found: Tensor = file.get_slice(parts.names[part])[rows, columns]
+            return found.clone()  # the mapping goes
+
+        for first in range(0, num_out, step):
+            chosen = range(first, min(first + step, num_out))
+            rows = parts.layout.rows(parts.scheme, parts.shapes, num_in, chosen, read)
+            if not bool(rows.scales.isfinite().all()):
+                raise UnsupportedModel(f"{name} in {self.folder} has scales that are no finite numbers: fetch it again")
+            yield rows
+
+    def _read(self, name: str) -> Tensor:
+        with safe_open(self._entries[name].file, framework="pt") as file:
+            found: Tensor = file.get_tensor(name)
+        return found
 
     def _files(self) -> list[Path]:
         if (self.folder / SINGLE).exists():
@@ -73,6 +173,17 @@ class SafetensorsFolder:
 
 
 open_source = SafetensorsFolder
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A quantised matrix. names: of its parts in the files. shapes: of these, and the numbers in weight_shape."""
+
+    layout: Layout
+    scheme: Scheme
+    shape: tuple[int, int]
+    names: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 def shard_names(index: Path) -> list[str]:
@@ -90,13 +201,11 @@ def shard_names(index: Path) -> list[str]:
     return sorted(set(names))
 
 
-def _headers(path: Path) -> Iterator[tuple[str, Stored]]:
+def _headers(path: Path) -> Iterator[tuple[str, Entry]]:
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 entry = file.get_slice(name)
-                if (dtype := entry.get_dtype()) not in READABLE:
-                    raise refusals.quantised_tensor(name, path, dtype)
-                yield name, Stored(path, tuple(entry.get_shape()), READABLE[dtype])
+                yield name, Entry(path, tuple(entry.get_shape()), entry.get_dtype())
     except SafetensorError as error:
         raise UnsupportedModel(f"{path} is not a readable safetensors file ({error}): fetch it again") from error

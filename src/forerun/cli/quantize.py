@@ -1,0 +1,27 @@
+"""The command `forerun quantize`: a checkpoint's weights in 8 or 4 bits, as a folder of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forerun.cli import flags
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(help="checkpoint: a folder or a hub id", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="folder to write, new or empty", show_default=False)],
+    quantization: Annotated[str, typer.Option(help="int8 or int4[:group=N]")] = "int4:group=32",
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
+) -> None:
+    """Write a checkpoint with weights of 8 or 4 bits (compressed-tensors), which loads without rounding again."""
+    from forerun.config import EngineConfig, Quantization
+    from forerun.models.saving_quantised import quantise_checkpoint
+    from forerun.text.terminal import visible
+
+    wanted = Quantization.parse(quantization)
+    keys = EngineConfig.make(ignore_config_keys=ignore_config_keys or None).ignored_config_keys
+    before, after = quantise_checkpoint(source, out, wanted, keys)
+    typer.echo(f"{visible(str(out))}: {wanted}, {after / 1e6:.1f} MB of weights, which were {before / 1e6:.1f} MB")

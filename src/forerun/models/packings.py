@@ -1,0 +1,251 @@
+"""How GPTQ, AWQ and compressed-tensors store quantised matrices: which tensors belong together, and what they mean.
+
+A layout is chosen by config.json (`layout_of`). Each stores a matrix as integers, scales and zero points, in tensors
+that share the matrix's name; nothing is rounded on the way to QuantisedRows. Sources: AutoGPTQ's and AutoAWQ's packers
+of 2024, compressed-tensors 0.20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.errors import UnsupportedModel
+from forerun.ops.quantised import QuantisedRows, Scheme
+
+KEYS = ("quantization_config", "compression_config")
+SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where AutoAWQ puts output channel i of 8 among the nibbles of a word
+READABLE = "GPTQ, AWQ or compressed-tensors of 4 or 8 bits"
+
+Read = Callable[[str, slice, slice], Tensor]  # (part, rows, columns) of a stored tensor
+Shapes = Mapping[str, tuple[int, ...]]  # of the parts of one matrix
+
+
+@dataclass(frozen=True)
+class Layout:
+    """codes: the name of the tensor with a matrix's integers. parts: of those beside it."""
+
+    method: str
+    codes: str
+    parts: frozenset[str]
+    bits: int | None = None  # as the configuration says; None = as the shapes say
+    zero_shift: int = 0  # what is added to a stored zero point
+
+    def scheme_of(self, shapes: Shapes, scales: str) -> tuple[tuple[int, int], Scheme]:
+        """Return the shape and scheme of a matrix; scales: their type in the file. Raises ValueError, saying why."""
+        if scales not in SCALE_DTYPES:
+            raise ValueError(f"its scales have type {scales}")
+        num_out, num_in, bits, group = _SIZES[self.codes](self, shapes)
+        if bits not in (4, 8) or group < 1 or num_in % group:
+            raise ValueError(f"its shapes {sorted(shapes.items())} fit neither 4 nor 8 bits in groups of equal size")
+        return (num_out, num_in), Scheme(bits, group, "zero", SCALE_DTYPES[scales])
+
+    def rows(self, scheme: Scheme, shapes: Shapes, num_in: int, chosen: range, read: Read) -> QuantisedRows:
+        """Read some rows of a matrix; they begin at a multiple of 32."""
+        codes, scales, zeros = _ROWS[self.codes](self, scheme, shapes, chosen, read)
+        return QuantisedRows(scheme, codes[:, :num_in].contiguous(), scales.contiguous(), zeros.contiguous())
+
+
+def layout_of(raw: Mapping[str, Any]) -> Layout | None:
+    """Return how config.json says that weights are quantised; None where they are not.
+
+    Raises UnsupportedModel for what is not read, naming the setting.
+    """
+    for key in KEYS:
+        value = raw.get(key)
+        if not value:
+            continue
+        method = value.get("quant_method") if isinstance(value, Mapping) else None
+        if not isinstance(method, str) or method not in _READERS:
+            said = f"{key}={value!r:.60}" if method is None else f"quant_method={method!r:.60} in {key}"
+            raise UnsupportedModel(f"config.json sets {said}, which is not read: {_WAY_OUT}")
+        return _READERS[method](_Settings(key, value))
+    return None
+
+
+_WAY_OUT = f"name the unquantised original, or one quantised as {READABLE}"
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """An object of config.json whose settings are checked one by one. where: its name in messages."""
+
+    where: str
+    values: Mapping[str, Any]
+
+    def want(self, name: str, *allowed: object, why: str = "is not read") -> Any:
+        """Return a setting that has one of these values. Raises UnsupportedModel, naming it."""
+        value = self.values.get(name)
+        if value not in allowed:
+            raise UnsupportedModel(f"config.json sets {name}={value!r:.60} in {self.where}, which {why}: {_WAY_OUT}")
+        return value
+
+
+def _gptq(settings: _Settings) -> Layout:
+    """desc_act=true permutes the inputs; version 1 stores a zero point less one."""
+    settings.want("desc_act", False, None, why="permutes inputs and is not read")
+    version = settings.want("checkpoint_format", None, "gptq", "gptq_v2")
+    bits = settings.want("bits", 4, 8)
+    parts = frozenset({"qzeros", "scales", "g_idx"})
+    return Layout("GPTQ", "qweight", parts, bits, zero_shift=0 if version == "gptq_v2" else 1)
+
+
+def _awq(settings: _Settings) -> Layout:
+    version = settings.values.get("version")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        settings.want("version", "gemm")
+    settings.want("zero_point", True)
+    return Layout("AWQ", "qweight", frozenset({"qzeros", "scales"}), settings.want("bits", 4))
+
+
+def _compressed_tensors(settings: _Settings) -> Layout:
+    formats = ("pack-quantized", "int-quantized")
+    groups = settings.values.get("config_groups")
+    settings.want("quantization_status", None, "compressed", "frozen")
+    settings.want("kv_cache_scheme", None)
+    sparse = settings.values.get("sparsity_config") or {}
+    if sparse:
+        _Settings(f"sparsity_config of {settings.where}", sparse).want("format", None, "dense")
+    if settings.values.get("transform_config"):
+        settings.want("transform_config", None, {}, why="transforms activations and is not read")
+    if not isinstance(groups, Mapping) or not groups or not all(isinstance(g, Mapping) for g in groups.values()):
+        settings.want("config_groups", why="names no scheme of weights")
+    assert isinstance(groups, Mapping)
+    overall = settings.want("format", *formats, "mixed-precision")
+    found = set()
+    for name, group in groups.items():
+        inner = _Settings(f"{name} of {settings.where}", group)
+        found.add(inner.want("format", *formats, None) or overall)
+        weights = _Settings(f"weights of {inner.where}", group.get("weights") or {})
+        weights.want("num_bits", 4, 8)
+        weights.want("type", "int")
+        weights.want("strategy", "group", "channel")
+        weights.want("actorder", None, False, "static", "weight", why="permutes inputs and is not read")
+        inner.want("output_activations", None)
+        if inputs := group.get("input_activations"):
+            _Settings(f"input_activations of {inner.where}", inputs).want("dynamic", True)
+    if len(found) != 1 or not found <= set(formats):
+        settings.want("format", *formats, why="mixes formats and is not read")
+    codes = "weight_packed" if found == {"pack-quantized"} else "weight"
+    parts = frozenset({"weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"})
+    return Layout("compressed-tensors", codes, parts)
+
+
+_READERS: Mapping[str, Callable[[_Settings], Layout]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+}
+
+# ------------------------------------------------------------------------------------------------------------- shapes
+
+
+def _sizes_qweight(layout: Layout, shapes: Shapes) -> tuple[int, int, int, int]:
+    """GPTQ packs words along the inputs [I / 8, O], AWQ along the outputs [I, O / 8]; scales are [I / group, O]."""
+    bits = layout.bits or 4
+    per_word = 32 // bits
+    rows, columns = shapes["qweight"]
+    num_in, num_out = (rows, columns * per_word) if layout.method == "AWQ" else (rows * per_word, columns)
+    num_groups = shapes["scales"][0]
+    _want(shapes, "scales", (num_groups, num_out))
+    _want(shapes, "qzeros", (num_groups, -(-num_out // per_word)))
+    return num_out, num_in, bits, _group(num_in, num_groups)
+
+
+def _sizes_packed(layout: Layout, shapes: Shapes) -> tuple[int, int, int, int]:
+    """compressed-tensors packs words along the inputs [O, I * bits / 32], zero points along the outputs."""
+    num_out, num_words = shapes["weight_packed"]
+    num_groups = shapes["weight_scale"][1]
+    _want(shapes, "weight_scale", (num_out, num_groups))
+    zeros = shapes.get("weight_zero_point")
+    num_in = shapes["weight_shape"][1]  # the numbers in it, not its shape
+    bits = next((b for b in (4, 8) if -(-num_in * b // 32) == num_words), 0)
+    if shapes["weight_shape"][0] != num_out or (zeros is not None and zeros != (-(-num_out * bits // 32), num_groups)):
+        raise ValueError(f"its shapes {sorted(shapes.items())} contradict each other")
+    return num_out, num_in, bits, _group(num_in, num_groups)
+
+
+def _sizes_int(layout: Layout, shapes: Shapes) -> tuple[int, int, int, int]:
+    num_out, num_in = shapes["weight"]
+    num_groups = shapes["weight_scale"][1]
+    for name in ("weight_scale", "weight_zero_point"):
+        if name in shapes:
+            _want(shapes, name, (num_out, num_groups))
+    return num_out, num_in, 8, _group(num_in, num_groups)
+
+
+_SIZES = {"qweight": _sizes_qweight, "weight_packed": _sizes_packed, "weight": _sizes_int}
+
+
+def _group(num_in: int, num_groups: int) -> int:
+    return num_in // num_groups if num_groups and num_in % num_groups == 0 else 0
+
+
+def _want(shapes: Shapes, name: str, shape: tuple[int, ...]) -> None:
+    if shapes[name] != shape:
+        raise ValueError(f"its {name} has shape {list(shapes[name])} where {list(shape)} fits")
+
+
+# --------------------------------------------------------------------------------------------------------------- rows
+
+Parts = tuple[Tensor, Tensor, Tensor]  # codes [R, I], scales [R, groups], zeros [R, groups]
+ALL = slice(None)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Return the integers of int32 words [R, C] as uint8 [R, C * 32 / bits], lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
+
+
+def pack(integers: Tensor, bits: int) -> Tensor:
+    """Undo `unpack`; a last word is filled with zeros."""
+    per_word = 32 // bits
+    missing = -integers.shape[-1] % per_word
+    whole = torch.nn.functional.pad(integers, (0, missing)).long()
+    words = (whole.reshape(len(whole), -1, per_word) << torch.arange(0, 32, bits)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def _rows_qweight(layout: Layout, scheme: Scheme, shapes: Shapes, chosen: range, read: Read) -> Parts:
+    bits, columns = scheme.bits, slice(chosen.start, chosen.stop)
+    packed = slice(chosen.start * bits // 32, -(-chosen.stop * bits // 32))
+    zeros = unpack(read("qzeros", ALL, packed), bits)
+    if layout.method == "AWQ":
+        codes, zeros = (_in_order(x) for x in (unpack(read("qweight", ALL, packed), bits), zeros))
+        codes = codes.T
+    else:
+        codes = unpack(read("qweight", ALL, columns).T.contiguous(), bits)
+    return codes, read("scales", ALL, columns).T, (zeros[:, : len(chosen)] + layout.zero_shift).T
+
+
+def _in_order(integers: Tensor) -> Tensor:
+    return integers.reshape(len(integers), -1, 8)[..., list(AWQ_ORDER)].flatten(-2)
+
+
+def _rows_packed(layout: Layout, scheme: Scheme, shapes: Shapes, chosen: range, read: Read) -> Parts:
+    rows, bits = slice(chosen.start, chosen.stop), scheme.bits
+    scales = read("weight_scale", rows, ALL)
+    zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.uint8)
+    if "weight_zero_point" in shapes:
+        packed = slice(chosen.start * bits // 32, -(-chosen.stop * bits // 32))
+        zeros = unpack(read("weight_zero_point", packed, ALL).T.contiguous(), bits)[:, : len(chosen)].T
+    return unpack(read("weight_packed", rows, ALL), bits), scales, zeros
+
+
+def _rows_int(layout: Layout, scheme: Scheme, shapes: Shapes, chosen: range, read: Read) -> Parts:
+    """int8 from -128 on becomes uint8 from 0 on."""
+    rows = slice(chosen.start, chosen.stop)
+    scales = read("weight_scale", rows, ALL)
+    zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
+    if "weight_zero_point" in shapes:
+        zeros = read("weight_zero_point", rows, ALL).view(torch.uint8) ^ 128
+    return read("weight", rows, ALL).view(torch.uint8) ^ 128, scales, zeros
+
+
+_ROWS = {"qweight": _rows_qweight, "weight_packed": _rows_packed, "weight": _rows_int}

