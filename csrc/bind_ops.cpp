@@ -161,9 +161,10 @@ std::unique_ptr<Packed> pack(Backend& b, bool bfloat16, const std::vector<std::p
 
 // bits: 4 or 8. num_rows: of each part. wide_scales: float32, not float16.
 std::unique_ptr<Packed> pack_quantised(Backend&, int bits, const std::vector<int>& num_rows, int num_in, bool paired,
-                                       Address bias, bool wide_scales, int groups_per_unit) {
+                                       Address bias, bool wide_scales, bool has_zeros, int groups_per_unit) {
     const Type type = bits == 4 ? Type::int4 : Type::int8;
-    return std::make_unique<Packed>(type, num_rows, num_in, paired, at<const float>(bias), wide_scales, groups_per_unit);
+    return std::make_unique<Packed>(type, num_rows, num_in, paired, at<const float>(bias), wide_scales, has_zeros,
+                                    groups_per_unit);
 }
 
 bool fill(Backend& b, Packed& packed, int first, int count, Address codes, Address scales, Address minimums) {

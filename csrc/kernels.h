@@ -41,8 +41,9 @@ struct Matrix {
     int num_panels;
     const void* data;   // num_panels x panel_bytes, aligned to 64
     const float* bias;  // num_panels x 32, or null
-    // Of quantised weights, w = scale * code - minimum:
+    // Of quantised weights, w = scale * code - minimum, or scale * (code - zero):
     bool wide_scales;     // scales and minimums are float32, not float16
+    bool has_zeros;       // zeros are where minimums would be
     int groups_per_unit;  // 1 or 2: scales of a unit
 
     FORERUN_INLINE size_t scale_bytes() const {  // of eight outputs and one unit

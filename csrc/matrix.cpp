@@ -39,7 +39,7 @@ Packed::Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in
     const int height = paired ? parts[0].num_rows : num_out;
     const int outputs_per_panel = paired ? PANEL / 2 : PANEL;
     matrix_ = {type, paired, height, num_in, steps_of(type, num_in),
-               (height + outputs_per_panel - 1) / outputs_per_panel, nullptr, nullptr, false, 0};
+               (height + outputs_per_panel - 1) / outputs_per_panel, nullptr, nullptr, false, false, 0};
     data_.reset(allocate(matrix_.bytes()));
     if (!data_) throw std::bad_alloc();
     matrix_.data = data_.get();
@@ -78,13 +78,13 @@ void Packed::put_bias(const float* bias, int num_out) {
     matrix_.bias = bias_.data();
 }
 
-Packed::Packed(Type type, const std::vector<int>& num_rows, int num_in, bool paired, const float* bias, bool wide_scales,
+Packed::Packed(Type type, const std::vector<int>& num_rows, int num_in, bool paired, const float* bias, bool wide_scales, bool has_zeros,
                int groups_per_unit) {
     int num_out = 0;
     for (int rows : num_rows) num_out += rows;
     const int height = paired ? num_rows[0] : num_out, outputs_per_panel = paired ? PANEL / 2 : PANEL;
     matrix_ = {type, paired, height, num_in, steps_of(type, num_in), (height + outputs_per_panel - 1) / outputs_per_panel,
-               nullptr, nullptr, wide_scales, groups_per_unit};
+               nullptr, nullptr, wide_scales, has_zeros, groups_per_unit};
     data_.reset(allocate(matrix_.bytes()));
     if (!data_) throw std::bad_alloc();
     std::memset(data_.get(), 0, matrix_.bytes());

@@ -23,9 +23,9 @@ class Packed {
     Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in, bool paired, const float* bias,
            bool give_back);
     // Quantised weights, which `fill` brings. num_rows: of each part.
-    Packed(Type type, const std::vector<int>& num_rows, int num_in, bool paired, const float* bias, bool wide_scales,
+    Packed(Type type, const std::vector<int>& num_rows, int num_in, bool paired, const float* bias, bool wide_scales, bool has_zeros,
            int groups_per_unit);
-    // Rows [first, first + count) of all parts in order. codes [count, num_in]; scales, minimums float32 [count, groups],
+    // Rows [first, first + count) of all parts in order. codes [count, num_in]; scales, minimums (or zeros) float32 [count, groups],
     // where a row of 32 inputs has groups_per_unit groups. Returns false where they do not fit into float16.
     bool fill(Team& team, int first, int count, const uint8_t* codes, const float* scales, const float* minimums);
     Packed(const Packed&) = delete;

@@ -1,6 +1,7 @@
 // Products of quantised weights with rows that are rounded to int8.
 //
-// A weight is scale * code - minimum, with codes of 4 or 8 bits without a sign. 32 inputs of a row (a unit) are rounded
+// A weight is scale * code - minimum, with codes of 4 or 8 bits without a sign; a minimum may be stored as a zero point, in
+// units of its scale. 32 inputs of a row (a unit) are rounded
 // together: x = scale_x * code_x. So a unit adds scale * (scale_x * sum(code * code_x)) - minimum * (scale_x * sum(code_x)),
 // where the sums are exact integers. Every output of every row adds its units in ascending order, whatever the number of
 // rows is.
@@ -77,6 +78,7 @@ inline F8 load8_scales(const char* p, bool wide) {
     if (wide) return _mm256_loadu_ps(reinterpret_cast<const float*>(p));
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+inline F8 multiplied(F8 a, F8 b) { return _mm256_mul_ps(a, b); }
 // acc + scale * (factor * sum) - minimum * offset
 inline F8 add_unit(F8 acc, __m256i sum, F8 scale, F8 minimum, float factor, float offset) {
     const F8 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(factor));
@@ -149,6 +151,10 @@ inline F8 load8_scales(const char* p, bool wide) {
     }
     return a;
 }
+inline F8 multiplied(F8 a, F8 b) {
+    for (int i = 0; i < 8; ++i) a.v[i] *= b.v[i];
+    return a;
+}
 inline F8 add_unit(F8 acc, I8 sum, F8 scale, F8 minimum, float factor, float offset) {
     for (int i = 0; i < 8; ++i) {
         acc.v[i] = scale.v[i] * (static_cast<float>(sum.v[i]) * factor) + acc.v[i];
@@ -203,6 +209,7 @@ void quantised_sums(const Matrix& w, const Inputs& x, int panel, float* sums) {
                 for (int g = 0; g < GROUPS; ++g) {
                     scale[g] = load8_scales(data + 2 * static_cast<size_t>(g) * half, w.wide_scales);
                     minimum[g] = load8_scales(data + (2 * static_cast<size_t>(g) + 1) * half, w.wide_scales);
+                    if (w.has_zeros) minimum[g] = multiplied(minimum[g], scale[g]);
                 }
                 const Nibbles<TYPE> codes(data + scale_bytes);
                 data += scale_bytes + code_bytes;
@@ -234,7 +241,7 @@ inline void quantised_panel(const Matrix& w, const Inputs& x, int panel, float* 
                                   : quantised_sums<Type::int8, 2>(w, x, panel, sums);
 }
 
-// The weights of one output, scale * code - minimum, each operation rounded.
+// The weights of one output, each operation rounded.
 inline void unpack_quantised(const Matrix& w, int lane, const char* panel, float* out) {
     const size_t scale_bytes = w.scale_bytes(), size = scale_bytes + w.code_bytes();
     const size_t width = w.wide_scales ? 4 : 2;
@@ -256,7 +263,8 @@ inline void unpack_quantised(const Matrix& w, int lane, const char* panel, float
         const int in = k % UNIT;
         const int code = w.type == Type::int8 ? codes[in / 4 * 32 + 4 * static_cast<int>(o) + in % 4]
                                               : codes[in / 8 * 32 + 4 * static_cast<int>(o) + in % 4] >> (in % 8 < 4 ? 0 : 4) & 15;
-        out[k] = static_cast<float>(code) * scale - minimum;
+        const float number_of_code = static_cast<float>(code);
+        out[k] = w.has_zeros ? (number_of_code - minimum) * scale : number_of_code * scale - minimum;
     }
 }
 

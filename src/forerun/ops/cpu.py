@@ -110,6 +110,7 @@ class CpuOps(ReferenceOps):
         num_in, num_out = parts[0].shape[1], sum(part.shape[0] for part in parts)
         bits, group = max(part.scheme.bits for part in parts), min(part.scheme.group for part in parts)
         groups_per_unit = 1 if group >= UNIT else UNIT // group
+        has_zeros = all(part.scheme.offset == "zero" for part in parts)
         bias = None if bias is None else bias.detach().float().contiguous()
         for wide in (False, True):  # float16 holds most files' scales and minimums exactly, float32 all
             try:
@@ -120,20 +121,23 @@ class CpuOps(ReferenceOps):
                     paired,
                     0 if bias is None else bias.data_ptr(),
                     wide,
+                    has_zeros,
                     groups_per_unit,
                 )
             except MemoryError as error:
                 raise _no_room(num_out * num_in * bits // 8, torch.bfloat16) from error
-            if self._fill(handle, parts, groups_per_unit, -(-num_in // UNIT)):
+            if self._fill(handle, parts, groups_per_unit, -(-num_in // UNIT), has_zeros):
                 break
         return PackedMatrix(handle, num_out, num_in, torch.bfloat16, paired, parts[0].scheme)
 
-    def _fill(self, handle: Any, parts: list[QuantisedMatrix], groups_per_unit: int, num_units: int) -> bool:
+    def _fill(
+        self, handle: Any, parts: list[QuantisedMatrix], groups_per_unit: int, num_units: int, has_zeros: bool
+    ) -> bool:
         """Read all rows into a packed matrix; False where a scale does not fit into its type."""
         first = 0
         for part in parts:
             for rows in part.blocks():
-                codes, (scales, minimums) = rows.codes.contiguous(), rows.numbers(groups_per_unit, num_units)
+                codes, (scales, minimums) = rows.codes.contiguous(), rows.numbers(groups_per_unit, num_units, has_zeros)
                 pointers = (codes.data_ptr(), scales.data_ptr(), minimums.data_ptr())
                 if not self.backend.fill(handle, first, len(rows), *pointers):
                     return False

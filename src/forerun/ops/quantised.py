@@ -65,16 +65,17 @@ class QuantisedRows:
         assert self.minimums is not None
         return (codes * scales - _expanded(self.minimums, self.super_minimums, self.scheme)).flatten(-2)
 
-    def numbers(self, groups_per_unit: int, num_units: int) -> tuple[Tensor, Tensor]:
+    def numbers(self, groups_per_unit: int, num_units: int, has_zeros: bool) -> tuple[Tensor, Tensor]:
         """Return scales and minimums in float32, [R, num_units * groups_per_unit] each: of units of 32 weights.
 
-        They are exact: an integer of at most 8 bits times a number of at most 16 has less than 24 bits.
+        has_zeros: zero points in place of minimums. All are exact: a product of at most 8 bits and 16 has less than 24.
         """
         scales = _expanded(self.scales, self.super_scales, self.scheme).squeeze(-1)
         if self.zeros is not None:
-            minimums = self.zeros.float() * scales
+            minimums = self.zeros.float() if has_zeros else self.zeros.float() * scales
         else:
             assert self.minimums is not None
+            assert not has_zeros
             minimums = _expanded(self.minimums, self.super_minimums, self.scheme).squeeze(-1)
         repeat = self.scheme.group // (UNIT // groups_per_unit)
         wanted = num_units * groups_per_unit
