@@ -186,7 +186,7 @@ def test_rows_of_inner_layers_are_counted(tmp_path: Path) -> None:
     num_rows = 512 + 3 * (options.longest_draft + 1)
     assert planned - without == 3 * num_rows * SMALL.hidden_size * 4
     three, none = (peak_bytes(one_pass(SMALL, options, F32, num), tmp_path / f"{num}.json") for num in (3, 0))
-    assert three - none == planned - without
+    assert three - none == pytest.approx(planned - without, abs=64), "bytes, and some of the lists around them"
 
 
 def test_an_engine_counts_the_inner_layers_that_its_drafters_will_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,8 @@ def generate(case: Case, coins: Callable[..., Coins]) -> tuple[tuple[int, ...], 
     request = engine.add(case.prompt, case.params)
     while request.seq.finish_reason is None:
         engine.step()
+    if request.error is not None:
+        raise request.error
     return tuple(request.seq.output_ids), [r for r in reports if r.num_decoding]
 
 

@@ -64,8 +64,9 @@ def spoken(drafter: RandomTrees, params: SamplingParams) -> tuple[dict[tuple[int
         rounds: list[RoundDetail] = []
         engine.listen(lambda report: rounds.extend(report.rounds), detail=True)
         request = engine.add(PROMPT, params)
-        while not rounds:
+        while not rounds and request.error is None:
             engine.step()
+        assert request.error is None
         for _, same in itertools.groupby(sorted(rounds[0].parents)):
             most_siblings = max(most_siblings, len(list(same)))
         return tuple(request.seq.output_ids)
