@@ -27,7 +27,9 @@ def percent(rate: float) -> str:
 
 
 def precision(llm: LLM) -> str:
-    """The type that a model computes with, and that of its file where it is another one."""
+    """The bits of quantised weights; else the type that a model computes with, and that of its file if it differs."""
+    if bits := llm.checkpoint.model.weight_bits:
+        return " and ".join(f"{num}-bit" for num in bits) + " weights"
     used = str(llm.checkpoint.model.weight_dtype).removeprefix("torch.")
     stored = llm.checkpoint.config.get("dtype") or llm.checkpoint.config.get("torch_dtype")
     return used if stored in (None, used) else f"{used} (the file has {stored})"

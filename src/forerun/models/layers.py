@@ -277,6 +277,11 @@ class Decoder:
         self._rope = Rope(config.rope, config.head_dim, self.device, self.activation_dtype)
 
     @property
+    def weight_bits(self) -> tuple[int, ...]:
+        """The bits of weights that are computed with as integers, ascending; () = all are of `weight_dtype`."""
+        return () if self.compiled is None else tuple(self.compiled.weight_bits)
+
+    @property
     def bytes_per_pass(self) -> int:
         """Bytes of weights that one pass of a few rows reads, counted from what is in memory: every matrix once.
 

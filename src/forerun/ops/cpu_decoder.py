@@ -90,6 +90,11 @@ class CpuDecoder:
         )
 
     @property
+    def weight_bits(self) -> tuple[int, ...]:
+        """The bits of the quantised matrices, ascending; () = none is."""
+        return tuple(sorted({m.scheme.bits for m in self.matrices.values() if m.scheme is not None}))
+
+    @property
     def bytes_per_pass(self) -> int:
         """The bytes of weights that a pass of a few rows reads: every packed matrix and norm once."""
         return sum(m.nbytes for m in self.matrices.values()) + sum(norm.nbytes for norm in self._norms)
