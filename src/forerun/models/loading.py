@@ -93,7 +93,10 @@ def load_checkpoint(
     tokenizer = Tokenizer.load(source.folder) if with_tokenizer else None
     check_shapes(stored_shapes(source, config), parameter_shapes(config), str(path))
     ops, device = ops or ReferenceOps(), torch.device(device)
-    stored = StoredWeights(source, _dtype(dtype, device, source, ops), device, ops.packs_scheme)
+    computed = _dtype(dtype, device, source, ops)
+    # Packed products round their inputs to int8: not where float32 was asked for.
+    packs = ops.packs_scheme if computed == torch.bfloat16 else ReferenceOps().packs_scheme
+    stored = StoredWeights(source, computed, device, packs)
     # Quantised matrices are among the weights only where the operators say that they pack them.
     weights = cast(Mapping[str, Tensor], stored) if ops.packs else _read_all(stored, config)
     return Checkpoint(
