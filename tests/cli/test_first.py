@@ -47,24 +47,22 @@ def refuse(config: Any, shape: str, console: Any) -> None:
 @real
 def test_a_question_is_answered_the_same_with_and_without_speculation(cli: Any) -> None:
     base = ("generate", "--target", "smollm2", "--temperature", "0", "--max-tokens", "12")
-    plain, fast = (cli(*base, "--draft", draft, "What is the capital of France?") for draft in ("none", "lookup"))
-    assert "Paris" in plain.stdout
+    plain, fast = (cli(*base, "--draft", draft, "What is a prime number?") for draft in ("none", "lookup"))
+    assert plain.stdout.startswith("A prime number is a positive integer")
     assert plain.stdout == fast.stdout
     assert plain.stderr.startswith("This model has a chat template")
 
 
 @real
 def test_chat_without_arguments_talks_to_it(cli: Any) -> None:
-    done = cli("chat", "--temperature", "0", "--max-tokens", "12", stdin="What is the capital of France?\n")
-    assert "Paris" in done.stdout
+    done = cli("chat", "--temperature", "0", "--max-tokens", "12", stdin="What is a prime number?\n")
+    assert "A prime number is a positive integer" in done.stdout
 
 
 @real
-def test_an_edit_is_drafted_from_the_prompt() -> None:
+def test_what_repeats_the_prompt_is_drafted_from_it() -> None:
     llm = LLM("smollm2", draft="lookup:max_n=3", spec_length=5)
-    push = "    def push(self, item):\n        self.items.append(item)\n"
-    text = f"{push}\n    def pop(self):\n        return self.items.pop()"
-    messages = [{"role": "user", "content": f"Rename this class to Pile:\n\n```python\nclass Stack:\n{text}\n```"}]
-    report = llm.chat(messages, SamplingParams(temperature=0, max_tokens=32))[0].report
+    text = "Repeat this sentence three times: The quick brown fox jumps over the lazy dog."
+    report = llm.chat([{"role": "user", "content": text}], SamplingParams(temperature=0, max_tokens=32))[0].report
     assert report.mean_accepted_length is not None
     assert report.mean_accepted_length > 1.5
