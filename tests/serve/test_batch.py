@@ -315,7 +315,8 @@ def test_every_option_of_the_engine_that_generate_has(cli: Any) -> None:
         "--spec-length",
     }
     sampling |= {"--bad-word", "--stop-token-id"}
-    assert flags["generate"] - sampling - {"--prompt-file", "--json", "--rounds"} == flags["batch"] - {"--redo-changed"}
+    shown = {"--prompt-file", "--json", "--rounds", "--chat", "--verbose"}
+    assert flags["generate"] - sampling - shown == flags["batch"] - {"--redo-changed"}
 
 
 @pytest.mark.once("nothing is run")
