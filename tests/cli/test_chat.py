@@ -64,7 +64,8 @@ def terminal(talker: Path) -> Iterator[Any]:
     children = []
 
     def start(*arguments: str, columns: int = 100) -> pexpect.spawn:
-        environment = {**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}  # the terminal says it
+        environment |= {"TERM": "xterm", "OMP_NUM_THREADS": "1", "PROMPT_TOOLKIT_NO_CPR": "1"}
         command = ["-m", "forerun", "chat", *arguments]
         child = pexpect.spawn(
             sys.executable, command, env=environment, encoding="utf-8", timeout=90, dimensions=(40, columns)
