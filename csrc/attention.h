@@ -75,13 +75,17 @@ void take_block(const Tile& tile, Seen seen, State* states) {
     for (; d < tile.padded_dim; d += LANES) add_values<Tile, N, 1>(tile, d, weights, seen, scales, states);
 }
 
-// Four queries share each load of keys and values; the remaining ones are computed one by one.
+// Four queries share each load of keys and values; the remaining ones are computed one by one. The first of them fetch the
+// next block.
 template <class Tile>
-void take_block(const Tile& tile, Seen seen, State* states, int num_queries) {
-    for (; num_queries >= 4; num_queries -= 4, states += 4) take_block<Tile, 4>(tile, seen, states);
-    if (num_queries == 3) take_block<Tile, 3>(tile, seen, states);
-    if (num_queries == 2) take_block<Tile, 2>(tile, seen, states);
-    if (num_queries == 1) take_block<Tile, 1>(tile, seen, states);
+void take_block(Tile& tile, Seen seen, State* states, int num_queries) {
+    for (; num_queries > 0; num_queries -= 4, states += 4) {
+        if (num_queries >= 4) take_block<Tile, 4>(tile, seen, states);
+        if (num_queries == 3) take_block<Tile, 3>(tile, seen, states);
+        if (num_queries == 2) take_block<Tile, 2>(tile, seen, states);
+        if (num_queries == 1) take_block<Tile, 1>(tile, seen, states);
+        tile.num_next = 0;
+    }
 }
 
 inline void write_out(const Attention& a, int row, int head, const State& state) {
@@ -205,7 +209,7 @@ void attend(const Attention& a, const Run& run, Heads heads, int first, int last
         for (int at = from; at < to; at += step)
             for (int h = 0; h < num_heads; ++h)
                 for (int start = at; start < to && start < at + step; start += KEY_BLOCK) {
-                    if (step > KEY_BLOCK) fetch_block<typename Tile::Stored>(a, run, heads.first + h, start + KEY_BLOCK);
+                    fetch_next(a, run, tile, heads.first + h, start + KEY_BLOCK);
                     take_block_for_rows(a, run, tile, heads.first + h, start, depths, first, last, states + h * per_head);
                 }
     };
@@ -230,10 +234,14 @@ void attend(const Attention& a, const Run& run, Heads heads, int first, int last
 
 inline void attention(const Attention& a, const Run& run, Heads heads, int first, int last, int range, float* parts,
                       float* scratch) {
-    if (a.type == Type::bfloat16)
-        attend<Bfloat16Tile>(a, run, heads, first, last, range, parts, scratch);
-    else
-        attend<RowTile<float>>(a, run, heads, first, last, range, parts, scratch);
+    if (a.type == Type::float32) return attend<RowTile<float>>(a, run, heads, first, last, range, parts, scratch);
+#if defined(__AVX512BF16__)
+    attend<PairTile>(a, run, heads, first, last, range, parts, scratch);
+#else
+    if (a.head_dim == 64) return attend<RowTile<uint16_t, 64>>(a, run, heads, first, last, range, parts, scratch);
+    if (a.head_dim == 128) return attend<RowTile<uint16_t, 128>>(a, run, heads, first, last, range, parts, scratch);
+    attend<RowTile<uint16_t>>(a, run, heads, first, last, range, parts, scratch);
+#endif
 }
 
 // Folds the parts of one query, which are `stride` floats apart, and writes the result.

@@ -1,6 +1,7 @@
 // Bindings of the kernels: matrices, single operators, whole decoders. Tensors come as addresses of contiguous memory that
 // the caller keeps alive; forerun/ops/cpu.py checks types and shapes. The interpreter lock is released while they run.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -8,6 +9,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -159,16 +161,19 @@ std::unique_ptr<Packed> pack(Backend& b, bool bfloat16, const std::vector<std::p
     return std::make_unique<Packed>(b.team, type, rows, num_in, paired, at<const float>(bias), give_back);
 }
 
-// bits: 4 or 8. num_rows: of each part. wide_scales: float32, not float16.
-std::unique_ptr<Packed> pack_quantised(Backend&, int bits, const std::vector<int>& num_rows, int num_in, bool paired,
-                                       Address bias, bool wide_scales, bool has_zeros, int groups_per_unit) {
-    const Type type = bits == 4 ? Type::int4 : Type::int8;
-    return std::make_unique<Packed>(type, num_rows, num_in, paired, at<const float>(bias), wide_scales, has_zeros,
-                                    groups_per_unit);
+// sections: of each its outputs, then the first seven fields of its Format, as ops/packed.py has them.
+std::unique_ptr<Packed> pack_quantised(Backend&, const std::vector<std::array<int, 8>>& sections, int num_in, bool paired,
+                                       Address bias) {
+    std::vector<Section> found;
+    for (const std::array<int, 8>& n : sections)
+        found.push_back({n[0], {n[1], n[2], n[3], n[4] != 0, n[5] != 0, static_cast<Offset>(n[6]), n[7], 0, nullptr}});
+    return std::make_unique<Packed>(found, num_in, paired, at<const float>(bias));
 }
 
-bool fill(Backend& b, Packed& packed, int first, int count, Address codes, Address scales, Address minimums) {
-    return packed.fill(b.team, first, count, at<const uint8_t>(codes), at<const float>(scales), at<const float>(minimums));
+bool fill(Backend& b, Packed& packed, int first, int count, const std::array<Address, 5>& rows) {
+    const auto& [codes, scales, subtracted, scale_levels, minimum_levels] = rows;
+    return packed.fill(b.team, first, count, {at<const uint8_t>(codes), at<const float>(scales), at<const float>(subtracted),
+                                              at<const int8_t>(scale_levels), at<const uint8_t>(minimum_levels)});
 }
 
 const Matrix* matrix_at(const Packed* p) { return p ? &p->matrix() : nullptr; }

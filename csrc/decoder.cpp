@@ -18,7 +18,7 @@ namespace forerun {
 namespace {
 
 constexpr size_t HUGE_PAGE = size_t{1} << 21;
-constexpr size_t TILE_BYTES = 96 << 10;     // of weights per tile: some microseconds
+constexpr size_t TILE_BYTES = 40 << 10;     // of weights per tile: some microseconds; 96 KB were 4 to 9 % slower for hidden size 576
 constexpr size_t ALONE_BYTES = 1 << 20;     // passes that read less run on one thread: waking others would cost more
 constexpr int FEW_BLOCKS = 2;               // up to so many blocks of rows, each thread norms all rows and waits for none
 constexpr int ATTENTION_ROWS = 16;          // rows of one run that share a tile of keys
@@ -28,24 +28,42 @@ size_t up_to(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
 }  // namespace
 
+// Large blocks are mapped one by one: between those of a heap there would be gaps, up to a huge page before each.
 void* allocate(size_t bytes) {
-    const bool large = bytes >= HUGE_PAGE;
-    const size_t alignment = large ? HUGE_PAGE : 64;
-    // Prefetches may reach behind the end by one line pair and the distance fetched ahead; nothing is read there.
-    void* data = std::aligned_alloc(alignment, up_to(std::max<size_t>(bytes, 1), alignment));
 #if defined(__linux__)
-    if (data && large) madvise(data, up_to(bytes, alignment), MADV_HUGEPAGE);
+    if (bytes >= HUGE_PAGE) {
+        const size_t size = up_to(bytes, HUGE_PAGE);
+        void* const mapped = mmap(nullptr, size + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (mapped == MAP_FAILED) return nullptr;
+        char* const from = static_cast<char*>(mapped);
+        const size_t skipped = -reinterpret_cast<uintptr_t>(from) % HUGE_PAGE;
+        if (skipped > 0) munmap(from, skipped);
+        munmap(from + skipped + size, HUGE_PAGE - skipped);
+        madvise(from + skipped, size, MADV_HUGEPAGE);
+        return from + skipped;
+    }
 #endif
-    return data;
+    // Prefetches may reach behind the end by one line pair and the distance fetched ahead; nothing is read there.
+    return std::aligned_alloc(64, up_to(std::max<size_t>(bytes, 1), 64));
 }
 
-void release(void* data) { std::free(data); }
+void release(void* data, size_t bytes) {
+#if defined(__linux__)
+    if (data && bytes >= HUGE_PAGE) {
+        munmap(data, up_to(bytes, HUGE_PAGE));
+        return;
+    }
+#else
+    (void)bytes;
+#endif
+    std::free(data);
+}
 
-Scratch::~Scratch() { release(data_); }
+Scratch::~Scratch() { release(data_, size_); }
 
 void* Scratch::bytes(size_t count) {
     if (count > size_) {
-        release(data_);
+        release(data_, size_);
         size_ = 0;
         data_ = allocate(count);
         if (!data_) throw std::bad_alloc();
@@ -61,23 +79,28 @@ size_t attention_scratch(const Attention& a, int num_rows, int num_kv_heads) {
     return KEY_BLOCK * 2 * dim + states * (3 * dim + 16) + static_cast<size_t>(num_rows) + 128;
 }
 
-void product(Backend& backend, int thread, const Matrix& w, const Inputs& inputs, const Output& to) {
+void product(Backend& backend, int thread, const Matrix& w, const Inputs& inputs, const Output& to,
+             const std::function<void()>& prepare) {
     static thread_local Scratch kept, rounded;  // grow to the largest pass, outside of the tiles
     Inputs x = inputs;
-    if (is_quantised(w.type)) {  // by each thread for itself: another barrier would take longer
-        const size_t row_bytes = rounded_bytes(w.num_steps);
-        char* rows = static_cast<char*>(rounded.bytes(row_bytes * static_cast<size_t>(x.num_rows)));
-        for (int row = 0; row < x.num_rows; ++row) {
-            const uint32_t* from = inputs.words + static_cast<size_t>(row) * w.num_steps;
-            backend.kernels.round_row(reinterpret_cast<const float*>(from), w.num_in, w.num_steps,
-                                      rows + row_bytes * static_cast<size_t>(row));
+    const size_t num_rows = static_cast<size_t>(x.num_rows), num_units = static_cast<size_t>(w.num_steps / UNIT);
+    float* sums = kept.floats(num_rows * PANEL);
+    if (is_quantised(w.type)) x.words = static_cast<uint32_t*>(rounded.bytes(sizeof(RoundedUnit) * num_units * num_rows));
+    const auto round_rows = [&] {  // by each thread for itself: another barrier would take longer
+        for (size_t row = 0; row < num_rows; ++row) {
+            const float* from = reinterpret_cast<const float*>(inputs.words + row * static_cast<size_t>(w.num_steps));
+            backend.kernels.round_row(from, w.num_in, w.num_steps, reinterpret_cast<RoundedUnit*>(x.words) + row, x.num_rows);
         }
-        x.words = reinterpret_cast<uint32_t*>(rows);
-    }
-    float* sums = kept.floats(static_cast<size_t>(x.num_rows) * PANEL);
+    };
     const int per_tile = static_cast<int>(std::max<size_t>(1, TILE_BYTES / w.panel_bytes()));
     const int num_tiles = (w.num_panels + per_tile - 1) / per_tile;
+    bool is_ready = false;
     backend.team.tiles(thread, num_tiles, [&](int tile) {
+        if (!is_ready) {  // a thread without a tile may be late, and the rows may be others already
+            if (prepare) prepare();
+            if (is_quantised(w.type)) round_rows();
+            is_ready = true;
+        }
         backend.kernels.linear(w, x, to, tile * per_tile, std::min(w.num_panels, (tile + 1) * per_tile), sums);
     });
 }
@@ -205,27 +228,26 @@ void Decoder::layer(int thread, const Layer& layer, int index, const Pass& pass,
         backend_.kernels.rms_norm(x, weight, s.hidden_size, s.norm_eps, row_buffer);
         backend_.kernels.put_row(to, row, row_buffer, s.hidden_size);
     };
-    // Rows of one block share cache lines, so a block belongs to one thread.
-    const auto normed = [&](const float* weight, const Matrix& w) {
-        Inputs to = b.inputs(w, b.hidden);
+    const auto times_normed = [&](const float* weight, const Matrix& w, const Output& to) {
+        Inputs x = b.inputs(w, b.hidden);
+        const auto norm_rows = [&](int first, int last) {
+            for (int row = first; row < last; ++row) norm_row(weight, x, row);
+        };
         if (b.own) {
-            to.words = b.own + b.own_stride * static_cast<size_t>(thread);
-            for (int row = 0; row < pass.num_rows; ++row) norm_row(weight, to, row);
-            return to;
+            x.words = b.own + b.own_stride * static_cast<size_t>(thread);
+            return product(backend_, thread, w, x, to, [&] { norm_rows(0, pass.num_rows); });
         }
-        team.tiles(thread, to.num_blocks(), [&](int block) {
-            for (int row = to.block_start(block); row < to.block_start(block + 1); ++row) norm_row(weight, to, row);
-        });
-        return to;
+        // Rows of one block share cache lines, so a block belongs to one thread.
+        team.tiles(thread, x.num_blocks(), [&](int block) { norm_rows(x.block_start(block), x.block_start(block + 1)); });
+        product(backend_, thread, w, x, to);
     };
     const Output residual{Finish::add, b.residual, static_cast<size_t>(s.hidden_size), {}, nullptr};
-    product(backend_, thread, *layer.qkv, normed(layer.input_norm, *layer.qkv),
-            {Finish::store, b.qkv, static_cast<size_t>(b.qkv_stride), {}, nullptr});
+    times_normed(layer.input_norm, *layer.qkv, {Finish::store, b.qkv, static_cast<size_t>(b.qkv_stride), {}, nullptr});
     team.tiles(thread, pass.num_rows, [&](int row) { rotate_and_write(layer, index, pass, b, row); });
     attend(thread, layer, index, pass, b);
     product(backend_, thread, *layer.o, b.inputs(*layer.o, b.hidden), residual);
     const Inputs ffn = b.inputs(*layer.down, b.ffn);
-    product(backend_, thread, *layer.gate_up, normed(layer.mlp_norm, *layer.gate_up), {Finish::gated, nullptr, 0, ffn, nullptr});
+    times_normed(layer.mlp_norm, *layer.gate_up, {Finish::gated, nullptr, 0, ffn, nullptr});
     product(backend_, thread, *layer.down, ffn, residual);
 }
 

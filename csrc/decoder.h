@@ -1,6 +1,7 @@
 // A pre-norm decoder (Llama, Mistral, Qwen) as one native call for each pass.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -33,7 +34,7 @@ class Scratch {
 };
 
 void* allocate(size_t bytes);  // uses huge pages where the system has them; null where there is no memory
-void release(void* data);
+void release(void* data, size_t bytes);  // as many as were asked for
 
 struct DecoderShape {
     int hidden_size, num_heads, num_kv_heads, head_dim, ffn_size, vocab_size;
@@ -116,7 +117,9 @@ class Decoder {
     PerProcess<Room> room_;
 };
 
-// Computes a product with all threads of a team; each of them must call it inside `run`.
-void product(Backend& backend, int thread, const Matrix& w, const Inputs& x, const Output& to);
+// Computes a product with all threads of a team; each of them must call it inside `run`. prepare: what a thread does before
+// its first tile, to write a copy of the inputs of its own.
+void product(Backend& backend, int thread, const Matrix& w, const Inputs& x, const Output& to,
+             const std::function<void()>& prepare = nullptr);
 
 }  // namespace forerun

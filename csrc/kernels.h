@@ -20,15 +20,81 @@ constexpr int KEY_RANGE = 4 * KEY_BLOCK;  // keys of one item of work, where a r
 
 constexpr int UNIT = 32;           // inputs of a quantised product that are rounded together
 
-enum class Type : int { float32 = 0, bfloat16 = 1, int8 = 2, int4 = 3 };
+// int8: inputs that are rounded to it, and weights of any format that are multiplied with them.
+enum class Type : int { float32 = 0, bfloat16 = 1, int8 = 2 };
 
-FORERUN_INLINE bool is_quantised(Type type) { return type == Type::int8 || type == Type::int4; }
+FORERUN_INLINE bool is_quantised(Type type) { return type == Type::int8; }
 FORERUN_INLINE int inputs_per_step(Type type) { return type == Type::bfloat16 ? 2 : 1; }
 FORERUN_INLINE int steps_of(Type type, int num_in) {
     if (is_quantised(type)) return (num_in + UNIT - 1) / UNIT * UNIT;
     return (num_in + inputs_per_step(type) - 1) / inputs_per_step(type);
 }
 FORERUN_INLINE size_t bytes_of(Type type) { return type == Type::bfloat16 ? 2 : 4; }
+
+// What is subtracted of quantised weights: one zero point of all codes, one of each group, or minimums of the groups.
+enum class Offset : int { zero = 0, zeros = 1, minimums = 2 };
+
+// How the panels of a quantised matrix are packed, from one panel on. A panel is walked unit by unit; `head_units` of them
+// follow a head with float scales, and zeros or minimums behind them. With two levels these are factors, and each unit
+// begins with integer scales and minimums. Then come its codes, eight outputs at a time (quantised.h).
+struct Format {
+    int bits;         // of a code: 4, 5, 6 or 8
+    int groups;       // of a unit: 1 or 2
+    int head_units;   // units that share a head
+    bool wide;        // the numbers of a head are float32, not float16
+    bool two_levels;
+    Offset offset;
+    int zero;         // of Offset::zero
+    int first_panel;
+    const char* data;  // of this panel
+
+    FORERUN_INLINE int head_groups() const { return two_levels ? 1 : groups; }
+    FORERUN_INLINE size_t width() const { return wide ? 4 : 2; }
+    // Bytes from the beginning of a head to a scale (what = 0), or to what is subtracted (1).
+    FORERUN_INLINE size_t number_at(int group, int what, int lane) const {
+        return static_cast<size_t>((group * (offset == Offset::zero ? 1 : 2) + what) * PANEL + lane) * width();
+    }
+    // The same from the beginning of a unit to its integers.
+    FORERUN_INLINE size_t level_at(int group, int what, int lane) const {
+        return static_cast<size_t>((group * (offset == Offset::minimums ? 2 : 1) + what) * PANEL + lane);
+    }
+    FORERUN_INLINE size_t head_bytes() const { return number_at(head_groups(), 0, 0); }
+    FORERUN_INLINE size_t level_bytes() const { return two_levels ? level_at(groups, 0, 0) : 0; }
+    FORERUN_INLINE size_t code_bytes() const { return static_cast<size_t>(bits) * UNIT; }  // of eight outputs
+    FORERUN_INLINE size_t unit_bytes() const { return level_bytes() + PANEL / 8 * code_bytes(); }
+    // Bytes from the beginning of a panel to the head of a unit, and to the unit.
+    FORERUN_INLINE size_t head_of(int unit) const {
+        return static_cast<size_t>(unit / head_units) * (head_bytes() + static_cast<size_t>(head_units) * unit_bytes());
+    }
+    FORERUN_INLINE size_t unit_at(int unit) const {
+        return static_cast<size_t>(unit / head_units + 1) * head_bytes() + static_cast<size_t>(unit) * unit_bytes();
+    }
+    FORERUN_INLINE size_t panel_bytes(int num_units) const { return (unit_at(num_units - 1) + unit_bytes() + 63) / 64 * 64; }
+};
+
+// Where bits of a code are among those of eight outputs and a unit. Codes of 8 bits have a byte each, which is the code
+// less 128, four inputs of an output side by side. Others have their low 4 bits in nibbles, and those above in bytes that
+// each hold several codes.
+struct Place {
+    int byte, shift;
+};
+FORERUN_INLINE Place low_bits(int bits, int input, int output) {
+    const int at = 4 * output + input % 4;
+    return bits == 8 ? Place{input / 4 * 32 + at, 0} : Place{input / 8 * 32 + at, input % 8 / 4 * 4};
+}
+FORERUN_INLINE Place high_bits(int bits, int input, int output) {  // of 5 or 6 bits
+    const int codes_per_byte = 8 / (bits - 4), word = input / 4;
+    return {4 * UNIT + word / codes_per_byte * 32 + 4 * output + input % 4, word % codes_per_byte * (bits - 4)};
+}
+FORERUN_INLINE int bits_at(const char* codes, Place place, int mask) {
+    return static_cast<uint8_t>(codes[place.byte]) >> place.shift & mask;
+}
+FORERUN_INLINE int code_at(int bits, const char* codes, int input, int output) {
+    const Place low = low_bits(bits, input, output);
+    if (bits == 8) return bits_at(codes, low, 255) ^ 128;
+    if (bits == 4) return bits_at(codes, low, 15);
+    return bits_at(codes, low, 15) | bits_at(codes, high_bits(bits, input, output), (1 << (bits - 4)) - 1) << 4;
+}
 
 // A packed matrix. `paired`: a panel holds 16 outputs of one matrix and the same 16 of a second (gate and up), which
 // lets the activation function be applied before anything is written.
@@ -41,20 +107,34 @@ struct Matrix {
     int num_panels;
     const void* data;   // num_panels x panel_bytes, aligned to 64
     const float* bias;  // num_panels x 32, or null
-    // Of quantised weights, w = scale * code - minimum, or scale * (code - zero):
-    bool wide_scales;     // scales and minimums are float32, not float16
-    bool has_zeros;       // zeros are where minimums would be
-    int groups_per_unit;  // 1 or 2: scales of a unit
+    const Format* formats;  // of quantised weights, by ascending first panel
+    int num_formats;
 
-    FORERUN_INLINE size_t scale_bytes() const {  // of eight outputs and one unit
-        return static_cast<size_t>(groups_per_unit) * 8 * 2 * (wide_scales ? 4 : 2);
+    FORERUN_INLINE const Format& format_of(int panel) const {
+        int i = 0;
+        while (i + 1 < num_formats && formats[i + 1].first_panel <= panel) ++i;
+        return formats[i];
     }
-    FORERUN_INLINE size_t code_bytes() const { return type == Type::int4 ? 8 * UNIT / 2 : 8 * UNIT; }
-    FORERUN_INLINE size_t panel_bytes() const {
-        if (is_quantised(type)) return static_cast<size_t>(num_steps / UNIT) * 4 * (scale_bytes() + code_bytes());
-        return static_cast<size_t>(num_steps) * 128;
+    FORERUN_INLINE const char* panel_at(int panel) const {
+        if (!is_quantised(type)) return static_cast<const char*>(data) + panel_bytes() * static_cast<size_t>(panel);
+        const Format& f = format_of(panel);
+        return f.data + f.panel_bytes(num_steps / UNIT) * static_cast<size_t>(panel - f.first_panel);
     }
-    FORERUN_INLINE size_t bytes() const { return panel_bytes() * static_cast<size_t>(num_panels); }
+    FORERUN_INLINE size_t panel_bytes() const {  // of the largest panel
+        if (!is_quantised(type)) return static_cast<size_t>(num_steps) * 128;
+        size_t most = 0;
+        for (int i = 0; i < num_formats; ++i) {
+            const size_t size = formats[i].panel_bytes(num_steps / UNIT);
+            most = size > most ? size : most;
+        }
+        return most;
+    }
+    FORERUN_INLINE size_t bytes() const {
+        if (!is_quantised(type)) return panel_bytes() * static_cast<size_t>(num_panels);
+        const Format& last = format_of(num_panels - 1);
+        const size_t size = last.panel_bytes(num_steps / UNIT);
+        return static_cast<size_t>(panel_at(num_panels - 1) - static_cast<const char*>(data)) + size;
+    }
 };
 
 // Rows of inputs in the layout of the linear kernels: 32-bit words (two bfloat16 or one float32), in blocks of up to 14
@@ -132,15 +212,12 @@ struct Attention {
     Inputs next;              // the inputs of the next product, written where out is null
 };
 
-// A unit of a rounded row: its scale, and scale times the sum of all codes, of the first half and of the second.
-struct UnitScale {
+// A unit of a row that is rounded to scale * codes. sum, halves: of all codes, of the first half and of the second. The
+// same unit of all rows is side by side.
+struct RoundedUnit {
+    int8_t codes[UNIT];
     float scale, sum, halves[2];
 };
-
-// Bytes of a rounded row: int8 codes, then a UnitScale for each unit.
-FORERUN_INLINE size_t rounded_bytes(int num_steps) {
-    return (static_cast<size_t>(num_steps) + static_cast<size_t>(num_steps / UNIT) * sizeof(UnitScale) + 63) / 64 * 64;
-}
 
 // Key heads [first, last).
 struct Heads {
@@ -150,8 +227,8 @@ struct Heads {
 struct Kernels {
     // Product of every row with the panels [first, last). sums: 32 floats for each row, aligned to 64.
     void (*linear)(const Matrix&, const Inputs&, const Output&, int first, int last, float* sums);
-    // A row of float32 [num_in] -> what a quantised product reads, rounded_bytes(num_steps).
-    void (*round_row)(const float* x, int num_in, int num_steps, void* out);
+    // A row of float32 [num_in] -> what a quantised product reads; its units are `stride` apart.
+    void (*round_row)(const float* x, int num_in, int num_steps, RoundedUnit* out, int stride);
     // float32 row -> inputs of a product.
     void (*put_row)(const Inputs&, int row, const float* x, int n);
     // Root mean square norm of one row (Zhang and Sennrich 2019, eq. 4).

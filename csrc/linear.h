@@ -131,7 +131,7 @@ constexpr Block BFLOAT16_BLOCKS[] = {FORERUN_BLOCKS(Bfloat16Step)};
 // turns every CHUNK_STEPS and prefetch equal parts of the next chunk, so that reading memory never waits for arithmetic.
 inline void panel_sums(const Matrix& w, const Inputs& x, int panel, float* sums) {
     const Block* blocks = w.type == Type::bfloat16 ? BFLOAT16_BLOCKS : FLOAT32_BLOCKS;
-    const char* data = static_cast<const char*>(w.data) + w.panel_bytes() * static_cast<size_t>(panel);
+    const char* data = w.panel_at(panel);
     const int num_blocks = x.num_blocks();
     if (num_blocks == 1)
         return blocks[x.num_rows - 1](data, x.words, w.num_steps, true, {data + AHEAD_BYTES, 128}, sums);
@@ -232,7 +232,7 @@ inline void best_of_panel(const Matrix& w, const Inputs& x, const Output& to, in
 }
 
 void quantised_panel(const Matrix& w, const Inputs& x, int panel, float* sums);  // quantised.h
-void unpack_quantised(const Matrix& w, int lane, const char* panel, float* out);
+void unpack_quantised(const Matrix& w, int row, float* out);
 
 inline void linear(const Matrix& w, const Inputs& x, const Output& to, int first, int last, float* sums) {
     if (x.num_rows == 0) return;
@@ -249,9 +249,9 @@ inline void linear(const Matrix& w, const Inputs& x, const Output& to, int first
 }
 
 inline void unpack_row(const Matrix& w, int row, float* out) {
-    const char* data = static_cast<const char*>(w.data) + w.panel_bytes() * static_cast<size_t>(row / PANEL);
+    if (is_quantised(w.type)) return unpack_quantised(w, row, out);
+    const char* data = w.panel_at(row / PANEL);
     const int lane = row % PANEL;
-    if (is_quantised(w.type)) return unpack_quantised(w, lane, data, out);
     for (int k = 0; k < w.num_in; ++k) {
         if (w.type == Type::float32)
             std::memcpy(out + k, data + 128 * k + 4 * lane, 4);

@@ -39,8 +39,8 @@ Packed::Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in
     const int height = paired ? parts[0].num_rows : num_out;
     const int outputs_per_panel = paired ? PANEL / 2 : PANEL;
     matrix_ = {type, paired, height, num_in, steps_of(type, num_in),
-               (height + outputs_per_panel - 1) / outputs_per_panel, nullptr, nullptr, false, false, 0};
-    data_.reset(allocate(matrix_.bytes()));
+               (height + outputs_per_panel - 1) / outputs_per_panel, nullptr, nullptr, nullptr, 0};
+    data_ = {allocate(matrix_.bytes()), Release{matrix_.bytes()}};
     if (!data_) throw std::bad_alloc();
     matrix_.data = data_.get();
     uint32_t* words = static_cast<uint32_t*>(data_.get());
@@ -67,28 +67,35 @@ Packed::Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in
 }
 
 void Packed::put_bias(const float* bias, int num_out) {
-    const int height = matrix_.num_out;
     if (!bias) return;
     bias_.assign(static_cast<size_t>(matrix_.num_panels) * PANEL, 0.0f);
     for (int i = 0; i < num_out; ++i) {
-        const int of = matrix_.paired ? i % height : i;
-        const size_t at = matrix_.paired ? static_cast<size_t>(of / 16 * PANEL + of % 16 + (i >= height ? 16 : 0)) : i;
-        bias_[at] = bias[i];
+        const auto [panel, lane] = place_of(i);
+        bias_[static_cast<size_t>(panel * PANEL + lane)] = bias[i];
     }
     matrix_.bias = bias_.data();
 }
 
-Packed::Packed(Type type, const std::vector<int>& num_rows, int num_in, bool paired, const float* bias, bool wide_scales, bool has_zeros,
-               int groups_per_unit) {
+Packed::Packed(const std::vector<Section>& sections, int num_in, bool paired, const float* bias) {
     int num_out = 0;
-    for (int rows : num_rows) num_out += rows;
-    const int height = paired ? num_rows[0] : num_out, outputs_per_panel = paired ? PANEL / 2 : PANEL;
-    matrix_ = {type, paired, height, num_in, steps_of(type, num_in), (height + outputs_per_panel - 1) / outputs_per_panel,
-               nullptr, nullptr, wide_scales, has_zeros, groups_per_unit};
-    data_.reset(allocate(matrix_.bytes()));
+    for (const Section& section : sections) {
+        formats_.push_back(section.format);
+        formats_.back().first_panel = num_out / PANEL;
+        num_out += section.num_rows;
+    }
+    const int height = paired ? num_out / 2 : num_out, outputs_per_panel = paired ? PANEL / 2 : PANEL;
+    const int num_steps = steps_of(Type::int8, num_in), num_panels = (height + outputs_per_panel - 1) / outputs_per_panel;
+    std::vector<size_t> starts{0};
+    for (size_t i = 0; i < formats_.size(); ++i) {
+        const int end = i + 1 < formats_.size() ? formats_[i + 1].first_panel : num_panels;
+        starts.push_back(starts[i] + formats_[i].panel_bytes(num_steps / UNIT) * static_cast<size_t>(end - formats_[i].first_panel));
+    }
+    data_ = {allocate(starts.back()), Release{starts.back()}};
     if (!data_) throw std::bad_alloc();
-    std::memset(data_.get(), 0, matrix_.bytes());
-    matrix_.data = data_.get();
+    std::memset(data_.get(), 0, starts.back());
+    for (size_t i = 0; i < formats_.size(); ++i) formats_[i].data = static_cast<const char*>(data_.get()) + starts[i];
+    matrix_ = {Type::int8, paired, height, num_in, num_steps, num_panels, data_.get(), nullptr, formats_.data(),
+               static_cast<int>(formats_.size())};
     put_bias(bias, num_out);
 }
 
@@ -112,45 +119,58 @@ bool as_half(float x, uint16_t& half) {
 
 }  // namespace
 
-bool Packed::fill(Team& team, int first, int count, const uint8_t* codes, const float* scales, const float* minimums) {
+bool Packed::fill(Team& team, int first, int count, const QuantisedRows& rows) {
     const Matrix& m = matrix_;
-    const size_t groups = static_cast<size_t>(m.num_steps / UNIT) * static_cast<size_t>(m.groups_per_unit);
-    const size_t size = m.scale_bytes() + m.code_bytes(), width = m.wide_scales ? 4 : 2;
-    char* const data = static_cast<char*>(data_.get());
+    const int num_units = m.num_steps / UNIT;
     std::atomic<bool> fits{true};
     const auto pack_row = [&](int index) {
-        const int output = first + index, of = m.paired ? output % m.num_out : output;
-        const int panel = m.paired ? of / 16 : of / PANEL;
-        const int lane = m.paired ? of % 16 + (output >= m.num_out ? 16 : 0) : of % PANEL;
-        char* at = data + m.panel_bytes() * static_cast<size_t>(panel) + size * static_cast<size_t>(lane / 8);
-        const size_t o = static_cast<size_t>(lane % 8);
-        const auto put = [&](char* p, float number) {
+        const auto [panel, lane] = place_of(first + index);
+        const Format& f = m.format_of(panel);
+        char* const data = const_cast<char*>(m.panel_at(panel));
+        const auto put_number = [&](char* p, float number) {
             uint16_t half = 0;
-            if (m.wide_scales) std::memcpy(p, &number, 4);
+            if (f.wide) std::memcpy(p, &number, 4);
             else if (as_half(number, half)) std::memcpy(p, &half, 2);
             else fits = false;
         };
-        for (int u = 0; u < m.num_steps / UNIT; ++u, at += 4 * size) {
-            for (int g = 0; g < m.groups_per_unit; ++g) {
-                const size_t group = static_cast<size_t>(index) * groups + static_cast<size_t>(u * m.groups_per_unit + g);
-                put(at + (static_cast<size_t>(2 * g) * 8 + o) * width, scales[group]);
-                put(at + (static_cast<size_t>(2 * g + 1) * 8 + o) * width, minimums[group]);
+        const int num_heads = (num_units + f.head_units - 1) / f.head_units;
+        for (int h = 0; h < num_heads; ++h)
+            for (int g = 0; g < f.head_groups(); ++g) {
+                const int at = (index * num_heads + h) * f.head_groups() + g;
+                char* const head = data + f.head_of(h * f.head_units);
+                put_number(head + f.number_at(g, 0, lane), rows.scales[at]);
+                if (f.offset != Offset::zero) put_number(head + f.number_at(g, 1, lane), rows.subtracted[at]);
             }
-            uint8_t* to = reinterpret_cast<uint8_t*>(at + m.scale_bytes());
+        const uint8_t* codes = rows.codes + static_cast<size_t>(index) * static_cast<size_t>(m.num_in);
+        for (int u = 0; u < num_units; ++u) {
+            char* const unit = data + f.unit_at(u);
+            for (int g = 0; f.two_levels && g < f.groups; ++g) {
+                const int at = (index * num_units + u) * f.groups + g;
+                unit[f.level_at(g, 0, lane)] = static_cast<char>(rows.scale_levels[at]);
+                if (f.offset == Offset::minimums) unit[f.level_at(g, 1, lane)] = static_cast<char>(rows.minimum_levels[at]);
+            }
+            // Outputs share no byte, so threads may pack any rows side by side.
+            char* const to = unit + f.level_bytes() + static_cast<size_t>(lane / 8) * f.code_bytes();
+            const auto put_bits = [&](Place place, int bits) { to[place.byte] = static_cast<char>(to[place.byte] | bits << place.shift); };
             const int left = std::min(UNIT, m.num_in - u * UNIT);
             for (int k = 0; k < left; ++k) {
-                const uint8_t code = codes[static_cast<size_t>(index) * m.num_in + static_cast<size_t>(u * UNIT + k)];
-                if (m.type == Type::int8) to[static_cast<size_t>(k / 4) * 32 + 4 * o + k % 4] = code;
-                else to[static_cast<size_t>(k / 8) * 32 + 4 * o + k % 4] |= static_cast<uint8_t>(code << (k % 8 < 4 ? 0 : 4));
+                const int code = codes[u * UNIT + k];
+                put_bits(low_bits(f.bits, k, lane % 8), f.bits == 8 ? code ^ 128 : code & 15);
+                if (f.bits == 5 || f.bits == 6) put_bits(high_bits(f.bits, k, lane % 8), code >> 4);
             }
         }
     };
-    // Rows that share a byte of four bits do not exist: a word belongs to one output.
     team.run(count < 64, [&](int thread) { team.tiles(thread, count, pack_row); });
     return fits;
 }
 
-void Packed::Release::operator()(void* data) const { release(data); }
+std::pair<int, int> Packed::place_of(int index) const {
+    if (!matrix_.paired) return {index / PANEL, index % PANEL};
+    const int of = index % matrix_.num_out;
+    return {of / 16, of % 16 + (index >= matrix_.num_out ? 16 : 0)};
+}
+
+void Packed::Release::operator()(void* data) const { release(data, num_bytes); }
 
 const void* Packed::source_row(const std::vector<Part>& parts, int panel, int lane) const {
     size_t part = 0;
@@ -181,10 +201,7 @@ void Packed::pack_panel(const std::vector<Part>& parts, int panel, uint32_t* out
 }
 
 void Packed::unpack(int index, void* out) const {
-    const int height = matrix_.num_out;
-    const int of = matrix_.paired ? index % height : index;
-    const int panel = matrix_.paired ? of / 16 : of / PANEL;
-    const int lane = matrix_.paired ? of % 16 + (index >= height ? 16 : 0) : of % PANEL;
+    const auto [panel, lane] = place_of(index);
     if (is_quantised(matrix_.type))  // the same bits on every instruction set
         return baseline_kernels.unpack_row(matrix_, panel * PANEL + lane, static_cast<float*>(out));
     const uint32_t* words = static_cast<const uint32_t*>(data_.get()) + matrix_.panel_bytes() / 4 * panel + lane;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -15,6 +16,21 @@ struct Part {
     int num_rows;
 };
 
+// Outputs of a quantised matrix that are packed alike.
+struct Section {
+    int num_rows;
+    Format format;  // without its panels
+};
+
+// codes [rows, num_in]. scales, subtracted: float32 numbers of heads, [rows, heads, head_groups]; what is subtracted is null
+// where all have one zero point. levels: integers of units, [rows, units, groups], null without a second level.
+struct QuantisedRows {
+    const uint8_t* codes;
+    const float *scales, *subtracted;
+    const int8_t* scale_levels;
+    const uint8_t* minimum_levels;
+};
+
 class Packed {
   public:
     // paired: exactly two parts of equal height (gate, up), 16 outputs of each in a panel; otherwise the parts follow each
@@ -22,12 +38,11 @@ class Packed {
     // returned to the system as they are packed, and its owner must not read it again.
     Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in, bool paired, const float* bias,
            bool give_back);
-    // Quantised weights, which `fill` brings. num_rows: of each part.
-    Packed(Type type, const std::vector<int>& num_rows, int num_in, bool paired, const float* bias, bool wide_scales, bool has_zeros,
-           int groups_per_unit);
-    // Rows [first, first + count) of all parts in order. codes [count, num_in]; scales, minimums (or zeros) float32 [count, groups],
-    // where a row of 32 inputs has groups_per_unit groups. Returns false where they do not fit into float16.
-    bool fill(Team& team, int first, int count, const uint8_t* codes, const float* scales, const float* minimums);
+    // Quantised weights, which `fill` brings. sections: outputs in the order of the parts, with a format for each; all but
+    // the last have a multiple of 32 outputs, and a paired matrix is one section.
+    Packed(const std::vector<Section>& sections, int num_in, bool paired, const float* bias);
+    // Rows [first, first + count) of all parts in order. Returns false where a number of a head does not fit into float16.
+    bool fill(Team& team, int first, int count, const QuantisedRows& rows);
     Packed(const Packed&) = delete;
     Packed& operator=(const Packed&) = delete;
 
@@ -37,14 +52,17 @@ class Packed {
 
   private:
     struct Release {
+        size_t num_bytes;
         void operator()(void* data) const;
     };
 
+    std::pair<int, int> place_of(int index) const;  // panel and lane of an output
     void put_bias(const float* bias, int num_out);
     const void* source_row(const std::vector<Part>& parts, int panel, int lane) const;
     void pack_panel(const std::vector<Part>& parts, int panel, uint32_t* out) const;
 
     Matrix matrix_;
+    std::vector<Format> formats_;
     std::vector<float> bias_;
     std::unique_ptr<void, Release> data_;
 };

@@ -19,7 +19,7 @@ inline void relax() {
 #endif
 }
 
-// Thrown in a thread's body where the body failed on another thread.
+// Thrown in a thread's body where the body failed on another thread, or the pass is over without this one.
 struct GivenUp {};
 
 }  // namespace
@@ -31,20 +31,21 @@ void Signal::raise() {
     wake_.notify_all();
 }
 
-void Signal::wait_beyond(uint32_t seen) {
+void Signal::wait_beyond(uint64_t seen) {
     for (int i = 0; i < NUM_SPINS; ++i) {
-        if (now() != seen) return;
+        if (now() > seen) return;
         relax();
     }
     std::unique_lock<std::mutex> lock(mutex_);
     num_sleepers_.fetch_add(1);  // before the count is read again, so that a later `raise` sees a sleeper
-    wake_.wait(lock, [&] { return count_.load() != seen; });
+    wake_.wait(lock, [&] { return count_.load() > seen; });
     num_sleepers_.fetch_sub(1);
 }
 
 // ------------------------------------------------------------------------------------------------------ the threads
 
-TeamThreads::TeamThreads(int num_threads) : num_threads_(num_threads), next_(static_cast<size_t>(num_threads)) {}
+TeamThreads::TeamThreads(int num_threads)
+    : num_threads_(num_threads), claimed_(static_cast<size_t>(num_threads)), phase_(static_cast<size_t>(num_threads)) {}
 
 TeamThreads::~TeamThreads() { end(); }
 
@@ -60,7 +61,9 @@ void TeamThreads::start() {
                     begin_.wait_beyond(seen);
                     seen = begin_.now();
                     if (ending_) return;
+                    if (!enter()) continue;
                     work(thread);
+                    leave();
                 }
             });
         }
@@ -83,60 +86,69 @@ void TeamThreads::end() {
 
 // ----------------------------------------------------------------------------------------------------------- a pass
 
-void TeamThreads::reset() {
-    num_arrived_ = 0;
-    for (Counter& counter : next_) counter.value = 0;
-}
-
 void TeamThreads::run(bool alone, const std::function<void(int)>& body) {
     std::lock_guard<std::mutex> lock(turn_);
     alone_ = alone || num_threads_ == 1;
     if (alone_) return body(0);
     start();
     body_ = &body;
-    failed_ = false;
-    reset();
+    failed_ = over_ = false;
+    first_phase_ = passed_.now();
+    num_done_ = 0;
+    inside_ = OPEN;
     begin_.raise();
     work(0);
+    over_ = true;
+    const uint64_t seen = left_.now();
+    if (inside_.fetch_and(~OPEN) != OPEN) left_.wait_beyond(seen);
     if (failed_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
-// All threads leave the body at the same barrier. After a failure this may be any barrier of the body; one more barrier
-// then waits until all threads have left, because the body must not be used after this pass.
+// A thread that comes when the pass is closed waits for the next one, because the body must not be used any more.
+bool TeamThreads::enter() {
+    uint32_t found = inside_.load();
+    while (found & OPEN)
+        if (inside_.compare_exchange_weak(found, found + 1)) return true;
+    return false;
+}
+
+void TeamThreads::leave() {
+    if (inside_.fetch_sub(1) == 1) left_.raise();  // the last, of a closed pass
+}
+
 void TeamThreads::work(int thread) {
-    bool given_up;
+    phase_[static_cast<size_t>(thread)].value = first_phase_;
     try {
         (*body_)(thread);
-        given_up = barrier();
     } catch (const GivenUp&) {
-        given_up = true;
     } catch (...) {
         fail(std::current_exception());
-        given_up = barrier();
     }
-    if (given_up) barrier();
 }
 
 void TeamThreads::fail(std::exception_ptr error) {
-    std::lock_guard<std::mutex> lock(error_mutex_);
-    if (!failed_.exchange(true)) error_ = std::move(error);
-}
-
-void TeamThreads::meet() {
-    if (barrier()) throw GivenUp();
-}
-
-// The last thread to arrive decides for all whether to go on, because another thread may fail before the others read it.
-bool TeamThreads::barrier() {
-    const uint32_t seen = passed_.now();
-    if (num_arrived_.fetch_add(1) + 1 < num_threads_) {
-        passed_.wait_beyond(seen);
-    } else {
-        reset();
-        given_up_ = failed_;
-        passed_.raise();
+    {
+        std::lock_guard<std::mutex> lock(error_mutex_);
+        if (!failed_.exchange(true)) error_ = std::move(error);
     }
-    return given_up_;
+    over_ = true;
+    passed_.raise();  // those that wait for the phase find the pass over
+}
+
+uint64_t TeamThreads::next_phase(int thread) {
+    if (over_.load(std::memory_order_acquire)) throw GivenUp();
+    return phase_[static_cast<size_t>(thread)].value.fetch_add(1, std::memory_order_relaxed);
+}
+
+// The phase cannot be over while a thread has a tile, so those who add to `num_done_` are all in the same one.
+void TeamThreads::finish(uint64_t phase, int num_done, int num_tiles) {
+    if (num_done > 0 && num_done_.fetch_add(num_done) + num_done == num_tiles) {
+        num_done_ = 0;
+        passed_.raise();
+        return;
+    }
+    passed_.wait_beyond(phase);
+    if (over_.load(std::memory_order_acquire)) throw GivenUp();
 }
 
 }  // namespace forerun

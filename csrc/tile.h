@@ -13,7 +13,7 @@ namespace FORERUN_ISA {
 
 constexpr int VECTORS = KEY_BLOCK / LANES;
 
-inline int padded(int head_dim) { return (head_dim + LANES - 1) / LANES * LANES; }
+constexpr int padded(int head_dim) { return (head_dim + LANES - 1) / LANES * LANES; }
 
 // The lanes [first, last) of a block that a row sees.
 struct Seen {
@@ -31,13 +31,31 @@ struct State {
 
 // Keys and values stay where the cache has them and are widened in registers. A score is 16 sums over every 16th
 // dimension, which one fixed tree adds.
-template <class T>
-struct RowTile {
-    using Stored = T;
-    const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
-    int dim, padded_dim;
+//
+// DIM: the head dimension where the compiler knows it, which unrolls all loops over dimensions; 0 otherwise.
+template <int DIM>
+struct Dimensions {
+    static constexpr int dim = DIM, padded_dim = padded(DIM);
+    explicit Dimensions(int) {}
+};
+template <>
+struct Dimensions<0> {
+    const int dim, padded_dim;
+    explicit Dimensions(int head_dim) : dim(head_dim), padded_dim(padded(head_dim)) {}
+};
 
-    RowTile(float*, int head_dim) : dim(head_dim), padded_dim(padded(head_dim)) {}
+template <class T, int DIM = 0>
+struct RowTile : Dimensions<DIM> {
+    using Dimensions<DIM>::dim, Dimensions<DIM>::padded_dim;
+    using Stored = T;
+    static constexpr int LINE = 64 / sizeof(T);  // numbers in a line of memory
+    const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
+    // The first lanes of the block after this one. Each is fetched while the same lane is read here: 256 lines asked for at
+    // once would wait for each other.
+    const T *next_keys[KEY_BLOCK], *next_values[KEY_BLOCK];
+    int num_next = 0;
+
+    RowTile(float*, int head_dim) : Dimensions<DIM>(head_dim) {}
 
     // With zeros behind the last dimension, where the next head's numbers are.
     const void* query(const float* q, float* memory) const {
@@ -59,6 +77,8 @@ struct RowTile {
             alignas(64) float halves[N][LANES][HALF];
             for (int j = 0; j < LANES; ++j) {
                 const int lane = i * LANES + j;
+                if (lane < num_next)
+                    for (int d = 0; d < dim; d += LINE) __builtin_prefetch(next_keys[lane] + d);
                 F16 sums[N];
                 for (int n = 0; n < N; ++n) sums[n] = f16(0.0f);
                 if (lane >= seen.first && lane < seen.last) {
@@ -88,6 +108,8 @@ struct RowTile {
     template <int N, int CHUNKS>
     void add(int d, const Weights* weights, Seen seen, F16 (*sums)[CHUNKS]) const {
         for (int lane = seen.first; lane < seen.last; ++lane) {
+            if (lane < num_next && d % LINE == 0)
+                for (int c = 0; c < CHUNKS * LANES; c += LINE) __builtin_prefetch(next_values[lane] + d + c);
             F16 value[CHUNKS];
             for (int c = 0; c < CHUNKS; ++c) value[c] = load_first(values[lane] + d + c * LANES, dim - d - c * LANES);
             for (int n = 0; n < N; ++n) {
@@ -112,6 +134,7 @@ struct PairTile {
     using Stored = uint16_t;
     uint32_t* keys;    // [padded_dim / 2][64]: two dimensions of a key in a word
     uint32_t* values;  // [32][padded_dim]: one dimension of two neighbouring keys in a word
+    int num_next = 0;  // see RowTile; here the next block is fetched at once
     int dim, padded_dim;
 
     PairTile(float* memory, int head_dim)
@@ -207,9 +230,6 @@ struct PairTile {
     }
 };
 
-using Bfloat16Tile = PairTile;
-#else
-using Bfloat16Tile = RowTile<uint16_t>;
 #endif
 
 // --------------------------------------------------------------------------------------- from the cache
@@ -230,18 +250,40 @@ inline int ancestor_at(const Run& run, int row, int own_depth, int depth) {
     return at;
 }
 
+// Calls act(lane, offset of its row and head) for the cached rows of the block that begins at position `start`.
+template <class Act>
+void for_cached(const Attention& a, const Run& run, int kv_head, int start, Act act) {
+    const size_t width = static_cast<size_t>(a.num_kv_heads) * static_cast<size_t>(a.head_dim);
+    for (int lane = 0; lane < KEY_BLOCK && start + lane < run.cached; ++lane)
+        act(lane, static_cast<size_t>(run.rows[start + lane]) * width + static_cast<size_t>(kv_head) * a.head_dim);
+}
+
 // Prefetches the cached rows of one head's block: they lie far apart, so the processor does not prefetch them itself.
 template <class T>
 void fetch_block(const Attention& a, const Run& run, int kv_head, int start) {
-    const size_t width = static_cast<size_t>(a.num_kv_heads) * static_cast<size_t>(a.head_dim);
-    for (int index = start; index < start + KEY_BLOCK && index < run.cached; ++index) {
-        const size_t at = static_cast<size_t>(run.rows[index]) * width + static_cast<size_t>(kv_head) * a.head_dim;
+    for_cached(a, run, kv_head, start, [&](int, size_t at) {
         for (size_t d = 0; d < static_cast<size_t>(a.head_dim); d += 64 / sizeof(T)) {
             __builtin_prefetch(static_cast<const T*>(a.keys) + at + d);
             __builtin_prefetch(static_cast<const T*>(a.values) + at + d);
         }
-    }
+    });
 }
+
+// Has the block that begins at position `start` prefetched while the one before it is computed.
+template <class T, int DIM>
+void fetch_next(const Attention& a, const Run& run, RowTile<T, DIM>& tile, int kv_head, int start) {
+    tile.num_next = 0;
+    for_cached(a, run, kv_head, start, [&](int lane, size_t at) {
+        tile.next_keys[lane] = static_cast<const T*>(a.keys) + at;
+        tile.next_values[lane] = static_cast<const T*>(a.values) + at;
+        tile.num_next = lane + 1;
+    });
+}
+#if defined(__AVX512BF16__)
+inline void fetch_next(const Attention& a, const Run& run, PairTile&, int kv_head, int start) {
+    fetch_block<uint16_t>(a, run, kv_head, start);
+}
+#endif
 
 // Fills lanes [first, last) of the block that begins at position `start`, as `row` of the run sees them.
 template <class Tile>

@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forerun.config import EngineConfig
     from forerun.engine.llm import LLM
     from forerun.engine.request import Chunk, RequestOutput
     from forerun.errors import (
@@ -35,6 +36,7 @@ __all__ = [
     "BadOption",
     "CapacityError",
     "Chunk",
+    "EngineConfig",
     "ForerunError",
     "InternalError",
     "NotFound",
@@ -49,6 +51,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "forerun.engine.llm",
+    "EngineConfig": "forerun.config",
     "Chunk": "forerun.engine.request",
     "RequestOutput": "forerun.engine.request",
     "SamplingParams": "forerun.types",

@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from inspect import Signature, signature
+from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption, shown
-from forerun.registry import by_name
+from forerun.registry import by_name, unknown
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is decoded. Every field works with speculation, which never changes the output distribution.
 
-    Raises BadOption, naming the field and its value, for anything that cannot be honoured.
+    Where one text or several may be given, the field is a tuple of them afterwards. Raises BadOption, naming the field
+    and its value, for anything that cannot be honoured.
     """
 
     max_tokens: int | None = 128  # tokens to generate at most; None = as far as max_seq_len goes
@@ -34,9 +36,9 @@ class SamplingParams:
     presence_penalty: float = 0.0  # in [-2, 2]; over the output
     frequency_penalty: float = 0.0  # in [-2, 2]; over the output
     logit_bias: Mapping[int, float] | None = None  # id -> added to its logit, in [-1e20, 1e20]; -inf forbids the id
-    bad_words: tuple[str, ...] = ()  # texts that must not be completed
-    stop: tuple[str, ...] = ()  # texts that end the output; they are cut from `text`
-    stop_token_ids: tuple[int, ...] = ()  # ids that end the output
+    bad_words: str | Sequence[str] = ()  # texts that must not be completed
+    stop: str | Sequence[str] = ()  # texts that end the output; they are cut from `text`
+    stop_token_ids: Sequence[int] = ()  # ids that end the output
     ignore_eos: bool = False  # go on past the model's end-of-sequence ids
     seed: int | None = None  # 64 bit; None = one is drawn and reported
     logprobs: int | None = None  # per token: its log-probability and this many alternatives, 0 to 20
@@ -47,12 +49,13 @@ class SamplingParams:
     priority: int = 0  # lower numbers are served first, and preempted last
     cache_salt: str | None = None  # prompts share what is in the cache only with those of the same salt
 
-    def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
-        """Raises BadOption for what other engines call one of the fields; Python refuses any other unknown name."""
-        for name in given.keys() - cls.__dataclass_fields__.keys():
-            if there := by_name(name, cls.__dataclass_fields__, "LLM"):
-                raise BadOption(there)
-        return super().__new__(cls)
+    if not TYPE_CHECKING:  # checkers know the fields, and refuse other names themselves
+
+        def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
+            """Raises BadOption for a name that is no field, with what it is called here or the nearest field."""
+            for name in given.keys() - cls.__dataclass_fields__.keys():
+                raise BadOption(no_field(name))
+            return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
@@ -82,6 +85,16 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True where the next token is the argmax."""
         return self.temperature == 0
+
+
+# Of the fields, for help() and completion: that of __new__ would say nothing.
+SamplingParams.__signature__ = Signature(list(signature(SamplingParams.__init__).parameters.values())[1:])  # type: ignore[attr-defined]
+
+
+def no_field(name: str) -> str:
+    """Return the sentence for a name that is no field of SamplingParams."""
+    known = SamplingParams.__dataclass_fields__
+    return by_name(name, known, "LLM") or unknown("sampling parameter", name, known)
 
 
 def _instance(value: Any, kind: Any) -> Any:

@@ -33,12 +33,11 @@ PLAN = GapsPlan(spec_length=2, prompt_tokens=70, long_prompt_tokens=90, num_step
 
 def test_the_command_on_a_target_that_drafts_for_itself(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes: dict[str, Any] = {"prefill_chunk_tokens": 32, "draft_catchup_tokens": 20}
-    run(EngineConfig(target=str(tiny), draft=str(tiny), **sizes), PLAN)
-    *printed, last = capsys.readouterr().out.splitlines()
-    record = json.loads(last)
+    record = json.loads(json.dumps(run(EngineConfig(target=str(tiny), draft=str(tiny), **sizes), PLAN)))
+    printed = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in printed)
     assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in printed), "a column is cut short"
-    heads = ("target: ", "positions of ", "ceiling: ", "cold, again: ", "largest gap ")
+    heads = ("target: ", "positions of ", "limit without speculation: ", "cold, again: ", "largest gap ")
     starts = [next(i for i, line in enumerate(printed) if line.startswith(head)) for head in heads]
     assert starts == sorted(starts)
     assert record["max_positions"] > 256, "the tiny model's own"

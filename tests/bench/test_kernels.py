@@ -33,14 +33,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
 def test_every_operator_at_every_number_of_rows(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    kernels.run(KernelsPlan(**{**vars(PLAN), "dtype": dtype, "isa": ISAS[-1]}))
+    record = json.loads(json.dumps(kernels.run(KernelsPlan(**{**vars(PLAN), "dtype": dtype, "isa": ISAS[-1]}))))
     printed = capsys.readouterr().out.splitlines()
     assert f"{num_parameters(TINY):,} random weights" in printed[0]
-    assert "ceiling" in " ".join(printed[:4])
-    record = json.loads(printed[-1])
-    assert (record["bench"], record["isa"], record["dtype"]) == ("kernels", ISAS[-1], dtype)
+    assert "limit without speculation: " in " ".join(printed[:4])
+    assert (record["bench"], record["isa"], record["plan"]["dtype"]) == ("kernels", ISAS[-1], dtype)
+    assert record["precision"] == f"{dtype.replace('int8', '8-bit').replace('int4', '4-bit and 8-bit')} weights"
     rows = {(line["operator"], line["num_rows"]) for line in record["lines"]}
     assert rows == {(name, m) for name in LAYER for m in (1, 3, 20)} | {(name, m) for name in ALWAYS for m in (1, 3)}
     assert len(record["repeat_bandwidths_bytes_per_s"]) == 2 * (1 + len(LAYER + ALWAYS))
@@ -58,10 +58,9 @@ def test_every_operator_at_every_number_of_rows(dtype: str, capsys: pytest.Captu
 
 
 @needs_native
-def test_a_layer_is_the_sum_of_its_products(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layer_is_the_sum_of_its_products() -> None:
     """The bytes behind each rate: those of the products and the head add up to what a whole pass reads."""
-    kernels.run(PLAN)
-    lines = json.loads(capsys.readouterr().out.splitlines()[-1])["lines"]
+    lines = kernels.run(PLAN)["lines"]
     read = {
         line["operator"]: line["bytes_per_s"] * line["seconds"]
         for line in lines
@@ -75,7 +74,29 @@ def test_a_layer_is_the_sum_of_its_products(capsys: pytest.CaptureFixture[str]) 
     assert read["LM head, argmax"] == pytest.approx(320 * 64 * 2)
 
 
+@needs_native
+@pytest.mark.parametrize(
+    ("dtype", "bits", "head_bits"),
+    [("int8", 8.5, 8.5), ("int8:group=16", 9, 9), ("int4", 5, 8.5), ("int4:group=64", 4.5, 8.25)],
+)
+def test_bytes_per_second_are_of_packed_weights(dtype: str, bits: float, head_bits: float) -> None:
+    """Codes and scales, and zero points under 4 bits; the LM head has 8 bits."""
+    config = DecoderConfig("llama", 320, 64, 2, 4, 4, 16, 128, 1e-5, 512, tie_embeddings=True)
+    options = {"config": config, "dtype": dtype, "rows": (1, 2, 4, 8, 16)}
+    lines = kernels.run(KernelsPlan(**{**vars(PLAN), **options}))["lines"]
+    shapes = {"qkv": (192, 64), "o": (64, 64), "gate, up + silu": (256, 64), "down": (64, 128), "LM head": (320, 64)}
+    for name, (num_out, num_in) in shapes.items():
+        found = [line for line in lines if line["operator"] == name and line["num_rows"] < 20]
+        assert [line["num_rows"] for line in found] == [1, 2, 4, 8, 16]
+        num_bytes = num_out * num_in * (head_bits if name == "LM head" else bits) / 8
+        assert all(line["bytes_per_s"] * line["seconds"] == pytest.approx(num_bytes) for line in found)
+
+
 def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(BadOption, match=r"dtype='int3' is not possible: it must be one of .*int4:group=128"):
+        kernels.run(KernelsPlan(TINY, dtype="int3"))
+    with pytest.raises(BadOption, match=r"groups of 128 do not divide the 64 inputs of .*; 32 and 64 do"):
+        kernels.run(KernelsPlan(TINY, dtype="int4:group=128"))
     with pytest.raises(BadOption, match="float16"):
         kernels.run(KernelsPlan(TINY, dtype="float16"))
     with pytest.raises(BadOption, match="isa='sse9'"):

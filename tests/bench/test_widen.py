@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench.widening import PROMPT, SMALL, TOLERANCE, WIDE, case, difference, random_weights, run_greedy
+from forerun import ops as operators
 from forerun.bench.widen import (
     SHAPES,
     num_parameters,
@@ -23,6 +24,7 @@ from forerun.models.loading import load_checkpoint, read_config, read_raw_config
 from forerun.models.saving import save_checkpoint
 from forerun.models.widening import wide_config, widen
 from forerun.ops.reference import ReferenceOps
+from ops.native_cases import needs_native
 from tiny import write_tiny
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -198,6 +200,28 @@ def test_widening_in_memory_keeps_the_rest_of_the_checkpoint(tmp_path: Path) -> 
     wide = widen_checkpoint(checkpoint, WIDE)
     assert wide.model.config.hidden_size == 128
     assert (wide.end_ids, wide.folder) == (checkpoint.end_ids, checkpoint.folder)
+
+
+def test_wide_weights_are_rounded_where_that_is_asked_for(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "small", SMALL, random_weights(SMALL), torch.float32)
+    shape = dataclasses.replace(WIDE, ffn_size=128)  # whole groups of 32
+    write_widened(tmp_path / "small", tmp_path / "wide", shape)
+    written = load_checkpoint(tmp_path / "wide", quantization="int8").model
+    made = widen_checkpoint(load_checkpoint(tmp_path / "small"), shape, quantization="int8")
+    assert made.quantization == "int8"
+    for name in parameter_shapes(written.config):
+        assert torch.equal(made.model.weights[name], written.weights[name]), name
+
+
+@needs_native
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "float32 weights"), ("bfloat16", "8-bit weights")])
+def test_rounded_wide_weights_are_of_the_type_that_was_asked_for(tmp_path: Path, dtype: str, precision: str) -> None:
+    """Under float32 they are what the rounded ones stand for, as without a wider shape."""
+    save_checkpoint(tmp_path, SMALL, random_weights(SMALL), torch.float32)
+    shape = dataclasses.replace(WIDE, ffn_size=128)
+    small = load_checkpoint(tmp_path, dtype=dtype)
+    made = widen_checkpoint(small, shape, operators.make("native", "cpu"), "int8").model
+    assert (str(made.weight_dtype), made.precision) == (f"torch.{dtype}", precision)
 
 
 GROWN = dataclasses.replace(WIDE, vocab_size=1000)

@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import forerun
 from forerun import registry
 from forerun.native import isa
+from terminal import in_a_terminal
 
 
 def test_drafters_lists_every_file_of_the_folder(cli: Any) -> None:
@@ -30,9 +33,9 @@ def test_demo_shows_both_runs_and_says_in_which_mode_they_are_identical(cli: Any
         "forerun bench latency --target",
     ):
         assert words in done.stdout
-    identical = next(line for line in done.stdout.splitlines() if line.startswith("identical: "))
     dtype, build = ("float32", "torch ") if isa() == "reference" else ("bfloat16", f"native kernels, {isa()})")
-    assert identical.startswith(f"identical: yes, all 16 tokens (greedy; {dtype} on cpu; {build}")
+    verdict = f"identical: yes, all 16 tokens (greedy; {dtype} weights on cpu; {build}"
+    assert verdict in " ".join(done.stdout.split())
     assert all(len(line) <= 80 for line in done.stdout.splitlines() if line.startswith(("plain", "speculative")))
 
 
@@ -58,14 +61,21 @@ def test_bench_widen_writes_a_checkpoint_that_says_the_same(cli: Any, tmp_path: 
     assert small["token_ids"] == wide["token_ids"]
 
 
-def test_bench_latency_prints_ceiling_table_and_one_json_line(cli: Any, tmp_path: Path) -> None:
+def test_bench_latency_prints_its_limit_two_tables_and_one_json_line(cli: Any, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "text": "def f(n):"}\n{"id": "b", "text": "class A:"}\n', encoding="utf-8")
     base = ("--target", "llama", "--draft", "./draft", "--draft", "lookup", "--prompt-file", str(prompts))
     done = cli("bench", "latency", *base, "--max-tokens", "24", "--spec-length", "3")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert any(line.startswith("ceiling: ") for line in lines[:4])
+    assert any(line.startswith("limit without speculation: ") for line in lines[:4])
+    assert all(len(line.rstrip()) <= 80 for line in lines[:-1])
+    for told in (
+        "2 prompts, 24 tokens each, at temperature 0 and 1: plain",
+        "K: tokens drafted per step.",
+        "v(K): of a",
+    ):
+        assert told in " ".join(done.stdout.split())
     assert done.stderr == ""  # no progress bar in a pipe
     record = json.loads(lines[-1])
     assert [(line["temperature"], line["draft"]) for line in record["lines"]] == [
@@ -82,6 +92,24 @@ def test_bench_latency_prints_ceiling_table_and_one_json_line(cli: Any, tmp_path
     num_bytes = {"float32": 4, "bfloat16": 2}[record["dtype"]] * record["num_parameters"]
     assert num_bytes <= record["bytes_per_pass"] <= 1.1 * num_bytes  # packed matrices are padded
     assert record["widened"] is False
+
+
+def test_json_of_a_benchmark_goes_to_a_file_or_a_pipe_and_never_into_a_terminal(cli: Any, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "text": "def f(n):"}\n', encoding="utf-8")
+    base = ("bench", "latency", "--target", "llama", "--draft", "lookup", "--prompt-file", str(prompts))
+    sizes = ("--max-tokens", "8", "--temperature", "0")
+    done = cli(*base, *sizes, "--json", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stderr
+    assert "{" not in done.stdout
+    assert json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["bench"] == "latency"
+    for wrong in (tmp_path, tmp_path / "nowhere" / "found.json"):
+        refused = cli(*base, "--json", str(wrong))
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert "cannot be written: name a file in a folder that may be written to" in refused.stderr
+    page = in_a_terminal(60, *base[:3], "shipped", *base[4:], *sizes)
+    assert "limit without speculation: " in page
+    assert "{" not in page
 
 
 def test_bench_latency_compares_lengths_of_one_drafter(cli: Any, tmp_path: Path) -> None:
@@ -108,6 +136,19 @@ def test_a_draft_shape_without_a_draft_model_is_refused_before_anything_is_loade
     assert done.stderr == (
         "error: draft='lookup' is no model that could be widened: name a draft model, or leave it out\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("draft", "sentence"),
+    {
+        "lookup": "draft='lookup' is no model that could be widened: name a draft model, or leave it out",
+        "model:draft_top_k=4": "draft='model:draft_top_k=4' has options that a widened draft model has not: it takes "
+        "path and quantization",
+    }.items(),
+)
+def test_drafts_that_cannot_be_widened_are_refused(cli: Any, draft: str, sentence: str) -> None:
+    done = cli("bench", "latency", "--target", "nowhere", "--draft-shape", "demo", "--draft", draft)
+    assert (done.returncode, done.stdout, done.stderr.replace("\n", " ").strip()) == (2, "", f"error: {sentence}")
 
 
 def test_public_names_load_when_used() -> None:

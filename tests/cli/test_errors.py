@@ -30,7 +30,10 @@ CASES = {
     "no_tokenizer": (("generate", "--target", "bare", "x"), "bare"),
     "prompt_file": (("generate", "--target", "llama", "--prompt-file", "no.txt"), "the prompt file 'no.txt' cannot be"),
     "no_prompt": (("generate", "--target", "llama"), "there is no prompt: write it as an argument"),
-    "too_long": (("generate", "--target", "llama", "x" * 300), "the prompt has 300 tokens and max_tokens=128"),
+    "too_long": (
+        ("generate", "--target", "llama", "x" * 300),
+        "the prompt has 300 tokens and max_seq_len is 256, so there is no room for an answer: shorten",
+    ),
     "pair": ((*LLAMA, "--draft", "./stranger"), "at id 0: the target (llama) has '<|end|>'"),
     "json_and_rounds": ((*LLAMA, "--json", "--rounds"), "--json and --rounds exclude each other"),
     "config_folder": ((*LLAMA, "--config", "."), "the config file '.' cannot be read (no file of at most 1 MB)"),

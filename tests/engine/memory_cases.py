@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from forerun.memory.plan import MemoryPlan
 from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
 from forerun.models.runner import Run, Runner
 from forerun.models.saving import save_checkpoint
+from forerun.ops.quantised import QuantisedMatrix, Scheme
+from forerun.ops.quantising import quantise, scheme_of
 
 SHARED: dict[str, Any] = {"model_type": "llama", "norm_eps": 1e-5, "max_positions": 131072, "tie_embeddings": True}
 LLAMA_1B = DecoderConfig(
@@ -41,21 +43,33 @@ needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="the native operators a
 OPS = ["reference", pytest.param("native", marks=needs_native)]
 # Of a child: nothing that could set an option of the engine.
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}
-ENVIRONMENT |= {name: value for name, value in os.environ.items() if name == "FORERUN_ISA"}
+ENVIRONMENT |= {name: value for name, value in os.environ.items() if name in ("FORERUN_ISA", "FORERUN_CACHE_DIR")}
 
 
 def bytes_by_name(plan: MemoryPlan) -> dict[str, int]:
     return {part.name: part.bytes for part in plan.parts}
 
 
+def schemes_of(config: DecoderConfig, bits: int) -> dict[str, Scheme]:
+    """Every matrix in groups of 32."""
+    return {name: scheme_of(bits, 32) for name, shape in parameter_shapes(config).items() if len(shape) == 2}
+
+
 def one_pass(
-    config: DecoderConfig, options: EngineConfig, dtype: torch.dtype, num_taps: int = 0
+    config: DecoderConfig,
+    options: EngineConfig,
+    dtype: torch.dtype,
+    num_taps: int = 0,
+    schemes: Mapping[str, Scheme] | None = None,
 ) -> Callable[[], object]:
     """Run the largest pass of these options: a prompt chunk, while all other requests verify at the context's end."""
     generator = torch.Generator().manual_seed(0)
-    weights = empty_weights(config, dtype, "cpu")
+    weights: dict[str, Any] = {**empty_weights(config, dtype, "cpu")}
     for weight in weights.values():
         weight.copy_(torch.randn(weight.shape, generator=generator) * 0.05)
+    for name, scheme in (schemes or {}).items():
+        rows = quantise(weights[name], scheme)
+        weights[name] = QuantisedMatrix(scheme, tuple(rows.codes.shape), lambda rows=rows: iter([rows]))  # type: ignore[misc]
     length, batch = options.max_seq_len or 0, options.max_batch_size
     sizes: dict[str, Any] = {"max_batch_size": batch, "max_seq_len": length, "dtype": dtype}
     cache = BlockCache.create(config.cache_shape, options.kv_cache_backend, **sizes)  # type: ignore[arg-type]

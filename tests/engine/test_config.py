@@ -311,7 +311,7 @@ def test_a_name_of_another_engine_is_answered_with_ours():
         SamplingParams(max_new_tokens=5)
     with pytest.raises(BadOption, match="num_beams has no counterpart here"):
         SamplingParams(temperature=0.5, num_beams=4)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+    with pytest.raises(BadOption, match="there is no sampling parameter 'nonsense'"):
         SamplingParams(nonsense=1)
     params = SamplingParams(temperature=0.5, stop="x")
     for same in (copy.deepcopy(params), pickle.loads(pickle.dumps(params)), dataclasses.replace(params)):

@@ -177,6 +177,12 @@ def test_a_pool_too_small_for_all_requests_makes_some_wait_and_loses_none():
         ([1], {"logit_bias": {77: 1.0}}, BadOption, "logit_bias holds the id 77"),
         ([1], {"acceptance": "typical"}, BadOption, "there is no acceptance rule 'typical'"),
         ([1], {"stop": ("x",)}, BadOption, "use stop_token_ids"),
+        (
+            [1] * 300,
+            {"max_tokens": None},
+            PromptTooLong,
+            "300 tokens and max_seq_len is 256, so there is no room",
+        ),
         ([1] * 200, {"max_tokens": 57}, PromptTooLong, "200 tokens and max_tokens=57, but max_seq_len is 256"),
         ([1] * 256, {"max_tokens": None}, PromptTooLong, "256 tokens"),
     ],

@@ -34,6 +34,8 @@ from forerun.memory.plan import memory_plan, pool_tokens, resolve_max_seq_len
 from forerun.memory.reference import weight_bytes
 from forerun.models.layers import DecoderConfig, empty_weights
 from forerun.models.source import BLOCK_BYTES
+from models.gguf_files import write_tiny_model
+from models.gguf_vocabularies import smollm2
 from tiny import write_tiny
 
 pytestmark = pytest.mark.once("plans, and processes that name their drafters")
@@ -103,12 +105,12 @@ def test_only_what_a_drafter_needs_is_counted(ops: str) -> None:
         options = EngineConfig(draft=spec, ops=ops)
         return set(bytes_by_name(memory_plan(SMALL, draft, options, dtype=F32, device=device)))
 
-    always = {"target weights", "target KV cache", "activations", "freed blocks"}
+    always = {"target weights", "target KV cache", "activations", "reserve"}
     always |= {"pass buffers"} if ops == "native" else set()
     assert names(None, "none") == names(None, "lookup") == always | {"target probabilities"}
     with_model = always | {"draft weights", "draft KV cache"}
     assert names(SMALL, "./d") == with_model | {"draft probabilities", "target probabilities"}
-    on_cuda = {"target weights", "target KV cache", "draft weights", "draft KV cache", "activations", "freed blocks"}
+    on_cuda = {"target weights", "target KV cache", "draft weights", "draft KV cache", "activations", "reserve"}
     assert names(SMALL, "./d", "auto", "cuda") == on_cuda  # probabilities are on the host, and so are blocks of files
 
 
@@ -319,58 +321,78 @@ def test_a_machine_that_does_not_tell(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- a whole process
 
 CHILD = """
-import ctypes, json, os, sys
+import ctypes, gc, json, os, sys
 from forerun import LLM, SamplingParams
-from forerun.memory.plan import memory_plan
+from forerun.engine.factory import outlines, plan_of
+from forerun.models.loading import small_files
+from forerun.text.tokenizer import Tokenizer
 
 def status(key):
     return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
 
-def run(target, draft, prompt_tokens, **options):
-    llm = LLM(target, draft=draft, spec_length=4, max_batch_size=4, **options)
+def trimmed():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return status("VmRSS")
+
+def run(prompt_tokens, **options):
+    llm = LLM(spec_length=4, max_batch_size=4, **options)
     prompts = [[1 + (7 * b + i * i) % 256 for i in range(prompt_tokens)] for b in range(4)]
     params = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, seed=1)
     outputs = llm.generate(prompts, params)
     return llm, min(output.report.num_drafted for output in outputs)
 
-def measure(target, draft, small, ops, dtype):
-    _ = run(small, small, 150, ops=ops, dtype=dtype)  # touches code that would count as memory of the model
-    ctypes.CDLL(None).malloc_trim(0)
-    before = status("VmRSS")
+def measure(max_seq_len, small, **options):
+    code = {name: options[name] for name in ("ops", "dtype")}
+    _ = run(150, target=small, draft=small, **code)  # touches code that would count as memory of the model
+    without = trimmed()
+    tokenizer = Tokenizer.load(small_files(options["target"]))
+    before = trimmed()
+    before += before - without  # the engine's own tokenizer, which the plan does not count
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak counts from here
-    options = {"max_seq_len": 512, "prefill_chunk_tokens": 256, "ops": ops, "dtype": dtype}
-    llm, num_drafted = run(target, draft, 472, **options)
+    llm, num_drafted = run(max_seq_len - 40, max_seq_len=max_seq_len, prefill_chunk_tokens=256, **options)
     peak = status("VmHWM") - before
-    model, drafter = llm.checkpoint.model, llm.engine.drafter.first.runner.model
-    plan = memory_plan(model.config, drafter.config, llm.config, dtype=model.weight_dtype)
+    plan = plan_of(llm.config, outlines(llm.config), "cpu", None)
     later = sum(part.bytes for part in plan.later)
     return {"peak": peak, "planned": plan.total_bytes, "later": later, "num_drafted": num_drafted}
 
-*folders, cases = sys.argv[1:]
-for case in cases.split(","):  # each in a process of its own
+for case, options in json.loads(sys.argv[1]).items():  # each in a process of its own
     if os.fork() == 0:
-        print(json.dumps([case, measure(*folders, *case.split())]), flush=True)
+        print(json.dumps([case, measure(**options)]), flush=True)
         os._exit(0)
     assert os.wait()[1] == 0, case
 """
 PROCESSES = ["reference float32", *(["native float32", "native bfloat16"] if HAS_NATIVE else [])]
+if HAS_NATIVE:
+    PROCESSES += ["native int8", "native int4", *(["smollm2"] if smollm2() else [])]
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    """Measure every case: 148 MB of target and 18 MB of draft weights in float32.
+    """Measure every case: 148 MB of target and 18 MB of draft weights in float32, and SmolLM2's file of 4 bits.
 
     All but the embeddings are too small for compiled kernels.
     """
     root = tmp_path_factory.mktemp("processes")
     small = write_tiny(root / "small")
-    shape = replace(SMALL, vocab_size=32_000, hidden_size=512, num_kv_heads=8, head_dim=64, ffn_size=1000)
+    shape = replace(SMALL, vocab_size=32_000, hidden_size=512, num_kv_heads=8, head_dim=64, ffn_size=992)
     target = write_random(root / "target", replace(shape, num_layers=8), small)
     draft_shape = replace(SMALL, vocab_size=32_000, hidden_size=128, num_layers=2, num_heads=4, ffn_size=384)
     draft = write_random(root / "draft", draft_shape, small)
-    command = [sys.executable, "-c", CHILD, str(target), str(draft), str(small), ",".join(PROCESSES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    cases: dict[str, Any] = {}
+    for case in PROCESSES:
+        ops, _, dtype = case.partition(" ")
+        models = {"small": str(small), "target": str(target), "draft": str(draft)}
+        cases[case] = {"ops": ops, "dtype": dtype, "max_seq_len": 512, **models}
+        if dtype.startswith("int"):  # the draft in other bits than the target
+            other = f"model:path={draft},quantization=int{12 - int(dtype[3])}"
+            cases[case] |= {"dtype": "bfloat16", "quantization": dtype, "draft": other}
+    if "smollm2" in cases:
+        models = {"small": str(write_tiny_model(root / "tiny.gguf")), "target": "smollm2", "draft": "lookup"}
+        cases["smollm2"] = {"ops": "native", "dtype": "auto", "max_seq_len": 160, **models}
+    command = [sys.executable, "-c", CHILD, json.dumps(cases)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines())
 

@@ -17,6 +17,7 @@ from engine.memory_cases import BF16, ENVIRONMENT, F32, SMALL, bytes_by_name, ne
 from forerun import ops as operators
 from forerun.config import EngineConfig
 from forerun.memory.native import GIVE_BACK_BYTES, HUGE_PAGE_BYTES, packed_bytes
+from forerun.memory.parts import KERNEL_BYTES
 from forerun.memory.plan import memory_plan
 from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
 
@@ -69,7 +70,7 @@ def test_ends_of_huge_pages(dtype: torch.dtype) -> None:
     parts = bytes_by_name(memory_plan(config, None, options, dtype=dtype))
     made = [matrix.nbytes for matrix in native_decoder(config, dtype).compiled.matrices.values()]
     assert any(n < HUGE_PAGE_BYTES for n in made)
-    assert parts["page ends"] == sum(-n % HUGE_PAGE_BYTES for n in made if n >= HUGE_PAGE_BYTES) > 0
+    assert parts["page rounding"] == sum(-n % HUGE_PAGE_BYTES for n in made if n >= HUGE_PAGE_BYTES) > 0
 
 
 def test_the_sizes_are_those_of_the_sources() -> None:
@@ -124,9 +125,40 @@ def test_buffers_and_activations_bound_a_real_pass(name: str, dtype: torch.dtype
         f"\n{name} {dtype}: planned {planned / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB, {measured / planned:.2f}"
     )
     # What other tests gave back stays advised to come in huge pages: two of them, at the ends, may be counted whole.
-    assert 0.7 * planned <= measured <= planned + 2 * HUGE_PAGE_BYTES, (
+    # The plan has room for torch's kernels, which are not used, and buffers of passes whose few rows threads share.
+    assert 0.7 * (planned - KERNEL_BYTES) <= measured <= planned + 2 * HUGE_PAGE_BYTES, (
         f"{planned / 1e6:.2f} MB, {measured / 1e6:.2f} measured"
     )
+
+
+ROUNDED = """
+from engine.memory_cases import schemes_of
+from engine.test_memory_native import *
+options = EngineConfig(draft="lookup", ops="native", spec_length=3, max_batch_size=2, max_seq_len=4096,
+                       prefill_chunk_tokens=2048, max_num_batched_tokens=4096)
+config = replace(SMALL, ffn_size=3072, vocab_size=4000)
+schemes = schemes_of(config, 8)
+plans = [memory_plan(config, None, options, dtype=BF16, schemes={"target": found}) for found in (schemes, {})]
+one_pass(config, options, BF16)()
+print(*[plan.bytes_of("pass buffers", "activations") for plan in plans])
+print(peak_resident(one_pass(config, options, BF16, schemes=schemes)))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_buffers_of_quantised_products() -> None:
+    """Their rows are of 4 bytes a number, and rounded by each thread to buffers of its own, which it keeps.
+
+    In a process of its own, whose threads have no such buffers yet.
+    """
+    tests = Path(__file__).parents[1]
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{tests}:{ENVIRONMENT['PYTHONPATH']}", "FORERUN_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", ROUNDED], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    planned, dense, measured = (int(word) for word in done.stdout.split())
+    print(f"\nplanned {planned / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB, {measured / planned:.2f}")
+    assert 0.7 * planned <= measured <= planned + 4 * HUGE_PAGE_BYTES  # more buffers than above are that large
+    assert measured > dense + 4 * HUGE_PAGE_BYTES
 
 
 def test_rows_of_inner_layers_are_counted() -> None:

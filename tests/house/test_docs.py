@@ -30,7 +30,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[a-z]+)(?:: (?P<value>.+?))? -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
-LANGUAGES = {"python": {"file", "needs"}, "console": {"needs", "stable"}, "text": {"printed"}, "json": set()}
+LANGUAGES = {"python": {"file", "needs"}, "console": {"needs", "stable"}, "text": {"printed"}, "json": {"file"}}
 TIMEOUT_S = 300  # of one command, on a busy machine; alone they take seconds
 
 # Runs in the copy: each block under its own line numbers; what it printed goes to a file, by line.

@@ -101,6 +101,15 @@ def write_model(
     return kept
 
 
+def write_tiny_model(path: Path) -> Path:
+    """A random llama of a few thousand weights of 4 bits over 258 ids."""
+    config = DecoderConfig("llama", 258, 64, 1, 4, 2, 16, 96, 1e-5, 256)
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(s, generator=generator) * 0.1 for name, s in parameter_shapes(config).items()}
+    write_model(path, config, weights, lambda name: "Q4_0")
+    return path
+
+
 def _here(name: str, names: Mapping[str, str]) -> str:
     if name in names:
         return names[name]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, SamplingParams, native
 from forerun.errors import CapacityError, UnsupportedModel
 from forerun.models.gguf.config import name_in_checkpoint
 from forerun.models.layers import DecoderConfig, RopeConfig
@@ -20,6 +20,7 @@ from forerun.models.loading import load_checkpoint, read_config
 from forerun.models.saving import save_checkpoint
 from forerun.models.source import gguf as source_module, open_source
 from forerun.models.weights import StoredWeights
+from forerun.ops.cpu import CpuOps
 from models.gguf_files import (
     DENSE,
     HALVES,
@@ -87,6 +88,8 @@ def test_every_weight_is_that_of_the_file(
             assert matrix.shape == expected.shape
             assert all(part.scheme == matrix.scheme == stored.scheme for part in rows)
             assert torch.equal(bits(torch.cat([part.dequantise() for part in rows])), bits(torch.from_numpy(expected)))
+            if native.extension() is not None:
+                assert torch.equal(CpuOps().pack(matrix).unpack(), torch.from_numpy(expected))
 
 
 def test_the_schemes_are_packed_as_the_file_has_them(tmp_path: Path) -> None:

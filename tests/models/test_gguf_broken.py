@@ -116,10 +116,10 @@ def test_bytes_changed_at_random(whole: Path, tmp_path: Path) -> None:
 
 
 OTHERS = {
-    "empty": (b"", "does not begin as a GGUF file does"),
+    "empty": (b"", "is empty: fetch it again"),
     "text": (b"GGML" * 10, "does not begin as a GGUF file does"),
     "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n", "run git lfs pull"),
-    "page": (b"<!DOCTYPE html><html></html>" * 9, "does not begin as a GGUF file does"),
+    "page": (b"<!DOCTYPE html><html></html>" * 9, "is a web page and not the file"),
     "version": (b"GGUF\x01\0\0\0" + bytes(64), "of version 1, and forerun reads 2 and 3"),
     "big-endian": (b"GGUF\0\0\0\x03" + bytes(64), "is a big-endian GGUF file"),
     "zeros": (b"GGUF\x03\0\0\0" + bytes(64), "sets no UTF-8 text as general.architecture"),

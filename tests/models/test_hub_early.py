@@ -30,7 +30,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 CASES = {
     "no_template": ({}, ("chat", "org/target"), "chat template"),
     "no_such_template": ({}, ("chat", "org/target", "--chat-template", "no.jinja"), "no.jinja"),
-    "broken_tokenizer": ({"tokenizer.json": b"{}"}, GENERATE, "tokenizer.json cannot be read"),
+    "broken_tokenizer": ({"tokenizer.json": b"{}"}, GENERATE, "tokenizer.json is not a file of the tokenizers library"),
     "beams": (
         {"generation_config.json": b'{"num_beams": 4}'},
         (*GENERATE, "--generation-config", "model"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from forerun import native, ops as operators
 from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError
@@ -20,6 +20,7 @@ from forerun.models.loading import load_checkpoint, read_config
 from forerun.models.saving import save_checkpoint
 
 Raw = dict[str, Any]
+TOGETHER = "weights and config.json must be of one model, so fetch both again from one place"
 OPS = ["reference"] + (["native"] if native.isa() != "reference" else [])
 
 
@@ -66,20 +67,40 @@ def test_ties(write_checkpoint: Any, llama_raw: Raw, weights_of: Any) -> None:
         load_checkpoint(write_checkpoint(llama_raw, weights))
 
 
+def test_a_base_model_as_automodel_saves_it(
+    tmp_path: Path, write_checkpoint: Any, llama_raw: Raw, weights_of: Any
+) -> None:
+    """Its names lack the prefix of a whole model, and it has no LM head: one that is tied is whole all the same."""
+    raw = llama_raw | {"tie_word_embeddings": True}
+    whole = write_checkpoint(raw, weights_of(raw))
+    AutoModel.from_pretrained(whole, dtype=torch.float32).save_pretrained(tmp_path / "base")
+    assert "embed_tokens.weight" in load_file(tmp_path / "base" / "model.safetensors")
+    wanted, found = load_checkpoint(whole).model.weights, load_checkpoint(tmp_path / "base").model.weights
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    config = tmp_path / "base" / "config.json"
+    config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+    with pytest.raises(UnsupportedModel, match=r"no tensor lm_head\.weight, .* save the model again with AutoModelFor"):
+        load_checkpoint(tmp_path / "base")
+
+
 def test_tensors_that_do_not_fit(write_checkpoint: Any, llama_raw: Raw, weights_of: Any) -> None:
     weights = weights_of(llama_raw)
     buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     load_checkpoint(write_checkpoint(llama_raw, weights | buffers))
     name = "model.layers.1.self_attn.k_proj.weight"
-    with pytest.raises(UnsupportedModel, match=rf"holds the tensor {name}_scale"):
+    with pytest.raises(UnsupportedModel, match=rf"holds the tensor {name}_scale, .* does not ask for: {TOGETHER}"):
         load_checkpoint(write_checkpoint(llama_raw, weights | {name + "_scale": torch.ones(1)}))
-    with pytest.raises(UnsupportedModel, match=rf"{name} of shape \[24, 59\].*asks for \[24, 60\]"):
+    with pytest.raises(UnsupportedModel, match=rf"{name} of shape \[24, 59\].*asks for \[24, 60\]: {TOGETHER}"):
         load_checkpoint(write_checkpoint(llama_raw, weights | {name: torch.ones(24, 59)}))
     with pytest.raises(UnsupportedModel, match=rf"{name} in .* type I8, which means quantised weights"):
         load_checkpoint(write_checkpoint(llama_raw, weights | {name: torch.ones(24, 60, dtype=torch.int8)}))
     missing = {k: w for k, w in weights.items() if k != name}
-    with pytest.raises(UnsupportedModel, match=f"no tensor {name}"):
+    with pytest.raises(UnsupportedModel, match=f"no tensor {name}, which its config.json asks for: {TOGETHER}"):
         load_checkpoint(write_checkpoint(llama_raw, missing))
+    more_layers = llama_raw | {"num_hidden_layers": llama_raw["num_hidden_layers"] + 1}
+    with pytest.raises(UnsupportedModel, match=rf"input_layernorm\.weight \(and 8 more\), which .*: {TOGETHER}"):
+        load_checkpoint(write_checkpoint(more_layers, weights))
 
 
 def test_end_ids_are_the_union(write_checkpoint: Any, llama_raw: Raw) -> None:

@@ -17,10 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from forerun import native
 from forerun.errors import UnsupportedModel
 from forerun.models.layers import parameter_shapes
 from forerun.models.loading import load_checkpoint, read_config
 from forerun.models.source import open_source
+from forerun.ops.cpu import CpuOps
 
 RAW = {
     "model_type": "llama",
@@ -55,9 +57,14 @@ def write(folder: Path, config: dict[str, Any], quantise: Quantise) -> dict[str,
 
 
 def assert_loads(folder: Path, weights: dict[str, Tensor]) -> None:
-    model = load_checkpoint(folder, dtype="float32").model
+    """Dense, and packed by the native operators where they can pack the scheme."""
+    model, source = load_checkpoint(folder, dtype="float32").model, open_source(folder)
     for name, weight in weights.items():
         assert torch.equal(model.weights[name], weight.float()), name
+        scheme = source.tensors[name].scheme
+        if native.extension() is not None and scheme is not None and CpuOps().packs_scheme(scheme):
+            matrix = source.quantised(name)  # type: ignore[attr-defined]
+            assert torch.equal(CpuOps().pack(matrix).unpack(), weight.float()), name
 
 
 def integers(shape: tuple[int, ...], most: int, seed: int) -> Tensor:

@@ -19,7 +19,6 @@ from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption
 from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.loading import load_checkpoint
-from forerun.models.quantising import READS
 from forerun.models.saving import save_checkpoint
 from forerun.ops.quantising import quantise, scheme_of
 from tiny import write_tiny
@@ -98,15 +97,10 @@ def test_matrices_are_rounded_and_the_rest_is_not(tmp_path: Path, text: str, bit
     group = Quantization.parse(text).group
     for name, weight in loaded.model.weights.items():
         if weight.ndim == 1:
-            expected = dense[name] if name == "model.norm.weight" else torch.ones_like(weight)
-            assert torch.equal(weight, expected), name
+            assert torch.equal(weight, dense[name]), name
             continue
-        norm = name.rpartition("self_attn.")[0] + "input_layernorm.weight"
-        norm = norm if "mlp" not in name else name.rpartition("mlp.")[0] + "post_attention_layernorm.weight"
-        reads_norm = not any(part in name for part in (*ENDS, "o_proj", "down_proj"))
-        whole = dense[name] * dense[norm] if reads_norm else dense[name]
         scheme = scheme_of(8 if name in ENDS else bits, group)
-        assert torch.equal(weight, quantise(whole, scheme).dequantise()), name
+        assert torch.equal(weight, quantise(dense[name], scheme).dequantise()), name
 
 
 def test_target_and_draft_are_rounded_independently() -> None:
@@ -154,6 +148,11 @@ def test_a_group_that_does_not_divide_is_refused(tmp_path: Path) -> None:
 
 # --------------------------------------------------------------------------------------------------------- quality
 
+# Norms and the matrices that read them.
+READS = {
+    "input_layernorm.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "post_attention_layernorm.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+}
 OUTLIERS = (7, 100, 201)  # channels of the shipped target's 384, a hundred times as large as their neighbours
 
 
@@ -186,7 +185,8 @@ def test_few_bits_cost_little(tmp_path: Path, outliers: bool) -> None:
     windows = [ids[first : first + 512] for first in range(0, len(ids), 512)]
     base, *lines = measure(loaded, windows, QualityPlan(num_prompts=0))
     assert (base.variant, base.over_base, base.logit_error, base.same_best) == ("bfloat16", 0.0, 0.0, 1.0)
-    for line, most, error in zip(lines, (0.005, 0.04), (0.02, 0.06), strict=True):
+    errors = (0.06, 0.08) if outliers else (0.02, 0.06)
+    for line, most, error in zip(lines, (0.005, 0.04), errors, strict=True):
         assert line.over_base < most, line
         assert line.logit_error < error, line
         assert 1 - 2 * error < line.drafter_alpha < 1, line

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +161,11 @@ CONFIGS: list[tuple[str, Raw, str]] = [
         "config.json has auto_map={'AutoConfig': 'c.C'} for model_type='own', and forerun never runs a checkpoint's "
         f"code: use a checkpoint of model_type {TYPES} without it",
     ),
+    (
+        "no type",
+        {"model_type": None},
+        f"config.json has no model_type: fetch it again, or add the one that it is, of {KNOWN}",
+    ),
     *(
         (kind, {"model_type": kind}, f"model_type='{kind}' is not supported: it must be one of {KNOWN}")
         for kind in ("t5", "llava", "mixtral", "bert", "gpt_oss")
@@ -187,7 +195,7 @@ def test_code_for_anything_but_the_model_does_not_matter(llama_raw: Raw) -> None
 
 
 SINGLE_FILES = {
-    "model-Q4.gguf": "{file} is not a readable GGUF file (it does not begin as a GGUF file does): fetch it again",
+    "model-Q4.gguf": "{file} is empty: fetch it again",
     "model.pt": "{file} is " + PICKLE,
     "model.safetensors": "{file} is one file of a checkpoint: name its folder, {where}, which must hold "
     "config.json and tokenizer.json too",
@@ -214,3 +222,88 @@ def test_tensors_of_eight_bits(write: Callable[[Change], Path], dtype: torch.dty
     with pytest.raises(UnsupportedModel) as refused:
         load_checkpoint(folder)
     assert str(refused.value) == f"{name} in {folder / 'model.safetensors'} has type {named}, {QUANTISED}"
+
+
+# ------------------------------------------------------------------------------------------- files that cannot be read
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+PAGE = b'\n<!DOCTYPE html>\n<html lang="en"><head><title>model.safetensors</title></head></html>\n'
+INSTEAD: list[tuple[bytes, str]] = [
+    (LFS, "is a pointer of git-lfs and not the file: run git lfs pull in its folder, or fetch it with hf download"),
+    (
+        PAGE,
+        "is a web page and not the file, as a link to the page about a file gives it: fetch it with hf download, or "
+        "from the page's download link",
+    ),
+    (b"", "is empty: fetch it again"),
+]
+FILES = ("model.safetensors", "config.json", "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("data", "words"), INSTEAD, ids=["pointer", "page", "empty"])
+def test_what_came_in_the_place_of_a_file(write: Callable[[Change], Path], name: str, data: bytes, words: str) -> None:
+    folder = write({name: data})
+    with pytest.raises(UnsupportedModel) as refused:
+        load_checkpoint(folder, with_tokenizer=True)
+    assert str(refused.value) == f"{folder / name} {words}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_links_that_lead_nowhere(write: Callable[[Change], Path], name: str) -> None:
+    folder = write({name: None})
+    (folder / name).symlink_to(name)
+    with pytest.raises(NotFound) as refused:
+        load_checkpoint(folder, with_tokenizer=True)
+    assert (
+        str(refused.value) == f"{folder / name} is a link that leads back to itself: remove it and fetch the file again"
+    )
+    (folder / name).unlink()
+    (folder / name).symlink_to("../blobs/1")
+    with pytest.raises(NotFound) as refused:
+        load_checkpoint(folder, with_tokenizer=True)
+    assert str(refused.value) == (
+        f"{folder / name} is a link to ../blobs/1, which is not there: fetch it again, or copy what it leads to"
+    )
+
+
+def test_a_folder_that_leads_back_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to("model")
+    with pytest.raises(NotFound, match=r"model is a link that leads back to itself: remove it"):
+        load_checkpoint(tmp_path / "model")
+
+
+@pytest.fixture
+def as_another_user(write: Callable[[Change], Path]) -> Iterator[Path]:
+    """A good folder, read once, so that all code is there; then root becomes a user who may read what all may read.
+
+    Folders of pytest are its user's own, so the checkpoint is in one that all may enter.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        folder = shutil.copytree(write({}), Path(place, "model"))
+        load_checkpoint(folder, with_tokenizer=True)
+        for path in (Path(place), folder):
+            path.chmod(0o755)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield folder
+        finally:
+            os.seteuid(user)
+
+
+@pytest.mark.parametrize("name", [*FILES, "."])
+def test_what_may_not_be_read(as_another_user: Path, name: str) -> None:
+    path, user = as_another_user / name, os.geteuid()
+    if user == 65534:
+        os.seteuid(0)
+    path.chmod(0)
+    os.seteuid(user)
+    with pytest.raises(NotFound) as refused:
+        load_checkpoint(as_another_user, with_tokenizer=True)
+    os.seteuid(os.getuid())
+    path.chmod(0o755)
+    assert str(refused.value) == (
+        f"{path} may not be read by this user (Permission denied): give yourself the right with chmod, or ask its owner"
+    )

@@ -116,6 +116,16 @@ def test_contexts_that_end_anywhere_in_a_key_block(isa: str, cached: int) -> Non
             assert agrees(case, isa, window)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cached", [240, 254, 255, 256, 257, 319, 510, 512, 3000])
+def test_contexts_that_end_anywhere_in_a_range_of_keys(isa: str, dtype: torch.dtype, cached: int) -> None:
+    """Ranges of 256 keys have sums of their own; windows begin and end in any of them."""
+    for run in (chain(cached, 1), chain(cached, 8), chain(cached, 16), RunShape(cached, TREE)):
+        case = attention_case(14, [run], (6, 2, 64), dtype)
+        for window in (None, 3, 255, 256, 300):
+            assert agrees(case, isa, window)
+
+
 @pytest.mark.parametrize("num_rows", [15, 16, 17, 33, 63, 64, 65, 130, 513])
 def test_long_runs(isa: str, num_rows: int) -> None:
     case = attention_case(4, [chain(3, num_rows), chain(0, 2)], (2, 1, 16), BFLOAT16)

@@ -142,6 +142,62 @@ def test_threads_share_large_passes(isa: str, dtype: torch.dtype, num_threads: i
         assert same_bits(one_by_one(Session(many, 0), text[:10]), expected[:10])
 
 
+RANGE = 256  # positions whose keys are one item of work, where threads share a sequence
+LONG = tokens_of(2 * RANGE + 30, 6)
+LONG_VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "grouped": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+    "windows": {"windows": (RANGE - 1, RANGE + 44)},
+}
+
+
+@cache
+def long_decoder(variant: str, dtype: torch.dtype, isa: str, num_threads: int) -> Decoder:
+    """Large enough that a pass of one row is not left to one thread alone."""
+    config = make_config(**{"hidden_size": 512, "ffn_size": 700, "num_layers": 2, **LONG_VARIANTS[variant]})
+    return Decoder(config, random_weights(config, dtype), ops_of(isa, num_threads))
+
+
+@cache
+def long_rows(variant: str, dtype: torch.dtype, isa: str) -> Tensor:
+    """Rows of LONG as a single thread decodes them, one token at a time."""
+    return one_by_one(Session(long_decoder(variant, dtype, isa, 1), 0), LONG)
+
+
+@every_isa
+@every_dtype
+@pytest.mark.parametrize("variant", LONG_VARIANTS)
+def test_threads_that_share_a_sequence_by_ranges_of_its_keys(isa: str, dtype: torch.dtype, variant: str) -> None:
+    """One row and up to 17 of them, behind contexts that end near the end of a range, with 2 to 4 threads."""
+    expected = long_rows(variant, dtype, isa)
+    for step, cached in enumerate((RANGE - 16, RANGE - 1, RANGE, RANGE + 1, 2 * RANGE - 3, 2 * RANGE)):
+        session = Session(long_decoder(variant, dtype, isa, 2 + step % 3), (16, 1, 7)[step // 2], seed=step)
+        session.run({0: LONG[:cached]})
+        for num in (1, (8, 16, 17)[step % 3], 1):
+            at = session.cache.length(0)
+            assert same_bits(session.run({0: LONG[at : at + num]}), expected[at : at + num]), (cached, at, num)
+
+
+@every_isa
+@every_dtype
+@pytest.mark.parametrize("variant", LONG_VARIANTS)
+def test_trees_across_the_end_of_a_range(isa: str, dtype: torch.dtype, variant: str) -> None:
+    """Nodes of one depth lie in different rows of the cache, and only the longer branches enter the next range."""
+    parents = [-1, 0, 1, 2, 1, 4, 5, 6, -1, 8, 3, 10, 7, 12]
+    tokens = tokens_of(len(parents), 8)
+    for step, cached in enumerate((RANGE - 4, RANGE - 1, RANGE, 2 * RANGE - 6)):
+        session = Session(long_decoder(variant, dtype, isa, 1 + step), (16, 0)[step % 2], seed=step)
+        session.run({0: LONG[:cached]})
+        found = session.run({0: tokens, 1: [5, 6, 7]}, {0: parents, 1: [-1, 0, 0]})
+        alone = Session(long_decoder(variant, dtype, isa, 1), 0)
+        alone.run({0: LONG[:cached]})
+        tree = RunShape(cached, tuple(parents))
+        for node in (3, 9, 11, 13):
+            expected = one_by_one(alone, [tokens[i] for i in tree.path(node)])
+            assert same_bits(found[node : node + 1], expected[-1:]), (cached, node)
+            alone.cache.truncate_to(0, cached)
+
+
 def test_the_fast_reference_fails_the_same_test() -> None:
     """The same decoder in torch's fast float32 operators: chunks differ from single tokens in some bit."""
     config = make_config(hidden_size=1024, num_layers=1)

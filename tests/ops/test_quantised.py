@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.memory.native import quantised_bytes
 from forerun.models.layers import Decoder
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from ops.native_cases import (
@@ -26,14 +27,34 @@ every_isa = pytest.mark.parametrize("isa", ISAS)
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 SCHEMES = {
-    "q4_0": Scheme(4, 32, "zero", HALF),
+    "q4_0": Scheme(4, 32, "zero", HALF, zero=8),
     "q4_1": Scheme(4, 32, "minimum", HALF),
-    "q8_0": Scheme(8, 32, "zero", HALF),
-    "q5_1": Scheme(8, 32, "minimum", HALF),
+    "q5_0": Scheme(5, 32, "zero", HALF, zero=16),
+    "q5_1": Scheme(5, 32, "minimum", HALF),
+    "q8_0": Scheme(8, 32, "zero", HALF, zero=128),
     "q4_k": Scheme(4, 32, "minimum", HALF, 256),
-    "q6_k": Scheme(8, 16, "zero", HALF, 256),
+    "q5_k": Scheme(5, 32, "minimum", HALF, 256),
+    "q6_k": Scheme(6, 16, "zero", HALF, 256, zero=32),
     "gptq": Scheme(4, 128, "zero", BRAIN),
+    "gptq8": Scheme(8, 64, "zero", HALF),
     "channel": Scheme(8, 256, "zero", SINGLE),
+    "sixteen": Scheme(8, 16, "minimum", HALF),
+    "six": Scheme(6, 32, "minimum", SINGLE),
+    "wide levels": Scheme(5, 16, "minimum", SINGLE, 128),
+    "zeros of levels": Scheme(6, 16, "zero", HALF, 256),
+}
+# Of codes, scales and what is subtracted; in a file K-quants take 1/8 less, because their integers have 6 bits there.
+BITS_PER_WEIGHT = {
+    "q4_0": 4.5,
+    "q4_1": 5.0,
+    "q5_0": 5.5,
+    "q5_1": 6.0,
+    "q8_0": 8.5,
+    "q4_k": 4 + 2 / 4 + 1 / 8,
+    "q5_k": 5 + 2 / 4 + 1 / 8,
+    "q6_k": 6 + 1 / 2 + 1 / 16,
+    "gptq": 4.25,
+    "channel": 8.25,
 }
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 
@@ -50,6 +71,8 @@ def rows_of(scheme: Scheme, num_out: int, num_in: int, seed: int = 0) -> Quantis
 
     codes = whole(0, 1 << scheme.bits, num_out, num_in).to(torch.uint8)
     zeros = whole(0, 1 << scheme.bits, num_out, groups).to(torch.uint8) if scheme.offset == "zero" else None
+    if zeros is not None and scheme.zero is not None:
+        zeros.fill_(scheme.zero)
     if not scheme.super_group:
         minimums = None if zeros is not None else small(num_out, groups)
         return QuantisedRows(scheme, codes, small(num_out, groups), zeros, minimums)
@@ -97,10 +120,33 @@ def test_products_are_those_of_the_weights_in_the_file(scheme: Scheme, isa: str)
     assert torch.equal(packed.unpack(), weights)
 
 
+@pytest.mark.parametrize(("name", "bits"), BITS_PER_WEIGHT.items())
+def test_packed_rows_take_the_bytes_of_the_file(name: str, bits: float) -> None:
+    packed = ops_of(ISAS[0]).pack(matrix_of(rows_of(SCHEMES[name], 64, 512)))
+    assert packed.nbytes == bits * 64 * 512 / 8
+
+
+@every_scheme
+@pytest.mark.parametrize("paired", [False, True])
+def test_the_memory_plan_knows_the_bytes_of_packed_rows(scheme: Scheme, paired: bool) -> None:
+    """Of every scheme, of 41 outputs, and with numbers that need float32 or do not."""
+    parts = [matrix_of(rows_of(scheme, 41, 512, i)) for i in range(2)]
+    assert quantised_bytes(parts, paired=paired) == ops_of(ISAS[0]).pack(parts, paired=paired).nbytes
+
+
+@pytest.mark.parametrize("names", [("q4_k", "q8_0", "q6_k"), ("q6_k", "q4_k"), ("gptq", "channel"), ("q4_0", "q4_1")])
+@pytest.mark.parametrize("num_out", [16, 48, 64])
+def test_the_memory_plan_knows_the_bytes_of_mixed_rows(names: tuple[str, ...], num_out: int) -> None:
+    parts = [matrix_of(rows_of(SCHEMES[name], num_out, 256, i)) for i, name in enumerate(names)]
+    assert quantised_bytes(parts) == ops_of(ISAS[0]).pack(parts).nbytes
+    assert quantised_bytes(parts[:2], paired=True) == ops_of(ISAS[0]).pack(parts[:2], paired=True).nbytes
+
+
 @every_isa
-@pytest.mark.parametrize("bits", [4, 8])
-def test_sums_of_extreme_codes_are_exact(bits: int, isa: str) -> None:
-    scheme, most = Scheme(bits, 32, "minimum", HALF), (1 << bits) - 1
+@pytest.mark.parametrize("code", [0, -1], ids=["least", "most"])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+def test_sums_of_extreme_codes_are_exact(bits: int, code: int, isa: str) -> None:
+    scheme, most = Scheme(bits, 32, "minimum", HALF), code & (1 << bits) - 1
     codes = torch.full((32, 160), most, dtype=torch.uint8)
     ones, none = torch.ones(32, 5, dtype=HALF), torch.zeros(32, 5, dtype=HALF)
     packed = ops_of(isa).pack(matrix_of(QuantisedRows(scheme, codes, ones, minimums=none)))
@@ -116,7 +162,7 @@ def test_bits_of_a_row_depend_on_that_row_alone(scheme: Scheme, isa: str) -> Non
     packed = ops_of(isa).pack(matrix_of(rows_of(scheme, 77, 256)))
     x = torch.randn(70, 256, generator=seeded(4))
     whole = ops_of(isa, 3).linear(x, packed)
-    for num_rows in (1, 2, 15, 16, 17, 33):
+    for num_rows in (1, 2, 3, 5, 7, 15, 16, 17, 33):
         some = torch.cat([ops_of(isa).linear(part, packed) for part in x.split(num_rows)])
         assert same_bits(some, whole)
 
@@ -136,9 +182,40 @@ def test_a_row_of_no_numbers_spoils_no_other(isa: str) -> None:
 
 @every_isa
 def test_parts_of_different_schemes_are_packed_together(isa: str) -> None:
-    parts = [rows_of(SCHEMES[name], 32, 256, i) for i, name in enumerate(("q4_k", "q4_k", "q6_k"))]
-    packed = ops_of(isa).pack([matrix_of(part) for part in parts])
+    """Each in its own format, where panels of 32 outputs end between them."""
+    parts = [
+        rows_of(SCHEMES[name], num_out, 256, num_out) for name, num_out in (("q4_k", 64), ("q8_0", 32), ("q6_k", 37))
+    ]
+    weights = torch.cat([part.dequantise() for part in parts])
+    packed, alone = (
+        ops_of(isa).pack([matrix_of(part) for part in parts]),
+        [ops_of(isa).pack(matrix_of(p)) for p in parts],
+    )
+    assert torch.equal(packed.unpack(), weights)
+    assert packed.nbytes == sum(part.nbytes for part in alone)
+    x = torch.randn(9, 256, generator=seeded(6))
+    assert same_bits(
+        ops_of(isa, 2).linear(x, packed), torch.cat([ops_of(isa).linear(x, part) for part in alone], dim=1)
+    )
+
+
+@every_isa
+@pytest.mark.parametrize("paired", [True, False])
+def test_parts_of_one_panel_share_a_format(paired: bool, isa: str) -> None:
+    parts = [rows_of(SCHEMES[name], 48, 256, i) for i, name in enumerate(("q4_k", "q6_k"))]
+    packed = ops_of(isa).pack([matrix_of(part) for part in parts], paired=paired)
     assert is_unpacked(packed.unpack(), torch.cat([part.dequantise() for part in parts]))
+
+
+@every_isa
+def test_minimums_and_zeros_share_a_format(isa: str) -> None:
+    parts = [rows_of(SCHEMES[name], 16, 256, i) for i, name in enumerate(("gptq", "q4_1", "q8_0", "channel"))]
+    weights = torch.cat([part.dequantise() for part in parts])
+    packed = ops_of(isa).pack([matrix_of(part) for part in parts])
+    assert is_unpacked(packed.unpack(), weights)
+    x = torch.randn(5, 256, generator=seeded(7))
+    scale = rounded(x).abs() @ (weights.double().abs().T + 255 * weights.double().abs().amax())
+    assert ((ops_of(isa).linear(x, packed) - rounded(x) @ weights.double().T).abs() <= 4e-6 * scale).all()
 
 
 @every_isa
@@ -153,6 +230,7 @@ def test_passes_have_the_bits_of_plain_decoding(tie: bool, isa: str) -> None:
         for i, (name, tensor) in enumerate(dense.items())
     }
     model = Decoder(config, weights, ops_of(isa, 2))  # type: ignore[arg-type]
+    assert (model.weight_bits, model.precision) == ((4, 8), "4-bit and 8-bit weights")
     tokens = tokens_of(40, 1)
     alone, together = Session(model), Session(model)
     one_by_one = torch.cat([alone.run({0: [token]}) for token in tokens])

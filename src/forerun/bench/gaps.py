@@ -14,7 +14,6 @@ there, but its passes take as long as with real positions. gaps_results.py compu
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import asdict, dataclass
@@ -75,8 +74,8 @@ class GapsPlan:
         return max(self.spec_length, AUTO_SPEC_LENGTH) + 1
 
 
-def run(config: EngineConfig, plan: GapsPlan) -> None:
-    """Measure and print: ceiling, tables, summary, one line of JSON. Raises UserError for what cannot be measured.
+def run(config: EngineConfig, plan: GapsPlan) -> dict[str, Any]:
+    """Measure, print tables, and return all of it for JSON. Raises UserError for what cannot be measured.
 
     The plan decides batch size, lengths and caches of the engines; those of the configuration are replaced.
     """
@@ -100,7 +99,7 @@ def run(config: EngineConfig, plan: GapsPlan) -> None:
     for part in (first_tokens_table(lines), "", gaps_table(lines), NOTES):
         console.print(part)
     print_summary(lines, PLAIN, console)
-    record = {
+    return {
         "bench": "gaps",
         "target": checkpoint.name,
         "widened": plan.shape != "none",
@@ -115,7 +114,6 @@ def run(config: EngineConfig, plan: GapsPlan) -> None:
         "lines": [asdict(line) for line in lines],
         "runs": [asdict(run) for run in runs],
     }
-    print(json.dumps(record), flush=True)
 
 
 def _refuse(config: EngineConfig) -> None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.config import Quantization
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder, DecoderConfig, empty_weights
+from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
+from forerun.models.quantising import planned
+from forerun.models.source import Stored
 from forerun.ops.cpu import CpuOps
 from forerun.ops.packed import PackedMatrix
+from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
+from forerun.ops.quantising import quantise
 from forerun.types import RaggedBatch
 
 Call = Callable[[], object]
+STOCK = 1 << 22  # random numbers
 
 
 @dataclass(frozen=True)
@@ -34,16 +42,45 @@ class Operator:
     prefill: bool = False  # whether it is measured on the many rows of a prompt, too
 
 
-def random_weights(config: DecoderConfig, dtype: torch.dtype, seed: int = 1) -> dict[str, Tensor]:
-    """Make every weight of a decoder of normal numbers; some millions of them are repeated, because that is fast."""
-    stock = (torch.randn(1 << 22, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+def random_weights(
+    config: DecoderConfig, dtype: torch.dtype, seed: int = 1, quantization: Quantization | None = None
+) -> dict[str, Any]:
+    """Make every weight of a decoder of normal numbers; some millions of them are repeated, because that is fast.
+
+    Matrices are quantised where that is wanted. Raises BadOption for a group that does not divide their rows.
+    """
+    stock = (torch.randn(STOCK, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
     weights = empty_weights(config, dtype, "cpu")
-    for weight in weights.values():
+    rounded = {} if quantization is None else _random_matrices(config, stock, quantization)
+    for weight in (weight for name, weight in weights.items() if name not in rounded):
         flat = weight.view(-1)
         for start in range(0, len(flat), len(stock)):
             part = flat[start : start + len(stock)]
             part.copy_(stock[: len(part)])
-    return weights
+    return {**weights, **rounded}
+
+
+def _random_matrices(config: DecoderConfig, stock: Tensor, quantization: Quantization) -> dict[str, QuantisedMatrix]:
+    """Return the matrices of a decoder as if they had been rounded at load; those of one width repeat the same rows."""
+    shapes = parameter_shapes(config)
+    dense = {name: Stored(Path("random weights"), shape, stock.dtype) for name, shape in shapes.items()}
+    schemes = {name: stored.scheme for name, stored in planned(dense, quantization).items() if stored.scheme}
+
+    @cache
+    def rounded(scheme: Scheme, num_in: int) -> QuantisedRows:
+        return quantise(stock[: len(stock) // num_in * num_in].view(-1, num_in), scheme)
+
+    def blocks(scheme: Scheme, num_out: int, num_in: int) -> Iterator[QuantisedRows]:
+        rows = rounded(scheme, num_in)
+        assert rows.zeros is not None
+        for first in range(0, num_out, len(rows)):
+            num = min(len(rows), num_out - first)
+            yield QuantisedRows(scheme, rows.codes[:num], rows.scales[:num], rows.zeros[:num])
+
+    return {
+        name: QuantisedMatrix(scheme, (shapes[name][0], shapes[name][1]), partial(blocks, scheme, *shapes[name]))
+        for name, scheme in schemes.items()
+    }
 
 
 def operators(model: Decoder, ops: CpuOps, most_rows: int, context: int, contexts: Seq[int]) -> list[Operator]:

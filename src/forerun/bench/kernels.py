@@ -10,12 +10,12 @@ through all layers in turn, so that it does not find weights in a cache that a w
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,6 +35,7 @@ from forerun.bench.kernel_operators import (
 from forerun.bench.peers import set_num_threads
 from forerun.bench.results import print_ceiling, record_of
 from forerun.bench.widen import describe, num_parameters, shape_named
+from forerun.config import Quantization
 from forerun.engine.factory import SHIPPED_TARGET
 from forerun.errors import BadOption, shown
 from forerun.models.layers import Decoder, DecoderConfig, RopeConfig
@@ -68,7 +69,8 @@ NUM_SAMPLES = 3  # runs of each number of rows within a repeat, in turn; the med
 class KernelsPlan:
     """The options of the benchmark.
 
-    rows: numbers of rows of a pass; ratios are over the first one. prefill_tokens: rows of a prompt chunk. context:
+    dtype: float32, bfloat16, int8 or int4[:group=N]; the last two beside bfloat16. rows: numbers of rows of a pass;
+    ratios are over the first one. prefill_tokens: rows of a prompt chunk. context:
     tokens in the cache before a pass. contexts: the same for attention alone. isa: None = FORERUN_ISA, else the best.
     num_threads: None = FORERUN_NUM_THREADS, else as many as the machine has cores.
     """
@@ -128,14 +130,15 @@ def config_named(name: str) -> DecoderConfig:
     return wide_config(shipped, shape_named("demo", shipped))
 
 
-def run(plan: KernelsPlan) -> None:
-    """Measure and print: ceiling, table, one line of JSON. Raises BadOption for what cannot be measured."""
+def run(plan: KernelsPlan) -> dict[str, Any]:
+    """Measure, print tables, and return all of it for JSON. Raises BadOption for what cannot be measured."""
     console = make_console()
-    ops = _make_ops(plan)
-    model = Decoder(plan.config, random_weights(plan.config, DTYPES[plan.dtype]), ops, consume=True)
+    ops, quantization = _make_ops(plan), _quantization(plan.dtype)
+    dtype = torch.bfloat16 if quantization else DTYPES[plan.dtype]
+    model = Decoder(plan.config, random_weights(plan.config, dtype, quantization=quantization), ops, consume=True)
     console.print(
-        f"{num_parameters(plan.config):,} random weights ({describe(plan.config)}), {plan.dtype}, {ops.isa}, "
-        f"{ops.num_threads} thread{'s' * (ops.num_threads > 1)}"
+        f"{num_parameters(plan.config):,} random weights ({describe(plan.config)}), {quantization or plan.dtype}, "
+        f"{ops.isa}, {ops.num_threads} thread{'s' * (ops.num_threads > 1)}"
     )
     with torch.inference_mode():
         ceiling = print_ceiling(model, console)
@@ -146,7 +149,7 @@ def run(plan: KernelsPlan) -> None:
         console.print(table_of(lines, plan.rows[0]))
         prefill = measure_prefill(model, plan, ops.num_threads)
     _print_notes(prefill, bandwidths, plan, console)
-    record = {
+    return {
         "bench": "kernels",
         "isa": ops.isa,
         "plan": {key: value for key, value in asdict(plan).items() if key != "config"},
@@ -156,12 +159,23 @@ def run(plan: KernelsPlan) -> None:
         "prefill": asdict(prefill),
         "lines": [asdict(line) for line in lines],
     }
-    print(json.dumps(record), flush=True)
+
+
+def _quantization(dtype: str) -> Quantization | None:
+    """Return the quantization that a type of weights is, None for float32 and bfloat16. Raises BadOption for others."""
+    if dtype in DTYPES:
+        return None
+    try:
+        return Quantization.parse(dtype)
+    except BadOption as error:
+        raise BadOption(
+            f"dtype={shown(dtype)} is not possible: it must be one of {', '.join(DTYPES)}, int8 and int4, or one of "
+            "the last two with a group of 16, 32, 64 or 128 weights to a scale, as in int4:group=128"
+        ) from error
 
 
 def _make_ops(plan: KernelsPlan) -> CpuOps:
-    if plan.dtype not in DTYPES:
-        raise BadOption(f"dtype={shown(plan.dtype)} is not possible: it must be one of {', '.join(DTYPES)}")
+    _quantization(plan.dtype)
     possible = native.available_isas()
     isa = plan.isa or native.isa()
     if isa not in possible or isa == "reference":

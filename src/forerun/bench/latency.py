@@ -24,11 +24,10 @@ from forerun.bench.results import (
     line_of,
     plain_pass_s_of,
     print_ceiling,
-    print_notes,
+    print_tables,
     record_of,
-    table_of,
 )
-from forerun.bench.widen import PROMPTS, describe, draft_name, load_widened, load_widened_draft, num_parameters
+from forerun.bench.widen import PROMPTS, describe, draft_options, load_widened, load_widened_draft, num_parameters
 from forerun.config import DEFAULT_SPEC_LENGTH, EngineConfig
 from forerun.engine.factory import SHIPPED_DRAFT, is_shipped
 from forerun.engine.llm import LLM
@@ -47,8 +46,8 @@ PLAIN = Variant("none", 0)
 class Plan:
     """What to measure.
 
-    drafts: () = every method that needs nothing else. shape, draft_shape: presets of widen, or "none"; a draft_shape
-    means the draft model alone. spec_lengths: () = the configuration's.
+    drafts: () = every method that needs nothing else. shape, draft_shape: presets of widen, or "none"; with a
+    draft_shape all drafts are models, which get it, () = the configuration's. spec_lengths: () = the configuration's.
     """
 
     drafts: tuple[str, ...] = ()
@@ -83,41 +82,44 @@ def planned(workload: str | None, **wanted: Any) -> tuple[Plan, dict[str, Any]]:
         raise BadOption(registry.unknown("workload", workload, WORKLOADS))
     measured, engine = ({}, {}) if workload is None else WORKLOADS[workload]
     given = {key: value for key, value in wanted.items() if value is not None and value != ()}
-    for key in ("shape", "draft_shape", "drafts"):
+    for key in ("shape", "draft_shape"):
         if workload is not None and key in given:
-            raise BadOption(f"--workload {workload} contradicts --{key.removesuffix('s').replace('_', '-')}: drop one")
-    plan = Plan(**{**measured, **given})
-    if plan.drafts and plan.draft_shape != "none":
-        raise BadOption("--draft-shape measures the draft model alone: drop --draft, or --draft-shape")
-    return plan, engine
+            raise BadOption(f"--workload {workload} contradicts --{key.replace('_', '-')}: drop one")
+    return Plan(**{**measured, **given}), engine
 
 
-def run(config: EngineConfig, plan: Plan) -> None:
-    """Measure and print: ceiling, table, one line of JSON. Raises UserError for what cannot be measured."""
+def run(config: EngineConfig, plan: Plan) -> dict[str, Any]:
+    """Measure, print tables, and return all of it for JSON. Raises UserError for what cannot be measured."""
     console = make_console()
     prompts = read_prompts(plan)
     if plan.draft_shape != "none":
-        draft_name(config)
+        for name in _models(config, plan):
+            draft_options(name)
     checkpoint = load_widened(config, plan.shape, console)
     llms = _build(checkpoint, config, plan, console)
     spare_what_is_loaded()
     ceiling = print_ceiling(checkpoint.model, console)
     drafts = draft_models(llms)
+    num_drafters = len({variant.draft for variant in llms} - {PLAIN.draft})
+    temperatures = " and ".join(f"{t:g}" for t in plan.temperatures)
+    console.print(
+        f"{len(prompts)} prompts, {plan.max_tokens} tokens each, at temperature {temperatures}: plain decoding against "
+        f"{num_drafters} drafter{'s' * (num_drafters != 1)}, in turns"
+    )
     for model in drafts:
         share = model.bytes_per_pass / ceiling.bytes_per_pass
         console.print(
-            f"draft model: {num_parameters(model.config):,} parameters ({describe(model.config)}), {share:.3f} of the "
-            "target's bytes"
+            f"draft model: {num_parameters(model.config):,} parameters ({describe(model.config)}), {model.precision}, "
+            f"{share:.3f} of the target's bytes"
         )
     for llm in llms.values():
         llm.generate(prompts[0][1], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))  # warm up
     with progress_bar() as progress:
         lines = _measure(llms, prompts, plan, progress)
-    console.print(table_of(lines))
-    print_notes(lines, ceiling, console)
+    print_tables(lines, ceiling, console)
     shown = {**asdict(plan), "prompt_file": str(plan.prompt_file) if plan.prompt_file else None}
     about = {"bench": "latency", "target": checkpoint.name, "widened": plan.shape != "none", "plan": shown}
-    print(json.dumps(about | record_of(lines, checkpoint.model, drafts, ceiling)), flush=True)
+    return about | record_of(lines, checkpoint.model, drafts, ceiling)
 
 
 def read_prompts(plan: Plan) -> list[tuple[str, str]]:
@@ -150,7 +152,10 @@ def _build(checkpoint: Checkpoint, config: EngineConfig, plan: Plan, console: Co
     llms = {PLAIN: LLM(checkpoint, **options)}
     drafts: dict[str, str | Checkpoint] = {name: name for name in plan.drafts}
     if plan.draft_shape != "none":
-        drafts = {f"model ({plan.draft_shape})": load_widened_draft(config, checkpoint, plan.draft_shape)}
+        drafts = {
+            f"{name} ({plan.draft_shape})": load_widened_draft(name, config, checkpoint, plan.draft_shape)
+            for name in _models(config, plan)
+        }
     elif not drafts:
         drafts = {name: name for name in registry.names("forerun.drafters") if name != "none"}
     for name, draft in drafts.items():
@@ -165,6 +170,11 @@ def _build(checkpoint: Checkpoint, config: EngineConfig, plan: Plan, console: Co
                 console.print(f"left out: {error}")
                 break
     return llms
+
+
+def _models(config: EngineConfig, plan: Plan) -> tuple[str, ...]:
+    """Return the draft models to widen."""
+    return plan.drafts or (str(config.draft) if config.draft not in ("none", "auto") else "model",)
 
 
 def loaded_once(draft: str | Checkpoint, target: Checkpoint, ignore: Collection[str]) -> str | Checkpoint:

@@ -2,13 +2,12 @@
 
 The time of verification depends on t(M) / t(1) of an engine, and on how its passes compare with forerun's. Every engine
 loads the target alone and computes the logits of all M tokens, behind a cache with the same tokens: one cache for each
-context. In every round each engine runs each M behind each context in turn; the next round begins with another engine
-and another M.
+context. In every round each engine runs each M behind each context in turn, a few times in a row, of which the last one
+counts; the next round begins with another engine and another M.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence as Seq
@@ -52,7 +51,8 @@ T = TypeVar("T")
 
 SPAN_TOKENS = 128  # passes follow each other in the text for so many tokens, then begin behind the context again,
 SPAN_SHARE = 8  # ... or for this part of a shorter context
-PAUSE_S = 0.03  # before each pass, because threads of the previous engine may still be spinning
+PASSES_BEFORE = 4  # llama.cpp's first pass of a turn took up to three times as long as its fifth, forerun's 1.3 times
+PAUSE_S = 0.03  # before each turn, because threads of the previous engine may still be spinning
 NUM_PROMPTS = 32  # prompts that the text of the passes repeats
 WORKER = "forwards.py"
 
@@ -117,8 +117,8 @@ Key = tuple[str, int, int]  # engine, context, number of tokens
 Passes = Mapping[Key, Seq[Pass]]  # one of each round
 
 
-def run(config: EngineConfig, plan: ForwardsPlan) -> None:
-    """Measure and print: ceiling, table, one line of JSON. Raises UserError for what cannot be measured."""
+def run(config: EngineConfig, plan: ForwardsPlan) -> dict[str, Any]:
+    """Measure, print tables, and return all of it for JSON. Raises UserError for what cannot be measured."""
     console = make_console()
     config = checked(config, plan.pythons)
     num_threads = set_num_threads(plan.num_threads)
@@ -162,8 +162,7 @@ def run(config: EngineConfig, plan: ForwardsPlan) -> None:
         "round_bandwidths_bytes_per_s": [round(b) for b in bandwidths],
         "own_share_of_bandwidth": share,
     }
-    record = {**about, **record_of([], model, [], ceiling), "lines": [asdict(line) for line in lines]}
-    print(json.dumps(record), flush=True)
+    return {**about, **record_of([], model, [], ceiling), "lines": [asdict(line) for line in lines]}
 
 
 def _refuse_too_long(plan: ForwardsPlan, model: Decoder) -> None:
@@ -224,7 +223,8 @@ class OwnForward:
         seconds = time.perf_counter() - start
         cache.keep({place: range(len(ids))})
         self._held[place] = past + ids
-        return Pass(seconds, scores.logits[0].argmax(-1).tolist())
+        # By numpy: torch's own threads would still be spinning when the next pass begins.
+        return Pass(seconds, scores.logits[0].float().numpy().argmax(-1).tolist())
 
 
 def measure(
@@ -263,10 +263,16 @@ def measure(
 
 
 def _turn(engine: Forwarding, past: list[int], ids: list[int], place: int, own: Forwarding) -> Pass:
-    """Run one pass alone, and note the processor time that forerun takes while another engine runs."""
+    """Run one pass, and note the processor time that forerun takes while another engine runs.
+
+    The same passes before it wake the engine's threads and bring its weights back into the caches: in a text one pass
+    follows the other.
+    """
     time.sleep(PAUSE_S)
     cpu_s = time.process_time()
     try:
+        for _ in range(PASSES_BEFORE):
+            engine.forward(past, ids, place)
         return engine.forward(past, ids, place)
     finally:
         if engine is not own:

@@ -10,7 +10,6 @@ single passes instead.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -30,7 +29,7 @@ from forerun.bench import latency
 from forerun.bench.peer_process import INSTALL, Outcome, PeerError, PeerProcess, Question, flag_of
 from forerun.bench.peer_results import OWN, PLAIN, Runs, Variant, lines_of, print_notes, table_of
 from forerun.bench.results import print_ceiling, record_of
-from forerun.bench.widen import describe, draft_name, num_parameters, shape_named, write_widened
+from forerun.bench.widen import describe, draft_options, num_parameters, shape_named, write_widened
 from forerun.config import EngineConfig
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
 from forerun.engine.llm import LLM
@@ -96,8 +95,8 @@ class Generating(Engine, Protocol):
     def generate(self, configuration: str, ids: list[int], max_tokens: int) -> Outcome: ...
 
 
-def run(config: EngineConfig, plan: PeersPlan) -> None:
-    """Measure and print: ceiling, table, one line of JSON. Raises UserError for what cannot be measured."""
+def run(config: EngineConfig, plan: PeersPlan) -> dict[str, Any]:
+    """Measure, print tables, and return all of it for JSON. Raises UserError for what cannot be measured."""
     console = make_console()
     config = checked(config, plan.pythons)
     prompts = latency.read_prompts(latency.Plan(num_prompts=plan.num_prompts, prompt_file=plan.prompt_file))
@@ -127,8 +126,7 @@ def run(config: EngineConfig, plan: PeersPlan) -> None:
         "idle_cpu_s": {engine.name: engine.idle_cpu_s for engine in engines},
         "prompts": [name for name, _ in prompts],
     }
-    record = {**about, **record_of([], model, drafts, ceiling), "lines": [asdict(line) for line in lines]}
-    print(json.dumps(record), flush=True)
+    return {**about, **record_of([], model, drafts, ceiling), "lines": [asdict(line) for line in lines]}
 
 
 def print_engines(engines: Seq[Engine], left_out: Mapping[str, str], busy_s: float, console: Console) -> None:
@@ -172,7 +170,10 @@ def open_own(config: EngineConfig, plan: PeersPlan, work: Path, num_threads: int
     """
     draft = None
     if config.draft != "auto":
-        draft = locate(draft_name(config)).resolve()
+        name, quantization = draft_options(config.draft if config.draft != "none" else "auto")
+        if quantization is not None:
+            raise BadOption("other engines' draft models are not quantised here: drop quantization from --draft")
+        draft = locate(name).resolve()
     elif config.target is None:
         draft = SHIPPED_DRAFT
     path, checkpoint = open_target(config, plan.shape, work)

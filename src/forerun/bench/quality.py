@@ -11,7 +11,6 @@ target, or a file.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -77,8 +77,8 @@ class QualityLine:
     weights_mb: float
 
 
-def run(config: EngineConfig, plan: QualityPlan) -> None:
-    """Measure and print: table, one line of JSON. Raises UserError for what cannot be measured."""
+def run(config: EngineConfig, plan: QualityPlan) -> dict[str, Any]:
+    """Measure, print tables, and return all of it for JSON. Raises UserError for what cannot be measured."""
     console = make_console()
     if config.quantization is not None or config.dtype != "auto":
         raise BadOption("dtype and quantization are what this compares: name --variant instead")
@@ -99,7 +99,7 @@ def run(config: EngineConfig, plan: QualityPlan) -> None:
     console.print(table_of(lines))
     text = f"{len(ids):,} tokens of {about_text(config, plan)} in windows of {window}"
     _print_notes(text, plan, is_quantised, console)
-    record = {
+    return {
         "bench": "quality",
         "target": given.name,
         "shape": describe(given.model.config),
@@ -111,7 +111,6 @@ def run(config: EngineConfig, plan: QualityPlan) -> None:
         "num_tokens": len(ids),
         "lines": [asdict(line) for line in lines],
     }
-    print(json.dumps(record), flush=True)
 
 
 def about_text(config: EngineConfig, plan: QualityPlan) -> str:

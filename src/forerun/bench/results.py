@@ -1,4 +1,4 @@
-"""The results of `forerun bench latency`: rates, costs, predictions, a table and one JSON line.
+"""The results of `forerun bench latency`: rates, costs, predictions, two tables, and all of it for JSON.
 
 Each speed-up is shown beside the one that theory predicts from measured costs (docs/exactness.md):
 
@@ -158,50 +158,85 @@ def print_ceiling(model: Decoder, console: Console) -> Ceiling:
     found = bandwidth.measure(model.device)
     ceiling = Ceiling(model.bytes_per_pass, found.bytes_per_s, found.probe)
     console.print(
-        f"ceiling: {ceiling.bytes_per_pass / 1e9:.3f} GB per pass at {found.bytes_per_s / 1e9:.1f} GB/s (best probe: "
-        f"{found.probe}) = {1e3 / ceiling.tokens_per_s:.1f} ms, {ceiling.tokens_per_s:.1f} tokens/s without speculation"
+        f"limit without speculation: {ceiling.tokens_per_s:,.1f} tokens/s, for each token reads all weights, "
+        f"{ceiling.bytes_per_pass / 1e9:.3f} GB, which takes {1e3 / ceiling.tokens_per_s:,.1f} ms at the "
+        f"{found.bytes_per_s / 1e9:.1f} GB/s of this machine's memory (best probe: {found.probe})"
     )
     return ceiling
 
 
-def table_of(lines: Seq[Line]) -> Table:
-    """Return the table with one row per variant and temperature."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("T", justify="right", no_wrap=True)
-    table.add_column("draft", overflow="fold", min_width=7)
-    names = ("K", "tok/s", "speed\nup", "Thm\n3.8", "with\ncosts", "tok/\nstep", "alpha", "acc.\nrate", "c", "v(K)")
-    for name in (*names, "over\nhead"):
-        table.add_column(name, justify="right", no_wrap=True)
+def gains_table(lines: Seq[Line]) -> Table:
+    """Return the table of what speculation brings, with one row per variant and temperature."""
+    table = _table(lines, ("tokens/s", "speed-\nup", "least\n-most", "tokens/\npass", "accep-\nted"))
     for line in lines:
+        least, most = line.speedup_range
         table.add_row(
-            f"{line.temperature:g}",
-            line.draft,
-            str(line.spec_length),
+            *_names(line),
             f"{line.tokens_per_s:.1f}",
             f"{line.speedup:.2f}x",
-            _number(line.theorem_3_8, "{:.2f}x"),
-            _number(line.expected, "{:.2f}x"),
+            f"{least:.2f}-{most:.2f}",
             f"{line.tokens_per_step:.2f}",
-            _number(line.alpha_hat, "{:.3f}"),
             _number(line.acceptance_rate, "{:.0%}"),
+        )
+    return table
+
+
+def theory_table(lines: Seq[Line]) -> Table:
+    """Return the table of what speculation costs and what theory makes of that, with the rows that draft."""
+    drafting = [line for line in lines if line.spec_length]
+    table = _table(drafting, ("alpha", "c", "v(K)", "over-\nhead", "Thm\n3.8", "with\ncosts"))
+    for line in drafting:
+        table.add_row(
+            *_names(line),
+            _number(line.alpha_hat, "{:.3f}"),
             _number(line.c, "{:.3f}"),
             _number(line.v, "{:.2f}"),
             f"{line.overhead_share:.1%}",
+            _number(line.theorem_3_8, "{:.2f}x"),
+            _number(line.expected, "{:.2f}x"),
         )
     return table
+
+
+def _table(lines: Seq[Line], columns: Seq[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("T", justify="right", no_wrap=True)
+    table.add_column("draft", overflow="fold", min_width=min(max((len(line.draft) for line in lines), default=0), 10))
+    for name in ("K", *columns):
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _names(line: Line) -> tuple[str, str, str]:
+    return f"{line.temperature:g}", line.draft, str(line.spec_length)
 
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def print_notes(lines: Seq[Line], ceiling: Ceiling, console: Console) -> None:
-    """Print how to read the table, and which length was best for each temperature and drafter."""
+GAINS_NOTE = (
+    "T: temperature, 0 = greedy. K: tokens drafted per step. speed-up: tokens/s over those of plain decoding (none), "
+    "the median over the prompts, with the least and the most. tokens/pass: tokens that come of one pass of the "
+    "target. accepted: of the drafted tokens."
+)
+THEORY_NOTE = (
+    "alpha: accepted tokens / tested ones, for behind a rejection no token is tested. c: time of a drafted token, "
+    "v(K): of a pass that checks K of them, both over a plain pass. overhead: share of a step outside of the models. "
+    "Thm 3.8: the speed-up that alpha and c promise where checking costs nothing, "
+    "(1 - alpha^(K+1)) / ((1 - alpha) (cK + 1)); with costs: with v(K) and the overhead."
+)
+
+
+def print_tables(lines: Seq[Line], ceiling: Ceiling, console: Console) -> None:
+    """Print both tables, how they are read, and which length was best for each temperature and drafter."""
     plain = next(line for line in lines if line.spec_length == 0)
-    console.print(
-        f"plain decoding reaches {plain.tokens_per_s / ceiling.tokens_per_s:.0%} of its ceiling; Thm 3.8 = A/(cK + 1); "
-        "with costs = A/(cK + v + overhead); overhead = share of a step outside of model forwards"
-    )
+    console.print(gains_table(lines))
+    console.print(f"{GAINS_NOTE} Plain decoding reaches {plain.tokens_per_s / ceiling.tokens_per_s:.0%} of its limit.")
+    if any(line.spec_length for line in lines):
+        console.print("\nWhy, and what theory says (docs/exactness.md):")
+        console.print(theory_table(lines))
+        console.print(THEORY_NOTE)
     groups = {(line.temperature, line.draft): 0 for line in lines if line.spec_length}
     for temperature, draft in groups:
         rows = [line for line in lines if (line.temperature, line.draft) == (temperature, draft)]
@@ -226,12 +261,14 @@ def record_of(lines: Seq[Line], model: Decoder, drafts: Seq[Decoder], ceiling: C
                 "shape": describe(draft.config),
                 "num_parameters": num_parameters(draft.config),
                 "bytes_per_pass": draft.bytes_per_pass,
+                "precision": draft.precision,
             }
             for draft in drafts
         ],
         "bandwidth_bytes_per_s": round(ceiling.bytes_per_s),
         "ceiling_tokens_per_s": ceiling.tokens_per_s,
         "dtype": str(model.weight_dtype).removeprefix("torch."),
+        "precision": model.precision,
         "device": str(model.device),
         "machine": platform.processor() or platform.machine(),
         "num_threads": model.ops.num_threads,

@@ -16,7 +16,6 @@ throughput_results.py makes numbers of it.
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import asdict, dataclass
@@ -101,8 +100,8 @@ class ThroughputPlan:
                 raise BadOption(f"{flag} {said} is not possible: each must be at least 1, and none twice")
 
 
-def run(config: EngineConfig, plan: ThroughputPlan) -> None:
-    """Measure and print: ceiling, tables, summary, one line of JSON. Raises UserError for what cannot be measured.
+def run(config: EngineConfig, plan: ThroughputPlan) -> dict[str, Any]:
+    """Measure, print tables, and return all of it for JSON. Raises UserError for what cannot be measured.
 
     Batch size, lengths and caches of the engines are what the plan needs, whatever the configuration says.
     """
@@ -124,7 +123,7 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> None:
         console.print(part)
     print_bars(bars, console)
     _print_hits(runs, console)
-    record = {
+    return {
         "bench": "throughput",
         "target": checkpoint.name,
         "widened": plan.shape != "none",
@@ -135,7 +134,6 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> None:
         "bars": {name: asdict(bar) for name, bar in bars.items()},
         "runs": [{**asdict(counts), "tokens_per_s": counts.tokens_per_s} for counts in runs],
     }
-    print(json.dumps(record), flush=True)
 
 
 def _refuse(config: EngineConfig) -> None:

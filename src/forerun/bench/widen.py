@@ -9,19 +9,26 @@ import copy
 import dataclasses
 import math
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import tokenizers
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from forerun import drafters
-from forerun.config import EngineConfig
+from forerun.config import EngineConfig, Quantization
 from forerun.engine.factory import DATA, SHIPPED_DRAFT, load_target, load_unpacked, make_ops
 from forerun.errors import BadOption, shown
 from forerun.models.layers import DecoderConfig, parameter_shapes
-from forerun.models.loading import Checkpoint, load_checkpoint, read_raw_config
+from forerun.models.loading import Checkpoint, load_checkpoint, packed_schemes, read_raw_config
+from forerun.models.quantising import QuantisingSource
 from forerun.models.saving import save_checkpoint
+from forerun.models.source import Source, Stored
+from forerun.models.weights import StoredWeights
 from forerun.models.widening import WideShape, widen
 from forerun.ops.reference import ReferenceOps
 from forerun.registry import unknown
@@ -50,19 +57,48 @@ def shape_named(name: str, config: DecoderConfig) -> WideShape:
     return dataclasses.replace(shape, num_layers=max(shape.num_layers, config.num_layers))
 
 
-def widen_checkpoint(checkpoint: Checkpoint, shape: WideShape, ops: ReferenceOps | None = None) -> Checkpoint:
+def widen_checkpoint(
+    checkpoint: Checkpoint, shape: WideShape, ops: ReferenceOps | None = None, quantization: str | None = None
+) -> Checkpoint:
     """Widen a checkpoint, which must be loaded with the reference operators, in memory.
 
-    ops: the operators of the result, None = the same. End ids stay, and the tokenizer gets tokens for new ids. Raises
-    as `widen` and `grow`.
+    ops: the operators of the result, None = the same. quantization: int8 or int4[:group=N] of the wide weights. End ids
+    stay, and the tokenizer gets tokens for new ids. Raises as `widen`, `grow` and `QuantisingSource`.
     """
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     grown = _grown_tokenizer(checkpoint, shape)
     if grown is not None:
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(grown), checkpoint.folder)
+    weights: Mapping[str, Tensor]
     config, weights = widen(model.config, model.weights, shape)
-    wide = type(model)(config, weights, ops or model.ops, consume=True)
-    return dataclasses.replace(checkpoint, model=wide, tokenizer=tokenizer)
+    ops = ops or model.ops
+    if quantization is not None:
+        dense = _InMemory(checkpoint.folder, checkpoint.config, weights)
+        source = cast(Source, QuantisingSource(dense, Quantization.parse(quantization)))
+        packs = packed_schemes(ops, model.weight_dtype)
+        stored = cast(Mapping[str, Tensor], StoredWeights(source, model.weight_dtype, model.device, packs))
+        weights = stored if ops.packs else dict(stored)
+    wide = type(model)(config, weights, ops, consume=True)
+    return dataclasses.replace(checkpoint, model=wide, tokenizer=tokenizer, quantization=quantization)
+
+
+@dataclass
+class _InMemory:
+    """A source of weights that are in memory."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    weights: Mapping[str, Tensor]
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        return {name: Stored(self.folder, tuple(w.shape), w.dtype) for name, w in self.weights.items()}
+
+    def check(self, with_tokenizer: bool) -> None:
+        """Nothing can be missing."""
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        yield self.weights[name]
 
 
 def with_positions(checkpoint: Checkpoint, num: int) -> Checkpoint:
@@ -143,10 +179,10 @@ def load_widened(config: EngineConfig, shape: str, console: Console) -> Checkpoi
         else:
             small, ops = load_unpacked(config), make_ops(config)
             status.update("widening the target ...")
-            checkpoint = widen_checkpoint(small, shape_named(shape, small.model.config), ops)
+            checkpoint = widen_checkpoint(small, shape_named(shape, small.model.config), ops, config.quantization)
             note = ", a widened small model"
     model = checkpoint.model
-    kind = f"{str(model.weight_dtype).removeprefix('torch.')} on {model.device}"
+    kind = f"{model.precision} on {model.device}"
     console.print(
         f"target: {num_parameters(model.config):,} parameters{note} ({describe(model.config)}), {kind}; "
         f"ready in {time.perf_counter() - start:.1f} s"
@@ -154,28 +190,32 @@ def load_widened(config: EngineConfig, shape: str, console: Console) -> Checkpoi
     return checkpoint
 
 
-def draft_name(config: EngineConfig) -> str:
-    """Return the draft model that the configuration names, or the shipped one. Raises BadOption for other drafters."""
-    spec = config.draft if config.draft != "none" else "auto"
+def draft_options(spec: str) -> tuple[str, str | None]:
+    """Return path and quantization of the draft model that `spec` names, or the shipped one's.
+
+    Raises BadOption for other drafters, and for options that a widened model has not.
+    """
     method, options = drafters.resolve(spec, has_shipped_draft=True)
     if method != "model":
+        raise BadOption(f"draft={shown(spec)} is no model that could be widened: name a draft model, or leave it out")
+    if options != type(options)(path=options.path, quantization=options.quantization):
         raise BadOption(
-            f"draft={shown(config.draft)} is no model that could be widened: name a draft model, or leave it out"
+            f"draft={shown(spec)} has options that a widened draft model has not: it takes path and quantization"
         )
-    return options.path or str(SHIPPED_DRAFT)
+    return options.path or str(SHIPPED_DRAFT), options.quantization
 
 
-def load_widened_draft(config: EngineConfig, target: Checkpoint, shape: str) -> Checkpoint:
-    """Load the draft model that the configuration names, or the shipped one, in the wanted shape.
+def load_widened_draft(spec: str, config: EngineConfig, target: Checkpoint, shape: str) -> Checkpoint:
+    """Load the draft model that `spec` names, or the shipped one, in the wanted shape.
 
     It gets the target's type, device and operators.
     """
-    model = target.model
+    model, (path, quantization) = target.model, draft_options(spec)
     checkpoint = load_checkpoint(
-        draft_name(config),
+        path,
         dtype=model.weight_dtype,
         device=model.device,
         with_tokenizer=True,
         ignore_config_keys=config.ignored_config_keys,
     )
-    return widen_checkpoint(checkpoint, shape_named(shape, checkpoint.model.config), model.ops)
+    return widen_checkpoint(checkpoint, shape_named(shape, checkpoint.model.config), model.ops, quantization)

@@ -14,6 +14,11 @@ INPUT_HELP = (
     '"/v1/completions", "body": {...}}'
 )
 REDO_HELP = "answer again what was answered before its line of the input changed; the old answer is removed"
+RETRY_HELP = "ask again what was refused before; the old answer is removed"
+SERVED_HELP = (
+    "name that requests must give as their model, if any, and answers have; may be repeated, the first is the answers' "
+    "[default: every name is accepted]"
+)
 OUTPUT_HELP = "answers, appended one per line as they come; what is there already is not asked again"
 
 
@@ -21,6 +26,8 @@ def batch(
     requests: Annotated[Path, typer.Argument(help=INPUT_HELP, metavar="IN.JSONL", show_default=False)],
     answers: Annotated[Path, typer.Argument(help=OUTPUT_HELP, metavar="OUT.JSONL", show_default=False)],
     redo_changed: Annotated[bool, typer.Option("--redo-changed", help=REDO_HELP)] = False,
+    retry_refused: Annotated[bool, typer.Option("--retry-refused", help=RETRY_HELP)] = False,
+    served_model_name: Annotated[list[str] | None, typer.Option(help=SERVED_HELP, show_default=False)] = None,
     target: flags.Target = None,
     ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
@@ -52,4 +59,12 @@ def batch(
     engine = flags.engine_config(dict(locals()), config)
     from forerun.serve.batch import run
 
-    raise typer.Exit(run(requests, answers, engine, redo_changed=redo_changed))
+    code = run(
+        requests,
+        answers,
+        engine,
+        served_names=tuple(served_model_name or ()),
+        redo_changed=redo_changed,
+        retry_refused=retry_refused,
+    )
+    raise typer.Exit(code)

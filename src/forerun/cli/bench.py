@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from forerun.cli import flags
+from forerun.cli.help import App
+from forerun.errors import BadOption, shown
 
-app = typer.Typer(
-    help="Measure: each benchmark prints the ceiling first, then a table, then one line of JSON.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = App("Measure this machine and model; each benchmark prints what it does, a table, and how to read it.")
 SHAPE_NAMES = "demo (about 0.4 B), llama-3.2-1b or llama-3.2-3b"
+JSON_HELP = "file for all that was measured, one line of JSON [default: standard output where that is no terminal]"
 Size = Annotated[int | None, typer.Option(help="elements; overrides the preset's", show_default=False)]
+
+
+def _writable(file: Path | None) -> Path | None:
+    """The file of --json. Raises BadOption for one that cannot be written, before anything is measured."""
+    if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        raise BadOption(f"--json {shown(str(file))} cannot be written: name a file in a folder that may be written to")
+    return file
+
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help=JSON_HELP, show_default=False, callback=_writable)]
+
+
+def _keep(record: Mapping[str, Any], file: Path | None) -> None:
+    """Write what was measured where programs look for it; a table is all that a terminal gets."""
+    if file is not None:
+        file.write_text(f"{json.dumps(record)}\n", encoding="utf-8")
+    elif not sys.stdout.isatty():
+        print(json.dumps(record), flush=True)
 
 
 @app.command()
@@ -56,9 +77,10 @@ def latency(
     ops: flags.Ops = None,
     kv_cache_backend: flags.CacheBackend = None,
     config: flags.ConfigFile = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Compare plain decoding with every drafter on held-out prompts, beside the speed-up that theory predicts."""
-    given = {k: v for k, v in locals().items() if k not in ("draft", "spec_length")}
+    given = {k: v for k, v in locals().items() if k not in ("draft", "spec_length", "json_file")}
     from forerun.bench import latency as bench
 
     plan, options = bench.planned(
@@ -75,7 +97,10 @@ def latency(
         prompt_file=prompt_file,
         seed=seed,
     )
-    bench.run(flags.engine_config({**options, **{k: v for k, v in given.items() if v is not None}}, config), plan)
+    _keep(
+        bench.run(flags.engine_config({**options, **{k: v for k, v in given.items() if v is not None}}, config), plan),
+        json_file,
+    )
 
 
 @app.command()
@@ -174,6 +199,7 @@ def peers(
     ops: flags.Ops = None,
     kv_cache_backend: flags.CacheBackend = None,
     config: flags.ConfigFile = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Run the same checkpoint, prompts and threads in forerun, transformers, OpenVINO and llama.cpp, greedily."""
     engine = flags.engine_config({k: v for k, v in locals().items() if k != "spec_length"}, config)
@@ -188,9 +214,10 @@ def peers(
         "prompt_file": prompt_file,
     }
     if forward:
-        peer_forwards.run(engine, peer_forwards.planned(forward, context, both, {"draft": draft, **of_prompts}))
+        options = {"draft": draft, **of_prompts}
+        _keep(peer_forwards.run(engine, peer_forwards.planned(forward, context, both, options)), json_file)
     else:
-        bench.run(engine, bench.planned(context, both, of_prompts))
+        _keep(bench.run(engine, bench.planned(context, both, of_prompts)), json_file)
 
 
 @app.command()
@@ -222,6 +249,7 @@ def throughput(
     ops: flags.Ops = None,
     kv_cache_backend: flags.CacheBackend = None,
     config: flags.ConfigFile = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Compare plain decoding, fixed draft lengths and pacing=auto with many requests at once, in tokens per second."""
     engine = flags.engine_config({k: v for k, v in locals().items() if k != "spec_length"}, config)
@@ -239,7 +267,7 @@ def throughput(
         seed=seed,
         **{name: values for name, values in lists.items() if values},
     )
-    bench.run(engine, plan)
+    _keep(bench.run(engine, plan), json_file)
 
 
 @app.command()
@@ -266,6 +294,7 @@ def gaps(
     ops: flags.Ops = None,
     kv_cache_backend: flags.CacheBackend = None,
     config: flags.ConfigFile = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure the time to the first token, cold and cached, and the gaps between tokens while a long prompt is read."""
     engine = flags.engine_config({k: v for k, v in locals().items() if k != "spec_length"}, config)
@@ -280,7 +309,7 @@ def gaps(
         num_repeats=repeats,
         prompt_file=prompt_file,
     )
-    bench.run(engine, plan)
+    _keep(bench.run(engine, plan), json_file)
 
 
 @app.command()
@@ -304,18 +333,24 @@ def quality(
     ] = None,
     ops: flags.Ops = None,
     config: flags.ConfigFile = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure what fewer bits cost: perplexity, and how often drafts are accepted."""
     engine = flags.engine_config(dict(locals()), config)
     from forerun.bench import quality as bench
 
-    bench.run(engine, bench.QualityPlan(tuple(variant or ()), num_tokens, window, num_prompts, max_tokens, text_file))
+    _keep(
+        bench.run(
+            engine, bench.QualityPlan(tuple(variant or ()), num_tokens, window, num_prompts, max_tokens, text_file)
+        ),
+        json_file,
+    )
 
 
 @app.command()
 def kernels(
     shape: Annotated[str, typer.Option(help="random-1.24b (Llama 3.2 1B), or demo; random weights")] = "random-1.24b",
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32, int8 or int4[:group=N]")] = "bfloat16",
     isa: Annotated[
         str | None, typer.Option(help="avx512, avx2 or baseline [default: the best]", show_default=False)
     ] = None,
@@ -324,9 +359,13 @@ def kernels(
         typer.Option(help="of the kernels [default: FORERUN_NUM_THREADS]", min=1, max=1024, show_default=False),
     ] = None,
     repeats: Annotated[int, typer.Option(help="rounds, each with a bandwidth of its own", min=1)] = 5,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure each operator at 1 to 64 rows: time, bytes per second, share of the bandwidth, and t(M)/t(1)."""
     from forerun.bench import kernels as bench
 
     config = bench.config_named(shape)
-    bench.run(bench.KernelsPlan(config=config, dtype=dtype, isa=isa, num_threads=num_threads, num_repeats=repeats))
+    _keep(
+        bench.run(bench.KernelsPlan(config=config, dtype=dtype, isa=isa, num_threads=num_threads, num_repeats=repeats)),
+        json_file,
+    )

@@ -149,11 +149,10 @@ def default_prompt() -> str:
 
 
 def verdict(plain: RequestOutput, fast: RequestOutput, params: SamplingParams, llm: LLM) -> str:
-    """Say whether both texts are identical, and for which mode, type, device and build that holds."""
+    """Say whether both texts are identical, and for which mode, weights, device and build that holds."""
     model = llm.checkpoint.model
     rule = "greedy" if params.greedy else f"{params.acceptance or 'match'}, temperature {params.temperature}"
-    dtype = str(model.weight_dtype).removeprefix("torch.")
-    mode = f"{rule}; {dtype} on {model.device}; {model.ops.build}"
+    mode = f"{rule}; {model.precision} on {model.device}; {model.ops.build}"
     if plain.token_ids == fast.token_ids:
         return f"identical: yes, all {len(plain.token_ids)} tokens ({mode})"
     pairs = zip(plain.token_ids, fast.token_ids, strict=False)

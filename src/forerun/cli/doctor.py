@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun import native
+from forerun.cli.folding import folded
 
 if TYPE_CHECKING:
     from forerun.bench.bandwidth import Bandwidth
@@ -249,13 +249,13 @@ def _print(facts: Facts) -> None:
     console = make_console()
     width = min(console.width, MAX_WIDTH)
     for label, text in _lines(facts):
-        lines = textwrap.wrap(text, width - LABEL_WIDTH)
+        lines = folded(text, width - LABEL_WIDTH).splitlines()
         console.print(Text(f"{label:{LABEL_WIDTH}}", style="bold"), lines[0], sep="", soft_wrap=True)
         for line in lines[1:]:
             console.print(" " * LABEL_WIDTH + line, soft_wrap=True)
     console.print(Text("\nwhat would make it faster", style="bold"))
     for sentence in list(advice(facts)) or ["Nothing was found."]:
-        console.print(textwrap.fill(sentence, width, initial_indent="  - ", subsequent_indent="    "), soft_wrap=True)
+        console.print(folded(sentence, width, "  - ", "    "), soft_wrap=True)
 
 
 def _lines(facts: Facts) -> Iterator[tuple[str, str]]:

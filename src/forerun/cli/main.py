@@ -21,6 +21,7 @@ from forerun.cli.batch import batch
 from forerun.cli.bench import SHAPE_NAMES, app as bench_app
 from forerun.cli.doctor import doctor
 from forerun.cli.elsewhere import on_command_line
+from forerun.cli.help import App
 from forerun.cli.inputs import read_requests
 from forerun.cli.plan import plan
 from forerun.cli.quantize import quantize
@@ -63,13 +64,7 @@ REPORT_FIELDS = (
 
 Encoded = tuple[str | list[int], SamplingParams]  # what LLM.generate takes: a prompt and its parameters
 
-app = typer.Typer(
-    help="Speculative decoding that never changes what the model says.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+app = App("Speculative decoding that never changes what the model says.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 
@@ -173,12 +168,13 @@ def _with_messages(requests: list[flags.Request], engine: EngineConfig, chat: bo
     The shipped model's template joins texts for `forerun chat`; what it is given here it continues. Raises NotFound
     where a template is needed and there is none, before any weight is fetched.
     """
-    from forerun.engine.factory import is_shipped, refuse_without_template
+    from forerun.engine.factory import is_shipped, refuse_without_template, target_files
 
     has_texts = any(isinstance(prompt, str) for prompt, _ in requests)
     if chat or any(_is_conversation(prompt) for prompt, _ in requests):
         refuse_without_template(engine)
     elif has_texts and chat is None and not is_shipped(engine.target):
+        target_files(engine)  # what is wrong with them is not mended by --raw
         try:
             refuse_without_template(engine)
         except NotFound:
@@ -479,7 +475,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    from forerun.text.terminal import visible
+    from forerun.text.terminal import note
 
-    typer.echo(f"error: {visible(' '.join(message.split()))}", err=True)
+    note(f"error: {' '.join(message.split())}")
     return code

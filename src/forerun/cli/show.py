@@ -8,7 +8,6 @@ read without colour: [-rejected-], {never tested}, [+the target's own+].
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 import typing
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from forerun.cli.folding import folded
 from forerun.models.named import named_models
 from forerun.registry import load, names
 from forerun.text.detokenizer import Detokenizer
@@ -194,9 +194,7 @@ def model_lines(width: int) -> Iterator[str]:
         comes = f"from: {', or '.join(sources)}" if sources else "part of this package"
         indent = " " * 9
         for text in (model.about, comes):
-            yield from textwrap.wrap(
-                text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-            )
+            yield folded(text, width, indent, indent)
 
 
 def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
@@ -204,7 +202,7 @@ def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
     for name in names(package):
         module = load(package, name, "method")
         sentence = " ".join((module.__doc__ or "").split("\n\n")[0].split())
-        yield textwrap.fill(f"{name:8}{sentence}", width, subsequent_indent=" " * 8)
+        yield folded(sentence, width, f"{name:8}", " " * 8)
         hints = typing.get_type_hints(module.Options)
         for field in dataclasses.fields(module.Options):
             kind = str(getattr(hints[field.name], "__name__", hints[field.name])).replace(" | None", "")
@@ -212,7 +210,7 @@ def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
             bounds = "" if low is None else f", at least {low}" if high is None else f", {low} to {high}"
             default = "" if field.default is None else f" [default: {field.default}]"
             text = f"{field.name} ({kind}{bounds}): {field.metadata.get('help', '')}{default}"
-            yield textwrap.fill(text, width, initial_indent=" " * 10, subsequent_indent=" " * 12)
+            yield folded(text, width, " " * 10, " " * 12)
 
 
 def watched(llm: LLM, ids: Seq[int], params: SamplingParams, show: Callable[[StepReport], None]) -> Iterator[Chunk]:

@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Train small language models and drafters.", no_args_is_help=True)
+from forerun.cli.help import App
+
+app = App("Train small language models and drafters.")
 
 
 @app.callback()

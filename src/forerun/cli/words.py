@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forerun.text.terminal import make_console
+from forerun.text.terminal import note as note
 from forerun.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -27,12 +27,15 @@ def percent(rate: float) -> str:
 
 
 def precision(llm: LLM) -> str:
-    """The bits of quantised weights; else the type that a model computes with, and that of its file if it differs."""
-    if bits := llm.checkpoint.model.weight_bits:
-        return " and ".join(f"{num}-bit" for num in bits) + " weights"
-    used = str(llm.checkpoint.model.weight_dtype).removeprefix("torch.")
-    stored = llm.checkpoint.config.get("dtype") or llm.checkpoint.config.get("torch_dtype")
-    return used if stored in (None, used) else f"{used} (the file has {stored})"
+    """The bits of quantised weights; else the type that a model computes with, and what its file has if it differs."""
+    checkpoint = llm.checkpoint
+    if checkpoint.model.weight_bits:
+        return checkpoint.model.precision
+    used = checkpoint.model.precision.removesuffix(" weights")
+    if checkpoint.quantization is not None:
+        return f"{used} (rounded to {checkpoint.quantization})"
+    stored = (checkpoint.stored or "").removesuffix(" weights")
+    return used if stored in ("", used) else f"{used} (the file has {stored})"
 
 
 def drawing(params: SamplingParams) -> str:
@@ -79,9 +82,3 @@ def details(report: RequestReport) -> str:
     if report.num_cached_tokens:
         parts.append(f"{counted(report.num_cached_tokens, 'prompt token')} from the cache")
     return f"[{', '.join(parts)}]"
-
-
-def note(text: str) -> None:
-    """Write a note to standard error, folded by words in a terminal: standard output has what the model wrote."""
-    console = make_console(stderr=True)
-    console.print(text, soft_wrap=not console.is_terminal)

@@ -237,7 +237,12 @@ class Engine:
         cache = self.runner.cache
         room = min(self.max_seq_len, cache.num_blocks * cache.block_tokens)
         max_len = max(room, len(ids) + 1) if params.max_tokens is None else len(ids) + params.max_tokens
-        if len(ids) >= self.max_seq_len or max_len > self.max_seq_len:
+        if len(ids) >= self.max_seq_len:
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens and max_seq_len is {self.max_seq_len}, so there is no room for an "
+                "answer: shorten the prompt, such as a conversation's beginning, or raise max_seq_len"
+            )
+        if max_len > self.max_seq_len:
             raise PromptTooLong(
                 f"the prompt has {len(ids)} tokens and max_tokens={params.max_tokens}, but max_seq_len is "
                 f"{self.max_seq_len}: shorten the prompt, lower max_tokens or raise max_seq_len"

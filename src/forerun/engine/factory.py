@@ -7,6 +7,7 @@ Three questions in the order of their price: do the small files allow it (`refus
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from forerun.engine.engine import Engine
 from forerun.errors import BadOption, CapacityError, NotFound, shown
 from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
-from forerun.memory.plan import memory_plan, pool_tokens, resolve_max_seq_len
+from forerun.memory.plan import MemoryPlan, memory_plan, pool_tokens, resolve_max_seq_len
 from forerun.models import named
 from forerun.models.generation import sampling_defaults, sampling_fields
 from forerun.models.loading import (
@@ -31,6 +32,7 @@ from forerun.models.loading import (
     read_raw_config,
     small_files,
 )
+from forerun.models.outline import Outline
 from forerun.models.runner import Runner
 from forerun.ops.reference import ReferenceOps
 from forerun.pacing.cost import Costs
@@ -61,17 +63,19 @@ def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpo
 
 
 def load_unpacked(config: EngineConfig) -> Checkpoint:
-    """The same in the same type, but with weights that can be read: for a caller that makes another model of them."""
+    """The same in the same type, but with weights that can be read: for a caller that makes another model of them.
+
+    They are not quantised, which is for the other model.
+    """
     own = make_ops(config)
     if not own.packs:
-        return load_target(config)
+        return load_target(replace(config, quantization=None))
     dtype = own.auto_dtype("cpu", torch.float32) if config.dtype == "auto" else config.dtype
     return load_checkpoint(
         _target(config),
         dtype=dtype,
         with_tokenizer=True,
         ignore_config_keys=config.ignored_config_keys,
-        quantization=config.quantization,
     )
 
 
@@ -158,31 +162,38 @@ def refuse_what_does_not_fit(config: EngineConfig) -> None:
     A draft model that the caller has loaded is not named by the configuration and not counted.
     """
     device = device_of(config)
-    read = partial(read_raw_config, ignore=config.ignored_config_keys)
-    raw, name = read(target_files(config)), draft_name(config)
-    plan = memory_plan(
-        read_config(raw),
-        None if name is None else read_config(read(name)),
-        config,
-        extra_drafts={spec: read_config(read(path)) for spec, path in extra_draft_names(config).items()},
-        dtype=dtype_of(config, device, raw),
-        device=device,
-        available_bytes=available_bytes(device),
-        num_taps=num_taps(config),
-    )
+    plan = plan_of(config, outlines(config), device, available_bytes(device))
     if not plan.fits:
         raise CapacityError(f"there is no memory for this engine: {plan.verdict()}")
 
 
-def draft_name(config: EngineConfig) -> str | None:
-    """The draft model that LLM would load; None for a drafter without a model. Raises BadOption where none is named."""
-    return _model_of(config.draft, config)
+def outlines(config: EngineConfig) -> dict[str, Outline]:
+    """The models that LLM would load: "target", "draft", and those of `extra_drafts` by what each is called there.
+
+    Raises UserError for a model that LLM refuses, BadOption where a drafter needs a model and none is named.
+    """
+    read, target = partial(Outline.of, ignore=config.ignored_config_keys), _target(config)
+    drafts = {"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}
+    found = {name: _model_of(spec, config) for name, spec in drafts.items()}
+    return {"target": read(target, config.quantization)} | {
+        name: read(*model) for name, model in found.items() if model is not None
+    }
 
 
-def extra_draft_names(config: EngineConfig) -> dict[str, str]:
-    """The models that LLM would load for `extra_drafts`, by what each is called there. Raises as `draft_name`."""
-    found = ((spec, _model_of(spec, config)) for spec in config.extra_draft_specs)
-    return {spec: name for spec, name in found if name is not None}
+def plan_of(config: EngineConfig, models: Mapping[str, Outline], device: str, available: int | None) -> MemoryPlan:
+    """The memory plan of a configuration with the models that `outlines` found. available: bytes, None = unknown."""
+    draft = models.get("draft")
+    return memory_plan(
+        models["target"].config,
+        None if draft is None else draft.config,
+        config,
+        extra_drafts={name: model.config for name, model in models.items() if name not in ("target", "draft")},
+        schemes={name: model.schemes for name, model in models.items()},
+        dtype=dtype_of(config, device, models["target"].raw),
+        device=device,
+        available_bytes=available,
+        num_taps=num_taps(config),
+    )
 
 
 def num_taps(config: EngineConfig) -> int:
@@ -191,14 +202,15 @@ def num_taps(config: EngineConfig) -> int:
     return len({k for method, options in methods for k in drafters.hidden_layers(method, options)})
 
 
-def _model_of(spec: str, config: EngineConfig) -> str | None:
+def _model_of(spec: str, config: EngineConfig) -> tuple[str, str | None] | None:
+    """Name and quantization of the draft model that LLM would load; None for a drafter without a model."""
     method, options = drafters.resolve(spec, is_shipped(config.target))
     if method != "model":
         return None
     name: str | None = options.path or (str(SHIPPED_DRAFT) if is_shipped(config.target) else None)
     if name is None:
         raise BadOption("the drafter 'model' needs a draft model: give its folder, as in draft='path/to/draft'")
-    return name
+    return name, options.quantization
 
 
 def device_of(config: EngineConfig) -> str:

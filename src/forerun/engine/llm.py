@@ -9,12 +9,22 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence as Seq
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Unpack
 
 from forerun.config import EngineConfig
 from forerun.engine.factory import build, check_loaded, load_target, refuse_early, refuse_what_does_not_fit
 from forerun.engine.loop import Loop
-from forerun.engine.prompts import Message, Prompt, as_list, conversations, only_one, params_for
+from forerun.engine.options import LLMOptions, llm_signature
+from forerun.engine.prompts import (
+    Message,
+    Prompt,
+    as_list,
+    conversations,
+    names_keywords,
+    no_keyword,
+    only_one,
+    params_for,
+)
 from forerun.engine.request import Chunk, Mark, Reader, Request, RequestOutput, unheard
 from forerun.errors import BadOption, UserError
 from forerun.models.generation import sampling_defaults
@@ -29,15 +39,18 @@ LOG = logging.getLogger(__name__)
 class LLM:
     """A target model with speculation.
 
-    target: a checkpoint folder, a hub id, a loaded Checkpoint, or None for the shipped model. Options are those of
-    EngineConfig, with the aliases draft_model, num_speculative_tokens, speculative_config, use_speculative_decoding;
-    draft may be a loaded Checkpoint, too.
+    target: a checkpoint folder, a GGUF file, a hub id, a name that `forerun models` lists, a loaded Checkpoint, or None
+    for the shipped model. Options are those of EngineConfig, with the aliases draft_model, num_speculative_tokens,
+    speculative_config, use_speculative_decoding; draft may be a loaded Checkpoint, too.
     Raises UserError for everything that the caller can mend.
 
     Threads and asynchronous tasks may share one LLM: their requests run in one batch, which a thread of the LLM steps.
     """
 
-    def __init__(self, target: str | Path | Checkpoint | None = None, **options: Any) -> None:
+    __signature__ = llm_signature()
+
+    def __init__(self, target: str | Path | Checkpoint | None = None, **given: Unpack[LLMOptions]) -> None:
+        options: dict[str, Any] = dict(given)
         loaded = target if isinstance(target, Checkpoint) else None
         self._loaded_draft = options.get("draft") if isinstance(options.get("draft"), Checkpoint) else None
         if self._loaded_draft is not None:
@@ -69,6 +82,7 @@ class LLM:
         """From a finished configuration."""
         return cls(config.target, **config.options())
 
+    @names_keywords
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[RequestOutput]:
@@ -95,6 +109,7 @@ class LLM:
             raise type(failed.error)(f"prompt {number}: {failed.error}") from failed.error
         return [request.output() for request in requests]
 
+    @names_keywords
     def submit(
         self,
         prompts: Prompt | Seq[Prompt],
@@ -116,6 +131,7 @@ class LLM:
         """End submitted requests and free what they hold, behind the step that runs. Ended ones are left."""
         self._loop.end(requests)
 
+    @names_keywords
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Chunks as they are verified: text that can no longer change, and the tokens behind it.
 
@@ -132,6 +148,7 @@ class LLM:
         finally:
             self._loop.end(requests)
 
+    @names_keywords
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
         """`stream` for asyncio. The event loop stays free; several streams run in one batch.
 
@@ -161,6 +178,8 @@ class LLM:
         """The next turn of one conversation, or of several at once; `template` as for `apply_chat_template`."""
         ids: list[Prompt] = []
         several = conversations(messages)
+        for name in template.keys() & SamplingParams.__dataclass_fields__.keys() - self.chat_template.reads:
+            raise BadOption(no_keyword("LLM.chat", name, template[name], ()))
         for i, conversation in enumerate(several):
             try:
                 ids.append(self.apply_chat_template(conversation, **template))
@@ -196,6 +215,14 @@ class LLM:
 
         end = self.engine.listen(guarded, detail=detail)
         return end
+
+    def __repr__(self) -> str:
+        model, config = self.checkpoint.model, self.config
+        return (
+            f"<LLM {self.checkpoint.name}: {model.config.model_type}, {model.precision} on {model.device}, "
+            f"{model.ops.name} operators, draft={config.draft!r}, up to {config.max_batch_size} sequences of "
+            f"{self.engine.max_seq_len:,} tokens>"
+        )
 
     def __reduce__(self) -> Any:
         raise BadOption(

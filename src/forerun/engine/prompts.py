@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import operator
-from collections.abc import Iterable, Mapping, Sequence as Seq, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq, Set
+from typing import Any, TypeVar
 
 from forerun.errors import BadOption, shown
+from forerun.registry import by_name, unknown
 from forerun.types import SamplingParams
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, as chat templates want it
 A_CONVERSATION = 'a list of messages such as [{"role": "user", "content": "hello"}]'
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def names_keywords(method: Method) -> Method:
+    """A method of LLM that raises BadOption for a keyword that it does not take, saying where it belongs."""
+    own = list(inspect.signature(method).parameters)[1:]
+
+    @functools.wraps(method)
+    def checked(self: Any, *given: Any, **named: Any) -> Any:
+        for name in named.keys() - set(own):
+            raise BadOption(no_keyword(f"LLM.{method.__name__}", name, named[name], own))
+        return method(self, *given, **named)
+
+    return checked  # type: ignore[return-value]
+
+
+def no_keyword(call: str, name: str, value: object, own: Seq[str]) -> str:
+    """The sentence for a keyword that a call does not take. own: those that it takes."""
+    fields = SamplingParams.__dataclass_fields__
+    near = difflib.get_close_matches(name, [*own, *fields], n=1)
+    if near and near[0] in fields:
+        return f"{call} takes no {name}: use SamplingParams({near[0]}={shown(value)}), given as params"
+    if name == "sampling_params":  # vLLM's
+        return f"{call} takes no {name}: it is called params here"
+    there = None if near else by_name(name, own, "SamplingParams")
+    return there or unknown(f"argument of {call} called", name, own)
 
 
 def as_list(prompts: object) -> list[Prompt]:

@@ -1,13 +1,17 @@
 """Memory of the native operators: packed weights to the byte, and an upper bound of the buffers of a pass.
 
-The numbers follow csrc/matrix.cpp, which packs, csrc/decoder.cpp, whose buffers grow to the largest pass and stay, and
-ops/cpu.py. No kernel is compiled while they run, so memory does not grow later.
+The numbers follow csrc/matrix.cpp and kernels.h, which pack, csrc/decoder.cpp, whose buffers grow to the largest pass
+and stay, and ops/cpu.py. No kernel is compiled while they run, so memory does not grow later.
+
+Quantised matrices are packed as they are where the rest is bfloat16, and dequantised under float32. Their bytes follow
+from their schemes; only where a file's scales of 16 bits do not fit into float16, which its header does not say, they
+take 2 bytes more for each scale and minimum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,28 +20,38 @@ from forerun.memory.parts import (
     KERNEL_BYTES,
     MemoryPart,
     Pass,
+    Schemes,
     matrix_shapes,
     rope_table_bytes,
     up_to,
 )
 from forerun.memory.reference import block_bytes, weight_bytes
 from forerun.models.layers import DecoderConfig, parameter_shapes
+from forerun.ops.cpu_decoder import PRODUCTS
+from forerun.ops.packed import PANEL, Format, packs, sections_of
+from forerun.ops.quantised import UNIT, QuantisedMatrix
 
-PANEL = 32  # outputs side by side: csrc/kernels.h
+ROUNDED_BYTES = 48  # of a unit of a row that is rounded to int8: csrc/kernels.h
 WORD_BYTES = 4  # inputs of a step: one float32, or two bfloat16
 HUGE_PAGE_BYTES = 2 << 20  # larger buffers take whole huge pages: csrc/decoder.cpp
 GIVE_BACK_BYTES = 8 << 20  # bytes packed before source pages are given back: csrc/matrix.cpp
 KEY_BLOCK, ATTENTION_ROWS = 64, 16  # keys and rows that attention takes at once
+KEY_RANGE, ITEMS_PER_THREAD = 256, 4  # keys of a piece of its work, and pieces below which a run is shared
+EMBEDDING = "model.embed_tokens.weight"
 FEW_ROWS = 24  # up to so many rows, every thread has its own copy of a product's inputs
 
 
 @dataclass(frozen=True)
 class NativeSizes:
-    """The sizes of the native operators. Weights and caches are float32 or bfloat16, and rows are float32."""
+    """The sizes of the native operators. Weights and caches are float32 or bfloat16, and rows are float32.
+
+    schemes: by the names of models, how their quantised matrices are stored.
+    """
 
     dtype: torch.dtype
     max_seq_len: int
     num_threads: int
+    schemes: Mapping[str, Schemes] = field(default_factory=dict)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -51,17 +65,21 @@ class NativeSizes:
         """
         parts, size, rounded = [], self.dtype.itemsize, 0
         for name, model in models.items():
-            matrices = list(packed_matrix_bytes(model, self.dtype))
-            table = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size * size
+            schemes = self._packed_schemes(name)
+            matrices, is_table = list(packed_matrix_bytes(model, self.dtype, schemes)), EMBEDDING not in schemes
+            table = 0 if model.tie_embeddings or not is_table else model.vocab_size * model.hidden_size * size
             num_bytes, plain = sum(matrices) + table + _vector_bytes(model), weight_bytes(model, self.dtype)
-            how = f"{plain // size:,} weights x {size} bytes, packed: {(num_bytes - plain) / 1e6:+.2f} MB"
+            num = plain // size
+            how = f"{num:,} weights x {size} bytes, packed: {(num_bytes - plain) / 1e6:+.2f} MB"
+            if schemes:
+                how = f"{num:,} weights, scales and all {8 * num_bytes / num:.2f} bits each"
             parts.append(MemoryPart(f"{name} weights", num_bytes, how))
             rounded += sum(allocated_bytes(n) - n for n in matrices)
-        ends = MemoryPart("page ends", rounded, "matrices of 2 MiB and more are allocated in huge pages")
+        ends = MemoryPart("page rounding", rounded, "matrices of 2 MiB and more take whole huge pages of memory")
         return [*parts, *([ends] if rounded else [])]
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
-        """Return the buffers of every model, the results of the largest pass, and as much again in freed blocks."""
+        """Return the buffers of every model, the results of the largest pass, and as much again in reserve."""
         kept = sum(self._buffer_bytes(run) for run in passes)
         rows = " and ".join(f"{run.num_rows:,} rows of the {run.name}" for run in passes)
         found = []
@@ -76,7 +94,7 @@ class NativeSizes:
         return [
             MemoryPart("pass buffers", kept, f"for {rows}, kept for the next pass"),
             largest,
-            MemoryPart("freed blocks", largest.bytes, "kept by the allocator: as much as the activations"),
+            MemoryPart("reserve", largest.bytes, "freed memory that the allocator keeps: as much as the activations"),
         ]
 
     def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
@@ -86,30 +104,56 @@ class NativeSizes:
     def loading_bytes(self, model: DecoderConfig) -> int:
         """Two blocks of the files, or what is packed of a tensor before its source is given back.
 
-        A tensor that is about to be packed takes what it will have when it is.
+        A tensor that is about to be packed takes what it will have when it is. Blocks that are unpacked or rounded take
+        several times their bytes.
         """
-        return max(2 * block_bytes(model), min(GIVE_BACK_BYTES, max(packed_matrix_bytes(model, self.dtype))))
+        num_blocks = 4 if any(map(self._packed_schemes, self.schemes)) else 2
+        packed = max(packed_matrix_bytes(model, self.dtype))
+        return max(num_blocks * block_bytes(model), min(GIVE_BACK_BYTES, packed))
+
+    def _packed_schemes(self, name: str) -> Schemes:
+        """Return the schemes of a model's matrices that are packed as they are stored."""
+        if self.dtype != torch.bfloat16:
+            return {}
+        return {weight: scheme for weight, scheme in self.schemes.get(name, {}).items() if packs(scheme)}
 
     def _buffer_bytes(self, run: Pass) -> int:
-        """Return the bytes of one decoder's buffers (Decoder::buffers, line by line) and of its rotary table."""
+        """Return the bytes of one decoder's buffers (Decoder::buffers, line by line) and of its rotary table.
+
+        The last two are those of `product`, which each thread has for itself.
+        """
         c, num_rows = run.model, run.num_rows
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        head_dim, states = up_to(c.head_dim, 16), ATTENTION_ROWS * (c.num_heads // c.num_kv_heads)
-        attention = KEY_BLOCK * 2 * head_dim + states * (2 * head_dim + 8) + ATTENTION_ROWS + 64
+        head_dim, states = up_to(c.head_dim, 16), ATTENTION_ROWS * c.num_heads
+        attention = KEY_BLOCK * 2 * head_dim + states * (3 * head_dim + 16) + ATTENTION_ROWS + 128
+        is_rounded = bool(self._packed_schemes(run.name))
+
+        def steps(num_in: int) -> int:
+            return up_to(num_in, UNIT) if is_rounded else _num_steps(num_in, self.dtype)
+
+        num_units = max(num_rows * max(steps(q), steps(c.ffn_size)), num_rows * steps(c.hidden_size)) // UNIT
         words = (
             num_rows * c.hidden_size,
             num_rows * (q + 2 * kv),
-            num_rows * max(self._steps(c.hidden_size), self._steps(q)),
-            num_rows * self._steps(c.ffn_size),
+            num_rows * max(steps(c.hidden_size), steps(q)),
+            num_rows * steps(c.ffn_size),
             self.num_threads * up_to(c.hidden_size, 64),
-            self.num_threads * up_to(min(num_rows, FEW_ROWS) * self._steps(c.hidden_size), 32),
+            self.num_threads * up_to(min(num_rows, FEW_ROWS) * steps(c.hidden_size), 32),
             self.num_threads * up_to(attention, 64),
+            self._shared_rows(run) * c.num_heads * (head_dim + 16),
+            *[num_rows * PANEL] * self.num_threads,
+            *[num_units * ROUNDED_BYTES // WORD_BYTES * is_rounded] * self.num_threads,
         )
         buffers = sum(allocated_bytes(num * WORD_BYTES) for num in words)
         return buffers + rope_table_bytes(c, self.max_seq_len, FLOAT_BYTES)
 
-    def _steps(self, num_in: int) -> int:
-        return _num_steps(num_in, self.dtype)
+    def _shared_rows(self, run: Pass) -> int:
+        """Return rows x ranges of keys that threads have seen apart from each other: Decoder::shares_of.
+
+        Runs are shared among threads in passes that have less than a few pieces of work for each.
+        """
+        most = ATTENTION_ROWS * (ITEMS_PER_THREAD * self.num_threads - 1)
+        return 0 if self.num_threads == 1 else min(run.num_rows, most) * -(-run.context // KEY_RANGE)
 
 
 def packed_bytes(num_out: int, num_in: int, dtype: torch.dtype, *, paired: bool = False) -> int:
@@ -117,11 +161,45 @@ def packed_bytes(num_out: int, num_in: int, dtype: torch.dtype, *, paired: bool 
     return _num_panels(num_out, paired) * _num_steps(num_in, dtype) * PANEL * WORD_BYTES
 
 
-def packed_matrix_bytes(c: DecoderConfig, dtype: torch.dtype) -> Iterator[int]:
-    """Yield the bytes of every packed matrix of a decoder, those of the LM head last."""
-    for _ in range(c.num_layers):
-        yield from (packed_bytes(num_out, num_in, dtype, paired=paired) for num_out, num_in, paired in _matrices(c))
-    yield packed_bytes(c.vocab_size, c.hidden_size, dtype)
+def quantised_bytes(parts: Seq[QuantisedMatrix], *, paired: bool = False) -> int:
+    """Return the bytes of a packed matrix of these parts, padding included; paired: they are gate and up."""
+    num_bytes = 0
+    for section in sections_of(list(parts), paired):
+        num_rows, format = sum(part.shape[0] for part in section), Format.of([part.scheme for part in section])
+        num_bytes += _num_panels(num_rows, paired=False) * _panel_bytes(format, section[0].shape[1])
+    return num_bytes
+
+
+def _panel_bytes(f: Format, num_in: int) -> int:
+    """Return the bytes of 32 outputs: Format::panel_bytes."""
+    num_units = -(-num_in // UNIT)
+    head = (1 if f.two_levels else f.groups) * (1 if f.offset == 0 else 2) * PANEL * (4 if f.wide else 2)
+    levels = f.groups * (2 if f.offset == 2 else 1) * PANEL * f.two_levels
+    return up_to(-(-num_units // f.head_units) * head + num_units * (levels + PANEL * UNIT * f.bits // 8), 64)
+
+
+def packed_matrix_bytes(c: DecoderConfig, dtype: torch.dtype, schemes: Schemes | None = None) -> Iterator[int]:
+    """Yield the bytes of every packed matrix of a decoder, those of the LM head and of a quantised embedding last.
+
+    schemes: of quantised matrices, by name, that are packed as they are.
+    """
+    shapes, schemes = parameter_shapes(c), schemes or {}
+
+    def product(*names: str, paired: bool = False) -> int:
+        weights = [f"{name}.weight" for name in names]
+        if all(weight in schemes for weight in weights):
+            parts = [(schemes[weight], shapes[weight]) for weight in weights]
+            return quantised_bytes([QuantisedMatrix(s, (o, i), lambda: iter(())) for s, (o, i) in parts], paired=paired)
+        num_out = sum(shapes[weight][0] for weight in weights) // (1 + paired)
+        return packed_bytes(num_out, shapes[weights[0]][1], dtype, paired=paired)
+
+    for i in range(c.num_layers):
+        for name, members in PRODUCTS.items():
+            yield product(*(f"model.layers.{i}.{member}" for member in members), paired=name == "gate_up")
+    embedding = EMBEDDING.removesuffix(".weight")
+    yield product(embedding if c.tie_embeddings else "lm_head")
+    if not c.tie_embeddings and EMBEDDING in schemes:
+        yield product(embedding)
 
 
 def allocated_bytes(num_bytes: int) -> int:

@@ -9,6 +9,9 @@ from typing import Protocol
 import torch
 
 from forerun.models.layers import DecoderConfig, Rope
+from forerun.ops.quantised import Scheme
+
+Schemes = Mapping[str, Scheme]  # of quantised matrices, by the names of their weights
 
 FLOAT_BYTES = torch.float32.itemsize
 PROB_BYTES = FLOAT_BYTES  # logits and probabilities are float32, see Decoder.logits and sampling.probs

@@ -22,7 +22,7 @@ from forerun.config import EngineConfig
 from forerun.errors import BadOption
 from forerun.kv.cache import PAGED_BLOCK_TOKENS, CacheShape
 from forerun.memory.native import NativeSizes
-from forerun.memory.parts import PROB_BYTES, MemoryPart, Pass, Sizes
+from forerun.memory.parts import PROB_BYTES, MemoryPart, Pass, Schemes, Sizes
 from forerun.memory.reference import ReferenceSizes
 from forerun.models.layers import DecoderConfig
 from forerun.types import ROUND_TOKENS
@@ -113,21 +113,24 @@ def memory_plan(
     device: str = "cpu",
     available_bytes: int | None = None,
     extra_drafts: Mapping[str, DecoderConfig] | None = None,
+    schemes: Mapping[str, Schemes] | None = None,
     num_taps: int = 0,
 ) -> MemoryPlan:
     """Plan the memory of a target and its draft model (None = a drafter without a model) under the engine's options.
 
     extra_drafts: the models among the extra drafters, by their names in the configuration. dtype: of the weights of all
     models; the operators decide the types of caches and rows. device: "cpu" or "cuda"; on "cuda" the plan is of its
-    memory, and the probability rows are left out, because they lie on the host. num_taps: inner layers of the target
-    whose rows drafters see. Raises BadOption as the engine itself
-    would for ops, max_seq_len and kv_cache_tokens.
+    memory, and the probability rows are left out, because they lie on the host. schemes: of the quantised matrices of
+    "target", "draft" and the extra drafts by their names. num_taps: inner layers of the target whose rows drafters see.
+    Raises BadOption as the engine itself would for ops, max_seq_len and kv_cache_tokens.
     """
     extra = extra_drafts or {}
     labels = [EXTRA_DRAFT if number == 1 else f"{EXTRA_DRAFT} {number}" for number in range(1, len(extra) + 1)]
     drafts = ({} if draft is None else {"draft": draft}) | dict(zip(labels, extra.values(), strict=True))
-    needs = _Needs(target, drafts, config, dtype, device, num_taps)
     names = dict(zip(labels, extra, strict=True))
+    found = schemes or {}
+    by_label = {label: found.get(names.get(label, label), {}) for label in ("target", *drafts)}
+    needs = _Needs(target, drafts, config, dtype, device, by_label, num_taps)
     plan = MemoryPlan(needs.parts(), available_bytes, later=needs.later(), extra_drafts=names)
     return plan if plan.fits else replace(plan, suggestions=tuple(_suggestions(needs, available_bytes or 0)))
 
@@ -167,6 +170,7 @@ class _Needs:
     config: EngineConfig
     dtype: torch.dtype
     device: str
+    schemes: Mapping[str, Schemes]
     num_taps: int
 
     @property
@@ -206,7 +210,7 @@ class _Needs:
         """The sizes of the operators that will run. Raises BadOption where they cannot."""
         name = ops.resolve(self.config.ops, self.device)
         if name == "native":
-            return NativeSizes(self.dtype, self.max_seq_len, native.num_threads())
+            return NativeSizes(self.dtype, self.max_seq_len, native.num_threads(), self.schemes)
         in_place, row_by_row = self.config.kv_cache_backend == "contiguous", name == "reference_row_by_row"
         return ReferenceSizes(self.dtype, self.device, self.max_seq_len, in_place, row_by_row)
 
@@ -277,7 +281,8 @@ class _Needs:
         target = MemoryPart(
             "target probabilities",
             (batch * verified * PROB_BYTES + SAMPLING_BYTES) * num_ids,
-            f"{batch} x {verified} rows of {num_ids:,} x {PROB_BYTES} bytes, {SAMPLING_BYTES} more for one",
+            f"{batch} x {verified} rows of {num_ids:,} x {PROB_BYTES} bytes; one row, while a token is drawn from it, "
+            f"{SAMPLING_BYTES} bytes more for each of these",
         )
         if not self.drafts or not self.spec_length:
             return [target]

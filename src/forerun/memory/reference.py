@@ -45,7 +45,7 @@ class ReferenceSizes:
         return [MemoryPart(f"{name} weights", n, f"{n // size:,} weights x {size} bytes") for name, n in found.items()]
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
-        """Return the memory of the largest pass, and as much again in freed blocks."""
+        """Return the memory of the largest pass, and as much again in reserve."""
         found = []
         for run in passes:
             layers, attention, logits = self._pass_bytes(run)
@@ -56,7 +56,10 @@ class ReferenceSizes:
             found.append(MemoryPart("activations", num_bytes, how))
         largest = max(found, key=lambda part: part.bytes)
         # The allocator keeps freed blocks that are too small for the next request.
-        return [largest, MemoryPart("freed blocks", largest.bytes, "kept by the allocator: as much as the activations")]
+        return [
+            largest,
+            MemoryPart("reserve", largest.bytes, "freed memory that the allocator keeps: as much as the activations"),
+        ]
 
     def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
         """Return oneDNN's kernels, one for each matrix and number of rows that can occur; none on an accelerator."""

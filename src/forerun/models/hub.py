@@ -30,6 +30,7 @@ from forerun.models.refusals import (
     refuse_without_weights,
 )
 from forerun.models.source.safetensors import shard_names
+from forerun.text.files import unreadable
 from forerun.text.json_files import read_json
 
 SMALL = (
@@ -71,6 +72,8 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True,
         folder = Path(name).expanduser()
         if str(name) and folder.exists():
             return folder
+        if folder.is_symlink():
+            raise unreadable(folder, "")
     except (RuntimeError, OSError) as error:  # ~name without such a user; a name that is too long
         raise NotFound(f"there is no folder {name!s:.60} ({error}): name {WANTED}") from error
     known = named.find(name)

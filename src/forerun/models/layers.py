@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +84,13 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, h)
     return shapes
+
+
+def kinds_in_words(bits: Iterable[int], dtypes: Iterable[torch.dtype]) -> str:
+    """Weights of these bits and types: 4-bit and 8-bit weights, or bfloat16 weights."""
+    names = [f"{num}-bit" for num in sorted(set(bits))] + sorted({str(t).removeprefix("torch.") for t in dtypes})
+    *others, last = names
+    return f"{', '.join(others)}{' and ' if others else ''}{last} weights"
 
 
 class Rope:
@@ -280,6 +287,12 @@ class Decoder:
     def weight_bits(self) -> tuple[int, ...]:
         """The bits of weights that are computed with as integers, ascending; () = all are of `weight_dtype`."""
         return () if self.compiled is None else tuple(self.compiled.weight_bits)
+
+    @property
+    def precision(self) -> str:
+        """What weights are computed with, in words: 4-bit and 8-bit weights, or bfloat16 weights."""
+        has_dense = self.compiled is None or self.compiled.has_dense
+        return kinds_in_words(self.weight_bits, [self.weight_dtype] * has_dense)
 
     @property
     def bytes_per_pass(self) -> int:

@@ -43,7 +43,9 @@ class Layout:
         num_out, num_in, bits, group = _SIZES[self.codes](self, shapes)
         if bits not in (4, 8) or group < 1 or num_in % group:
             raise ValueError(f"its shapes {sorted(shapes.items())} fit neither 4 nor 8 bits in groups of equal size")
-        return (num_out, num_in), Scheme(bits, group, "zero", SCALE_DTYPES[scales])
+        is_symmetric = self.method == "compressed-tensors" and "weight_zero_point" not in shapes
+        zero = 1 << (bits - 1) if is_symmetric else None
+        return (num_out, num_in), Scheme(bits, group, "zero", SCALE_DTYPES[scales], zero=zero)
 
     def rows(self, scheme: Scheme, shapes: Shapes, num_in: int, chosen: range, read: Read) -> QuantisedRows:
         """Read some rows of a matrix; they begin at a multiple of 32."""
@@ -66,6 +68,24 @@ def layout_of(raw: Mapping[str, Any]) -> Layout | None:
             raise UnsupportedModel(f"config.json sets {said}, which is not read: {_WAY_OUT}")
         return _READERS[method](_Settings(key, value))
     return None
+
+
+def said_scheme(raw: Mapping[str, Any], num_in: int) -> Scheme | None:
+    """Return the scheme of a layer's matrices as far as config.json says it, for a plan made without the weights.
+
+    None where they are dense. Of several groups of settings it is the one with the most bits. Raises as `layout_of`.
+    """
+    layout = layout_of(raw)
+    if layout is None:
+        return None
+    said = next(raw[key] for key in KEYS if raw.get(key))
+    bits, group, is_symmetric = layout.bits or 4, said.get("group_size"), False
+    if layout.bits is None:
+        weights = max((group["weights"] for group in said["config_groups"].values()), key=lambda w: w["num_bits"])
+        bits, group, is_symmetric = weights["num_bits"], weights.get("group_size"), weights.get("symmetric") is True
+    if not isinstance(group, int) or group < 1 or num_in % group:
+        group = num_in  # one scale for each output, which is written -1 or null
+    return Scheme(bits, group, "zero", torch.float16, zero=1 << (bits - 1) if is_symmetric else None)
 
 
 _WAY_OUT = f"name the unquantised original, or one quantised as {READABLE}"

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from forerun.errors import NotFound, UnsupportedModel, shown
 from forerun.models.packings import KEYS, READABLE
+from forerun.text.files import unreadable
 from forerun.text.json_files import read_json
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -79,8 +80,11 @@ def refuse_without_config(names: Collection[str], where: str, read: ReadJson) ->
 
 
 def names_in(folder: Path) -> list[str]:
-    """What lies in a folder."""
-    return [path.name for path in folder.iterdir()]
+    """What lies in a folder. Raises NotFound for one that may not be looked into."""
+    try:
+        return [path.name for path in folder.iterdir()]
+    except OSError as error:
+        raise unreadable(folder, error) from error
 
 
 def refuse_without_tokenizer(names: Collection[str], where: str) -> None:

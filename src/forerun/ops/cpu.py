@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence as Seq
+from dataclasses import astuple, replace
 from typing import Any, cast
 
 import numpy as np
@@ -19,8 +20,8 @@ from torch import Tensor
 from forerun import native
 from forerun.errors import CapacityError, InternalError
 from forerun.ops.cpu_decoder import CpuDecoder, DecoderSizes
-from forerun.ops.packed import PackedMatrix, run_numbers
-from forerun.ops.quantised import UNIT, QuantisedMatrix, Scheme, dequantised
+from forerun.ops.packed import Format, PackedMatrix, packs, run_numbers, sections_of
+from forerun.ops.quantised import QuantisedMatrix, Scheme, dequantised
 from forerun.ops.reference import ReferenceOps
 from forerun.types import CacheView
 
@@ -64,8 +65,8 @@ class CpuOps(ReferenceOps):
     # ------------------------------------------------------------------------------------------------- matrices
 
     def packs_scheme(self, scheme: Scheme) -> bool:
-        """Tell whether matrices of this scheme can be packed: 4 or 8 bits, in groups of 16 or of a multiple of 32."""
-        return scheme.bits in (4, 8) and (scheme.group == UNIT // 2 or scheme.group % UNIT == 0)
+        """Tell whether matrices of this scheme can be packed."""
+        return packs(scheme)
 
     def pack(
         self,
@@ -81,8 +82,8 @@ class CpuOps(ReferenceOps):
         system while they are packed, and the caller must not read them again. Raises CapacityError where there is no
         memory, InternalError for types other than float32 and bfloat16.
 
-        Quantised parts are read while they are packed, and keep the weights of their file exactly. Where parts differ
-        in bits or groups all of them get the most bits and the smallest group.
+        Quantised parts are read while they are packed, and keep the weights of their file exactly. Parts that share a
+        panel of 32 outputs and differ in their schemes get the most bits and the smallest groups of all.
         """
         given = [parts] if isinstance(parts, Tensor | QuantisedMatrix) else list(parts)
         if all(isinstance(part, QuantisedMatrix) for part in given):
@@ -108,41 +109,34 @@ class CpuOps(ReferenceOps):
 
     def _pack_quantised(self, parts: list[QuantisedMatrix], bias: Tensor | None, paired: bool) -> PackedMatrix:
         num_in, num_out = parts[0].shape[1], sum(part.shape[0] for part in parts)
-        bits, group = max(part.scheme.bits for part in parts), min(part.scheme.group for part in parts)
-        groups_per_unit = 1 if group >= UNIT else UNIT // group
-        has_zeros = all(part.scheme.offset == "zero" for part in parts)
+        sections = sections_of(parts, paired)
+        formats = [Format.of([part.scheme for part in section]) for section in sections]
         bias = None if bias is None else bias.detach().float().contiguous()
-        for wide in (False, True):  # float16 holds most files' scales and minimums exactly, float32 all
+        misfit: int | None = 0
+        while misfit is not None:
+            rows = [sum(part.shape[0] for part in section) for section in sections]
+            numbers = [[num, *map(int, astuple(format))] for num, format in zip(rows, formats, strict=True)]
             try:
-                handle = self.backend.pack_quantised(
-                    bits,
-                    [part.shape[0] for part in parts],
-                    num_in,
-                    paired,
-                    0 if bias is None else bias.data_ptr(),
-                    wide,
-                    has_zeros,
-                    groups_per_unit,
-                )
+                handle = self.backend.pack_quantised(numbers, num_in, paired, 0 if bias is None else bias.data_ptr())
             except MemoryError as error:
-                raise _no_room(num_out * num_in * bits // 8, torch.bfloat16) from error
-            if self._fill(handle, parts, groups_per_unit, -(-num_in // UNIT), has_zeros):
-                break
-        return PackedMatrix(handle, num_out, num_in, torch.bfloat16, paired, parts[0].scheme)
+                raise _no_room(num_out * num_in * parts[0].scheme.bits // 8, torch.bfloat16) from error
+            misfit = self._fill(handle, sections, formats)
+            if misfit is not None:  # float16 holds most files' scales and minimums exactly, float32 all
+                formats[misfit] = replace(formats[misfit], wide=True)
+        bits = tuple(sorted({format.bits for format in formats}))
+        return PackedMatrix(handle, num_out, num_in, torch.bfloat16, paired, bits)
 
-    def _fill(
-        self, handle: Any, parts: list[QuantisedMatrix], groups_per_unit: int, num_units: int, has_zeros: bool
-    ) -> bool:
-        """Read all rows into a packed matrix; False where a scale does not fit into its type."""
+    def _fill(self, handle: Any, sections: list[list[QuantisedMatrix]], formats: list[Format]) -> int | None:
+        """Read all rows into a packed matrix; returns the index of a section that needs float32, or None."""
         first = 0
-        for part in parts:
-            for rows in part.blocks():
-                codes, (scales, minimums) = rows.codes.contiguous(), rows.numbers(groups_per_unit, num_units, has_zeros)
-                pointers = (codes.data_ptr(), scales.data_ptr(), minimums.data_ptr())
-                if not self.backend.fill(handle, first, len(rows), *pointers):
-                    return False
+        for i, (section, format) in enumerate(zip(sections, formats, strict=True)):
+            for rows in (rows for part in section for rows in part.blocks()):
+                tensors = format.numbers_of(rows, section[0].shape[1])
+                pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+                if not self.backend.fill(handle, first, len(rows), pointers):
+                    return i
                 first += len(rows)
-        return True
+        return None
 
     # ------------------------------------------------------------------------------------------ single operators
 

@@ -12,12 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.ops.packed import run_numbers
+from forerun.ops.packed import PackedMatrix, run_numbers
 from forerun.ops.quantised import QuantisedMatrix
 from forerun.types import RaggedBatch
 
 if TYPE_CHECKING:
     from forerun.ops.cpu import CpuOps
+
+# Of each layer: the matrices that are packed as one, because they have one input.
+PRODUCTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
 
 
 class DecoderSizes(Protocol):
@@ -74,14 +82,13 @@ class CpuDecoder:
             norms += [self._norm(source, f"model.layers.{i}.self_attn.{name}_norm.weight") for name in "qk"]
         head = self.matrices["head"].handle
         sizes = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.ffn_size)
-        per_layer = ("qkv", "o", "gate_up", "down")
         self._native = ops.extension.make_decoder(
             ops.backend,
             [*sizes, config.vocab_size],
             config.norm_eps,
             self.weight_dtype == torch.bfloat16,
             norms,
-            [self.matrices[f"{i}.{name}"].handle for i in range(config.num_layers) for name in per_layer],
+            [self.matrices[f"{i}.{name}"].handle for i in range(config.num_layers) for name in PRODUCTS],
             [config.window(i) or 0 for i in range(config.num_layers)],
             None if self._embedding is None else self._embedding.handle,
             0 if self._table is None else self._table.data_ptr(),
@@ -92,7 +99,12 @@ class CpuDecoder:
     @property
     def weight_bits(self) -> tuple[int, ...]:
         """The bits of the quantised matrices, ascending; () = none is."""
-        return tuple(sorted({m.scheme.bits for m in self.matrices.values() if m.scheme is not None}))
+        return tuple(sorted({bits for matrix in self._all_matrices() for bits in matrix.bits}))
+
+    @property
+    def has_dense(self) -> bool:
+        """Tell whether a matrix is not quantised."""
+        return self._table is not None or not all(matrix.bits for matrix in self._all_matrices())
 
     @property
     def bytes_per_pass(self) -> int:
@@ -187,16 +199,13 @@ class CpuDecoder:
         hidden = hidden.contiguous()
         return self._native.argmax(hidden.data_ptr(), rows, num_ids)  # type: ignore[no-any-return]
 
+    def _all_matrices(self) -> list[PackedMatrix]:
+        return [*self.matrices.values(), *([] if self._embedding is None else [self._embedding])]
+
     def _pack_layer(self, at: str, source: _Source) -> list[int]:
         index = at.split(".")[2]
-        groups = {
-            "qkv": [f"{at}self_attn.{name}_proj" for name in "qkv"],
-            "o": [f"{at}self_attn.o_proj"],
-            "gate_up": [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"],
-            "down": [f"{at}mlp.down_proj"],
-        }
-        for name, members in groups.items():
-            parts, bias = source.parts(*members)
+        for name, members in PRODUCTS.items():
+            parts, bias = source.parts(*(at + member for member in members))
             packed = self.ops.pack(parts, bias, paired=name == "gate_up", consume=source.consume)
             self.matrices[f"{index}.{name}"] = packed
         return [self._norm(source, f"{at}{name}.weight") for name in ("input_layernorm", "post_attention_layernorm")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.ops.quantised import Scheme
+from forerun.ops.quantised import UNIT, QuantisedMatrix, QuantisedRows, Scheme
 from forerun.types import RaggedBatch
+
+PANEL = 32  # outputs that the kernels compute side by side, which are packed alike
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +21,8 @@ class PackedMatrix:
     """A packed weight [num_out, num_in] of one or several parts.
 
     paired: gate and up of a gated feed-forward block, whose outputs are side by side in memory. dtype: of dense
-    weights; of quantised ones the type of keys and values beside them. scheme: None = dense.
+    weights; of quantised ones the type of keys and values beside them. bits: of quantised weights, ascending; () =
+    dense.
     """
 
     handle: Any
@@ -26,7 +30,7 @@ class PackedMatrix:
     num_in: int
     dtype: torch.dtype
     paired: bool
-    scheme: Scheme | None = None
+    bits: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -39,12 +43,65 @@ class PackedMatrix:
         Quantised weights come as float32.
         """
         chosen = range(self.num_out) if rows is None else rows
-        out = torch.empty(len(chosen), self.num_in, dtype=self.dtype if self.scheme is None else torch.float32)
+        out = torch.empty(len(chosen), self.num_in, dtype=torch.float32 if self.bits else self.dtype)
         for i, row in zip(chosen, out, strict=True):
             if not 0 <= i < self.num_out:
                 raise IndexError(f"there is no row {i} in a matrix of {self.num_out}")
             self.handle.unpack_row(i, row.data_ptr())
         return out
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the kernels pack rows of a quantised matrix: the fields of Format in csrc/kernels.h that are chosen here."""
+
+    bits: int
+    groups: int
+    head_units: int
+    wide: bool
+    two_levels: bool
+    offset: int  # 0 = one zero point, 1 = zero points of groups, 2 = minimums
+    zero: int
+
+    @classmethod
+    def of(cls, schemes: Seq[Scheme]) -> Format:
+        """Return the format of rows of these schemes; where they differ, the most bits and the smallest groups.
+
+        It is wide where numbers are float32, or products of two, as K-quants' are beside other schemes. Those of other
+        types may turn out not to fit into float16, either.
+        """
+        first, bits = schemes[0], max(scheme.bits for scheme in schemes)
+        zeros = {scheme.zero if scheme.offset == "zero" else -1 for scheme in schemes}
+        offset = 2 if -1 in zeros else 1 if None in zeros or len(zeros) > 1 else 0
+        group = min(scheme.group for scheme in schemes)
+        groups = 1 if group >= UNIT else UNIT // group
+        two_levels = len(set(schemes)) == 1 and first.super_group > 0 and group <= UNIT and offset != 1
+        head_units = (first.super_group if two_levels else group) // UNIT if len(set(schemes)) == 1 else 1
+        wide = any(s.scale_dtype == torch.float32 or (s.super_group > 0 and not two_levels) for s in schemes)
+        return cls(bits, groups, max(1, head_units), wide, two_levels, offset, (first.zero or 0) if offset == 0 else 0)
+
+    def numbers_of(self, rows: QuantisedRows, num_in: int) -> list[Tensor | None]:
+        """Return what the native `fill` reads: codes, the numbers of heads, and the integers of units."""
+        codes = rows.codes.contiguous()
+        if self.two_levels:
+            factors = [None if part is None else part.float() for part in (rows.super_scales, rows.super_minimums)]
+            parts = (codes, *factors, rows.scales, rows.minimums)
+            return [None if part is None else part.contiguous() for part in parts]
+        num_units = -(-num_in // UNIT)
+        span, count = UNIT * self.head_units // self.groups, -(-num_units // self.head_units) * self.groups
+        return [codes, *rows.numbers(span, count, "minimum" if self.offset == 2 else "zero"), None, None]
+
+
+def packs(scheme: Scheme) -> bool:
+    """Tell whether the kernels read matrices of this scheme: in groups of 16 or of a multiple of 32."""
+    return scheme.bits in (4, 5, 6, 8) and (scheme.group == UNIT // 2 or scheme.group % UNIT == 0)
+
+
+def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[QuantisedMatrix]]:
+    """Divide the parts of a product into those that are packed alike: of one scheme, where a panel ends with them."""
+    runs = [list(run) for _, run in itertools.groupby(parts, key=lambda part: part.scheme)]
+    is_whole = all(sum(part.shape[0] for part in run) % PANEL == 0 for run in runs[:-1])
+    return runs if is_whole and not paired else [parts]
 
 
 def run_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:

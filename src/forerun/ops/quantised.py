@@ -20,10 +20,11 @@ UNIT = 32  # weights in a row whose inputs are rounded together
 class Scheme:
     """How a matrix is quantised.
 
-    bits: 4 (codes 0 to 15) or 8 (codes 0 to 255). group: weights in a row that share a scale; it divides the row.
-    offset: what is subtracted: "zero" (an integer of the group, times its scale) or "minimum" (a number of its own).
-    scale_dtype: of scales and minimums, or of the factors above them where `super_group` is not 0. super_group:
-    weights in a row whose integer scales (and minimums) share one more factor, as K-quants have them; 0 = none.
+    bits: 4, 5, 6 or 8 (codes 0 to 255). group: weights in a row that share a scale; it divides the row. offset: what is
+    subtracted: "zero" (an integer of the group, times its scale) or "minimum" (a number of its own). scale_dtype: of
+    scales and minimums, or of the factors above them where `super_group` is not 0. super_group: weights in a row whose
+    integer scales (and minimums) share one more factor, as K-quants have them; 0 = none. zero: the zero point where all
+    groups of all such matrices have this one.
     """
 
     bits: int
@@ -31,6 +32,7 @@ class Scheme:
     offset: str
     scale_dtype: torch.dtype
     super_group: int = 0
+    zero: int | None = None
 
     def __str__(self) -> str:
         return f"int{self.bits}, group {self.group}"
@@ -65,22 +67,22 @@ class QuantisedRows:
         assert self.minimums is not None
         return (codes * scales - _expanded(self.minimums, self.super_minimums, self.scheme)).flatten(-2)
 
-    def numbers(self, groups_per_unit: int, num_units: int, has_zeros: bool) -> tuple[Tensor, Tensor]:
-        """Return scales and minimums in float32, [R, num_units * groups_per_unit] each: of units of 32 weights.
+    def numbers(self, span: int, count: int, offset: str) -> tuple[Tensor, Tensor]:
+        """Return scales and what is subtracted in float32, [R, count] each: one for `span` weights, 0 behind the last.
 
-        has_zeros: zero points in place of minimums. All are exact: a product of at most 8 bits and 16 has less than 24.
+        offset: "zero" or "minimum"; a zero point becomes a minimum where that is asked for. All are exact: a product
+        of at most 8 bits and 16 has less than 24.
         """
         scales = _expanded(self.scales, self.super_scales, self.scheme).squeeze(-1)
         if self.zeros is not None:
-            minimums = self.zeros.float() if has_zeros else self.zeros.float() * scales
+            subtracted = self.zeros.float() if offset == "zero" else self.zeros.float() * scales
         else:
             assert self.minimums is not None
-            assert not has_zeros
-            minimums = _expanded(self.minimums, self.super_minimums, self.scheme).squeeze(-1)
-        repeat = self.scheme.group // (UNIT // groups_per_unit)
-        wanted = num_units * groups_per_unit
-        both = [part.repeat_interleave(repeat, dim=-1)[:, :wanted] for part in (scales, minimums)]
-        missing = wanted - both[0].shape[1]  # behind the last input, where codes are 0
+            assert offset == "minimum"
+            subtracted = _expanded(self.minimums, self.super_minimums, self.scheme).squeeze(-1)
+        repeat = self.scheme.group // span
+        both = [part.repeat_interleave(repeat, dim=-1)[:, :count] for part in (scales, subtracted)]
+        missing = count - both[0].shape[1]
         return tuple(torch.nn.functional.pad(part, (0, missing)).contiguous() for part in both)  # type: ignore[return-value]
 
 

@@ -18,7 +18,7 @@ SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range
 
 def scheme_of(bits: int, group: int) -> Scheme:
     """Return the scheme of weights that `quantise` rounds."""
-    return Scheme(bits, group, "zero", SCALE_DTYPE)
+    return Scheme(bits, group, "zero", SCALE_DTYPE, zero=128 if bits == 8 else None)
 
 
 def quantise(rows: Tensor, scheme: Scheme) -> QuantisedRows:

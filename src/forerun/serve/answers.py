@@ -54,9 +54,10 @@ class AnswerFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.finished: set[str] = set()  # custom_ids that have their line
-        self.num_failed = 0  # of them, those whose answer is an error
+        self.refused: list[str] = []  # of them, those whose answer is an error, in order
+        self.first_reason = ""  # of the first of those
         self.num_unmarked = 0  # of them, those whose answer has no digest: an earlier version wrote it
-        self.dropped: list[str] = []  # those whose answer was taken out, for they have changed
+        self.dropped: list[str] = []  # those whose answer was taken out, to be given anew
         self._fd = -1
         self._replaced_fd: int | None = None  # of the file that was there before, locked as long as this one
         self._size_bytes = 0  # of the whole lines
@@ -80,26 +81,29 @@ class AnswerFile:
         if self._replaced_fd is not None:
             os.close(self._replaced_fd)
 
-    def recover(self, asked: Mapping[str, str], redo_changed: bool = False) -> None:
+    def recover(self, asked: Mapping[str, str], *, redo_changed: bool = False, retry_refused: bool = False) -> None:
         """Read what earlier runs have written, and cut off a torn line. asked: custom_id -> digest, of the input.
 
-        redo_changed: answers to requests whose digest is another one now are taken out. Raises BadOption, with nothing
-        cut off, where there are such and that is not wanted, and where the file is not the output of that input.
+        redo_changed: answers to requests whose digest is another one now are taken out. retry_refused: those that are
+        errors. Raises BadOption, with nothing cut off, where there are changed ones and that is not wanted, and where
+        the file is not the output of that input.
         """
-        if changed := self._read(asked):
-            if not redo_changed:
-                raise BadOption(
-                    f"{str(self.path)!r} has answers to {some_of(changed)} that ask something else now: give "
-                    "--redo-changed to replace these answers, or name a new output file"
-                )
-            self._drop(changed)
-            self.dropped = changed
+        changed = self._read(asked)
+        refused = self.refused if retry_refused else []
+        if (unwanted := [custom_id for custom_id in changed if custom_id not in refused]) and not redo_changed:
+            raise BadOption(
+                f"{str(self.path)!r} has answers to {some_of(unwanted)} that ask something else now: give "
+                "--redo-changed to replace these answers, or name a new output file"
+            )
+        if dropped := list(dict.fromkeys([*refused, *changed])):
+            self._drop(dropped)
+            self.dropped = dropped
             self._read(asked)
         os.ftruncate(self._fd, self._size_bytes)
 
     def _read(self, asked: Mapping[str, str]) -> list[str]:
         """Count what is there. Returns the custom_ids of requests that have changed since they were answered."""
-        self.finished, self.num_failed, self.num_unmarked, self._size_bytes = set(), 0, 0, 0
+        self.finished, self.refused, self.num_unmarked, self._size_bytes = set(), [], 0, 0
         changed = list[str]()
         for number, line in enumerate(self._lines(), 1):
             if not line.endswith(b"\n"):
@@ -195,7 +199,12 @@ class AnswerFile:
 
     def _count(self, answer: Mapping[str, Any]) -> None:
         self.finished.add(answer["custom_id"])
-        self.num_failed += answer["response"]["status_code"] != _OK
+        if answer["response"]["status_code"] != _OK:
+            if not self.refused:
+                body = answer["response"].get("body")
+                error = body.get("error") if isinstance(body, dict) else None
+                self.first_reason = str(error.get("message", "")) if isinstance(error, dict) else ""
+            self.refused.append(answer["custom_id"])
 
     def _check_torn(self, line: bytes) -> None:
         """A line without an end is cut off only if a run can have left it; after a power cut it may end in zeros."""

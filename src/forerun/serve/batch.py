@@ -10,16 +10,14 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from forerun.config import EngineConfig
-from forerun.errors import CapacityError, UserError
+from forerun.errors import CapacityError, UserError, shown
 from forerun.serve.answers import AnswerFile, answer_id, some_of
 from forerun.serve.openai import (
     Job,
@@ -32,6 +30,7 @@ from forerun.serve.openai import (
 )
 from forerun.serve.progress import Progress
 from forerun.serve.requests import BatchRequest, RequestFile
+from forerun.text.terminal import note, visible
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
@@ -43,35 +42,46 @@ WINDOW_BATCHES = 4  # requests in the engine at most, in batches: the scheduler 
 SEED_BITS = 53  # of a seed where the request gives none: an integer that every JSON reader keeps
 
 
-def run(input_path: Path, output_path: Path, config: EngineConfig, *, redo_changed: bool = False) -> int:
+def run(
+    input_path: Path,
+    output_path: Path,
+    config: EngineConfig,
+    *,
+    served_names: Seq[str] = (),
+    redo_changed: bool = False,
+    retry_refused: bool = False,
+) -> int:
     """Answer every request of the input that the output has no answer to. Returns the exit code.
 
-    redo_changed: what was answered when it asked something else is answered again. Raises UserError, with nothing run,
-    for an input that is malformed, an output of another input, requests that have changed otherwise, and options that
-    cannot be honoured; KeyboardInterrupt after saying how to go on.
+    served_names: what requests must call the model, the answers' name first; none = whatever they like. redo_changed:
+    what was answered when it asked something else is answered again. retry_refused: what was refused, too.
+
+    Raises UserError, with nothing run, for an input that is malformed, an output of another input, requests that have
+    changed otherwise, and options that cannot be honoured; KeyboardInterrupt after saying how to go on.
     """
     requests = RequestFile(input_path)
     num_lines = len(requests.line_of)
     with AnswerFile(output_path) as answers:
-        answers.recover(requests.digest_of, redo_changed)
+        answers.recover(requests.digest_of, redo_changed=redo_changed, retry_refused=retry_refused)
         if answers.dropped:
-            typer.echo(f"changed and asked again: {some_of(answers.dropped)}", err=True)
+            note(f"asked again: {some_of(answers.dropped)}")
+        if answers.refused:
+            note(_first_refusal(answers))
         if answers.num_unmarked:
-            typer.echo(
+            note(
                 f"answers that do not say what was asked, of an earlier version: {answers.num_unmarked:,}; whether "
                 "these requests have changed is not known",
-                err=True,
             )
         num_before, numbers = len(answers.finished), Numbers()
         try:
             if num_before < num_lines:
-                _answer(requests, answers, config, numbers)
+                _answer(requests, answers, config, served_names, numbers)
         except KeyboardInterrupt:
             done = f"{len(answers.finished):,} of {num_lines:,} requests have their answer"
-            typer.echo(f"stopped: {done}; the same command goes on from here", err=True)
+            note(f"stopped: {done}; the same command goes on from here")
             raise
-        typer.echo(numbers.summary(num_lines, num_before, answers.num_failed), err=True)
-    return SOME_REFUSED if answers.num_failed else ALL_ANSWERED
+        note(numbers.summary(num_lines, num_before, len(answers.refused)))
+    return SOME_REFUSED if answers.refused else ALL_ANSWERED
 
 
 def seed_of(custom_id: str) -> int:
@@ -95,14 +105,15 @@ class Numbers:
         """Since the model was loaded."""
         return self.num_tokens / max(time.perf_counter() - self.started_s, 1e-9)
 
-    def summary(self, num_lines: int, num_before: int, num_failed: int) -> str:
+    def summary(self, num_lines: int, num_before: int, num_refused: int) -> str:
         """[100 requests: 98 answered, 2 refused; 40 of them before; 5,120 tokens in 12.3 s, 416.3 tokens/s]."""
         noun = "request" if num_lines == 1 else "requests"
-        parts = [f"{num_lines:,} {noun}: {num_lines - num_failed:,} answered, {num_failed:,} refused"]
+        parts = [f"{num_lines:,} {noun}: {num_lines - num_refused:,} answered, {num_refused:,} refused"]
         parts += [f"{num_before:,} of them before"] if num_before else []
         seconds = time.perf_counter() - self.started_s
         if self.num_tokens:
             parts.append(f"{self.num_tokens:,} tokens in {seconds:.1f} s, {self.tokens_per_s:.1f} tokens/s")
+        parts += ["--retry-refused asks the refused ones again"] if num_refused else []
         return f"[{'; '.join(parts)}]"
 
 
@@ -125,11 +136,13 @@ class _Running:
 class Runner:
     """Keeps `window` requests in an engine and turns those that have ended into answers.
 
-    names: what bodies may call the model. defaults: fields of SamplingParams below what the bodies say.
+    name: of the model in answers. served_names: what bodies may call it, see `read_body`. defaults: fields of
+    SamplingParams below what the bodies say.
     """
 
-    def __init__(self, llm: LLM, names: tuple[str, ...], defaults: Mapping[str, Any], window: int) -> None:
-        self._llm, self._names, self._defaults, self._window = llm, names, defaults, window
+    def __init__(self, llm: LLM, name: str, served_names: Seq[str], defaults: Mapping[str, Any], window: int) -> None:
+        self._llm, self._name, self._served_names = llm, name, served_names
+        self._defaults, self._window = defaults, window
         self._running: list[_Running] = []
         self._news: SimpleQueue[Request] = SimpleQueue()
 
@@ -172,7 +185,7 @@ class Runner:
 
     def _start(self, request: BatchRequest) -> _Running:
         defaults = {**self._defaults, "seed": seed_of(request.custom_id)}
-        job = read_body(request.url, request.body, self._names, defaults)
+        job = read_body(request.url, request.body, self._name, defaults, self._served_names)
         if job.stream:
             raise Refused("stream=True is not possible: a batch writes whole answers; leave it out", "stream")
         prompts: list[Prompt] = list(job.prompts)
@@ -203,7 +216,13 @@ class Runner:
         return _answer_line(running.asked, 200, body)
 
 
-def _answer(requests: RequestFile, answers: AnswerFile, config: EngineConfig, numbers: Numbers) -> None:
+def _first_refusal(answers: AnswerFile) -> str:
+    return f"{answers.refused[0]!r:.80} was refused: {' '.join(visible(answers.first_reason).split())}"
+
+
+def _answer(
+    requests: RequestFile, answers: AnswerFile, config: EngineConfig, served_names: Seq[str], numbers: Numbers
+) -> None:
     """Load the model and answer what is missing."""
     from forerun.engine.factory import refuse_without_template, suggested_fields
     from forerun.engine.llm import LLM
@@ -214,13 +233,30 @@ def _answer(requests: RequestFile, answers: AnswerFile, config: EngineConfig, nu
     defaults = suggested_fields(config)
     llm = LLM.from_config(config)
     spare_what_is_loaded()
+    own_names = model_names(config.target)
+    name = served_names[0] if served_names else own_names[0]
+    if not served_names and (others := sorted(requests.models.difference(own_names))):
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        note(
+            f"requests that ask for the model {shown(others[0])}{more} are answered by {visible(name)}; "
+            "--served-model-name NAME would refuse other names",
+        )
     missing = (request for request in requests if request.custom_id not in answers.finished)
-    runner = Runner(llm, model_names(config.target), defaults, WINDOW_BATCHES * config.max_batch_size)
+    runner = Runner(llm, name, served_names, defaults, WINDOW_BATCHES * config.max_batch_size)
     numbers.started_s = time.perf_counter()
     end = llm.listen(numbers)
     try:
         with Progress(len(requests.line_of), len(answers.finished)) as progress:
-            runner.run(missing, answers, lambda: progress.show(len(answers.finished), numbers.tokens_per_s))
+            is_told = bool(answers.refused)
+
+            def on_step() -> None:
+                nonlocal is_told
+                if answers.refused and not is_told:
+                    progress.say(_first_refusal(answers))
+                    is_told = True
+                progress.show(len(answers.finished), numbers.tokens_per_s)
+
+            runner.run(missing, answers, on_step)
     finally:
         end()
 

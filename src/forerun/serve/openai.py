@@ -89,16 +89,18 @@ class Job:
 # --------------------------------------------------------------------------------------------------------- requests
 
 
-def read_body(url: str, body: Body, names: Seq[str], defaults: Mapping[str, Any] | None = None) -> Job:
+def read_body(
+    url: str, body: Body, model: str, defaults: Mapping[str, Any] | None = None, served_names: Seq[str] = ()
+) -> Job:
     """What the body of a request to `url`, one of URLS, asks for.
 
-    names: those of the model, the answer's first. defaults: fields of SamplingParams over those of the API, below what
-    the body says. Raises Refused, naming the field.
+    model: as the answer names it. served_names: what bodies may call it; none = whatever they like. defaults: fields
+    of SamplingParams over those of the API, below what the body says. Raises Refused, naming the field.
     """
     _check_names(url, body)
     given = {name: value for name, value in body.items() if value is not None and name not in INERT}
     _check_neutral(url, given)
-    model = _model(given, names)
+    _check_model(given, served_names)
     params = _params(url, given, {**DEFAULTS[url], **(defaults or {})})
     stream, include_usage = _stream(given)
     if url == COMPLETIONS:
@@ -145,12 +147,13 @@ def _check_neutral(url: str, given: Body) -> None:
             raise Refused(message, name, code="unsupported_parameter")
 
 
-def _model(given: Body, names: Seq[str]) -> str:
-    model = given.get("model", names[0])
-    if not isinstance(model, str) or model not in names:
-        message = f"model={shown(model)} is not here: it must be {' or '.join(map(repr, names))}, or left out"
+def _check_model(given: Body, served_names: Seq[str]) -> None:
+    model = given.get("model")
+    if model is not None and not isinstance(model, str):
+        raise Refused(f"model={shown(model)} is not possible: it must be a text, or left out", "model")
+    if model is not None and served_names and model not in served_names:
+        message = f"model={shown(model)} is not here: it must be {' or '.join(map(repr, served_names))}, or left out"
         raise Refused(message, "model", code="model_not_found", status=404)
-    return model
 
 
 def _params(url: str, given: Body, defaults: Mapping[str, Any]) -> SamplingParams:

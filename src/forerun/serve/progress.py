@@ -35,6 +35,10 @@ class Progress:
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
         self._bar.stop()
 
+    def say(self, text: str) -> None:
+        """Write a line, above the bar where there is one."""
+        self._bar.console.print(text, soft_wrap=not self._is_shown)
+
     def show(self, num_done: int, tokens_per_s: float) -> None:
         """Take new numbers, and draw them at most every INTERVAL_S; the last ones are drawn on leaving."""
         if not self._is_shown:

@@ -30,7 +30,8 @@ class BatchRequest:
 class RequestFile:
     """The requests of a file, read line by line as often as they are iterated over.
 
-    line_of, digest_of: custom_id -> number of its line, digest of what it asks. Raises NotFound for a file that is not
+    line_of, digest_of: custom_id -> number of its line, digest of what it asks. models: what the bodies call the model.
+    Raises NotFound for a file that is not
     there; BadOption naming the first malformed lines, one without any request, and what is no file.
     """
 
@@ -38,6 +39,7 @@ class RequestFile:
         self.path = path
         self.line_of: dict[str, int] = {}
         self.digest_of: dict[str, str] = {}
+        self.models: set[str] = set()
         self.has_chats = False
         if not path.exists():
             raise NotFound(f"the input file {str(path)!r} does not exist: check its name")
@@ -75,6 +77,8 @@ class RequestFile:
                     raise BadOption(f"has the custom_id {shown(request.custom_id)} of line {first}")
                 self.digest_of[request.custom_id] = request.digest
                 self.has_chats |= request.url == CHAT
+                model = request.body.get("model")
+                self.models |= {model} if isinstance(model, str) else set()
             except BadOption as error:
                 problems.append(f"line {number} {error}")
         if problems:

@@ -1,8 +1,8 @@
 """Chat templates: a conversation becomes the one text that a chat model was trained on.
 
 Follows transformers' `apply_chat_template`: the same templates, variables and text. Where transformers drops or
-misprints something without a word (tools for a template that does not know them, a variable that it does not read,
-content in parts printed as a Python list), it is refused here.
+misprints something without a word (tools for a template that does not know them, a variable that it does not read, a
+role that no template knows), it is refused here; content in parts becomes one text where the template wants texts.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import BadOption, shown
-from forerun.text.messages import copy_documents, copy_messages, copy_tools, plain
+from forerun.errors import BadOption, UnsupportedModel, shown
+from forerun.registry import unknown
+from forerun.text.messages import copy_documents, copy_messages, copy_tools, plain, with_texts
 from forerun.text.template_files import DEFAULT, find_sources, special_tokens
 from forerun.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from forerun.text.sandbox import CompiledTemplate
 
+ROLES = ("assistant", "developer", "function", "system", "tool", "user")  # which any template may print
 TOOL_USE = "tool_use"  # the name of the template for conversations with tools, where there are several
 MARK = "FORERUN_END_OF_MESSAGE "  # appended to a message to find its end in the text; the space shows who trims
 
@@ -49,6 +51,11 @@ class ChatTemplate:
     def names(self) -> tuple[str, ...]:
         """Names of the templates, sorted; a single one is "default"."""
         return tuple(sorted(self.templates))
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The variables that the templates look up."""
+        return frozenset().union(*(template.reads for template in self.templates.values()))
 
     def render(
         self,
@@ -80,12 +87,12 @@ class ChatTemplate:
         conversation = copy_messages(messages)
         lists = {"tools": copy_tools(tools), "documents": copy_documents(documents)}
         template = self.templates[self._choose(name, tools)]
+        _check_roles(template, conversation)
         _check_reads(template, [*variables, *(key for key, value in lists.items() if value)], self.special_tokens)
         final = _mark_end(conversation[-1]) if continue_final_message else None
         add = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         given = {**self.special_tokens, **plain(variables, "variables"), **lists}
-        text = template.render({**given, "messages": conversation, "add_generation_prompt": add})
-        _check_printed(text, conversation)
+        text = _rendered(template, {**given, "add_generation_prompt": add}, conversation)
         return text if final is None else _cut(text, final)
 
     def encode(self, tokenizer: Tokenizer, messages: Seq[Mapping[str, Any]], /, **options: Any) -> list[int]:
@@ -120,6 +127,42 @@ def _check_reads(template: CompiledTemplate, names: Iterable[str], special_token
         )
 
 
+def _check_roles(template: CompiledTemplate, messages: Seq[Mapping[str, Any]]) -> None:
+    """Raise BadOption for a role that is neither usual nor named by the template, which may print any."""
+    for i, message in enumerate(messages):
+        if message["role"] not in ROLES and message["role"] not in template.texts:
+            raise BadOption(f"messages[{i}]: {unknown('role', message['role'], ROLES)}")
+
+
+def _rendered(template: CompiledTemplate, variables: Mapping[str, Any], messages: Seq[Mapping[str, Any]]) -> str:
+    """The text of a conversation. Content in parts is given as one text where the template does not know parts.
+
+    Such a template fails, prints them as Python does, or leaves them out.
+    """
+    if (texts := with_texts(messages)) is not None:
+        try:
+            text = template.render({**variables, "messages": messages})
+        except (BadOption, UnsupportedModel):
+            messages = texts
+        else:
+            parts = [
+                part["text"].strip()
+                for message, own in zip(messages, texts, strict=True)
+                if message.get("content") != own.get("content")
+                for part in message["content"]
+            ]
+            if _printed(text, messages) is None and all(part in text for part in parts):
+                return text
+            messages = texts
+    text = template.render({**variables, "messages": messages})
+    if (i := _printed(text, messages)) is not None:
+        raise BadOption(
+            f"this model's chat template takes content as a text, and messages[{i}]['content'] is "
+            f"{shown(messages[i]['content'])}: give it as one text"
+        )
+    return text
+
+
 def _mark_end(message: dict[str, Any]) -> str:
     """Append MARK to a message's text, in place; returns the text as it was."""
     content = message.get("content")
@@ -144,14 +187,12 @@ def _cut(text: str, final: str) -> str:
     return text[:end] if text.startswith(MARK, end) else text[:end].rstrip()
 
 
-def _check_printed(text: str, messages: Seq[Mapping[str, Any]]) -> None:
-    """Raise BadOption where a template that knows texts alone has printed a list or mapping as Python does."""
+def _printed(text: str, messages: Seq[Mapping[str, Any]]) -> int | None:
+    """The message whose content, a list or mapping, a template that knows texts alone has printed as Python does."""
     for i, message in enumerate(messages):
         content = message.get("content")
         if not content or not isinstance(content, list | dict):
             continue
         if repr(content) in text and repr(content) != json.dumps(content, ensure_ascii=False):
-            raise BadOption(
-                f"this model's chat template takes content as a text, and messages[{i}]['content'] is "
-                f"{shown(content)}: give it as one text"
-            )
+            return i
+    return None

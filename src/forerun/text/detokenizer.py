@@ -51,12 +51,12 @@ class Detokenizer:
         self,
         tokenizer: Tokenizer,
         prompt_ids: Seq[int],
-        stop: tuple[str, ...] = (),
+        stop: Seq[str] = (),
         skip_special_ids: Collection[int] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_ids if skip_special_ids is None else frozenset(skip_special_ids)
-        self._stops = stop
+        self._stops = tuple(stop)
         self._held = ""  # certain text that may still become part of a stop string
         self._window = self._left_context(prompt_ids)  # ids being decoded, from a solid one on
         text, self._done = tokenizer.decode_so_far(self._window)  # done: characters of the text that are behind us

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from forerun.errors import UnsupportedModel
+from forerun.text.files import unreadable
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises UnsupportedModel where the file holds anything else."""
+    """The object in a JSON file. Raises NotFound for one that cannot be read, UnsupportedModel for anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UnsupportedModel(f"{path} is not valid JSON ({error}): fetch it again") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise unreadable(path, error, "valid JSON") from error
     if not isinstance(value, dict):
         raise UnsupportedModel(f"{path} does not hold a JSON object: fetch it again")
     return value
@@ -22,4 +24,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
     """`read_json`, or {} where there is no such file."""
-    return read_json(path) if path.exists() else {}
+    return read_json(path) if os.path.lexists(path) else {}

@@ -66,6 +66,28 @@ def _check_content(content: object, where: str) -> None:
             raise BadOption(f"{where}[{i}] is {found}: each part must be {{'type': 'text', 'text': '...'}}")
 
 
+def with_texts(messages: Seq[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """The messages with content in text parts as one text, its parts one below the other; None where none has parts."""
+
+    def text(content: Any) -> Any:
+        return "\n".join(part["text"] for part in content) if _has_parts(content) else content
+
+    if not any(_has_parts(message.get("content")) for message in messages):
+        return None
+    return [message | {"content": text(message.get("content"))} for message in map(dict, messages)]
+
+
+def _has_parts(content: object) -> bool:
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        )
+    )
+
+
 def copy_tools(tools: object) -> list[dict[str, Any]] | None:
     """Check tools (JSON schemas) and copy them. Raises BadOption for anything else, Python functions included."""
     wanted = "a mapping such as {'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': ...}}"

@@ -34,8 +34,7 @@ from jinja2.visitor import NodeTransformer
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.text import limits
 from forerun.text.limits import Budget, TooMuch
-
-ANOTHER = "name another template with --chat-template FILE (chat_template= in Python)"
+from forerun.text.template_files import ANOTHER
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,13 @@ class CompiledTemplate:
     """One template, ready to run.
 
     where: where it came from, for messages. reads: the variables that it looks up, without the functions it is given.
+    texts: the constants in it that are texts, such as names of roles.
     """
 
     where: str
     code: CodeType
     reads: frozenset[str]
+    texts: frozenset[str]
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The text. `variables` must be plain data, see `messages.plain`, and are not changed.
@@ -82,8 +83,10 @@ def compile_template(source: str, where: str) -> CompiledTemplate:
     """Compile a template. Raises UnsupportedModel, with the line, for one that is not valid."""
     environment = _Environment()
     try:
-        reads = find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
-        return CompiledTemplate(where, environment.compile(source), frozenset(reads))
+        tree = environment.parse(source)
+        reads = find_undeclared_variables(tree) - environment.globals.keys()
+        texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        return CompiledTemplate(where, environment.compile(source), frozenset(reads), frozenset(texts))
     except TemplateSyntaxError as error:
         raise UnsupportedModel(
             f"{where} has a syntax error in line {error.lineno} ({error.message}): mend it, or {ANOTHER}"

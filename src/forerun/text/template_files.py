@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.errors import NotFound, UnsupportedModel
+from forerun.text.files import unreadable
 from forerun.text.json_files import read_json_if_there
 from forerun.text.limits import MAX_TEMPLATE_BYTES
 
@@ -14,6 +15,7 @@ DEFAULT = "default"
 FILE = "chat_template.jinja"
 MORE = "additional_chat_templates"  # a folder; its files are templates with names
 CONFIG = "tokenizer_config.json"
+ANOTHER = "name another template with --chat-template FILE (chat_template= in Python)"
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def _from_config(path: Path) -> dict[str, Source]:
     if value is None:
         return {}
     if isinstance(value, str):
-        return {DEFAULT: Source(value, where)}
+        return {DEFAULT: _not_empty(Source(value, where))}
     if not isinstance(value, list) or not all(_is_named(item) for item in value):
         raise UnsupportedModel(f"{where} must be a text, or a list of mappings with the texts name and template")
     return {item["name"]: Source(item["template"], f"{item['name']!r} of {where}") for item in value}
@@ -83,14 +85,20 @@ def _is_named(item: object) -> bool:
 def _read(path: Path) -> Source:
     try:
         _check_size(path.stat().st_size, str(path))
-        return Source(path.read_text(encoding="utf-8"), str(path))
+        return _not_empty(Source(path.read_text(encoding="utf-8"), str(path)))
     except (OSError, UnicodeDecodeError) as error:
-        raise UnsupportedModel(f"{path} cannot be read as a UTF-8 text ({error}): fetch it again") from error
+        raise unreadable(path, error, "a UTF-8 text") from error
+
+
+def _not_empty(source: Source) -> Source:
+    if not source.text.strip():
+        raise UnsupportedModel(f"{source.where} is empty: fetch it again, or {ANOTHER}")
+    return source
 
 
 def _check_size(num_bytes: int, where: str) -> None:
     if num_bytes > MAX_TEMPLATE_BYTES:
         raise UnsupportedModel(
             f"{where}: {num_bytes:,} bytes are more than the {MAX_TEMPLATE_BYTES:,} that chat templates of a model may "
-            "have, so name another one with --chat-template FILE (chat_template= in Python)"
+            f"have, so {ANOTHER}"
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
 PIPE_WIDTH = 80  # columns, where there is no terminal to ask
@@ -37,7 +38,15 @@ def make_console(stderr: bool = False) -> Console:
     console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
+    elif console.is_dumb_terminal:  # rich takes 80 columns for each of these, however wide it is
+        console.size = ConsoleDimensions(*shutil.get_terminal_size())
     return console
+
+
+def note(text: str) -> None:
+    """Write a line to standard error, folded by words in a terminal: standard output has what the model wrote."""
+    console = make_console(stderr=True)
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 def has_colour(console: Console) -> bool:

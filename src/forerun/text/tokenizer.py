@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence as Seq
 from functools import cached_property
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import tokenizers
 
-from forerun.errors import BadOption, NotFound, UnsupportedModel, VocabularyMismatch, shown
+from forerun.errors import BadOption, NotFound, VocabularyMismatch, shown
+from forerun.text.files import unreadable
 
 REPLACEMENT = "\ufffd"  # what bytes that are no character (yet) decode to
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -35,14 +37,12 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer:
         """Read `folder`/tokenizer.json. Raises NotFound where there is none, UnsupportedModel where it is broken."""
         file = Path(folder) / "tokenizer.json"
-        if not file.is_file():
+        if not os.path.lexists(file):
             raise NotFound(f"there is no tokenizer.json in {folder}: name a checkpoint folder that holds one")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception for a file it cannot read
-            raise UnsupportedModel(
-                f"{file} cannot be read ({error}): it must be a file of the tokenizers library"
-            ) from error
+            raise unreadable(file, error, "a file of the tokenizers library") from error
         return cls(backend, Path(folder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -51,16 +51,16 @@ def _fifth_bits(data: Tensor) -> Tensor:
 
 def _q8_0(data: Tensor) -> QuantisedRows:
     codes = data[..., 2:] ^ 128  # int8 + 128
-    return _with_zero(Q8, codes, _halves(data, 0), 128)
+    return _with_zero(Q8_ZERO, codes, _halves(data, 0))
 
 
 def _q4_0(data: Tensor) -> QuantisedRows:
-    return _with_zero(Q4_ZERO, _nibbles(data[..., 2:]), _halves(data, 0), 8)
+    return _with_zero(Q4_ZERO, _nibbles(data[..., 2:]), _halves(data, 0))
 
 
 def _q5_0(data: Tensor) -> QuantisedRows:
     codes = _nibbles(data[..., 6:]) | _fifth_bits(data[..., 2:6])
-    return _with_zero(Q8, codes, _halves(data, 0), 16)
+    return _with_zero(Q5_ZERO, codes, _halves(data, 0))
 
 
 def _q4_1(data: Tensor) -> QuantisedRows:
@@ -69,7 +69,7 @@ def _q4_1(data: Tensor) -> QuantisedRows:
 
 def _q5_1(data: Tensor) -> QuantisedRows:
     codes = _nibbles(data[..., 8:]) | _fifth_bits(data[..., 4:8])
-    return QuantisedRows(Q8_MINIMUM, codes.flatten(1), _halves(data, 0), minimums=-_halves(data, 2))
+    return QuantisedRows(Q5_MINIMUM, codes.flatten(1), _halves(data, 0), minimums=-_halves(data, 2))
 
 
 def _q4_k(data: Tensor) -> QuantisedRows:
@@ -104,29 +104,31 @@ def _q6_k(data: Tensor) -> QuantisedRows:
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).unsqueeze(-1)
     high = (torch.unflatten(data[..., 128:192], -1, (2, 1, 32)) >> shifts & 3).flatten(-2)
     scales = data[..., 192:208].contiguous().view(torch.int8).flatten(1)
-    zeros = torch.full(scales.shape, 32, dtype=torch.uint8)
-    return QuantisedRows(K6, (low | high << 4).flatten(1), scales, zeros, super_scales=_halves(data, 208))
+    return _with_zero(K6, low | high << 4, scales, super_scales=_halves(data, 208))
 
 
-def _with_zero(scheme: Scheme, codes: Tensor, scales: Tensor, zero: int) -> QuantisedRows:
-    return QuantisedRows(scheme, codes.flatten(1), scales, torch.full(scales.shape, zero, dtype=torch.uint8))
+def _with_zero(scheme: Scheme, codes: Tensor, scales: Tensor, super_scales: Tensor | None = None) -> QuantisedRows:
+    assert scheme.zero is not None
+    zeros = torch.full(scales.shape, scheme.zero, dtype=torch.uint8)
+    return QuantisedRows(scheme, codes.flatten(1), scales, zeros, super_scales=super_scales)
 
 
-Q8, Q8_MINIMUM = Scheme(8, 32, "zero", F16), Scheme(8, 32, "minimum", F16)
-Q4_ZERO, Q4_MINIMUM = Scheme(4, 32, "zero", F16), Scheme(4, 32, "minimum", F16)
-K4, K5 = Scheme(4, 32, "minimum", F16, 256), Scheme(8, 32, "minimum", F16, 256)
-K6 = Scheme(8, 16, "zero", F16, 256)
+Q4_ZERO, Q5_ZERO = Scheme(4, 32, "zero", F16, zero=8), Scheme(5, 32, "zero", F16, zero=16)
+Q8_ZERO = Scheme(8, 32, "zero", F16, zero=128)
+Q4_MINIMUM, Q5_MINIMUM = Scheme(4, 32, "minimum", F16), Scheme(5, 32, "minimum", F16)
+K4, K5 = Scheme(4, 32, "minimum", F16, 256), Scheme(5, 32, "minimum", F16, 256)
+K6 = Scheme(6, 16, "zero", F16, 256, zero=32)
 
 # By their number in a file.
 TYPES = {
     0: TensorType("F32", 1, 4, torch.float32),
     1: TensorType("F16", 1, 2, torch.float16),
     30: TensorType("BF16", 1, 2, torch.bfloat16),
-    8: TensorType("Q8_0", 32, 34, torch.float32, Q8, _q8_0),
+    8: TensorType("Q8_0", 32, 34, torch.float32, Q8_ZERO, _q8_0),
     2: TensorType("Q4_0", 32, 18, torch.float32, Q4_ZERO, _q4_0),
     3: TensorType("Q4_1", 32, 20, torch.float32, Q4_MINIMUM, _q4_1),
-    6: TensorType("Q5_0", 32, 22, torch.float32, Q8, _q5_0),
-    7: TensorType("Q5_1", 32, 24, torch.float32, Q8_MINIMUM, _q5_1),
+    6: TensorType("Q5_0", 32, 22, torch.float32, Q5_ZERO, _q5_0),
+    7: TensorType("Q5_1", 32, 24, torch.float32, Q5_MINIMUM, _q5_1),
     12: TensorType("Q4_K", 256, 144, torch.float32, K4, _q4_k),
     13: TensorType("Q5_K", 256, 176, torch.float32, K5, _q5_k),
     14: TensorType("Q6_K", 256, 210, torch.float32, K6, _q6_k),

@@ -19,8 +19,9 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from forerun.errors import NotFound, UnsupportedModel
+from forerun.errors import UnsupportedModel
 from forerun.models.gguf.blocks import NAMES, TYPES, TensorType
+from forerun.text.files import unreadable
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32  # bytes, where general.alignment does not say otherwise
@@ -29,7 +30,6 @@ MOST_KEY_BYTES, MOST_STRING_BYTES = 1 << 16, 1 << 26
 STRING, ARRAY = 8, 9
 # Types of values -> their format in `struct`, little-endian.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-POINTER = b"version https://git-lfs"
 
 Value = bool | int | float | bytes | list[bytes] | np.ndarray[Any, Any]
 
@@ -63,7 +63,7 @@ def read_header(path: Path) -> Header:
         with path.open("rb") as file:
             return _Reader(file, path).header()
     except OSError as error:
-        raise NotFound(f"{path} cannot be read ({error.strerror}): check the file and its permissions") from error
+        raise unreadable(path, error) from error
 
 
 class _Reader:
@@ -101,13 +101,8 @@ class _Reader:
     # ------------------------------------------------------------------------------------------------------- the parts
 
     def _magic(self) -> None:
-        start = self._take(min(self.end, len(POINTER)), "its first bytes")
-        if start == POINTER:
-            raise UnsupportedModel(f"{self.path} is a pointer of git-lfs and not the file: run git lfs pull beside it")
-        if start[:4] != MAGIC:
-            self._refuse("does not begin as a GGUF file does")
-        self.file.seek(4)
-        self.at = 4
+        if self._take(min(self.end, len(MAGIC)), "its first bytes") != MAGIC:
+            raise unreadable(self.path, "it does not begin as a GGUF file does", "a readable GGUF file")
         version = self._number("I")
         if version & 0xFFFF == 0:
             raise UnsupportedModel(

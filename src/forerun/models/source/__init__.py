@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.models import refusals
 from forerun.ops.quantised import QuantisedMatrix, Scheme
 
-BLOCK_BYTES = 32 << 20  # of a file, held while a tensor is read; opening the file for each costs nothing
+BLOCK_BYTES = 8 << 20  # of a file, held while a tensor is read; opening the file for each costs nothing
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from forerun.ops.quantised import QuantisedMatrix, QuantisedRows
 SUFFIX = ".gguf"
 SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 VERSION = 1  # of the files that are written: another one for every change of what is in them
-COPIES = 8  # of a block's float32 weights, or fewer, are in memory while it is unpacked
+COPIES = 4  # of a block's float32 weights, or fewer, are in memory while it is unpacked
 
 
 def recognises(path: Path) -> bool:

