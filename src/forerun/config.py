@@ -27,6 +27,12 @@ def _option(default: Any, text: str, **range_: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, **range_})
 
 
+GROUPS = {8: (16, 32, 64, 128), 4: (32, 64, 128)}  # weights that may share a scale, by their bits
+HOW_QUANTISED = "write int8 or int4, or one with a group of weights to a scale: " + " and ".join(
+    f"int{bits}:group={', '.join(map(str, sizes[:-1]))} or {sizes[-1]}" for bits, sizes in GROUPS.items()
+)
+
+
 @dataclass(frozen=True)
 class Quantization:
     """Weights of so many bits, of which `group` in a row share a scale. `str` gives what `parse` takes."""
@@ -41,11 +47,9 @@ class Quantization:
     def parse(cls, text: str) -> Quantization:
         """Read int8, int4, or one with :group=N. Raises BadOption."""
         found = re.fullmatch(r"int([48])(?::group=(\d{1,4}))?", text)
-        if found is None or (found[2] is not None and int(found[2]) not in (16, 32, 64, 128)):
+        if found is None or (found[2] is not None and int(found[2]) not in GROUPS[int(found[1])]):
             raise BadOption(
-                by_value("quantization", text)
-                or f"quantization={shown(text)} is not possible: write int8 or int4, or one with a group of 16, 32, 64 "
-                "or 128 weights to a scale, as in int4:group=32"
+                by_value("quantization", text) or f"quantization={shown(text)} is not possible: {HOW_QUANTISED}"
             )
         return cls(int(found[1]), int(found[2] or cls.group))
 
@@ -67,7 +71,8 @@ class EngineConfig:
     )
     spec_length: int | None = _option(
         None,
-        "tokens drafted per step (K); none = as many as pay; with pacing=auto the most that are granted",
+        "tokens drafted per step (K) by requests that draft; none = as many as pay; with pacing=auto the most that are "
+        "granted",
         min=1,
         max=64,
     )
@@ -108,6 +113,9 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        for name in ("target", "draft"):
+            if getattr(self, name) == "":
+                raise BadOption(f"{name}='' names nothing: leave {name} out, or give it a value")
         if self.quantization is not None:
             Quantization.parse(self.quantization)
         if self.max_num_batched_tokens < self.max_batch_size:

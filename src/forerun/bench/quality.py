@@ -27,10 +27,10 @@ from rich.table import Table
 from forerun.bench import latency
 from forerun.bench.peers import say
 from forerun.bench.widen import describe, num_parameters
-from forerun.config import EngineConfig, Quantization
-from forerun.engine.factory import SHIPPED_TARGET, load_target
+from forerun.config import HOW_QUANTISED, EngineConfig, Quantization
+from forerun.engine.factory import SHIPPED_TARGET, is_shipped, load_target
 from forerun.engine.llm import LLM
-from forerun.errors import BadOption, NotFound
+from forerun.errors import BadOption, NotFound, shown
 from forerun.kv.cache import BlockCache
 from forerun.models.hub import locate
 from forerun.models.loading import DTYPES, Checkpoint, load_checkpoint
@@ -50,7 +50,8 @@ VARIANTS = ("float32", BASE, "int8", "int4")
 class QualityPlan:
     """The options of the benchmark.
 
-    variants: float32, bfloat16, int8, int4[:group=N] each; () = all, and the file as it is where it is quantised.
+    variants: float32, bfloat16, int8, int4[:group=N], or file, which is a quantised checkpoint as it is; () = all that
+    are possible.
     num_tokens: of the text. window_tokens: that are read with one cache. num_prompts, max_tokens: of lookup's texts.
     text_file: None = Python's documentation, or the held-out prompts for the shipped target.
     """
@@ -82,10 +83,13 @@ def run(config: EngineConfig, plan: QualityPlan) -> dict[str, Any]:
     console = make_console()
     if config.quantization is not None or config.dtype != "auto":
         raise BadOption("dtype and quantization are what this compares: name --variant instead")
+    _check(plan)
     with ExitStack() as stack:
         say("loading ...")
         given, folder = load_target(config), target_path(config)
         is_quantised = any(stored.scheme is not None for stored in open_source(folder).tensors.values())
+        if AS_IT_IS in plan.variants and not is_quantised:
+            raise BadOption(f"--variant {AS_IT_IS} is not possible: {folder} is not quantised; name another variant")
         if is_quantised:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forerun-quality-")))
             _write_dense(config, given, folder)
@@ -95,10 +99,10 @@ def run(config: EngineConfig, plan: QualityPlan) -> dict[str, Any]:
         ids = text_ids(given, config, plan)
         window = min(plan.window_tokens, given.model.config.max_positions)
         windows = [ids[first : first + window] for first in range(0, len(ids) - 1, window)]
-        lines = measure(loaded, [one for one in windows if len(one) > 1], plan)
+        lines = measure(loaded, windows, plan)
     console.print(table_of(lines))
-    text = f"{len(ids):,} tokens of {about_text(config, plan)} in windows of {window}"
-    _print_notes(text, plan, is_quantised, console)
+    text = f"{len(ids):,} tokens of {about_text(config, plan)} in windows of {max(map(len, windows))}"
+    _print_notes(text, min(plan.num_prompts, len(windows)), plan, is_quantised, console)
     return {
         "bench": "quality",
         "target": given.name,
@@ -113,28 +117,46 @@ def run(config: EngineConfig, plan: QualityPlan) -> dict[str, Any]:
     }
 
 
+def _check(plan: QualityPlan) -> None:
+    """Raise BadOption or NotFound for what is not possible, before anything is loaded."""
+    for name in plan.variants:
+        if name not in (*DTYPES, AS_IT_IS):
+            try:
+                Quantization.parse(name)
+            except BadOption as error:
+                raise BadOption(
+                    f"--variant {shown(name)} is not possible: it must be {', '.join(DTYPES)}, {AS_IT_IS} for a "
+                    f"quantised checkpoint as it is, or {HOW_QUANTISED.removeprefix('write ')}"
+                ) from error
+    if plan.text_file is not None and not plan.text_file.is_file():
+        raise NotFound(f"--text-file {plan.text_file} is no file: name one with text")
+
+
 def about_text(config: EngineConfig, plan: QualityPlan) -> str:
     """Name the text."""
     if plan.text_file is not None:
         return str(plan.text_file)
-    return f"pydoc_data.topics of Python {sys.version.split()[0]}" if config.target else "the held-out prompts"
+    if is_shipped(config.target):
+        return "the held-out prompts"
+    return f"pydoc_data.topics of Python {sys.version.split()[0]}"
 
 
 def text_ids(checkpoint: Checkpoint, config: EngineConfig, plan: QualityPlan) -> list[int]:
-    """Return the first ids of the text. Raises NotFound for a file that is not there."""
+    """Return the first ids of the text. Raises BadOption for fewer than two."""
     assert checkpoint.tokenizer is not None
-    if plan.text_file is None and config.target is None:
+    if plan.text_file is None and is_shipped(config.target):
         text = "\n".join(text for _, text in latency.read_prompts(latency.Plan(num_prompts=NUM_PROMPTS)))
     elif plan.text_file is None:
         from pydoc_data.topics import topics
 
         text = "\n".join(topics[name] for name in sorted(topics))
-    elif plan.text_file.is_file():
-        text = plan.text_file.read_text(encoding="utf-8", errors="replace")
     else:
-        raise NotFound(f"--text-file {plan.text_file} is no file: name one with text")
+        text = plan.text_file.read_text(encoding="utf-8", errors="replace")
     text = text[: 16 * plan.num_tokens]  # far more than enough
-    return checkpoint.tokenizer.encode(text)[: plan.num_tokens]
+    ids = checkpoint.tokenizer.encode(text)[: plan.num_tokens]
+    if len(ids) < 2:
+        raise BadOption(f"the text has {len(ids)} tokens, and two are the least: name a longer one, or more tokens")
+    return ids
 
 
 def target_path(config: EngineConfig) -> Path:
@@ -149,7 +171,7 @@ def _write_dense(config: EngineConfig, given: Checkpoint, folder: Path) -> None:
 
 
 def _load(folder: Path, name: str, given: Checkpoint) -> Checkpoint:
-    """Load one variant. Raises BadOption for other names."""
+    """Load one variant."""
     quantization = None if name in DTYPES else str(Quantization.parse(name))
     dtype = name if name in DTYPES else BASE
     checkpoint = load_checkpoint(folder, dtype=dtype, ops=given.model.ops, quantization=quantization)
@@ -263,11 +285,11 @@ def table_of(lines: Seq[QualityLine]) -> Table:
     return table
 
 
-def _print_notes(text: str, plan: QualityPlan, is_quantised: bool, console: Console) -> None:
+def _print_notes(text: str, num_texts: int, plan: QualityPlan, is_quantised: bool, console: Console) -> None:
     console.print(
         f"{text}; drafter's alpha: as a draft for the bfloat16 model, "
         "at temperature 1; same best id: at temperature 0; logit error: root mean square over that of its logits; "
-        f"lookup's alpha: accepted over tested, greedy, {plan.num_prompts} texts of {plan.max_tokens} tokens; "
+        f"lookup's alpha: accepted over tested, greedy, {num_texts} texts of {plan.max_tokens} tokens; "
         "MB: that a pass reads"
         + ("; float32, bfloat16, int8 and int4 are made of what the file's weights stand for" if is_quantised else "")
     )

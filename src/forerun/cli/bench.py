@@ -319,7 +319,8 @@ def quality(
     variant: Annotated[
         list[str] | None,
         typer.Option(
-            help="float32, bfloat16, int8 or int4[:group=N]; may be repeated [default: all, and a quantised file]",
+            help="float32, bfloat16, int8, int4[:group=N], or file: a quantised checkpoint as it is; may be repeated "
+            "[default: all that are possible]",
             show_default=False,
         ),
     ] = None,

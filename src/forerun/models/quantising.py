@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.config import Quantization
+from forerun.config import GROUPS, Quantization
 from forerun.errors import BadOption
 from forerun.models.source import Source, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.ops.quantising import quantise, scheme_of
 
 ENDS = ("model.embed_tokens.weight", "lm_head.weight")  # 8 bits under 4
-GROUPS = {8: (16, 32, 64, 128), 4: (32, 64, 128)}
 BLOCK_WEIGHTS = 1 << 17  # rounded at a time, which takes some ten times as many floats meanwhile
 
 
