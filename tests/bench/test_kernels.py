@@ -93,7 +93,7 @@ def test_bytes_per_second_are_of_packed_weights(dtype: str, bits: float, head_bi
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
-    with pytest.raises(BadOption, match=r"dtype='int3' is not possible: it must be one of .*int4:group=128"):
+    with pytest.raises(BadOption, match=r"dtype='int3' is not possible: it must be one of .*int4:group=32, 64 or 128"):
         kernels.run(KernelsPlan(TINY, dtype="int3"))
     with pytest.raises(BadOption, match=r"groups of 128 do not divide the 64 inputs of .*; 32 and 64 do"):
         kernels.run(KernelsPlan(TINY, dtype="int4:group=128"))

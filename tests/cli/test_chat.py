@@ -166,6 +166,8 @@ def test_parameters_can_be_set(talker: Path) -> None:
     chat = Chat(LLM(talker, draft="lookup"), GREEDY)
     assert chat.set("temperature 0.2") == "temperature is now 0.2"
     assert chat.set("top-p=0.5") == "top_p is now 0.5"
+    with pytest.raises(BadOption, match="there is no drafter in this engine 'lookup:max_n=4'"):
+        chat.set("draft = lookup:max_n=4")
     assert chat.set("draft none") == "draft is now none"
     assert chat.set("max_tokens none") == "max_tokens is now no limit"
     params = SamplingParams(temperature=0.2, top_p=0.5, draft="none", max_tokens=None)

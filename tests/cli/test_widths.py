@@ -54,6 +54,14 @@ def test_a_plan_fits_the_terminal(width: int) -> None:
     assert how == "    20,191,744 weights x 4 bytes".removeprefix("" if width < 76 else "    ")
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("command", ["drafters", "models"])
+def test_lists_fit_the_terminal(command: str, width: int) -> None:
+    lines = in_a_terminal(width, command).splitlines()
+    assert max(map(len, lines)) <= width
+    assert max(map(len, lines)) > min(width, 100) - 25, "there is room for more"
+
+
 @pytest.mark.parametrize("kind", ["xterm-256color", "dumb"])
 def test_errors_are_folded_by_words_in_a_terminal_and_one_line_in_a_pipe(cli: Any, kind: str) -> None:
     page = in_a_terminal(60, "generate", "x", "--draft", "ngram-lookup-of-a-kind", kind=kind)

@@ -122,7 +122,7 @@ def test_target_and_draft_are_rounded_independently() -> None:
     assert draft.quantization is None
 
 
-@pytest.mark.parametrize("text", ["int3", "int4:32", "int4:group=48", "INT8", "int8:group=0", "", "4"])
+@pytest.mark.parametrize("text", ["int3", "int4:32", "int4:group=48", "int4:group=16", "INT8", "int8:group=0", "", "4"])
 def test_other_words_are_refused(text: str) -> None:
     for make in (lambda: EngineConfig(quantization=text), lambda: LLM(draft=f"model:quantization={text}")):
         with pytest.raises(

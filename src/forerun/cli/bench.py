@@ -16,7 +16,7 @@ from forerun.cli.help import App
 from forerun.errors import BadOption, shown
 
 app = App("Measure this machine and model; each benchmark prints what it does, a table, and how to read it.")
-SHAPE_NAMES = "demo (about 0.4 B), llama-3.2-1b or llama-3.2-3b"
+SHAPE_NAMES = "demo (about 0.4 B), llama-3.2-1b or llama-3.2-3b (with as many layers as it has, at least)"
 JSON_HELP = "file for all that was measured, one line of JSON [default: standard output where that is no terminal]"
 Size = Annotated[int | None, typer.Option(help="elements; overrides the preset's", show_default=False)]
 
@@ -105,7 +105,7 @@ def latency(
 
 @app.command()
 def widen(
-    source: Annotated[Path, typer.Argument(help="checkpoint folder of a trained model", show_default=False)],
+    source: Annotated[str, typer.Argument(help="trained model: a folder, a name or a hub id", show_default=False)],
     out: Annotated[Path, typer.Argument(help="folder to write, new or empty", show_default=False)],
     shape: Annotated[str, typer.Option(help=f"{SHAPE_NAMES}, at the sizes of these models")] = "llama-3.2-1b",
     hidden_size: Size = None,
@@ -121,11 +121,13 @@ def widen(
     import dataclasses
 
     from forerun.bench import widen as bench
+    from forerun.models.hub import locate
     from forerun.models.loading import read_config, read_raw_config
     from forerun.text.terminal import visible
 
-    wide = bench.shape_named(shape, read_config(read_raw_config(source)))
-    config = bench.write_widened(source, out, dataclasses.replace(wide, **sizes))
+    folder = locate(source)
+    wide = bench.shape_named(shape, read_config(read_raw_config(folder)))
+    config = bench.write_widened(folder, out, dataclasses.replace(wide, **sizes))
     size = f"{bench.num_parameters(config):,} parameters"
     typer.echo(f"{visible(str(out))}: {size}, a widened small model ({bench.describe(config)})")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 import sys
 import time
@@ -117,7 +118,8 @@ class Chat:
 
         Raises BadOption for a name or value that is not possible.
         """
-        name, _, value = words.replace("=", " ").strip().partition(" ")
+        name, *rest = re.split(r"\s*=\s*|\s+", words.strip(), maxsplit=1)
+        value = "".join(rest)
         if not name:
             return "\n".join(f"{name} {self._value(name)}" for name in SETTABLE)
         name = name.replace("-", "_")

@@ -414,13 +414,15 @@ def models() -> None:
 @app.command()
 def drafters() -> None:
     """List the drafters with their options."""
+    from forerun.cli.folding import folded
     from forerun.cli.show import method_lines
+    from forerun.text.terminal import make_console
 
-    for line in method_lines("forerun.drafters"):
+    width = make_console().width
+    for line in method_lines("forerun.drafters", width):
         typer.echo(line)
-    typer.echo(
-        "\nChoose one with --draft NAME or --draft NAME:option=value,option=value; a path means model:path=PATH."
-    )
+    how = "Choose one with --draft NAME or --draft NAME:option=value,option=value; a path means model:path=PATH."
+    typer.echo("\n" + folded(how, width))
 
 
 app.command()(batch)

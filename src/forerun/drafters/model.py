@@ -286,7 +286,7 @@ class ModelDrafter(Drafter):
 def check(options: Options, tokenizer: Tokenizer, ignore_config_keys: frozenset[str]) -> None:
     """Refuse what the small files of the draft model show, before any weight of either model is fetched or read."""
     if options.path is not None:
-        compare(tokenizer, Tokenizer.load(small_files(options.path, ignore_config_keys)))
+        compare(tokenizer, Tokenizer.load(small_files(options.path, ignore_config_keys)), str(options.path))
 
 
 def build(options: Options, target: Target) -> Drafter:
@@ -347,4 +347,4 @@ def _checkpoint(options: Options, target: Target) -> Checkpoint:
 
 def _check_pair(checkpoint: Checkpoint, target: Target) -> None:
     if target.tokenizer is not None:
-        compare(target.tokenizer, checkpoint.tokenizer or Tokenizer.load(checkpoint.folder))
+        compare(target.tokenizer, checkpoint.tokenizer or Tokenizer.load(checkpoint.folder), checkpoint.name)

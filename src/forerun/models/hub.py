@@ -6,6 +6,7 @@ is refused before its weights are fetched. huggingface_hub is imported when a hu
 
 from __future__ import annotations
 
+import difflib
 import re
 import shutil
 import time
@@ -81,7 +82,7 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True,
         return path
     model = None if isinstance(name, Path) else _as_hub_model(name)
     if model is None:
-        raise NotFound(f"there is no folder {folder if str(name) else repr('')}: name {WANTED}")
+        raise NotFound(_missing(str(name), folder))
     try:
         return model.fetch(config_only, weights, check)
     except ForerunError:
@@ -91,6 +92,14 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True,
         if known is not None:
             reason = type(reason)(f"{name} is not here: install it with `{known.how_to_get}` ({reason})")
         raise reason from error
+
+
+def _missing(name: str, folder: Path) -> str:
+    """The sentence for a name that can only be a path, and is none."""
+    near = difflib.get_close_matches(name, named.named_models(), n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    kind = "file" if name.lower().endswith(".gguf") else "folder"
+    return f"there is no {kind} {folder if name else repr('')}{hint}: name {WANTED}"
 
 
 def is_hub_id(name: str | Path) -> bool:

@@ -139,7 +139,7 @@ class Tokenizer:
         return bool(text) and REPLACEMENT not in text and token_id not in self.byte_ids
 
 
-def compare(target: Tokenizer, draft: Tokenizer) -> None:
+def compare(target: Tokenizer, draft: Tokenizer, draft_name: str) -> None:
     """Check that two tokenizers give every id that both know the same token, added tokens included.
 
     Equal sizes prove nothing. An id that only one of them knows, such as a token added for chats, is no contradiction:
@@ -151,8 +151,8 @@ def compare(target: Tokenizer, draft: Tokenizer) -> None:
         return
     first = 0 if first is None else first
     raise VocabularyMismatch(
-        f"the draft model's tokenizer differs from the target's at id {first}: the target ({target.folder}) has "
-        f"{_name(a, first)}, the draft ({draft.folder}) has {_name(b, first)}; "
+        f"the draft model's tokenizer differs from the target's at id {first}: the target has {_name(a, first)}, "
+        f"the draft {draft_name} has {_name(b, first)}; "
         "take a draft model of the same family, or --draft lookup, which needs no model"
     )
 
