@@ -27,6 +27,24 @@ struct State {
     float* values;
 };
 
+// The first lanes of the block after this one. Each is fetched while the same lane is read here: 256 lines of memory asked
+// for at once would wait for each other.
+template <class T>
+struct NextBlock {
+    static constexpr int LINE = 64 / sizeof(T);  // numbers in a line of memory
+    const T *next_keys[KEY_BLOCK], *next_values[KEY_BLOCK];
+    int num_next = 0;
+
+    void fetch_key(int lane, int first, int last) const {
+        if (lane < num_next)
+            for (int d = first; d < last; d += LINE) __builtin_prefetch(next_keys[lane] + d);
+    }
+    void fetch_value(int lane, int first, int last) const {
+        if (lane < num_next)
+            for (int d = first; d < last; d += LINE) __builtin_prefetch(next_values[lane] + d);
+    }
+};
+
 // ------------------------------------------------------------------------------------------------ rows as they lie
 
 // Keys and values stay where the cache has them and are widened in registers. A score is 16 sums over every 16th
@@ -45,15 +63,10 @@ struct Dimensions<0> {
 };
 
 template <class T, int DIM = 0>
-struct RowTile : Dimensions<DIM> {
+struct RowTile : Dimensions<DIM>, NextBlock<T> {
     using Dimensions<DIM>::dim, Dimensions<DIM>::padded_dim;
     using Stored = T;
-    static constexpr int LINE = 64 / sizeof(T);  // numbers in a line of memory
     const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
-    // The first lanes of the block after this one. Each is fetched while the same lane is read here: 256 lines asked for at
-    // once would wait for each other.
-    const T *next_keys[KEY_BLOCK], *next_values[KEY_BLOCK];
-    int num_next = 0;
 
     RowTile(float*, int head_dim) : Dimensions<DIM>(head_dim) {}
 
@@ -77,8 +90,7 @@ struct RowTile : Dimensions<DIM> {
             alignas(64) float halves[N][LANES][HALF];
             for (int j = 0; j < LANES; ++j) {
                 const int lane = i * LANES + j;
-                if (lane < num_next)
-                    for (int d = 0; d < dim; d += LINE) __builtin_prefetch(next_keys[lane] + d);
+                this->fetch_key(lane, 0, dim);
                 F16 sums[N];
                 for (int n = 0; n < N; ++n) sums[n] = f16(0.0f);
                 if (lane >= seen.first && lane < seen.last) {
@@ -108,8 +120,7 @@ struct RowTile : Dimensions<DIM> {
     template <int N, int CHUNKS>
     void add(int d, const Weights* weights, Seen seen, F16 (*sums)[CHUNKS]) const {
         for (int lane = seen.first; lane < seen.last; ++lane) {
-            if (lane < num_next && d % LINE == 0)
-                for (int c = 0; c < CHUNKS * LANES; c += LINE) __builtin_prefetch(next_values[lane] + d + c);
+            if (d % NextBlock<T>::LINE == 0) this->fetch_value(lane, d, d + CHUNKS * LANES);
             F16 value[CHUNKS];
             for (int c = 0; c < CHUNKS; ++c) value[c] = load_first(values[lane] + d + c * LANES, dim - d - c * LANES);
             for (int n = 0; n < N; ++n) {
@@ -130,11 +141,10 @@ struct RowTile : Dimensions<DIM> {
 
 #if defined(__AVX512BF16__)
 
-struct PairTile {
+struct PairTile : NextBlock<uint16_t> {
     using Stored = uint16_t;
     uint32_t* keys;    // [padded_dim / 2][64]: two dimensions of a key in a word
     uint32_t* values;  // [32][padded_dim]: one dimension of two neighbouring keys in a word
-    int num_next = 0;  // see RowTile; here the next block is fetched at once
     int dim, padded_dim;
 
     PairTile(float* memory, int head_dim)
@@ -155,7 +165,10 @@ struct PairTile {
             const int count = dim / 2 - d < LANES ? dim / 2 - d : LANES;
             const __mmask16 some = static_cast<__mmask16>((1u << count) - 1);
             F16 block[LANES];
-            for (int i = 0; i < LANES; ++i) block[i] = {_mm512_castsi512_ps(_mm512_maskz_loadu_epi32(some, rows[i] + 2 * d))};
+            for (int i = 0; i < LANES; ++i) {
+                fetch_key(lane + i, 2 * d, 2 * (d + count));
+                block[i] = {_mm512_castsi512_ps(_mm512_maskz_loadu_epi32(some, rows[i] + 2 * d))};
+            }
             transpose(block);
             for (int i = 0; i < count; ++i) store(reinterpret_cast<float*>(keys + (d + i) * KEY_BLOCK + lane), block[i]);
         }
@@ -173,7 +186,8 @@ struct PairTile {
     void put_values(int first, int last, const uint16_t* const* rows) const {
         int lane = first;
         if (lane < last && lane % 2 == 1) put_value(lane, rows[lane]), ++lane;
-        for (; lane + 1 < last; lane += 2)
+        for (; lane + 1 < last; lane += 2) {
+            fetch_value(lane, 0, dim), fetch_value(lane + 1, 0, dim);
             for (int d = 0; d < dim; d += LANES) {
                 const int count = dim - d < LANES ? dim - d : LANES;
                 const __mmask16 some = static_cast<__mmask16>((1u << count) - 1);
@@ -181,6 +195,7 @@ struct PairTile {
                 const __m512i odd = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, rows[lane + 1] + d));
                 _mm512_storeu_si512(values + lane / 2 * padded_dim + d, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
             }
+        }
         if (lane < last) put_value(lane, rows[lane]);
     }
 
@@ -258,20 +273,11 @@ void for_cached(const Attention& a, const Run& run, int kv_head, int start, Act 
         act(lane, static_cast<size_t>(run.rows[start + lane]) * width + static_cast<size_t>(kv_head) * a.head_dim);
 }
 
-// Prefetches the cached rows of one head's block: they lie far apart, so the processor does not prefetch them itself.
-template <class T>
-void fetch_block(const Attention& a, const Run& run, int kv_head, int start) {
-    for_cached(a, run, kv_head, start, [&](int, size_t at) {
-        for (size_t d = 0; d < static_cast<size_t>(a.head_dim); d += 64 / sizeof(T)) {
-            __builtin_prefetch(static_cast<const T*>(a.keys) + at + d);
-            __builtin_prefetch(static_cast<const T*>(a.values) + at + d);
-        }
-    });
-}
-
-// Has the block that begins at position `start` prefetched while the one before it is computed.
-template <class T, int DIM>
-void fetch_next(const Attention& a, const Run& run, RowTile<T, DIM>& tile, int kv_head, int start) {
+// Has the cached rows of the block that begins at position `start` prefetched while the one before it is read: they lie far
+// apart, so the processor does not prefetch them itself.
+template <class Tile>
+void fetch_next(const Attention& a, const Run& run, Tile& tile, int kv_head, int start) {
+    using T = typename Tile::Stored;
     tile.num_next = 0;
     for_cached(a, run, kv_head, start, [&](int lane, size_t at) {
         tile.next_keys[lane] = static_cast<const T*>(a.keys) + at;
@@ -279,11 +285,6 @@ void fetch_next(const Attention& a, const Run& run, RowTile<T, DIM>& tile, int k
         tile.num_next = lane + 1;
     });
 }
-#if defined(__AVX512BF16__)
-inline void fetch_next(const Attention& a, const Run& run, PairTile&, int kv_head, int start) {
-    fetch_block<uint16_t>(a, run, kv_head, start);
-}
-#endif
 
 // Fills lanes [first, last) of the block that begins at position `start`, as `row` of the run sees them.
 template <class Tile>
