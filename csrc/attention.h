@@ -236,6 +236,8 @@ inline void attention(const Attention& a, const Run& run, Heads heads, int first
                       float* scratch) {
     if (a.type == Type::float32) return attend<RowTile<float>>(a, run, heads, first, last, range, parts, scratch);
 #if defined(__AVX512BF16__)
+    if ((last - first) * (a.num_heads / a.num_kv_heads) <= 4)
+        return attend<PairRowTile>(a, run, heads, first, last, range, parts, scratch);
     attend<PairTile>(a, run, heads, first, last, range, parts, scratch);
 #else
     if (a.head_dim == 64) return attend<RowTile<uint16_t, 64>>(a, run, heads, first, last, range, parts, scratch);

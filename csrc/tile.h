@@ -18,6 +18,7 @@ constexpr int padded(int head_dim) { return (head_dim + LANES - 1) / LANES * LAN
 // The lanes [first, last) of a block that a row sees.
 struct Seen {
     int first, last;
+    bool has(int lane) const { return lane >= first && lane < last; }
 };
 
 // The running state of one query row and head: maximum, sum, weighted values [padded_dim]. q: in the tile's layout.
@@ -141,15 +142,12 @@ struct RowTile : Dimensions<DIM>, NextBlock<T> {
 
 #if defined(__AVX512BF16__)
 
-struct PairTile : NextBlock<uint16_t> {
+// What the layouts of pairs have in common: queries and weights rounded to bfloat16, and the operations on them.
+struct Pairs : NextBlock<uint16_t> {
     using Stored = uint16_t;
-    uint32_t* keys;    // [padded_dim / 2][64]: two dimensions of a key in a word
-    uint32_t* values;  // [32][padded_dim]: one dimension of two neighbouring keys in a word
     int dim, padded_dim;
 
-    PairTile(float* memory, int head_dim)
-        : keys(reinterpret_cast<uint32_t*>(memory)), values(keys + padded(head_dim) * KEY_BLOCK), dim(head_dim),
-          padded_dim(padded(head_dim)) {}
+    explicit Pairs(int head_dim) : dim(head_dim), padded_dim(padded(head_dim)) {}
 
     const void* query(const float* q, float* memory) const {
         uint16_t* halves = reinterpret_cast<uint16_t*>(memory);
@@ -157,19 +155,104 @@ struct PairTile : NextBlock<uint16_t> {
         return halves;
     }
 
+    struct Weights {
+        alignas(64) uint16_t of[KEY_BLOCK];
+    };
+    static F16 keep(Weights& weights, int lane, F16 weight) {
+        narrow(weight, weights.of + lane);
+        return load_bf16(weights.of + lane);
+    }
+
+    template <int N>
+    static constexpr int chunks() {
+        return 4;
+    }
+
+    // 16 keys, from word d on, as 16 vectors that hold one word of each. rows: null where a key is not seen.
+    void words_of_keys(int lane, int d, int count, const uint16_t* const* rows, F16 (&block)[LANES]) const {
+        const __mmask16 some = static_cast<__mmask16>((1u << count) - 1);
+        for (int i = 0; i < LANES; ++i) {
+            fetch_key(lane + i, 2 * d, 2 * (d + count));
+            block[i] = {_mm512_castsi512_ps(rows[i] ? _mm512_maskz_loadu_epi32(some, rows[i] + 2 * d) : _mm512_setzero_si512())};
+        }
+        transpose(block);
+    }
+
+    // 16 dimensions of two neighbouring values in words. Where a value is not seen, and may be NaN, its row is null.
+    __m512i words_of_values(const uint16_t* even, const uint16_t* odd, int d) const {
+        const __mmask16 some = static_cast<__mmask16>((1u << (dim - d < LANES ? dim - d : LANES)) - 1);
+        const auto wide = [&](const uint16_t* row) {
+            return row ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, row + d)) : _mm512_setzero_si512();
+        };
+        return _mm512_or_si512(wide(even), _mm512_slli_epi32(wide(odd), 16));
+    }
+};
+
+// For few queries: pairs are made where they are used.
+struct PairRowTile : Pairs {
+    const uint16_t *keys[KEY_BLOCK], *values[KEY_BLOCK];
+
+    PairRowTile(float*, int head_dim) : Pairs(head_dim) {}
+
+    void put_keys(int first, int last, const uint16_t* const* rows) {
+        for (int lane = first; lane < last; ++lane) keys[lane] = rows[lane];
+    }
+    void put_values(int first, int last, const uint16_t* const* rows) {
+        for (int lane = first; lane < last; ++lane) values[lane] = rows[lane];
+    }
+
+    template <int N>
+    void score(const State* states, Seen seen, F16 (*scores)[VECTORS]) const {
+        for (int i = 0; i < VECTORS; ++i) {
+            const uint16_t* rows[LANES];
+            for (int j = 0; j < LANES; ++j) rows[j] = seen.has(i * LANES + j) ? keys[i * LANES + j] : nullptr;
+            for (int d = 0; d < dim / 2; d += LANES) {
+                const int count = dim / 2 - d < LANES ? dim / 2 - d : LANES;
+                F16 block[LANES];
+                words_of_keys(i * LANES, d, count, rows, block);
+                for (int j = 0; j < LANES && j < count; ++j)
+                    for (int n = 0; n < N; ++n) {
+                        const __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<const int*>(states[n].q)[d + j]);
+                        scores[n][i].v = _mm512_dpbf16_ps(scores[n][i].v, x, (__m512bh)_mm512_castps_si512(block[j].v));
+                    }
+            }
+        }
+    }
+
+    template <int N, int CHUNKS>
+    void add(int d, const Weights* weights, Seen seen, F16 (*sums)[CHUNKS]) const {
+        for (int lane = seen.first / 2 * 2; lane < seen.last; lane += 2) {
+            fetch_value(lane, d, d + CHUNKS * LANES), fetch_value(lane + 1, d, d + CHUNKS * LANES);
+            const uint16_t* even = seen.has(lane) ? values[lane] : nullptr;
+            const uint16_t* odd = seen.has(lane + 1) ? values[lane + 1] : nullptr;
+            __m512bh value[CHUNKS];
+            for (int c = 0; c < CHUNKS; ++c) value[c] = (__m512bh)words_of_values(even, odd, d + c * LANES);
+            for (int n = 0; n < N; ++n) {
+                int word;
+                std::memcpy(&word, weights[n].of + lane, 4);
+                const __m512bh weight = (__m512bh)_mm512_set1_epi32(word);
+                for (int c = 0; c < CHUNKS; ++c) sums[n][c].v = _mm512_dpbf16_ps(sums[n][c].v, weight, value[c]);
+            }
+        }
+    }
+};
+
+// For many queries: pairs are made once and kept.
+struct PairTile : Pairs {
+    uint32_t* keys;    // [padded_dim / 2][64]: two dimensions of a key in a word
+    uint32_t* values;  // [32][padded_dim]: one dimension of two neighbouring keys in a word
+
+    PairTile(float* memory, int head_dim)
+        : Pairs(head_dim), keys(reinterpret_cast<uint32_t*>(memory)), values(keys + padded(head_dim) * KEY_BLOCK) {}
+
     void put_key(int lane, const uint16_t* key) const {
         for (int d = 0; d < dim / 2; ++d) std::memcpy(keys + d * KEY_BLOCK + lane, key + 2 * d, 4);
     }
     void put_16_keys(int lane, const uint16_t* const* rows) const {
         for (int d = 0; d < dim / 2; d += LANES) {
             const int count = dim / 2 - d < LANES ? dim / 2 - d : LANES;
-            const __mmask16 some = static_cast<__mmask16>((1u << count) - 1);
             F16 block[LANES];
-            for (int i = 0; i < LANES; ++i) {
-                fetch_key(lane + i, 2 * d, 2 * (d + count));
-                block[i] = {_mm512_castsi512_ps(_mm512_maskz_loadu_epi32(some, rows[i] + 2 * d))};
-            }
-            transpose(block);
+            words_of_keys(lane, d, count, rows, block);
             for (int i = 0; i < count; ++i) store(reinterpret_cast<float*>(keys + (d + i) * KEY_BLOCK + lane), block[i]);
         }
     }
@@ -188,13 +271,8 @@ struct PairTile : NextBlock<uint16_t> {
         if (lane < last && lane % 2 == 1) put_value(lane, rows[lane]), ++lane;
         for (; lane + 1 < last; lane += 2) {
             fetch_value(lane, 0, dim), fetch_value(lane + 1, 0, dim);
-            for (int d = 0; d < dim; d += LANES) {
-                const int count = dim - d < LANES ? dim - d : LANES;
-                const __mmask16 some = static_cast<__mmask16>((1u << count) - 1);
-                const __m512i even = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, rows[lane] + d));
-                const __m512i odd = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, rows[lane + 1] + d));
-                _mm512_storeu_si512(values + lane / 2 * padded_dim + d, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
-            }
+            for (int d = 0; d < dim; d += LANES)
+                _mm512_storeu_si512(values + lane / 2 * padded_dim + d, words_of_values(rows[lane], rows[lane + 1], d));
         }
         if (lane < last) put_value(lane, rows[lane]);
     }
@@ -209,14 +287,6 @@ struct PairTile : NextBlock<uint16_t> {
                 for (int i = 0; i < VECTORS; ++i) scores[n][i].v = _mm512_dpbf16_ps(scores[n][i].v, x, key[i]);
             }
         }
-    }
-
-    struct Weights {
-        alignas(64) uint16_t of[KEY_BLOCK];
-    };
-    static F16 keep(Weights& weights, int lane, F16 weight) {
-        narrow(weight, weights.of + lane);
-        return load_bf16(weights.of + lane);
     }
 
     template <int N, int CHUNKS>
@@ -237,11 +307,6 @@ struct PairTile : NextBlock<uint16_t> {
                 for (int c = 0; c < CHUNKS; ++c) sums[n][c].v = _mm512_dpbf16_ps(sums[n][c].v, weight, value[c]);
             }
         }
-    }
-
-    template <int N>
-    static constexpr int chunks() {
-        return 4;
     }
 };
 
