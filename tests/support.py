@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
 from forerun.models.runner import Runner
 from forerun.ops.reference import ReferenceOps
 from forerun.registry import load, make_options
+from methods import NEEDS
 from speculation import draft_of, pacing_of
 
 VOCAB = 61
@@ -49,9 +53,24 @@ def drafter_for(name: str, model: Decoder, backend: str = "paged", **options: An
     """Make any drafter; one that needs a draft model gets a noisy copy of the target."""
     if name == "model":
         return ModelDrafter(runner_for(noisy_copy(model, 7), backend), Options(**options))
-    target = Target(model, None, frozenset(), VOCAB, (), 8, 256, backend)
+    return built(name, Target(model, None, frozenset(), VOCAB, (), 8, 256, backend), options)
+
+
+def built(name: str, target: Target, options: Mapping[str, Any]) -> Drafter:
+    """Build a drafter with these options, and with what it cannot do without (methods.py)."""
     module = load("forerun.drafters", name, "drafter")
-    return module.build(make_options(module.Options, options, name), target)
+    return module.build(make_options(module.Options, {**_needed(name, target), **options}, name), target)
+
+
+_made: dict[tuple[str, int, int], tuple[Any, Mapping[str, Any]]] = {}  # the models are kept, so that ids stay theirs
+
+
+def _needed(name: str, target: Target) -> Mapping[str, Any]:
+    """Return what a drafter of this target cannot do without; enumeration asks for it thousands of times."""
+    key = (name, id(target.model), target.num_ids)
+    if name in NEEDS and key not in _made:
+        _made[key] = (target.model, NEEDS[name](target, Path(tempfile.mkdtemp(prefix="forerun-"))))
+    return _made[key][1] if name in NEEDS else {}
 
 
 def engine_for(

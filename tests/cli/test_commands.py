@@ -1,4 +1,4 @@
-"""`forerun drafters`, `demo`, `bench widen` and `bench latency` on tiny checkpoints."""
+"""`forerun drafters`, `rules`, `pacings`, `demo`, `bench widen` and `bench latency` on tiny checkpoints."""
 
 import json
 from pathlib import Path
@@ -12,13 +12,25 @@ from forerun.native import isa
 from terminal import in_a_terminal
 
 
-def test_drafters_lists_every_file_of_the_folder(cli: Any) -> None:
-    done = cli("drafters")
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [("drafters", "forerun.drafters"), ("rules", "forerun.verify"), ("pacings", "forerun.pacing")],
+)
+def test_lists_have_every_file_of_the_folder(cli: Any, command: str, package: str) -> None:
+    done = cli(command)
     assert done.returncode == 0, done.stderr
-    for name in registry.names("forerun.drafters"):
-        assert any(line.startswith(name) for line in done.stdout.splitlines())
+    for name in registry.names(package):
+        assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines())
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+def test_one_method_is_shown_with_its_options(cli: Any) -> None:
+    done = cli("drafters", "lookup")
+    assert done.returncode == 0, done.stderr
     assert "max_n (int, 1 to 64)" in done.stdout
-    assert all(len(line) <= 80 for line in done.stdout.splitlines()[:-1])
+    wrong = cli("rules", "rato")
+    assert wrong.returncode == 2
+    assert "there is no acceptance rule 'rato' (did you mean 'ratio'?)" in wrong.stderr
 
 
 def test_demo_shows_both_runs_and_says_in_which_mode_they_are_identical(cli: Any) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forerun import pacing, registry
+from forerun import pacing
 from forerun.drafters import Drafter, Target
 from forerun.drafters.model import ModelDrafter, Options
 from forerun.engine.engine import Engine
@@ -23,6 +23,7 @@ from forerun.models.runner import Runner
 from forerun.models.toy import ToyModel, ToyTable
 from forerun.testing import Branching, enumerate_outcomes
 from forerun.types import Coins, SamplingParams, StepReport
+from support import built
 
 V, HORIZON = 3, 3
 PROMPT = (0, 1, 2, 0, 1)  # its last two tokens occurred before, so lookup has a guess
@@ -71,8 +72,7 @@ def drafter_for(case: Case) -> Drafter:
         return ModelDrafter(runner_for(case.near or resembling(case.target)), Options(**case.options))
     size = case.target.config.vocab_size
     target = Target(case.target, None, case.end_ids, size, (), 2, SPACE_TOKENS, "paged")
-    module = registry.load("forerun.drafters", case.drafter, "drafter")
-    return module.build(registry.make_options(module.Options, case.options, case.drafter), target)
+    return built(case.drafter, target, case.options)
 
 
 def steady(policy: pacing.Pacing) -> pacing.Pacing:

@@ -7,26 +7,50 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from forerun import drafters, pacing, registry, theory, verify
+from forerun.errors import BadOption
 from forerun.models.toy import ToyModel, ToyTable
 from forerun.theory import formulas
 from forerun.types import SamplingParams
-from house.enumeration import HORIZON, TARGET, Case, V, every_way, plain_outputs, resembling, spoken, total_variation
+from house.enumeration import (
+    HORIZON,
+    TARGET,
+    Case,
+    V,
+    drafter_for,
+    every_way,
+    plain_outputs,
+    resembling,
+    spoken,
+    total_variation,
+)
+from methods import VARIANTS
 
 EXACT = 1e-12
-RULES = verify.rules()
+RULES = [name for name in verify.rules() if verify.find(name).is_lossless]
 PACINGS = registry.names(pacing.__name__)
-# Options worth a run of their own, on top of the defaults of every drafter.
-VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "model": [{"draft_temperature": 0.0}, {"draft_temperature": 0.4, "draft_top_k": 2}, {"draft_top_k": 1}],
-    "lookup": [{"max_n": 2, "min_n": 2}],
-}
 NAMES = registry.names(drafters.__name__)
-DRAFTERS = [(name, options) for name in NAMES for options in [{}, *VARIANTS.get(name, [])]]
+
+
+def judges(rule: str, name: str) -> bool:
+    """Whether the rule can judge the drafts of a drafter; the engine refuses the other pairs."""
+    drafter = drafter_for(Case(name, SamplingParams()))
+    try:
+        verify.find(rule).check(name, drafter.shape, drafter.draws)
+    except BadOption:
+        return False
+    return True
+
+
+PAIRS = [(name, rule) for name in NAMES for rule in RULES if judges(rule, name)]
+OPTIONS = [(name, options, rule) for name, rule in PAIRS for options in VARIANTS.get(name, [])]
+SAMPLE = ("greedy", "plain", "all")  # the sampling options of every pair in `make test`; the others in `make parity`
+ALWAYS = ("model", "lookup", "none")  # the drafters that are tested with every option in both
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {},
@@ -57,9 +81,7 @@ def params(rule: str, **options: Any) -> SamplingParams:
 
 
 def label(value: Any) -> str | None:
-    if isinstance(value, tuple):
-        return value[0] + "".join(f",{k}={v}" for k, v in value[1].items())
-    return None
+    return ",".join(f"{k}={v}" for k, v in value.items()) or "defaults" if isinstance(value, dict) else None
 
 
 def assert_lossless(case: Case) -> None:
@@ -68,19 +90,26 @@ def assert_lossless(case: Case) -> None:
     assert total_variation(outputs, plain_outputs(case)) < EXACT
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", NAMES)
+def also_long(cases: list[Any], is_short: Callable[[Any], bool]) -> list[Any]:
+    """Mark the cases that only `make parity` runs."""
+    return [case if is_short(case) else pytest.param(*case, marks=pytest.mark.parity) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "sampling"),
+    also_long(
+        [(*pair, sampling) for pair in PAIRS for sampling in SAMPLING], lambda c: c[0] in ALWAYS or c[2] in SAMPLE
+    ),
+)
 def test_every_sampling_option(name, rule, sampling):
     assert_lossless(Case(name, params(rule, **SAMPLING[sampling])))
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "plain", "all"])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("drafter", [d for d in DRAFTERS if d[1]], ids=label)
-def test_options_of_a_drafter(drafter, rule, sampling):
+@pytest.mark.parametrize("sampling", SAMPLE)
+@pytest.mark.parametrize(("name", "options", "rule"), OPTIONS, ids=label)
+def test_options_of_a_drafter(name, options, rule, sampling):
     """Options of a drafter may change how much is accepted, and nothing else."""
-    assert_lossless(Case(drafter[0], params(rule, **SAMPLING[sampling]), drafter[1]))
+    assert_lossless(Case(name, params(rule, **SAMPLING[sampling]), options))
 
 
 SHAPES = {
@@ -101,26 +130,29 @@ def pair(shape: str) -> tuple[ToyModel, ToyModel]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "rule", "shape"),
+    also_long([(*pair, shape) for pair in PAIRS for shape in SHAPES], lambda c: c[0] in ALWAYS or c[2] == "zeros"),
+)
 def test_every_shape_of_distribution(name, rule, shape, temperature):
     target, near = pair(shape)
     assert_lossless(Case(name, params(rule, temperature=temperature), {}, target, near))
 
 
 @pytest.mark.parametrize("min_tokens", [0, 2])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "rule"), PAIRS)
 def test_an_end_inside_a_draft(name, rule, min_tokens):
     """The end id may stand anywhere in a draft; before min_tokens it has probability 0, position by position."""
     assert_lossless(Case(name, params(rule, min_tokens=min_tokens), end_ids=frozenset({2})))
 
 
-@pytest.mark.parametrize("gamma", [1, 3])
-@pytest.mark.parametrize("policy", PACINGS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "rule", "policy", "gamma"),
+    also_long(
+        [(*pair, policy, gamma) for pair in PAIRS for policy in PACINGS for gamma in (1, 3)],
+        lambda c: c[0] in ALWAYS or c[3] == 1,
+    ),
+)
 def test_every_pacing_and_length(name, rule, policy, gamma):
     assert_lossless(Case(name, params(rule, temperature=0.8), gamma=gamma, pacing=policy))
 
@@ -133,14 +165,15 @@ def test_more_rounds(rule):
     assert_lossless(Case("model", five, {}, target, resembling(target), prompt=(0, 1, 0)))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("drafter", [d for d in DRAFTERS if d[0] != "none"], ids=label)
-def test_the_cases_are_not_empty(drafter, rule):
+@pytest.mark.parametrize(
+    ("name", "options", "rule"), [*[(name, {}, rule) for name, rule in PAIRS if name != "none"], *OPTIONS], ids=label
+)
+def test_the_cases_are_not_empty(name, options, rule):
     """Every drafter drafts here, and is both right and wrong: otherwise the tests above would compare plain with plain.
 
     A draft of one id (top-k 1, greedy, lookup) is a point mass, so both outcomes need a target that is not.
     """
-    ways = every_way(Case(drafter[0], params(rule), drafter[1]))
+    ways = every_way(Case(name, params(rule), options))
     reports = [report for _, (_, of_way) in ways for report in of_way]
     assert any(r.num_accepted for r in reports)
     assert any(r.num_accepted < r.num_tested for r in reports)

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass
 from queue import SimpleQueue
+from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from rich.cells import cell_len
@@ -198,19 +199,32 @@ def model_lines(width: int) -> Iterator[str]:
 
 
 def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
-    """Every method of a room with the first sentence of its file and its options, found by scanning the folder."""
-    for name in names(package):
-        module = load(package, name, "method")
-        sentence = " ".join((module.__doc__ or "").split("\n\n")[0].split())
-        yield folded(sentence, width, f"{name:8}", " " * 8)
-        hints = typing.get_type_hints(module.Options)
-        for field in dataclasses.fields(module.Options):
-            kind = str(getattr(hints[field.name], "__name__", hints[field.name])).replace(" | None", "")
-            low, high = field.metadata.get("min"), field.metadata.get("max")
-            bounds = "" if low is None else f", at least {low}" if high is None else f", {low} to {high}"
-            default = "" if field.default is None else f" [default: {field.default}]"
-            text = f"{field.name} ({kind}{bounds}): {field.metadata.get('help', '')}{default}"
-            yield folded(text, width, " " * 10, " " * 12)
+    """Every method of a room, found by scanning the folder, with the first sentence of its file."""
+    known = names(package)
+    indent = max(map(len, known)) + 2
+    for name in known:
+        yield folded(_sentence(load(package, name, "method")), width, name.ljust(indent), " " * indent)
+
+
+def option_lines(package: str, name: str, what: str, width: int = PIPE_WIDTH) -> Iterator[str]:
+    """One method, what its file says of it, and its options. Raises BadOption for a name that no method has."""
+    module = load(package, name, what)
+    yield folded(_sentence(module), width, f"{name}  ", "    ")
+    hints = typing.get_type_hints(module.Options)
+    for field in dataclasses.fields(module.Options):
+        kind = str(getattr(hints[field.name], "__name__", hints[field.name])).replace(" | None", "")
+        low, high = field.metadata.get("min"), field.metadata.get("max")
+        bounds = "" if low is None else f", at least {low}" if high is None else f", {low} to {high}"
+        default = "" if field.default is None else f" [default: {field.default}]"
+        text = f"{field.name} ({kind}{bounds}): {field.metadata.get('help', '')}{default}"
+        yield folded(text, width, " " * 4, " " * 6)
+    if not dataclasses.fields(module.Options):
+        yield "    no options"
+
+
+def _sentence(module: ModuleType) -> str:
+    """The first paragraph of a method's file, as one line."""
+    return " ".join((module.__doc__ or "").split("\n\n")[0].split())
 
 
 def watched(llm: LLM, ids: Seq[int], params: SamplingParams, show: Callable[[StepReport], None]) -> Iterator[Chunk]:

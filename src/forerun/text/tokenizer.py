@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Sequence as Seq
@@ -70,6 +71,12 @@ class Tokenizer:
     def num_ids(self) -> int:
         """Highest id + 1; a model's matrices may be higher (padding)."""
         return max(self.id_to_token, default=-1) + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What identifies the map of ids to tokens, hexadecimal: files that hold ids carry it."""
+        lines = "".join(f"{token_id} {token!r}\n" for token_id, token in self.id_to_token.items())
+        return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()
 
     @cached_property
     def holes(self) -> frozenset[int]:

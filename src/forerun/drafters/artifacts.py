@@ -1,0 +1,60 @@
+"""Files that drafters are fitted into: arrays, and the fingerprint of the tokenizer whose ids they hold.
+
+`forerun train ...` writes them, and the drafter reads them when it is built. A file is a safetensors file whose
+metadata name its kind. Ids mean something else in another tokenizer, so a file of another one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from forerun.errors import BadOption, NotFound, shown
+from forerun.text.files import unreadable
+from forerun.text.tokenizer import Tokenizer
+
+Arrays = Mapping[str, npt.NDArray[np.generic]]
+
+
+def fingerprint(tokenizer: Tokenizer | None, num_ids: int) -> str:
+    """Return what identifies the ids of a target: of its map of ids to tokens, or their number where it has no map."""
+    return f"{num_ids} ids" if tokenizer is None else tokenizer.fingerprint
+
+
+def save(path: Path, kind: str, arrays: Arrays, tokenizer: str, facts: Mapping[str, str] | None = None) -> None:
+    """Write a fitted file. kind: the method that reads it. tokenizer: a `fingerprint`. facts: what `load` returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {**(facts or {}), "forerun": kind, "tokenizer": tokenizer}
+    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path, metadata=metadata)
+
+
+def load(path: str, kind: str, tokenizer: str) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, str]]:
+    """Return arrays and facts of a fitted file.
+
+    Raises NotFound where there is no file, UnsupportedModel where it is empty, truncated or no safetensors file, and
+    BadOption where another method, or the ids of another tokenizer, made it.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise NotFound(f"there is no file {shown(path)}: `forerun train {kind} --help` says how to make one")
+    try:
+        with safe_open(str(file), framework="numpy") as opened:
+            facts = dict(opened.metadata() or {})
+            arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+    except (SafetensorError, OSError) as error:
+        raise unreadable(file, error, f"a file of `forerun train {kind}`") from None
+    made_by = facts.pop("forerun", None)
+    if made_by != kind:
+        what = "no command of forerun" if made_by is None else f"`forerun train {made_by}`"
+        raise BadOption(f"{shown(path)} was made by {what} and not by `forerun train {kind}`: name such a file")
+    if facts.pop("tokenizer", None) != tokenizer:
+        raise BadOption(
+            f"{shown(path)} holds ids of another tokenizer than the target's: fit it again with `forerun train {kind}` "
+            "and this target"
+        )
+    return arrays, facts

@@ -1,0 +1,21 @@
+"""What tests of every method must know of some: options without which a drafter cannot be built, and variants.
+
+A drafter that needs nothing has no entry here, and is tested with its defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from forerun.drafters import Target
+
+# By drafter: (target, an empty folder) -> the options that it cannot do without, such as a file fitted for the target.
+NEEDS: dict[str, Callable[[Target, Path], Mapping[str, Any]]] = {}
+
+# By drafter: options worth runs of their own in the proof by enumeration, beside the defaults.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "model": [{"draft_temperature": 0.0}, {"draft_temperature": 0.4, "draft_top_k": 2}, {"draft_top_k": 1}],
+    "lookup": [{"max_n": 2, "min_n": 2}],
+}
