@@ -171,10 +171,12 @@ def second_pipeline(
         z[x] -= params.presence_penalty + params.frequency_penalty * list(output).count(x)
     for x in end_ids:
         z[x] = -math.inf if len(output) < params.min_tokens else z[x]
+    largest = max(z)
+    z = [value - largest for value in z]  # first, as the pipeline does: it may make ties of logits that differ by a bit
     order = sorted(range(len(z)), key=lambda x: (-z[x], x))
     if params.temperature == 0:
         return [float(x == order[0]) for x in range(len(z))]
-    weight = [math.exp((value - z[order[0]]) / params.temperature) for value in z]
+    weight = [math.exp(value / params.temperature) for value in z]
     kept = order[: params.top_k or None]
     kept = [x for x in kept if weight[x] >= params.min_p * weight[order[0]]]
     mass, prefix = 0.0, []
