@@ -23,6 +23,7 @@ class LLMOptions(TypedDict, total=False):
     spec_length: int | None
     pacing: str | None
     calibrate: bool
+    pacing_log: str | None
     dtype: str
     quantization: str | None
     device: str
