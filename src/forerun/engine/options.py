@@ -22,8 +22,8 @@ class LLMOptions(TypedDict, total=False):
     extra_drafts: str | None
     spec_length: int | None
     pacing: str | None
-    calibrate: bool
     pacing_log: str | None
+    calibrate: bool
     dtype: str
     quantization: str | None
     device: str
