@@ -79,6 +79,9 @@ class EngineConfig:
     pacing: str | None = _option(
         None, "policy that decides how far to draft; none = fixed where spec_length is given, else auto"
     )
+    pacing_log: str | None = _option(
+        None, "file for one JSON line per round: what was granted, drafted and accepted, and the policy's own numbers"
+    )
     calibrate: bool = _option(
         True, "pacing=auto measures what passes take by their rows, once per machine and model; off: a built-in curve"
     )

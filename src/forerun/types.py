@@ -290,33 +290,46 @@ class Draft:
         return path[::-1]
 
 
+def _may(*_: Any) -> bool:
+    """Say yes: the answer of a policy that leaves a drafter the whole of its budget."""
+    return True
+
+
 @dataclass
 class Budget:
     """How far this step may draft. The pacing policy makes it, and the drafter reads it.
 
     num_tokens [B]: most draft nodes of each sequence. catchup_tokens: most committed tokens the drafter may run
-    through its own model before drafting, beside those that the previous round left. go_on(b, depth, draft_probs): the
-    drafter asks it before each draw; it may look at the distribution, never at the drawn token (docs/exactness.md).
+    through its own model before drafting, beside those that the previous round left.
+    go_on(b, depth, draft_probs[, logits]): the drafter asks it before each draw; it may look at the distribution, never
+    at the drawn token (docs/exactness.md). go_behind(b, depth, token, draft_probs[, logits]): a drafter with a model
+    asks it after each draw, whether another token may follow; the drawn one stays in the draft whatever the answer.
+    logits [V]: a model's own, before bias, temperature and filters. A drafter without a model leaves them out, and one
+    with a model need not compute them unless `reads_logits`.
     """
 
     num_tokens: list[int]
     catchup_tokens: int
-    go_on: Callable[[int, int, Probs], bool] = lambda b, depth, draft_probs: True
+    go_on: Callable[..., bool] = _may
+    go_behind: Callable[..., bool] = _may
+    reads_logits: bool = False
 
     @property
     def stops_early(self) -> bool:
-        """Whether `go_on` may return False; where it cannot, a drafter may make a whole draft at once."""
-        return self.go_on is not Budget.go_on
+        """Whether a draft may end before its budget; where it cannot, a drafter may make a whole draft at once."""
+        return self.go_on is not _may or self.go_behind is not _may
 
     def only(self, members: Seq[int], catchup_tokens: int) -> Budget:
         """Return the budget of some of the sequences, which are numbered anew.
 
         members: their indices in this budget. catchup_tokens: what the other drafters of the step left to them.
         """
-        granted = [self.num_tokens[b] for b in members]
-        if not self.stops_early:
-            return Budget(granted, catchup_tokens)
-        return Budget(granted, catchup_tokens, lambda i, depth, draft_probs: self.go_on(members[i], depth, draft_probs))
+        own = Budget([self.num_tokens[b] for b in members], catchup_tokens, reads_logits=self.reads_logits)
+        if self.go_on is not _may:
+            own.go_on = lambda i, *at: self.go_on(members[i], *at)
+        if self.go_behind is not _may:
+            own.go_behind = lambda i, *at: self.go_behind(members[i], *at)
+        return own
 
 
 @dataclass(frozen=True)
@@ -439,6 +452,7 @@ class RoundDetail:
     accepted: list[int]  # node indices within this round
     next_token: int
     granted: int  # the pacing policy's budget
+    pacing: Mapping[str, float] = field(default_factory=dict)  # what the policy tells of the round
 
 
 class SequenceStep(NamedTuple):

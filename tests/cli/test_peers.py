@@ -102,7 +102,7 @@ OTHER_MISTAKES = {
     "generate x -n5": "No such option: -n: see forerun generate --help",  # no short flag takes its value like that
     "generate x --chat-template": "Option '--chat-template' requires an argument",
     "generate x --top-k many": "Invalid value for '--top-k'",
-    "drafters more": "Got unexpected extra argument",
+    "drafters lookup more": "Got unexpected extra argument",
 }
 
 

@@ -34,7 +34,7 @@ class Told(Pacing):
         self.asked.append(([seq.id for seq in seqs], [*limits]))
         return [self.granted] * len(seqs)
 
-    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs) -> bool:
+    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: object = None) -> bool:
         self.depths.append((seq.id, depth))
         return depth < self.most.get(seq.id, 99)
 
@@ -203,7 +203,7 @@ def test_whatever_a_policy_grants_stays_within_the_limits_of_the_step() -> None:
 class Asked(FixedPacing):
     """As fixed, but it is asked before each draw, so that no draft is made at once."""
 
-    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs) -> bool:
+    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: object = None) -> bool:
         return True
 
 

@@ -35,6 +35,7 @@ def batch(
     extra_drafts: flags.ExtraDrafts = None,
     spec_length: flags.SpecLength = None,
     pacing: flags.Pacing = None,
+    pacing_log: flags.PacingLog = None,
     calibrate: flags.Calibrate = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,

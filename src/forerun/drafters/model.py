@@ -155,7 +155,7 @@ class ModelDrafter(Drafter):
         feeds = {b: (seqs[b], tokens) for b, tokens in missing.items() if len(tokens) <= ROUND_TOKENS}
         if not budget.stops_early and all(self._fed[seq.id].best_only for seq, _ in feeds.values()):
             return self._run_ahead(feeds, limits)
-        chains, rows, depth = [_Chain() for _ in seqs], self._feed(feeds), 0
+        chains, rows, depth = [_Chain() for _ in seqs], self._feed(feeds, reads_logits=budget.reads_logits), 0
         for seq, tokens in feeds.values():
             self._commit(seq, tokens)
         while rows:
@@ -163,7 +163,7 @@ class ModelDrafter(Drafter):
             depth += 1
             # The last token of a full chain is not fed: no draw needs the logits after it.
             feeds = {b: (seqs[b], [chains[b].tokens[-1]]) for b in grown if depth < limits[b]}
-            rows = self._feed(feeds)
+            rows = self._feed(feeds, reads_logits=budget.reads_logits)
             for seq, tokens in feeds.values():
                 self._guess(seq, tokens)
         return Draft.chains([c.tokens for c in chains], [c.probs for c in chains])
@@ -184,18 +184,23 @@ class ModelDrafter(Drafter):
         return Draft.chains(chains, [[Probs.of_point(token) for token in chain] for chain in chains])
 
     def _grow(self, chain: _Chain, row: Row, seq: Sequence, b: int, depth: int, budget: Budget, coins: Coins) -> bool:
-        """Draw one more token for a sequence, unless the pacing policy stops here or its masks leave no token."""
+        """Draw one more token for a sequence, unless the pacing policy stops here or its masks leave no token.
+
+        Returns whether another one may follow.
+        """
         try:
             draft_probs = self._probs(row, seq, chain)
         except BadOption:
             return False  # no token is left here; the target raises where none is left there either
-        if not budget.go_on(b, depth, draft_probs):
+        logits = None if isinstance(row, int) else row
+        if not budget.go_on(b, depth, draft_probs, logits):
             return False
         # Match verification accepts most when drafter and target share the noise (docs/exactness.md).
         draw = coins.pick if seq.acceptance == "match" else coins.draft
-        chain.tokens.append(draw(draft_probs, depth))
+        token = draw(draft_probs, depth)
+        chain.tokens.append(token)
         chain.probs.append(draft_probs)
-        return True
+        return budget.go_behind(b, depth, token, draft_probs, logits)
 
     def _probs(self, row: Row, seq: Sequence, chain: _Chain) -> Probs:
         if isinstance(row, int):
@@ -250,21 +255,26 @@ class ModelDrafter(Drafter):
         inside = num_tokens > 0 and start + num_tokens <= config.max_positions
         return num_tokens if inside and max(seq.tokens[start : start + num_tokens]) < config.vocab_size else 0
 
-    def _feed(self, feeds: dict[int, tuple[Sequence, list[int]]], wanted: str = "last") -> dict[int, Row]:
-        """Run these tokens and keep their rows. Returns what follows each sequence's last row, if wanted="last"."""
+    def _feed(
+        self, feeds: dict[int, tuple[Sequence, list[int]]], wanted: str = "last", reads_logits: bool = False
+    ) -> dict[int, Row]:
+        """Run these tokens and keep their rows. Returns what follows each sequence's last row, if wanted="last".
+
+        reads_logits: whether logits are wanted also where the largest one is enough to draw.
+        """
         if not feeds:
             return {}
-        fed = [self._fed[seq.id] for seq, _ in feeds.values()]
+        best_only = [self._fed[seq.id].best_only and not reads_logits for seq, _ in feeds.values()]
         scores = self.runner.forward(
             [
-                Run(seq.id, tokens, wanted, None, own.best_only)
-                for (seq, tokens), own in zip(feeds.values(), fed, strict=True)
+                Run(seq.id, tokens, wanted, None, best)
+                for (seq, tokens), best in zip(feeds.values(), best_only, strict=True)
             ]
         )
         self.runner.cache.keep({seq.id: range(len(tokens)) for seq, tokens in feeds.values()})
         if wanted != "last":
             return {}
-        last = [scores.best[i][0] if own.best_only else scores.logits[i][-1] for i, own in enumerate(fed)]
+        last = [scores.best[i][0] if best else scores.logits[i][-1] for i, best in enumerate(best_only)]
         return dict(zip(feeds, last, strict=True))
 
     def _draft_params(self, params: SamplingParams) -> SamplingParams:

@@ -29,6 +29,7 @@ from forerun.engine.request import Chunk, Mark, Reader, Request, RequestOutput, 
 from forerun.errors import BadOption, UserError
 from forerun.models.generation import sampling_defaults
 from forerun.models.loading import Checkpoint
+from forerun.pacing.log import PacingLog
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Listener, SamplingParams, StepReport
@@ -57,6 +58,7 @@ class LLM:
             options["draft"] = "model"
         named = {} if target is None or loaded is not None else {"target": target}
         self.config = EngineConfig.make(**named, **options)
+        log = None if self.config.pacing_log is None else PacingLog(self.config.pacing_log)
         tokenizer = None
         if loaded is None:
             tokenizer = refuse_early(self.config, self._loaded_draft is not None)
@@ -74,6 +76,8 @@ class LLM:
         if self.config.chat_template is not None:
             _ = self.chat_template  # a file that cannot be read is refused here
         self.engine = build(self.checkpoint, self.tokenizer, self.config, self._loaded_draft)
+        if log is not None:
+            self.listen(log, detail=True)
         self._loop = Loop(self.engine)
         weakref.finalize(self, self._loop.close)
 

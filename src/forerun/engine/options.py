@@ -22,6 +22,7 @@ class LLMOptions(TypedDict, total=False):
     extra_drafts: str | None
     spec_length: int | None
     pacing: str | None
+    pacing_log: str | None
     calibrate: bool
     dtype: str
     quantization: str | None

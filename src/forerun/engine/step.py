@@ -27,7 +27,7 @@ from forerun.engine.router import Router
 from forerun.engine.scheduler import Plan
 from forerun.errors import InternalError
 from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
-from forerun.pacing import Pacing
+from forerun.pacing import Pacing, overrides
 from forerun.types import (
     Budget,
     Coins,
@@ -120,8 +120,11 @@ class Stepper:
             return Draft.empty(len(seqs)), granted
         catchup_tokens = self.catchup.tokens({seq.draft for seq in seqs}, self.drafter.num_caught_up)
         budget = Budget(list(granted), catchup_tokens)  # the drafter's own
-        if self.pacing.stops_early:
-            budget.go_on = lambda b, depth, probs: self.pacing.go_on(seqs[b], depth, probs)
+        budget.reads_logits = self.pacing.reads_logits
+        if overrides(self.pacing, "go_on"):
+            budget.go_on = lambda b, *at: self.pacing.go_on(seqs[b], *at)
+        if overrides(self.pacing, "go_behind"):
+            budget.go_behind = lambda b, *at: self.pacing.go_behind(seqs[b], *at)
         return self.drafter.propose(seqs, budget, coins), granted
 
     def _guess(self, seqs: Seq[Sequence], granted: Seq[int], limits: Seq[int], coins: Seq[Coins]) -> None:
@@ -157,7 +160,7 @@ class Stepper:
         report.num_context_tokens = sum([len(request.seq.tokens) for request in plan.decode]) - report.num_decoding
         if self.wants_detail:
             report.rounds = [
-                _detail(request.seq, draft, target_probs[b], verdict, b, granted[b])
+                _detail(request.seq, draft, target_probs[b], verdict, b, granted[b], self.pacing.facts(request.seq))
                 for b, request in enumerate(plan.decode)
             ]
         kept: dict[int, Seq[int]] = {request.seq.id: range(take) for request, take in plan.prefill}
@@ -257,7 +260,9 @@ def _origins(num_nodes: int, num_accepted: int, num_tested: int) -> list[Origin]
     return [*["accepted"] * num_accepted, last]  # type: ignore[list-item]
 
 
-def _detail(seq: Sequence, draft: Draft, rows: Rows, verdict: Verdict, b: int, granted: int) -> RoundDetail:
+def _detail(
+    seq: Sequence, draft: Draft, rows: Rows, verdict: Verdict, b: int, granted: int, facts: Mapping[str, float]
+) -> RoundDetail:
     nodes = draft.nodes(b)
     parents = [p - nodes.start if p >= 0 else -1 for p in (draft.parents[n] for n in nodes)]
     known = rows if isinstance(rows, list) else rows.known  # watching must not compute more
@@ -273,4 +278,5 @@ def _detail(seq: Sequence, draft: Draft, rows: Rows, verdict: Verdict, b: int, g
         accepted=[n - nodes.start for n in verdict.paths[b]],
         next_token=verdict.next_tokens[b],
         granted=granted,
+        pacing=facts,
     )

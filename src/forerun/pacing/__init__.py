@@ -7,11 +7,15 @@ policy may use: cost.py (the time of a pass) and acceptance.py (how likely each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
+from typing import TYPE_CHECKING
 
 from forerun.pacing.cost import Costs
 from forerun.registry import load, make_options, parse_spec
 from forerun.types import Probs, Sequence, StepReport
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Pacing:
@@ -21,26 +25,41 @@ class Pacing:
     otherwise the output's distribution would change (docs/exactness.md).
     """
 
-    @property
-    def stops_early(self) -> bool:
-        """Whether `go_on` may return False."""
-        return type(self).go_on is not Pacing.go_on
+    reads_logits = False  # whether `go_on` and `go_behind` want the drafter's logits, which it must then compute
 
     @property
     def guesses(self) -> bool:
         """Whether the policy uses `guess`, so that the engine has to call it."""
-        return type(self).guess is not Pacing.guess
+        return overrides(self, "guess")
 
     def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
         """Return the most draft nodes of each decoding sequence of this step, [B].
 
         limits [B]: nodes that a sequence could have at most, by its own end and by the room in the caches.
         """
+        wanted = [seq.params.spec_length or self.wanted(seq) for seq in seqs]
+        return [min(pair) for pair in zip(wanted, limits, strict=True)]
+
+    def wanted(self, seq: Sequence) -> int:
+        """Return the most nodes of a sequence whose request names no `spec_length` of its own."""
         raise NotImplementedError
 
-    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs) -> bool:
-        """Return whether to draw the token at `depth` (0 = first) from `draft_probs`."""
+    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Tensor | None = None) -> bool:
+        """Return whether to draw the token at `depth` (0 = first) from `draft_probs`.
+
+        logits [V]: the drafter's own, where `reads_logits` asks for them and the drafter has a model; else None.
+        """
         return True
+
+    def go_behind(
+        self, seq: Sequence, depth: int, token: int, draft_probs: Probs, logits: Tensor | None = None
+    ) -> bool:
+        """Return whether a token may follow `token`, which was just drawn at `depth` and stays in the draft."""
+        return True
+
+    def facts(self, seq: Sequence) -> Mapping[str, float]:
+        """Return numbers of the policy's own on a sequence's last round, for listeners that ask for detail."""
+        return {}
 
     def prepares(self, seq: Sequence) -> bool:
         """Return whether the drafter is to run a sequence's prompt beside the target, ready for the first round."""
@@ -62,3 +81,8 @@ def make(spec: str, spec_length: int | None, costs: Costs | None = None) -> Paci
     module = load(__name__, name, "pacing policy")
     made: Pacing = module.build(make_options(module.Options, options, name), spec_length, costs or Costs())
     return made
+
+
+def overrides(policy: Pacing, name: str) -> bool:
+    """Return whether a policy has a method of its own by this name, so that it has to be called."""
+    return getattr(type(policy), name) is not getattr(Pacing, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from forerun.config import DEFAULT_SPEC_LENGTH
@@ -22,8 +21,8 @@ class FixedPacing(Pacing):
     def __init__(self, spec_length: int) -> None:
         self.spec_length = spec_length
 
-    def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
-        return [min(s.params.spec_length or self.spec_length, most) for s, most in zip(seqs, limits, strict=True)]
+    def wanted(self, seq: Sequence) -> int:
+        return self.spec_length
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:

@@ -1,0 +1,50 @@
+"""Stop behind a token that the drafter itself finds unlikely (transformers' assistant_confidence_threshold).
+
+The unlikely token stays in the draft and is verified. Whether a token is drafted then depends on tokens before it
+alone, which leaves the output's distribution as it is; to drop the unlikely token would not (docs/exactness.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from forerun.config import DEFAULT_SPEC_LENGTH
+from forerun.pacing import Pacing
+from forerun.pacing.cost import Costs
+from forerun.pacing.uncertainty import confidence
+from forerun.types import Probs, Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """How likely a token must be for another one to follow."""
+
+    threshold: float = field(
+        default=0.4, metadata={"help": "probability of the last drafted token, by the drafter", "min": 0.0, "max": 1.0}
+    )
+
+
+class ConfidencePacing(Pacing):
+    """The policy that grants `spec_length` tokens and ends a draft behind the first unlikely one."""
+
+    reads_logits = True
+
+    def __init__(self, options: Options, spec_length: int) -> None:
+        self.options, self.spec_length = options, spec_length
+
+    def wanted(self, seq: Sequence) -> int:
+        return self.spec_length
+
+    def go_behind(
+        self, seq: Sequence, depth: int, token: int, draft_probs: Probs, logits: Tensor | None = None
+    ) -> bool:
+        return confidence(token, draft_probs, logits) >= self.options.threshold
+
+
+def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
+    """Return the policy; the longest draft is spec_length, or 5 where none is named."""
+    return ConfidencePacing(options, spec_length or DEFAULT_SPEC_LENGTH)

@@ -1,0 +1,126 @@
+"""Entropy-adaptive draft length (EGAG): an unsure drafter drafts few tokens, a sure one many.
+
+The proposal names use_egag, gamma_min, gamma_max and egag_ema_beta and gives no formula. This one is used, once per
+round, from the distribution behind the drafter's first pass (temperature 1, no filters):
+
+    Hn = H / ln V,    s <- beta s + (1 - beta) Hn,    z = clip(s / h_ref, 0, 1)
+    gamma = gamma_min + floor((gamma_max - gamma_min) (1 - z) + 1/2)
+
+Over a large vocabulary Hn is small even where the drafter is unsure (2 nats of 128,256 ids are 0.17), so that with
+h_ref = 1 the length would hardly move. h_ref is the 90th percentile of the last Hn, unless it is given. The decision
+reads the first distribution and the past alone, never a drawn token, which leaves the output's distribution as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from forerun.config import DEFAULT_SPEC_LENGTH
+from forerun.errors import BadOption
+from forerun.pacing import Pacing
+from forerun.pacing.cost import Costs
+from forerun.pacing.uncertainty import normalized_entropy
+from forerun.types import Probs, Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+REMEMBERED = 256  # values of Hn, whose percentile h_ref is
+FEWEST = 16  # of them; before, h_ref is 1
+PERCENTILE = 90.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Bounds of the length, and how entropy moves it between them."""
+
+    gamma_min: int = field(
+        default=1, metadata={"help": "tokens drafted where the drafter is unsure", "min": 1, "max": 64}
+    )
+    gamma_max: int | None = field(
+        default=None, metadata={"help": "tokens drafted where it is sure; none = spec_length", "min": 1, "max": 64}
+    )
+    ema_beta: float = field(
+        default=0.0, metadata={"help": "weight of the past in the smoothed entropy, below 1", "min": 0.0, "max": 0.999}
+    )
+    h_ref: float | None = field(
+        default=None,
+        metadata={
+            "help": "normalised entropy that counts as unsure; none = the 90th percentile",
+            "min": 1e-6,
+            "max": 1.0,
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.gamma_max is not None and self.gamma_min > self.gamma_max:
+            raise BadOption(
+                f"entropy:gamma_min={self.gamma_min} is not possible: it must be at most gamma_max={self.gamma_max}"
+            )
+
+
+@dataclass
+class _Round:
+    """A request's smoothed entropy, that of its last round, and the length that followed from it."""
+
+    smoothed: float
+    normalized: float
+    length: int
+
+
+class EntropyPacing(Pacing):
+    """The policy that grants gamma_max tokens and ends the draft at the length that the first entropy gives."""
+
+    reads_logits = True
+
+    def __init__(self, options: Options, longest: int) -> None:
+        self.options, self.longest = options, longest
+        self._rounds: dict[int, _Round] = {}
+        self._seen: deque[float] = deque(maxlen=REMEMBERED)
+
+    def wanted(self, seq: Sequence) -> int:
+        return self.longest
+
+    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Tensor | None = None) -> bool:
+        if depth == 0:
+            self._begin(seq, normalized_entropy(draft_probs, logits))
+        return depth < self._rounds[seq.id].length
+
+    def end(self, seq: Sequence) -> None:
+        self._rounds.pop(seq.id, None)
+
+    def facts(self, seq: Sequence) -> Mapping[str, float]:
+        own = self._rounds.get(seq.id)
+        if own is None:
+            return {}
+        return {"entropy_normalized": own.normalized, "entropy_smoothed": own.smoothed, "gamma": float(own.length)}
+
+    def _begin(self, seq: Sequence, now: float) -> None:
+        """Find the length of a round from its first distribution."""
+        before, beta = self._rounds.get(seq.id), self.options.ema_beta
+        smoothed = now if before is None else beta * before.smoothed + (1 - beta) * now
+        self._seen.append(now)
+        z = min(1.0, smoothed / self._reference())
+        span = self.longest - self.options.gamma_min
+        self._rounds[seq.id] = _Round(smoothed, now, self.options.gamma_min + math.floor(span * (1 - z) + 0.5))
+
+    def _reference(self) -> float:
+        if self.options.h_ref is not None:
+            return self.options.h_ref
+        return max(1e-6, float(np.percentile(self._seen, PERCENTILE))) if len(self._seen) >= FEWEST else 1.0
+
+
+def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
+    """Return the policy. gamma_max is the option's, else spec_length, else 5. Raises BadOption if below gamma_min."""
+    longest = options.gamma_max or spec_length or DEFAULT_SPEC_LENGTH
+    if longest < options.gamma_min:
+        raise BadOption(
+            f"entropy:gamma_min={options.gamma_min} is not possible: it must be at most spec_length={longest}"
+        )
+    return EntropyPacing(options, longest)
