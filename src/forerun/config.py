@@ -16,6 +16,7 @@ from typing import Any
 
 from forerun.errors import BadOption, NotFound, shown
 from forerun.native import VARIABLES
+from forerun.params import SamplingParams
 from forerun.registry import by_name, by_value, make_options, unknown
 
 DEFAULT_SPEC_LENGTH = 5  # of pacing=fixed
@@ -164,6 +165,11 @@ class EngineConfig:
         known = {f.name for f in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
+                if name in SamplingParams.__dataclass_fields__:
+                    raise BadOption(
+                        f"{name}={shown(values[name])} is no option of the engine: give it with each request, in "
+                        f"SamplingParams({name}={shown(values[name])})"
+                    )
                 raise BadOption(by_name(name, known, "SamplingParams") or unknown("option", name, known))
         keys = values.get("ignore_config_keys")
         if isinstance(keys, list | tuple) and all(isinstance(key, str) for key in keys):

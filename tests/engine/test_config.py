@@ -130,6 +130,7 @@ def test_no_value_that_works_here_is_answered_as_a_peers():
             "max_num_batched_tokens=7 is not possible: it must be at least max_batch_size=8",
         ),
         ({"draft": 3}, "draft=3 is not possible"),
+        ({"temperature": 0}, "temperature=0 is no option of the engine: give it with each request, in SamplingParams("),
     ],
 )
 def test_refusals(options, words):
