@@ -11,12 +11,14 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption, NotFound, shown
 from forerun.native import VARIABLES
-from forerun.registry import by_name, by_value, make_options, unknown
+from forerun.params import SamplingParams
+from forerun.registry import by_name, by_value, checked, unknown
 
 DEFAULT_SPEC_LENGTH = 5  # of pacing=fixed
 AUTO_SPEC_LENGTH = 16  # the most that pacing=auto grants
@@ -115,7 +117,22 @@ class EngineConfig:
         min=1,
     )
 
+    if not TYPE_CHECKING:  # checkers know the fields, and refuse other names themselves
+
+        def __new__(cls, *_: Any, **given: Any) -> EngineConfig:
+            """Raises BadOption for a name that is no field."""
+            for name in given.keys() - cls.__dataclass_fields__.keys():
+                raise BadOption(_no_option(name, given[name]))
+            return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        keys = self.ignore_config_keys
+        if isinstance(keys, list | tuple) and all(isinstance(key, str) for key in keys):
+            object.__setattr__(self, "ignore_config_keys", ",".join(keys))
+        fields = dataclasses.fields(self)
+        given = {f.name: _as_text(v) for f in fields if (v := getattr(self, f.name)) is not f.default}
+        for name, value in checked(type(self), given).items():
+            object.__setattr__(self, name, value)
         for name in ("target", "draft"):
             if getattr(self, name) == "":
                 raise BadOption(f"{name}='' names nothing: leave {name} out, or give it a value")
@@ -164,15 +181,7 @@ class EngineConfig:
         values = _resolve_aliases(options)
         if values.pop(_USE, None) and "draft" not in values:
             raise BadOption(NO_DRAFT)
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in values:
-            if name not in known:
-                raise BadOption(by_name(name, known, "SamplingParams") or unknown("option", name, known))
-        keys = values.get("ignore_config_keys")
-        if isinstance(keys, list | tuple) and all(isinstance(key, str) for key in keys):
-            values["ignore_config_keys"] = ",".join(keys)
-        config: EngineConfig = make_options(cls, {k: _as_text(v) for k, v in values.items()})
-        return config
+        return cls(**values)
 
     @classmethod
     def from_sources(
@@ -209,6 +218,17 @@ _CHOICES = {
     "ops": ("auto", "native", "reference", "reference_row_by_row"),
     "kv_cache_backend": ("paged", "contiguous"),
 }
+
+
+def _no_option(name: str, value: object) -> str:
+    """The sentence for a name that is no option of the engine."""
+    if name in SamplingParams.__dataclass_fields__:
+        return (
+            f"{name}={shown(value)} is no option of the engine: give it with each request, in "
+            f"SamplingParams({name}={shown(value)})"
+        )
+    known = EngineConfig.__dataclass_fields__
+    return by_name(name, known, "SamplingParams") or unknown("option", name, known)
 
 
 def _as_text(value: Any) -> Any:
@@ -320,3 +340,7 @@ def _read_toml(path: str) -> dict[str, Any]:
         raise BadOption(f"the config file {path!r} cannot be read ({error.strerror}): name a TOML file") from None
     except ValueError as error:  # not TOML, or not UTF-8
         raise BadOption(f"the config file {path!r} is not valid TOML: {error}") from None
+
+
+# Of the fields, for help() and completion: that of __new__ would say nothing.
+EngineConfig.__signature__ = Signature(list(signature(EngineConfig.__init__).parameters.values())[1:])  # type: ignore[attr-defined]

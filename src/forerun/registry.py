@@ -65,7 +65,12 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def make_options(cls: type[Any], values: Mapping[str, Any], method: str = "") -> Any:
-    """Make an Options instance from texts or values, checked against the type and range of each field.
+    """Make an Options instance from texts or values, as `checked` has them."""
+    return cls(**checked(cls, values, method))
+
+
+def checked(cls: type[Any], values: Mapping[str, Any], method: str = "") -> dict[str, Any]:
+    """Return texts or values in the type of each field of a dataclass, checked against its range.
 
     Raises BadOption naming `method:option`, the value and what would work.
     """
@@ -82,7 +87,7 @@ def make_options(cls: type[Any], values: Mapping[str, Any], method: str = "") ->
         label = f"{method}:{key}" if method else key
         made[key] = _convert(value, hints[key], label)
         _check_range(made[key], fields[key].metadata, label)
-    return cls(**made)
+    return made
 
 
 def _convert(value: Any, hint: Any, name: str) -> Any:

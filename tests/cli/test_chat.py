@@ -177,11 +177,24 @@ def test_parameters_can_be_set(talker: Path) -> None:
         "temprature 1": "there is no parameter 'temprature' (did you mean 'temperature'?)",
         "temperature": "there is no value for temperature",
         "temperature warm": "temperature='warm' is not possible",
-        "draft model": "there is no drafter in this engine 'model'",
+        "draft model": "there is no drafter in this engine 'model': it must be one of lookup, none; start it with",
     }.items():
         with pytest.raises(BadOption, match=re.escape(sentence)):
             chat.set(words)
+    with pytest.raises(BadOption, match=r"did you mean 'none'.*of lookup, none$"):  # no engine starts with that
+        chat.set("draft nonee")
     assert chat.params == params
+
+
+def test_help_says_how_a_conversation_is_drawn(cli: Any) -> None:
+    page = " ".join(cli("chat", "--help").stdout.split())
+    for flag, default in {
+        "--temperature": "the model's own, else 0.7",
+        "--top-p": "the model's own, else 0.9",
+        "--top-k": "the model's own, else 0",
+        "--generation-config": "model",
+    }.items():
+        assert f"[default: {default}]" in page.partition(f" {flag} ")[2].partition(" --")[0]
 
 
 def test_a_model_with_sampling_values_of_its_own(talker: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ CASES = {
     "target": (("generate", "--target", "./nowhere", "x"), "there is no folder nowhere"),
     "target_file": (("generate", "--target", "./nowhere.gguf", "x"), "there is no file nowhere.gguf"),
     "target_name": (("generate", "--target", "smollm", "x"), "there is no folder smollm (did you mean smollm2?)"),
+    "target_case": (("generate", "--target", "SmolLM2", "x"), "there is no folder SmolLM2 (did you mean smollm2?)"),
     "target_empty": (("generate", "--target", "", "x"), "target='' names nothing: leave target out"),
     "draft_empty": ((*LLAMA, "--draft", ""), "draft='' names nothing: leave draft out"),
     "variant": (("bench", "quality", "--variant", "int5"), "--variant 'int5' is not possible: it must be float32,"),

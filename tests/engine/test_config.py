@@ -130,6 +130,7 @@ def test_no_value_that_works_here_is_answered_as_a_peers():
             "max_num_batched_tokens=7 is not possible: it must be at least max_batch_size=8",
         ),
         ({"draft": 3}, "draft=3 is not possible"),
+        ({"temperature": 0}, "temperature=0 is no option of the engine: give it with each request, in SamplingParams("),
     ],
 )
 def test_refusals(options, words):
@@ -316,3 +317,19 @@ def test_a_name_of_another_engine_is_answered_with_ours():
     params = SamplingParams(temperature=0.5, stop="x")
     for same in (copy.deepcopy(params), pickle.loads(pickle.dumps(params)), dataclasses.replace(params)):
         assert same == params
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_batchsize": 3}, "there is no option 'max_batchsize' (did you mean 'max_batch_size'?)"),
+        ({"max_batch_size": -3}, "max_batch_size=-3 is not possible: it must be in 1 .. 1024"),
+        ({"max_batch_size": "many"}, "max_batch_size='many' is not possible: it must be of type int"),
+        ({"draft": None}, "draft=None is not possible: it must be of type str"),
+    ],
+)
+def test_a_configuration_of_its_own_is_checked_as_one_of_llm(options, words):
+    with pytest.raises(BadOption) as error:
+        EngineConfig(**options)
+    assert words in str(error.value)
+    assert EngineConfig(ignore_config_keys=["a", "b"]).ignored_config_keys == {"a", "b"}

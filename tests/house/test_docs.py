@@ -26,11 +26,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs" / "methods").glob("*.md")),
-]
+PAGES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "methods").glob("*.md")]
+DOCUMENTS = [ROOT / "README.md", *sorted(PAGES)]
+HISTORY = sorted((ROOT / "docs" / "history").glob("*.md"))  # read, and not run: its commands are of their time
 FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[a-z]+)(?:: (?P<value>.+?))? -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
@@ -154,7 +152,7 @@ def test_examples_run(document: Path, copy: Path) -> None:
             run_console(document, block, copy)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *HISTORY], ids=name_of)
 def test_links_lead_somewhere(document: Path) -> None:
     """Links within the project: the file is there, and so is the heading."""
     page = FENCE.sub("", document.read_text(encoding="utf-8"))

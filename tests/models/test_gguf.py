@@ -286,6 +286,7 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path: Path, case:
     with pytest.raises(UnsupportedModel) as refused:
         load_checkpoint(str(tmp_path / "a.gguf"), with_tokenizer=True)
     assert sentence in str(refused.value)
+    assert str(refused.value).startswith(str(tmp_path / "a.gguf"))  # and no config.json, which nobody would find
     assert "\n" not in str(refused.value)
 
 
@@ -312,8 +313,11 @@ def test_tensors_that_are_missing_too_many_or_of_another_shape(tmp_path: Path) -
     ):
         open_source(tmp_path / "a.gguf")
     write_model(tmp_path / "b.gguf", config, weights, llama__block_count=3)
-    with pytest.raises(UnsupportedModel, match=r"b\.gguf has no tensor model\.layers\.2\.input_layernorm\.weight"):
+    with pytest.raises(
+        UnsupportedModel, match=r"b\.gguf has no tensor model\.layers\.2\.input_layernorm\.weight"
+    ) as refused:
         load_checkpoint(tmp_path / "b.gguf")
+    assert str(refused.value).endswith("which its metadata asks for: fetch the file again")
     write_model(tmp_path / "c.gguf", config, weights, llama__feed_forward_length=128)
     with pytest.raises(UnsupportedModel, match=r"c\.gguf has .* of shape \[96, 64\], and .* asks for \[96, 128\]"):
         load_checkpoint(tmp_path / "c.gguf")

@@ -96,6 +96,8 @@ def test_files_that_end_too_early(whole: Path, tmp_path: Path) -> None:
     for end in ends:
         path.write_bytes(data[:end])
         check_sentence(refused(path), end)
+    needed = f"has {end:,} bytes and its tensors need {len(data):,}, as where a download was cut short"
+    assert needed in str(refused(path))
 
 
 def test_bytes_changed_at_random(whole: Path, tmp_path: Path) -> None:

@@ -103,8 +103,8 @@ def run(config: EngineConfig, plan: Plan) -> dict[str, Any]:
     num_drafters = len({variant.draft for variant in llms} - {PLAIN.draft})
     temperatures = " and ".join(f"{t:g}" for t in plan.temperatures)
     console.print(
-        f"{len(prompts)} prompts, {plan.max_tokens} tokens each, at temperature {temperatures}: plain decoding against "
-        f"{num_drafters} drafter{'s' * (num_drafters != 1)}, in turns"
+        f"{len(prompts)} prompt{'s' * (len(prompts) != 1)}, {plan.max_tokens} tokens each, at temperature "
+        f"{temperatures}: plain decoding against {num_drafters} drafter{'s' * (num_drafters != 1)}, in turns"
     )
     for model in drafts:
         share = model.bytes_per_pass / ceiling.bytes_per_pass

@@ -224,7 +224,8 @@ THEORY_NOTE = (
     "alpha: accepted tokens / tested ones, for behind a rejection no token is tested. c: time of a drafted token, "
     "v(K): of a pass that checks K of them, both over a plain pass. overhead: share of a step outside of the models. "
     "Thm 3.8: the speed-up that alpha and c promise where checking costs nothing, "
-    "(1 - alpha^(K+1)) / ((1 - alpha) (cK + 1)); with costs: with v(K) and the overhead."
+    "(1 - alpha^(K+1)) / ((1 - alpha) (cK + 1)); with costs: with v(K) and the overhead; - where "
+    "most drafts had fewer than K tokens, which the formula does not know."
 )
 
 

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from forerun import drafters
+from forerun.cli.flags import USUAL
 from forerun.cli.words import counted, drawing, ending, note, percent, precision
 from forerun.config import EngineConfig
 from forerun.engine.factory import is_shipped, refuse_without_template, suggested_fields
@@ -41,8 +42,6 @@ A message that begins with / is written with //."""
 SHIPPED_NOTE = "The shipped model knows no questions and answers: it continues the Python code that you type."
 SHIPPED_MAX_TOKENS = 128  # the shipped model seldom ends an answer by itself
 FORGOTTEN = "nothing was answered, so this message is forgotten"
-# How answers are drawn where neither the model nor the user says it: at temperature 1 small models ramble.
-USUAL = {"temperature": 0.7, "top_p": 0.9}
 DRAWING = frozenset({"temperature", "top_k", "top_p", "min_p"})
 SETTABLE = (
     *sorted(DRAWING),

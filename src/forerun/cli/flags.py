@@ -19,28 +19,37 @@ from forerun.errors import BadOption, shown
 from forerun.registry import by_name, names, unknown
 from forerun.types import SamplingParams
 
+# How answers of a conversation are drawn where neither the model nor the user says it: at temperature 1 small models
+# ramble.
+USUAL = {"temperature": 0.7, "top_p": 0.9}
 ENGINE_OPTION = "engine"  # the help panel of a flag that a variable FORERUN_<NAME> and the --config file know, too
 
 
-def _engine(name: str, methods: str | None = None, flag: str | None = None) -> Any:
+def _engine(name: str, methods: str | None = None, flag: str | None = None, default: str | None = None) -> Any:
     """The flag of one field of EngineConfig: its help text, the methods of a room (found by scanning), its default.
 
-    flag: of a repeated one, whose name says one of several.
+    flag: of a repeated one, whose name says one of several. default: of a command that has another one.
     """
     field, flag = EngineConfig.__dataclass_fields__[name], flag or name.replace("_", "-")
     known = "" if methods is None else f"; methods: {', '.join(names(methods))}"
-    default = "" if field.default is None else f" [default: {field.default}]"
+    value = default or field.default
+    shown_default = "" if value is None else f" [default: {value}]"
     return typer.Option(
         f"--{flag}/--no-{flag}" if isinstance(field.default, bool) else f"--{flag}",
-        help=field.metadata["help"] + known + default,
+        help=field.metadata["help"] + known + shown_default,
         show_default=False,
         rich_help_panel=ENGINE_OPTION,  # read by elsewhere.py; no help text shows it
     )
 
 
-def _sampling(name: str, text: str, flag: str | None = None) -> Any:
-    """Make the flag of one field of SamplingParams. flag: the name of a repeated one, which is in the singular."""
+def _sampling(name: str, text: str, flag: str | None = None, *, is_chat: bool = False) -> Any:
+    """Make the flag of one field of SamplingParams. flag: the name of a repeated one, which is in the singular.
+
+    is_chat: whether the model's own value comes before the default, as in a conversation.
+    """
     default = SamplingParams.__dataclass_fields__[name].default
+    if is_chat:
+        default = f"the model's own, else {USUAL.get(name, default)}"
     shown = "" if default in (None, ()) else f" [default: {default}]"
     return typer.Option(flag or f"--{name.replace('_', '-')}", help=text + shown, show_default=False)
 
@@ -56,6 +65,7 @@ Device = Annotated[str | None, _engine("device")]
 Dtype = Annotated[str | None, _engine("dtype")]
 Quantization = Annotated[str | None, _engine("quantization")]
 GenerationConfig = Annotated[str | None, _engine("generation_config")]
+ChatGenerationConfig = Annotated[str | None, _engine("generation_config", default="model")]
 IgnoreConfigKeys = Annotated[list[str] | None, _engine("ignore_config_keys", flag="ignore-config-key")]
 ChatTemplate = Annotated[str | None, _engine("chat_template")]
 Ops = Annotated[str | None, _engine("ops")]
@@ -82,10 +92,18 @@ ConfigFile = Annotated[
     typer.Option("--config", help="TOML file with engine options.", show_default=False, rich_help_panel=ENGINE_OPTION),
 ]
 
-Temperature = Annotated[float | None, _sampling("temperature", "0 = greedy")]
-TopK = Annotated[int | None, _sampling("top_k", "keep the k most likely ids; 0 = all")]
-TopP = Annotated[float | None, _sampling("top_p", "keep the likeliest ids that together reach this mass, in (0, 1]")]
-MinP = Annotated[float | None, _sampling("min_p", "drop ids below this share of the largest probability, in [0, 1]")]
+TEMPERATURE_HELP = "0 = greedy"
+TOP_K_HELP = "keep the k most likely ids; 0 = all"
+TOP_P_HELP = "keep the likeliest ids that together reach this mass, in (0, 1]"
+MIN_P_HELP = "drop ids below this share of the largest probability, in [0, 1]"
+Temperature = Annotated[float | None, _sampling("temperature", TEMPERATURE_HELP)]
+TopK = Annotated[int | None, _sampling("top_k", TOP_K_HELP)]
+TopP = Annotated[float | None, _sampling("top_p", TOP_P_HELP)]
+MinP = Annotated[float | None, _sampling("min_p", MIN_P_HELP)]
+ChatTemperature = Annotated[float | None, _sampling("temperature", TEMPERATURE_HELP, is_chat=True)]
+ChatTopK = Annotated[int | None, _sampling("top_k", TOP_K_HELP, is_chat=True)]
+ChatTopP = Annotated[float | None, _sampling("top_p", TOP_P_HELP, is_chat=True)]
+ChatMinP = Annotated[float | None, _sampling("min_p", MIN_P_HELP, is_chat=True)]
 MaxTokens = Annotated[int | None, _sampling("max_tokens", "tokens to generate at most")]
 MinTokens = Annotated[int | None, _sampling("min_tokens", "no end of sequence and no stop id before this many tokens")]
 RepetitionPenalty = Annotated[float | None, _sampling("repetition_penalty", "in 1e-6 .. 1e6; over prompt and output")]

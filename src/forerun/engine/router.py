@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from forerun import drafters
 from forerun.drafters import Drafter, Seen, Target
-from forerun.errors import BadOption, InternalError, shown
+from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.registry import unknown
 from forerun.types import Budget, Coins, Draft, DraftStep, Sequence
 
@@ -26,6 +26,15 @@ class _Silent(Drafter):
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         return Draft.empty(len(seqs))
+
+
+def _how_to_add(name: str) -> str:
+    """How an engine gets a drafter of that name; nothing for a name that is no drafter anywhere."""
+    try:
+        drafters.resolve(name, has_shipped_draft=False)
+    except UserError:
+        return ""
+    return f"; start it with draft={shown(name)} or extra_drafts={shown(name)}"
 
 
 class Router(Drafter):
@@ -62,7 +71,7 @@ class Router(Drafter):
         name = self.main if wanted is None else self._aliases.get(wanted, wanted)
         if name not in self.members:
             known = unknown("drafter in this engine", name, self.members)
-            raise BadOption(f"{known}; start it with draft={shown(name)} or extra_drafts={shown(name)}")
+            raise BadOption(f"{known}{_how_to_add(name)}")
         return name
 
     def of(self, seq: Sequence) -> Drafter:

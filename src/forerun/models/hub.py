@@ -96,7 +96,7 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True,
 
 def _missing(name: str, folder: Path) -> str:
     """The sentence for a name that can only be a path, and is none."""
-    near = difflib.get_close_matches(name, named.named_models(), n=1)
+    near = difflib.get_close_matches(name.lower(), named.named_models(), n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     kind = "file" if name.lower().endswith(".gguf") else "folder"
     return f"there is no {kind} {folder if name else repr('')}{hint}: name {WANTED}"

@@ -93,7 +93,7 @@ def load_checkpoint(
     source, raw, config, end_ids = opened(path)
     source.check(with_tokenizer)
     tokenizer = Tokenizer.load(source.folder) if with_tokenizer else None
-    check_shapes(stored_shapes(source, config), parameter_shapes(config), str(path))
+    check_shapes(stored_shapes(source, config), parameter_shapes(config), str(path), in_one_file=path.is_file())
     matrices = [stored for stored in source.tensors.values() if len(stored.shape) == 2]
     bits = [stored.scheme.bits for stored in matrices if stored.scheme is not None]
     in_words = kinds_in_words(bits, [stored.dtype for stored in matrices if stored.scheme is None])
@@ -158,7 +158,7 @@ def _opened(path: Path, ignore: Collection[str]) -> tuple[Source, dict[str, Any]
     """A source, its config.json, the same as it is understood, and the end ids. Raises for what these files show."""
     source = open_source(path)
     raw = without(source.config, ignore)
-    return source, raw, read_config(raw), end_ids_of(source.folder, raw)
+    return source, raw, read_config(raw, path), end_ids_of(source.folder, raw)
 
 
 # ------------------------------------------------------------------------------------------------------ architectures
@@ -198,12 +198,20 @@ def without(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any
     return {key: value for key, value in config.items() if key not in ignore}
 
 
-def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """config.json, read by the architecture it names. Raises UnsupportedModel for what would be computed wrongly."""
-    refusals.refuse_code(raw, model_types())
-    module = architecture(raw.get("model_type"))
-    packings.layout_of(raw)
-    return module.read_config({key: value for key, value in raw.items() if key not in packings.KEYS})
+def read_config(raw: Mapping[str, Any], path: Path | None = None) -> DecoderConfig:
+    """config.json, read by the architecture it names. Raises UnsupportedModel for what would be computed wrongly.
+
+    path: of the folder or file that it comes from, where that is known.
+    """
+    try:
+        refusals.refuse_code(raw, model_types())
+        module = architecture(raw.get("model_type"))
+        packings.layout_of(raw)
+        return module.read_config({key: value for key, value in raw.items() if key not in packings.KEYS})
+    except UnsupportedModel as error:
+        if path is not None and path.is_file():  # its config.json is made here, and nobody would find it
+            raise UnsupportedModel(f"{path}, whose metadata is read as a config.json: {error}") from error
+        raise
 
 
 # ------------------------------------------------------------------------------------------------------------ weights
@@ -223,23 +231,32 @@ def stored_shapes(source: Source, config: DecoderConfig) -> dict[str, tuple[int,
     return shapes
 
 
-def check_shapes(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raise UnsupportedModel, naming the first tensor that is missing, unexpected or of another shape."""
+def check_shapes(
+    found: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, tuple[int, ...]],
+    where: str,
+    *,
+    in_one_file: bool = False,
+) -> None:
+    """Raise UnsupportedModel, naming the first tensor that is missing, unexpected or of another shape.
+
+    in_one_file: whether config and weights are one file, as in GGUF.
+    """
+    config, way_out = ("metadata", "fetch the file again") if in_one_file else ("config.json", _FROM_ONE_PLACE)
     missing = [name for name in wanted if name not in found]
     if missing:
         raise UnsupportedModel(
-            f"{where} has no tensor {_first(missing)}, which its config.json asks for: "
-            f"{_NO_HEAD if missing[0] == HEAD else _FROM_ONE_PLACE}"
+            f"{where} has no tensor {_first(missing)}, which its {config} asks for: "
+            f"{_NO_HEAD if missing[0] == HEAD and not in_one_file else way_out}"
         )
     for name, shape in wanted.items():
         if found[name] != shape:
             raise UnsupportedModel(
-                f"{where} has {name} of shape {list(found[name])}, and its config.json asks for {list(shape)}: "
-                f"{_FROM_ONE_PLACE}"
+                f"{where} has {name} of shape {list(found[name])}, and its {config} asks for {list(shape)}: {way_out}"
             )
     if more := [name for name in found if name not in wanted]:
         raise UnsupportedModel(
-            f"{where} holds the tensor {_first(more)}, which its config.json does not ask for: {_FROM_ONE_PLACE}, or "
+            f"{where} holds the tensor {_first(more)}, which its {config} does not ask for: {way_out}, or "
             "name another checkpoint"
         )
 

@@ -43,10 +43,12 @@ class Outline:
         path, source = Path(name), None
         if path.suffix == ".json" and path.is_file():
             raw = without(read_json(path), ignore)
+            config = read_config(raw)
         else:
-            source = open_source(locate(name, config_only=True))
+            path = locate(name, config_only=True)
+            source = open_source(path)
             raw = without(source.config, ignore)
-        config = read_config(raw)
+            config = read_config(raw, path)
         tensors = _tensors(source) or _said_tensors(config, raw)
         return cls(raw, config, quantization, _schemes(tensors, quantization))
 

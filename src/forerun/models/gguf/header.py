@@ -94,6 +94,7 @@ class _Reader:
         self.file.seek(0)
         digest = hashlib.sha256(self.file.read(self.at)).hexdigest()
         first = self._aligned(metadata)
+        self._refuse_cut(first, found)
         tensors = {name: self._entry(name, place, first) for name, place in found.items()}
         self._refuse_overlaps(tensors)
         return Header(metadata, tensors, digest)
@@ -171,11 +172,19 @@ class _Reader:
         if not all(dims) or dims[0] % kind.block:
             self._refuse(f"gives {name!r:.80} of type {kind.name} the dimensions {dims}")
         num_bytes = num_weights // kind.block * kind.num_bytes
-        if offset % self.alignment or first + offset + num_bytes > self.end:
+        if offset % self.alignment:
             self._refuse(
-                f"puts {name!r:.80} at bytes {first + offset:,} to {first + offset + num_bytes:,} of {self.end:,}"
+                f"puts {name!r:.80} at byte {offset:,} of its weights, which is no multiple of {self.alignment}"
             )
         return Entry(tuple(reversed(dims)), kind, first + offset, num_bytes)
+
+    def _refuse_cut(self, first: int, found: Mapping[str, tuple[list[int], TensorType, int]]) -> None:
+        """Refuse a file that ends before its last tensor begins or ends, in the words of what has mostly happened."""
+        ends = [
+            first + offset + math.prod(dims) // kind.block * kind.num_bytes for dims, kind, offset in found.values()
+        ]
+        if (last := max(ends, default=0)) > self.end:
+            self._refuse(f"has {self.end:,} bytes and its tensors need {last:,}, as where a download was cut short")
 
     def _refuse_overlaps(self, tensors: Mapping[str, Entry]) -> None:
         last, end = "", 0
