@@ -90,9 +90,10 @@ void take_block(Tile& tile, Seen seen, State* states, int num_queries) {
 
 inline void write_out(const Attention& a, int row, int head, const State& state) {
     const F16 inverse = f16(1.0f / state.sum);
+    const bool has_values = state.sum != 0.0f;  // else all scores are -inf, and nothing was written there
     for (int d = 0; d < a.head_dim; d += LANES) {
         const int n = a.head_dim - d < LANES ? a.head_dim - d : LANES;
-        const F16 values = load(state.values + d) * inverse;
+        const F16 values = has_values ? load(state.values + d) * inverse : f16(__builtin_nanf(""));
         if (a.out)
             store_first(a.out + static_cast<size_t>(row) * a.out_stride + head * a.head_dim + d, values, n, false);
         else

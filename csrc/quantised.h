@@ -237,18 +237,24 @@ inline void dot(const char* packed, const RoundedUnit* x, I16 (&sums)[ROWS]) {
 
 #endif
 
+// Numbers below this count as zeros where no larger one is in their unit: 127 over the largest would be infinite.
+constexpr float LEAST_ROUNDED = 1e-36f;
+
 // A row with a number that is not finite has scales that are NaN.
 inline void round_row(const float* x, int num_in, int num_steps, RoundedUnit* out, int stride) {
+    const F16 zero = f16(0.0f);
     for (int k = 0; k < num_steps; k += UNIT, out += stride) {
         const int left = num_in - k;
-        const F16 zero = f16(0.0f), a = load_first(x + k, left), b = left > LANES ? load_first(x + k + LANES, left - LANES) : zero;
-        const F16 faults = (a - a) + (b - b);
+        F16 a = load_first(x + k, left), b = left > LANES ? load_first(x + k + LANES, left - LANES) : zero;
+        const float faults = sum((a - a) + (b - b));
         const float most = largest(max(max(a, zero - a), max(b, zero - b)));
-        const F16 inverse = f16(most > 0.0f ? 127.0f / most : 0.0f);
+        const bool has_codes = most >= LEAST_ROUNDED && faults == 0.0f;
+        if (!has_codes) a = b = zero;
+        const F16 inverse = f16(has_codes ? 127.0f / most : 0.0f);
         alignas(64) float scaled[UNIT];
         store(scaled, a * inverse), store(scaled + LANES, b * inverse);
         round_codes(scaled, out->codes, out->halves);
-        out->scale = most / 127.0f + sum(faults);
+        out->scale = most / 127.0f + faults;
         out->sum = out->halves[0] + out->halves[1];
     }
 }

@@ -208,6 +208,24 @@ def test_rope_scaling_of_llama_3_is_told_by_its_factors(
     assert found == RopeConfig(theta, "llama3", factor, 1.0, high / low, round(length / low))
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("theta", [float("nan"), float("inf"), -1.0, 0.0, 1e-45, 0.5, 1e16])
+def test_factors_beside_a_base_that_none_can_be_of_are_refused(tmp_path: Path, theta: float) -> None:
+    """Without a warning of numpy or of LAPACK, which would find no line through numbers like these."""
+    config = replace(CONFIG, num_layers=1, rope=LLAMA3)
+    write_model(tmp_path / "a.gguf", config, random_weights(config), llama__rope__freq_base=theta)
+    with pytest.raises(UnsupportedModel, match=r"rope_theta=.* must be a number in 1 \.\. "):
+        open_source(tmp_path / "a.gguf")
+
+
+@pytest.mark.filterwarnings("error")
+def test_factors_of_frequencies_that_are_all_alike_are_refused(tmp_path: Path) -> None:
+    config = replace(CONFIG, num_layers=1, rope=LLAMA3)
+    write_model(tmp_path / "a.gguf", config, random_weights(config), llama__rope__freq_base=1.0)
+    with pytest.raises(UnsupportedModel, match="are not those of Llama 3"):
+        open_source(tmp_path / "a.gguf")
+
+
 def test_a_matrix_may_have_more_rows_than_there_are_tokens(tmp_path: Path) -> None:
     """Those rows have no token, and neither have those that a converter named [PAD...]."""
     config = replace(CONFIG, vocab_size=300, head_dim=16)

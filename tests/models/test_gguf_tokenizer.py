@@ -64,12 +64,22 @@ def test_end_ids_are_those_of_keys_and_of_known_texts(tmp_path: Path) -> None:
     assert end_ids_of(folder_of(tmp_path / "b.gguf", metadata | more), {}) == known | {77, 78, 79}
 
 
-def test_a_token_that_would_take_forever_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lengths", [[3_000_000], range(1, 400)], ids=["one", "each one longer"])
+def test_tokens_that_would_take_forever_are_refused(tmp_path: Path, lengths: list[int]) -> None:
+    """One of three million characters, and 399 that all begin alike: every two of them may make up a third."""
     metadata = vocabularies()["spm"]
-    tokens = [*metadata["tokenizer.ggml.tokens"]]
-    tokens[-20] = "x" * 3_000_000
-    with pytest.raises(UnsupportedModel, match="has a token of 3,000,000 characters, and 1,000 are the most"):
-        folder_of(tmp_path / "a.gguf", metadata | {"tokenizer.ggml.tokens": tokens})
+    tokens = metadata["tokenizer.ggml.tokens"]
+    at = len(tokens) - 10 - len(lengths)
+    more = {"tokenizer.ggml.tokens": [*tokens[:at], *("\u00fe" * n for n in lengths), *tokens[at + len(lengths) :]]}
+    with pytest.raises(UnsupportedModel, match=f"has too many long tokens, of up to {max(lengths):,} characters, to"):
+        folder_of(tmp_path / "a.gguf", metadata | more)
+
+
+@pytest.mark.parametrize("name", ["bos", "eos", "eot"])
+def test_an_id_that_is_no_number_is_refused(tmp_path: Path, name: str) -> None:
+    metadata = vocabularies()["qwen2"] | {f"tokenizer.ggml.{name}_token_id": [1, 2]}
+    with pytest.raises(UnsupportedModel, match=f"sets tokenizer.ggml.{name}_token_id=array"):
+        folder_of(tmp_path / "a.gguf", metadata)
 
 
 def test_chat_templates_by_name(tmp_path: Path) -> None:

@@ -245,6 +245,20 @@ def test_a_score_of_minus_infinity_weighs_nothing(isa: str, cached: int) -> None
     assert close(case.attend(ops_of(isa)), expected, TOLERANCE)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cached", [0, 3, 300])
+def test_scores_that_are_all_minus_infinity_make_nan(isa: str, dtype: torch.dtype, cached: int) -> None:
+    """As a softmax over them is; nothing of the run that was computed before in the same memory comes out."""
+    case = attention_case(16, [chain(5, 1), chain(cached, 1)], (2, 1, 20), dtype)
+    q, k, keys = case.q.clone(), case.k.clone(), case.keys.clone()
+    q[:, :, 3] = 1.0
+    k[1, :, 3], keys[case.view.read_rows[1], :, 3] = -INF, -INF
+    case = replace(case, q=q, k=k, keys=keys)
+    found = case.attend(ops_of(isa))
+    assert bool(found[0].isfinite().all())
+    assert bool(found[1].isnan().all())
+
+
 def test_runs_of_nothing(isa: str) -> None:
     case = attention_case(10, [chain(3, 0), chain(4, 2), chain(0, 0)], (2, 1, 8), FLOAT32)
     assert agrees(case, isa)

@@ -232,6 +232,19 @@ def test_attention(isa: str, dtype: torch.dtype, window: int | None) -> None:
 
 @every_isa
 @every_dtype
+@pytest.mark.parametrize("group", range(1, 9))
+def test_attention_of_few_and_many_queries(isa: str, dtype: torch.dtype, group: int) -> None:
+    """Instruction sets that have several layouts choose one by the number of queries; heads end in half a vector."""
+    for dim, window in ((2, None), (8, 3), (24, None), (40, 33), (72, None), (104, 64), (120, 1)):
+        case = attention_case(dim, [chain(61, 16), RunShape(127, tree_of(9, dim))], (2 * group, 2, dim), dtype)
+        found = case.attend(ops_of(isa, 2), window)
+        for b, run in enumerate(case.runs):
+            for i, row in enumerate(case.view.batch.run(b)):
+                assert same_bits(found[row : row + 1], case.alone(b, i).attend(ops_of(isa), window)), (dim, run, i)
+
+
+@every_isa
+@every_dtype
 def test_wild_siblings_in_a_tree(isa: str, dtype: torch.dtype) -> None:
     """A tree row shares its blocks of keys with nodes that it does not see."""
     run = RunShape(50, tree_of(30, 3))

@@ -168,6 +168,22 @@ def test_bits_of_a_row_depend_on_that_row_alone(scheme: Scheme, isa: str) -> Non
 
 
 @every_isa
+@pytest.mark.parametrize("size", [1e-36, 9e-37, 3e-37, 1e-38, 1e-40, 1e-45])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+def test_inputs_that_are_hardly_more_than_zero(bits: int, size: float, isa: str) -> None:
+    """Their inverse would be infinite. Each set has the same bits: those of the sums, or 0."""
+    codes, ones = torch.full((32, 64), 5, dtype=torch.uint8), torch.ones(32, 2, dtype=HALF)
+    matrix = matrix_of(QuantisedRows(Scheme(bits, 32, "minimum", HALF), codes, ones, minimums=0 * ones))
+    x = torch.full((2, 64), size)
+    x[:, ::3] = 0.0
+    x[1, 32:] = 1.0  # the other unit's own
+    found = ops_of(isa).linear(x, ops_of(isa).pack(matrix))
+    wanted = 5 * float(x[0].double().sum()) if size >= 1e-36 else 0.0
+    assert ((found[0].double() - wanted).abs() <= 1e-6 * wanted).all()
+    assert (found[1] == 160).all()
+
+
+@every_isa
 def test_a_row_of_no_numbers_spoils_no_other(isa: str) -> None:
     packed = ops_of(isa).pack(matrix_of(rows_of(SCHEMES["q4_1"], 48, 64)))
     x = torch.randn(3, 64, generator=seeded(5))

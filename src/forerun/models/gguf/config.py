@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import UnsupportedModel
-from forerun.models.configs import ROPE_KINDS
+from forerun.models.configs import MOST_TOKENS, RANGES, ROPE_KINDS, number
 from forerun.models.gguf.header import Entry, Header, Value
 from forerun.models.layers import RopeConfig, inverse_frequencies
 
@@ -191,19 +191,23 @@ def _llama3(factors: NDArray[np.float32], raw: Mapping[str, Any]) -> dict[str, A
     with the frequency as (L freq / 2 pi - low) / (high - low), L being the original context length. Only the ratios of
     L, low and high can be told from that, so low is 1 as in all published models.
     """
-    theta, head_dim = raw.get("rope_theta", 10000.0), raw["head_dim"]
-    if not isinstance(theta, int | float) or len(factors) * 2 != head_dim:
+    theta, head_dim = number({"rope_theta": 10000.0, **raw}, "rope_theta"), raw["head_dim"]
+    if len(factors) * 2 != head_dim or not np.isfinite(factors).all() or factors.min() != 1:
         return None
-    if not np.isfinite(factors).all() or factors.min() != 1:
+    if factors.max() > RANGES["factor"][1]:
         return None
     plain = inverse_frequencies(RopeConfig(theta), head_dim).numpy().astype(np.float64)
     factor = float(factors.max())
     between = (factors > 1) & (factors < factor)
     guesses = [(8192, 4.0)]
-    if between.sum() > 1:
+    turns = plain[between] / (2 * np.pi)
+    if len(turns) > 1 and turns[0] > turns[-1]:  # numpy's polyfit warns of lines like these, or fails
         smooth = (1 / factors[between].astype(np.float64) - 1 / factor) / (1 - 1 / factor)
-        slope, at_zero = np.polyfit(plain[between] / (2 * np.pi), smooth, 1)
-        if at_zero < 0 < slope:  # slope = L / (high - 1), at_zero = -1 / (high - 1)
+        away = turns - turns.mean()
+        slope = float(away @ smooth / (away @ away))
+        at_zero = float(smooth.mean() - slope * turns.mean())
+        # slope = L / (high - 1), at_zero = -1 / (high - 1)
+        if at_zero < 0 < slope and -slope / at_zero < MOST_TOKENS and -1 / at_zero < RANGES["high_freq_factor"][1]:
             guesses.append((round(-slope / at_zero), round(1 - 1 / at_zero, 3)))
     for length, high in guesses:
         rope = RopeConfig(theta, "llama3", factor, 1.0, high, length)

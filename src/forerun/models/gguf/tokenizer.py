@@ -34,7 +34,9 @@ KEY = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # types of tokens; 1 is a normal one, 6 a byte
 PADDING = re.compile(r"\[PAD\d+\]")  # what converters fill up a matrix with
 SPACE = "\u2581"  # SentencePiece's
-MOST_CHARACTERS = 1000  # of a token of SentencePiece: the work to find its merges grows with the square
+# To find the merges of SentencePiece's tokens takes time and memory like the squares of their lengths: 333 million for
+# 1,000 tokens that are each one "a" longer, in a file of 1 MB. Allowed are so many, or so many for each token.
+MOST_SQUARES, MOST_SQUARES_PER_TOKEN = 1 << 22, 256
 
 _CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -170,10 +172,10 @@ class _Vocabulary:
         if scores is None or not np.isfinite(scores).all():
             raise UnsupportedModel(f"{self.path} has no finite {KEY}scores, which its tokenizer needs: fetch it again")
         vocab, unknown = self._vocab(), self.id_of("unknown")
-        if (longest := max(map(len, vocab))) > MOST_CHARACTERS:
+        if sum(len(token) ** 2 for token in vocab) > max(MOST_SQUARES, MOST_SQUARES_PER_TOKEN * len(vocab)):
             raise UnsupportedModel(
-                f"{self.path} has a token of {longest:,} characters, and {MOST_CHARACTERS:,} are the most that make "
-                "sense: fetch it again"
+                f"{self.path} has too many long tokens, of up to {max(map(len, vocab)):,} characters, to find out "
+                "which ones make them up: fetch it again"
             )
         backend = Tokenizer(
             models.BPE(
@@ -240,7 +242,7 @@ class _Vocabulary:
         """Return the id of a token that a key names; None where none does. SentencePiece has three by default."""
         defaults = {"bos": 1, "eos": 2, "unknown": 0} if self.model == "llama" else {}
         value = self.metadata.get(f"{KEY}{name}_token_id", defaults.get(name))
-        if value is None or value in (-1, 0xFFFFFFFF):
+        if value is None or (isinstance(value, int) and value in (-1, 0xFFFFFFFF)):  # arrays compare item by item
             return None
         if type(value) is not int or not 0 <= value < len(self.tokens):
             raise UnsupportedModel(
