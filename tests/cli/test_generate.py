@@ -170,6 +170,8 @@ def test_a_model_with_a_chat_template_answers(cli: Any, chatty: str) -> None:
     assert continued.stdout == cli("generate", "--target", "llama", "--draft", "none", *GREEDY, "hello").stdout
     assert continued.stdout != answered.stdout
     assert answered.stderr.startswith("This model has a chat template: it answers the text as a message. --raw ")
+    assert "--temperature 0.7" not in answered.stderr, "it is greedy already"
+    assert "--temperature 0.7" in cli("generate", "--target", chatty, "--max-tokens", "2", "hello").stderr
     assert not asked.stderr.startswith("This model")
     assert not continued.stderr.startswith("This model")
     refused = cli("generate", "--target", "llama", "--chat", "hello")

@@ -187,7 +187,10 @@ def _with_messages(requests: list[flags.Request], engine: EngineConfig, chat: bo
     if chat is None:
         from forerun.cli.words import note
 
-        note("This model has a chat template: it answers the text as a message. --raw continues the text instead.")
+        is_wild = any(params.temperature >= 1 for _, params in requests)
+        calmer = " --temperature 0.7 --top-p 0.9, as forerun chat has it, makes calmer answers." if is_wild else ""
+        said = "This model has a chat template: it answers the text as a message. --raw continues the text instead."
+        note(said + calmer)
     return [
         ([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, params)
         for prompt, params in requests
