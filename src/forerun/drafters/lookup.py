@@ -10,13 +10,13 @@ search of so many tokens takes less than 0.1 ms, which is nothing beside the att
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from forerun.drafters import Drafter, Seen, Target
+from forerun.drafters.histories import Histories
 from forerun.errors import BadOption
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
@@ -43,30 +43,22 @@ class LookupDrafter(Drafter):
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._texts: dict[int, array[int]] = {}
+        self._texts = Histories()
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         chains = [self._chain(seq, b, budget) for b, seq in enumerate(seqs)]
         return Draft.chains(chains, [[Probs(point=t) for t in chain] for chain in chains])
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Read a prompt chunk by chunk, so that little is left to read when drafting begins."""
-        for seq, own in zip(seqs, seen, strict=True):
-            self._text(seq, own.start + len(own.kept))
+        self._texts.observe(seqs, seen)
 
     def end(self, seq: Sequence) -> None:
-        self._texts.pop(seq.id, None)
-
-    def _text(self, seq: Sequence, stop: int) -> array[int]:
-        """The first `stop` committed tokens of a sequence, or more."""
-        text = self._texts.setdefault(seq.id, array("i"))
-        text.extend(seq.tokens[len(text) : stop])
-        return text
+        self._texts.forget(seq)
 
     def _chain(self, seq: Sequence, b: int, budget: Budget) -> list[int]:
         if not budget.num_tokens[b]:
             return []
-        text = self._text(seq, len(seq.tokens))
+        text = self._texts.read(seq)
         start = follower(np.frombuffer(text, np.intc), self.options.min_n, self.options.max_n)
         chain: list[int] = []
         while start is not None and len(chain) < budget.num_tokens[b]:

@@ -1,0 +1,138 @@
+"""Where the end of a text occurred before, and what followed there: the two halves of a drafter that looks things up.
+
+`levels` finds the occurrences of every suffix of a context, and `grow` turns what followed them into a chain or a tree
+by its frequency. Both work on plain tokens, without an index: docs/methods/suffix.md says why.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Collection, Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.types import Budget, Draft, Probs
+
+END_OF_TEXT = -1  # stands behind each of several texts in one array: no suffix reaches across it, no guess either
+NUM_FOLLOWED = 128  # occurrences of a suffix whose further length is found; a mask of the text is searched before
+NUM_MASKS = 8  # tokens of a suffix that masks are made for; what occurs more often then is followed at its latest places
+
+Tokens = npt.NDArray[np.intc]
+
+
+@dataclass(frozen=True)
+class Level:
+    """Occurrences of the last `length` tokens of a context. found: their ends, ascending, or a mask of all starts."""
+
+    length: int
+    found: npt.NDArray[np.bool_ | np.intp]
+
+    def ends(self, most: int) -> list[int]:
+        """Return the indices behind the last `most` occurrences, the latest first."""
+        is_mask = self.found.dtype == np.bool_
+        ends = np.flatnonzero(self.found) + self.length if is_mask else self.found
+        found: list[int] = ends[-most:][::-1].tolist()
+        return found
+
+
+def levels(text: Tokens, context: Seq[int]) -> list[Level]:
+    """Return where suffixes of a context occur in a text [L], the shortest suffix first.
+
+    Of suffixes that occur at the same places, and so say the same, only the longest is returned. An occurrence may end
+    at the end of the text. A suffix of NUM_MASKS tokens or more is looked for only where the suffix of NUM_MASKS tokens
+    occurred the last NUM_FOLLOWED times. So the work is bounded whatever the text: NUM_MASKS passes over it, and one
+    comparison of NUM_FOLLOWED places with the context.
+    """
+    found: list[Level] = []
+    mask, num_before, length = np.ones(len(text) + 1, dtype=bool), -1, 0  # mask[i]: the last `length` tokens are at i
+    while length < min(len(context), len(text)):
+        length += 1
+        mask = (text[: len(text) - length + 1] == context[-length]) & mask[1:]
+        num_places = int(np.count_nonzero(mask))
+        if num_places == num_before:
+            found.pop()
+        if num_places <= NUM_FOLLOWED or length == NUM_MASKS:
+            ends = (np.flatnonzero(mask) + length)[-NUM_FOLLOWED:]
+            return found + _longer(text, context, ends)
+        found.append(Level(length, mask))
+        num_before = num_places
+    return found
+
+
+def _longer(text: Tokens, context: Seq[int], ends: npt.NDArray[np.intp]) -> list[Level]:
+    """Return a level for every length [n] of the context's suffixes that end at these places of the text."""
+    if not len(ends):
+        return []
+    before = ends[:, None] - np.arange(1, len(context) + 1)
+    same = (text[np.maximum(before, 0)] == np.asarray(context, dtype=np.intc)[::-1]) & (before >= 0)
+    lengths = np.where(same.all(1), len(context), same.argmin(1))
+    return [Level(length, ends[lengths >= length]) for length in sorted(set(lengths.tolist()))]
+
+
+@dataclass
+class Guess:
+    """Nodes of one sequence, best first. parents: -1 = the last committed token. probs: of the path down to each."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    probs: list[float] = field(default_factory=list)
+
+    @property
+    def score(self) -> float:
+        """How many nodes are accepted on average if the text goes on as it did before."""
+        return sum(self.probs)
+
+    def draft(self, b: int, budget: Budget) -> Draft:
+        """Return the nodes, as point masses, that the budget of sequence b lets through: each has its parent."""
+        places, depths, draft = {-1: -1}, {-1: -1}, Draft([], [], [0, 0], [])
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            depths[node], probs = depths[parent] + 1, Probs.of_point(token)
+            if parent in places and budget.go_on(b, depths[node], probs):
+                places[node] = len(draft.tokens)
+                draft.tokens.append(token)
+                draft.parents.append(places[parent])
+                draft.probs.append(probs)
+        draft.node_starts[1] = len(draft.tokens)
+        return draft
+
+
+def grow(
+    rows: Seq[Seq[int]], num_nodes: int, is_tree: bool, min_prob: float = 0.0, end_ids: Collection[int] = ()
+) -> Guess:
+    """Make at most num_nodes nodes of what followed the occurrences of a suffix.
+
+    rows: what followed each, num_nodes tokens or up to END_OF_TEXT; of equally frequent tokens that of the first row
+    wins. A row that is shorter ran into the end of the text that is being continued, and reads on in the draft: so "ab
+    ab ab" goes on. The probability of a node is its share of the rows; nodes below min_prob are left out. Nodes come
+    best first, equal ones in the order in which they were found. A chain takes the most frequent token each time.
+    Nothing follows an end id.
+    """
+    guess = Guess()
+    open_nodes: list[tuple[float, int, int, list[int], Seq[Seq[int]]]] = []  # -prob, number, parent, path, rows
+    num_opened = 0
+
+    def open_behind(parent: int, path: list[int], rows_here: Seq[Seq[int]]) -> None:
+        nonlocal num_opened
+        depth, behind = len(path), defaultdict[int, list[Seq[int]]](list)
+        for row in rows_here:
+            behind[row[depth] if depth < len(row) else path[depth - len(row)]].append(row)
+        behind.pop(END_OF_TEXT, None)
+        children = list(behind) if is_tree else [max(behind, key=lambda token: len(behind[token]))] if behind else []
+        for token in children:
+            prob = len(behind[token]) / len(rows)
+            if prob >= min_prob:
+                heapq.heappush(open_nodes, (-prob, num_opened, parent, [*path, token], behind[token]))
+                num_opened += 1
+
+    open_behind(-1, [], rows)
+    while open_nodes and len(guess.tokens) < num_nodes:
+        minus_prob, _, parent, path, rows_here = heapq.heappop(open_nodes)
+        guess.tokens.append(path[-1])
+        guess.parents.append(parent)
+        guess.probs.append(-minus_prob)
+        if path[-1] not in end_ids and len(guess.tokens) < num_nodes:
+            open_behind(len(guess.tokens) - 1, path, rows_here)
+    return guess

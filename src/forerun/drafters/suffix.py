@@ -1,0 +1,147 @@
+"""Suffix decoding: continue as texts went on most often behind the longest ends of this one (Oliaro et al. 2411.04975).
+
+Two histories are searched: the request's own prompt and output, and the texts of requests that have finished. Each
+suffix of the text that occurred before makes a guess. A suffix of m tokens may draft max_spec_factor * m +
+max_spec_offset of them, because a long match is rarely an accident. Of the occurrences of a suffix the latest
+NUM_OCCURRENCES are counted: the token that followed most often comes next, and its share of them is its probability
+under the count model. The score of a guess is the sum of the probabilities of its nodes, which is how many are accepted
+on average if the counts are right; the guess with the best score is drafted. Of equal scores the longer suffix and the
+request's own text win.
+
+The paper keeps suffix trees. Here the tokens themselves are searched by numpy, so that nothing has to be built while a
+prompt is read and a token of history costs four bytes; docs/methods/suffix.md has the times of both.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Collection, Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forerun.drafters import Drafter, Seen, Target
+from forerun.drafters.continuations import END_OF_TEXT, Guess, grow, levels
+from forerun.drafters.histories import Histories
+from forerun.errors import BadOption, shown
+from forerun.types import Budget, Coins, Draft, Sequence
+
+NUM_OCCURRENCES = 64  # of a suffix that are counted: more change no draft by much, and cost time
+SHAPES = {"path": "chain", "tree": "tree"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much is drafted, and what is remembered."""
+
+    max_match: int = field(default=64, metadata={"help": "longest suffix looked for, in tokens", "min": 1, "max": 255})
+    max_spec_factor: float = field(
+        default=1.0, metadata={"help": "drafted tokens for each token of the match", "min": 0.0, "max": 1000.0}
+    )
+    max_spec_offset: float = field(
+        default=0.0, metadata={"help": "drafted tokens beside those of max_spec_factor", "min": 0.0, "max": 1000.0}
+    )
+    min_token_prob: float = field(
+        default=0.1, metadata={"help": "least probability of a node by the counts, 0 to 1", "min": 0.0, "max": 1.0}
+    )
+    shape: str = field(default="path", metadata={"help": "path = the most frequent chain, tree = the likeliest nodes"})
+    max_cached_requests: int = field(
+        default=10_000, metadata={"help": "finished requests remembered, 0 = none; the oldest go first", "min": 0}
+    )
+    max_cached_tokens: int = field(
+        default=100_000, metadata={"help": "their tokens remembered, 0 = none", "min": 0, "max": 10**8}
+    )
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise BadOption(f"suffix:shape={shown(self.shape)} is not possible: it must be path or tree")
+
+
+class Past:
+    """The texts of finished requests, of each cache salt apart; the oldest go first.
+
+    max_tokens counts one more token for each text, its end.
+    """
+
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        self._max_requests, self._max_tokens, self._num_tokens = max_requests, max_tokens, 0
+        self._texts: dict[str | None, array[int]] = {}  # of a salt: text, END_OF_TEXT, text, END_OF_TEXT ...
+        self._order: deque[tuple[str | None, int]] = deque()  # salt and length of each text, the oldest first
+
+    def of(self, salt: str | None) -> array[int]:
+        """Return all texts of a salt, the oldest first, each with END_OF_TEXT behind it."""
+        return self._texts.get(salt, array("i"))
+
+    def add(self, salt: str | None, text: array[int]) -> None:
+        """Remember a text; of one that is too long its end."""
+        if not self._max_requests or self._max_tokens < 2:
+            return
+        text = text[-(self._max_tokens - 1) :]
+        text.append(END_OF_TEXT)
+        self._num_tokens += len(text)
+        self._order.append((salt, len(text)))
+        while self._num_tokens > self._max_tokens or len(self._order) > self._max_requests:
+            self._drop_oldest()
+        self._texts.setdefault(salt, array("i")).extend(text)
+
+    def _drop_oldest(self) -> None:
+        salt, length = self._order.popleft()
+        self._num_tokens -= length
+        del self._texts[salt][:length]
+        if not self._texts[salt]:
+            del self._texts[salt]
+
+
+class SuffixDrafter(Drafter):
+    """Searches the texts of a sequence and of those that finished before it."""
+
+    draws = "point"
+    is_free = True
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.shape = options, SHAPES[options.shape]
+        self._own = Histories()
+        self._past = Past(options.max_cached_requests, options.max_cached_tokens)
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        guesses = [self._guess(seq, budget.num_tokens[b]) for b, seq in enumerate(seqs)]
+        return Draft.joined([guess.draft(b, budget) for b, guess in enumerate(guesses)])
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        self._own.observe(seqs, seen)
+
+    def end(self, seq: Sequence) -> None:
+        """Remember a text that came to its end; forget one that was aborted, or preempted and is begun again."""
+        if seq.finish_reason in ("stop", "length"):
+            self._past.add(seq.params.cache_salt, self._own.read(seq))
+        self._own.forget(seq)
+
+    def _guess(self, seq: Sequence, most: int) -> Guess:
+        own = self._own.read(seq)
+        context = own[-self.options.max_match :]
+        # The text's last token is left out of the search: nothing followed its end yet.
+        guess = self._better(Guess(), own, len(own) - 1, context, most, seq.end_ids)
+        past = self._past.of(seq.params.cache_salt)
+        return self._better(guess, past, len(past), context, most, seq.end_ids)
+
+    def _better(
+        self, guess: Guess, text: array[int], stop: int, context: array[int], most: int, end_ids: Collection[int]
+    ) -> Guess:
+        """Return the best guess by the first `stop` tokens of a text, or `guess` where none has a better score."""
+        o = self.options
+        if most <= guess.score:
+            return guess
+        for level in reversed(levels(np.frombuffer(text, np.intc)[:stop], context)):
+            limit = min(most, int(o.max_spec_factor * level.length + o.max_spec_offset))
+            if limit <= guess.score:
+                break  # no node has more than probability 1, and a shorter suffix may draft no more
+            rows = [text[end : end + limit] for end in level.ends(NUM_OCCURRENCES)]
+            found = grow(rows, limit, self.shape == "tree", o.min_token_prob, end_ids)
+            guess = found if found.score > guess.score else guess
+        return guess
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """Return a drafter that needs no model."""
+    return SuffixDrafter(options)
