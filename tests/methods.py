@@ -5,17 +5,31 @@ A drafter that needs nothing has no entry here, and is tested with its defaults.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from forerun.drafters import Target
+from forerun.drafters import Target, artifacts
+from forerun.train import datastore
+
+
+def small_datastore(target: Target, folder: Path) -> Mapping[str, Any]:
+    """A datastore of random texts with the ids of a target."""
+    rng = random.Random(0)
+    texts = [[rng.randrange(target.num_ids) for _ in range(12)] for _ in range(40)]
+    fingerprint = artifacts.fingerprint(target.tokenizer, target.num_ids)
+    datastore.save(datastore.joined(texts, target.num_ids), folder / "datastore", fingerprint)
+    return {"path": str(folder / "datastore")}
+
 
 # By drafter: (target, an empty folder) -> the options that it cannot do without, such as a file fitted for the target.
-NEEDS: dict[str, Callable[[Target, Path], Mapping[str, Any]]] = {}
+NEEDS: dict[str, Callable[[Target, Path], Mapping[str, Any]]] = {"datastore": small_datastore}
 
 # By drafter: options worth runs of their own in the proof by enumeration, beside the defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "model": [{"draft_temperature": 0.0}, {"draft_temperature": 0.4, "draft_top_k": 2}, {"draft_top_k": 1}],
     "lookup": [{"max_n": 2, "min_n": 2}],
+    "suffix": [{"shape": "tree", "max_spec_factor": 4.0}, {"max_cached_tokens": 0, "min_token_prob": 0.0}],
+    "datastore": [{"shape": "tree"}, {"max_match": 1, "num_continuations": 4}],
 }

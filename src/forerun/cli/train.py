@@ -182,6 +182,42 @@ def card(
     _say(str(out))
 
 
+@app.command()
+def datastore(
+    out: Annotated[Path, typer.Option(help="File to write, for --draft datastore:path=FILE.")],
+    target: Annotated[
+        str | None, typer.Option(help="Model whose ids are stored; none = the shipped one.", show_default=False)
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File, or folder of files; may be repeated; default: the standard library.", show_default=False
+        ),
+    ] = None,
+    max_text_mb: Annotated[int, typer.Option(help="Reading of named texts ends there, megabytes.", min=1)] = 100,
+    quiet: Annotated[bool, typer.Option(help="No progress line.")] = False,
+) -> None:
+    """Store texts and a suffix array of them, for the drafter datastore."""
+    import time
+
+    from rich.progress import Progress, TextColumn
+
+    from forerun.train import datastore as making
+
+    start = time.perf_counter()
+    with refusals(), Progress(TextColumn("{task.description}"), transient=True, disable=quiet) as progress:
+        task = progress.add_task("")
+        num_tokens = making.train(
+            target,
+            text or [],
+            out,
+            max_text_bytes=max_text_mb * 10**6,
+            progress=lambda num: progress.update(task, description=f"{num:,} tokens read"),
+        )
+    seconds = time.perf_counter() - start
+    _say(f"{num_tokens:,} tokens, {out.stat().st_size / 1e6:.1f} MB, in {out} after {seconds:.1f} s")
+
+
 def _say(text: str, err: bool = False) -> None:
     """A line about files: their names may hold control characters."""
     from forerun.text.terminal import visible

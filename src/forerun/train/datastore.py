@@ -1,0 +1,90 @@
+"""Makes the file of the drafter `datastore`: the tokens of texts, and a suffix array of them (REST, 2311.08252)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence as Seq
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.config import EngineConfig
+from forerun.drafters import artifacts
+from forerun.drafters.continuations import END_OF_TEXT
+from forerun.drafters.datastore import KIND
+from forerun.engine.factory import target_files
+from forerun.errors import BadOption, NotFound
+from forerun.models.loading import read_config, read_raw_config
+from forerun.text.tokenizer import Tokenizer
+from forerun.train.texts import read_texts
+
+Ints = npt.NDArray[np.int32]
+
+
+def train(
+    target: str | None,
+    texts: Seq[Path],
+    out: Path,
+    *,
+    max_text_bytes: int = 10**8,
+    progress: Callable[[int], None] = lambda num_tokens: None,
+) -> int:
+    """Write a datastore of texts (read_texts) with the ids of a target to `out`, and return its number of tokens.
+
+    target: as LLM takes it, None = the shipped one. progress is called with the tokens so far, behind each text.
+    Raises UserError for what is not possible, before any text is read where that can be seen.
+    """
+    if out.is_dir() or not out.parent.exists():
+        raise BadOption(f"out={str(out)!r} is not possible: it must be a file in a folder that exists")
+    folder = target_files(EngineConfig.make(**({} if target is None else {"target": target})))
+    tokenizer = Tokenizer.load(folder)
+    num_ids = min(tokenizer.num_ids, read_config(read_raw_config(folder)).vocab_size)
+    ids = (tokenizer.encode(text, add_special_tokens=False) for text in read_texts(texts, max_text_bytes))
+    tokens = joined(ids, num_ids, progress)
+    save(tokens, out, artifacts.fingerprint(tokenizer, num_ids))
+    return len(tokens)
+
+
+def joined(
+    texts: Iterable[Seq[int]], num_ids: int, progress: Callable[[int], None] = lambda num_tokens: None
+) -> Ints:
+    """Return texts of ids, END_OF_TEXT behind each, in one array [n]. Raises NotFound where they have no token."""
+    parts: list[Ints] = []
+    num_tokens = 0
+    for ids in texts:
+        text = np.array([*ids, END_OF_TEXT], dtype=np.int32)
+        parts.append(text[text < num_ids])  # an id of the tokenizer without a row in the model is never said
+        num_tokens += len(parts[-1])
+        progress(num_tokens)
+    if num_tokens == len(parts):
+        raise NotFound("the text has no tokens: name files or folders with text")
+    return np.concatenate(parts)
+
+
+def save(tokens: Ints, out: Path, fingerprint: str) -> None:
+    """Write the file that the drafter reads. tokens: as `joined` returns them."""
+    artifacts.save(out, KIND, {"tokens": tokens, "suffixes": suffix_array(tokens)}, fingerprint)
+
+
+def suffix_array(tokens: Ints) -> Ints:
+    """Return the starts of all suffixes of `tokens` [n] in the order of their tokens; a prefix comes before the whole.
+
+    Prefix doubling (Manber, Myers 1993): suffixes that are sorted by their first h tokens are sorted by 2 h with the
+    ranks of the suffixes h tokens further on. Only those that the first h tokens do not tell apart are sorted again.
+    """
+    num = len(tokens)
+    order = np.argsort(tokens, kind="stable")
+    ranks, slots = np.empty(num, np.int64), np.arange(num)  # slots: of `order`, which are not settled
+    keys, length = tokens[order].astype(np.int64), 0
+    while True:
+        begins = np.append(True, keys[1:] != keys[:-1])  # a group of equal suffixes begins here
+        ranks[order[slots]] = np.maximum.accumulate(np.where(begins, slots, 0))
+        slots = slots[~(begins & np.append(begins[1:], True))]
+        if not len(slots):
+            return order.astype(np.int32)
+        length = 2 * length or 1
+        suffixes = order[slots]
+        behind = np.where(suffixes + length < num, ranks[np.minimum(suffixes + length, num - 1)], -1)
+        keys = ranks[suffixes] * (num + 1) + behind + 1
+        by_key = np.argsort(keys, kind="stable")
+        order[slots], keys = suffixes[by_key], keys[by_key]

@@ -1,0 +1,62 @@
+"""Texts that tables are fitted to: the files that a caller names, those below folders, or the standard library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence as Seq
+from pathlib import Path
+
+from forerun.errors import BadOption, NotFound, shown
+from forerun.train.corpus import load_corpus
+
+
+def files_of(paths: Seq[Path]) -> list[Path]:
+    """Return the files among `paths`, and those below its folders, sorted; hidden ones below folders are left out.
+
+    Raises NotFound for a path that is not there, and for a folder without a file.
+    """
+    found: list[Path] = []
+    for path in paths:
+        inside = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+        if path.is_dir():
+            inside = [f for f in inside if not any(part.startswith(".") for part in f.relative_to(path).parts)]
+        if not inside:
+            raise NotFound(f"there is no text at {shown(str(path))}: name a file, or a folder with files in it")
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+def read_texts(paths: Seq[Path], max_bytes: int) -> Iterator[str]:
+    """Yield the texts of `files_of`, or the training modules of the standard library where no path is given.
+
+    Reading ends at `max_bytes`, if need be inside a text. A file below a folder that is no UTF-8 text (such as a
+    picture) is left out; one that was named itself raises BadOption. Raises NotFound for a file that cannot be read.
+    """
+    if not paths:
+        for document in load_corpus().train:
+            yield document.text
+        return
+    for file in files_of(paths):
+        if max_bytes <= 0:
+            return
+        try:
+            with file.open("rb") as opened:
+                data = opened.read(max_bytes + 1)
+        except OSError as error:
+            raise NotFound(f"the file {shown(str(file))} cannot be read ({error.strerror}): leave it out") from error
+        text = _decoded(data[:max_bytes], is_cut=len(data) > max_bytes)
+        max_bytes -= len(data)
+        if text is not None:
+            yield text
+        elif file in paths:
+            raise BadOption(f"the file {shown(str(file))} is not UTF-8 text: convert it first")
+
+
+def _decoded(data: bytes, is_cut: bool) -> str | None:
+    """The text of these bytes, None where they are none. is_cut: they may end inside a character."""
+    if b"\0" in data:
+        return None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        is_end = is_cut and error.reason == "unexpected end of data"
+        return data[: error.start].decode("utf-8") if is_end else None

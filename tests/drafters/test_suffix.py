@@ -1,0 +1,201 @@
+"""Suffix decoding: what it drafts, what it remembers of finished requests, and what it forgets."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+from drafters.requests import drafted, finished, request
+from engine.load import MODEL, run, runner_with
+from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
+from forerun.drafters.suffix import Options, Past, SuffixDrafter
+from forerun.engine.engine import Engine
+from forerun.engine.router import Router
+from forerun.errors import BadOption
+from forerun.pacing.fixed import FixedPacing
+from forerun.types import SamplingParams
+
+
+def suffix(**options) -> SuffixDrafter:
+    return SuffixDrafter(Options(**options))
+
+
+def chain(tokens: list[int], num_tokens: int = 8, **options) -> list[int]:
+    return drafted(suffix(**options), request(tokens), num_tokens).tokens
+
+
+def text_of(tokens: Iterable[int]) -> array[int]:
+    return array("i", tokens)
+
+
+FAR = {"max_spec_factor": 100.0}
+TEXT = [1, 2, 7, 1, 2, 7, 1, 2, 8, 9, 1, 2]  # 7 followed "1 2" twice, 8 once and later
+
+
+def test_frequency_beats_recency() -> None:
+    assert chain(TEXT, 1, **FAR) == [7]
+    assert chain([5, *TEXT], 1, **FAR) == [7]
+    assert drafted(LookupDrafter(LookupOptions()), request(TEXT), 1).tokens == [8]
+
+
+def test_a_longer_match_beats_a_frequent_short_one() -> None:
+    assert chain([3, 1, 2, 8, 1, 2, 7, 1, 2, 7, 3, 1, 2], 1, **FAR) == [8]
+
+
+def test_runs_go_on_for_as_long_as_the_budget() -> None:
+    assert chain([9, 1, 2, 1, 2, 1, 2], 7, **FAR) == [1, 2, 1, 2, 1, 2, 1]
+    assert chain([4, 4], 5, **FAR) == [4] * 5
+
+
+def test_nothing_is_drafted_where_nothing_is_known() -> None:
+    assert chain([1, 2, 3]) == []
+    assert chain([1]) == []
+    assert chain([1, 1], 0) == []
+
+
+@pytest.mark.parametrize(("factor", "offset", "most"), [(1, 0, 3), (2, 0, 6), (0.5, 0, 1), (0, 4, 4), (1, 1, 4)])
+def test_a_longer_match_may_draft_more(factor: float, offset: float, most: int) -> None:
+    """The match is 5 6 7."""
+    text = [0, 5, 6, 7, *range(10, 30), 5, 6, 7]
+    assert chain(text, 99, max_spec_factor=factor, max_spec_offset=offset) == list(range(10, 10 + most))
+    assert chain(text, 2, max_spec_factor=factor, max_spec_offset=offset) == list(range(10, 10 + min(most, 2)))
+
+
+def test_improbable_tokens_are_not_drafted() -> None:
+    text = [t for follower in (10, 11, 12, 13) for t in (5, follower)] + [5]
+    assert chain(text, 1, min_token_prob=0.25) == [13]  # of equals the latest
+    assert chain(text, 1, min_token_prob=0.26) == []
+
+
+def test_a_tree_holds_the_alternatives() -> None:
+    draft = drafted(suffix(shape="tree", **FAR), request(TEXT), 3)
+    assert (draft.tokens[:2], draft.parents[:2]) == ([7, 1], [-1, 0])
+    assert (draft.tokens[2], draft.parents[2]) == (2, 1)
+    wide = drafted(suffix(shape="tree", max_spec_offset=8.0), request([1, 7, 1, 8, 1, 7, 9, 1]), 5)
+    assert {t for t, p in zip(wide.tokens, wide.parents, strict=True) if p == -1} == {7, 8}
+    assert suffix(shape="tree").shape == "tree"
+    assert suffix().shape == "chain"
+
+
+def test_an_end_inside_a_guess_is_its_last_token() -> None:
+    seq = request([5, 6, 7, 8, 5], end_ids=frozenset({7}))
+    assert drafted(suffix(**FAR), seq).tokens == [6, 7]
+
+
+@pytest.mark.parametrize("num_ids", [2, 4, 30])
+def test_the_first_token_is_what_followed_most_often(num_ids: int) -> None:
+    """By brute force: of all suffixes the one whose most frequent follower has the largest share, longest first."""
+    rng = random.Random(num_ids)
+    guessed = 0
+    for _ in range(300):
+        text = [rng.randrange(num_ids) for _ in range(rng.randint(2, 40))]
+        best, wanted = 0.0, []
+        for length in range(min(64, len(text) - 1), 0, -1):
+            ends = [i for i in range(len(text) - 1, length - 1, -1) if text[i - length : i] == text[-length:]]
+            if ends:
+                token, count = Counter(text[end] for end in ends).most_common(1)[0]
+                if count / len(ends) > best:
+                    best, wanted = count / len(ends), [token]
+        assert chain(text, 1, min_token_prob=0.0, **FAR) == wanted, text
+        guessed += bool(wanted)
+    assert guessed > 100
+
+
+def test_reading_token_by_token_is_reading_at_once() -> None:
+    rng = random.Random(3)
+    text = [rng.randrange(4) for _ in range(80)]
+    one, seq = suffix(**FAR), request(text[:1])
+    for token in text[1:]:
+        drafted(one, seq)
+        seq.tokens.append(token)
+    assert drafted(one, seq).tokens == chain(text, **FAR) != []
+
+
+# ------------------------------------------------------------------------------------------------ finished requests
+
+
+def test_finished_requests_are_remembered_and_others_are_not() -> None:
+    for reason, tokens in (("stop", [6, 7, 8]), ("length", [6, 7, 8]), ("abort", []), (None, [])):
+        drafter = suffix(**FAR)
+        finished(drafter, [5, 6, 7, 8], reason=reason)
+        assert drafted(drafter, request([1, 5])).tokens == tokens, reason
+
+
+def test_a_guess_ends_with_the_text_that_it_is_from() -> None:
+    drafter = suffix(**FAR)
+    finished(drafter, [5, 6, 7])
+    finished(drafter, [8, 9])
+    assert drafted(drafter, request([1, 5])).tokens == [6, 7]
+    assert drafted(drafter, request([7, 8])).tokens == [9]  # "7 8" stands in no text
+
+
+def test_cache_salts_share_nothing() -> None:
+    drafter = suffix(**FAR)
+    finished(drafter, [5, 6, 7], salt="a")
+    finished(drafter, [5, 9, 9], salt=None)
+    assert drafted(drafter, request([1, 5], salt="a")).tokens == [6, 7]
+    assert drafted(drafter, request([1, 5], salt="b")).tokens == []
+    assert drafted(drafter, request([1, 5])).tokens[:1] == [9]
+
+
+def test_the_better_score_of_both_histories_is_drafted() -> None:
+    drafter = suffix(**FAR)
+    finished(drafter, [5, 6, 7, 8, 9])
+    assert drafted(drafter, request([4, 6, 0, 5, 6])).tokens[:1] == [0]  # both are sure of 8 tokens or of 3
+    assert drafted(drafter, request([6, 1, 6, 2, 5, 6]), 3).tokens == [7, 8, 9]
+    assert drafted(drafter, request([5, 6, 1, 5, 6]), 3).tokens == [1, 5, 6]  # equal scores: its own text
+
+
+def test_the_oldest_texts_go_first() -> None:
+    """Capacity counts a token for the end of each text, and is one for all salts."""
+    past = Past(max_requests=10, max_tokens=8)
+    for salt, text in (("a", [1, 2]), ("b", [3, 4]), ("a", [5])):
+        past.add(salt, text_of(text))
+    assert (past.of("a").tolist(), past.of("b").tolist()) == ([1, 2, -1, 5, -1], [3, 4, -1])
+    past.add("a", text_of([6, 7]))
+    assert (past.of("a").tolist(), past.of("b").tolist()) == ([5, -1, 6, 7, -1], [3, 4, -1])
+    past.add("a", text_of([8]))
+    assert (past.of("a").tolist(), past.of("b").tolist()) == ([5, -1, 6, 7, -1, 8, -1], [])
+    past.add("c", text_of(range(100)))
+    assert (past.of("a").tolist(), past.of("c").tolist()) == ([], [*range(93, 100), -1])
+
+
+def test_the_number_of_requests_is_limited_too() -> None:
+    past = Past(max_requests=2, max_tokens=100)
+    for token in range(5):
+        past.add(None, text_of([token]))
+    assert past.of(None).tolist() == [3, -1, 4, -1]
+
+
+@pytest.mark.parametrize("nothing", [{"max_cached_requests": 0}, {"max_cached_tokens": 0}])
+def test_remembering_can_be_turned_off(nothing) -> None:
+    drafter = suffix(**FAR, **nothing)
+    finished(drafter, [5, 6, 7])
+    assert drafted(drafter, request([1, 5])).tokens == []
+
+
+# ----------------------------------------------------------------------------------------------------- in the engine
+
+
+def test_the_engine_ends_texts_with_their_last_token_and_drops_aborted_ones() -> None:
+    drafter = suffix()
+    engine = Engine(runner_with(MODEL, 1024), Router({"suffix": drafter}), FixedPacing(3), max_seq_len=128)
+    kept = engine.add([1, 2, 3, 1, 2], SamplingParams(max_tokens=8, temperature=0.0, cache_salt="a"))
+    gone = engine.add([4, 5, 6, 4, 5], SamplingParams(max_tokens=8, temperature=0.0, cache_salt="b"))
+    for _ in range(2):
+        engine.step()
+    engine.abort(gone)
+    run(engine, [kept])
+    assert drafter._past.of("a").tolist() == [*kept.seq.tokens, -1]
+    assert len(kept.seq.output_ids) == 8
+    assert list(drafter._past.of("b")) == []
+    assert drafter._own._texts == {}
+
+
+def test_a_shape_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(BadOption, match="must be path or tree"):
+        Options(shape="star")
