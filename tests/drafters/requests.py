@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence as Seq
 from forerun.drafters import Drafter
 from forerun.types import Budget, Draft, FinishReason, Probs, SamplingParams, Sequence
 
-
 _ids = itertools.count()
 
 
@@ -18,9 +17,7 @@ def request(tokens: Seq[int], salt: str | None = None, end_ids: frozenset[int] =
     return Sequence(next(_ids), list(tokens), len(tokens), params, 0, 10**6, end_ids=end_ids)
 
 
-def finished(
-    drafter: Drafter, tokens: Seq[int], salt: str | None = None, reason: FinishReason | None = "stop"
-) -> None:
+def finished(drafter: Drafter, tokens: Seq[int], salt: str | None = None, reason: FinishReason | None = "stop") -> None:
     """Serve a request to its end. reason: None = it is preempted."""
     seq = request(tokens, salt)
     drafter.begin(seq)

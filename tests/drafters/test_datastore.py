@@ -10,7 +10,8 @@ import pytest
 
 from drafters.requests import drafted, request
 from forerun.drafters import Target, artifacts, datastore
-from forerun.drafters.datastore import Datastore, DatastoreDrafter, Options
+from forerun.drafters.datastore import DatastoreDrafter, Options
+from forerun.drafters.stores import Datastore
 from forerun.errors import BadOption, ForerunError, NotFound, UnsupportedModel
 from forerun.train.datastore import joined, save, suffix_array
 from house.enumeration import TARGET

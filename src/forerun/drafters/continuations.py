@@ -18,7 +18,9 @@ from forerun.types import Budget, Draft, Probs
 
 END_OF_TEXT = -1  # stands behind each of several texts in one array: no suffix reaches across it, no guess either
 NUM_FOLLOWED = 128  # occurrences of a suffix whose further length is found; a mask of the text is searched before
-NUM_MASKS = 8  # tokens of a suffix that masks are made for; what occurs more often then is followed at its latest places
+NUM_MASKS = (
+    8  # tokens of a suffix that masks are made for; what occurs more often then is followed at its latest places
+)
 
 Tokens = npt.NDArray[np.intc]
 

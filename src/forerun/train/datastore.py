@@ -11,7 +11,7 @@ import numpy.typing as npt
 from forerun.config import EngineConfig
 from forerun.drafters import artifacts
 from forerun.drafters.continuations import END_OF_TEXT
-from forerun.drafters.datastore import KIND
+from forerun.drafters.stores import KIND
 from forerun.engine.factory import target_files
 from forerun.errors import BadOption, NotFound
 from forerun.models.loading import read_config, read_raw_config
@@ -45,9 +45,7 @@ def train(
     return len(tokens)
 
 
-def joined(
-    texts: Iterable[Seq[int]], num_ids: int, progress: Callable[[int], None] = lambda num_tokens: None
-) -> Ints:
+def joined(texts: Iterable[Seq[int]], num_ids: int, progress: Callable[[int], None] = lambda num_tokens: None) -> Ints:
     """Return texts of ids, END_OF_TEXT behind each, in one array [n]. Raises NotFound where they have no token."""
     parts: list[Ints] = []
     num_tokens = 0

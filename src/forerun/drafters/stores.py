@@ -1,0 +1,65 @@
+"""The file of the drafter `datastore`: texts, and a suffix array that makes them searchable."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from forerun.drafters import artifacts
+from forerun.drafters.continuations import END_OF_TEXT, Tokens
+from forerun.errors import UnsupportedModel, shown
+
+KIND = "datastore"  # of the fitted file
+
+
+class Datastore:
+    """Texts that can be searched. tokens [n]: each text with END_OF_TEXT behind it. suffixes [n]: a suffix array."""
+
+    def __init__(self, tokens: Tokens, suffixes: Tokens) -> None:
+        self._tokens, self._suffixes = tokens, suffixes
+
+    def places(self, pattern: Seq[int]) -> range:
+        """Return which entries of the suffix array begin with a pattern."""
+        wanted, length = list(pattern), len(pattern)
+
+        def beginning(entry: int) -> list[int]:
+            start = self._suffixes[entry]
+            found: list[int] = self._tokens[start : start + length].tolist()
+            return found
+
+        entries = range(len(self._suffixes))
+        first = bisect.bisect_left(entries, wanted, key=beginning)
+        return range(first, bisect.bisect_right(entries, wanted, first, key=beginning))
+
+    def longest(self, context: Seq[int], min_match: int) -> tuple[int, range]:
+        """Return the length of the longest suffix of a context that occurs, and its places; (0, none) without one.
+
+        Where a suffix occurs every shorter one does, so the length itself is found by binary search.
+        """
+        found = (0, range(0))
+        low, high = min_match, len(context)
+        while low <= high:
+            length = (low + high + 1) // 2
+            if places := self.places(context[len(context) - length :]):
+                found, low = (length, places), length + 1
+            else:
+                high = length - 1
+        return found
+
+    def continuations(self, length: int, places: range, most: int, num_tokens: int) -> list[list[int]]:
+        """Return what follows a suffix of `length` tokens at `most` of its places, num_tokens each."""
+        chosen = [places[i * len(places) // most] for i in range(most)] if len(places) > most else places
+        ends = self._suffixes[list(chosen)] + length
+        return [self._tokens[end : end + num_tokens].tolist() for end in ends]
+
+
+def load(path: str, fingerprint: str, num_ids: int) -> Datastore:
+    """Read a file for ids below num_ids. Raises what `artifacts.load` raises, and UnsupportedModel for other arrays."""
+    arrays, _ = artifacts.load(path, KIND, fingerprint)
+    tokens, suffixes = (arrays.get(name, np.empty(0)) for name in ("tokens", "suffixes"))
+    is_whole = len(tokens) == len(suffixes) > 0 and tokens[-1] == END_OF_TEXT and int(tokens.max()) < num_ids
+    if not is_whole:
+        raise UnsupportedModel(f"{shown(path)} holds no datastore: make it again with `forerun train datastore`")
+    return Datastore(tokens.astype(np.intc, copy=False), suffixes.astype(np.intc, copy=False))
