@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -37,9 +38,9 @@ PACINGS = registry.names(pacing.__name__)
 NAMES = registry.names(drafters.__name__)
 
 
-def judges(rule: str, name: str) -> bool:
-    """Whether the rule can judge the drafts of a drafter; the engine refuses the other pairs."""
-    drafter = drafter_for(Case(name, SamplingParams()))
+def judges(rule: str, name: str, options: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    """Whether the rule can judge the drafts of a drafter with these options; the engine refuses the other pairs."""
+    drafter = drafter_for(Case(name, SamplingParams(), options))
     try:
         verify.find(rule).check(name, drafter.shape, drafter.draws)
     except BadOption:
@@ -48,7 +49,13 @@ def judges(rule: str, name: str) -> bool:
 
 
 PAIRS = [(name, rule) for name in NAMES for rule in RULES if judges(rule, name)]
-OPTIONS = [(name, options, rule) for name, rule in PAIRS for options in VARIANTS.get(name, [])]
+OPTIONS = [
+    (name, options, rule)
+    for name in NAMES
+    for options in VARIANTS.get(name, [])
+    for rule in RULES
+    if judges(rule, name, options)
+]
 SAMPLE = ("greedy", "plain", "all")  # the sampling options of every pair in `make test`; the others in `make parity`
 ALWAYS = ("model", "lookup", "none")  # the drafters that are tested with every option in both
 SAMPLING: dict[str, dict[str, Any]] = {

@@ -37,7 +37,7 @@ class Options:
 
     max_match: int = field(default=64, metadata={"help": "longest suffix looked for, in tokens", "min": 1, "max": 255})
     max_spec_factor: float = field(
-        default=1.0, metadata={"help": "drafted tokens for each token of the match", "min": 0.0, "max": 1000.0}
+        default=4.0, metadata={"help": "drafted tokens for each token of the match", "min": 0.0, "max": 1000.0}
     )
     max_spec_offset: float = field(
         default=0.0, metadata={"help": "drafted tokens beside those of max_spec_factor", "min": 0.0, "max": 1000.0}

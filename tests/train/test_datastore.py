@@ -1,0 +1,47 @@
+"""`forerun train datastore`: the file that it writes, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from drafters.requests import drafted, request
+from forerun import drafters
+from forerun.cli.train import app
+from forerun.config import EngineConfig
+from forerun.drafters import Target
+from forerun.engine.factory import target_files
+from forerun.text.tokenizer import Tokenizer
+from house.enumeration import TARGET
+
+TEXT = "def first(values):\n    return values[0]\n"
+
+
+def shipped(tokenizer: Tokenizer) -> Target:
+    return Target(TARGET, tokenizer, frozenset(), tokenizer.num_ids, (), 2, 32, "paged")
+
+
+def test_a_text_is_continued_from_the_file_of_it(tmp_path: Path) -> None:
+    (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
+    out = tmp_path / "store"
+    done = CliRunner().invoke(app, ["datastore", "--text", str(tmp_path / "text.py"), "--out", str(out), "--quiet"])
+    assert done.exit_code == 0, done.output
+    tokenizer = Tokenizer.load(target_files(EngineConfig.make()))
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    assert done.output.startswith(f"{len(ids) + 1} tokens, ")
+    assert " s\n" in done.output
+    drafter = drafters.make(f"datastore:path={out}", shipped(tokenizer))
+    assert drafted(drafter, request(ids[:4]), 5).tokens == ids[4:9]
+
+
+@pytest.mark.parametrize("wrong", ["out is a folder", "no text", "empty text"])
+def test_what_is_not_possible_is_refused_with_one_sentence(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "empty.txt").write_text("", encoding="utf-8")
+    text = tmp_path / ("missing.txt" if wrong == "no text" else "empty.txt")
+    out = tmp_path if wrong == "out is a folder" else tmp_path / "store"
+    done = CliRunner().invoke(app, ["datastore", "--text", str(text), "--out", str(out), "--quiet"])
+    assert done.exit_code == 2
+    assert "error: " in done.output
+    assert not (tmp_path / "store").exists()
