@@ -147,6 +147,7 @@ def test_the_better_score_of_both_histories_is_drafted() -> None:
     finished(drafter, [5, 6, 7, 8, 9])
     assert drafted(drafter, request([4, 6, 0, 5, 6])).tokens[:1] == [0]  # both are sure of 8 tokens or of 3
     assert drafted(drafter, request([6, 1, 6, 2, 5, 6]), 3).tokens == [7, 8, 9]
+    assert drafted(drafter, request([6, 1, 6, 2, 6]), 3).tokens == [2, 6, 2]  # as long a match: its own text
     assert drafted(drafter, request([5, 6, 1, 5, 6]), 3).tokens == [1, 5, 6]  # equal scores: its own text
 
 

@@ -76,11 +76,15 @@ def _longer(text: Tokens, context: Seq[int], ends: npt.NDArray[np.intp]) -> list
 
 @dataclass
 class Guess:
-    """Nodes of one sequence, best first. parents: -1 = the last committed token. probs: of the path down to each."""
+    """Nodes of one sequence, best first. parents: -1 = the last committed token. probs: of the path down to each.
+
+    match: length of the suffix that it was found by.
+    """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     probs: list[float] = field(default_factory=list)
+    match: int = 0
 
     @property
     def score(self) -> float:

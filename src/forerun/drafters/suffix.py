@@ -5,8 +5,8 @@ suffix of the text that occurred before makes a guess. A suffix of m tokens may 
 max_spec_offset of them, because a long match is rarely an accident. Of the occurrences of a suffix the latest
 NUM_OCCURRENCES are counted: the token that followed most often comes next, and its share of them is its probability
 under the count model. The score of a guess is the sum of the probabilities of its nodes, which is how many are accepted
-on average if the counts are right; the guess with the best score is drafted. Of equal scores the longer suffix and the
-request's own text win.
+on average if the counts are right; the guess with the best score is drafted. Of equal scores the longer suffix
+wins, and finished texts are asked only for longer suffixes than the one that the request's own text was found by.
 
 The paper keeps suffix trees. Here the tokens themselves are searched by numpy, so that nothing has to be built while a
 prompt is read and a token of history costs four bytes; docs/methods/suffix.md has the times of both.
@@ -132,13 +132,16 @@ class SuffixDrafter(Drafter):
         o = self.options
         if most <= guess.score:
             return guess
+        least = guess.match  # what is known of this text by as long a match says more than other texts do
         for level in reversed(levels(np.frombuffer(text, np.intc)[:stop], context)):
             limit = min(most, int(o.max_spec_factor * level.length + o.max_spec_offset))
-            if limit <= guess.score:
+            if level.length <= least or limit <= guess.score:
                 break  # no node has more than probability 1, and a shorter suffix may draft no more
             rows = [text[end : end + limit] for end in level.ends(NUM_OCCURRENCES)]
             found = grow(rows, limit, self.shape == "tree", o.min_token_prob, end_ids)
-            guess = found if found.score > guess.score else guess
+            if found.score > guess.score:
+                found.match = level.length
+                guess = found
         return guess
 
 
