@@ -21,7 +21,7 @@ from forerun.errors import BadOption
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 # P(the target's choice is the token of this rank), given that the parent is right. Measured; docs/methods/recycle.md.
-RANK_RATES = (0.45, 0.11, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01)
+RANK_RATES = (0.44, 0.14, 0.05, 0.03, 0.025, 0.015, 0.01, 0.01)
 MAX_NODES = 128  # of the fixed order: more than a draft has, because tokens without a row have no children
 
 
