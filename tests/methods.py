@@ -18,4 +18,6 @@ NEEDS: dict[str, Callable[[Target, Path], Mapping[str, Any]]] = {}
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "model": [{"draft_temperature": 0.0}, {"draft_temperature": 0.4, "draft_top_k": 2}, {"draft_top_k": 1}],
     "lookup": [{"max_n": 2, "min_n": 2}],
+    "recycle": [{"shape": "path"}, {"top": 2, "shared": True, "from_prompt": False, "max_rows": 2}],
+    "lookahead": [{"guesses": 1}, {"window": 2, "ngram": 2, "guesses": 3}],
 }

@@ -76,7 +76,8 @@ class RecycleDrafter(Drafter):
         self.options = options
         self.shape = "tree" if options.shape == "tree" and options.top > 1 else "chain"
         self.top_logits = options.top
-        self._order = rank_order(options.top if options.shape == "tree" else 1)
+        self.is_free = self.shape == "chain"  # a tree's tokens do not follow one another, so nothing could score them
+        self._order = rank_order(RANK_RATES[: options.top if options.shape == "tree" else 1])
         self._matrices: dict[Hashable, Matrix] = {}  # the one that a request left last comes last
         self._users: Counter[Hashable] = Counter()  # running requests of each matrix
         self._num_read: dict[int, int] = {}  # by sequence: prompt tokens whose pairs are in its matrix
@@ -150,18 +151,19 @@ class RecycleDrafter(Drafter):
         return Draft(tokens, parents, [0, len(tokens)], [Probs.of_point(token) for token in tokens])
 
 
-def rank_order(width: int, num_nodes: int = MAX_NODES) -> list[tuple[int, int]]:
+def rank_order(rates: Seq[float], num_nodes: int = MAX_NODES) -> list[tuple[int, int]]:
     """Return (parent, rank) of each node of the fixed tree, best first; parent -1 = the last committed token.
 
-    width: children of a node at most. The first n nodes are the best tree of n nodes.
+    rates: P(the target's choice is the child of this rank), falling; a node has as many children at most. The first n
+    nodes are the best tree of n nodes.
     """
     found: list[tuple[int, int]] = []
-    heap = [(-RANK_RATES[0], -1, 0)]  # (minus the P that the node is accepted, its parent, its rank)
+    heap = [(-rates[0], -1, 0)]  # (minus the P that the node is accepted, its parent, its rank)
     while len(found) < num_nodes:
         minus, parent, rank = heapq.heappop(heap)
-        heapq.heappush(heap, (minus * RANK_RATES[0], len(found), 0))
-        if rank + 1 < width:
-            heapq.heappush(heap, (minus / RANK_RATES[rank] * RANK_RATES[rank + 1], parent, rank + 1))
+        heapq.heappush(heap, (minus * rates[0], len(found), 0))
+        if rank + 1 < len(rates):
+            heapq.heappush(heap, (minus / rates[rank] * rates[rank + 1], parent, rank + 1))
         found.append((parent, rank))
     return found
 
