@@ -214,7 +214,7 @@ def test_preempted_and_aborted_requests_leave_nothing() -> None:
 
 
 def test_logits_that_are_no_numbers_do_not_enter_the_window() -> None:
-    made, seq = begun([])
+    made, seq = begun([], window=4, ngram=3)
     made.propose([seq], Budget([7], 0), [])
     columns = [list(column) for column in made._states[0].window.columns]
     scores = Scores(torch.empty(8, 1), [range(8)], [torch.empty(0, 1)], [[1] * 7 + [NO_NUMBERS]], 0.0)

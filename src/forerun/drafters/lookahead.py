@@ -23,8 +23,8 @@ from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
 class Options:
     """The sizes of the window and of the pool."""
 
-    window: int = field(default=4, metadata={"help": "columns of the window (W)", "min": 1, "max": 32})
-    ngram: int = field(default=3, metadata={"help": "tokens of an n-gram (N)", "min": 2, "max": 16})
+    window: int = field(default=2, metadata={"help": "columns of the window (W)", "min": 1, "max": 32})
+    ngram: int = field(default=4, metadata={"help": "tokens of an n-gram (N)", "min": 2, "max": 16})
     guesses: int = field(
         default=2, metadata={"help": "continuations kept and verified of one token (G)", "min": 1, "max": 32}
     )
