@@ -32,4 +32,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "lookup": [{"max_n": 2, "min_n": 2}],
     "suffix": [{"shape": "tree", "max_spec_factor": 4.0}, {"max_cached_tokens": 0, "min_token_prob": 0.0}],
     "datastore": [{"shape": "tree"}, {"max_match": 1, "num_continuations": 4}],
+    "recycle": [{"shape": "path"}, {"top": 2, "shared": True, "from_prompt": False, "max_rows": 2}],
+    "lookahead": [{"guesses": 1}, {"window": 2, "ngram": 2, "guesses": 3}],
 }

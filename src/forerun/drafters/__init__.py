@@ -55,13 +55,29 @@ class Seen:
         """
         return self.scores.taps[k][list(self.kept)]
 
+    @property
+    def tokens(self) -> Seq[int]:
+        """The tokens of the scored rows."""
+        return self.scores.runs[self.run].tokens
+
+    @property
+    def best(self) -> list[int]:
+        """The likeliest id behind each scored row, the lowest on ties; NO_NUMBERS (-1) where logits are no numbers.
+
+        It needs no `top_logits`. A prompt chunk computes no logits and has 0 rows.
+        """
+        from forerun.sampling import largest
+
+        return self.scores.best[self.run] or largest.best(self.scores.logits[self.run])
+
     def top(self, num: int) -> tuple[Tensor, Tensor]:
-        """Return ids and logits of the `num` likeliest tokens behind each scored row, each [rows, num].
+        """Return ids and logits of the `num` likeliest tokens behind each scored row, each [rows, num], best first.
 
         num: at most the drafter's `top_logits`. A prompt chunk computes no logits and has 0 rows.
         """
-        values, ids = self.scores.logits[self.run].topk(num)
-        return ids, values
+        from forerun.sampling import largest
+
+        return largest.top(self.scores.logits[self.run], num)
 
 
 class Drafter:

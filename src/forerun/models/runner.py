@@ -99,7 +99,7 @@ class Scores:
 
     logits[b] [wanted rows, ids], or best[b] [wanted rows] for a run that asked for the best ids only (NO_NUMBERS where
     logits are no numbers). taps: by k, the residual stream before layer k of every row, float32 [T, H], as Runner.taps
-    has asked for it.
+    has asked for it. runs: what was asked for.
     """
 
     hidden: Tensor
@@ -108,6 +108,7 @@ class Scores:
     best: list[list[int]]
     forward_s: float
     taps: dict[int, Tensor] = field(default_factory=dict)
+    runs: Seq[Run] = ()
 
 
 class Runner:
@@ -170,7 +171,7 @@ class Runner:
             if run.pending:
                 self.cache.hold(run.slot, run.behind(len(self.cache.pending(run.slot))))
         logits, best = _by_run(runs, self._logits(hidden, full), self._best(hidden, few), self._none)
-        return Scores(hidden, rows, logits, best, time.perf_counter() - started, taps)
+        return Scores(hidden, rows, logits, best, time.perf_counter() - started, taps, runs)
 
     def run_ahead(self, starts: Seq[tuple[int, Seq[int], int]]) -> list[list[int]]:
         """The likeliest continuation of each (slot, tokens, length), in one call; only where this `finds_best`.

@@ -1,0 +1,187 @@
+"""Lookahead decoding: the target guesses, by Jacobi iteration beside the text (Fu et al. 2024, arXiv 2402.02057).
+
+A window of W columns and N - 1 levels of guessed tokens stands behind the last committed token. Each pass scores it as
+extra rows, and the likeliest token behind the deepest level of a column extends that column to an n-gram of N tokens.
+The n-gram goes into a pool, by its first token; the column loses its first token and gets the new one. Column 0 begins
+at the last committed token. Level 0 is a chain, and each deeper level hangs from the one above in its column: the token
+of level l in column j has the tokens of level 0 up to column j and of levels 1 to l - 1 of its column before it.
+
+A draft is the pool's continuations of the last committed token, merged into a tree of point masses. The window uses the
+target's likeliest tokens whatever the temperature, and no coins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from forerun.drafters import Drafter, Seen, Target
+from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
+
+
+@dataclass(frozen=True)
+class Options:
+    """The sizes of the window and of the pool."""
+
+    window: int = field(default=2, metadata={"help": "columns of the window (W)", "min": 1, "max": 32})
+    ngram: int = field(default=4, metadata={"help": "tokens of an n-gram (N)", "min": 2, "max": 16})
+    guesses: int = field(
+        default=2, metadata={"help": "continuations kept and verified of one token (G)", "min": 1, "max": 32}
+    )
+    from_text: bool = field(default=True, metadata={"help": "the pool takes the n-grams of prompt and output, too"})
+
+
+class Pool:
+    """First token -> the continuations that were seen last, newest first, at most `guesses` of them."""
+
+    def __init__(self, guesses: int) -> None:
+        self.ngrams: dict[int, list[tuple[int, ...]]] = {}
+        self._guesses = guesses
+
+    def put(self, first: int, rest: tuple[int, ...]) -> None:
+        """Add an n-gram, or make it the newest; the one unseen for longest leaves."""
+        known = self.ngrams.setdefault(first, [])
+        if rest in known:
+            known.remove(rest)
+        elif len(known) == self._guesses:
+            known.pop()
+        known.insert(0, rest)
+
+
+class Window:
+    """The columns of guessed tokens of one request.
+
+    columns [W][N - 1]: level 0 first. ages [W]: how many tokens of a column were named by the target, one behind the
+    other; the others were placed there in the beginning.
+    """
+
+    def __init__(self, columns: list[list[int]]) -> None:
+        self.columns, self.ages = columns, [0] * len(columns)
+
+    @staticmethod
+    def spread(text: Seq[int], width: int, levels: int) -> Window:
+        """Return a window of tokens that are taken from the text at even distances."""
+        num = width * levels
+        tokens = [text[i * len(text) // num] for i in range(num)]
+        return Window([tokens[start : start + levels] for start in range(0, num, levels)])
+
+    def rows(self, width: int, num_nodes: int) -> tuple[Extra, list[int]]:
+        """Return the first `width` columns as extra rows behind `num_nodes` nodes, and the rows of their last level.
+
+        The row of level 0 in column 0 is that of the last committed token, which is no extra row. The returned rows are
+        indices among the sequence's rows of the pass: 0 is the last committed token, and the nodes come next.
+        """
+        tokens, parents = list[int](), list[int]()
+        above = [-1] * width
+        for level in range(len(self.columns[0])):
+            for j in range(width):
+                if level == j == 0:
+                    continue
+                tokens.append(self.columns[j][level])
+                parents.append(above[j - 1] if level == 0 else above[j])
+                above[j] = num_nodes + len(tokens) - 1
+        return Extra(tokens, parents), [index + 1 for index in above]
+
+    def advance(self, likeliest: Seq[int]) -> list[tuple[int, ...]]:
+        """Extend the first columns by these tokens, and return the n-grams all of whose tokens the target named."""
+        found = []
+        for j, token in enumerate(likeliest):
+            column = self.columns[j]
+            if self.ages[j] >= len(column) - 1:  # what stands in level 0 is what the n-gram follows from
+                found.append((*column, token))
+            self.columns[j] = [*column[1:], token]
+            self.ages[j] += 1
+        return found
+
+
+@dataclass
+class _State:
+    """What is known of one request. ends: rows of the last level in the pass that was asked for."""
+
+    window: Window
+    pool: Pool
+    num_read: int = 0  # tokens of the text at which an n-gram in the pool begins
+    ends: list[int] = field(default_factory=list)
+
+
+class LookaheadDrafter(Drafter):
+    """Keeps a window and a pool per request."""
+
+    draws = "point"
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.shape = "tree" if options.guesses > 1 else "chain"
+        self._states: dict[int, _State] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        window = Window.spread(seq.tokens, self.options.window, self.options.ngram - 1)
+        self._states[seq.id] = _State(window, Pool(self.options.guesses))
+
+    def end(self, seq: Sequence) -> None:
+        self._states.pop(seq.id, None)
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        return Draft.joined([self._draft(seq, b, budget) for b, seq in enumerate(seqs)])
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        for seq, own in zip(seqs, seen, strict=True):
+            state, best = self._states[seq.id], own.best
+            ends, state.ends = state.ends, []
+            if ends and len(best) > max(ends):  # else its draft was not scored
+                likeliest = [best[end] for end in ends]
+                if min(likeliest) >= 0:
+                    for first, *rest in state.window.advance(likeliest):
+                        state.pool.put(first, tuple(rest))
+            if self.options.from_text:
+                self._read(seq, state, own.start + len(own.kept) + 1)
+
+    def _read(self, seq: Sequence, state: _State, stop: int) -> None:
+        """Put the n-grams of the first `stop` tokens that were not read yet into the pool."""
+        num = self.options.ngram
+        for i in range(state.num_read, stop - num + 1):
+            state.pool.put(seq.tokens[i], tuple(seq.tokens[i + 1 : i + num]))
+            state.num_read = i + 1
+
+    def _draft(self, seq: Sequence, b: int, budget: Budget) -> Draft:
+        """Share the budget: guesses come first, but leave half of it to the window, which takes whole columns."""
+        state, most = self._states[seq.id], budget.num_tokens[b]
+        draft = self._guesses(seq, b, budget, most - self._num_rows(self._width(most // 2)))
+        width = self._width(most - len(draft.tokens))
+        state.ends = []
+        if not width:
+            return draft
+        state.window.columns[0][0] = seq.tokens[-1]
+        rows, state.ends = state.window.rows(width, len(draft.tokens))
+        return Draft(draft.tokens, draft.parents, draft.node_starts, draft.probs, {0: rows} if rows.tokens else {})
+
+    def _num_rows(self, width: int) -> int:
+        """Extra rows of so many columns."""
+        return max(0, width * (self.options.ngram - 1) - 1)
+
+    def _width(self, num_rows: int) -> int:
+        """Columns that so many extra rows have room for."""
+        return min(self.options.window, (num_rows + 1) // (self.options.ngram - 1))
+
+    def _guesses(self, seq: Sequence, b: int, budget: Budget, most: int) -> Draft:
+        """Merge what the pool knows to follow the last committed token into a tree of at most `most` nodes."""
+        children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+        tokens, parents = list[int](), list[int]()
+        for rest in self._states[seq.id].pool.ngrams.get(seq.tokens[-1], ()):
+            at = -1
+            for depth, token in enumerate(rest):
+                if (at, token) not in children:
+                    if len(tokens) == most or not budget.go_on(b, depth, Probs.of_point(token)):
+                        break
+                    children[at, token] = len(tokens)
+                    parents.append(at)
+                    tokens.append(token)
+                at = children[at, token]
+                if token in seq.end_ids:
+                    break  # nothing follows the end
+        return Draft(tokens, parents, [0, len(tokens)], [Probs.of_point(token) for token in tokens])
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """A drafter that needs no model."""
+    return LookaheadDrafter(options)

@@ -1,0 +1,173 @@
+"""Token Recycling: draft what the target held to be likeliest behind the same token before (Luo et al. 2024).
+
+Every pass of the target computes logits behind each row, and decoding uses one row of them. This drafter keeps the ids
+of the largest logits behind each row, rejected drafts included, in a matrix: token -> what may follow it, best first
+(arXiv 2408.08696, section 3.1). A draft is a tree over that matrix in a fixed order of ranks. The order is best-first
+by the product of the acceptance rates of the ranks along the path, which is the tree of most expected tokens for each
+number of nodes where the rates fall with the rank (Sequoia, Chen et al. 2024, arXiv 2402.12374).
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter
+from collections.abc import Hashable, Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from forerun.drafters import Drafter, Seen, Target
+from forerun.errors import BadOption
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
+
+# P(the target's choice is the token of this rank), given that the parent is right. Measured; docs/methods/recycle.md.
+RANK_RATES = (0.44, 0.14, 0.05, 0.03, 0.025, 0.015, 0.01, 0.01)
+MAX_NODES = 128  # of the fixed order: more than a draft has, because tokens without a row have no children
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the matrix holds and which drafts are made of it."""
+
+    shape: str = field(default="tree", metadata={"help": "tree, or path: the likeliest token behind each, one by one"})
+    top: int = field(
+        default=8, metadata={"help": "tokens kept behind each token, best first", "min": 1, "max": len(RANK_RATES)}
+    )
+    shared: bool = field(
+        default=False, metadata={"help": "one matrix for all requests of a cache_salt; false = one per request"}
+    )
+    from_prompt: bool = field(default=True, metadata={"help": "begin with the pairs of tokens of the prompt"})
+    max_rows: int = field(
+        default=16384, metadata={"help": "tokens that a matrix has a row for; the longest unseen go first", "min": 1}
+    )
+
+    def __post_init__(self) -> None:
+        if self.shape not in ("tree", "path"):
+            raise BadOption(f"recycle:shape={self.shape} does not exist: use tree or path")
+
+
+class Matrix:
+    """Token -> the ids that may follow it, best first. At most `max_rows` tokens have a row."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.rows: dict[int, array[int]] = {}  # the row that was written last comes last
+        self._max_rows = max_rows
+
+    def put(self, token: int, ids: Seq[int]) -> None:
+        """Replace the row of a token."""
+        self.rows.pop(token, None)
+        self.rows[token] = array("i", ids)
+        if len(self.rows) > self._max_rows:
+            del self.rows[next(iter(self.rows))]
+
+    def put_first(self, token: int, follower: int, width: int) -> None:
+        """Make `follower` the best of a token's row, which keeps at most `width` ids."""
+        row = self.rows.get(token, ())
+        if not row or row[0] != follower:
+            self.put(token, [follower, *(other for other in row if other != follower)][:width])
+
+
+class RecycleDrafter(Drafter):
+    """Keeps a matrix per request, or per cache salt, and drafts trees of point masses from it."""
+
+    draws = "point"
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.shape = "tree" if options.shape == "tree" and options.top > 1 else "chain"
+        self.top_logits = options.top
+        self.is_free = self.shape == "chain"  # a tree's tokens do not follow one another, so nothing could score them
+        self._order = rank_order(RANK_RATES[: options.top if options.shape == "tree" else 1])
+        self._matrices: dict[Hashable, Matrix] = {}  # the one that a request left last comes last
+        self._users: Counter[Hashable] = Counter()  # running requests of each matrix
+        self._num_read: dict[int, int] = {}  # by sequence: prompt tokens whose pairs are in its matrix
+
+    def begin(self, seq: Sequence) -> None:
+        self._users[self._key(seq)] += 1
+        self._matrices.setdefault(self._key(seq), Matrix(self.options.max_rows))
+
+    def end(self, seq: Sequence) -> None:
+        key = self._key(seq)
+        self._num_read.pop(seq.id, None)
+        self._users[key] -= 1
+        if self._users[key] <= 0:
+            del self._users[key]
+        matrix = self._matrices.pop(key)
+        if self.options.shared:
+            self._matrices[key] = matrix
+            self._drop_idle()
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        return Draft.joined([self._tree(seq, b, budget) for b, seq in enumerate(seqs)])
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        for seq, own in zip(seqs, seen, strict=True):
+            matrix, ids = self._matrices[self._key(seq)], own.top(self.options.top)[0].tolist()
+            if ids:
+                # Where a token was run twice, the row of the text itself counts, not that of a rejected guess.
+                order = [*range(len(ids)), *(row - own.scored.start for row in own.kept)]
+                for token, row in {own.tokens[row]: row for row in order}.items():
+                    matrix.put(token, ids[row])
+            elif self.options.from_prompt:
+                self._read(seq, matrix, own.start + len(own.kept))
+
+    def _key(self, seq: Sequence) -> Hashable:
+        return ("salt", seq.params.cache_salt) if self.options.shared else seq.id
+
+    def _read(self, seq: Sequence, matrix: Matrix, stop: int) -> None:
+        """Take the pairs of the first `stop` tokens, and of the token behind them, that were not read yet."""
+        start = self._num_read.get(seq.id, 0)
+        for token, follower in pairwise(seq.tokens[start : stop + 1]):
+            matrix.put_first(token, follower, self.options.top)
+        self._num_read[seq.id] = stop
+
+    def _drop_idle(self) -> None:
+        """Forget matrices that no request uses, the oldest first, until these have at most `max_rows` rows together."""
+        idle = [key for key in self._matrices if not self._users[key]]
+        num_rows = sum(len(self._matrices[key].rows) for key in idle)
+        for key in idle[:-1]:
+            if num_rows > self.options.max_rows:
+                num_rows -= len(self._matrices.pop(key).rows)
+
+    def _tree(self, seq: Sequence, b: int, budget: Budget) -> Draft:
+        rows = self._matrices[self._key(seq)].rows
+        places, depths = {-1: -1}, {-1: 0}  # node of the fixed order -> node of the draft; node of the draft -> depth
+        tokens, parents = list[int](), list[int]()
+        for node, (parent, rank) in enumerate(self._order):
+            if len(tokens) == budget.num_tokens[b]:
+                break
+            at = places.get(parent)
+            if at is None:
+                continue
+            before = tokens[at] if at >= 0 else seq.tokens[-1]
+            row = rows.get(before, ())
+            if rank >= len(row) or (at >= 0 and before in seq.end_ids):  # nothing follows the end
+                continue
+            if budget.go_on(b, depths[at], Probs.of_point(row[rank])):
+                places[node] = len(tokens)
+                depths[len(tokens)] = depths[at] + 1
+                parents.append(at)
+                tokens.append(row[rank])
+        return Draft(tokens, parents, [0, len(tokens)], [Probs.of_point(token) for token in tokens])
+
+
+def rank_order(rates: Seq[float], num_nodes: int = MAX_NODES) -> list[tuple[int, int]]:
+    """Return (parent, rank) of each node of the fixed tree, best first; parent -1 = the last committed token.
+
+    rates: P(the target's choice is the child of this rank), falling; a node has as many children at most. The first n
+    nodes are the best tree of n nodes.
+    """
+    found: list[tuple[int, int]] = []
+    heap = [(-rates[0], -1, 0)]  # (minus the P that the node is accepted, its parent, its rank)
+    while len(found) < num_nodes:
+        minus, parent, rank = heapq.heappop(heap)
+        heapq.heappush(heap, (minus * rates[0], len(found), 0))
+        if rank + 1 < len(rates):
+            heapq.heappush(heap, (minus / rates[rank] * rates[rank + 1], parent, rank + 1))
+        found.append((parent, rank))
+    return found
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """A drafter that needs no model."""
+    return RecycleDrafter(options)

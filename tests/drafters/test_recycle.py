@@ -1,0 +1,198 @@
+"""Token Recycling: the fixed tree, the matrix after known passes, and what is forgotten."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.toys import V, crowded, engine_of, likeliest, spoken
+from forerun.drafters import Seen
+from forerun.drafters.recycle import MAX_NODES, RANK_RATES, Matrix, Options, RecycleDrafter, rank_order
+from forerun.errors import BadOption
+from forerun.models.runner import Run, Scores
+from forerun.types import Budget, SamplingParams, Sequence
+
+END = 11
+
+
+def drafter(**options: Any) -> RecycleDrafter:
+    return RecycleDrafter(Options(**options))
+
+
+def sequence(tokens: list[int], id_: int = 0, salt: str | None = None) -> Sequence:
+    params = SamplingParams(max_tokens=20, cache_salt=salt)
+    return Sequence(id_, tokens, len(tokens), params, 0, 64, end_ids=frozenset({END}))
+
+
+def begun(tokens: list[int], **options: Any) -> tuple[RecycleDrafter, Sequence, Matrix]:
+    """A drafter that serves one sequence, the sequence, and its empty matrix."""
+    made, seq = drafter(**options), sequence(tokens)
+    made.begin(seq)
+    return made, seq, made._matrices[made._key(seq)]
+
+
+# ---------------------------------------------------------------------------------------------------------- the tree
+
+
+def test_the_first_n_nodes_are_the_best_tree_of_n_nodes() -> None:
+    """The optimum of Sequoia's dynamic program for acceptance rates of 0.6, 0.2 and 0.1; a root comes with each."""
+    rates = (0.6, 0.2, 0.1)
+    expected, mean, reach = {}, 1.0, {-1: 1.0}
+    for node, (parent, rank) in enumerate(rank_order(rates, 5)):
+        assert parent < node
+        reach[node] = reach[parent] * rates[rank]
+        mean += reach[node]
+        expected[node + 2] = mean
+    assert expected == pytest.approx({2: 1.6, 3: 1.96, 4: 2.176, 5: 2.376, 6: 2.5056})
+
+
+def test_nodes_come_best_first_and_siblings_by_rank() -> None:
+    order, reach = rank_order(RANK_RATES), {-1: 1.0}
+    for node, (parent, rank) in enumerate(order):
+        reach[node] = reach[parent] * RANK_RATES[rank]
+        assert [r for p, r in order[:node] if p == parent] == list(range(rank))
+    found = [reach[node] for node in range(MAX_NODES)]
+    assert all(later < earlier or math.isclose(later, earlier) for earlier, later in pairwise(found))
+    assert rank_order(RANK_RATES[:1], 4) == [(-1, 0), (0, 0), (1, 0), (2, 0)]
+
+
+ROWS = {1: [2, 3], 2: [4, 5], 3: [6], 4: [1], 6: [END, 1], END: [7]}
+
+
+def drafted(most: int, **options: Any) -> tuple[list[int], list[int]]:
+    """Tokens and parents of what is drafted behind token 1 from ROWS."""
+    made, seq, matrix = begun([9, 1], **options)
+    for token, row in ROWS.items():
+        matrix.put(token, row)
+    draft = made.propose([seq], Budget([most], 0), [])
+    draft.check(0)
+    return draft.tokens, draft.parents
+
+
+def test_a_tree_takes_the_best_nodes_that_have_tokens() -> None:
+    """0.44: 2. 0.44^2: 2 4. 0.14: 3. 0.44^3: 2 4 1. Then 2 5, 3 6 (0.44 x 0.14 each) and 2 4 1 2 (0.44^4)."""
+    tokens, parents = drafted(7)
+    assert (tokens[:4], parents[:4]) == ([2, 4, 3, 1], [-1, 0, -1, 1])
+    assert sorted(zip(tokens[4:], parents[4:], strict=True)) == [(2, 3), (5, 0), (6, 2)]
+    for most in range(7):
+        assert drafted(most) == (tokens[:most], parents[:most]), "a smaller budget takes the first of the same nodes"
+    tokens, parents = drafted(64)
+    assert len(set(zip(tokens, parents, strict=True))) == len(tokens), "siblings are distinct"
+    assert END in tokens
+    assert tokens.index(END) not in parents, "nothing follows the end"
+
+
+def test_a_path_takes_the_likeliest_tokens() -> None:
+    assert drafted(5, shape="path") == ([2, 4, 1, 2, 4], [-1, 0, 1, 2, 3])
+    assert drafter(shape="path").shape == drafter(top=1).shape == "chain"
+    assert drafter().shape == "tree"
+
+
+def test_a_node_that_pacing_refuses_has_no_descendants() -> None:
+    made, seq, matrix = begun([9, 1])
+    for token, row in ROWS.items():
+        matrix.put(token, row)
+    draft = made.propose([seq], Budget([7], 0, lambda b, depth, probs: depth < 1), [])
+    assert (draft.tokens, draft.parents) == ([2, 3], [-1, -1])
+
+
+def test_another_shape_is_refused() -> None:
+    with pytest.raises(BadOption, match="recycle:shape=star does not exist: use tree or path"):
+        drafter(shape="star")
+
+
+# -------------------------------------------------------------------------------------------------------- the matrix
+
+
+def test_the_matrix_holds_what_the_target_said_behind_each_token_rejected_ones_too() -> None:
+    """The toy's next token depends on the last one alone, so every row is known."""
+    kept: dict[int, list[int]] = {}
+
+    class Watched(RecycleDrafter):
+        def end(self, seq: Sequence) -> None:
+            kept.update({token: row.tolist() for token, row in self._matrices[self._key(seq)].rows.items()})
+            super().end(seq)
+
+    reports = spoken(engine_of(Watched(Options(top=3)), 6), [5, 2, 7])
+    said = {2, 5, 7}
+    for _ in range(20):
+        said |= {likeliest(token)[0] for token in said}
+    rows = {token: row for token, row in kept.items() if len(row) == 3}
+    assert rows == {token: likeliest(token, 3) for token in rows}
+    assert not set(rows) <= said, "a rejected guess gave a row, too"
+    assert reports[0].num_drafted == 0, "nothing is known behind the prompt's last token"
+    assert reports[-2].num_accepted == max(report.num_accepted for report in reports) >= 2
+
+
+def test_the_row_of_the_text_counts_where_a_token_was_run_twice() -> None:
+    made, seq, matrix = begun([8, 3, 3, 4], top=1)
+    logits = torch.nn.functional.one_hot(torch.tensor([1, 2, 5]), V).float()
+    scores = Scores(torch.empty(3, 1), [range(3)], [logits], [[]], 0.0, runs=[Run(0, [3, 4, 3])])
+    made.observe([seq], [Seen(2, [0], range(3), 0, scores)])  # the last two rows are of a rejected draft
+    assert {token: row.tolist() for token, row in matrix.rows.items()} == {3: [1], 4: [2]}
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 64])
+def test_the_prompt_seeds_the_matrix(chunk: int) -> None:
+    """With each token's followers, the latest first, however the prompt is cut into chunks."""
+    prompt = [1, 2, 3, 1, 2, 4, 1, 2, 4, 1]
+    made, seq, matrix = begun(prompt, top=2)
+    for start in range(0, len(prompt) - 1, chunk):
+        rows = range(min(chunk, len(prompt) - 1 - start))
+        run = Run(0, prompt[start : start + len(rows)], "none")
+        scores = Scores(torch.empty(len(rows), 1), [rows], [torch.empty(0, V)], [[]], 0.0, runs=[run])
+        made.observe([seq], [Seen(start, rows, rows, 0, scores)])
+    assert {token: row.tolist() for token, row in matrix.rows.items()} == {1: [2], 2: [4, 3], 3: [1], 4: [1]}
+
+
+def test_a_matrix_has_at_most_so_many_rows() -> None:
+    matrix = Matrix(2)
+    for token in (1, 2, 1, 3):
+        matrix.put(token, [9])
+    assert list(matrix.rows) == [1, 3], "2 was not seen for longest"
+
+
+# --------------------------------------------------------------------------------------------- who may see a matrix
+
+
+def first_drafted(engine: Any, salt: str | None) -> int:
+    """Tokens that the first round of a request drafts."""
+    return spoken(engine, [5, 2, 7], cache_salt=salt)[0].num_drafted
+
+
+def test_texts_of_different_salts_never_share() -> None:
+    made = drafter(shared=True, from_prompt=False)
+    engine = engine_of(made, 3)
+    assert first_drafted(engine, "a") == 0
+    assert first_drafted(engine, "b") == first_drafted(engine, None) == 0
+    assert first_drafted(engine, "a") == first_drafted(engine, "b") == first_drafted(engine, None) == 3
+    assert len(made._matrices) == 3
+
+
+def test_requests_share_nothing_by_default() -> None:
+    made = drafter(from_prompt=False)
+    engine = engine_of(made, 3)
+    assert first_drafted(engine, "a") == first_drafted(engine, "a") == 0
+    assert not made._matrices
+
+
+def test_matrices_that_nobody_uses_have_a_limit_together() -> None:
+    made = drafter(shared=True, max_rows=8)
+    engine = engine_of(made, 3)
+    for salt in "abcdef":
+        spoken(engine, [5, 2, 7], cache_salt=salt)
+    assert sum(len(matrix.rows) for matrix in made._matrices.values()) <= 8
+    assert made._key(sequence([1], salt="f")) in made._matrices, "the latest is kept"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_preempted_and_aborted_requests_leave_nothing(shared: bool) -> None:
+    made = drafter(shared=shared)
+    assert crowded(made) > 0
+    assert not made._users
+    assert not made._num_read
+    assert len(made._matrices) == shared
