@@ -32,4 +32,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "lookup": [{"max_n": 2, "min_n": 2}],
     "suffix": [{"shape": "tree", "max_spec_factor": 4.0}, {"max_cached_tokens": 0, "min_token_prob": 0.0}],
     "datastore": [{"shape": "tree"}, {"max_match": 1, "num_continuations": 4}],
+    "unigram": [{"draws": "sampled"}],
+    "bigram": [{"draws": "sampled"}, {"draws": "sampled", "k": 0.0}],
+    "ngram": [{"max_n": 3, "filler_top_k": 2, "max_ngrams": 16}, {"max_n": 2}],
+    "prediction": [{"resync_n": 1}],
 }
