@@ -45,7 +45,9 @@ class SamplingParams:
     n: int = 1  # outputs for the prompt, 1 to 16384, with seeds derived from `seed`; they share the prompt's cache
     acceptance: str | None = None  # a verification rule; None = match for a seed and temperature > 0, else ratio
     draft: str | None = None  # a drafter that the engine was started with, or none; None = the engine's own choice
-    prediction: str | Sequence[int] | None = None  # what the output may resemble, as text or ids: a hint, for speed alone
+    prediction: str | Sequence[int] | None = (
+        None  # what the output may resemble, as text or ids: a hint, for speed alone
+    )
     spec_length: int | None = None  # tokens drafted per step, whatever the engine's pacing; None = as it paces
     priority: int = 0  # lower numbers are served first, and preempted last
     cache_salt: str | None = None  # prompts share what is in the cache only with those of the same salt

@@ -34,7 +34,11 @@ class Options:
     min_n: int = field(default=2, metadata={"help": "shortest n-gram, in tokens", "min": 2, "max": 16})
     filler_top_k: int = field(
         default=0,
-        metadata={"help": "likeliest tokens of the target at each place that become known, 0 = none", "min": 0, "max": 16},
+        metadata={
+            "help": "likeliest tokens of the target at each place that become known, 0 = none",
+            "min": 0,
+            "max": 16,
+        },
     )
     max_ngrams: int = field(
         default=100_000,

@@ -26,7 +26,11 @@ class Options:
 
     resync_n: int = field(
         default=2,
-        metadata={"help": "last tokens that must occur in the prediction, once the output left it", "min": 1, "max": 64},
+        metadata={
+            "help": "last tokens that must occur in the prediction, once the output left it",
+            "min": 1,
+            "max": 64,
+        },
     )
 
 

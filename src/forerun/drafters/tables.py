@@ -166,15 +166,21 @@ def load(path: str, target: Target, order: int) -> FittedTable:
 
 def _check_arrays(path: str, arrays: Mapping[str, npt.NDArray[np.generic]], num_ids: int) -> None:
     """Raise UnsupportedModel where lengths or ids are not those of a table of so many ids."""
-    empty = np.empty(0, np.int64)
-    counts, starts = arrays.get("counts", empty), arrays.get("starts", np.zeros(num_ids + 1, np.int64))
-    followers, follower_counts = arrays.get("followers", empty), arrays.get("follower_counts", empty)
-    ok = counts.shape == (num_ids,) and counts.any() and starts.shape == (num_ids + 1,)
-    ok = ok and all(array.dtype.kind in "iu" for array in arrays.values()) and len(followers) == len(follower_counts)
-    ok = ok and starts[0] == 0 and int(starts[-1]) == len(followers) and bool((np.diff(starts.astype(np.int64)) >= 0).all())
-    ok = ok and (not len(followers) or (0 <= int(followers.min()) and int(followers.max()) < num_ids))
-    if not ok:
-        raise UnsupportedModel(f"{shown(path)} holds no table of {num_ids} ids: fit it again with `forerun train ngram`")
+    wide = {name: array.astype(np.int64) for name, array in arrays.items() if array.dtype.kind in "iu"}
+    empty = np.zeros(0, np.int64)
+    counts, starts = wide.get("counts", empty), wide.get("starts", np.zeros(num_ids + 1, np.int64))
+    followers, follower_counts = wide.get("followers", empty), wide.get("follower_counts", empty)
+    fits = (
+        (counts.shape, starts.shape, followers.shape) == ((num_ids,), (num_ids + 1,), follower_counts.shape)
+        and counts.max() > 0
+        and (starts[0], starts[-1]) == (0, len(followers))
+        and np.diff(starts).min(initial=0) >= 0
+        and 0 <= followers.min(initial=0) <= followers.max(initial=0) < num_ids
+    )
+    if not fits:
+        raise UnsupportedModel(
+            f"{shown(path)} holds no table of {num_ids} ids: fit it again with `forerun train ngram`"
+        )
 
 
 Make = Callable[[Table, int, bool], Probs | None]  # (table, last token, whether it samples) -> what comes next

@@ -120,9 +120,7 @@ class Engine:
             if request.seq.finish_reason is None:
                 self.scheduler.add(request)
 
-    def _sequence(
-        self, ids: list[int], params: SamplingParams, seed: int, prediction_ids: tuple[int, ...]
-    ) -> Sequence:
+    def _sequence(self, ids: list[int], params: SamplingParams, seed: int, prediction_ids: tuple[int, ...]) -> Sequence:
         return Sequence(
             id=next(self._ids),
             tokens=ids,
