@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_a_fit_counts_pairs_within_texts_and_merges_exactly(monkeypatch: pytest.
     assert all(np.array_equal(once[name], often[name]) for name in once)
     pairs = np.zeros((NUM_IDS, NUM_IDS), int)
     for text in texts:
-        for before, after in zip(text, text[1:], strict=False):
+        for before, after in pairwise(text):
             pairs[before, after] += 1
     table = tables.FittedTable(once)
     for u in range(NUM_IDS):
