@@ -99,11 +99,11 @@ def test_only_committed_tokens_are_counted_and_ends_forget() -> None:
     while any(r.seq.finish_reason is None for r in requests):
         engine.step()
         for request in engine.scheduler.running:
-            if (known := drafter._texts.get(request.seq.id)) is not None:
+            if (known := drafter._texts.by_id.get(request.seq.id)) is not None:
                 rebuilt = store_of(request.seq.tokens[: known.num_read])
                 assert known._counts._new == rebuilt._counts._new
     assert sum(r.report.num_accepted < r.report.num_drafted for r in requests) > 0
-    assert not drafter._texts
+    assert not drafter._texts.by_id
 
 
 def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_a_right_prediction_saves_passes_and_a_wrong_one_changes_nothing() -> No
         run(engine, [request])
         assert request.seq.output_ids == output
         steps[name] = request.report.num_steps
-        assert not engine.drafter.members["prediction"]._texts
+        assert not engine.drafter.members["prediction"]._texts.by_id
     assert steps["right"] == 4  # 33 tokens, 8 and a bonus a pass
     assert steps["right"] < steps["changed"] <= 9
     assert steps["wrong"] == 33

@@ -1,42 +1,43 @@
-"""What drafters of chains share: one token after another, each from what the method expects behind those before it."""
+"""What drafters of chains share: drawing one token after another, and reading each text in order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from typing import Generic, Protocol, TypeVar
 
-from forerun.drafters import Drafter, Seen
+from forerun.drafters import Seen
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 READ_TOKENS = 2048  # that one call reads of a text: a prompt found in the prefix cache comes as one long piece
 
+Expected = Callable[[Sequence, Seq[int]], Probs | None]
 
-class ChainDrafter(Drafter):
-    """Drafts a chain for each sequence; a method only says what it expects next, in `expected`."""
 
-    def expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        """Return the distribution of the token behind the committed ones and `drafted`; None where none is known."""
-        raise NotImplementedError
+def draw_chains(seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], expected: Expected) -> Draft:
+    """Draft a chain for each sequence, within a budget.
 
-    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        chains = [self._chain(seq, b, budget, coins[b]) for b, seq in enumerate(seqs)]
-        return Draft.chains([tokens for tokens, _ in chains], [probs for _, probs in chains])
+    expected(seq, drafted): the distribution of the token behind the committed ones and the drafted ones; None where
+    none is known, which ends the chain.
+    """
+    chains = [_chain(seq, b, budget, coins[b], expected) for b, seq in enumerate(seqs)]
+    return Draft.chains([tokens for tokens, _ in chains], [probs for _, probs in chains])
 
-    def _chain(self, seq: Sequence, b: int, budget: Budget, coins: Coins) -> tuple[list[int], list[Probs]]:
-        tokens: list[int] = []
-        probs: list[Probs] = []
-        # Match verification accepts most when drafter and target share the noise (docs/exactness.md).
-        draw = coins.pick if seq.acceptance == "match" else coins.draft
-        while len(tokens) < budget.num_tokens[b]:
-            next_probs = self.expected(seq, tokens)
-            if next_probs is None or not budget.go_on(b, len(tokens), next_probs):
-                break
-            token = draw(next_probs, len(tokens))
-            tokens.append(token)
-            probs.append(next_probs)
-            if next_probs.point is not None and token in seq.end_ids:
-                break  # nothing follows the end; admissible, for a point mass is known before it is "drawn"
-        return tokens, probs
+
+def _chain(seq: Sequence, b: int, budget: Budget, coins: Coins, expected: Expected) -> tuple[list[int], list[Probs]]:
+    tokens: list[int] = []
+    probs: list[Probs] = []
+    # Match verification accepts most when drafter and target share the noise (docs/exactness.md).
+    draw = coins.pick if seq.acceptance == "match" else coins.draft
+    while len(tokens) < budget.num_tokens[b]:
+        next_probs = expected(seq, tokens)
+        if next_probs is None or not budget.go_on(b, len(tokens), next_probs):
+            break
+        token = draw(next_probs, len(tokens))
+        tokens.append(token)
+        probs.append(next_probs)
+        if next_probs.point is not None and token in seq.end_ids:
+            break  # nothing follows the end; admissible, for a point mass is known before it is "drawn"
+    return tokens, probs
 
 
 class Text(Protocol):
@@ -51,41 +52,38 @@ class Text(Protocol):
 T = TypeVar("T", bound=Text)
 
 
-class ReadingDrafter(ChainDrafter, Generic[T]):
-    """A drafter of chains that learns from each text by itself, in order, at most READ_TOKENS in one call.
+class Texts(Generic[T]):
+    """What a drafter learns from each text by itself, in order, at most READ_TOKENS in one call.
 
-    A prompt is read chunk by chunk while the target runs it. As long as tokens are left to read, nothing is drafted.
+    A prompt is read chunk by chunk while the target runs it. new(seq): what is known before any token was read.
     """
 
-    def __init__(self) -> None:
-        self._texts: dict[int, T] = {}
-
-    def new_text(self, seq: Sequence) -> T:
-        """Return what is known of a sequence before any of its tokens was read."""
-        raise NotImplementedError
+    def __init__(self, new: Callable[[Sequence], T]) -> None:
+        self._new, self.by_id = new, dict[int, T]()
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        """Read what a pass has run, and the token behind it, which is committed, too."""
         for seq, own in zip(seqs, seen, strict=True):
-            self._read(seq, own.start + len(own.kept) + 1)  # the token behind those that were run is committed, too
+            self._read(seq, own.start + len(own.kept) + 1)
 
-    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+    def catch_up(self, seqs: Seq[Sequence]) -> None:
+        """Read on to the ends of these texts."""
         for seq in seqs:
             self._read(seq, len(seq.tokens))
-        return super().propose(seqs, budget, coins)
 
-    def text(self, seq: Sequence) -> T | None:
-        """Return what is known of a sequence; None where tokens are left to read."""
-        text = self._texts[seq.id]
+    def of(self, seq: Sequence) -> T | None:
+        """Return what is known of a sequence; None where tokens are left to read: then nothing is to be drafted."""
+        text = self.by_id[seq.id]
         return text if text.num_read == len(seq.tokens) else None
 
     def end(self, seq: Sequence) -> None:
-        self._texts.pop(seq.id, None)
+        """Forget a sequence."""
+        self.by_id.pop(seq.id, None)
 
-    def _read(self, seq: Sequence, stop: int) -> T:
-        text = self._texts.get(seq.id)
+    def _read(self, seq: Sequence, stop: int) -> None:
+        text = self.by_id.get(seq.id)
         if text is None:
-            text = self._texts[seq.id] = self.new_text(seq)
+            text = self.by_id[seq.id] = self._new(seq)
         stop = min(stop, len(seq.tokens), text.num_read + READ_TOKENS)
         if stop > text.num_read:
             text.read(seq.tokens, stop)
-        return text

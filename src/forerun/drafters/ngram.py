@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from forerun.drafters import Drafter, Seen, Target
-from forerun.drafters.chains import ReadingDrafter
+from forerun.drafters.chains import Texts, draw_chains
 from forerun.errors import BadOption
-from forerun.types import Probs, Sequence
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 Gram = tuple[int, ...]
 V = TypeVar("V")
@@ -42,7 +42,7 @@ class Options:
     )
     max_ngrams: int = field(
         default=100_000,
-        metadata={"help": "n-grams of one request that are kept, about 300 bytes each", "min": 16, "max": 10**8},
+        metadata={"help": "n-grams of one request that are kept, about 200 bytes each", "min": 16, "max": 10**8},
     )
 
     def __post_init__(self) -> None:
@@ -117,31 +117,35 @@ class Store:
         self._best.set(context, best)
 
 
-class NgramDrafter(ReadingDrafter[Store]):
+class NgramDrafter(Drafter):
     """Keeps a store for each text; nothing is shared between requests."""
 
     draws = "point"
     is_free = True
 
     def __init__(self, options: Options) -> None:
-        super().__init__()
         self.options, self.top_logits = options, options.filler_top_k
+        self._texts = Texts(lambda seq: Store(options))
 
-    def new_text(self, seq: Sequence) -> Store:
-        return Store(self.options)
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self._texts.catch_up(seqs)
+        return draw_chains(seqs, budget, coins, self._expected)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        super().observe(seqs, seen)
+        self._texts.observe(seqs, seen)
         for seq, own in zip(seqs, seen, strict=True):
-            store = self.text(seq) if self.top_logits else None
+            store = self._texts.of(seq) if self.top_logits else None
             ids = [] if store is None else own.top(self.top_logits)[0].tolist()
             # Rows that were not kept stand behind rejected tokens: what the target says there is not learnt.
             for i, row in enumerate(own.kept if ids else ()):
                 assert store is not None
                 store.make_known(seq.tokens, own.start + i + 1, ids[row - own.scored.start])
 
-    def expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        store, longest = self.text(seq), self.options.max_n - 1
+    def end(self, seq: Sequence) -> None:
+        self._texts.end(seq)
+
+    def _expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
+        store, longest = self._texts.of(seq), self.options.max_n - 1
         token = None if store is None else store.guess([*seq.tokens[-longest:], *drafted][-longest:])
         return None if token is None else Probs.of_point(token)
 

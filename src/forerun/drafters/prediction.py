@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.drafters import Drafter, Target
-from forerun.drafters.chains import ReadingDrafter
-from forerun.types import Probs, Sequence
+from forerun.drafters import Drafter, Seen, Target
+from forerun.drafters.chains import Texts, draw_chains
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 
 @dataclass(frozen=True)
@@ -79,28 +79,37 @@ def behind(ids: np.ndarray, last: Seq[int], place: int) -> int | None:
     found = matches.nonzero()[0] + len(last)
     if not len(found):
         return None
-    return int(found[min(found.searchsorted(place), len(found) - 1)])
+    return int(found[min(int(found.searchsorted(place)), len(found) - 1)])
 
 
-class PredictionDrafter(ReadingDrafter[Copy]):
+class PredictionDrafter(Drafter):
     """Keeps, per sequence, its place in its prediction."""
 
     draws = "point"
     is_free = True
 
     def __init__(self, options: Options) -> None:
-        super().__init__()
-        self.options = options
+        self.options, self._texts = options, Texts(self._copy)
 
-    def new_text(self, seq: Sequence) -> Copy:
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self._texts.catch_up(seqs)
+        return draw_chains(seqs, budget, coins, self._expected)
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        self._texts.observe(seqs, seen)
+
+    def end(self, seq: Sequence) -> None:
+        self._texts.end(seq)
+
+    def _copy(self, seq: Sequence) -> Copy:
         num = seq.num_prompt_tokens
         if seq.prediction_ids:
             return Copy(seq.prediction_ids, num, self.options.resync_n, is_at_start=True)
         # The last prompt token is read: with it the place of the copy is looked for the first time.
         return Copy(seq.tokens[:num], num - 1, self.options.resync_n, is_at_start=False)
 
-    def expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        copy = self.text(seq)
+    def _expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
+        copy = self._texts.of(seq)
         token = None if copy is None else copy.next_token(len(drafted))
         return None if token is None else Probs.of_point(token)
 

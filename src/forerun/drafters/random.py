@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from forerun.drafters import Drafter, Target
-from forerun.drafters.chains import ChainDrafter
-from forerun.types import Probs, Sequence
+from forerun.drafters.chains import draw_chains
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,14 @@ class Options:
     """No options."""
 
 
-class RandomDrafter(ChainDrafter):
+class RandomDrafter(Drafter):
     """Expects the same distribution everywhere."""
 
     def __init__(self, probs: Probs) -> None:
         self._probs = probs
 
-    def expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        return self._probs
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        return draw_chains(seqs, budget, coins, lambda seq, drafted: self._probs)
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from forerun.drafters import Drafter, Target, artifacts
-from forerun.drafters.chains import ChainDrafter, ReadingDrafter
+from forerun.drafters import Drafter, Seen, Target, artifacts
+from forerun.drafters.chains import Texts, draw_chains
 from forerun.errors import BadOption, UnsupportedModel, shown
-from forerun.types import Probs, Sequence
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 KIND = "ngram"  # of a fitted file: `forerun train ngram`
 MOST_IDS = 1024
@@ -187,29 +187,39 @@ Make = Callable[[Table, int, bool], Probs | None]  # (table, last token, whether
 _DRAWS_AS = {"point": "point", "sampled": "independent"}  # the word of the drafters for an option's value
 
 
-class _FittedDrafter(ChainDrafter):
+class _FittedDrafter(Drafter):
     """Drafts from one table for all texts, and remembers what it made of it."""
 
     def __init__(self, draws: str, table: Table, after: Make) -> None:
         self.draws, self.is_free = _DRAWS_AS[draws], draws == "point"
         self._after = functools.lru_cache(4096)(functools.partial(after, table))
 
-    def expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        return draw_chains(seqs, budget, coins, self._expected)
+
+    def _expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
         return self._after((drafted or seq.tokens)[-1], not self.is_free and not seq.params.greedy)
 
 
-class _TextDrafter(ReadingDrafter[TextTable]):
+class _TextDrafter(Drafter):
     """Drafts from the table of each text."""
 
     def __init__(self, draws: str, after: Make) -> None:
-        super().__init__()
         self.draws, self.is_free, self._after = _DRAWS_AS[draws], draws == "point", after
+        self._texts = Texts(lambda seq: TextTable())
 
-    def new_text(self, seq: Sequence) -> TextTable:
-        return TextTable()
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self._texts.catch_up(seqs)
+        return draw_chains(seqs, budget, coins, self._expected)
 
-    def expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        table, samples = self.text(seq), not self.is_free and not seq.params.greedy
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        self._texts.observe(seqs, seen)
+
+    def end(self, seq: Sequence) -> None:
+        self._texts.end(seq)
+
+    def _expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
+        table, samples = self._texts.of(seq), not self.is_free and not seq.params.greedy
         return None if table is None else self._after(table, (drafted or seq.tokens)[-1], samples)
 
 

@@ -203,14 +203,13 @@ def _biases(biases: dict[str, Any]) -> dict[int, Any]:
 
 def _prediction(given: Mapping[str, Any]) -> str:
     """The text of a prediction in the API's form: of type content, whose content is a text, alone or in parts."""
-    content = given.get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    ok = given.keys() == {"type", "content"} and given["type"] == "content" and isinstance(parts, list)
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"] if ok else []
-    if not ok or len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+    content = given.get("content") if given.keys() == {"type", "content"} and given["type"] == "content" else None
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
         form = '{"type": "content", "content": "..."}'
         raise Refused(f"prediction={shown(given)} is not possible: it must be {form}, a text or ids", "prediction")
-    return "".join(texts)
+    return "".join(map(str, texts))
 
 
 def _named_as_given(message: str, given: Body) -> Refused:
