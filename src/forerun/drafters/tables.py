@@ -17,6 +17,7 @@ import torch
 from forerun.drafters import Drafter, Seen, Target, artifacts
 from forerun.drafters.chains import Texts, draw_chains
 from forerun.errors import BadOption, UnsupportedModel, shown
+from forerun.text.tokenizer import Tokenizer
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 KIND = "ngram"  # of a fitted file: `forerun train ngram`
@@ -153,6 +154,12 @@ class FittedTable:
         """Return the most frequent id, behind `token` if one is given."""
         ids, counts = self._unigram if token is None else self.behind(token)
         return int(ids[counts.argmax()]) if len(ids) else None
+
+
+def check_file(path: str | None, tokenizer: Tokenizer) -> None:
+    """Raise UserError for a file that `load` will refuse, before any weight is read; None = there is no file."""
+    if path is not None:
+        artifacts.load(path, KIND, tokenizer.fingerprint)
 
 
 def load(path: str, target: Target, order: int) -> FittedTable:

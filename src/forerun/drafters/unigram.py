@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from forerun.drafters import Drafter, Target, tables
 from forerun.drafters.tables import Table
+from forerun.text.tokenizer import Tokenizer
 from forerun.types import Probs
 
 
@@ -21,6 +22,11 @@ class Options:
 
     def __post_init__(self) -> None:
         tables.check_draws("unigram", self.draws)
+
+
+def check(options: Options, tokenizer: Tokenizer, ignore_config_keys: frozenset[str]) -> None:
+    """Refuse a file of another tokenizer, or one that is not whole."""
+    tables.check_file(options.path, tokenizer)
 
 
 def build(options: Options, target: Target) -> Drafter:
