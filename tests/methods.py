@@ -34,4 +34,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "datastore": [{"shape": "tree"}, {"max_match": 1, "num_continuations": 4}],
     "recycle": [{"shape": "path"}, {"top": 2, "shared": True, "from_prompt": False, "max_rows": 2}],
     "lookahead": [{"guesses": 1}, {"window": 2, "ngram": 2, "guesses": 3}],
+    "unigram": [{"draws": "sampled"}],
+    "bigram": [{"draws": "sampled"}, {"draws": "sampled", "k": 0.0}],
+    "ngram": [{"max_n": 3, "filler_top_k": 2, "max_ngrams": 16}, {"max_n": 2}],
+    "prediction": [{"resync_n": 1}],
 }

@@ -45,6 +45,9 @@ class SamplingParams:
     n: int = 1  # outputs for the prompt, 1 to 16384, with seeds derived from `seed`; they share the prompt's cache
     acceptance: str | None = None  # a verification rule; None = match for a seed and temperature > 0, else ratio
     draft: str | None = None  # a drafter that the engine was started with, or none; None = the engine's own choice
+    prediction: str | Sequence[int] | None = (
+        None  # what the output may resemble, as text or ids: a hint, for speed alone
+    )
     spec_length: int | None = None  # tokens drafted per step, whatever the engine's pacing; None = as it paces
     priority: int = 0  # lower numbers are served first, and preempted last
     cache_salt: str | None = None  # prompts share what is in the cache only with those of the same salt
@@ -123,18 +126,27 @@ def _integers(value: Any) -> tuple[int, ...]:
     return tuple(map(_integer, () if value is None else value))
 
 
+def _text_or_ids(value: Any) -> str | tuple[int, ...]:
+    return _text(value) if isinstance(value, str) else _integers(_instance(value, Iterable))
+
+
+def _text(value: Any) -> str:
+    """A text. One that UTF-8 cannot hold (half a surrogate pair) is a ValueError."""
+    text: str = _instance(value, str)
+    text.encode()
+    return text
+
+
 def _number(value: Any) -> float:
     return float(_instance(value, numbers.Real))
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """None, one text, or several. A text that UTF-8 cannot hold (half a surrogate pair) is a ValueError."""
+    """None, one text, or several."""
     if isinstance(value, Mapping):
         raise TypeError
     texts = (value,) if isinstance(value, str) else tuple(_instance(() if value is None else value, Iterable))
-    for text in texts:
-        _instance(text, str).encode()
-    return texts
+    return tuple(map(_text, texts))
 
 
 def _biases(value: Any) -> dict[int, float]:
@@ -150,6 +162,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), (_number, "a number")),
     **dict.fromkeys(("stop", "bad_words"), (_texts, "a text or several, in valid UTF-8")),
     "stop_token_ids": (_integers, "several integers"),
+    "prediction": (_text_or_ids, "a text in valid UTF-8 or several integers"),
     "logit_bias": (_biases, "a mapping from integers to numbers"),
     "ignore_eos": (lambda value: _instance(value, bool), "True or False"),
     **dict.fromkeys(("acceptance", "draft", "cache_salt"), (lambda value: _instance(value, str), "a text")),
@@ -168,6 +181,10 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "repetition_penalty": (lambda x: 1e-6 <= x <= 1e6, "in [1e-6, 1e6]"),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (lambda x: -2 <= x <= 2, "in [-2, 2]")),
     "stop_token_ids": (lambda ids: all(0 <= i < _NUM_IDS for i in ids), "ids in 0 .. 2**31 - 1"),
+    "prediction": (
+        lambda given: isinstance(given, str) or all(0 <= i < _NUM_IDS for i in given),
+        "a text, or ids in 0 .. 2**31 - 1",
+    ),
     **dict.fromkeys(("stop", "bad_words"), (all, "texts that are not empty")),
     "seed": (lambda n: 0 <= n < 2**64, "in 0 .. 2**64 - 1, or left out for one that is drawn"),
     "n": (lambda n: 1 <= n <= 16384, "in 1 .. 16384"),

@@ -84,6 +84,7 @@ class Sequence:
     max_len: int  # prompt + output tokens at most, by max_tokens and max_seq_len
     end_ids: frozenset[int] = frozenset()  # ids that end the output (end of sequence and stop ids)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    prediction_ids: tuple[int, ...] = ()  # what the request expects its output to resemble
     draft: str = "none"  # name of the drafter that serves it
     round: int = 0  # decode steps so far; part of the random counter, so it survives preemption
     finish_reason: FinishReason | None = None

@@ -128,6 +128,20 @@ def test_flags_of_sampling_reach_the_engine(cli: Any) -> None:
         assert ids != json.loads(cli(*base, "--logit-bias", "7=6").stdout)["token_ids"], penalty
 
 
+def test_a_prediction_is_a_text_or_a_file(cli: Any, tmp_path: Path) -> None:
+    """It makes the passes fewer and changes no token; an @ is doubled at the beginning of a text."""
+    asked = ("generate", *GREEDY, "--json", "--draft", "lookup", "--pacing", "fixed", "def f(n):")
+    plain = json.loads(cli(*asked).stdout)
+    (tmp_path / "file").write_text(plain["text"], encoding="utf-8")
+    for given in (plain["text"], f"@{tmp_path / 'file'}", f"@@{plain['text']}"):
+        found = json.loads(cli(*asked, "--prediction", given).stdout)
+        assert found["token_ids"] == plain["token_ids"]
+        assert found["report"]["num_accepted"] >= 6
+    done = cli(*asked, "--prediction", f"@{tmp_path / 'none'}")
+    assert done.returncode == 2
+    assert "the file of --prediction" in done.stderr
+
+
 def test_each_line_of_a_batch_has_its_own_parameters(cli: Any, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     lines = [

@@ -54,9 +54,9 @@ def test_ngrams_of_speculative_config_are_lookup(given, draft, lengths):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("ngram", "what looks up n-grams is lookup here, with options as in lookup:max_n=3"),
-        ("ngram:max_n=4", "what looks up n-grams is lookup here"),
-        ("NGRAM", "is lookup here"),
+        ("[ngram]", "what looks up n-grams is lookup here, with options as in lookup:max_n=3"),
+        ("ngram-simple:max_n=4", "what looks up n-grams is lookup here"),
+        ("PROMPT_LOOKUP", "is lookup here"),
         ("16", "llama.cpp's number of tokens is spec_length here (--spec-length 16)"),
         ("draft_model", "name the draft model itself, by its folder or hub id"),
         *[
@@ -75,7 +75,7 @@ def test_a_drafter_of_another_engine_is_answered(spec, words):
 
 def test_a_folder_may_have_the_name_of_such_a_drafter(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("ngram", "16"):
+    for name in ("[ngram]", "16"):
         (tmp_path / name).mkdir()
         assert drafters.resolve(name, has_shipped_draft=False)[1].path == name
 

@@ -30,7 +30,10 @@ NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
 )
-OTHERS = ("logit_bias", "bad_words", "stop", "stop_token_ids", "ignore_eos", "acceptance", "draft", "cache_salt")
+OTHERS = (
+    *("logit_bias", "bad_words", "stop", "stop_token_ids", "ignore_eos", "acceptance", "draft", "cache_salt"),
+    "prediction",
+)
 ODD = (
     *(0, 1, 5, -1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63) - 1, 10**30, 10**400, -(10**5000)),
     *(0.0, -0.0, 0.5, 1.0, -2.0, 1e-320, 1e-6, 1e6, 1e39, -1e39, 1e308, math.nan, math.inf, -math.inf),

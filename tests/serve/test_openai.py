@@ -50,6 +50,12 @@ HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"acceptance": "ratio", "draft": "none"}, {"acceptance": "ratio", "draft": "none"}),
     ({"spec_length": 2}, {"spec_length": 2}),
     ({"priority": 3, "cache_salt": "s"}, {"priority": 3, "cache_salt": "s"}),
+    ({"prediction": {"type": "content", "content": "ab"}}, {"prediction": "ab"}),
+    (
+        {"prediction": {"type": "content", "content": [{"type": "text", "text": t} for t in "ab"]}},
+        {"prediction": "ab"},
+    ),
+    ({"prediction": [3, 4]}, {"prediction": (3, 4)}),
     ({"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "flex"}, {}),
     ({"temperature": None, "stop": None, "logprobs": None, "max_tokens": None, "stream": None}, {}),
 ]
@@ -136,6 +142,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"seed": -1}, "seed", "seed=-1 is not possible"),
     (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
     (CHAT, {"logit_bias": [1]}, "logit_bias", "a mapping"),
+    (CHAT, {"prediction": {"type": "content"}}, "prediction", 'it must be {"type": "content", "content": "..."}'),
+    (CHAT, {"prediction": {"type": "text", "content": "a"}}, "prediction", "a text or ids"),
+    (CHAT, {"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction", "a text or ids"),
+    (CHAT, {"prediction": 3}, "prediction", "prediction=3 is not possible"),
     (CHAT, {"stream": "yes"}, "stream", "true or false"),
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "with a stream"),
     (COMPLETIONS, {"prompt": []}, "prompt", "must be a text"),

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.config import EngineConfig
-from forerun.errors import BadOption, shown
+from forerun.errors import BadOption, NotFound, shown
 from forerun.registry import by_name, names, unknown
 from forerun.types import SamplingParams
 
@@ -128,6 +128,10 @@ Priority = Annotated[int | None, _sampling("priority", "lower numbers are served
 CacheSalt = Annotated[
     str | None, _sampling("cache_salt", "share what is in the cache only with prompts of the same salt")
 ]
+Prediction = Annotated[
+    str | None,
+    _sampling("prediction", "text that the output may resemble, or @FILE (@@ for a text with an @ first): speed alone"),
+]
 Acceptance = Annotated[
     str | None, _sampling("acceptance", "verification rule [default: match with a seed and temperature, else ratio]")
 ]
@@ -147,7 +151,26 @@ def sampling_params(flags: Mapping[str, Any], fields: Mapping[str, Any] | None =
     given = {k: v for k, v in flags.items() if k in _SAMPLING - _ENGINE and v is not None}
     if "logit_bias" in given:
         given["logit_bias"] = _biases(given["logit_bias"])
+    if "prediction" in given:
+        given["prediction"] = _text_or_file(given["prediction"])
     return SamplingParams(**{**(fields or {}), **given})
+
+
+def read_file(file: Path, what: str) -> str:
+    """Read a text, called `what` in errors. Raises BadOption where it is no UTF-8, NotFound where it is not there."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadOption(f"the {what} {str(file)!r} is not UTF-8 text: convert it first") from error
+    except OSError as error:
+        raise NotFound(f"the {what} {str(file)!r} cannot be read ({error.strerror}): check its name") from error
+
+
+def _text_or_file(value: str) -> str:
+    """The contents of FILE for @FILE, else the text itself; @@ stands for an @ at its beginning."""
+    if value.startswith("@@") or not value.startswith("@"):
+        return value.removeprefix("@")
+    return read_file(Path(value[1:]), "file of --prediction")
 
 
 def requests(text: str, defaults: SamplingParams) -> list[Request]:

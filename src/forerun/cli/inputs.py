@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from forerun.cli import flags
-from forerun.errors import BadOption, NotFound
+from forerun.errors import BadOption
 from forerun.types import SamplingParams
 
 
@@ -20,7 +20,7 @@ def read_requests(prompts: Seq[str], file: Path | None, params: SamplingParams) 
     """
     made: list[flags.Request] = [(_read_stdin() if text == "-" else text, params) for text in prompts]
     if file is not None:
-        text = _read_file(file)
+        text = flags.read_file(file, "prompt file")
         made += flags.requests(text, params) if file.suffix == ".jsonl" else [(text, params)]
     if not made and file is None and not sys.stdin.isatty():
         made = [(_read_stdin(), params)]
@@ -36,12 +36,3 @@ def _read_stdin() -> str:
         return sys.stdin.read()
     except UnicodeDecodeError:
         raise BadOption("standard input is not UTF-8 text: convert it first") from None
-
-
-def _read_file(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise BadOption(f"the prompt file {str(file)!r} is not UTF-8 text: convert it first") from error
-    except OSError as error:
-        raise NotFound(f"the prompt file {str(file)!r} cannot be read ({error.strerror}): check its name") from error

@@ -115,6 +115,7 @@ def generate(
     ignore_eos: flags.IgnoreEos = None,
     logprobs: flags.Logprobs = None,
     acceptance: flags.Acceptance = None,
+    prediction: flags.Prediction = None,
     n: flags.NumOutputs = None,
     priority: flags.Priority = None,
     cache_salt: flags.CacheSalt = None,

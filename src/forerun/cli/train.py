@@ -218,6 +218,42 @@ def datastore(
     _say(f"{num_tokens:,} tokens, {out.stat().st_size / 1e6:.1f} MB, in {out} after {seconds:.1f} s")
 
 
+@app.command()
+def ngram(
+    out: Annotated[Path, typer.Option(help="File to write, for --draft bigram:path=FILE or unigram:path=FILE.")],
+    target: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer counts; none = the shipped one.", show_default=False)
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File, or folder of files; may be repeated; default: the standard library.", show_default=False
+        ),
+    ] = None,
+    order: Annotated[int, typer.Option(help="1 = single tokens, 2 = pairs, too.")] = 2,
+    max_followers: Annotated[int, typer.Option(help="Tokens kept behind each token, the most frequent.")] = 64,
+    max_text_mb: Annotated[int, typer.Option(help="Reading of named texts ends there, megabytes.", min=1)] = 100,
+    quiet: Annotated[bool, typer.Option(help="No progress line.")] = False,
+) -> None:
+    """Count tokens and pairs of tokens in texts, for the drafters unigram and bigram."""
+    from rich.progress import Progress, TextColumn
+
+    from forerun.train import ngram as fitting
+
+    with refusals(), Progress(TextColumn("{task.description}"), transient=True, disable=quiet) as progress:
+        task = progress.add_task("")
+        fit = fitting.train(
+            target,
+            text or [],
+            out,
+            order=order,
+            max_followers=max_followers,
+            max_text_bytes=max_text_mb * 10**6,
+            progress=lambda fit: progress.update(task, description=f"{fit.num_tokens:,} tokens counted"),
+        )
+    _say(f"{fit.num_tokens:,} tokens counted into {out}")
+
+
 def _say(text: str, err: bool = False) -> None:
     """A line about files: their names may hold control characters."""
     from forerun.text.terminal import visible

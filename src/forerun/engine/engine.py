@@ -105,9 +105,10 @@ class Engine:
     def make(self, prompt_ids: Seq[int], params: SamplingParams) -> list[Request]:
         """The requests of one prompt, params.n of them, for `queue`. Any thread may make them. Raises as `add`."""
         seed = secrets.randbits(64) if params.seed is None else params.seed
+        prediction_ids = self._prediction_ids(params)
         made: list[Request] = []
         for index in range(params.n):
-            seq = self._sequence(list(prompt_ids), params, derived_seed(seed, index))
+            seq = self._sequence(list(prompt_ids), params, derived_seed(seed, index), prediction_ids)
             if not made:
                 self._check(seq)
             made.append(Request(seq, self.tokenizer, index=index, leader=made[0] if made else None))
@@ -119,7 +120,7 @@ class Engine:
             if request.seq.finish_reason is None:
                 self.scheduler.add(request)
 
-    def _sequence(self, ids: list[int], params: SamplingParams, seed: int) -> Sequence:
+    def _sequence(self, ids: list[int], params: SamplingParams, seed: int, prediction_ids: tuple[int, ...]) -> Sequence:
         return Sequence(
             id=next(self._ids),
             tokens=ids,
@@ -129,7 +130,8 @@ class Engine:
             max_len=self._max_len(ids, params),
             end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),
             bad_word_ids=self._bad_word_ids(params),
-            draft=self.drafter.chosen(params.draft),
+            prediction_ids=prediction_ids,
+            draft=self.drafter.chosen(params.draft, has_prediction=bool(prediction_ids)),
         )
 
     def step(self) -> list[Request]:
@@ -260,12 +262,22 @@ class Engine:
                 variants.add(tuple(self.tokenizer.encode(text, add_special_tokens=False)))
         return tuple(sorted(v for v in variants if v))
 
+    def _prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """The prediction as ids. It stands for output, so no special tokens are put around it."""
+        given = params.prediction or ()
+        if not isinstance(given, str):
+            return tuple(given)
+        if self.tokenizer is None:
+            raise BadOption("a text as prediction needs a tokenizer: this engine has none; give its token ids")
+        return tuple(self.tokenizer.encode(given, add_special_tokens=False))
+
     def _check(self, seq: Sequence) -> None:
         known, params = range(self.runner.num_ids), seq.params
         named = {
             "the prompt": seq.tokens,
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias or (),
+            "prediction": seq.prediction_ids,
         }
         for name, ids in named.items():
             if not all(map(known.__contains__, ids)):

@@ -18,7 +18,7 @@ from forerun.types import Budget, Coins, Draft, DraftStep, Sequence
 
 LOG = logging.getLogger(__name__)
 NONE = "none"  # the drafter of requests that are decoded plainly; there is always one
-LOOKUP = "lookup"  # costs no weights and no cache: there is always one, too
+LOOKUP, PREDICTION = "lookup", "prediction"  # cost no weights and no cache: there are always these, too
 
 
 class _Silent(Drafter):
@@ -66,9 +66,14 @@ class Router(Drafter):
         """The drafter of requests that choose none."""
         return self.members[self.main]
 
-    def chosen(self, wanted: str | None) -> str:
-        """The name of the drafter that a request asks for. Raises BadOption for one that the engine has not."""
-        name = self.main if wanted is None else self._aliases.get(wanted, wanted)
+    def chosen(self, wanted: str | None, has_prediction: bool = False) -> str:
+        """The name of the drafter that a request asks for. Raises BadOption for one that the engine has not.
+
+        A request that asks for none is served by the first, or by `prediction` where it brings one; but an engine
+        whose first is `none` decodes it plainly.
+        """
+        usual = PREDICTION if has_prediction and self.main != NONE and PREDICTION in self.members else self.main
+        name = usual if wanted is None else self._aliases.get(wanted, wanted)
         if name not in self.members:
             known = unknown("drafter in this engine", name, self.members)
             raise BadOption(f"{known}{_how_to_add(name)}")
@@ -220,7 +225,7 @@ def _groups(seqs: Seq[Sequence], granted: Seq[int]) -> dict[str, list[int]]:
 
 
 def make(specs: Seq[str], target: Target) -> Router:
-    """The engine's drafter, extra ones behind it, and the two that cost nothing: lookup, none.
+    """The engine's drafter, extra ones behind it, and those that cost nothing: lookup, prediction, none.
 
     Each is called by its method's name, or by its whole text where two are of one method. Raises BadOption.
     """
@@ -230,5 +235,6 @@ def make(specs: Seq[str], target: Target) -> Router:
         method, _ = drafters.resolve(text, target.shipped_draft is not None or target.loaded_draft is not None)
         name = text if method in members else method
         members[name], aliases[text] = drafters.make(text, target), name
-    members.setdefault(LOOKUP, drafters.make(LOOKUP, target))
+    for name in (LOOKUP, PREDICTION):
+        members.setdefault(name, drafters.make(name, target))
     return Router(members, aliases)

@@ -169,6 +169,8 @@ def _params(url: str, given: Body, defaults: Mapping[str, Any]) -> SamplingParam
         fields["max_tokens"] = longest
     if isinstance(fields.get("logit_bias"), dict):
         fields["logit_bias"] = _biases(fields["logit_bias"])
+    if isinstance(fields.get("prediction"), dict):
+        fields["prediction"] = _prediction(fields["prediction"])
     fields["logprobs"] = given.get("logprobs") if url == COMPLETIONS else _num_top_logprobs(given)
     try:
         params = SamplingParams(**fields)
@@ -197,6 +199,17 @@ def _biases(biases: dict[str, Any]) -> dict[int, Any]:
         return {int(token): bias for token, bias in biases.items()}
     except ValueError:
         raise Refused(f"logit_bias={shown(biases)} is not possible: its keys must be token ids", "logit_bias") from None
+
+
+def _prediction(given: Mapping[str, Any]) -> str:
+    """The text of a prediction in the API's form: of type content, whose content is a text, alone or in parts."""
+    content = given.get("content") if given.keys() == {"type", "content"} and given["type"] == "content" else None
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        form = '{"type": "content", "content": "..."}'
+        raise Refused(f"prediction={shown(given)} is not possible: it must be {form}, a text or ids", "prediction")
+    return "".join(map(str, texts))
 
 
 def _named_as_given(message: str, given: Body) -> Refused:

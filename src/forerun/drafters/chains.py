@@ -1,0 +1,89 @@
+"""What drafters of chains share: drawing one token after another, and reading each text in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from typing import Generic, Protocol, TypeVar
+
+from forerun.drafters import Seen
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
+
+READ_TOKENS = 2048  # that one call reads of a text: a prompt found in the prefix cache comes as one long piece
+
+Expected = Callable[[Sequence, Seq[int]], Probs | None]
+
+
+def draw_chains(seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], expected: Expected) -> Draft:
+    """Draft a chain for each sequence, within a budget.
+
+    expected(seq, drafted): the distribution of the token behind the committed ones and the drafted ones; None where
+    none is known, which ends the chain.
+    """
+    chains = [_chain(seq, b, budget, coins[b], expected) for b, seq in enumerate(seqs)]
+    return Draft.chains([tokens for tokens, _ in chains], [probs for _, probs in chains])
+
+
+def _chain(seq: Sequence, b: int, budget: Budget, coins: Coins, expected: Expected) -> tuple[list[int], list[Probs]]:
+    tokens: list[int] = []
+    probs: list[Probs] = []
+    # Match verification accepts most when drafter and target share the noise (docs/exactness.md).
+    draw = coins.pick if seq.acceptance == "match" else coins.draft
+    while len(tokens) < budget.num_tokens[b]:
+        next_probs = expected(seq, tokens)
+        if next_probs is None or not budget.go_on(b, len(tokens), next_probs):
+            break
+        token = draw(next_probs, len(tokens))
+        tokens.append(token)
+        probs.append(next_probs)
+        if next_probs.point is not None and token in seq.end_ids:
+            break  # nothing follows the end; admissible, for a point mass is known before it is "drawn"
+    return tokens, probs
+
+
+class Text(Protocol):
+    """What a drafter knows of the committed tokens of one sequence; it has read the first `num_read` of them."""
+
+    num_read: int
+
+    def read(self, tokens: Seq[int], stop: int) -> None:
+        """Read on, up to the token with index `stop`, which is not read."""
+
+
+T = TypeVar("T", bound=Text)
+
+
+class Texts(Generic[T]):
+    """What a drafter learns from each text by itself, in order, at most READ_TOKENS in one call.
+
+    A prompt is read chunk by chunk while the target runs it. new(seq): what is known before any token was read.
+    """
+
+    def __init__(self, new: Callable[[Sequence], T]) -> None:
+        self._new, self.by_id = new, dict[int, T]()
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        """Read what a pass has run, and the token behind it, which is committed, too."""
+        for seq, own in zip(seqs, seen, strict=True):
+            self._read(seq, own.start + len(own.kept) + 1)
+
+    def catch_up(self, seqs: Seq[Sequence]) -> None:
+        """Read on to the ends of these texts."""
+        for seq in seqs:
+            self._read(seq, len(seq.tokens))
+
+    def of(self, seq: Sequence) -> T | None:
+        """Return what is known of a sequence; None where tokens are left to read: then nothing is to be drafted."""
+        text = self.by_id[seq.id]
+        return text if text.num_read == len(seq.tokens) else None
+
+    def end(self, seq: Sequence) -> None:
+        """Forget a sequence."""
+        self.by_id.pop(seq.id, None)
+
+    def _read(self, seq: Sequence, stop: int) -> None:
+        text = self.by_id.get(seq.id)
+        if text is None:
+            text = self.by_id[seq.id] = self._new(seq)
+        stop = min(stop, len(seq.tokens), text.num_read + READ_TOKENS)
+        if stop > text.num_read:
+            text.read(seq.tokens, stop)

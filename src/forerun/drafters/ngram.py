@@ -1,0 +1,155 @@
+"""A store of n-grams that grows with the text (NASD, n-gram assisted speculative decoding).
+
+Contexts of 1 to max_n - 1 tokens each know the token that followed them most often; the longest known context speaks.
+Differences from the published code: a token is never drawn anew behind a rejection; contexts of one token are used,
+too; where no context is known the draft ends, because a filler token only costs rows of the target.
+
+Of equal counts the token that reached the count first stays. Only committed tokens are counted. filler_top_k makes the
+target's other likely tokens at a place known as well, as if each had occurred once: a context that later occurs with
+one of them changes its mind at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from forerun.drafters import Drafter, Seen, Target
+from forerun.drafters.chains import Texts, draw_chains
+from forerun.errors import BadOption
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
+
+Gram = tuple[int, ...]
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which n-grams are counted, and how many are kept."""
+
+    max_n: int = field(
+        default=4, metadata={"help": "longest n-gram, in tokens: the context and the token", "min": 2, "max": 16}
+    )
+    min_n: int = field(default=2, metadata={"help": "shortest n-gram, in tokens", "min": 2, "max": 16})
+    filler_top_k: int = field(
+        default=0,
+        metadata={
+            "help": "likeliest tokens of the target at each place that become known, 0 = none",
+            "min": 0,
+            "max": 16,
+        },
+    )
+    max_ngrams: int = field(
+        default=100_000,
+        metadata={"help": "n-grams of one request that are kept, about 200 bytes each", "min": 16, "max": 10**8},
+    )
+
+    def __post_init__(self) -> None:
+        if self.min_n > self.max_n:
+            raise BadOption(f"ngram:min_n={self.min_n} is not possible: it must be at most max_n={self.max_n}")
+
+
+class Recent(Generic[V]):
+    """A dictionary of at most `most` entries, which forgets those that were not set for longest.
+
+    It keeps two halves: when the new one is full the old one goes. So nothing is sorted, and no call takes long.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._half, self._new, self._old = most // 2, dict[Gram, V](), dict[Gram, V]()
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._old)
+
+    def get(self, key: Gram) -> V | None:
+        """Return an entry, None where there is none."""
+        found = self._new.get(key)
+        return self._old.get(key) if found is None else found
+
+    def set(self, key: Gram, value: V) -> None:
+        """Set an entry."""
+        if len(self._new) >= self._half and key not in self._new:
+            self._old, self._new = self._new, {}
+        self._new[key] = value
+
+
+class Store:
+    """The n-grams of one text: how often each occurred, and which token followed each context most often."""
+
+    def __init__(self, options: Options) -> None:
+        self.num_read = 0
+        self._lengths = range(options.min_n - 1, options.max_n)  # of contexts
+        self._counts, self._best = Recent[int](options.max_ngrams), Recent[int](options.max_ngrams)
+
+    def read(self, tokens: Seq[int], stop: int) -> None:
+        """Count the tokens up to `stop` behind their contexts."""
+        for i in range(self.num_read, stop):
+            for context in self._contexts(tokens, i):
+                self._count(context, tokens[i])
+        self.num_read = stop
+
+    def make_known(self, tokens: Seq[int], stop: int, fillers: Iterable[int]) -> None:
+        """Count these tokens once behind the contexts that end before `stop`, where they never occurred."""
+        for token in fillers:
+            for context in self._contexts(tokens, stop):
+                if self._counts.get((*context, token)) is None:
+                    self._count(context, token)
+
+    def guess(self, tokens: Seq[int]) -> int | None:
+        """Return the most frequent token behind the longest known context at the end of `tokens`."""
+        for length in reversed(self._lengths):
+            if length <= len(tokens) and (found := self._best.get(tuple(tokens[-length:]))) is not None:
+                return found
+        return None
+
+    def _contexts(self, tokens: Seq[int], stop: int) -> Iterable[Gram]:
+        """Yield the contexts that end before `stop`."""
+        return (tuple(tokens[stop - length : stop]) for length in self._lengths if length <= stop)
+
+    def _count(self, context: Gram, token: int) -> None:
+        gram = (*context, token)
+        count = (self._counts.get(gram) or 0) + 1
+        self._counts.set(gram, count)
+        best = self._best.get(context)
+        if best is None or (best != token and count > (self._counts.get((*context, best)) or 0)):
+            best = token
+        self._best.set(context, best)
+
+
+class NgramDrafter(Drafter):
+    """Keeps a store for each text; nothing is shared between requests."""
+
+    draws = "point"
+    is_free = True
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.top_logits = options, options.filler_top_k
+        self._texts = Texts(lambda seq: Store(options))
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self._texts.catch_up(seqs)
+        return draw_chains(seqs, budget, coins, self._expected)
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        self._texts.observe(seqs, seen)
+        for seq, own in zip(seqs, seen, strict=True):
+            store = self._texts.of(seq) if self.top_logits else None
+            ids = [] if store is None else own.top(self.top_logits)[0].tolist()
+            # Rows that were not kept stand behind rejected tokens: what the target says there is not learnt.
+            for i, row in enumerate(own.kept if ids else ()):
+                assert store is not None
+                store.make_known(seq.tokens, own.start + i + 1, ids[row - own.scored.start])
+
+    def end(self, seq: Sequence) -> None:
+        self._texts.end(seq)
+
+    def _expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
+        store, longest = self._texts.of(seq), self.options.max_n - 1
+        token = None if store is None else store.guess([*seq.tokens[-longest:], *drafted][-longest:])
+        return None if token is None else Probs.of_point(token)
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """A drafter that needs no model."""
+    return NgramDrafter(options)

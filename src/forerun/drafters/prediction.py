@@ -1,0 +1,119 @@
+"""Copy a text that the output is expected to resemble: SamplingParams.prediction, as for an edit of a file.
+
+A pointer stands in the prediction behind what the output has followed; what comes there is drafted. Where the output
+leaves the prediction, the pointer is lost, until the last resync_n committed tokens occur in the prediction: then it
+stands behind them, at the occurrence next to where it was lost. Without a prediction the prompt is copied, which is
+shallow aggressive decoding (Sun et al. 2021, arXiv 2106.04970): the pointer is lost at first.
+
+The guesses are point masses and cost nothing. A prediction never changes the output, however wrong it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forerun.drafters import Drafter, Seen, Target
+from forerun.drafters.chains import Texts, draw_chains
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the copy finds its place again."""
+
+    resync_n: int = field(
+        default=2,
+        metadata={
+            "help": "last tokens that must occur in the prediction, once the output left it",
+            "min": 1,
+            "max": 64,
+        },
+    )
+
+
+class Copy:
+    """How far an output has followed its prediction: a function of the committed tokens alone.
+
+    at: index of the token of `prediction` that comes next; None = the output has left it.
+    """
+
+    def __init__(self, prediction: Seq[int], num_read: int, resync_n: int, is_at_start: bool) -> None:
+        self.prediction, self.num_read = prediction, num_read
+        self.at: int | None = 0 if is_at_start else None
+        self._found_at, self._lost_at = 0, 0
+        self._resync_n, self._ids = resync_n, np.array(prediction, dtype=np.int64)
+
+    def read(self, tokens: Seq[int], stop: int) -> None:
+        """Follow the tokens up to `stop`."""
+        for i in range(self.num_read, stop):
+            if self.at is not None and self.next_token(0) == tokens[i]:
+                self.at += 1
+                continue
+            if self.at is not None and self.at > self._found_at:  # else the place was wrong, and says nothing
+                self._lost_at = self.at
+            last = tokens[max(0, i + 1 - self._resync_n) : i + 1]
+            self.at = behind(self._ids, last, self._lost_at) if len(last) == self._resync_n else None
+            self._found_at = -1 if self.at is None else self.at
+        self.num_read = stop
+
+    def next_token(self, depth: int) -> int | None:
+        """Return the token of the prediction that is `depth` behind the next one; None where there is none."""
+        place = None if self.at is None else self.at + depth
+        return None if place is None or place >= len(self.prediction) else self.prediction[place]
+
+
+def behind(ids: np.ndarray, last: Seq[int], place: int) -> int | None:
+    """Index behind an occurrence of the tokens `last` in ids [n], with a token there; None where there is none.
+
+    It is the first index from `place` on, else the last before.
+    """
+    num = len(ids) - len(last)
+    if num <= 0:
+        return None
+    matches = np.ones(num, dtype=bool)  # [i] = `last` stands at i
+    for j, token in enumerate(last):
+        matches &= ids[j : j + num] == token
+    found = matches.nonzero()[0] + len(last)
+    if not len(found):
+        return None
+    return int(found[min(int(found.searchsorted(place)), len(found) - 1)])
+
+
+class PredictionDrafter(Drafter):
+    """Keeps, per sequence, its place in its prediction."""
+
+    draws = "point"
+    is_free = True
+
+    def __init__(self, options: Options) -> None:
+        self.options, self._texts = options, Texts(self._copy)
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self._texts.catch_up(seqs)
+        return draw_chains(seqs, budget, coins, self._expected)
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        self._texts.observe(seqs, seen)
+
+    def end(self, seq: Sequence) -> None:
+        self._texts.end(seq)
+
+    def _copy(self, seq: Sequence) -> Copy:
+        num = seq.num_prompt_tokens
+        if seq.prediction_ids:
+            return Copy(seq.prediction_ids, num, self.options.resync_n, is_at_start=True)
+        # The last prompt token is read: with it the place of the copy is looked for the first time.
+        return Copy(seq.tokens[:num], num - 1, self.options.resync_n, is_at_start=False)
+
+    def _expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
+        copy = self._texts.of(seq)
+        token = None if copy is None else copy.next_token(len(drafted))
+        return None if token is None else Probs.of_point(token)
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """A drafter that needs no model."""
+    return PredictionDrafter(options)

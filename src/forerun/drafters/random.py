@@ -1,0 +1,34 @@
+"""Draw each token from all that exist, with equal probability: a floor for comparisons, and a hard case for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from forerun.drafters import Drafter, Target
+from forerun.drafters.chains import draw_chains
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
+
+
+@dataclass(frozen=True)
+class Options:
+    """No options."""
+
+
+class RandomDrafter(Drafter):
+    """Expects the same distribution everywhere."""
+
+    def __init__(self, probs: Probs) -> None:
+        self._probs = probs
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        return draw_chains(seqs, budget, coins, lambda seq, drafted: self._probs)
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """A drafter over the ids of the target that have a token."""
+    weights = torch.ones(target.num_ids, dtype=torch.float64)
+    weights[list(target.holes)] = 0
+    return RandomDrafter(Probs(dense=weights / weights.sum()))

@@ -1,0 +1,253 @@
+"""Tables of how often tokens occur, and occur behind another: counted in one text, or fitted to many beforehand.
+
+`unigram` and `bigram` draw from them. A distribution lists at most MOST_IDS ids: a draw from all ids of a wide
+vocabulary takes longer than the rest of a draft, and the tail hardly ever agrees with the target.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence as Seq
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forerun.drafters import Drafter, Seen, Target, artifacts
+from forerun.drafters.chains import Texts, draw_chains
+from forerun.errors import BadOption, UnsupportedModel, shown
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
+
+KIND = "ngram"  # of a fitted file: `forerun train ngram`
+MOST_IDS = 1024
+DRAWS_HELP = "point (the most frequent token) or sampled (a draw from the counts; point where a request is greedy)"
+PATH_HELP = "file of `forerun train ngram`; none = count the request's own text"
+
+Ids = npt.NDArray[np.int64]
+Row = tuple[Ids, Ids]  # ids [n] ascending, and their counts [n]
+NOTHING: Row = (np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+class Table(Protocol):
+    """Counts of tokens, alone and behind a token."""
+
+    def unigram(self) -> Row:
+        """Return the most frequent ids, at most MOST_IDS."""
+
+    def behind(self, token: int) -> Row:
+        """Return the most frequent ids behind a token, at most MOST_IDS."""
+
+    def best(self, token: int | None) -> int | None:
+        """Return the most frequent id, behind `token` if one is given: the lowest of equal ones, None of none."""
+
+
+def check_draws(method: str, draws: str) -> None:
+    """Raise BadOption for a value of the option `draws` that does not exist."""
+    if draws not in _DRAWS_AS:
+        raise BadOption(f"{method}:draws={shown(draws)} is not possible: it must be {' or '.join(_DRAWS_AS)}")
+
+
+def most_frequent(ids: Ids, counts: Ids, most: int = MOST_IDS) -> Row:
+    """Return the `most` ids with the highest counts, in ascending order; of equal counts the lowest ids."""
+    if len(ids) > most:
+        kept = np.lexsort((ids, -counts))[:most]
+        ids, counts = ids[kept], counts[kept]
+    order = ids.argsort()
+    return ids[order], counts[order]
+
+
+def mixture(row: Row, back_off: Row, k: float) -> tuple[Ids, npt.NDArray[np.float64]]:
+    """Return ids and probabilities of (C2[v] + k U1[v]) / (sum C2 + k), where U1 = C1 / sum C1.
+
+    row: C2; back_off: C1. With k = 0, or without a back-off, it is the row alone; without a row, the back-off alone.
+    """
+    ids = np.union1d(row[0], back_off[0])
+    weights = np.zeros(len(ids))
+    if len(back_off[0]):
+        alone = k if len(row[0]) else 1.0
+        weights[ids.searchsorted(back_off[0])] += alone * (back_off[1] / back_off[1].sum())
+    weights[ids.searchsorted(row[0])] += row[1]
+    known = weights > 0
+    return ids[known], weights[known] / weights.sum()
+
+
+class Counter:
+    """Counts of tokens that grow, with the most frequent one (the lowest id of equal ones) at hand."""
+
+    __slots__ = ("best", "counts")
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+        self.best: int | None = None
+
+    def add(self, token: int) -> None:
+        """Count a token."""
+        count = self.counts[token] = self.counts.get(token, 0) + 1
+        if self.best is None or (count, -token) > (self.counts[self.best], -self.best):
+            self.best = token
+
+    def row(self) -> Row:
+        """Return the most frequent ids and their counts."""
+        counts = self.counts
+        ids = np.fromiter(counts, np.int64, len(counts))
+        return most_frequent(ids, np.fromiter(counts.values(), np.int64, len(counts)))
+
+
+class TextTable:
+    """The table of one text, which is read in order."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+        self._alone, self._behind = Counter(), dict[int, Counter]()
+        self._unigram: tuple[int, Row] = (0, NOTHING)  # tokens read when it was made
+
+    def read(self, tokens: Seq[int], stop: int) -> None:
+        """Count the tokens up to `stop`."""
+        for i in range(self.num_read, stop):
+            self._alone.add(tokens[i])
+            if i > 0:
+                self._behind.setdefault(tokens[i - 1], Counter()).add(tokens[i])
+        self.num_read = stop
+
+    def unigram(self) -> Row:
+        """Return the most frequent ids, at most MOST_IDS."""
+        if self._unigram[0] != self.num_read:
+            self._unigram = (self.num_read, self._alone.row())
+        return self._unigram[1]
+
+    def behind(self, token: int) -> Row:
+        """Return the most frequent ids behind a token."""
+        found = self._behind.get(token)
+        return NOTHING if found is None else found.row()
+
+    def best(self, token: int | None) -> int | None:
+        """Return the most frequent id, behind `token` if one is given."""
+        found = self._alone if token is None else self._behind.get(token)
+        return None if found is None else found.best
+
+
+class FittedTable:
+    """The table of a file of `forerun train ngram`.
+
+    counts [V] of each id; starts [V + 1], followers, follower_counts: the ids behind id u are followers[starts[u] to
+    starts[u + 1]], ascending. The last three are missing in a file of order 1.
+    """
+
+    def __init__(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        self._arrays = {name: array.astype(np.int64) for name, array in arrays.items()}
+        counts = self._arrays["counts"]
+        known = counts.nonzero()[0]
+        self._unigram = most_frequent(known, counts[known])
+
+    def unigram(self) -> Row:
+        """Return the most frequent ids, at most MOST_IDS."""
+        return self._unigram
+
+    def behind(self, token: int) -> Row:
+        """Return the most frequent ids behind a token."""
+        start, stop = self._arrays["starts"][token : token + 2]
+        return most_frequent(self._arrays["followers"][start:stop], self._arrays["follower_counts"][start:stop])
+
+    def best(self, token: int | None) -> int | None:
+        """Return the most frequent id, behind `token` if one is given."""
+        ids, counts = self._unigram if token is None else self.behind(token)
+        return int(ids[counts.argmax()]) if len(ids) else None
+
+
+def check_file(path: str | None, tokenizer: Tokenizer) -> None:
+    """Raise UserError for a file that `load` will refuse, before any weight is read; None = there is no file."""
+    if path is not None:
+        artifacts.load(path, KIND, tokenizer.fingerprint)
+
+
+def load(path: str, target: Target, order: int) -> FittedTable:
+    """Read a fitted file. Raises UserError for one that is not of this target, not whole, or of a lower order."""
+    arrays, _ = artifacts.load(path, KIND, artifacts.fingerprint(target.tokenizer, target.num_ids))
+    _check_arrays(path, arrays, target.num_ids)
+    if order > 1 and "starts" not in arrays:
+        raise BadOption(f"{shown(path)} was fitted with --order 1 and holds no pairs: fit it with --order {order}")
+    return FittedTable(arrays)
+
+
+def _check_arrays(path: str, arrays: Mapping[str, npt.NDArray[np.generic]], num_ids: int) -> None:
+    """Raise UnsupportedModel where lengths or ids are not those of a table of so many ids."""
+    wide = {name: array.astype(np.int64) for name, array in arrays.items() if array.dtype.kind in "iu"}
+    empty = np.zeros(0, np.int64)
+    counts, starts = wide.get("counts", empty), wide.get("starts", np.zeros(num_ids + 1, np.int64))
+    followers, follower_counts = wide.get("followers", empty), wide.get("follower_counts", empty)
+    fits = (
+        (counts.shape, starts.shape, followers.shape) == ((num_ids,), (num_ids + 1,), follower_counts.shape)
+        and counts.max() > 0
+        and (starts[0], starts[-1]) == (0, len(followers))
+        and np.diff(starts).min(initial=0) >= 0
+        and 0 <= followers.min(initial=0) <= followers.max(initial=0) < num_ids
+    )
+    if not fits:
+        raise UnsupportedModel(
+            f"{shown(path)} holds no table of {num_ids} ids: fit it again with `forerun train ngram`"
+        )
+
+
+Make = Callable[[Table, int, bool], Probs | None]  # (table, last token, whether it samples) -> what comes next
+_DRAWS_AS = {"point": "point", "sampled": "independent"}  # the word of the drafters for an option's value
+
+
+class _FittedDrafter(Drafter):
+    """Drafts from one table for all texts, and remembers what it made of it."""
+
+    def __init__(self, draws: str, table: Table, after: Make) -> None:
+        self.draws, self.is_free = _DRAWS_AS[draws], draws == "point"
+        self._after = functools.lru_cache(4096)(functools.partial(after, table))
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        return draw_chains(seqs, budget, coins, self._expected)
+
+    def _expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
+        return self._after((drafted or seq.tokens)[-1], not self.is_free and not seq.params.greedy)
+
+
+class _TextDrafter(Drafter):
+    """Drafts from the table of each text."""
+
+    def __init__(self, draws: str, after: Make) -> None:
+        self.draws, self.is_free, self._after = _DRAWS_AS[draws], draws == "point", after
+        self._texts = Texts(lambda seq: TextTable())
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self._texts.catch_up(seqs)
+        return draw_chains(seqs, budget, coins, self._expected)
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        self._texts.observe(seqs, seen)
+
+    def end(self, seq: Sequence) -> None:
+        self._texts.end(seq)
+
+    def _expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
+        table, samples = self._texts.of(seq), not self.is_free and not seq.params.greedy
+        return None if table is None else self._after(table, (drafted or seq.tokens)[-1], samples)
+
+
+def drafter(draws: str, fitted: Table | None, after: Make) -> Drafter:
+    """Make a drafter with a fitted table, or with the table of each text where there is none.
+
+    after(table, token, samples): the distribution behind a token; a point mass unless it samples.
+    """
+    return _TextDrafter(draws, after) if fitted is None else _FittedDrafter(draws, fitted, after)
+
+
+def point(token: int | None) -> Probs | None:
+    """Return the point mass at a token."""
+    return None if token is None else Probs(point=token)
+
+
+def listed(ids: Ids, weights: npt.NDArray[np.float64], dtype: torch.dtype) -> Probs | None:
+    """Return the distribution that lists these ids; None where there are none."""
+    return Probs(ids=torch.from_numpy(ids), listed=torch.from_numpy(weights).to(dtype)) if len(ids) else None
+
+
+def draft_dtype(target: Target) -> torch.dtype:
+    """Return the type of the target's own probabilities: float32, or wider where its logits are."""
+    return torch.promote_types(torch.float32, target.model.activation_dtype)

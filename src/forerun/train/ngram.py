@@ -1,0 +1,136 @@
+"""Fits the tables of the drafters `unigram` and `bigram`: how often tokens occur, alone and behind each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.config import EngineConfig
+from forerun.drafters import artifacts, tables
+from forerun.engine.factory import target_files
+from forerun.errors import BadOption, NotFound
+from forerun.models.loading import read_config, read_raw_config
+from forerun.text.tokenizer import Tokenizer
+from forerun.train.texts import read_texts
+
+MOST_COUNT = 2**32 - 1  # of a file's counts
+MERGE_PAIRS = 4_000_000  # that are held as they came, until they are counted
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass
+class Fit:
+    """Counts that grow text by text. num_ids: V. order: 1 counts tokens, 2 also pairs within a text."""
+
+    num_ids: int
+    order: int
+    num_tokens: int = 0
+    counts: Ints = field(init=False)  # [V]
+    _pairs: Ints = field(init=False)  # [n] sorted: before * V + after
+    _pair_counts: Ints = field(init=False)  # [n]
+    _waiting: list[Ints] = field(init=False, default_factory=list)
+    _num_waiting: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.counts = np.zeros(self.num_ids, np.int64)
+        self._pairs = self._pair_counts = np.zeros(0, np.int64)
+
+    def add(self, ids: Seq[int]) -> None:
+        """Count the tokens of one text."""
+        text = np.asarray(ids, np.int64)
+        text = text[text < self.num_ids]  # an id of the tokenizer without a row in the model is never said
+        self.num_tokens += len(text)
+        self.counts += np.bincount(text, minlength=self.num_ids)
+        if self.order > 1 and len(text) > 1:
+            self._waiting.append(text[:-1] * self.num_ids + text[1:])
+            self._num_waiting += len(text) - 1
+            if self._num_waiting >= MERGE_PAIRS:
+                self._merge()
+
+    def arrays(self, max_followers: int) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the arrays of a fitted file (tables.FittedTable); of each row its `max_followers` most frequent ids.
+
+        Of equal counts the lowest ids are kept.
+        """
+        found: dict[str, npt.NDArray[np.generic]] = {"counts": self.counts.clip(max=MOST_COUNT).astype(np.uint32)}
+        if self.order == 1:
+            return found
+        self._merge()
+        before, after = np.divmod(self._pairs, self.num_ids)
+        order = np.lexsort((after, -self._pair_counts, before))
+        before, after, counts = before[order], after[order], self._pair_counts[order]
+        ranks = np.arange(len(before)) - np.searchsorted(before, before)  # within a row, the most frequent first
+        kept = ranks < max_followers
+        before, after, counts = before[kept], after[kept], counts[kept]
+        order = np.lexsort((after, before))
+        return found | {
+            "starts": np.searchsorted(before[order], np.arange(self.num_ids + 1)),
+            "followers": after[order].astype(np.int32),
+            "follower_counts": counts[order].clip(max=MOST_COUNT).astype(np.uint32),
+        }
+
+    def _merge(self) -> None:
+        new, new_counts = np.unique(np.concatenate([self._pairs[:0], *self._waiting]), return_counts=True)
+        pairs = np.union1d(self._pairs, new)
+        counts = np.zeros(len(pairs), np.int64)
+        counts[pairs.searchsorted(self._pairs)] += self._pair_counts
+        counts[pairs.searchsorted(new)] += new_counts
+        self._pairs, self._pair_counts = pairs, counts
+        self._waiting, self._num_waiting = [], 0
+
+
+def train(
+    target: str | None,
+    texts: Seq[Path],
+    out: Path,
+    *,
+    order: int = 2,
+    max_followers: int = 64,
+    max_text_bytes: int = 10**8,
+    progress: Callable[[Fit], None] = lambda fit: None,
+) -> Fit:
+    """Fit tables to texts (read_texts) with the tokenizer of a target, and write them to `out`.
+
+    target: as LLM takes it, None = the shipped one. progress is called behind each text.
+    Raises UserError for what is not possible, before any text is read where that can be seen.
+    """
+    for name, value, most in (("order", order, 2), ("max_followers", max_followers, tables.MOST_IDS)):
+        if not 1 <= value <= most:
+            raise BadOption(f"{name}={value} is not possible: it must be in 1 .. {most}")
+    if out.is_dir() or not out.parent.exists():
+        raise BadOption(f"out={str(out)!r} is not possible: it must be a file in a folder that exists")
+    folder = target_files(EngineConfig.make(**({} if target is None else {"target": target})))
+    tokenizer = Tokenizer.load(folder)
+    num_ids = min(tokenizer.num_ids, read_config(read_raw_config(folder)).vocab_size)
+    fit = fitted(
+        (tokenizer.encode(text, add_special_tokens=False) for text in read_texts(texts, max_text_bytes)),
+        num_ids,
+        order,
+        progress,
+    )
+    save(fit, out, artifacts.fingerprint(tokenizer, num_ids), max_followers)
+    return fit
+
+
+def fitted(
+    texts: Iterable[Seq[int]], num_ids: int, order: int, progress: Callable[[Fit], None] = lambda fit: None
+) -> Fit:
+    """Count texts of ids. Raises NotFound where they have no token."""
+    fit = Fit(num_ids, order)
+    for ids in texts:
+        fit.add(ids)
+        progress(fit)
+    if not fit.num_tokens:
+        raise NotFound("the text has no tokens: name files or folders with text")
+    return fit
+
+
+def save(fit: Fit, out: Path, fingerprint: str, max_followers: int = 64) -> None:
+    """Write the file that `tables.load` reads."""
+    facts = {"order": str(fit.order), "num_tokens": str(fit.num_tokens)}
+    artifacts.save(out, tables.KIND, fit.arrays(max_followers), fingerprint, facts)
