@@ -31,6 +31,7 @@ from forerun.bench.widen import PROMPTS, describe, draft_options, load_widened, 
 from forerun.config import DEFAULT_SPEC_LENGTH, EngineConfig
 from forerun.engine.factory import SHIPPED_DRAFT, is_shipped
 from forerun.engine.llm import LLM
+from forerun.engine.prompts import Prompt
 from forerun.errors import BadOption, NotFound, UserError
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.layers import Decoder
@@ -256,8 +257,11 @@ def _runs(plan: Plan, prompts: list[tuple[str, str]]) -> Iterator[tuple[int, tup
                 yield repeat, prompt, t
 
 
-def run_once(llm: LLM, text: str, params: SamplingParams, tally: Tally, clock: ForwardClock | None) -> None:
-    """One prompt; the clock runs from the end of the prompt's prefill, which both sides pay alike."""
+def run_once(llm: LLM, prompt: Prompt, params: SamplingParams, tally: Tally, clock: ForwardClock | None) -> list[int]:
+    """Run one prompt and return the ids of its output.
+
+    The clock runs from the end of the prompt's prefill, which both sides pay alike.
+    """
     if clock is not None:
         clock.take()
     begun: list[float] = []
@@ -273,11 +277,12 @@ def run_once(llm: LLM, text: str, params: SamplingParams, tally: Tally, clock: F
 
     end = llm.listen(note)
     try:
-        (output,) = llm.generate(text, params)
+        (output,) = llm.generate(prompt, params)
     finally:
         end()
     seconds = time.perf_counter() - (begun[0] if begun else start)
     tally.seconds_per_token.append(seconds / len(output.token_ids))
+    return output.token_ids
 
 
 def progress_bar() -> Progress:

@@ -100,7 +100,7 @@ def line_of(tally: Tally, plain: Tally, plain_pass_s: float) -> Line:
         acceptance_rate=accepted / drafted if drafted else None,
         c=_draft_cost(tally, plain_pass_s),
         v=_verify_cost(tally, plain_pass_s, spec_length),
-        overhead_share=sum(_overheads(tally)) / sum(step.seconds for step in tally.steps),
+        overhead_share=sum(overheads(tally)) / sum(step.seconds for step in tally.steps),
         theorem_3_8=None,
         expected=None,
     )
@@ -116,7 +116,7 @@ def line_of(tally: Tally, plain: Tally, plain_pass_s: float) -> Line:
     )
 
 
-def _overheads(tally: Tally) -> list[float]:
+def overheads(tally: Tally) -> list[float]:
     """Return the seconds of each step outside of model forwards."""
     pairs = zip(tally.steps, tally.draft_forward_s, strict=True)
     return [step.seconds - step.target_forward_s - draft_s for step, draft_s in pairs]

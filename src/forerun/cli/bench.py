@@ -21,10 +21,12 @@ JSON_HELP = "file for all that was measured, one line of JSON [default: standard
 Size = Annotated[int | None, typer.Option(help="elements; overrides the preset's", show_default=False)]
 
 
-def _writable(file: Path | None) -> Path | None:
-    """The file of --json. Raises BadOption for one that cannot be written, before anything is measured."""
+def _writable(option: typer.CallbackParam, file: Path | None) -> Path | None:
+    """The file of an option. Raises BadOption for one that cannot be written, before anything is measured."""
     if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
-        raise BadOption(f"--json {shown(str(file))} cannot be written: name a file in a folder that may be written to")
+        raise BadOption(
+            f"{option.opts[0]} {shown(str(file))} cannot be written: name a file in a folder that may be written to"
+        )
     return file
 
 
@@ -101,6 +103,72 @@ def latency(
         bench.run(flags.engine_config({**options, **{k: v for k, v in given.items() if v is not None}}, config), plan),
         json_file,
     )
+
+
+@app.command()
+def methods(
+    target: flags.Target = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(help="drafter to measure, with its options; may be repeated [default: all]", show_default=False),
+    ] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="chat, summary, edit, question, list or story; may be repeated [default: all]", show_default=False
+        ),
+    ] = None,
+    shape: Annotated[str, typer.Option(help=f"the target is widened to it in memory: {SHAPE_NAMES}, or none")] = "none",
+    temperature: Annotated[list[float] | None, typer.Option(help="may be repeated [default: 0 and 1]")] = None,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(
+            help="verification rule [default: match at temperature > 0, which keeps texts]", show_default=False
+        ),
+    ] = None,
+    spec_length: flags.SpecLength = None,
+    pacing: flags.Pacing = None,
+    num_prompts: Annotated[int, typer.Option("--prompts", help="of each kind", min=1)] = 2,
+    max_tokens: Annotated[int, typer.Option(help="tokens per prompt at most", min=2)] = 64,
+    repeats: Annotated[int, typer.Option(help="times every prompt is run", min=1)] = 1,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help='JSON lines with "id", "kind" and "messages" [default: the shipped ones]')
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of the first run; each turn adds one")] = 1,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            help="file for a heat map, .svg or .png; needs matplotlib", show_default=False, callback=_writable
+        ),
+    ] = None,
+    device: flags.Device = None,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    ops: flags.Ops = None,
+    kv_cache_backend: flags.CacheBackend = None,
+    max_seq_len: flags.MaxSeqLen = None,
+    config: flags.ConfigFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Compare plain decoding with every drafter on six kinds of work, and check that no text changes."""
+    engine = flags.engine_config({k: v for k, v in locals().items() if k != "draft"}, config)
+    from forerun.bench import methods as bench
+
+    plan = bench.MethodsPlan(
+        drafts=tuple(draft or ()),
+        kinds=tuple(kind or ()),
+        shape=shape,
+        temperatures=tuple(dict.fromkeys(temperature or (0.0, 1.0))),
+        acceptance=acceptance,
+        prompts_per_kind=num_prompts,
+        max_tokens=max_tokens,
+        num_repeats=repeats,
+        prompt_file=prompt_file,
+        picture=picture,
+        seed=seed,
+    )
+    _keep(bench.run(engine, plan), json_file)
 
 
 @app.command()

@@ -1,0 +1,190 @@
+"""The results of `forerun bench methods`: numbers by drafter and kind of work, and two tables for each temperature.
+
+A cell is one drafter on one kind; a summary is over kinds. The speed-up of a cell is the median over its prompts of
+plain decoding's seconds per token over the drafter's, in the same turn; that of a summary is the geometric mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from statistics import geometric_mean, median
+
+from rich.console import Console
+from rich.table import Table
+
+from forerun.bench.results import Ceiling, Tally, overheads
+
+PLAIN = "none"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What is counted over steps. alpha_hat is None where no drafted token was tested.
+
+    tokens_per_pass: the mean accepted length, the target's own token included. overhead_share: of the steps, outside
+    of the target's passes and those of a draft model; a drafter without one is overhead. draft_share: all of drafting.
+    """
+
+    tokens_per_pass: float
+    alpha_hat: float | None
+    overhead_share: float
+    draft_share: float
+
+
+@dataclass(frozen=True)
+class Cell(Counts):
+    """One drafter on one kind of work at one temperature."""
+
+    draft: str
+    temperature: float
+    kind: str
+    num_runs: int
+    tokens_per_s: float
+    speedup: float
+    speedup_range: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Summary(Counts):
+    """One drafter at one temperature: rates are geometric means over the kinds, counts are over all steps."""
+
+    draft: str
+    temperature: float
+    tokens_per_s: float
+    speedup: float
+    least_speedup: float
+    least_kind: str
+
+
+def counts_of(tallies: Seq[Tally]) -> Counts:
+    """Compute what is counted over the steps of these runs."""
+    steps = [step for tally in tallies for step in tally.steps]
+    seconds = sum(step.seconds for step in steps)
+    tested, accepted = (sum(tally.total(name) for tally in tallies) for name in ("num_tested", "num_accepted"))
+    return Counts(
+        tokens_per_pass=sum(step.num_emitted for step in steps) / len(steps),
+        alpha_hat=accepted / tested if tested else None,
+        overhead_share=sum(sum(overheads(tally)) for tally in tallies) / seconds,
+        draft_share=sum(step.draft_s for step in steps) / seconds,
+    )
+
+
+def cells_of(tallies: Mapping[tuple[float, str, str], Tally]) -> list[Cell]:
+    """One cell per tally. tallies: by temperature, kind and drafter, plain decoding among them."""
+    cells = []
+    for (temperature, kind, draft), tally in tallies.items():
+        plain = tallies[temperature, kind, PLAIN].seconds_per_token
+        ratios = [a / b for a, b in zip(plain, tally.seconds_per_token, strict=True)]
+        cells.append(
+            Cell(
+                **vars(counts_of([tally])),
+                draft=draft,
+                temperature=temperature,
+                kind=kind,
+                num_runs=len(ratios),
+                tokens_per_s=1 / median(tally.seconds_per_token),
+                speedup=median(ratios),
+                speedup_range=(min(ratios), max(ratios)),
+            )
+        )
+    return cells
+
+
+def summaries_of(tallies: Mapping[tuple[float, str, str], Tally], cells: Seq[Cell]) -> list[Summary]:
+    """One summary for each drafter and temperature, the fastest first within a temperature."""
+    made = []
+    for temperature, draft in dict.fromkeys((cell.temperature, cell.draft) for cell in cells):
+        own = [cell for cell in cells if (cell.temperature, cell.draft) == (temperature, draft)]
+        least = min(own, key=lambda cell: cell.speedup)
+        made.append(
+            Summary(
+                **vars(counts_of([tallies[temperature, cell.kind, draft] for cell in own])),
+                draft=draft,
+                temperature=temperature,
+                tokens_per_s=geometric_mean(cell.tokens_per_s for cell in own),
+                speedup=geometric_mean(cell.speedup for cell in own),
+                least_speedup=least.speedup,
+                least_kind=least.kind,
+            )
+        )
+    return sorted(made, key=lambda summary: (summary.temperature, -summary.speedup))
+
+
+# ----------------------------------------------------------------------------------------------------------- output
+
+
+def speed_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str]) -> Table:
+    """Return the speed-ups of one temperature, drafters by kinds; the best of each column has a star."""
+    table = _table(summaries, (*kinds, "all", "tokens\n/s"))
+    found = {(cell.draft, cell.kind): cell.speedup for cell in cells}
+    rows = [summary for summary in summaries if summary.draft != PLAIN]
+    best = {kind: max(found[row.draft, kind] for row in rows) for kind in kinds}
+    for row in rows:
+        table.add_row(
+            row.draft,
+            *(_starred(found[row.draft, kind], best[kind]) for kind in kinds),
+            _starred(row.speedup, max(other.speedup for other in rows)),
+            f"{row.tokens_per_s:.1f}",
+        )
+    return table
+
+
+def counts_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str]) -> Table:
+    """Return tokens per pass of one temperature, drafters by kinds, and what is counted over all kinds."""
+    table = _table(summaries, (*kinds, "all", "alpha", "draft-\ning", "over-\nhead"))
+    found = {(cell.draft, cell.kind): cell.tokens_per_pass for cell in cells}
+    for row in summaries:
+        table.add_row(
+            row.draft,
+            *(f"{found[row.draft, kind]:.2f}" for kind in kinds),
+            f"{row.tokens_per_pass:.2f}",
+            "-" if row.alpha_hat is None else f"{row.alpha_hat:.2f}",
+            f"{row.draft_share:.1%}",
+            f"{row.overhead_share:.1%}",
+        )
+    return table
+
+
+def _table(summaries: Seq[Summary], columns: Iterable[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    longest = max(len(summary.draft) for summary in summaries)
+    table.add_column("draft", overflow="fold", min_width=min(longest, 12))
+    for name in columns:
+        table.add_column(
+            name.replace("question", "ques-\ntion").replace("summary", "sum-\nmary"), justify="right", no_wrap=True
+        )
+    return table
+
+
+def _starred(speedup: float, best: float) -> str:
+    return f"[bold]{speedup:.2f}*[/bold]" if speedup == best else f"{speedup:.2f} "
+
+
+SPEED_NOTE = (
+    "Speed-up: plain decoding's time per token over the drafter's, on the same prompt in the same turn, the median "
+    "over the prompts; all: the geometric mean over the kinds. *: the best of its column."
+)
+COUNTS_NOTE = (
+    "Tokens that come of one pass of the target, none being plain decoding. alpha: accepted / tested tokens. Shares of "
+    "the time of a step: drafting, and overhead, which is all outside of the target's passes and a draft model's."
+)
+
+
+def print_methods(
+    cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], ceiling: Ceiling, console: Console
+) -> None:
+    """Print two tables for each temperature, and how they are read."""
+    for temperature in dict.fromkeys(summary.temperature for summary in summaries):
+        own_cells = [cell for cell in cells if cell.temperature == temperature]
+        own = [summary for summary in summaries if summary.temperature == temperature]
+        plain = next(summary for summary in own if summary.draft == PLAIN)
+        console.print(
+            f"\nTemperature {temperature:g}: speed-up over plain decoding, which makes {plain.tokens_per_s:.1f} "
+            f"tokens/s ({plain.tokens_per_s / ceiling.tokens_per_s:.0%} of its limit)",
+            style="bold",
+        )
+        console.print(speed_table(own_cells, own, kinds))
+        console.print(f"\nTemperature {temperature:g}: tokens per pass", style="bold")
+        console.print(counts_table(own_cells, own, kinds))
+    console.print(f"\n{SPEED_NOTE}\n{COUNTS_NOTE}")
