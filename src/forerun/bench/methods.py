@@ -112,7 +112,7 @@ def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
     kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
     temperatures = " and ".join(f"{t:g}" for t in plan.temperatures)
     console.print(
-        f"{len(prompts)} prompt{'s' * (len(prompts) != 1)} ({', '.join(kinds)}), at most {plan.max_tokens} tokens each, "
+        f"{len(prompts)} prompt{'s' * (len(prompts) != 1)} ({', '.join(kinds)}), at most {plan.max_tokens} tokens, "
         f"at temperature {temperatures}, pacing {config.pacing_spec}: plain decoding and {len(specs)} "
         f"drafter{'s' * (len(specs) != 1)} in turns, one request at a time"
     )

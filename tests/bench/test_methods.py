@@ -1,0 +1,275 @@
+"""`forerun bench methods`: whole runs on a tiny model, its prompts, and the numbers of known runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from forerun import registry
+from forerun.bench import methods, methods_picture
+from forerun.bench.methods import PROMPTS, MethodsPlan, Turn, WorkPrompt, compare, read_work, run
+from forerun.bench.methods_results import cells_of, summaries_of
+from forerun.bench.results import Tally, Variant
+from forerun.cli.bench import app
+from forerun.config import EngineConfig
+from forerun.drafters import Drafter
+from forerun.engine.llm import LLM
+from forerun.errors import BadOption, InternalError
+from forerun.types import Budget, Coins, Draft, Sequence, StepReport
+from tiny import write_tiny
+
+KINDS = ["chat", "summary", "edit", "question", "list", "story"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def work_file(folder: Path) -> Path:
+    file = folder / "work.jsonl"
+    rows = [
+        {"id": f"{kind}-{i}", "kind": kind, "messages": [{"role": "user", "content": f"{kind} {i} " * 3}]}
+        for kind in ("chat", "edit")
+        for i in (1, 2)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+# ------------------------------------------------------------------------------------------------------------ prompts
+
+
+def test_the_shipped_prompts() -> None:
+    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    assert PROMPTS.stat().st_size < 100_000
+    assert len({row["id"] for row in rows}) == len({json.dumps(row["messages"]) for row in rows}) == 48
+    assert Counter(row["kind"] for row in rows) == dict.fromkeys(KINDS, 8)
+    for row in rows:
+        roles = [message["role"] for message in row["messages"] if message["role"] != "system"]
+        assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
+        text = row["messages"][-1]["content"]
+        if row["kind"] in ("summary", "question"):
+            assert 300 <= len(text.split()) <= 600, row["id"]
+        if row["kind"] == "edit":
+            assert 20 <= text.split("```")[1].count("\n") - 1 <= 40, row["id"]
+
+
+def test_prompts_are_taken_kind_by_kind_in_turn(tmp_path: Path) -> None:
+    assert [prompt.kind for prompt in read_work(MethodsPlan(prompts_per_kind=2))] == KINDS * 2
+    file = work_file(tmp_path)
+    plan = MethodsPlan(kinds=("edit",), prompts_per_kind=9, prompt_file=file)
+    assert [prompt.id for prompt in read_work(plan)] == ["edit-1", "edit-2"]
+    with pytest.raises(BadOption, match="there is no kind of work 'edits'.*did you mean 'edit'"):
+        read_work(MethodsPlan(kinds=("edits",), prompt_file=file))
+    file.write_text('{"id": "a", "text": "b"}\n', encoding="utf-8")
+    with pytest.raises(BadOption, match=r'is no file of work: every line must be JSON with "id", "kind", "messages"'):
+        read_work(MethodsPlan(prompt_file=file))
+
+
+# ---------------------------------------------------------------------------------------------------- the whole command
+
+
+def test_the_command_measures_every_drafter_that_can_serve(tiny: Path, tmp_path: Path) -> None:
+    file = work_file(tmp_path)
+    sizes = ("--prompts", "2", "--max-tokens", "12", "--prompt-file", str(file))
+    done = CliRunner().invoke(app, ["methods", "--target", str(tiny), *sizes], env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    *printed, last = done.stdout.splitlines()
+    assert all(len(line) <= 80 for line in printed)
+    record = json.loads(last)
+    names = set(registry.names("forerun.drafters"))
+    served = {line["draft"] for line in record["lines"]}
+    assert served | set(record["left_out"]) == names
+    assert not served & set(record["left_out"])
+    assert {"none", "lookup"} <= served
+    assert "needs a draft model" in record["left_out"]["model"]
+    for name, why in record["left_out"].items():
+        assert f"left out: {name}, for {why}"[:60] in "\n".join(printed)
+    for name in served - {"none"}:  # in both tables of both temperatures
+        assert sum(line.startswith(f"{name} ") for line in printed) == 4, name
+    cells = {(line["temperature"], line["kind"], line["draft"]) for line in record["lines"]}
+    assert cells == {(t, kind, name) for t in (0.0, 1.0) for kind in ("chat", "edit") for name in served}
+    assert record["texts_compared"] == 2 * 4 * (len(served) - 1)
+    text = " ".join(" ".join(printed).split())
+    assert f"All {record['texts_compared']} compared texts of drafters are plain decoding's, token for token." in text
+    assert "limit without speculation: " in text
+    assert {"bench", "target", "plan", "prompts", "ceiling_tokens_per_s", "build", "summaries"} <= set(record)
+    assert record["prompts"] == ["chat-1", "edit-1", "chat-2", "edit-2"]
+    for line in record["lines"]:
+        assert line["num_runs"] == 2
+        assert (line["alpha_hat"] is None) == (line["draft"] == "none" or line["tokens_per_pass"] == 1) or line[
+            "alpha_hat"
+        ] == 0
+        assert line["draft"] != "none" or (line["speedup"], line["tokens_per_pass"]) == (1, 1)
+
+
+def test_a_draft_model_is_clocked_and_always_right(tiny: Path, tmp_path: Path, capsys: Any) -> None:
+    """The target drafts for itself: with K = 3 every pass but the last makes 4 tokens."""
+    plan = MethodsPlan(
+        drafts=(str(tiny), "lookup:max_n=2"),
+        kinds=("chat",),
+        temperatures=(0.0,),
+        max_tokens=12,
+        prompt_file=work_file(tmp_path),
+    )
+    record = run(EngineConfig(target=str(tiny), spec_length=3, pacing="fixed"), plan)
+    by_draft = {line["draft"]: line for line in record["lines"]}
+    assert list(by_draft) == ["none", str(tiny), "lookup:max_n=2"]
+    own = by_draft[str(tiny)]
+    assert own["alpha_hat"] == 1
+    assert own["tokens_per_pass"] == pytest.approx(4)
+    assert 0 <= own["overhead_share"] < own["draft_share"] + own["overhead_share"] < 1.5
+    assert len(record["drafts"]) == 1
+    assert capsys.readouterr().out.count("Temperature 0") == 2
+
+
+def test_other_rules_are_not_compared(tiny: Path, tmp_path: Path, capsys: Any) -> None:
+    plan = MethodsPlan(
+        drafts=("lookup",), temperatures=(0.7,), acceptance="ratio", max_tokens=4, prompt_file=work_file(tmp_path)
+    )
+    assert run(EngineConfig(target=str(tiny)), plan)["texts_compared"] == 0
+    assert "At temperature 0.7 texts were not compared: with acceptance ratio" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert [
+        MethodsPlan(acceptance=rule).texts_must_be_equal(t) for rule, t in ((None, 0), (None, 1), ("ratio", 0))
+    ] == [True] * 3
+
+
+# ------------------------------------------------------------------------------------------------------ loud failures
+
+
+@dataclass(frozen=True)
+class Options:
+    """No options."""
+
+
+class Failing(Drafter):
+    """Drafts once, then raises."""
+
+    draws = "point"
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self.num_calls += 1
+        if self.num_calls > 30:
+            raise RuntimeError("no more")
+        return Draft.empty(len(seqs))
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    module: Any = ModuleType("forerun.drafters.failing")
+    module.Options, module.build = Options, lambda options, target: Failing()
+    found = registry.names
+    monkeypatch.setattr(registry, "names", lambda room: [*found(room), "failing"])
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("forerun.drafters.names", registry.names)
+    return iter(())
+
+
+def test_a_drafter_that_fails_is_no_plain_decoding(
+    failing: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = MethodsPlan(drafts=("failing",), temperatures=(0.0,), max_tokens=12, prompt_file=work_file(tmp_path))
+    with pytest.raises(InternalError, match="the drafter 'failing' failed on .*: what it raised is logged above"):
+        run(EngineConfig(target=str(tiny), pacing="fixed"), plan)
+
+
+def test_a_changed_text_ends_the_measurement(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of lookup's third run is changed behind the engine's back."""
+    original, num_runs = methods.run_once, 0
+
+    def changed(llm: LLM, prompt: Any, params: Any, *rest: Any) -> list[int]:
+        nonlocal num_runs
+        ids = original(llm, prompt, params, *rest)
+        num_runs += params.draft == "lookup"
+        return [*ids[:3], ids[3] % 200 + 1, *ids[4:]] if num_runs == 3 and params.draft == "lookup" else ids
+
+    monkeypatch.setattr(methods, "run_once", changed)
+    plan = MethodsPlan(drafts=("lookup",), temperatures=(0.0,), max_tokens=8, prompt_file=work_file(tmp_path))
+    with pytest.raises(
+        InternalError, match="'lookup' changed the text of edit-1 at temperature 0: behind 3 equal tokens"
+    ):
+        run(EngineConfig(target=str(tiny)), plan)
+
+
+def test_a_text_that_is_only_shorter_is_another_one(tiny: Path) -> None:
+    turn = Turn(0, 0, WorkPrompt("chat-1", "chat", []), 1.0)
+    llm = LLM(str(tiny))
+    compare({"none": [5, 6, 7], "lookup": [5, 6, 7]}, turn, llm)
+    with pytest.raises(InternalError, match="chat-1 at temperature 1: behind 2 equal tokens it says ''"):
+        compare({"none": [5, 6, 7], "lookup": [5, 6]}, turn, llm)
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+
+
+def tally(draft: str, seconds_per_token: list[float], num_accepted: int) -> Tally:
+    """Steps of 1 s, of which 0.5 are the target's and 0.25 drafting, 0.2 of that in a model; 3 tokens are drafted."""
+    drafts = draft != "none"
+    step = StepReport(
+        num_decoding=1,
+        num_drafted=3 * drafts,
+        num_tested=3 * drafts,
+        num_accepted=num_accepted,
+        num_emitted=num_accepted + 1,
+        draft_s=0.25 * drafts,
+        score_s=0.5 + 0.5 * (not drafts),
+        target_forward_s=0.5,
+        commit_s=0.25 * drafts,
+    )
+    return Tally(Variant(draft, 0), 0.0, seconds_per_token, [step] * 4, [0.2 * drafts] * 4)
+
+
+def test_every_number_of_a_cell_and_a_summary() -> None:
+    tallies = {
+        (0.0, "chat", "none"): tally("none", [1.0, 1.0, 2.0], 0),
+        (0.0, "chat", "lookup"): tally("lookup", [0.5, 1.0, 0.5], 1),
+        (0.0, "edit", "none"): tally("none", [1.0, 1.0, 1.0], 0),
+        (0.0, "edit", "lookup"): tally("lookup", [0.1, 0.125, 0.5], 2),
+    }
+    cells = cells_of(tallies)
+    chat, edit = (cell for cell in cells if cell.draft == "lookup")
+    assert (chat.speedup, chat.speedup_range, chat.tokens_per_s) == (2.0, (1.0, 4.0), 2.0)
+    assert (edit.speedup, edit.speedup_range, edit.tokens_per_s) == (8.0, (2.0, 10.0), 8.0)
+    assert (chat.tokens_per_pass, edit.tokens_per_pass) == (2, 3)
+    assert (chat.alpha_hat, edit.alpha_hat) == pytest.approx((1 / 3, 2 / 3))
+    assert (chat.draft_share, chat.overhead_share) == pytest.approx((0.25, 0.3))
+    lookup, plain = summaries_of(tallies, cells)
+    assert (lookup.draft, lookup.speedup, lookup.least_speedup, lookup.least_kind) == ("lookup", 4.0, 2.0, "chat")
+    assert (lookup.tokens_per_pass, lookup.alpha_hat, lookup.tokens_per_s) == pytest.approx((2.5, 0.5, 4.0))
+    assert (plain.draft, plain.speedup, plain.alpha_hat, plain.overhead_share) == ("none", 1.0, None, 0.5)
+
+
+# ------------------------------------------------------------------------------------------------------------ picture
+
+
+def test_a_picture_is_refused_before_a_model_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(target=str(tmp_path / "absent"))
+    with pytest.raises(BadOption, match=r"a.pdf' is not possible: its name must end in .svg or .png"):
+        run(config, MethodsPlan(picture=Path("a.pdf")))
+    monkeypatch.setattr(methods_picture.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BadOption, match=r"--picture needs matplotlib: pip install 'forerun\[plots\]'"):
+        run(config, MethodsPlan(picture=Path("a.svg")))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the picture needs matplotlib")
+def test_the_picture_is_drawn(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "methods.svg"
+    plan = MethodsPlan(drafts=("lookup",), max_tokens=4, prompt_file=work_file(tmp_path), picture=file)
+    run(EngineConfig(target=str(tiny)), plan)
+    assert file.read_text(encoding="utf-8").startswith("<?xml")

@@ -1,0 +1,61 @@
+"""docs/methods/: one page of one form for each method, and the table of all of them, which a command writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from forerun.registry import names
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "methods"
+ROOMS = ("drafters", "verify", "pacing")
+METHODS = [(room, name) for room in ROOMS for name in names(f"forerun.{room}")]
+HEADINGS = ["When it wins", "When it loses", "Cost", "Exactness", "Options", "Source", "Measured"]
+ROW = re.compile(r"^\| `(\w+)` \| (.+?) \| (.+) \|$", re.M)
+spec = importlib.util.spec_from_file_location("methods_table", ROOT / "docs" / "methods_table.py")
+assert spec is not None
+assert spec.loader is not None
+methods_table = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(methods_table)
+
+
+def test_the_table_is_that_of_the_code() -> None:
+    written = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert written == methods_table.page(), "write it again: python docs/methods_table.py"
+
+
+def test_pages_and_methods_are_the_same() -> None:
+    """Names are unique over the rooms, for a page is found by its name."""
+    pages = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "README")
+    assert pages == sorted(name for _, name in METHODS)
+
+
+@pytest.mark.parametrize(("room", "name"), METHODS, ids=[name for _, name in METHODS])
+def test_a_page_has_the_form_of_all_and_the_options_of_its_file(room: str, name: str) -> None:
+    page = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    assert page.startswith(f"# {name}\n")
+    assert re.findall(r"^## (.+)$", page, re.M) == HEADINGS
+    assert not re.search(r"^## .+\n\s*(?=^#|\Z)", page, re.M), "a section is empty"
+    fields = dataclasses.fields(importlib.import_module(f"forerun.{room}.{name}").Options)
+    section = page.partition("## Options\n")[2].partition("\n## ")[0]
+    told = [(option, default.strip("`")) for option, default, _ in ROW.findall(section)]
+    assert told == [(field.name, written(field.default)) for field in fields]
+    assert fields or section.strip() == "None."
+
+
+def written(default: object) -> str:
+    """How a default stands in a table: as it is given on a command line."""
+    return str(default).lower() if default is None or isinstance(default, bool) else str(default)
+
+
+def test_a_sentence_ends_where_it_ends() -> None:
+    module = type(
+        "M", (), {"__doc__": "A rule (Leviathan et al. 2023, Algorithm 1; a | b):\nit judges. It is fast.\n\nMore."}
+    )
+    assert methods_table.first_sentence(module) == r"A rule (Leviathan et al. 2023, Algorithm 1; a \| b): it judges."
