@@ -70,7 +70,7 @@ def test_prompts_are_taken_kind_by_kind_in_turn(tmp_path: Path) -> None:
     file = work_file(tmp_path)
     plan = MethodsPlan(kinds=("edit",), prompts_per_kind=9, prompt_file=file)
     assert [prompt.id for prompt in read_work(plan)] == ["edit-1", "edit-2"]
-    with pytest.raises(BadOption, match="there is no kind of work 'edits'.*did you mean 'edit'"):
+    with pytest.raises(BadOption, match=r"there is no kind of work 'edits'.*did you mean 'edit'"):
         read_work(MethodsPlan(kinds=("edits",), prompt_file=file))
     file.write_text('{"id": "a", "text": "b"}\n', encoding="utf-8")
     with pytest.raises(BadOption, match=r'is no file of work: every line must be JSON with "id", "kind", "messages"'):
@@ -108,10 +108,10 @@ def test_the_command_measures_every_drafter_that_can_serve(tiny: Path, tmp_path:
     assert record["prompts"] == ["chat-1", "edit-1", "chat-2", "edit-2"]
     for line in record["lines"]:
         assert line["num_runs"] == 2
-        assert (line["alpha_hat"] is None) == (line["draft"] == "none" or line["tokens_per_pass"] == 1) or line[
-            "alpha_hat"
-        ] == 0
-        assert line["draft"] != "none" or (line["speedup"], line["tokens_per_pass"]) == (1, 1)
+        if line["draft"] == "none":
+            assert (line["speedup"], line["tokens_per_pass"], line["alpha_hat"]) == (1, 1, None)
+        else:  # each token behind the first of a pass was drafted and accepted
+            assert (line["tokens_per_pass"] > 1) == bool(line["alpha_hat"])
 
 
 def test_a_draft_model_is_clocked_and_always_right(tiny: Path, tmp_path: Path, capsys: Any) -> None:
@@ -142,9 +142,8 @@ def test_other_rules_are_not_compared(tiny: Path, tmp_path: Path, capsys: Any) -
     assert "At temperature 0.7 texts were not compared: with acceptance ratio" in " ".join(
         capsys.readouterr().out.split()
     )
-    assert [
-        MethodsPlan(acceptance=rule).texts_must_be_equal(t) for rule, t in ((None, 0), (None, 1), ("ratio", 0))
-    ] == [True] * 3
+    for rule, temperature in ((None, 0.0), (None, 1.0), ("match", 1.0), ("ratio", 0.0)):
+        assert MethodsPlan(acceptance=rule).texts_must_be_equal(temperature)
 
 
 # ------------------------------------------------------------------------------------------------------ loud failures
@@ -185,7 +184,7 @@ def test_a_drafter_that_fails_is_no_plain_decoding(
     failing: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = MethodsPlan(drafts=("failing",), temperatures=(0.0,), max_tokens=12, prompt_file=work_file(tmp_path))
-    with pytest.raises(InternalError, match="the drafter 'failing' failed on .*: what it raised is logged above"):
+    with pytest.raises(InternalError, match=r"the drafter 'failing' failed on .*: what it raised is logged above"):
         run(EngineConfig(target=str(tiny), pacing="fixed"), plan)
 
 
@@ -201,9 +200,7 @@ def test_a_changed_text_ends_the_measurement(tiny: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(methods, "run_once", changed)
     plan = MethodsPlan(drafts=("lookup",), temperatures=(0.0,), max_tokens=8, prompt_file=work_file(tmp_path))
-    with pytest.raises(
-        InternalError, match="'lookup' changed the text of edit-1 at temperature 0: behind 3 equal tokens"
-    ):
+    with pytest.raises(InternalError, match="'lookup' changed the text of edit-1 at temperature 0: behind 3 equal"):
         run(EngineConfig(target=str(tiny)), plan)
 
 

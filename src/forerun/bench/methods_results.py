@@ -12,6 +12,7 @@ from statistics import geometric_mean, median
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from forerun.bench.results import Ceiling, Tally, overheads
 
@@ -157,8 +158,8 @@ def _table(summaries: Seq[Summary], columns: Iterable[str]) -> Table:
     return table
 
 
-def _starred(speedup: float, best: float) -> str:
-    return f"[bold]{speedup:.2f}*[/bold]" if speedup == best else f"{speedup:.2f} "
+def _starred(speedup: float, best: float) -> Text:
+    return Text(f"{speedup:.2f}*", "bold") if speedup == best else Text(f"{speedup:.2f} ")
 
 
 SPEED_NOTE = (
