@@ -44,14 +44,18 @@ def test_a_page_has_the_form_of_all_and_the_options_of_its_file(room: str, name:
     assert not re.search(r"^## .+\n\s*(?=^#|\Z)", page, re.M), "a section is empty"
     fields = dataclasses.fields(importlib.import_module(f"forerun.{room}.{name}").Options)
     section = page.partition("## Options\n")[2].partition("\n## ")[0]
-    told = [(option, default.strip("`")) for option, default, _ in ROW.findall(section)]
-    assert told == [(field.name, written(field.default)) for field in fields]
+    told = ROW.findall(section)
+    assert [option for option, _, _ in told] == [field.name for field in fields]
+    for (option, default, _), field in zip(told, fields, strict=True):
+        assert is_written(field.default, default.strip("`")), f"{option} has the default {field.default!r}"
     assert fields or section.strip() == "None."
 
 
-def written(default: object) -> str:
-    """How a default stands in a table: as it is given on a command line."""
-    return str(default).lower() if default is None or isinstance(default, bool) else str(default)
+def is_written(default: object, text: str) -> bool:
+    """Whether a text says a default as a command line does."""
+    if isinstance(default, float):
+        return float(text) == default
+    return text == (str(default).lower() if default is None or isinstance(default, bool) else str(default))
 
 
 def test_a_sentence_ends_where_it_ends() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from forerun.bench.methods_results import PLAIN, Cell, Summary
 from forerun.errors import BadOption, shown
 
 MOST_SHOWN = 2.5  # the speed-up with the strongest colour; 1 / it has the strongest of the other one
+DARK = 0.65  # share of the strongest colour, in logarithms, from which on black text cannot be read
 
 
 def check_picture(file: Path | None) -> None:
@@ -24,6 +26,7 @@ def check_picture(file: Path | None) -> None:
 
 def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path, target: str) -> None:
     """Write one panel for each temperature: rows are drafters, the fastest first, columns kinds and all of them."""
+    from matplotlib import rc_context
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
@@ -31,12 +34,13 @@ def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path,
     num_rows = len({summary.draft for summary in summaries}) - 1
     figure = Figure(figsize=(1.8 + 5.4 * len(temperatures), 1.3 + 0.32 * num_rows), layout="constrained")
     figure.suptitle(f"{target}: speed-up over plain decoding")
+    figure.supxlabel("1 = as fast as plain decoding; all = geometric mean; bold = the best of its column", fontsize=9)
     found = {(cell.temperature, cell.draft, cell.kind): cell.speedup for cell in cells}
     panels = figure.subplots(1, len(temperatures), squeeze=False)[0]
     for panel, temperature in zip(panels, temperatures, strict=True):
         rows = [s for s in summaries if s.temperature == temperature and s.draft != PLAIN]
         grid = [[*(found[temperature, row.draft, kind] for kind in kinds), row.speedup] for row in rows]
-        panel.imshow(grid, cmap="RdYlGn", norm=LogNorm(1 / MOST_SHOWN, MOST_SHOWN), aspect="auto")
+        panel.imshow(grid, cmap="RdBu", norm=LogNorm(1 / MOST_SHOWN, MOST_SHOWN), aspect="auto")
         panel.set_title(f"temperature {temperature:g}", fontsize=10)
         panel.set_xticks(range(len(kinds) + 1), [*kinds, "all"])
         panel.set_yticks(range(len(rows)), [row.draft for row in rows])
@@ -46,5 +50,7 @@ def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path,
         for y, line in enumerate(grid):
             for x, value in enumerate(line):
                 weight = "bold" if value == best[x] else "normal"
-                panel.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=9, fontweight=weight)
-    figure.savefig(file, dpi=150)
+                colour = "white" if abs(math.log(value, MOST_SHOWN)) > DARK else "black"
+                panel.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=9, fontweight=weight, color=colour)
+    with rc_context({"svg.fonttype": "none"}):  # texts stay texts
+        figure.savefig(file, dpi=150)
