@@ -223,6 +223,8 @@ def _measure(
 ) -> tuple[Tallies, int]:
     """Run everything; returns the runs, and how many texts were compared with plain decoding's."""
     variants, ids = [PLAIN, *specs], {prompt.id: _ids(llm, prompt) for prompt in prompts}
+    for prompt_ids in ids.values():
+        llm.engine.make(prompt_ids, plan.params(plan.temperatures[0], PLAIN, ""))  # refuses one that is too long
     built = {spec: llm.engine.drafter.members[llm.engine.drafter.chosen(spec)] for spec in variants}
     clocks = {spec: _clock(llm, drafter) for spec, drafter in built.items()}
     kinds = dict.fromkeys(prompt.kind for prompt in prompts)
