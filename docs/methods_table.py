@@ -6,9 +6,11 @@ test compares the page with the code.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +18,7 @@ from types import ModuleType
 from forerun.drafters import Drafter
 from forerun.registry import names
 
+BY_OPTIONS = "by its options"
 PAGE = Path(__file__).resolve().parent / "methods" / "README.md"
 
 HEAD = """# Methods
@@ -37,7 +40,7 @@ def drafter_facts(module: ModuleType) -> tuple[str, str]:
     """Return shape and draws of the drafters that a file defines, or takes from another where it defines none."""
     classes = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, Drafter) and c is not Drafter]
     own = [c for c in classes if c.__module__ == module.__name__] or classes
-    return _said([c.shape for c in own]), _said([c.draws for c in own])
+    return _declared(own, "shape"), _declared(own, "draws")
 
 
 def rule_facts(module: ModuleType) -> tuple[str, str, str]:
@@ -45,9 +48,19 @@ def rule_facts(module: ModuleType) -> tuple[str, str, str]:
     return "yes" if module.LOSSLESS else "**no**", ", ".join(module.SHAPES), ", ".join(module.DRAWS)
 
 
-def _said(values: list[object]) -> str:
-    """Return what classes declare; a property depends on the options."""
-    return " or ".join(dict.fromkeys(v if isinstance(v, str) else "by its options" for v in values)) or "by its options"
+def _declared(classes: list[type[Drafter]], name: str) -> str:
+    """Return what drafters declare; one that declares it for each instance does so by its options."""
+    said = dict.fromkeys(BY_OPTIONS if _is_set_later(c, name) else str(getattr(c, name)) for c in classes)
+    return " or ".join(said) or BY_OPTIONS
+
+
+def _is_set_later(drafter: type[Drafter], name: str) -> bool:
+    """Whether a class or one that it is made of makes a property of an attribute, or sets it on `self`."""
+    own = [c for c in drafter.__mro__ if c not in (Drafter, object)]
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(c))) for c in own]
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    is_set = any(node.attr == name and isinstance(node.ctx, ast.Store) for node in nodes)
+    return is_set or not isinstance(getattr(drafter, name), str)
 
 
 Facts = Callable[[ModuleType], tuple[str, ...]]
