@@ -6,19 +6,19 @@ test compares the page with the code.
 
 from __future__ import annotations
 
-import ast
+import functools
 import importlib
-import inspect
 import re
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from forerun.drafters import Drafter
+from forerun.drafters import Target
+from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
+from forerun.errors import UserError
+from forerun.models.loading import load_checkpoint
 from forerun.registry import names
 
-BY_OPTIONS = "by its options"
 PAGE = Path(__file__).resolve().parent / "methods" / "README.md"
 
 HEAD = """# Methods
@@ -37,10 +37,30 @@ def first_sentence(module: ModuleType) -> str:
 
 
 def drafter_facts(module: ModuleType) -> tuple[str, str]:
-    """Return shape and draws of the drafters that a file defines, or takes from another where it defines none."""
-    classes = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, Drafter) and c is not Drafter]
-    own = [c for c in classes if c.__module__ == module.__name__] or classes
-    return _declared(own, "shape"), _declared(own, "draws")
+    """Return shape and draws of a drafter with its default options, "-" where it cannot be built of these alone."""
+    try:
+        drafter = module.build(module.Options(), shipped_target())
+    except UserError:
+        return "-", "-"
+    return drafter.shape, drafter.draws
+
+
+@functools.cache
+def shipped_target() -> Target:
+    """Return the shipped target, for which there is a draft model."""
+    checkpoint = load_checkpoint(SHIPPED_TARGET, with_tokenizer=True)
+    assert checkpoint.tokenizer is not None
+    return Target(
+        model=checkpoint.model,
+        tokenizer=checkpoint.tokenizer,
+        end_ids=checkpoint.end_ids,
+        num_ids=checkpoint.tokenizer.num_ids,
+        holes=tuple(sorted(checkpoint.tokenizer.holes)),
+        max_batch_size=1,
+        max_seq_len=256,
+        kv_cache_backend="paged",
+        shipped_draft=str(SHIPPED_DRAFT),
+    )
 
 
 def rule_facts(module: ModuleType) -> tuple[str, str, str]:
@@ -48,24 +68,15 @@ def rule_facts(module: ModuleType) -> tuple[str, str, str]:
     return "yes" if module.LOSSLESS else "**no**", ", ".join(module.SHAPES), ", ".join(module.DRAWS)
 
 
-def _declared(classes: list[type[Drafter]], name: str) -> str:
-    """Return what drafters declare; one that declares it for each instance does so by its options."""
-    said = dict.fromkeys(BY_OPTIONS if _is_set_later(c, name) else str(getattr(c, name)) for c in classes)
-    return " or ".join(said) or BY_OPTIONS
-
-
-def _is_set_later(drafter: type[Drafter], name: str) -> bool:
-    """Whether a class or one that it is made of makes a property of an attribute, or sets it on `self`."""
-    own = [c for c in drafter.__mro__ if c not in (Drafter, object)]
-    trees = [ast.parse(textwrap.dedent(inspect.getsource(c))) for c in own]
-    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    is_set = any(node.attr == name and isinstance(node.ctx, ast.Store) for node in nodes)
-    return is_set or not isinstance(getattr(drafter, name), str)
-
-
 Facts = Callable[[ModuleType], tuple[str, ...]]
 ROOMS: list[tuple[str, str, str, tuple[str, ...], Facts]] = [
-    ("drafters", "Drafters", "They guess how a text goes on.", ("drafts", "siblings"), drafter_facts),
+    (
+        "drafters",
+        "Drafters",
+        "They guess how a text goes on. Drafts and siblings: with default options; - where those need a file.",
+        ("drafts", "siblings"),
+        drafter_facts,
+    ),
     (
         "verify",
         "Verification rules",
