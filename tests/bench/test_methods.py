@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from forerun import registry
 from forerun.bench import bandwidth, methods, methods_picture
 from forerun.bench.methods import PROMPTS, MethodsPlan, Turn, WorkPrompt, compare, read_work, run
-from forerun.bench.methods_results import cells_of, summaries_of
+from forerun.bench.methods_results import AGAIN, PLAIN, cells_of, summaries_of
 from forerun.bench.results import Tally, Variant
 from forerun.cli.bench import app
 from forerun.config import EngineConfig
@@ -99,17 +99,18 @@ def test_the_command_measures_every_drafter_that_can_serve(tiny: Path, tmp_path:
     record = json.loads(last)
     names = set(registry.names("forerun.drafters"))
     served = {line["draft"] for line in record["lines"]}
-    assert served | set(record["left_out"]) == names
+    assert served | set(record["left_out"]) == names | {AGAIN}
     assert not served & set(record["left_out"])
     assert {"none", "lookup"} <= served
     assert "needs a draft model" in record["left_out"]["model"]
     for name, why in record["left_out"].items():
         assert f"left out: {name}, for {why}"[:60] in "\n".join(printed)
-    for name in served - {"none"}:  # in both tables of both temperatures
+    for name in served - {PLAIN, AGAIN}:  # in both tables of both temperatures
         assert sum(line.startswith(f"{name} ") for line in printed) == 4, name
     cells = {(line["temperature"], line["kind"], line["draft"]) for line in record["lines"]}
     assert cells == {(t, kind, name) for t in (0.0, 1.0) for kind in ("chat", "edit") for name in served}
-    assert record["texts_compared"] == 2 * 4 * (len(served) - 1)
+    assert sum(line.startswith(f"{AGAIN} ") for line in printed) == 2
+    assert record["texts_compared"] == 2 * 4 * (len(served) - 2)
     text = " ".join(" ".join(printed).split())
     assert f"All {record['texts_compared']} compared texts of drafters are plain decoding's, token for token." in text
     assert "limit without speculation: " in text
@@ -117,8 +118,9 @@ def test_the_command_measures_every_drafter_that_can_serve(tiny: Path, tmp_path:
     assert record["prompts"] == ["chat-1", "edit-1", "chat-2", "edit-2"]
     for line in record["lines"]:
         assert line["num_runs"] == 2
-        if line["draft"] == "none":
-            assert (line["speedup"], line["tokens_per_pass"], line["alpha_hat"]) == (1, 1, None)
+        if line["draft"] in (PLAIN, AGAIN):
+            assert (line["tokens_per_pass"], line["alpha_hat"]) == (1, None)
+            assert (line["speedup"] == 1) == (line["draft"] == PLAIN)
         else:  # each token behind the first of a pass was drafted and accepted
             assert (line["tokens_per_pass"] > 1) == bool(line["alpha_hat"])
 
@@ -134,7 +136,7 @@ def test_a_draft_model_is_clocked_and_always_right(tiny: Path, tmp_path: Path, c
     )
     record = run(EngineConfig(target=str(tiny), spec_length=3, pacing="fixed"), plan)
     by_draft = {line["draft"]: line for line in record["lines"]}
-    assert list(by_draft) == ["none", str(tiny), "lookup:max_n=2"]
+    assert list(by_draft) == [PLAIN, AGAIN, str(tiny), "lookup:max_n=2"]
     own = by_draft[str(tiny)]
     assert own["alpha_hat"] == 1
     assert own["tokens_per_pass"] == pytest.approx(4)
@@ -233,6 +235,7 @@ def tally(draft: str, seconds_per_token: list[float], num_accepted: int) -> Tall
         num_tested=3 * drafts,
         num_accepted=num_accepted,
         num_emitted=num_accepted + 1,
+        num_committed=num_accepted + 1,
         draft_s=0.25 * drafts,
         score_s=0.5 + 0.5 * (not drafts),
         target_forward_s=0.5,
@@ -253,6 +256,7 @@ def test_every_number_of_a_cell_and_a_summary() -> None:
     assert (chat.speedup, chat.speedup_range, chat.tokens_per_s) == (2.0, (1.0, 4.0), 2.0)
     assert (edit.speedup, edit.speedup_range, edit.tokens_per_s) == (8.0, (2.0, 10.0), 8.0)
     assert (chat.tokens_per_pass, edit.tokens_per_pass) == (2, 3)
+    assert (chat.num_tokens, edit.num_tokens) == (8, 12)
     assert (chat.alpha_hat, edit.alpha_hat) == pytest.approx((1 / 3, 2 / 3))
     assert (chat.draft_share, chat.overhead_share) == pytest.approx((0.25, 0.3))
     lookup, plain = summaries_of(tallies, cells)

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from forerun import registry, verify
 from forerun.bench.latency import ForwardClock, progress_bar, run_once
 from forerun.bench.methods_picture import check_picture, draw
-from forerun.bench.methods_results import cells_of, print_methods, summaries_of
+from forerun.bench.methods_results import AGAIN, PLAIN, cells_of, print_methods, summaries_of
 from forerun.bench.results import Tally, Variant, print_ceiling, record_of
 from forerun.bench.widen import load_widened
 from forerun.config import EngineConfig
@@ -34,7 +34,6 @@ from forerun.text.terminal import make_console
 from forerun.types import SamplingParams
 
 PROMPTS = named.DATA / "work.jsonl"
-PLAIN = "none"
 WARM_UP_TOKENS = 16
 
 
@@ -222,10 +221,10 @@ def _measure(
     llm: LLM, specs: Seq[str], prompts: Seq[WorkPrompt], plan: MethodsPlan, progress: Progress
 ) -> tuple[Tallies, int]:
     """Run everything; returns the runs, and how many texts were compared with plain decoding's."""
-    variants, ids = [PLAIN, *specs], {prompt.id: _ids(llm, prompt) for prompt in prompts}
+    variants, ids = [PLAIN, AGAIN, *specs], {prompt.id: _ids(llm, prompt) for prompt in prompts}
     for prompt_ids in ids.values():
         llm.engine.make(prompt_ids, plan.params(plan.temperatures[0], PLAIN, ""))  # refuses one that is too long
-    built = {spec: llm.engine.drafter.members[llm.engine.drafter.chosen(spec)] for spec in variants}
+    built = {spec: _serving(llm, spec) for spec in variants}
     clocks = {spec: _clock(llm, drafter) for spec, drafter in built.items()}
     kinds = dict.fromkeys(prompt.kind for prompt in prompts)
     tallies = {(t, k, spec): Tally(Variant(spec, 0), t) for t in plan.temperatures for k in kinds for spec in variants}
@@ -234,26 +233,38 @@ def _measure(
 
     def once(spec: str, turn: Turn, params: SamplingParams, tally: Tally) -> list[int]:
         token_ids = run_once(llm, ids[turn.prompt.id], params, tally, clocks[spec])
-        if llm.engine.drafter.members[llm.engine.drafter.chosen(spec)] is not built[spec]:
+        if _serving(llm, spec) is not built[spec]:
             raise InternalError(f"the drafter {shown(spec)} failed on {turn.prompt.id}: what it raised is logged above")
         progress.advance(task)
         return token_ids
 
     warm_up = MethodsPlan(**{**vars(plan), "max_tokens": min(plan.max_tokens, WARM_UP_TOKENS)})
     for spec in variants:  # also calibrates the pacing policy
-        once(spec, turns[0], warm_up.params(turns[0].temperature, spec, "warm-up"), Tally(Variant(spec, 0), 0.0))
+        once(
+            spec, turns[0], warm_up.params(turns[0].temperature, _draft(spec), "warm-up"), Tally(Variant(spec, 0), 0.0)
+        )
     for turn in turns:
         t, texts = turn.temperature, dict[str, list[int]]()
         first = turn.number % len(variants)
         for spec in [*variants[first:], *variants[:first]]:
             progress.update(task, description=f"T={t:g} {turn.prompt.id} {spec}")
             # Repeats and temperatures have the same texts: what a drafter learned there would be the answer.
-            params = plan.params(t, spec, f"repeat {turn.repeat} at {t:g}", turn.number)
+            params = plan.params(t, _draft(spec), f"repeat {turn.repeat} at {t:g}", turn.number)
             texts[spec] = once(spec, turn, params, tallies[t, turn.prompt.kind, spec])
         if plan.texts_must_be_equal(t) and llm.checkpoint.model.ops.row_invariant:
             compare(texts, turn, llm)
             num_compared += len(specs)
     return tallies, num_compared
+
+
+def _draft(variant: str) -> str:
+    """The drafter of a variant: plain decoding is measured twice."""
+    return PLAIN if variant == AGAIN else variant
+
+
+def _serving(llm: LLM, variant: str) -> Drafter:
+    router = llm.engine.drafter
+    return router.members[router.chosen(_draft(variant))]
 
 
 def _turns(prompts: Seq[WorkPrompt], plan: MethodsPlan) -> Iterator[Turn]:

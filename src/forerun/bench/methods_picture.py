@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-from forerun.bench.methods_results import PLAIN, Cell, Summary
+from forerun.bench.methods_results import AGAIN, PLAIN, Cell, Summary
 from forerun.errors import BadOption, shown
 
 MOST_SHOWN = 2.5  # the speed-up with the strongest colour; 1 / it has the strongest of the other one
@@ -31,14 +31,14 @@ def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path,
     from matplotlib.figure import Figure
 
     temperatures = list(dict.fromkeys(summary.temperature for summary in summaries))
-    num_rows = len({summary.draft for summary in summaries}) - 1
+    num_rows = len({summary.draft for summary in summaries} - {PLAIN, AGAIN})
     figure = Figure(figsize=(1.8 + 5.4 * len(temperatures), 1.3 + 0.32 * num_rows), layout="constrained")
     figure.suptitle(f"{target}: speed-up over plain decoding")
     figure.supxlabel("1 = as fast as plain decoding; all = geometric mean; bold = the best of its column", fontsize=9)
     found = {(cell.temperature, cell.draft, cell.kind): cell.speedup for cell in cells}
     panels = figure.subplots(1, len(temperatures), squeeze=False)[0]
     for panel, temperature in zip(panels, temperatures, strict=True):
-        rows = [s for s in summaries if s.temperature == temperature and s.draft != PLAIN]
+        rows = [s for s in summaries if s.temperature == temperature and s.draft not in (PLAIN, AGAIN)]
         grid = [[*(found[temperature, row.draft, kind] for kind in kinds), row.speedup] for row in rows]
         panel.imshow(grid, cmap="RdBu", norm=LogNorm(1 / MOST_SHOWN, MOST_SHOWN), aspect="auto")
         panel.set_title(f"temperature {temperature:g}", fontsize=10)

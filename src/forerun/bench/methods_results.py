@@ -16,7 +16,7 @@ from rich.text import Text
 
 from forerun.bench.results import Ceiling, Tally, overheads
 
-PLAIN = "none"
+PLAIN, AGAIN = "none", "none again"  # the second is the same once more: what is not 1 is noise
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Counts:
     of the target's passes and those of a draft model; a drafter without one is overhead. draft_share: all of drafting.
     """
 
+    num_tokens: int
     tokens_per_pass: float
     alpha_hat: float | None
     overhead_share: float
@@ -64,6 +65,7 @@ def counts_of(tallies: Seq[Tally]) -> Counts:
     seconds = sum(step.seconds for step in steps)
     tested, accepted = (sum(tally.total(name) for tally in tallies) for name in ("num_tested", "num_accepted"))
     return Counts(
+        num_tokens=sum(step.num_committed for step in steps),
         tokens_per_pass=sum(step.num_emitted for step in steps) / len(steps),
         alpha_hat=accepted / tested if tested else None,
         overhead_share=sum(sum(overheads(tally)) for tally in tallies) / seconds,
@@ -119,9 +121,9 @@ def speed_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str]) -> T
     """Return the speed-ups of one temperature, drafters by kinds; the best of each column has a star."""
     table = _table(summaries, (*kinds, "all", "tokens\n/s"))
     found = {(cell.draft, cell.kind): cell.speedup for cell in cells}
-    rows = [summary for summary in summaries if summary.draft != PLAIN]
+    rows = [summary for summary in summaries if summary.draft not in (PLAIN, AGAIN)]
     best = {kind: max(found[row.draft, kind] for row in rows) for kind in kinds}
-    for row in rows:
+    for row in [*rows, *(summary for summary in summaries if summary.draft == AGAIN)]:
         table.add_row(
             row.draft,
             *(_starred(found[row.draft, kind], best[kind]) for kind in kinds),
@@ -135,7 +137,7 @@ def counts_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str]) -> 
     """Return tokens per pass of one temperature, drafters by kinds, and what is counted over all kinds."""
     table = _table(summaries, (*kinds, "all", "alpha", "draft-\ning", "over-\nhead"))
     found = {(cell.draft, cell.kind): cell.tokens_per_pass for cell in cells}
-    for row in summaries:
+    for row in (summary for summary in summaries if summary.draft != AGAIN):
         table.add_row(
             row.draft,
             *(f"{found[row.draft, kind]:.2f}" for kind in kinds),
@@ -164,7 +166,8 @@ def _starred(speedup: float, best: float) -> Text:
 
 SPEED_NOTE = (
     "Speed-up: plain decoding's time per token over the drafter's, on the same prompt in the same turn, the median "
-    "over the prompts; all: the geometric mean over the kinds. *: the best of its column."
+    "over the prompts; all: the geometric mean over the kinds. *: the best of its column. none again: plain decoding once more, "
+    "so how far it is from 1 is the noise of these numbers."
 )
 COUNTS_NOTE = (
     "Tokens that come of one pass of the target, none being plain decoding. alpha: accepted / tested tokens. Shares of "
