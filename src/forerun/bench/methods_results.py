@@ -166,8 +166,8 @@ def _starred(speedup: float, best: float) -> Text:
 
 SPEED_NOTE = (
     "Speed-up: plain decoding's time per token over the drafter's, on the same prompt in the same turn, the median "
-    "over the prompts; all: the geometric mean over the kinds. *: the best of its column. none again: plain decoding once more, "
-    "so how far it is from 1 is the noise of these numbers."
+    "over the prompts; all: the geometric mean over the kinds. *: the best of its column. none again: plain "
+    "decoding once more, so how far it is from 1 is the noise of these numbers."
 )
 COUNTS_NOTE = (
     "Tokens that come of one pass of the target, none being plain decoding. alpha: accepted / tested tokens. Shares of "
