@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -238,11 +238,10 @@ def _measure(
         progress.advance(task)
         return token_ids
 
-    warm_up = MethodsPlan(**{**vars(plan), "max_tokens": min(plan.max_tokens, WARM_UP_TOKENS)})
+    warm_up = replace(plan, max_tokens=min(plan.max_tokens, WARM_UP_TOKENS))
     for spec in variants:  # also calibrates the pacing policy
-        once(
-            spec, turns[0], warm_up.params(turns[0].temperature, _draft(spec), "warm-up"), Tally(Variant(spec, 0), 0.0)
-        )
+        params = warm_up.params(turns[0].temperature, _draft(spec), "warm-up")
+        once(spec, turns[0], params, Tally(Variant(spec, 0), turns[0].temperature))
     for turn in turns:
         t, texts = turn.temperature, dict[str, list[int]]()
         first = turn.number % len(variants)
