@@ -57,7 +57,9 @@ class MethodsPlan:
     picture: Path | None = None
     seed: int = 1
 
-    def params(self, temperature: float, draft: str | None, salt: str, turn: int = 0) -> SamplingParams:
+    def params(
+        self, temperature: float, draft: str | None, salt: str, turn: int = 0, ignore_eos: bool = False
+    ) -> SamplingParams:
         """Return how one run is decoded. salt: runs of the same one may learn from each other."""
         return SamplingParams(
             max_tokens=self.max_tokens,
@@ -66,6 +68,7 @@ class MethodsPlan:
             acceptance=self.acceptance,
             draft=draft,
             cache_salt=salt,
+            ignore_eos=ignore_eos,
         )
 
     def texts_must_be_equal(self, temperature: float) -> bool:
@@ -204,12 +207,19 @@ def _draft_models(llm: LLM) -> list[Decoder]:
     return list(models.values())  # type: ignore[arg-type]  # the models of this benchmark are decoders
 
 
+def _chats(llm: LLM) -> bool:
+    """Whether the model has a chat template."""
+    try:
+        return bool(llm.chat_template.names)
+    except NotFound:
+        return False
+
+
 def _ids(llm: LLM, prompt: WorkPrompt) -> list[int]:
     """The prompt as the model's chat template writes it; joined where the model has none."""
-    try:
+    if _chats(llm):
         return llm.apply_chat_template(prompt.messages)
-    except NotFound:
-        return llm.tokenizer.encode("\n\n".join(message["content"] for message in prompt.messages) + "\n\n")
+    return llm.tokenizer.encode("\n\n".join(message["content"] for message in prompt.messages) + "\n\n")
 
 
 # ------------------------------------------------------------------------------------------------------ measurement
@@ -224,6 +234,7 @@ def _measure(
     variants, ids = [PLAIN, AGAIN, *specs], {prompt.id: _ids(llm, prompt) for prompt in prompts}
     for prompt_ids in ids.values():
         llm.engine.make(prompt_ids, plan.params(plan.temperatures[0], PLAIN, ""))  # refuses one that is too long
+    goes_on = not _chats(llm)  # a model that does not know turns may end at once, which measures nothing
     built = {spec: _serving(llm, spec) for spec in variants}
     clocks = {spec: _clock(llm, drafter) for spec, drafter in built.items()}
     kinds = dict.fromkeys(prompt.kind for prompt in prompts)
@@ -248,7 +259,7 @@ def _measure(
         for spec in [*variants[first:], *variants[:first]]:
             progress.update(task, description=f"T={t:g} {turn.prompt.id} {spec}")
             # Repeats and temperatures have the same texts: what a drafter learned there would be the answer.
-            params = plan.params(t, _draft(spec), f"repeat {turn.repeat} at {t:g}", turn.number)
+            params = plan.params(t, _draft(spec), f"repeat {turn.repeat} at {t:g}", turn.number, goes_on)
             texts[spec] = once(spec, turn, params, tallies[t, turn.prompt.kind, spec])
         if plan.texts_must_be_equal(t) and llm.checkpoint.model.ops.row_invariant:
             compare(texts, turn, llm)
