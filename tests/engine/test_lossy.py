@@ -42,7 +42,8 @@ def test_lenience_of_greedy_requests_reads_soft_rows():
     most, report = text_and_report("lenience:l=1e-6", temperature=0)
     assert most.count(5) > len(most) / 2
     assert report.acceptance == "lenience:l=1e-6"
-    assert report.tv_price == report.num_accepted / report.num_tested == 1.0
+    assert report.num_accepted == report.num_tested
+    assert 0.5 < report.tv_price < 1, "the share of tokens that are not the argmax: 5 soon is"
     soft, _ = text_and_report("lenience:l=1e-6", temperature=0, top_k=1)
     assert soft == plain, "filters of the request hold at temperature 1, too"
 

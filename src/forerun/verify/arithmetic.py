@@ -39,8 +39,12 @@ def normalised(p: Probs, rest: Tensor) -> tuple[Probs, float]:
     mass = rest.sum(dtype=torch.float64)
     if not bool(mass > 0):
         return p, 0.0
-    rest = (rest / mass).to(rest.dtype)
-    return Probs(dense=rest) if p.ids is None else Probs(ids=p.ids, listed=rest), float(mass)
+    return reweighted(p, (rest / mass).to(rest.dtype)), float(mass)
+
+
+def reweighted(p: Probs, weights: Tensor) -> Probs:
+    """Return p, which is no point, with other weights [n]."""
+    return Probs(dense=weights) if p.ids is None else Probs(ids=p.ids, listed=weights)
 
 
 def aligned(q: Probs, p: Probs) -> Tensor:

@@ -15,7 +15,6 @@ shows the opposite.) Among ties at l = 1 only the lowest id is kept, so that l =
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -24,7 +23,7 @@ import torch
 from forerun.errors import BadOption
 from forerun.types import AcceptanceTest, Coins, Draft, Probs
 from forerun.verify import Ruling
-from forerun.verify.arithmetic import acceptance, aligned, residual
+from forerun.verify.arithmetic import acceptance, aligned, residual, reweighted
 
 LOSSLESS = False
 SHAPES = ("chain",)
@@ -67,15 +66,11 @@ def _caps(p: Probs, share: float) -> Probs:
     These are weights, and no distribution.
     """
     if p.point is None:
-        return dataclasses.replace(p, **{_form(p): p.weights.double() / share})
+        return reweighted(p, p.weights.double() / share)
     if p.soft is None or share == 1:
         return p
     soft = p.soft.weights.double()
-    return dataclasses.replace(p.soft, **{_form(p.soft): (soft >= share * soft.max()).double()})
-
-
-def _form(p: Probs) -> str:
-    return "dense" if p.ids is None else "listed"
+    return reweighted(p.soft, (soft >= share * soft.max()).double())
 
 
 def _accepted_share(q: Probs, caps: Probs) -> float:
