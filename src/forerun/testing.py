@@ -396,6 +396,27 @@ def _cut_by_confidence(draft: Draft) -> Draft:
     return Draft(draft.tokens[:n], draft.parents[:n], [0, n], draft.probs[:n])
 
 
+def _without_forbidden(rule: RuleFunction) -> RuleFunction:
+    """Cut the draft before the first token that the target excludes, and draw a bonus there."""
+
+    def wrong(draft: Draft, b: int, rows: Seq[Probs], coins: Coins, *rest: Any) -> Ruling:
+        own = draft.only(b)
+        allowed = [rows[i].at(token) > 0 for i, token in enumerate(own.tokens)]
+        n = allowed.index(False) if False in allowed else len(allowed)
+        if n == 0:
+            return [], coins.draw(rows[0], 0), []
+        path, token, tests = rule(
+            Draft(own.tokens[:n], own.parents[:n], [0, n], own.probs[:n]),
+            0,
+            [rows[i] for i in range(n + 1)],
+            coins,
+            *rest,
+        )
+        return [draft.node_starts[b] + node for node in path], token, tests
+
+    return wrong
+
+
 def _flatter(draft: Draft) -> Draft:
     roots = [np.sqrt(_spelled_out(q)) for q in draft.probs]
     return dataclasses.replace(draft, probs=[dense(root / root.sum()) for root in roots])
@@ -447,6 +468,7 @@ MUTANTS = [
     Mutant("m9 siblings sorted by their probability", "independent", _given(_sorted_siblings)),
     Mutant("m11 rows of p shifted by one", "chain", _spied(_ShiftedRows)),
     Mutant("m12 q at another temperature", "chain", _given(_flatter)),
+    Mutant("m15 draws dropped that the target excludes", "chain", _without_forbidden),
 ]
 SECOND_DRAW = Mutant("m5 a second draw after a mismatch", "match", _drawn_twice)
 ONE_COIN = Mutant("siblings share one coin", "independent", _spied(_OneCoin))

@@ -128,12 +128,14 @@ class Probs:
 
     The forms are a point mass, which stands for a one-hot vector without storing it; a dense vector; and a list of the
     few ids of a wide vocabulary that filters left. Ids beyond a vector, and ids that a list lacks, have probability 0.
+    soft: of a greedy row, the distribution at temperature 1, where the verification rule asks for it.
     """
 
     point: int | None = None  # the id that has probability 1
     dense: Tensor | None = None  # [V], float32 or wider
     ids: Tensor | None = None  # [n] int64, ascending
     listed: Tensor | None = None  # [n], float32 or wider: the probabilities of `ids`
+    soft: Probs | None = None
 
     @staticmethod
     @functools.cache
@@ -338,13 +340,15 @@ class AcceptanceTest:
     """One test of a verdict: the node, its target and draft probability, and the outcome.
 
     Where a node has several children, each test after the first uses what the earlier tests left of the target's
-    probabilities.
+    probabilities. price: of a lossy rule that knows it, the total variation between the target's distribution and that
+    of the token emitted here.
     """
 
     node: int
     target_prob: float
     draft_prob: float
     accepted: bool
+    price: float | None = None
 
 
 @dataclass

@@ -55,6 +55,18 @@ def test_json_has_text_tokens_and_report(cli: Any) -> None:
         assert set(report) >= {"acceptance_rate", "mean_accepted_length", "alpha_hat", "acceptance_per_position"}
 
 
+def test_a_lossy_rule_is_named_with_its_price(cli: Any) -> None:
+    base = ("generate", "--target", "llama", "--draft", "./draft", "--seed", "1", "--max-tokens", "12", "a")
+    report = json.loads(cli(*base, "--acceptance", "lenience:l=0.5", "--json").stdout)["report"]
+    assert (report["acceptance"], report["is_lossless"]) == ("lenience:l=0.5", False)
+    assert 0 <= report["tv_price"] <= 1
+    assert f"lossy: lenience:l=0.5, TV price {report['tv_price']:.1%} a tested token" in (
+        cli(*base, "--acceptance", "lenience:l=0.5").stderr
+    )
+    assert "lossy: typical," in cli(*base, "--acceptance", "typical").stderr
+    assert "lossy" not in cli(*base, "--acceptance", "block").stderr
+
+
 def test_the_ways_in_are_one_prompt(cli: Any, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("def f(n):\n", encoding="utf-8")

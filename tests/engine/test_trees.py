@@ -17,7 +17,7 @@ from forerun.engine.router import Router
 from forerun.models.runner import Run
 from forerun.pacing import make
 from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
-from forerun.verify import match, ratio
+from forerun.verify import match
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n    return"
 GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
@@ -126,8 +126,7 @@ def test_extra_rows_count_as_nodes_of_the_budget() -> None:
     assert max(report.num_rows for report in reports if report.num_decoding) == 2, "one node, and no room for two more"
 
 
-def test_extra_rows_are_hidden_from_a_rule_that_needs_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ratio, "NEEDS_ALL_ROWS", True)
+def test_extra_rows_are_hidden_from_a_rule_that_needs_all_rows() -> None:
     texts = []
     for drafter in (Watcher(), Drafter()):
         engine = Engine(runner_with(MODEL, 400), Router({"watcher": drafter}), make("fixed", 3))
@@ -135,7 +134,7 @@ def test_extra_rows_are_hidden_from_a_rule_that_needs_all_rows(monkeypatch: pyte
             max_tokens=8,
             temperature=1.0,
             top_k=1,
-            acceptance="ratio",
+            acceptance="traversal",
             draft="watcher" if isinstance(drafter, Watcher) else "none",
         )
         requests = [engine.add([1, 2, 3 + i], params) for i in range(2)]

@@ -57,7 +57,8 @@ OPTIONS = [
     if judges(rule, name, options)
 ]
 SAMPLE = ("greedy", "plain", "all")  # the sampling options of every pair in `make test`; the others in `make parity`
-ALWAYS = ("model", "lookup", "none")  # the drafters that are tested with every option in both
+ALWAYS = ("model", "lookup", "none")  # the drafters that are tested with every option in both,
+ALWAYS_BY = ("ratio", "match")  # by these rules
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {},
@@ -102,10 +103,15 @@ def also_long(cases: list[Any], is_short: Callable[[Any], bool]) -> list[Any]:
     return [case if is_short(case) else pytest.param(*case, marks=pytest.mark.parity) for case in cases]
 
 
+def is_always(name: str, rule: str, *_: Any) -> bool:
+    """Whether every case of the pair is part of `make test`."""
+    return name in ALWAYS and rule in ALWAYS_BY
+
+
 @pytest.mark.parametrize(
     ("name", "rule", "sampling"),
     also_long(
-        [(*pair, sampling) for pair in PAIRS for sampling in SAMPLING], lambda c: c[0] in ALWAYS or c[2] in SAMPLE
+        [(*pair, sampling) for pair in PAIRS for sampling in SAMPLING], lambda c: is_always(*c) or c[2] in SAMPLE
     ),
 )
 def test_every_sampling_option(name, rule, sampling):
@@ -139,7 +145,7 @@ def pair(shape: str) -> tuple[ToyModel, ToyModel]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("name", "rule", "shape"),
-    also_long([(*pair, shape) for pair in PAIRS for shape in SHAPES], lambda c: c[0] in ALWAYS or c[2] == "zeros"),
+    also_long([(*pair, shape) for pair in PAIRS for shape in SHAPES], lambda c: is_always(*c) or c[2] == "zeros"),
 )
 def test_every_shape_of_distribution(name, rule, shape, temperature):
     target, near = pair(shape)
@@ -157,7 +163,7 @@ def test_an_end_inside_a_draft(name, rule, min_tokens):
     ("name", "rule", "policy", "gamma"),
     also_long(
         [(*pair, policy, gamma) for pair in PAIRS for policy in PACINGS for gamma in (1, 3)],
-        lambda c: c[0] in ALWAYS or c[3] == 1,
+        lambda c: is_always(*c) or c[3] == 1,
     ),
 )
 def test_every_pacing_and_length(name, rule, policy, gamma):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence as Seq
 
 import pytest
 
-from forerun import pacing
+from forerun import pacing, verify
 from forerun.drafters import Drafter
 from forerun.engine.engine import Engine
 from forerun.testing import Branching, drawn_tree, enumerate_outcomes, tables
@@ -90,9 +90,24 @@ def continued(output: tuple[int, ...], params: SamplingParams) -> Iterator[tuple
                 yield rest, share * weight
 
 
-@pytest.mark.parametrize("draws", ["point", "independent", "distinct"])
-@pytest.mark.parametrize("rule", ["ratio", "match"])
-@pytest.mark.parametrize("sampling", SAMPLING)
+def judges(rule: str, draws: str) -> bool:
+    """Whether the rule is lossless and can judge trees with such siblings."""
+    module = verify.find(rule).module
+    return module.LOSSLESS and "tree" in module.SHAPES and draws in module.DRAWS
+
+
+DRAWS = ("point", "independent", "distinct")
+PAIRS = [(rule, draws) for rule in verify.rules() for draws in DRAWS if judges(rule, draws)]
+CASES = [
+    (sampling, *pair)
+    if pair[0] in ("ratio", "match") or sampling in ("plain", "greedy")
+    else pytest.param(sampling, *pair, marks=pytest.mark.parity)
+    for sampling in SAMPLING
+    for pair in PAIRS
+]
+
+
+@pytest.mark.parametrize(("sampling", "rule", "draws"), CASES)
 def test_trees_of_random_shape_say_what_the_target_says(sampling: str, rule: str, draws: str) -> None:
     params = dataclasses.replace(SAMPLING[sampling], acceptance=rule)
     right, siblings = dict(continued((), params)), 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
@@ -13,7 +11,6 @@ from forerun.sampling.random import PhiloxCoins
 from forerun.testing import (
     MUTANTS,
     ONE_COIN,
-    Branching,
     dense,
     drawn_tree,
     emitted,
@@ -24,29 +21,10 @@ from forerun.testing import (
 )
 from forerun.types import Draft, Extra, Probs
 from forerun.verify import match, ratio
+from verify.cases import CAUGHT, EXACT, HORIZON, TABLES, V, one_level, random_shape
 
-EXACT, CAUGHT = 1e-12, 1e-6
-V, HORIZON = 3, 3
 CHAIN = (-1, 0)
 RULES = {"ratio": ratio.rule, "match": match.rule}
-
-
-def random_shape(num_nodes: int, seed: int) -> tuple[int, ...]:
-    """Parents of a random tree: each node hangs from the root or from a node before it."""
-    rng = random.Random(seed)
-    return tuple(rng.randrange(-1, node) for node in range(num_nodes))
-
-
-TABLES = {
-    "unlike": (tables(V, 1), tables(V, 2)),
-    "alike": (tables(V, 3), tables(V, 4, near=tables(V, 3))),
-    "equal": (tables(V, 5), tables(V, 5)),
-    "flat": (lambda tokens: np.array([0.2, 0.4, 0.4]), lambda tokens: np.array([0.6, 0.3, 0.1])),
-    "zeros": (tables(V, 6, zero_share=0.4), tables(V, 7, zero_share=0.4)),
-    "disjoint": (lambda tokens: np.array([0.0, 0.3, 0.7]), lambda tokens: np.array([1.0, 0.0, 0.0])),
-    "one-hot draft": (tables(V, 8), lambda tokens: np.eye(V)[len(tokens) % V]),
-    "one-hot target": (lambda tokens: np.eye(V)[len(tokens) % V], tables(V, 9)),
-}
 
 
 @pytest.mark.parametrize("draws", ["point", "independent", "distinct"])
@@ -87,24 +65,6 @@ def test_siblings_that_are_equal_go_on_together():
 # ------------------------------------------------------------------------------------------------------ known answers
 
 
-def one_level(p: tuple[float, ...], q: tuple[float, ...], num: int, rule=ratio.rule) -> tuple[list[float], float]:
-    """Probabilities of the first token, and of acceptance, with so many independent siblings."""
-    target = {(): np.array(p)}
-    drafter = drawn_tree((-1,) * num, lambda tokens: np.array(q), "independent")
-
-    def run(coins: Branching) -> tuple[int, bool]:
-        draft = drafter(coins)
-        row = dense(target[()])
-        path, token, _ = rule(draft, 0, [row] * (num + 1), coins)
-        return (draft.tokens[path[0]], True) if path else (token, False)
-
-    said, accepted = [0.0] * len(p), 0.0
-    for weight, (token, is_accepted) in enumerate_outcomes(run):
-        said[token] += weight
-        accepted += weight * is_accepted
-    return said, accepted
-
-
 def test_k4_recursive_rejection():
     said, accepted = one_level((0.7, 0.3), (0.3, 0.7), 2)
     assert said == pytest.approx([0.7, 0.3], abs=EXACT)
@@ -128,7 +88,7 @@ def test_k5_duplicates():
 def test_mutants_are_caught(mutant):
     shape, draws = (CHAIN, "independent") if mutant.needs == "chain" else ((-1, -1, 0), mutant.needs)
     errors = []
-    for kind in ("unlike", "alike", "flat"):
+    for kind in ("unlike", "alike", "flat", "zeros"):
         target, near = TABLES[kind]
         drafter, right = drawn_tree(shape, near, draws), plain(target, HORIZON)
         assert total_variation(emitted(ratio.rule, target, drafter, HORIZON), right) < EXACT
@@ -170,21 +130,6 @@ def test_a_pair_that_cannot_be_judged_is_refused(monkeypatch):
 def test_options_of_a_rule_that_has_none():
     with pytest.raises(BadOption, match="takes no options"):
         verify.find("ratio:eps=0.1")
-
-
-def test_a_rule_that_needs_all_rows_gets_them(monkeypatch):
-    seen: list[int] = []
-
-    def rule(draft, b, rows, coins, options):
-        seen.append(len([rows[i] for i in range(len(rows))]))
-        assert isinstance(rows, list)
-        return [], 0, []
-
-    monkeypatch.setattr(ratio, "NEEDS_ALL_ROWS", True)
-    monkeypatch.setattr(ratio, "rule", rule)
-    draft = Draft.chains([[1, 2]], [[Probs(point=1), Probs(point=2)]])
-    verify.judge(draft, [(Probs(point=0),) * 3], [PhiloxCoins(0, 0, 0)], ["ratio"])
-    assert seen == [3]
 
 
 def test_what_a_rule_raises_belongs_to_its_sequence(monkeypatch):

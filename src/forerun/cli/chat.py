@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TextIO
 
-from forerun import drafters
+from forerun import drafters, verify
 from forerun.cli.flags import USUAL
-from forerun.cli.words import counted, drawing, ending, note, percent, precision
+from forerun.cli.words import counted, drawing, ending, lossy, note, percent, precision
 from forerun.config import EngineConfig
 from forerun.engine.factory import is_shipped, refuse_without_template, suggested_fields
 from forerun.engine.llm import LLM
@@ -78,10 +78,17 @@ class Numbers:
         if self.first_s is None and report.num_committed:
             self.first_s, self.num_first = self.last_s, report.num_committed
 
-    def summary(self, reason: FinishReason | None, params: SamplingParams, *, verbose: bool = False) -> str:
+    def summary(
+        self,
+        reason: FinishReason | None,
+        params: SamplingParams,
+        tv_price: float | None = None,
+        *,
+        verbose: bool = False,
+    ) -> str:
         """[12 tokens, first after 0.10 s, 31.2 tokens/s, acceptance rate 82%]; the rate is that behind the first step.
 
-        reason: None where Ctrl-C ended the answer.
+        reason: None where Ctrl-C ended the answer. tv_price: of a lossy rule that measured one.
         """
         parts = [counted(self.num_tokens, "token")]
         if self.first_s is not None:
@@ -90,6 +97,8 @@ class Numbers:
                 parts.append(f"{(self.num_tokens - self.num_first) / (self.last_s - self.first_s):.1f} tokens/s")
         if self.num_drafted:
             parts.append(f"acceptance rate {percent(self.num_accepted / self.num_drafted)}")
+        if params.acceptance is not None and not verify.find(params.acceptance).is_lossless:
+            parts.append(lossy(params.acceptance, tv_price))
         if verbose and self.num_passes:
             parts.append(f"{self.num_tokens / self.num_passes:.2f} tokens per target pass")
         if verbose and self.num_tested:
@@ -148,7 +157,7 @@ class Chat:
         end = self.llm.listen(numbers)
         try:
             with _one_interrupt() if keys else nullcontext():
-                answer, finish_reason = self._write(messages, out, keys)
+                answer, finish_reason, tv_price = self._write(messages, out, keys)
         finally:
             end()
         if not answer and finish_reason is None:
@@ -156,19 +165,19 @@ class Chat:
         out.write("\n" if not answer.endswith("\n") else "")
         out.flush()
         self.messages = [*messages, {"role": "assistant", "content": answer}]
-        return numbers.summary(finish_reason, self.params, verbose=self.verbose)
+        return numbers.summary(finish_reason, self.params, tv_price, verbose=self.verbose)
 
-    def _write(self, messages: list[Message], out: TextIO, keys: bool) -> tuple[str, FinishReason | None]:
-        """Write the answer, and return its text and why it ended; None where Ctrl-C ended it."""
+    def _write(self, messages: list[Message], out: TextIO, keys: bool) -> tuple[str, FinishReason | None, float | None]:
+        """Write the answer. Returns its text, why it ended and its TV price; None, None where Ctrl-C ended it."""
         answer = ""
         with suppress(KeyboardInterrupt) if keys else nullcontext():
             for chunk in self.llm.stream(self.llm.apply_chat_template(messages), self.params):
                 answer += chunk.text
                 out.write(visible(chunk.text, out.isatty()))
                 out.flush()
-                if chunk.finish_reason is not None:
-                    return answer, chunk.finish_reason
-        return answer, None
+                if chunk.output is not None:
+                    return answer, chunk.finish_reason, chunk.output.report.tv_price
+        return answer, None, None
 
 
 def _read(value: str) -> Any:

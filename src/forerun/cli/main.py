@@ -50,6 +50,9 @@ ROUNDS_HELP = "before the text, print one line per pass of the target: what was 
 FIRST_MODEL = "smollm2"  # what `forerun chat` talks to and `forerun demo` shows, where none is named
 NAMED_HELP = str(flags.TARGET_HELP).partition("; none")[0]
 REPORT_FIELDS = (
+    "acceptance",
+    "is_lossless",
+    "tv_price",
     "num_steps",
     "num_drafted",
     "num_tested",

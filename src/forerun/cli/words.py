@@ -62,10 +62,18 @@ def closing_line(llm: LLM, output: RequestOutput, params: SamplingParams, second
         parts.append(f"{num_tokens / seconds:.1f} tokens/s")
     if report.acceptance_rate is not None:
         parts.append(f"acceptance rate {percent(report.acceptance_rate)}")
+    if not report.is_lossless:
+        parts.append(lossy(report.acceptance, report.tv_price))
     parts += [precision(llm), drawing(params)]
     if not params.greedy:
         parts.append(f"seed {output.seed}")
     return f"[{', '.join([*parts, *ending(output.finish_reason, num_tokens, params)])}]"
+
+
+def lossy(acceptance: str, tv_price: float | None) -> str:
+    """What a lossy rule cost, where it was measured: lossy: lenience:l=0.5, TV price 3.1% a tested token."""
+    price = "" if tv_price is None else f", TV price {tv_price:.1%} a tested token"
+    return f"lossy: {acceptance}{price}"
 
 
 def details(report: RequestReport) -> str:

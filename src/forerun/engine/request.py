@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 
+from forerun import verify
 from forerun.errors import ForerunError
 from forerun.sampling import takes_the_best
 from forerun.text.detokenizer import Detokenizer
@@ -21,6 +22,8 @@ class RequestReport:
     The definitions are those of docs/exactness.md; a rate is None where nothing was counted.
     """
 
+    acceptance: str = ""  # the verification rule, with its options
+    is_lossless: bool = True  # whether the rule keeps exactly the target's distribution
     num_steps: int = 0  # target passes that emitted for this request
     num_drafted: int = 0
     num_tested: int = 0  # tokens at which the path stood
@@ -30,6 +33,7 @@ class RequestReport:
     accepted_per_position: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)  # one per output token
     rounds: list[tuple[int, int]] = field(default_factory=list)  # per step: tokens drafted, and accepted
+    prices: list[float] = field(default_factory=list)  # of a lossy rule: AcceptanceTest.price of each test
     draft_prefill_s: float = 0.0  # its share of the time that the draft model took to catch up with it
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_preemptions: int = 0
@@ -57,6 +61,11 @@ class RequestReport:
     def alpha_hat(self) -> float | None:
         """Accepted / tested tokens: the estimate of alpha that the theory uses."""
         return self.num_accepted / self.num_tested if self.num_tested else None
+
+    @property
+    def tv_price(self) -> float | None:
+        """The mean total variation from the target's distribution at tested tokens; None where no rule measured it."""
+        return sum(self.prices) / len(self.prices) if self.prices else None
 
     @property
     def acceptance_per_position(self) -> list[float]:
@@ -138,8 +147,14 @@ class Request:
     ) -> None:
         self.seq, self.index = seq, index
         self._leader = leader  # the first of several outputs for one prompt
-        self.takes_the_best = takes_the_best(seq.params, seq.bad_word_ids)
-        self.report = RequestReport(origins=seq.origins, arrived_at_s=time.monotonic())
+        rule = verify.find(seq.acceptance)
+        self.takes_the_best = takes_the_best(seq.params, seq.bad_word_ids) and not rule.reads_soft_rows
+        self.report = RequestReport(
+            acceptance=seq.acceptance,
+            is_lossless=rule.is_lossless,
+            origins=seq.origins,
+            arrived_at_s=time.monotonic(),
+        )
         self.error: ForerunError | None = None  # why it was aborted, where that was not the user's wish
         self._tokenizer = tokenizer
         self._reader: Detokenizer | None = None

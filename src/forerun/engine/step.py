@@ -189,6 +189,7 @@ class Stepper:
         seq, start, path, num_tested = request.seq, draft.node_starts[b], verdict.paths[b], verdict.num_tested(b)
         num_nodes, emitted = draft.node_starts[b + 1] - start, verdict.emitted(draft, b)
         request.report.count(num_nodes, draft.depth(b) if num_nodes else 0, len(path), num_tested)
+        request.report.prices += [test.price for test in verdict.tests[b] if test.price is not None]
         rows = [0, *[n - start + 1 for n in path]] if path else [0]  # row i decided emitted token i
         logprobs: Seq[TokenLogprob] = ()
         if (most := seq.params.logprobs) is not None:
@@ -214,6 +215,7 @@ class _LazyRows(Seq[Probs]):
 
     def __init__(self, seq: Sequence, draft: Draft, b: int, logits: Tensor) -> None:
         self._seq, self._draft, self._first, self._logits = seq, draft, draft.node_starts[b], logits
+        self._soft = verify.find(seq.acceptance).reads_soft_rows
         self.known: list[Probs | None] = [None] * (1 + len(draft.nodes(b)))  # extra rows are not judged
 
     def __len__(self) -> int:
@@ -224,7 +226,7 @@ class _LazyRows(Seq[Probs]):
         if probs is None:
             path = self._draft.path(self._first + row - 1) if row > 0 else []
             history = sampling.History.of(self._seq, [self._draft.tokens[n] for n in path])
-            probs = self.known[row] = sampling.probs(self._logits[row], self._seq.params, history)
+            probs = self.known[row] = sampling.probs(self._logits[row], self._seq.params, history, self._soft)
         return probs
 
 

@@ -14,6 +14,7 @@ built.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -100,12 +101,13 @@ class _Joined(Seq[int]):
 # ---------------------------------------------------------------------------------------------------- the pipeline
 
 
-def probs(logits: Tensor, params: SamplingParams, history: History = History()) -> Probs:
+def probs(logits: Tensor, params: SamplingParams, history: History = History(), soft: bool = False) -> Probs:
     """The distribution that the next token is drawn from.
 
     logits [V], float32 or float64 (its width is kept), never modified. Greedy gives a point mass, lowest id on ties;
     otherwise a vector [V] on the host with exact zeros for every id that was removed, or a list of the ids with a
-    probability above 0 where filters left few of many.
+    probability above 0 where filters left few of many. soft: whether a greedy point gets the distribution at
+    temperature 1 as well (Probs.soft).
     Raises BadOption where bias, bad words and min_tokens leave no id, or where a bias names an id beyond V;
     InternalError where the model's own logits are no numbers.
     """
@@ -116,7 +118,8 @@ def probs(logits: Tensor, params: SamplingParams, history: History = History()) 
         best: int | None = _argmax(adjusted) if native is None else native.argmax(adjusted)
         if best is None:
             raise _no_probs(row)
-        return Probs(point=best)
+        at_one = probs(logits, dataclasses.replace(params, temperature=1.0), history) if soft else None
+        return Probs(point=best, soft=at_one)
     filters = _filters(params, len(adjusted))
     made: tuple[Ids | None, Row] | None = (_probs if native is None else native.probs)(adjusted, *filters)
     if made is None:

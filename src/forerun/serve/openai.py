@@ -346,8 +346,12 @@ def _report(outputs: Seq[RequestOutput]) -> dict[str, Any]:
     def ratio(above: str, below: str) -> float | None:
         return sums[above] / sums[below] if sums[below] else None
 
+    first, prices = outputs[0].report, [price for output in outputs for price in output.report.prices]
     return {
         "seed": outputs[0].seed,
+        "acceptance": first.acceptance,
+        "is_lossless": first.is_lossless,
+        "tv_price": sum(prices) / len(prices) if prices else None,
         **sums,
         "acceptance_rate": ratio("num_accepted", "num_drafted"),
         "mean_accepted_length": ratio("num_emitted", "num_steps"),

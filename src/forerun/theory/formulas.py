@@ -9,6 +9,7 @@ with one alpha; where they are not, see `expected_tokens_varying`.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -120,3 +121,39 @@ def alpha_hat(num_accepted: int, num_tested: int) -> float | None:
 def _check(alpha: float, gamma: int) -> None:
     if not (0 <= alpha <= 1 and gamma >= 0):
         raise ValueError(f"alpha={alpha}, gamma={gamma}: alpha must be in [0, 1] and gamma at least 0")
+
+
+class ChainTokens(NamedTuple):
+    """Emitted tokens of a round that drafted one chain, the correction or bonus included, by rule."""
+
+    ratio: float
+    block: float
+    bound: float  # of any rule that knows all distributions beforehand
+
+
+def chain_tokens(ratios: Seq[float]) -> ChainTokens:
+    """Return the mean emitted tokens, over the coins, of a chain with these p_i(x_i) / q_i(x_i).
+
+    All drafted positions count, those behind a rejection, too. Averages over drafted chains are unbiased for the mean
+    emitted tokens of each rule, whichever rule is running: 1 + sum_i prod_{j<=i} min(1, r_j) for `ratio`, 1 + sum_i P_i
+    with P_i = min(1, P_{i-1} r_i) for `block` (Sun et al. 2024, arXiv 2403.10444), and with full information
+    1 + sum_i min(1, prod_{j<=i} r_j).
+    """
+    kept = share = product = 1.0
+    by_ratio = by_block = bound = 1.0
+    for r in ratios:
+        kept, share, product = kept * min(1.0, r), min(1.0, share * r), product * r
+        by_ratio, by_block, bound = by_ratio + kept, by_block + share, bound + min(1.0, product)
+    return ChainTokens(by_ratio, by_block, bound)
+
+
+def optimal_acceptance(p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int) -> float:
+    """Return the largest probability that one of `num_draws` independent draws from q is accepted by an exact rule.
+
+    It is 1 + min_H [p(H) - q(H)^num_draws], where H runs over the prefixes of the ids in ascending order of p / q (Hu
+    et al. 2025, arXiv 2502.18779). With one draw it is `acceptance`.
+    """
+    p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
+    order = np.argsort(np.divide(p, q, out=np.full_like(p, np.inf), where=q > 0), kind="stable")
+    missing = np.cumsum(p[order]) - np.cumsum(q[order]) ** num_draws
+    return 1 + float(min(0.0, missing.min()))

@@ -5,12 +5,13 @@ A file `<name>.py` (the name is a value of SamplingParams.acceptance, `name:opti
     Options          a frozen dataclass; each field with its meaning and range in `metadata`
     LOSSLESS         whether the output has exactly the target's distribution
     SHAPES, DRAWS    the drafts it can judge: "chain", "tree"; and how siblings may be drawn (forerun.drafters.Drafter)
-    NEEDS_ALL_ROWS   whether it reads the target's distribution behind tokens that it rejects
+    NEEDS_ALL_ROWS   whether it reads the target's distribution behind tokens that it may yet reject
+    READS_SOFT_ROWS  optional, True: rows of greedy requests have the distribution at temperature 1, too (Probs.soft)
     rule             judges one sequence: rule(draft, b, target_probs, coins, options) -> Ruling
 
-A rule is pure: it sees distributions, tokens and coins, and no model, cache or clock. Unless it needs all rows, it
-reads the target's distribution only behind the last committed token and behind accepted nodes, because callers compute
-each one on demand.
+A rule is pure: it sees distributions, tokens and coins, and no model, cache or clock. Callers compute each row when it
+is read. Unless it needs all rows, a rule reads only those behind the last committed token and behind accepted nodes;
+and no rule reads one behind a token of probability 0, where no token may be allowed any more.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class Rule:
         """Whether the output has exactly the target's distribution."""
         return bool(self.module.LOSSLESS)
 
+    @property
+    def reads_soft_rows(self) -> bool:
+        """Whether rows of greedy requests need the distribution at temperature 1, too."""
+        return bool(getattr(self.module, "READS_SOFT_ROWS", False))
+
     def check(self, draft: str, shape: str, draws: str) -> None:
         """Raise BadOption where drafts of this shape and these draws cannot be judged. draft: the drafter's name."""
 
@@ -56,7 +62,8 @@ class Rule:
             return shape in module.SHAPES and draws in module.DRAWS
 
         if not judges(self.module):
-            fitting = [f"acceptance={name!r}" for name in rules() if judges(find(name).module)]
+            others = [find(name) for name in rules()]
+            fitting = [f"acceptance={rule.name!r}" for rule in others if rule.is_lossless and judges(rule.module)]
             raise BadOption(
                 f"acceptance={shown(self.name)} cannot judge the drafts of {shown(draft)} ({shape}, {draws}): "
                 f"use {' or '.join([*fitting, 'another drafter'])}"
@@ -64,8 +71,6 @@ class Rule:
 
     def rule(self, draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins) -> Ruling:
         """Judge sequence b; shapes as in `judge`."""
-        if self.module.NEEDS_ALL_ROWS:
-            target_probs = [target_probs[row] for row in range(len(target_probs))]
         ruling: Ruling = self.module.rule(draft, b, target_probs, coins, self.options)
         return ruling
 
@@ -124,5 +129,5 @@ def children_of(draft: Draft, b: int, nodes: Seq[int]) -> list[int]:
 
 
 def equal_siblings(draft: Draft, siblings: Seq[int], node: int) -> list[int]:
-    """Return `node` and its later siblings with the same token: the children of each of them continue the path."""
-    return [n for n in siblings[siblings.index(node) :] if draft.tokens[n] == draft.tokens[node]]
+    """Return `node` and its siblings with the same token: the children of each of them continue the path."""
+    return [n for n in siblings if draft.tokens[n] == draft.tokens[node]]

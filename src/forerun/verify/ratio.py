@@ -18,11 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from forerun.types import AcceptanceTest, Coins, Draft, Probs, Verdict
 from forerun.verify import Ruling, children_of, collected, equal_siblings
+from forerun.verify.arithmetic import acceptance, residual
 
 LOSSLESS = True
 SHAPES = ("chain", "tree")
@@ -61,53 +59,3 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
             p = residual(p, q) if draft_prob > 0 else p
         else:
             return path, coins.draw(p, depth), tests
-
-
-def acceptance(target_prob: float, draft_prob: float) -> float:
-    """Return min(1, p(x) / q(x)): exactly 1 where both are equal, exactly 0 where the target excludes the token."""
-    return min(1.0, target_prob / draft_prob) if draft_prob > 0 else 0.0
-
-
-def residual(p: Probs, q: Probs) -> Probs:
-    """Return the distribution norm(max(0, p - q)); p itself where max(0, p - q) is all zero.
-
-    The result has the form of p: a point, a list of the same ids, or a vector of the same length. All zero occurs by
-    rounding alone, because a token of q = p is always accepted; p is the right distribution then (docs/exactness.md).
-    """
-    if p.point is not None:
-        return p
-    rest = _minus(p, q).clamp_(min=0)
-    mass = rest.sum(dtype=torch.float64)
-    if not bool(mass > 0):
-        return p
-    rest = (rest / mass).to(rest.dtype)
-    return Probs(dense=rest) if p.ids is None else Probs(ids=p.ids, listed=rest)
-
-
-def _minus(p: Probs, q: Probs) -> Tensor:
-    """Return p - q at the ids of p as a new tensor, in the wider of both types."""
-    if q.point is not None:
-        rest = p.weights.clone()
-        rest[_places(p, torch.tensor([q.point]))[1]] -= 1
-        return rest
-    theirs = q.weights.to(p.weights.device)
-    rest = p.weights.to(torch.promote_types(p.weights.dtype, theirs.dtype), copy=True)
-    if q.ids is not None:
-        known, places = _places(p, q.ids)
-        rest[places] -= theirs[known]
-    elif p.ids is not None:
-        ids = p.ids[p.ids < len(theirs)]
-        rest[: len(ids)] -= theirs[ids]
-    else:
-        rest[: len(theirs)] -= theirs[: len(rest)]
-    return rest
-
-
-def _places(p: Probs, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which of these ids p has a weight for, bool [n], and the indices of those weights."""
-    if p.ids is None:
-        known = ids < len(p.weights)
-        return known, ids[known]
-    places = torch.searchsorted(p.ids, ids).clamp_(max=len(p.ids) - 1)
-    known = p.ids[places] == ids
-    return known, places[known]

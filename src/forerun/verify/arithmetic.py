@@ -1,0 +1,73 @@
+"""What rules compute with distributions of any form (a point, a vector, a list of ids): aligned weights, residuals."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.types import Probs
+
+
+def acceptance(target_prob: float, draft_prob: float) -> float:
+    """Return min(1, p(x) / q(x)): exactly 1 where both are equal, exactly 0 where the target excludes the token."""
+    return min(1.0, target_prob / draft_prob) if draft_prob > 0 else 0.0
+
+
+def residual(p: Probs, q: Probs) -> Probs:
+    """Return the distribution norm(max(0, p - q)); p itself where max(0, p - q) is all zero."""
+    return excess(p, q)[0]
+
+
+def excess(p: Probs, q: Probs, share: float = 1.0) -> tuple[Probs, float]:
+    """Return the distribution norm(max(0, share p - q)), and the mass sum max(0, share p - q). share: in [0, 1].
+
+    Where the mass is 0 the distribution is p. With a share of 1 that occurs by rounding alone, because a token of q = p
+    is always accepted; p is the right distribution then (docs/exactness.md).
+    """
+    if p.point is not None:
+        return p, max(0.0, share - q.at(p.point))
+    weights, theirs = p.weights, aligned(q, p)
+    return normalised(p, (weights if share == 1 else weights * share) - theirs)
+
+
+def normalised(p: Probs, rest: Tensor) -> tuple[Probs, float]:
+    """Return norm(max(0, rest)) in the form of p, and its mass; p itself where that is 0.
+
+    rest [n]: weights of the ids of p, which is no point; it is changed in place.
+    """
+    rest = rest.clamp_(min=0)
+    mass = rest.sum(dtype=torch.float64)
+    if not bool(mass > 0):
+        return p, 0.0
+    return reweighted(p, (rest / mass).to(rest.dtype)), float(mass)
+
+
+def reweighted(p: Probs, weights: Tensor) -> Probs:
+    """Return p, which is no point, with other weights [n]."""
+    return Probs(dense=weights) if p.ids is None else Probs(ids=p.ids, listed=weights)
+
+
+def aligned(q: Probs, p: Probs) -> Tensor:
+    """Return the probabilities that q gives the ids of p, [n] like p.weights. p is no point."""
+    size, device = len(p.weights), p.weights.device
+    if q.point is not None:
+        weights, ids = torch.ones(1, dtype=p.weights.dtype, device=device), torch.tensor([q.point])
+    else:
+        weights = q.weights.to(device)
+        if q.ids is None and p.ids is None and len(weights) >= size:
+            return weights[:size]
+        ids = torch.arange(len(weights)) if q.ids is None else q.ids
+    found = torch.zeros(size, dtype=weights.dtype, device=device)
+    known, places = _places(p, ids)
+    found[places] = weights[known]
+    return found
+
+
+def _places(p: Probs, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which of these ids p has a weight for, bool [n], and the indices of those weights."""
+    if p.ids is None:
+        known = ids < len(p.weights)
+        return known, ids[known]
+    places = torch.searchsorted(p.ids, ids).clamp_(max=len(p.ids) - 1)
+    known = p.ids[places] == ids
+    return known, places[known]

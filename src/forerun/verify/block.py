@@ -1,0 +1,66 @@
+"""Block verification: the tokens of a chain are judged together, which keeps more of them than one after the other.
+
+Sun et al. 2024, arXiv 2403.10444, Algorithm 2. With p_i the target's distribution of the i-th drafted token x_i, and
+q_i the one that it was drawn from:
+
+    P_0 = 1,  P_i = min(1, P_(i-1) p_i(x_i) / q_i(x_i))       the share of the draft's mass that may stay on x_1 .. x_i
+    R_i = sum_x (P_i p_(i+1)(x) - q_(i+1)(x))+                the room that longer prefixes leave there
+    h_i = R_i / (R_i + 1 - P_i),  at the last token P_i       accept x_1 .. x_i, given that no longer prefix is accepted
+
+The longest accepted prefix wins; behind it comes a token of norm((P_i p_(i+1) - q_(i+1))+), or the bonus. Then
+P(at least i tokens are accepted | x_1 .. x_i) = P_i: it holds at the last token, and before it E[P_(i+1)] = P_i - R_i,
+so that P_i - R_i + (1 - P_i + R_i) h_i = P_i. The mass emitted behind x_1 .. x_i is then P_i p_(i+1) times the draft's.
+P_i is never below the product of min(1, p / q), which is what token by token keeps. A P_i that underflows to 0 loses no
+more than the mass that it stands for, so that no logarithms are needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from forerun.types import AcceptanceTest, Coins, Draft, Probs
+from forerun.verify import Ruling
+from forerun.verify.arithmetic import acceptance, excess
+
+LOSSLESS = True
+SHAPES = ("chain",)
+DRAWS = ("point", "independent", "distinct")
+NEEDS_ALL_ROWS = True
+
+
+@dataclass(frozen=True)
+class Options:
+    """No options."""
+
+
+def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options | None = None) -> Ruling:
+    """Judge one chain: (accepted nodes, correction or bonus, acceptance tests).
+
+    The tests are those of the accepted tokens and of the first that was rejected.
+    """
+    nodes, shares, tests = list(draft.nodes(b)), [1.0], list[AcceptanceTest]()  # shares: P_0, P_1, ...
+    num_judged = len(nodes)
+    for i, node in enumerate(nodes):
+        target_prob, draft_prob = target_probs[i].at(draft.tokens[node]), draft.probs[node].at(draft.tokens[node])
+        tests.append(AcceptanceTest(node, target_prob, draft_prob, False))
+        if draft_prob == 0:  # by underflow alone: as if the draft had ended before it
+            num_judged = i
+        if target_prob == 0 or draft_prob == 0:
+            break
+        shares.append(acceptance(shares[-1] * target_prob, draft_prob))
+    for i in reversed(range(len(shares))):
+        rest, share = target_probs[i], shares[i]
+        if i < num_judged:
+            rest, room = excess(rest, draft.probs[nodes[i]], share)
+            share = remaining_share(share, room)
+        if i == 0 or coins.accept(share, i - 1):
+            kept = [dataclasses.replace(test, accepted=True) for test in tests[:i]]
+            return nodes[:i], coins.draw(rest, i), kept + tests[i : i + 1]
+    raise AssertionError("the empty prefix is always accepted")
+
+
+def remaining_share(share: float, room: float) -> float:
+    """Return R / (R + 1 - P), the share that a prefix keeps where no longer one is accepted; 1 at P = 1."""
+    return 1.0 if share == 1 else room / (room + 1 - share)

@@ -1,0 +1,80 @@
+"""Lenience: more drafted tokens are accepted than the target's distribution allows. LOSSY, only where asked for.
+
+Leviathan et al. 2023, arXiv 2211.17192, appendix A.5. With l in (0, 1], at a temperature above 0:
+
+    accept x with probability min(1, p(x) / (l q(x)));  else emit norm((p - q)+)
+
+The emitted token is then at most 1 / l times as likely as in p, and the total variation between its distribution and p
+is exactly alpha_l - alpha_1, where alpha_l = sum_x min(q(x), p(x) / l): the price, whose mean over tested tokens is
+reported as tv_price. No residual gives less. Over N tokens the bound is 1 / l^N, and nothing bounds a text from below.
+
+Greedy requests compare the distribution at temperature 1: a drafted token is kept if p(x) >= l max p, else the argmax
+is emitted. (The paper prints "p(x) <= l max p", which accepts everything at l = 1 and less for smaller l; its own table
+shows the opposite.) Among ties at l = 1 only the lowest id is kept, so that l = 1 is plain greedy decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from forerun.errors import BadOption
+from forerun.types import AcceptanceTest, Coins, Draft, Probs
+from forerun.verify import Ruling
+from forerun.verify.arithmetic import acceptance, aligned, residual, reweighted
+
+LOSSLESS = False
+SHAPES = ("chain",)
+DRAWS = ("point", "independent", "distinct")
+NEEDS_ALL_ROWS = False
+READS_SOFT_ROWS = True
+
+
+@dataclass(frozen=True)
+class Options:
+    """How lenient."""
+
+    l: float = field(  # noqa: E741 - the paper's letter
+        default=0.8, metadata={"help": "share of q, above 0, that p must reach; 1 = exact", "min": 0.0, "max": 1.0}
+    )
+
+    def __post_init__(self) -> None:
+        if self.l == 0:
+            raise BadOption("lenience:l=0 is not possible: it would keep every drafted token; it must be above 0")
+
+
+def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options) -> Ruling:
+    """Judge one chain: (accepted nodes, correction or bonus, acceptance tests with their prices)."""
+    tests: list[AcceptanceTest] = []
+    nodes = draft.nodes(b)
+    for depth, node in enumerate(nodes):
+        p, q, token = target_probs[depth], draft.probs[node], draft.tokens[node]
+        exact, lenient = _caps(p, 1.0), _caps(p, options.l)
+        is_accepted = coins.accept(acceptance(lenient.at(token), q.at(token)), depth)
+        price = max(0.0, _accepted_share(q, lenient) - _accepted_share(q, exact))
+        tests.append(AcceptanceTest(node, p.at(token), q.at(token), is_accepted, price))
+        if not is_accepted:
+            return list(nodes[:depth]), coins.draw(residual(p, q), depth), tests
+    return list(nodes), coins.draw(target_probs[len(nodes)], len(nodes)), tests
+
+
+def _caps(p: Probs, share: float) -> Probs:
+    """Return by id how much of q is kept at most: p / share, or 1 for all that a greedy request may keep.
+
+    These are weights, and no distribution.
+    """
+    if p.point is None:
+        return reweighted(p, p.weights.double() / share)
+    if p.soft is None or share == 1:
+        return p
+    soft = p.soft.weights.double()
+    return reweighted(p.soft, (soft >= share * soft.max()).double())
+
+
+def _accepted_share(q: Probs, caps: Probs) -> float:
+    """Return alpha = sum_x min(q(x), cap(x))."""
+    if caps.point is not None:
+        return q.at(caps.point)
+    return float(torch.minimum(aligned(q, caps).double(), caps.weights).sum())

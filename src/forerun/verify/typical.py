@@ -1,0 +1,69 @@
+"""Typical acceptance: a drafted token is kept if the target finds it likely enough. LOSSY, only where asked for.
+
+Medusa, Cai et al. 2024, arXiv 2401.10774, section 3.3.1. With p the target's distribution behind the path, at the
+request's temperature, and H(p) its entropy in nats, a token x is kept if
+
+    p(x) > min(epsilon, delta exp(-H(p)))
+
+The longest path of kept tokens wins, the likeliest of several, and the next token is drawn from p behind it. No coin
+is tossed, and nothing bounds how far the output's distribution is from the target's. Greedy requests have points as p:
+there only the argmax is kept, so that their output is exact. (Helper functions of the published code have the defaults
+of the two options exchanged; these are those of its models.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from forerun.types import AcceptanceTest, Coins, Draft, Probs
+from forerun.verify import Ruling, children_of
+
+LOSSLESS = False
+SHAPES = ("chain", "tree")
+DRAWS = ("point", "independent", "distinct")
+NEEDS_ALL_ROWS = True
+
+
+@dataclass(frozen=True)
+class Options:
+    """How likely a token has to be."""
+
+    epsilon: float = field(
+        default=0.09, metadata={"help": "probability above which a token is always kept", "min": 0.0, "max": 1.0}
+    )
+    delta: float = field(
+        default=0.3, metadata={"help": "share of exp(-entropy) above which it is kept, too", "min": 0.0, "max": 1.0}
+    )
+
+
+def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options) -> Ruling:
+    """Judge one sequence: (accepted nodes, next token, acceptance tests of the path and of its siblings)."""
+    first = draft.node_starts[b]
+    rows = {-1: target_probs[0]}  # behind the root and kept nodes
+    reached = {-1: (0, 0.0)}  # their depth, and the log-probability of their path
+    for node in draft.nodes(b):
+        above = draft.parents[node]
+        if above in rows and (prob := rows[above].at(draft.tokens[node])) > threshold(rows[above], options):
+            depth, logprob = reached[above]
+            rows[node], reached[node] = target_probs[node - first + 1], (depth + 1, logprob + math.log(prob))
+    end = max(reached, key=lambda node: (reached[node], -node))
+    path = draft.path(end)
+    tests = []
+    for above, kept in zip([-1, *path], [*path, None], strict=True):
+        siblings = [node for node in children_of(draft, b, [above]) if node != kept]
+        for node in siblings if kept is None else [*siblings, kept]:
+            target_prob, draft_prob = rows[above].at(draft.tokens[node]), draft.probs[node].at(draft.tokens[node])
+            tests.append(AcceptanceTest(node, target_prob, draft_prob, node == kept))
+    return path, coins.draw(rows[end], len(path)), tests
+
+
+def threshold(p: Probs, options: Options) -> float:
+    """Return min(epsilon, delta exp(-H(p))), H in nats."""
+    if p.point is not None:
+        return min(options.epsilon, options.delta)
+    entropy = float(torch.special.entr(p.weights.double()).sum())
+    return min(options.epsilon, options.delta * math.exp(-entropy))
