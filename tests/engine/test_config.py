@@ -61,7 +61,7 @@ def test_ngrams_of_speculative_config_are_lookup(given, draft, lengths):
         ("draft_model", "name the draft model itself, by its folder or hub id"),
         *[
             (name, "there is no such drafter yet, and forerun drafters lists those there are")
-            for name in ("eagle3", "EAGLE", "medusa", "mtp", "qwen3_next_mtp", "draft-eagle3", "suffix")
+            for name in ("eagle3", "EAGLE", "medusa", "mtp", "qwen3_next_mtp", "draft-eagle3")
         ],
     ],
 )

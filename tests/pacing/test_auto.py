@@ -123,7 +123,7 @@ def test_nothing_of_an_ended_request_is_kept():
 def test_unknown_options_are_refused():
     with pytest.raises(BadOption, match="takes no options"):
         make("auto:looks=3", None)
-    with pytest.raises(BadOption, match="one of auto, fixed"):
+    with pytest.raises(BadOption, match="one of adaedl, auto"):
         make("cost", None)
 
 
