@@ -1,0 +1,103 @@
+"""Trees from a draft model: their law with siblings and levels, what they keep in its cache, and what is refused."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+import support
+from forerun import pacing
+from forerun.drafters.tree import Options
+from forerun.engine.engine import Engine
+from forerun.errors import BadOption
+from forerun.testing import Branching, enumerate_outcomes
+from forerun.types import RoundDetail, SamplingParams
+from house.enumeration import HORIZON, PROMPT, SPACE_TOKENS, TARGET, Case, drafter_for, runner_for, total_variation
+from house.test_lossless_trees import continued
+from house.test_same_as_plain import check_draft_cache, prompts
+from support import random_decoder
+
+EXACT = 1e-12
+TREES: list[dict[str, Any]] = [
+    {"shape": "2x1"},
+    {"shape": "2x1", "draws": "independent"},
+    {"shape": "2x2", "draws": "point"},
+    {"shape": "best_first", "draws": "point", "top_k": 2, "width": 2, "depth": 2},
+]
+
+
+def first_round(options: dict[str, Any], params: SamplingParams) -> tuple[dict[tuple[int, ...], float], list[Any]]:
+    """The law of the first HORIZON tokens, of which one round with four nodes says the first, and all rounds."""
+    rounds: list[RoundDetail] = []
+
+    def run(way: Branching) -> tuple[int, ...]:
+        engine = Engine(
+            runner_for(TARGET),
+            drafter_for(Case("tree", params, options)),
+            pacing.make("fixed", 4),
+            coins=lambda seq: way.at(len(seq.tokens)),
+            max_seq_len=SPACE_TOKENS,
+            max_batch_size=1,
+        )
+        own: list[RoundDetail] = []
+        engine.listen(lambda report: own.extend(report.rounds), detail=True)
+        request = engine.add(PROMPT, params)
+        while not own and request.error is None:
+            engine.step()
+        assert request.error is None
+        rounds.extend(own)
+        return tuple(request.seq.output_ids)
+
+    said: dict[tuple[int, ...], float] = defaultdict(float)
+    for weight, output in enumerate_outcomes(run):
+        for rest, share in continued(output, params):
+            said[rest] += weight * share
+    return said, rounds
+
+
+@pytest.mark.parametrize("rule", ["ratio", pytest.param("match", marks=pytest.mark.parity)])
+@pytest.mark.parametrize("options", TREES, ids=str)
+def test_a_tree_of_siblings_and_levels_says_what_the_target_says(options: dict[str, Any], rule: str) -> None:
+    for sampling in ({}, {"temperature": 0.0}):
+        params = SamplingParams(max_tokens=2 * HORIZON, acceptance=rule, **sampling)
+        said, rounds = first_round(options, params)
+        assert total_variation(said, dict(continued((), params))) < EXACT
+        if options.get("draws") != "independent" or sampling == {}:
+            assert any(round.parents.count(-1) > 1 for round in rounds), "siblings"
+        assert any(max(round.parents) >= 0 for round in rounds), "levels"
+
+
+@pytest.mark.parametrize("shape", [{}, {"shape": "best_first", "draws": "point"}], ids=str)
+def test_rows_of_the_accepted_path_are_kept_and_right(shape: dict[str, Any]) -> None:
+    """The draft's cache equals a rebuild from committed tokens, and accepted nodes are not run again."""
+    model = random_decoder(1, row_by_row=True)
+    drafter = support.drafter_for("tree", model, **shape)
+    engine = Engine(support.runner_for(model), drafter, pacing.make("fixed", 9), max_seq_len=256)
+    request = engine.add(prompts()[4], SamplingParams(max_tokens=30, temperature=0.8, seed=5))
+    reports = []
+    engine.listen(reports.append)
+    missing = set()
+    while request.seq.finish_reason is None:
+        engine.step()
+        if request.seq.finish_reason is None:
+            missing.add(len(request.seq.tokens) - check_draft_cache(drafter.model, request.seq))
+    assert max(missing) <= 2, "a deepest node was not run, and the last token is not"
+    assert max(report.num_accepted for report in reports) >= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"shape": "4x0"}, "as in 4x2x1"),
+        ({"shape": "wide"}, "as in 4x2x1"),
+        ({"shape": "best_first"}, "add that"),
+        ({"shape": "sequoia"}, "belong together"),
+        ({"draws": "all"}, "distinct, independent or point"),
+        ({"of": "lookup"}, "must be a draft model"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadOption, match=words):
+        Options(**options)
