@@ -89,7 +89,9 @@ def _split(text: str, separator: str, whole: str) -> list[str]:
         else:
             parts[-1] += character
     if depth:
-        raise BadOption(f"{shown(whole)} has a parenthesis without its counterpart: write name:option=(name:option=value)")
+        raise BadOption(
+            f"{shown(whole)} has a parenthesis without its counterpart: write name:option=(name:option=value)"
+        )
     return parts
 
 

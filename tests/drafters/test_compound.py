@@ -142,12 +142,10 @@ def switched(right: Seq[int], members: Seq[Drafter], num_rounds: int) -> list[in
     for _ in range(num_rounds):
         draft = switch.propose([seq], Budget([4], 0), [None])  # type: ignore[list-item]
         drafted.append(len(draft.tokens))
-        taken = 0
         for token in draft.tokens:
             if token != right[len(seq.tokens)]:
                 break
             seq.tokens.append(token)
-            taken += 1
         seq.tokens.append(right[len(seq.tokens)])
         switch.observe([seq], [])
     return drafted

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import support
 from forerun import pacing
+from forerun.drafters.artifacts import fingerprint, save
 from forerun.drafters.tree import Options
 from forerun.engine.engine import Engine
 from forerun.errors import BadOption
 from forerun.testing import Branching, enumerate_outcomes
+from forerun.train.shares import accepted_shares
 from forerun.types import RoundDetail, SamplingParams
 from house.enumeration import HORIZON, PROMPT, SPACE_TOKENS, TARGET, Case, drafter_for, runner_for, total_variation
 from house.test_lossless_trees import continued
@@ -101,3 +105,43 @@ def test_rows_of_the_accepted_path_are_kept_and_right(shape: dict[str, Any]) -> 
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(BadOption, match=words):
         Options(**options)
+
+
+# ------------------------------------------------------------------------------------------------------ measured shares
+
+
+def test_shares_of_ranks_add_up_to_the_acceptance_of_all_children() -> None:
+    """Two ids: the first child of q = (.3, .7) is accepted for p = (.7, .3) with .6, the second for sure."""
+    rng = np.random.default_rng(0)
+    p, q = np.array([0.7, 0.3]), np.array([0.3, 0.7])
+    shares = np.mean([accepted_shares(p, q, 3, rng) for _ in range(4000)], axis=0)
+    assert shares.sum() == pytest.approx(1)
+    assert shares[0] == pytest.approx(0.6, abs=0.03)
+    assert shares[2] == 0
+
+
+def shares_file(path: Path, model: Any, kind: str = "tree") -> str:
+    shares = np.array([[0.5, 0.4, 0.3, 0.35], [0.9, 0.05, 0.02, 0.01]])
+    save(path, kind, {"shares": shares}, fingerprint(None, support.VOCAB))
+    return str(path)
+
+
+def test_sequoia_drafts_the_best_tree_of_the_measured_shares(tmp_path: Path) -> None:
+    model = random_decoder(1, row_by_row=True)
+    drafter = support.drafter_for("tree", model, shape="sequoia", file=shares_file(tmp_path / "shares", model))
+    for temperature, roots in ((0.0, 4), (0.8, 1)):  # of seven nodes; a rank is no likelier than the one before it
+        engine = Engine(support.runner_for(model), drafter, pacing.make("fixed", 7), max_seq_len=256)
+        rounds: list[RoundDetail] = []
+        engine.listen(lambda report, rounds=rounds: rounds.extend(report.rounds), detail=True)
+        request = engine.add(prompts()[4], SamplingParams(max_tokens=20, temperature=temperature))
+        while request.seq.finish_reason is None:
+            engine.step()
+        full = [round for round in rounds if len(round.tokens) == 7]
+        assert full
+        assert {round.parents.count(-1) for round in full} == {roots}
+
+
+def test_a_file_of_another_method_is_refused(tmp_path: Path) -> None:
+    model = random_decoder(1)
+    with pytest.raises(BadOption, match="not by `forerun train tree`"):
+        support.drafter_for("tree", model, shape="sequoia", file=shares_file(tmp_path / "shares", model, "ngram"))

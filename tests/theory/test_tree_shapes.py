@@ -58,4 +58,5 @@ def test_the_order_is_best_first_and_keeps_to_widths() -> None:
     assert len(nodes) == 9
     assert all(node.parent < i for i, node in enumerate(nodes))
     assert [node.value for node in nodes] == sorted((node.value for node in nodes), reverse=True)
-    assert sorted((node.depth, node.rank) for node in nodes) == [(0, k) for k in range(3)] + [(1, k) for k in (0, 1) for _ in range(3)]
+    ranks = [(0, k) for k in range(3)] + [(1, k) for k in (0, 1) for _ in range(3)]
+    assert sorted((node.depth, node.rank) for node in nodes) == ranks

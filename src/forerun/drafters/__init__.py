@@ -3,7 +3,7 @@
 A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit and range in `metadata`) and
 `build(options, target) -> Drafter`. It may hold `check(options, tokenizer, ignore_config_keys)`, which refuses what can
 be seen before any weight is read, and `hidden_layers(options)`, the inner layers that its drafter will declare, for the
-memory plan. A drafter that is made of others names their specs in `parts(options)`. Nothing else has to change for a new
+memory plan; one that is made of others names their specs in `parts(options)`. Nothing else has to change for a new
 method.
 """
 

@@ -23,7 +23,6 @@ from forerun.drafters.model import Chain, Feeds, ModelDrafter, Row
 from forerun.errors import BadOption, shown
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
-
 Emitted = tuple[int, Probs, Row]  # a token, the draft model's distribution of it, and the row that it is made of
 
 

@@ -78,7 +78,7 @@ def _widths(shape: str) -> list[int]:
 
 @dataclass
 class _Node:
-    """A drafted token. goes_on: whether it may have children. row: its pending row in the cache, -1 = it was not run."""
+    """A drafted token. goes_on: whether it may have children. row: its pending row, -1 = it was not run."""
 
     token: int
     probs: Probs
@@ -210,11 +210,11 @@ class TreeDrafter(Compound):
             above = tree.nodes[at].value if at >= 0 else 1.0
             children = list(self._children(law, is_ranked, len(wanted), seq, depth, coins, lane))
             lane += len(wanted)
-            for place, (token, probs, confidence) in zip(wanted, children, strict=False):
+            for place, (token, own, confidence) in zip(wanted, children, strict=False):
                 tree.places[place] = len(tree.nodes)
                 value = above * confidence if tree.shape is None else tree.shape[place].value
                 goes_on = budget.go_behind(b, depth, token, law, row)
-                tree.nodes.append(_Node(token, probs, at, depth, value, goes_on))
+                tree.nodes.append(_Node(token, own, at, depth, value, goes_on))
 
     def _wanted(self, tree: _Tree, at: int, depth: int) -> Seq[int]:
         """Return the nodes of the shape that are children of a node; without a shape as many new ones as may be."""

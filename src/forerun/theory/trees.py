@@ -1,7 +1,7 @@
-"""Which trees of a given number of nodes gain the most: Sequoia's dynamic programme (Chen et al. 2024, arXiv 2402.12374).
+"""Which trees of a given number of nodes gain the most: Sequoia's programme (Chen et al. 2024, arXiv 2402.12374).
 
 a[k] is the probability that the child drawn as number k is the accepted one, given that its parent is accepted. A tree
-then emits F = 1 + the sum over its nodes of the product of a along the path, tokens per round; the 1 is the final token.
+then emits F = 1 + the sum over its nodes of the product of a along the path, in tokens; the 1 is the final token.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def expected_tokens(nodes: Seq[Node]) -> float:
 def most_tokens(a: Seq[float], num_nodes: int, depth: int) -> float:
     """Return the largest F of a tree of `num_nodes` nodes, the root counted, and of so many levels below the root.
 
-    Sequoia's recursion, for any a: F(n, d, b) = max_m F(n - m, d, b - 1) + a_b max_b' F(m, d - 1, b'), with b children of
-    the root; F(1, d, 0) = 1.
+    Sequoia's recursion, for any a: F(n, d, b) = max_m F(n - m, d, b - 1) + a_b max_b' F(m, d - 1, b'), with b children
+    of the root; F(1, d, 0) = 1.
     """
 
     @functools.cache
