@@ -40,6 +40,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "prediction": [{"resync_n": 1}],
     "mixed": [{"of": "(lookup:min_n=2)+(cascade:of=(model:draft_temperature=0.5))"}],
     "switch": [{"of": "lookup+(model:draft_temperature=0.5)+cascade", "hysteresis": 0}],
+    "several": [{"of": "model+(model:draft_temperature=0.5)"}],
     "tree": [
         {"shape": "2"},
         {"shape": "2", "draws": "independent"},

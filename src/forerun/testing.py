@@ -106,7 +106,8 @@ class Branching:
             return [probs.point]
         weights, noise = _spelled_out(probs), self._way.noise
         position = self._position + depth
-        orders = list(itertools.permutations(np.flatnonzero(weights).tolist(), min(num, np.count_nonzero(weights))))
+        support: list[int] = np.flatnonzero(weights).tolist()
+        orders = list(itertools.permutations(support, min(num, len(support))))
         cells = [_ordered(noise.get(position, _SIMPLEX), weights, order) for order in orders]
         i = self._branch(np.array([_area(cell) for cell in cells]), rounding=1e-14)
         noise[position] = cells[i]

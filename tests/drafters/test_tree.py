@@ -1,4 +1,4 @@
-"""Trees from a draft model: their law with siblings and levels, what they keep in its cache, and what is refused."""
+"""Trees from draft models: their law with siblings and levels, what they keep in its cache, and what is refused."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ TREES: list[dict[str, Any]] = [
 ]
 
 
-def first_round(options: dict[str, Any], params: SamplingParams) -> tuple[dict[tuple[int, ...], float], list[Any]]:
+def first_round(
+    options: dict[str, Any], params: SamplingParams, name: str = "tree"
+) -> tuple[dict[tuple[int, ...], float], list[Any]]:
     """The law of the first HORIZON tokens, of which one round with four nodes says the first, and all rounds."""
     rounds: list[RoundDetail] = []
 
     def run(way: Branching) -> tuple[int, ...]:
         engine = Engine(
             runner_for(TARGET),
-            drafter_for(Case("tree", params, options)),
+            drafter_for(Case(name, params, options)),
             pacing.make("fixed", 4),
             coins=lambda seq: way.at(len(seq.tokens)),
             max_seq_len=SPACE_TOKENS,
@@ -71,6 +73,18 @@ def test_a_tree_of_siblings_and_levels_says_what_the_target_says(options: dict[s
         if options.get("draws") != "independent" or sampling == {}:
             assert any(round.parents.count(-1) > 1 for round in rounds), "siblings"
         assert any(max(round.parents) >= 0 for round in rounds), "levels"
+
+
+@pytest.mark.parametrize("rule", ["ratio", "match"])
+def test_chains_of_several_models_say_what_the_target_says(rule: str) -> None:
+    """Two levels; the chains begin alike in some rounds, and each token has the law of its own model."""
+    options = {"of": "model+(model:draft_temperature=0.5)"}
+    params = SamplingParams(max_tokens=2 * HORIZON, acceptance=rule)
+    said, rounds = first_round(options, params, "several")
+    assert total_variation(said, dict(continued((), params))) < EXACT
+    assert {tuple(round.parents) for round in rounds} == {(-1, -1, 0, 1)}
+    assert any(round.tokens[0] == round.tokens[1] for round in rounds)
+    assert any(round.draft_probs[0] != round.draft_probs[1] for round in rounds)
 
 
 @pytest.mark.parametrize("shape", [{}, {"shape": "best_first", "draws": "point"}], ids=str)

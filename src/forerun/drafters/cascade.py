@@ -74,18 +74,21 @@ class _Laws(Seq[Probs]):
     """
 
     def __init__(self, make: Callable[[int], Probs], length: int) -> None:
-        self._make, self._found, self.end = make, [None] * length, length  # type: ignore[var-annotated]
+        self._make, self.end = make, length
+        self._found: list[Probs | None] = [None] * length
 
     def __len__(self) -> int:
         return len(self._found)
 
     def __getitem__(self, row):  # type: ignore[no-untyped-def]
-        if self._found[row] is None:
+        found = self._found[row]
+        if found is None:
             try:
-                self._found[row] = self._make(row)
+                found = self._make(row)
             except BadOption:  # the target raises where none is left there either
-                self._found[row], self.end = Probs.of_point(0), min(self.end, row)
-        return self._found[row]
+                found, self.end = Probs.of_point(0), min(self.end, row)
+            self._found[row] = found
+        return found
 
 
 class CascadeDrafter(Compound):

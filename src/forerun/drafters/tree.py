@@ -152,7 +152,7 @@ class TreeDrafter(Compound):
             return None
         return best_first(shares, num_nodes, None if self.options.shape == "sequoia" else _widths(self.options.shape))
 
-    def _first_rows(self, feeds: Feeds) -> dict[int, list[torch.Tensor]]:
+    def _first_rows(self, feeds: Feeds) -> dict[int, Seq[torch.Tensor]]:
         """Run the committed tokens that the model lacks; by sequence, the row behind the last of them."""
         runs = [Run(seq.id, tokens, "last") for seq, tokens in feeds.values()]
         scores = self.model.runner.forward(runs)
@@ -184,7 +184,7 @@ class TreeDrafter(Compound):
             for i in level:
                 nodes[i].row = trees[b].num_rows
                 trees[b].num_rows += 1
-        return dict(zip(levels, self.model.runner.forward(runs).logits, strict=True)) if runs else {}
+        return dict(zip(levels, map(list, self.model.runner.forward(runs).logits), strict=True)) if runs else {}
 
     def _grow(
         self,
