@@ -10,6 +10,7 @@ search of so many tokens takes less than 0.1 ms, which is nothing beside the att
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
