@@ -16,7 +16,7 @@ from forerun.drafters.tree import Options
 from forerun.engine.engine import Engine
 from forerun.errors import BadOption
 from forerun.testing import Branching, enumerate_outcomes
-from forerun.train.shares import accepted_shares
+from forerun.train.shares import accepted_shares, measure
 from forerun.types import RoundDetail, SamplingParams
 from house.enumeration import HORIZON, PROMPT, SPACE_TOKENS, TARGET, Case, drafter_for, runner_for, total_variation
 from house.test_lossless_trees import continued
@@ -159,3 +159,13 @@ def test_a_file_of_another_method_is_refused(tmp_path: Path) -> None:
     model = random_decoder(1)
     with pytest.raises(BadOption, match="not by `forerun train tree`"):
         support.drafter_for("tree", model, shape="sequoia", file=shares_file(tmp_path / "shares", model, "ngram"))
+
+
+def test_a_draft_model_that_is_the_target_has_all_shares_at_the_first_child() -> None:
+    target = random_decoder(1)
+    texts = [prompts()[4], prompts()[5]]
+    alike = measure(support.checkpoint_of(target), support.checkpoint_of(target), texts, 3, longest=16)
+    assert alike == pytest.approx(np.array([[1, 0, 0], [1, 0, 0]]))
+    other = measure(support.checkpoint_of(target), support.checkpoint_of(random_decoder(2)), texts, 3, longest=16)
+    assert (other[:, 0] < 0.9).all()
+    assert (other.sum(axis=1) <= 1).all()
