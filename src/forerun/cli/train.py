@@ -180,7 +180,6 @@ def tree(
     import numpy as np
 
     from forerun.drafters.artifacts import fingerprint, save
-    from forerun.drafters.tree import KIND
     from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
     from forerun.models.loading import load_checkpoint
     from forerun.text.tokenizer import Tokenizer, compare
@@ -206,7 +205,7 @@ def tree(
             texts = read_prompts(prompts, num_prompts)
         shares = measure(pair[0], pair[1], [tokenizer.encode(text) for text in texts], num_ranks, longest, seed)
         num_ids = min(tokenizer.num_ids, pair[0].model.config.vocab_size)
-        save(out, KIND, {"shares": shares.astype(np.float32)}, fingerprint(tokenizer, num_ids))
+        save(out, "tree", {"shares": shares.astype(np.float32)}, fingerprint(tokenizer, num_ids))
     for name, row in zip(("T=0", "T=1"), shares, strict=True):
         typer.echo(f"{name}: " + " ".join(f"{share:.3f}" for share in row))
 
