@@ -49,8 +49,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"shape": "3", "of": "(model:draft_temperature=0.4,draft_top_k=2)"},
     ],
     "cascade": [
-        {"inner_length": 1},
-        {"inner": "none"},
         {"of": "(model:draft_temperature=0.4,draft_top_k=2)", "inner": "mixed", "inner_length": 2},
         {"inner": "(cascade:of=(model:draft_temperature=0.5))"},
     ],
