@@ -38,4 +38,18 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "bigram": [{"draws": "sampled"}, {"draws": "sampled", "k": 0.0}],
     "ngram": [{"max_n": 3, "filler_top_k": 2, "max_ngrams": 16}, {"max_n": 2}],
     "prediction": [{"resync_n": 1}],
+    "mixed": [{"of": "(lookup:min_n=2)+(cascade:of=(model:draft_temperature=0.5))"}],
+    "switch": [{"of": "lookup+(model:draft_temperature=0.5)+cascade", "hysteresis": 0}],
+    "several": [{"of": "model+(model:draft_temperature=0.5)"}],
+    "tree": [
+        {"shape": "2"},
+        {"shape": "2", "draws": "independent"},
+        {"shape": "2", "draws": "point"},
+        {"shape": "best_first", "draws": "point", "top_k": 2, "depth": 1},
+        {"shape": "3", "of": "(model:draft_temperature=0.4,draft_top_k=2)"},
+    ],
+    "cascade": [
+        {"of": "(model:draft_temperature=0.4,draft_top_k=2)", "inner": "mixed", "inner_length": 2},
+        {"inner": "(cascade:of=(model:draft_temperature=0.5))"},
+    ],
 }

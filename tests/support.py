@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from forerun.drafters import Drafter, Target
-from forerun.drafters.model import ModelDrafter, Options
 from forerun.engine.engine import Engine
 from forerun.kv.cache import BlockCache
 from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
+from forerun.models.loading import Checkpoint
 from forerun.models.runner import Runner
 from forerun.ops.reference import ReferenceOps
 from forerun.registry import load, make_options
@@ -50,10 +50,21 @@ def runner_for(model: Any, backend: str = "paged", max_seq_len: int = 256) -> Ru
 
 
 def drafter_for(name: str, model: Decoder, backend: str = "paged", **options: Any) -> Drafter:
-    """Make any drafter; one that needs a draft model gets a noisy copy of the target."""
-    if name == "model":
-        return ModelDrafter(runner_for(noisy_copy(model, 7), backend), Options(**options))
-    return built(name, Target(model, None, frozenset(), VOCAB, (), 8, 256, backend), options)
+    """Make any drafter; a draft model, by itself or within another drafter, is a noisy copy of the target."""
+    draft = checkpoint_of(noisy_copy(model, 7))
+    return built(name, Target(model, None, frozenset(), VOCAB, (), 8, 256, backend, loaded_draft=draft), options)
+
+
+def checkpoint_of(model: Any) -> Checkpoint:
+    """Return a model as if it had been loaded."""
+    return Checkpoint("draft", Path(), model, {}, frozenset())
+
+
+def everyone(drafter: Drafter) -> Iterator[Drafter]:
+    """Yield a drafter and all drafters that it is made of."""
+    yield drafter
+    for member in getattr(drafter, "members", ()):
+        yield from everyone(member)
 
 
 def built(name: str, target: Target, options: Mapping[str, Any]) -> Drafter:

@@ -14,6 +14,7 @@ import functools
 import importlib
 import importlib.resources
 import importlib.util
+import itertools
 import json
 import numbers
 import operator
@@ -53,15 +54,53 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """Parse 'lookup:max_n=3,min_n=1' to ('lookup', {'max_n': '3', 'min_n': '1'}). Raises BadOption for other forms."""
+    """Parse 'lookup:max_n=3,min_n=1' to ('lookup', {'max_n': '3', 'min_n': '1'}).
+
+    A comma in parentheses is part of a value, so that a value may be a spec itself: cascade:inner=(lookup:max_n=3). The
+    parentheses stay, and `unwrapped` or `parse_list` takes them off. Raises BadOption for other forms.
+    """
     name, _, rest = spec.partition(":")
     options: dict[str, str] = {}
-    for part in filter(None, rest.split(",")):
+    for part in filter(None, _split(rest, ",", spec)):
         key, equals, value = part.partition("=")
         if not equals or not key:
             raise BadOption(f"{shown(part)} in {shown(spec)} is not an option: write name:option=value,option=value")
         options[key.strip()] = value.strip()
     return name, options
+
+
+def parse_list(text: str) -> list[str]:
+    """Parse '(lookup:max_n=8)+suffix' to ['lookup:max_n=8', 'suffix']. Raises BadOption where an entry is empty."""
+    found = [unwrapped(part) for part in _split(text, "+", text)]
+    if not all(found):
+        raise BadOption(f"{shown(text)} is no list: write entries with + between them, as in a+(b:option=value)")
+    return found
+
+
+def _split(text: str, separator: str, whole: str) -> list[str]:
+    """Split at the separators that stand in no parentheses. whole: what an error shows."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if depth < 0:
+            break
+        if character == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    if depth:
+        raise BadOption(
+            f"{shown(whole)} has a parenthesis without its counterpart: write name:option=(name:option=value)"
+        )
+    return parts
+
+
+def unwrapped(value: str) -> str:
+    """Return a value without the parentheses that enclose all of it."""
+    value = value.strip()
+    depths = list(itertools.accumulate((c == "(") - (c == ")") for c in value))
+    is_enclosed = len(value) > 1 and value[0] == "(" and min(depths[:-1]) > 0 == depths[-1]
+    return unwrapped(value[1:-1]) if is_enclosed else value
 
 
 def make_options(cls: type[Any], values: Mapping[str, Any], method: str = "") -> Any:

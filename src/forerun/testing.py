@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
@@ -97,14 +98,20 @@ class Branching:
 
     def pick(self, probs: Probs, depth: int) -> int:
         """Take every id of the support in turn, with its probability given the earlier picks at this index."""
+        return self.picks(probs, depth, 1)[0]
+
+    def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
+        """Take every order of `num` ids of the support in turn, with its probability given the earlier picks."""
         if probs.point is not None:
-            return probs.point
+            return [probs.point]
         weights, noise = _spelled_out(probs), self._way.noise
         position = self._position + depth
-        cells = [_winning(noise.get(position, _SIMPLEX), weights, i) for i in range(len(weights))]
+        support: list[int] = np.flatnonzero(weights).tolist()
+        orders = list(itertools.permutations(support, min(num, len(support))))
+        cells = [_ordered(noise.get(position, _SIMPLEX), weights, order) for order in orders]
         i = self._branch(np.array([_area(cell) for cell in cells]), rounding=1e-14)
         noise[position] = cells[i]
-        return i
+        return list(orders[i])
 
     def _branch(self, weights: npt.NDArray[Any], rounding: float = 0.0) -> int:
         """Take one index whose share of the weights is above `rounding`; the weights need not be normalised."""
@@ -161,6 +168,15 @@ def _winning(polygon: Floats, weights: npt.NDArray[Any], x: int) -> Floats:
     for z in range(len(weights)):
         if z != x:
             polygon = _clip(polygon, polygon[:, x] * float(weights[z]) - polygon[:, z] * float(weights[x]))
+    return polygon
+
+
+def _ordered(polygon: Floats, weights: npt.NDArray[Any], order: Seq[int]) -> Floats:
+    """Return the part of the polygon in which these ids are the first of the race, in this order."""
+    left = weights.copy()
+    for x in order:
+        polygon = _winning(polygon, left, x)
+        left[x] = 0
     return polygon
 
 
@@ -299,7 +315,7 @@ class _Spy:
     def __init__(self, draft: Draft, b: int, rows: Seq[Probs], coins: Coins) -> None:
         self.draft_of, self.b, self.rows, self.coins = draft, b, rows, coins
         self.row = rows[0]
-        self.pick, self.draft = coins.pick, coins.draft
+        self.pick, self.picks, self.draft = coins.pick, coins.picks, coins.draft
 
     def __len__(self) -> int:
         return len(self.rows)

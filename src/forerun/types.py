@@ -185,6 +185,12 @@ class Coins(Protocol):
         Drafter, verifier and plain decoding share this noise.
         """
 
+    def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
+        """Return the `num` ids of the largest log probs + the same noise, in order; fewer where fewer are possible.
+
+        The first is that of `pick`. A drafter's several children of one node are these.
+        """
+
 
 # ------------------------------------------------------------------------------------------------ the guess, the ruling
 

@@ -8,6 +8,7 @@ both agree to the last bits of float64.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence as Seq
@@ -16,14 +17,13 @@ from typing import Any
 
 from forerun import pacing
 from forerun.drafters import Drafter, Target
-from forerun.drafters.model import ModelDrafter, Options
 from forerun.engine.engine import Engine
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Runner
 from forerun.models.toy import ToyModel, ToyTable
 from forerun.testing import Branching, enumerate_outcomes
 from forerun.types import Coins, SamplingParams, StepReport
-from support import built
+from support import built, checkpoint_of, everyone
 
 V, HORIZON = 3, 3
 PROMPT = (0, 1, 2, 0, 1)  # its last two tokens occurred before, so lookup has a guess
@@ -59,20 +59,30 @@ def runner_for(model: ToyModel) -> Runner:
     cache = BlockCache.create(
         model.config.cache_shape, "paged", max_batch_size=2, max_seq_len=SPACE_TOKENS, dtype=model.cache_dtype
     )
-    for pool in (*cache.keys, *cache.values):
-        pool.fill_(
-            -1
-        )  # new memory may have the rows of an earlier engine, which would hide rows that were never written
+    spoil(cache)
     return Runner(model, cache)
 
 
+def spoil(cache: Any) -> None:
+    """Fill a new cache: its memory may have the rows of an earlier engine, which hide rows that were never written."""
+    for pool in (*cache.keys, *cache.values):
+        pool.fill_(-1)
+
+
 def drafter_for(case: Case) -> Drafter:
-    """Return any drafter by name; the one that loads a draft model from a folder gets a toy model."""
-    if case.drafter == "model":
-        return ModelDrafter(runner_for(case.near or resembling(case.target)), Options(**case.options))
+    """Return any drafter by name; a draft model, by itself or within another drafter, is a toy model."""
+    near = case.near or resembling(case.target)
     size = case.target.config.vocab_size
-    target = Target(case.target, None, case.end_ids, size, (), 2, SPACE_TOKENS, "paged")
-    return built(case.drafter, target, case.options)
+    target = Target(
+        case.target, None, case.end_ids, size, (), 2, SPACE_TOKENS, "paged", loaded_draft=checkpoint_of(near)
+    )
+    drafter = built(case.drafter, target, case.options)
+    for each in everyone(drafter):
+        ticks = itertools.count()
+        each.clock = lambda: next(ticks) * 1e-3  # the same coins must lead to the same draft  # noqa: B023
+        if each.runner is not None:
+            spoil(each.runner.cache)
+    return drafter
 
 
 def steady(policy: pacing.Pacing) -> pacing.Pacing:

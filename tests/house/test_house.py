@@ -54,13 +54,16 @@ def functions(tree: ast.AST) -> Iterator[Function]:
 
 
 def documented_names() -> dict[str, set[str]]:
-    """Class name -> its methods that have a docstring, over the whole package."""
-    return {
-        node.name: {item.name for item in node.body if isinstance(item, Function) and ast.get_docstring(item)}
-        for tree in TREES.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
+    """Class name -> its methods that have a docstring here or in a class that it is made from, over the package."""
+    classes = {node.name: node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+    def documented(name: str) -> set[str]:
+        if (node := classes.get(name)) is None:
+            return set()
+        own = {item.name for item in node.body if isinstance(item, Function) and ast.get_docstring(item)}
+        return own.union(*(documented(base.id) for base in node.bases if isinstance(base, ast.Name)))
+
+    return {name: documented(name) for name in classes}
 
 
 def is_stub(node: Function) -> bool:
@@ -235,7 +238,7 @@ def test_a_verification_rule_is_one_file(name: str) -> None:
     assert isinstance(module.LOSSLESS, bool)
     assert isinstance(module.NEEDS_ALL_ROWS, bool)
     assert set(module.SHAPES) <= {"chain", "tree"}
-    assert set(module.DRAWS) <= {"point", "independent", "distinct"}
+    assert set(module.DRAWS) <= {"point", "independent", "distinct", "any"}
     assert list(module.rule.__annotations__)[:-1] == ["draft", "b", "target_probs", "coins", "options"]
 
 

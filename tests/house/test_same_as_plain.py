@@ -17,7 +17,7 @@ from forerun.engine.engine import Engine
 from forerun.models.layers import Decoder
 from forerun.ops.cpu import CpuOps
 from forerun.types import SamplingParams
-from support import VOCAB, engine_for, random_decoder
+from support import VOCAB, engine_for, everyone, random_decoder
 
 DRAFTERS = registry.names(drafters.__name__)
 NATIVE = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
@@ -75,7 +75,7 @@ def engine_on(ops: str, draft: str = "none", **options) -> Engine:
         return engine_for(model, draft, **options)
     weights = {name: weight.to(getattr(torch, ops)) for name, weight in model.weights.items()}
     engine = engine_for(Decoder(model.config, weights, model.ops), draft, **options)
-    for runner in (engine.runner, getattr(engine.drafter.first, "runner", None)):
+    for runner in {engine.runner, *(each.runner for each in everyone(engine.drafter.first))}:
         if runner is not None:
             runner.model = Decoder(runner.model.config, runner.model.weights, CpuOps())
     return engine

@@ -164,6 +164,53 @@ def pair(
 
 
 @app.command()
+def tree(
+    out: Annotated[Path, typer.Option(help="File to write, for --draft tree:shape=sequoia,file=FILE.")],
+    target: Annotated[str | None, typer.Option(help="The target; default: the shipped one.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Its draft model; default: the shipped one.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="prompts.jsonl (`train prompts`); default: held-out Python sources.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="Texts, spread evenly over the file.")] = 24,
+    longest: Annotated[int, typer.Option(help="Tokens of a text at most.")] = 128,
+    num_ranks: Annotated[int, typer.Option(help="Children of a node that are measured.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+) -> None:
+    """Measure how often a target accepts the first, second, ... child of a draft model, for Sequoia's trees."""
+    import numpy as np
+
+    from forerun.drafters.artifacts import fingerprint, save
+    from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
+    from forerun.models.loading import load_checkpoint
+    from forerun.text.tokenizer import Tokenizer, compare
+    from forerun.train.corpus import bench_prompts, load_corpus
+    from forerun.train.evaluate import read_prompts
+    from forerun.train.shares import measure
+
+    with refusals():
+        pair = [
+            load_checkpoint(name or shipped, with_tokenizer=True)
+            for name, shipped in ((target, SHIPPED_TARGET), (draft, SHIPPED_DRAFT))
+        ]
+        tokenizer = pair[0].tokenizer
+        assert isinstance(tokenizer, Tokenizer)
+        assert isinstance(pair[1].tokenizer, Tokenizer)
+        compare(tokenizer, pair[1].tokenizer, pair[1].name)
+        if prompts is None:
+            held_out = bench_prompts(
+                load_corpus(None).bench, lambda text: len(tokenizer.encode(text)), num_prompts, 40, longest, seed
+            )
+            texts = [prompt.text for prompt in held_out]
+        else:
+            texts = read_prompts(prompts, num_prompts)
+        shares = measure(pair[0], pair[1], [tokenizer.encode(text) for text in texts], num_ranks, longest, seed)
+        num_ids = min(tokenizer.num_ids, pair[0].model.config.vocab_size)
+        save(out, "tree", {"shares": shares.astype(np.float32)}, fingerprint(tokenizer, num_ids))
+    for name, row in zip(("T=0", "T=1"), shares, strict=True):
+        typer.echo(f"{name}: " + " ".join(f"{share:.3f}" for share in row))
+
+
+@app.command()
 def card(
     target: Annotated[Path, typer.Option(help="Out folder of the target's run.")],
     draft: Annotated[Path, typer.Option(help="Out folder of the draft's run.")],

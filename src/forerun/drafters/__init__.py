@@ -3,13 +3,15 @@
 A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit and range in `metadata`) and
 `build(options, target) -> Drafter`. It may hold `check(options, tokenizer, ignore_config_keys)`, which refuses what can
 be seen before any weight is read, and `hidden_layers(options)`, the inner layers that its drafter will declare, for the
-memory plan. Nothing else has to change for a new method.
+memory plan; one that is made of others names their specs in `parts(options)`. Nothing else has to change for a new
+method.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence as Seq
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption
 from forerun.models import named
-from forerun.registry import by_value, load, make_options, names, parse_spec
+from forerun.registry import by_value, load, make_options, names, parse_spec, unwrapped
 from forerun.types import Budget, Coins, Draft, Sequence
 
 if TYPE_CHECKING:
@@ -90,9 +92,12 @@ class Drafter:
     hidden_layers: tuple[int, ...] = ()  # hidden states that `observe` gets: k = behind k layers of the target
     top_logits = 0  # how many of the likeliest tokens of each scored row `observe` gets
     shape = "chain"  # of its drafts: "chain" or "tree"
-    draws = "independent"  # how siblings are drawn: "point" masses, "independent", "distinct" (without replacement)
+    # How siblings are drawn: as "point" masses; "independent" draws of one distribution; "distinct" ones (without
+    # replacement, each states what its earlier siblings left); "any": each states a distribution of its own.
+    draws = "independent"
     runner: Runner | None = None  # of the drafter's own model, whose passes pacing measures
     is_free = False  # whether it runs no model and draws nothing, so that a guess costs microseconds and no coins
+    clock: Callable[[], float] = staticmethod(time.perf_counter)  # the one that a drafter may steer by; tests set it
     caught_up: Mapping[int, int] = MappingProxyType({})
     catchup_s = 0.0
 
@@ -120,6 +125,13 @@ class Drafter:
 
     def end(self, seq: Sequence) -> None:
         """Forget a sequence that is finished or aborted."""
+
+    def ahead(self, seq: Sequence, drafted: Seq[int], num_tokens: int) -> Seq[int]:
+        """Guess at most `num_tokens` tokens behind the committed ones and `drafted`, which are not committed.
+
+        Only free drafters are asked, and nothing of `drafted` may be kept. Others, or without a guess: ().
+        """
+        return ()
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         """Run at most `num_tokens` committed tokens of these sequences, in order, without drafting.
@@ -164,13 +176,26 @@ def resolve(spec: str, has_shipped_draft: bool) -> tuple[str, Any]:
     """
     if spec == "auto":
         spec = "model" if has_shipped_draft else "lookup"
-    is_method = spec.partition(":")[0] in names(__name__)
+    bare = unwrapped(spec)
+    is_method = bare.partition(":")[0] in names(__name__)
     is_path = "/" in spec or os.sep in spec or (spec != "" and Path(spec).exists()) or named.find(spec) is not None
     if not is_method and not is_path and (there := by_value("draft", spec.partition(":")[0])):
         raise BadOption(there)
     # A folder's name may have a colon in it, so it is looked for before the text is taken apart.
-    name, options = ("model", {"path": spec}) if is_path and not is_method else parse_spec(spec)
+    name, options = ("model", {"path": spec}) if is_path and not is_method else parse_spec(bare)
     return name, make_options(load(__name__, name, "drafter").Options, options, name)
+
+
+def leaves(spec: str, has_shipped_draft: bool) -> list[tuple[str, Any]]:
+    """Return the methods and Options of a spec that are made of no others: itself, or those inside it.
+
+    Raises BadOption as `resolve` does, for each of them.
+    """
+    name, options = resolve(spec, has_shipped_draft)
+    module = load(__name__, name, "drafter")
+    if not hasattr(module, "parts"):
+        return [(name, options)]
+    return [leaf for part in module.parts(options) for leaf in leaves(part, has_shipped_draft)]
 
 
 def check(name: str, options: Any, tokenizer: Any, ignore_config_keys: frozenset[str] = frozenset()) -> None:
@@ -188,6 +213,6 @@ def hidden_layers(name: str, options: Any) -> tuple[int, ...]:
 
 def make(spec: str, target: Target) -> Drafter:
     """Build the drafter that `resolve` names for a target. Raises BadOption for anything unknown."""
-    name, options = resolve(spec, target.shipped_draft is not None)
+    name, options = resolve(spec, target.shipped_draft is not None or target.loaded_draft is not None)
     drafter: Drafter = load(__name__, name, "drafter").build(options, target)
     return drafter

@@ -10,6 +10,7 @@ search of so many tokens takes less than 0.1 ms, which is nothing beside the att
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -49,6 +50,11 @@ class LookupDrafter(Drafter):
         chains = [self._chain(seq, b, budget) for b, seq in enumerate(seqs)]
         return Draft.chains(chains, [[Probs(point=t) for t in chain] for chain in chains])
 
+    def ahead(self, seq: Sequence, drafted: Seq[int], num_tokens: int) -> Seq[int]:
+        text = self._texts.read(seq)[:]
+        text.extend(drafted)
+        return self._follow(text, num_tokens)
+
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         self._texts.observe(seqs, seen)
 
@@ -58,17 +64,23 @@ class LookupDrafter(Drafter):
     def _chain(self, seq: Sequence, b: int, budget: Budget) -> list[int]:
         if not budget.num_tokens[b]:
             return []
-        text = self._texts.read(seq)
-        start = follower(np.frombuffer(text, np.intc), self.options.min_n, self.options.max_n)
         chain: list[int] = []
-        while start is not None and len(chain) < budget.num_tokens[b]:
-            source = start + len(chain)
-            token = text[source] if source < len(text) else chain[source - len(text)]
+        for token in self._follow(self._texts.read(seq), budget.num_tokens[b]):
             if not budget.go_on(b, len(chain), Probs(point=token)):
                 break
             chain.append(token)
             if token in seq.end_ids:
                 break  # nothing follows the end; admissible, for a point mass is known before it is "drawn"
+        return chain
+
+    def _follow(self, text: array[int], num_tokens: int) -> list[int]:
+        """What followed where the end of `text` stood before, read on from itself where the text ends."""
+        start = follower(np.frombuffer(text, np.intc), self.options.min_n, self.options.max_n)
+        if start is None:
+            return []
+        chain = list(text[start : start + num_tokens])
+        while len(chain) < num_tokens:
+            chain.append(chain[start + len(chain) - len(text)])
         return chain
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Mapping, Sequence as Seq
+from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +25,13 @@ from forerun.errors import BadOption, shown
 from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
-from forerun.models.runner import Run, Runner
+from forerun.models.runner import Run, Runner, Scores
 from forerun.sampling import History, probs, takes_the_best
 from forerun.text.tokenizer import Tokenizer, compare
 from forerun.types import ROUND_TOKENS, Budget, Coins, Draft, Probs, SamplingParams, Sequence
 
 Row = Tensor | int  # logits [V] of a sequence's next token, or the id of the largest one
+Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`: the sequence, and tokens to run
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class _Fed:
 
 
 @dataclass(slots=True)
-class _Chain:
-    """The draft of one sequence while it grows."""
+class Chain:
+    """The draft of one sequence while it grows: tokens, and the distribution that each was drawn from."""
 
     tokens: list[int] = field(default_factory=list)
     probs: list[Probs] = field(default_factory=list)
@@ -128,7 +129,7 @@ class ModelDrafter(Drafter):
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         """Run committed tokens, all but the last: the round runs that one, because it needs the logits after it."""
-        room, feeds = _Room(self.runner.cache), dict[int, tuple[Sequence, list[int]]]()
+        room, feeds = _Room(self.runner.cache), Feeds()
         for b, seq in enumerate(seqs):
             self._forget_rejected(seq)
             start = len(self._fed[seq.id].tokens)
@@ -141,23 +142,16 @@ class ModelDrafter(Drafter):
         started = time.perf_counter()
         self._feed(feeds, "none")
         for seq, tokens in feeds.values():
-            self._commit(seq, tokens)
+            self.commit(seq, tokens)
         self.catchup_s = time.perf_counter() - started if feeds else 0.0
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        room = _Room(self.runner.cache)
-        limits = [self._limit(seq, budget.num_tokens[b], room) for b, seq in enumerate(seqs)]
-        missing = {b: self._missing(seq) for b, seq in enumerate(seqs) if limits[b] > 0}
-        self.caught_up, self.catchup_s = {}, 0.0
-        if behind := [seqs[b] for b, tokens in missing.items() if len(tokens) > ROUND_TOKENS]:
-            self.catch_up(behind, budget.catchup_tokens)
-            missing = {b: self._missing(seqs[b]) for b in missing}
-        feeds = {b: (seqs[b], tokens) for b, tokens in missing.items() if len(tokens) <= ROUND_TOKENS}
+        limits, feeds = self.ready(seqs, budget)
         if not budget.stops_early and all(self._fed[seq.id].best_only for seq, _ in feeds.values()):
             return self._run_ahead(feeds, limits)
-        chains, rows, depth = [_Chain() for _ in seqs], self._feed(feeds, reads_logits=budget.reads_logits), 0
+        chains, rows, depth = [Chain() for _ in seqs], self._feed(feeds, reads_logits=budget.reads_logits), 0
         for seq, tokens in feeds.values():
-            self._commit(seq, tokens)
+            self.commit(seq, tokens)
         while rows:
             grown = [b for b, row in rows.items() if self._grow(chains[b], row, seqs[b], b, depth, budget, coins[b])]
             depth += 1
@@ -165,10 +159,59 @@ class ModelDrafter(Drafter):
             feeds = {b: (seqs[b], [chains[b].tokens[-1]]) for b in grown if depth < limits[b]}
             rows = self._feed(feeds, reads_logits=budget.reads_logits)
             for seq, tokens in feeds.values():
-                self._guess(seq, tokens)
+                self.guess(seq, tokens)
         return Draft.chains([c.tokens for c in chains], [c.probs for c in chains])
 
-    def _run_ahead(self, feeds: Mapping[int, tuple[Sequence, list[int]]], limits: Seq[int]) -> Draft:
+    def ready(self, seqs: Seq[Sequence], budget: Budget) -> tuple[list[int], Feeds]:
+        """Catch up within the budget. Returns how many tokens may be drafted, [B], and what has to be run first.
+
+        Only sequences that can be drafted for are fed: those whose committed tokens a round can run. There is room in
+        the cache for what is fed first and for all but one of the drafted tokens.
+        """
+        room = _Room(self.runner.cache)
+        limits = [self._limit(seq, budget.num_tokens[b], room) for b, seq in enumerate(seqs)]
+        missing = {b: self._missing(seq) for b, seq in enumerate(seqs) if limits[b] > 0}
+        self.caught_up, self.catchup_s = {}, 0.0
+        if behind := [seqs[b] for b, tokens in missing.items() if len(tokens) > ROUND_TOKENS]:
+            self.catch_up(behind, budget.catchup_tokens)
+            missing = {b: self._missing(seqs[b]) for b in missing}
+        return limits, {b: (seqs[b], tokens) for b, tokens in missing.items() if len(tokens) <= ROUND_TOKENS}
+
+    def run(self, seq: Sequence, tokens: Seq[int], wanted: str, reads_logits: bool) -> Run:
+        """Return a run of these tokens of a sequence.
+
+        It asks for the largest logits alone, where the draws need no others and pacing does not read them, either.
+        """
+        return Run(seq.id, tokens, wanted, None, self._fed[seq.id].best_only and not reads_logits)
+
+    def params(self, seq: Sequence) -> SamplingParams:
+        """Return the parameters that a sequence's draws use."""
+        return self._fed[seq.id].params
+
+    def num_held(self, seq: Sequence) -> int:
+        """Return how many of the committed tokens the cache holds, pending rows not counted."""
+        return len(self._fed[seq.id].tokens)
+
+    def keep_pending(self, seq: Sequence, rows: Seq[int]) -> None:
+        """Keep these pending rows, which are of the committed tokens behind those that the cache holds; drop others."""
+        self.runner.cache.keep({seq.id: rows})
+        held = self.num_held(seq)
+        self.commit(seq, seq.tokens[held : held + len(rows)])
+
+    def rows(self, scores: Scores, b: int) -> Seq[Row]:
+        """Return the rows of run b that were asked for."""
+        return scores.best[b] or scores.logits[b]  # type: ignore[return-value]
+
+    def law(self, row: Row, seq: Sequence, drafted: Seq[int]) -> Probs:
+        """Return the distribution that a token behind the committed ones and `drafted` is drawn from.
+
+        Raises BadOption where masks and filters leave no token.
+        """
+        if isinstance(row, int):
+            return Probs.of_point(row)
+        return probs(row, self._fed[seq.id].params, History.of(seq, drafted))
+
+    def _run_ahead(self, feeds: Feeds, limits: Seq[int]) -> Draft:
         """Draft the likeliest tokens of all sequences in one call of the runner.
 
         The result is that of the loop in `propose` where all draws are greedy and pacing stops none of them.
@@ -178,18 +221,18 @@ class ModelDrafter(Drafter):
         fed = zip(feeds.values(), found, strict=True)
         self.runner.cache.keep({seq.id: range(len(tokens) + len(chain) - 1) for (seq, tokens), chain in fed})
         for (b, (seq, tokens)), chain in zip(feeds.items(), found, strict=True):
-            self._commit(seq, tokens)
-            self._guess(seq, chain[:-1])
+            self.commit(seq, tokens)
+            self.guess(seq, chain[:-1])
             chains[b] = chain
         return Draft.chains(chains, [[Probs.of_point(token) for token in chain] for chain in chains])
 
-    def _grow(self, chain: _Chain, row: Row, seq: Sequence, b: int, depth: int, budget: Budget, coins: Coins) -> bool:
+    def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, depth: int, budget: Budget, coins: Coins) -> bool:
         """Draw one more token for a sequence, unless the pacing policy stops here or its masks leave no token.
 
         Returns whether another one may follow.
         """
         try:
-            draft_probs = self._probs(row, seq, chain)
+            draft_probs = self.law(row, seq, chain.tokens)
         except BadOption:
             return False  # no token is left here; the target raises where none is left there either
         logits = None if isinstance(row, int) else row
@@ -201,11 +244,6 @@ class ModelDrafter(Drafter):
         chain.tokens.append(token)
         chain.probs.append(draft_probs)
         return budget.go_behind(b, depth, token, draft_probs, logits)
-
-    def _probs(self, row: Row, seq: Sequence, chain: _Chain) -> Probs:
-        if isinstance(row, int):
-            return Probs.of_point(row)
-        return probs(row, self._fed[seq.id].params, History.of(seq, chain.tokens))
 
     def _limit(self, seq: Sequence, granted: int, room: _Room) -> int:
         """Return how many tokens to draft, at most `granted`, within the model's positions and the room in the cache.
@@ -232,7 +270,7 @@ class ModelDrafter(Drafter):
         self._guessing.discard(seq.id)
         self.runner.cache.truncate_to(seq.id, same)
 
-    def _guess(self, seq: Sequence, tokens: list[int]) -> None:
+    def guess(self, seq: Sequence, tokens: list[int]) -> None:
         """Record that drafted tokens were fed behind committed ones."""
         if tokens:
             self._fed[seq.id].tokens += tokens
@@ -242,7 +280,7 @@ class ModelDrafter(Drafter):
         """Return the committed tokens that the cache lacks."""
         return seq.tokens[len(self._fed[seq.id].tokens) :]
 
-    def _commit(self, seq: Sequence, tokens: list[int]) -> None:
+    def commit(self, seq: Sequence, tokens: list[int]) -> None:
         """Record that committed tokens were fed, and let other sequences share them."""
         fed = self._fed[seq.id]
         fed.tokens += tokens
@@ -255,27 +293,15 @@ class ModelDrafter(Drafter):
         inside = num_tokens > 0 and start + num_tokens <= config.max_positions
         return num_tokens if inside and max(seq.tokens[start : start + num_tokens]) < config.vocab_size else 0
 
-    def _feed(
-        self, feeds: dict[int, tuple[Sequence, list[int]]], wanted: str = "last", reads_logits: bool = False
-    ) -> dict[int, Row]:
-        """Run these tokens and keep their rows. Returns what follows each sequence's last row, if wanted="last".
-
-        reads_logits: whether logits are wanted also where the largest one is enough to draw.
-        """
+    def _feed(self, feeds: Feeds, wanted: str = "last", reads_logits: bool = False) -> dict[int, Row]:
+        """Run these tokens and keep their rows. Returns what follows each sequence's last row, if wanted="last"."""
         if not feeds:
             return {}
-        best_only = [self._fed[seq.id].best_only and not reads_logits for seq, _ in feeds.values()]
-        scores = self.runner.forward(
-            [
-                Run(seq.id, tokens, wanted, None, best)
-                for (seq, tokens), best in zip(feeds.values(), best_only, strict=True)
-            ]
-        )
+        scores = self.runner.forward([self.run(seq, tokens, wanted, reads_logits) for seq, tokens in feeds.values()])
         self.runner.cache.keep({seq.id: range(len(tokens)) for seq, tokens in feeds.values()})
         if wanted != "last":
             return {}
-        last = [scores.best[i][0] if best else scores.logits[i][-1] for i, best in enumerate(best_only)]
-        return dict(zip(feeds, last, strict=True))
+        return {b: self.rows(scores, i)[-1] for i, b in enumerate(feeds)}
 
     def _draft_params(self, params: SamplingParams) -> SamplingParams:
         """Return the request's parameters with the drafter's own options put in.

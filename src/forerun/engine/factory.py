@@ -89,7 +89,7 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokeni
     ops.resolve(config.ops, _device(config.device).type)
     pacing.make(config.pacing_spec, config.spec_length)
     has_own = is_shipped(config.target) or has_loaded_draft
-    methods = [drafters.resolve(spec, has_own) for spec in (config.draft, *config.extra_draft_specs)]
+    methods = [leaf for spec in (config.draft, *config.extra_draft_specs) for leaf in drafters.leaves(spec, has_own)]
     folder = target_files(config)
     max_positions = read_config(read_raw_config(folder, config.ignored_config_keys)).max_positions
     max_seq_len = resolve_max_seq_len(config.max_seq_len, max_positions)
@@ -174,10 +174,11 @@ def outlines(config: EngineConfig) -> dict[str, Outline]:
     """
     read, target = partial(Outline.of, ignore=config.ignored_config_keys), _target(config)
     drafts = {"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}
-    found = {name: _model_of(spec, config) for name, spec in drafts.items()}
-    return {"target": read(target, config.quantization)} | {
-        name: read(*model) for name, model in found.items() if model is not None
-    }
+    found = {"target": read(target, config.quantization)}
+    for label, spec in drafts.items():
+        for number, model in enumerate(_models_of(spec, config), 1):
+            found[label if number == 1 else f"{label}, model {number}"] = read(*model)
+    return found
 
 
 def plan_of(config: EngineConfig, models: Mapping[str, Outline], device: str, available: int | None) -> MemoryPlan:
@@ -198,19 +199,21 @@ def plan_of(config: EngineConfig, models: Mapping[str, Outline], device: str, av
 
 def num_taps(config: EngineConfig) -> int:
     """The inner layers of the target whose rows each pass shows to drafters."""
-    methods = [drafters.resolve(spec, is_shipped(config.target)) for spec in (config.draft, *config.extra_draft_specs)]
+    specs = (config.draft, *config.extra_draft_specs)
+    methods = [leaf for spec in specs for leaf in drafters.leaves(spec, is_shipped(config.target))]
     return len({k for method, options in methods for k in drafters.hidden_layers(method, options)})
 
 
-def _model_of(spec: str, config: EngineConfig) -> tuple[str, str | None] | None:
-    """Name and quantization of the draft model that LLM would load; None for a drafter without a model."""
-    method, options = drafters.resolve(spec, is_shipped(config.target))
-    if method != "model":
-        return None
-    name: str | None = options.path or (str(SHIPPED_DRAFT) if is_shipped(config.target) else None)
-    if name is None:
-        raise BadOption("the drafter 'model' needs a draft model: give its folder, as in draft='path/to/draft'")
-    return name, options.quantization
+def _models_of(spec: str, config: EngineConfig) -> list[tuple[str, str | None]]:
+    """Name and quantization of each draft model that LLM would load for a drafter; () for one without a model."""
+    found = []
+    for method, options in drafters.leaves(spec, is_shipped(config.target)):
+        if method == "model":
+            name: str | None = options.path or (str(SHIPPED_DRAFT) if is_shipped(config.target) else None)
+            if name is None:
+                raise BadOption("the drafter 'model' needs a draft model: give its folder, as in draft='path/to/draft'")
+            found.append((name, options.quantization))
+    return found
 
 
 def device_of(config: EngineConfig) -> str:

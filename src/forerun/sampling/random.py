@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from forerun.errors import InternalError
 from forerun.sampling import arithmetic
@@ -166,6 +167,19 @@ class PhiloxCoins:
     def pick(self, probs: Probs, depth: int) -> int:
         """argmax over the ids with probs > 0 of log probs + Gumbel noise (Gumbel-max); lowest id on ties."""
         return _pick(probs, self._seed, self._position + depth) if probs.point is None else probs.point
+
+    def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
+        """The `num` first ids of the race that `pick` looks at the winner of."""
+        if probs.point is not None:
+            return [probs.point]
+        weights, ids = (None if part is None else torch.from_numpy(part.copy()) for part in _host(probs))
+        assert weights is not None
+        found: list[int] = []
+        while len(found) < num and bool(weights.any()):
+            left = Probs(dense=weights) if ids is None else Probs(ids=ids, listed=weights)
+            found.append(_pick(left, self._seed, self._position + depth))
+            weights[found[-1] if ids is None else int(torch.searchsorted(ids, found[-1]))] = 0
+        return found
 
 
 def _host(probs: Probs) -> tuple[Row, Ids | None]:

@@ -17,7 +17,7 @@ from forerun.verify import Ruling, children_of, collected, equal_siblings
 
 LOSSLESS = True
 SHAPES = ("chain", "tree")
-DRAWS = ("point", "independent", "distinct")
+DRAWS = ("point", "independent", "distinct", "any")
 NEEDS_ALL_ROWS = False
 
 

@@ -24,7 +24,7 @@ from forerun.verify.arithmetic import acceptance, residual
 
 LOSSLESS = True
 SHAPES = ("chain", "tree")
-DRAWS = ("point", "independent", "distinct")
+DRAWS = ("point", "independent", "distinct", "any")
 NEEDS_ALL_ROWS = False
 
 

@@ -1,0 +1,191 @@
+"""A draft model whose own guesses are drafted by a cheaper drafter (Chen et al. 2023, arXiv 2312.11462; Spector, Re
+2023, arXiv 2308.04623).
+
+The draft model verifies the cheap guesses with its own distribution q, which is speculative sampling inside: what it
+emits has the law q, so the outer rule tests it with the vectors q, which are stored for every position, corrections
+included. The stream may be cut at a fixed length, at the end of an inner round, or where pacing stops before a position
+by looking at its q: each of these depends on earlier tokens alone (docs/exactness.md). So a draft costs fewer passes of
+the draft model, one after another, and is as good as its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from forerun import drafters, verify
+from forerun.drafters import Drafter, Target
+from forerun.drafters.compound import Compound, made, of_model
+from forerun.drafters.model import Chain, Feeds, ModelDrafter, Row
+from forerun.errors import BadOption, shown
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
+
+Emitted = tuple[int, Probs, Row]  # a token, the draft model's distribution of it, and the row that it is made of
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which model, and what drafts for it."""
+
+    of: str = field(default="model", metadata={"help": "spec of the draft model, as in (model:path=FOLDER)"})
+    inner: str = field(default="lookup", metadata={"help": "spec of the drafter that drafts for it"})
+    inner_length: int = field(default=8, metadata={"help": "most tokens of an inner guess", "min": 1, "max": 64})
+
+    def __post_init__(self) -> None:
+        of_model("cascade", self.of)
+        drafters.resolve(self.inner, has_shipped_draft=True)
+
+
+class _InnerCoins:
+    """The coins of one inner round. All of its decisions are draws of the drafter's, on lanes that no other round has.
+
+    start: depth, within the outer round, of its first token. round: number of the inner round.
+    """
+
+    def __init__(self, coins: Coins, start: int, round: int) -> None:
+        self._coins, self._start, self._lane = coins, start, 4 * round
+
+    def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
+        if not 0 < prob < 1:
+            return prob >= 1
+        outcomes = Probs(dense=torch.tensor([1 - prob, prob], dtype=torch.float64))
+        return self._coins.draft(outcomes, self._start + depth, self._lane) == 1
+
+    def draw(self, probs: Probs, depth: int) -> int:
+        return self._coins.draft(probs, self._start + depth, self._lane + 2)
+
+    def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
+        return self._coins.draft(probs, self._start + depth, 2 * lane + 1)  # of the first round, the only one to draw
+
+    def pick(self, probs: Probs, depth: int) -> int:
+        return self._coins.pick(probs, self._start + depth)
+
+    def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
+        return self._coins.picks(probs, self._start + depth, num)
+
+
+class _Laws(Seq[Probs]):
+    """The draft model's distributions of an inner round, each computed when it is asked for.
+
+    end: the first position at which masks leave no token; nothing from there on may be drafted.
+    """
+
+    def __init__(self, make: Callable[[int], Probs], length: int) -> None:
+        self._make, self.end = make, length
+        self._found: list[Probs | None] = [None] * length
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, row):  # type: ignore[no-untyped-def]
+        found = self._found[row]
+        if found is None:
+            try:
+                found = self._make(row)
+            except BadOption:  # the target raises where none is left there either
+                found, self.end = Probs.of_point(0), min(self.end, row)
+            self._found[row] = found
+        return found
+
+
+class CascadeDrafter(Compound):
+    """Drafts with `model`, which verifies in each of its passes what `inner` guessed."""
+
+    def __init__(self, model: ModelDrafter, inner: Drafter, inner_length: int) -> None:
+        super().__init__([model, inner])
+        self.model, self.inner, self.inner_length = model, inner, inner_length
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self.start()
+        limits, feeds = self.model.ready(seqs, budget)
+        self.count(self.model)
+        chains, round = [Chain() for _ in seqs], 0
+        guesses = self._first_guesses(limits, seqs, budget, coins, list(feeds))
+        while feeds:
+            own = {b: _InnerCoins(coins[b], len(chains[b].tokens), round) for b in feeds}
+            emitted = self._pass(feeds, guesses, chains, own, round == 0, budget.reads_logits)
+            grown = [b for b in feeds if self._extend(chains[b], emitted[b], b, budget, limits[b])]
+            feeds = {b: (seqs[b], [chains[b].tokens[-1]]) for b in grown}
+            guesses = {b: self._guess(seqs[b], chains[b].tokens, limits[b]) for b in grown}
+            round += 1
+        return Draft.chains([chain.tokens for chain in chains], [chain.probs for chain in chains])
+
+    def _first_guesses(
+        self, limits: Seq[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], fed: list[int]
+    ) -> dict[int, Draft]:
+        """What the inner drafter guesses behind the committed tokens of the sequences that are fed.
+
+        The model adds a token of its own, for which one place is left.
+        """
+        lengths = [max(0, min(self.inner_length, limit - 1)) for limit in limits]
+        asked = [b for b in fed if lengths[b]]
+        own = [_InnerCoins(its, 0, 0) for its in coins]
+        found = self.ask(self.inner, asked, seqs, Budget(lengths, budget.catchup_tokens), own)
+        return dict.fromkeys(fed, Draft.empty(1)) | dict(zip(asked, found, strict=True))
+
+    def _guess(self, seq: Sequence, drafted: Seq[int], limit: int) -> Draft:
+        """What the inner drafter guesses behind drafted tokens; it may keep nothing of them."""
+        length = min(self.inner_length, limit - len(drafted) - 1)
+        tokens = self.inner.ahead(seq, drafted, length) if length > 0 else ()
+        return Draft.chains([tokens], [[Probs.of_point(token) for token in tokens]])
+
+    def _pass(
+        self,
+        feeds: Feeds,
+        guesses: Mapping[int, Draft],
+        chains: Seq[Chain],
+        coins: Mapping[int, Coins],
+        is_first: bool,
+        reads_logits: bool,
+    ) -> dict[int, list[Emitted]]:
+        """Run each sequence's tokens and its guess, and judge that. Returns the tokens of law q, each with its q."""
+        model = self.model
+        scores = model.runner.forward(
+            [model.run(seq, [*tokens, *guesses[b].tokens], "all", reads_logits) for b, (seq, tokens) in feeds.items()]
+        )
+        emitted, kept = {}, {}
+        for i, (b, (seq, tokens)) in enumerate(feeds.items()):
+            rows, guess = model.rows(scores, i)[len(tokens) - 1 :], guesses[b].tokens
+            laws = _Laws(partial(self._law, rows, seq, chains[b].tokens, guess), len(guess) + 1)
+            rule = verify.find("match" if seq.acceptance == "match" else "ratio")
+            path, last, _ = rule.rule(guesses[b], 0, laws, coins[b])
+            kept[b] = guess[: len(path)]
+            emitted[b] = list(zip([*kept[b], last], laws, rows, strict=False))[: laws.end]
+        model.runner.cache.keep({seq.id: range(len(tokens) + len(kept[b])) for b, (seq, tokens) in feeds.items()})
+        for b, (seq, tokens) in feeds.items():
+            (model.commit if is_first else model.guess)(seq, tokens)
+            model.guess(seq, kept[b])
+        return emitted
+
+    def _law(self, rows: Seq[Row], seq: Sequence, drafted: Seq[int], guess: Seq[int], row: int) -> Probs:
+        return self.model.law(rows[row], seq, [*drafted, *guess[:row]])
+
+    @staticmethod
+    def _extend(chain: Chain, emitted: Seq[Emitted], b: int, budget: Budget, limit: int) -> bool:
+        """Add the emitted tokens up to where pacing stops. Returns whether the draft goes on."""
+        for token, law, row in emitted:
+            depth, logits = len(chain.tokens), None if isinstance(row, int) else row
+            if not budget.go_on(b, depth, law, logits):
+                return False
+            chain.tokens.append(token)
+            chain.probs.append(law)
+            if not budget.go_behind(b, depth, token, law, logits):
+                return False
+        return bool(emitted) and len(chain.tokens) < limit
+
+
+def parts(options: Options) -> list[str]:
+    """Return the specs of the model and of what drafts for it."""
+    return [options.of, options.inner]
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """Load the model. Raises BadOption where the inner drafter makes trees."""
+    model, inner = made(parts(options), target)
+    assert isinstance(model, ModelDrafter)
+    if inner.shape != "chain":
+        raise BadOption(f"cascade:inner={shown(options.inner)} is not possible: it drafts trees; name one of chains")
+    return CascadeDrafter(model, inner, options.inner_length)

@@ -1,0 +1,112 @@
+"""What drafters that are made of other drafters share: the members see everything, and one round asks some of them.
+
+Every member keeps up with every sequence, whoever drafts for it, because another round may ask another one. A draft
+model that was not asked for some rounds is behind; it runs the committed tokens that it lacks when it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence as Seq
+
+from forerun import drafters
+from forerun.drafters import Drafter, Seen, Target
+from forerun.errors import BadOption, shown
+from forerun.registry import parse_list
+from forerun.types import Budget, Coins, Draft, Sequence
+
+
+class Compound(Drafter):
+    """A drafter with members. What it needs of the target is what they need together.
+
+    Raises BadOption where the members draw the siblings of their trees in different ways and no rule could know how.
+    """
+
+    def __init__(self, members: Seq[Drafter]) -> None:
+        self.members = list(members)
+        self.hidden_layers = tuple(sorted({k for member in members for k in member.hidden_layers}))
+        self.top_logits = max(member.top_logits for member in members)
+        self.shape = "tree" if any(member.shape == "tree" for member in members) else "chain"
+        self.draws = _draws(members)
+        self.runner = next((member.runner for member in members if member.runner is not None), None)
+        self.is_free = all(member.is_free for member in members)
+        self.caught_up: dict[int, int] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        for member in self.members:
+            member.begin(seq)
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        for member in self.members:
+            member.observe(seqs, seen)
+
+    def resumes_from(self, seq: Sequence, num_tokens: int) -> int:
+        return min(member.resumes_from(seq, num_tokens) for member in self.members)
+
+    def end(self, seq: Sequence) -> None:
+        for member in self.members:
+            member.end(seq)
+
+    def free_tokens(self, without: Collection[int] = ()) -> int | None:
+        found = [member.free_tokens(without) for member in self.members]
+        return min([free for free in found if free is not None], default=None)
+
+    def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
+        """Let the members run the tokens in turn; the earlier ones first."""
+        self.start()
+        for member in self.members:
+            member.catch_up(seqs, num_tokens - sum(self.caught_up.values()))
+            self.count(member)
+
+    def start(self) -> None:
+        """Forget what members ran to catch up in an earlier call."""
+        self.caught_up, self.catchup_s = {}, 0.0
+
+    def ask(
+        self, member: Drafter, chosen: Seq[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
+    ) -> list[Draft]:
+        """Return a member's draft for each of the chosen sequences, which are indices of `seqs`."""
+        if not chosen:
+            return []
+        own = budget.only(chosen, budget.catchup_tokens - sum(self.caught_up.values()))
+        draft = member.propose([seqs[b] for b in chosen], own, [coins[b] for b in chosen])
+        self.count(member)
+        return [draft.only(i) for i in range(len(chosen))]
+
+    def count(self, member: Drafter) -> None:
+        """Add what a member just ran to catch up."""
+        for sequence_id, num_tokens in member.caught_up.items():
+            self.caught_up[sequence_id] = self.caught_up.get(sequence_id, 0) + num_tokens
+        self.catchup_s += member.catchup_s
+
+
+def _draws(members: Seq[Drafter]) -> str:
+    """How the siblings of all members are drawn. A chain has none, and fits to every kind."""
+    trees = {member.draws for member in members if member.shape == "tree"}
+    if len(trees) == 1:
+        (only,) = trees
+        return only if only != "point" or all(member.draws == "point" for member in members) else "any"
+    if trees:
+        return "any"
+    return "point" if all(member.draws == "point" for member in members) else "independent"
+
+
+def specs(name: str, texts: str, least: int = 1) -> list[str]:
+    """Return the specs of a list of members, each known. Raises BadOption for fewer than `least`, or an unknown one."""
+    found = parse_list(texts)
+    if len(found) < least:
+        raise BadOption(f"{name}:of={shown(texts)} is not possible: name at least {least} drafters, as in lookup+model")
+    for spec in found:
+        drafters.resolve(spec, has_shipped_draft=True)  # which the caller of `build` knows, and errors do not depend on
+    return found
+
+
+def of_model(name: str, spec: str) -> None:
+    """Refuse a spec that is of another drafter than a model."""
+    method, _ = drafters.resolve(spec, has_shipped_draft=True)
+    if method != "model":
+        raise BadOption(f"{name}:of={shown(spec)} is not possible: it must be a draft model, as in (model:path=FOLDER)")
+
+
+def made(texts: Seq[str], target: Target) -> list[Drafter]:
+    """Build the members."""
+    return [drafters.make(text, target) for text in texts]

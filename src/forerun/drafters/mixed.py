@@ -1,0 +1,56 @@
+"""Several drafters in order: the first that finds something drafts.
+
+The order is that of the option. A search in the text costs next to nothing and is often right where it finds something,
+and a draft model guesses everywhere: together they are better than either. Whether a member finds something is known
+before any of its tokens is drawn, so the choice is admissible (docs/exactness.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from forerun.drafters import Drafter, Target
+from forerun.drafters.compound import Compound, made, specs
+from forerun.types import Budget, Coins, Draft, Sequence
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which drafters, in order."""
+
+    of: str = field(
+        default="lookup+model", metadata={"help": "specs of drafters with + between, as in (lookup:max_n=8)+model"}
+    )
+
+    def __post_init__(self) -> None:
+        specs("mixed", self.of)
+
+
+class MixedDrafter(Compound):
+    """Asks its members in turn, each for the sequences for which the earlier ones found nothing."""
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self.start()
+        found = [Draft.empty(1)] * len(seqs)
+        left = [b for b, granted in enumerate(budget.num_tokens) if granted > 0]
+        for member in self.members:
+            for b, draft in zip(left, self.ask(member, left, seqs, budget, coins), strict=True):
+                if draft.num_rows(0):  # extra rows alone cost something, too: a later member's nodes replace them
+                    found[b] = draft
+            left = [b for b in left if not found[b].tokens]
+        return Draft.joined(found)
+
+    def ahead(self, seq: Sequence, drafted: Seq[int], num_tokens: int) -> Seq[int]:
+        guesses = (member.ahead(seq, drafted, num_tokens) for member in self.members)
+        return next((guess for guess in guesses if guess), ())
+
+
+def parts(options: Options) -> list[str]:
+    """Return the specs of the members."""
+    return specs("mixed", options.of)
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """Build all members; one with a model loads it."""
+    return MixedDrafter(made(parts(options), target))

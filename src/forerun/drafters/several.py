@@ -1,0 +1,92 @@
+"""Several drafters feed one tree: each drafts a chain, and the chains are siblings at the root (SpecInfer, Miao et al.
+2023, arXiv 2305.09781).
+
+Each token states the distribution that its own member drew it from. The chains are tested in the order of the option,
+which is fixed without looking at tokens, so recursive rejection is exact. Where two chains begin alike the rule goes on
+with both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from forerun.drafters import Drafter, Target
+from forerun.drafters.compound import Compound, made, specs
+from forerun.errors import BadOption, shown
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which drafters, in order."""
+
+    of: str = field(
+        default="lookup+model", metadata={"help": "specs of drafters with + between, as in model+(model:path=FOLDER)"}
+    )
+
+    def __post_init__(self) -> None:
+        specs("several", self.of, least=2)
+
+
+class _Lanes:
+    """The coins of one member: its draws have lanes that no other member's have."""
+
+    def __init__(self, coins: Coins, member: int, num_members: int) -> None:
+        self.accept, self.draw, self.pick, self.picks = coins.accept, coins.draw, coins.pick, coins.picks
+        self._coins, self._member, self._num_members = coins, member, num_members
+
+    def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
+        return self._coins.draft(probs, depth, lane * self._num_members + self._member)
+
+
+class SeveralDrafter(Compound):
+    """Asks all members, which share the nodes that were granted; one that finds nothing leaves its share to others."""
+
+    def __init__(self, members: Seq[Drafter]) -> None:
+        super().__init__(members)
+        self.shape = "tree"
+        self.draws = "point" if self.draws == "point" else "any"
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self.start()
+        left, chains = list(budget.num_tokens), [list[Draft]() for _ in seqs]
+        for i, member in enumerate(self.members):
+            num_left = len(self.members) - i
+            budget.num_tokens = [-(-nodes // num_left) for nodes in left]  # a share, rounded up
+            asked = [b for b, share in enumerate(budget.num_tokens) if share > 0]
+            own = [_Lanes(its, i, len(self.members)) for its in coins]
+            for b, chain in zip(asked, self.ask(member, asked, seqs, budget, own), strict=True):
+                if chain.tokens:  # known before a token is drawn; the length of a chain changes no other's share
+                    chains[b].append(chain)
+                    left[b] -= budget.num_tokens[b]
+        return Draft.joined([_side_by_side(own_chains) for own_chains in chains])
+
+
+def _side_by_side(chains: Seq[Draft]) -> Draft:
+    """Return a tree of chains of one sequence, level by level, so that the first levels are what a cut leaves."""
+    made = Draft([], [], [0, 0], [])
+    tips = [-1] * len(chains)
+    for depth in range(max((len(chain.tokens) for chain in chains), default=0)):
+        for i, chain in enumerate(chains):
+            if depth < len(chain.tokens):
+                made.parents.append(tips[i])
+                tips[i] = len(made.tokens)
+                made.tokens.append(chain.tokens[depth])
+                made.probs.append(chain.probs[depth])
+    made.node_starts[1] = len(made.tokens)
+    return made
+
+
+def parts(options: Options) -> list[str]:
+    """Return the specs of the members."""
+    return specs("several", options.of, least=2)
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """Build all members; one with a model loads it. Raises BadOption for one that drafts trees."""
+    members = made(parts(options), target)
+    for member, spec in zip(members, parts(options), strict=True):
+        if member.shape != "chain":
+            raise BadOption(f"several:of has {shown(spec)}, which drafts trees: name drafters of chains")
+    return SeveralDrafter(members)

@@ -1,0 +1,299 @@
+"""Each request is drafted for by the member that promises it the most tokens per second, chosen anew in every round.
+
+Leviathan et al. 2023 (section 6) leave it open to vary the approximation model; here any drafters are members. The
+promise is (1 + the tokens that a draft gains) / (seconds of the target's pass and of the draft), with the length that
+makes it largest; drafting nothing competes, too. Seconds are measured; gains are learned from past rounds, by request
+and rank, and begin with the member's own average. Free members are asked in every round, which costs no rows, and what
+they guessed is compared with what was committed, whoever drafted. The others are known only where they drafted, so one
+that looks hopeless is probed after pauses that double in length.
+
+A decision looks at past rounds and at point masses alone, so it is admissible (docs/exactness.md). It depends on
+measured seconds, so it may differ from run to run; the texts of greedy and of `match` requests do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+
+from forerun.drafters import Drafter, Seen, Target
+from forerun.drafters.compound import Compound, made, specs
+from forerun.types import Budget, Coins, Draft, Sequence
+
+MOST_NODES = 16  # of a guess that is scored
+FIRST_GUESS = 0.6  # acceptance of a member of which no round was seen
+FIRST_PAUSE, LONGEST_PAUSE = 8, 512  # rounds between two probes of a member
+MEMORY = 30  # rounds until the weight of one is 1/e
+PROBE_NODES = 4
+FIRST_SLOPE = 0.05  # of the target's pass per row, in passes of one row, until widths of both kinds were timed
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which drafters, and when to change."""
+
+    of: str = field(
+        default="lookup+model", metadata={"help": "specs of drafters with + between, as in (lookup:max_n=8)+model"}
+    )
+    hysteresis: float = field(
+        default=0.02,
+        metadata={"help": "by which share another member must promise more than the present one", "min": 0, "max": 1},
+    )
+
+    def __post_init__(self) -> None:
+        specs("switch", self.of)
+
+
+class _Gains:
+    """Decaying counts of guessed and accepted nodes, by rank: how likely the node of each rank is to be accepted."""
+
+    def __init__(self, prior: _Gains | None = None) -> None:
+        self.prior, self.num_rounds = prior, 0
+        self.guessed, self.accepted = [0.0] * MOST_NODES, [0.0] * MOST_NODES
+
+    def add(self, num_nodes: int, ranks: Seq[int]) -> None:
+        """Add a round, to the prior as well."""
+        keep, self.num_rounds = 1 - 1 / MEMORY, self.num_rounds + 1
+        self.guessed = [keep * weight + (rank < num_nodes) for rank, weight in enumerate(self.guessed)]
+        self.accepted = [keep * weight + (rank in ranks) for rank, weight in enumerate(self.accepted)]
+        if self.prior is not None:
+            self.prior.add(num_nodes, ranks)
+
+    @property
+    def is_known(self) -> bool:
+        return self.num_rounds > 0 or (self.prior is not None and self.prior.num_rounds > 0)
+
+    def shares(self) -> list[float]:
+        """Return P(the node of rank i is accepted), [MOST_NODES]; the prior's have the weight of four rounds."""
+        first = [FIRST_GUESS ** (rank + 1) for rank in range(MOST_NODES)]
+        prior = first if self.prior is None else self.prior.shares()
+        counts = zip(self.accepted, self.guessed, prior, strict=True)
+        return [(accepted + 4 * share) / (guessed + 4) for accepted, guessed, share in counts]
+
+
+class _Line:
+    """Decaying least squares of seconds over a number, with a first slope in units of the seconds at 0."""
+
+    def __init__(self, first_slope: float) -> None:
+        self.first_slope, self.weight = first_slope, 0.0
+        self.x = self.y = self.xx = self.xy = 0.0
+
+    def add(self, x: float, seconds: float) -> None:
+        """Add a measurement; one that is far above the others counts as three times what was expected."""
+        if self.weight:
+            seconds = min(seconds, 3 * self.at(x))
+        keep = 1 - 1 / MEMORY
+        self.weight, self.x, self.y = keep * self.weight + 1, keep * self.x + x, keep * self.y + seconds
+        self.xx, self.xy = keep * self.xx + x * x, keep * self.xy + x * seconds
+
+    def at(self, x: float) -> float:
+        """Return the seconds at x, 0 where nothing was measured."""
+        if not self.weight:
+            return 0.0
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        variance, covariance = self.xx / self.weight - mean_x**2, self.xy / self.weight - mean_x * mean_y
+        usual = mean_y * self.first_slope / (1 + self.first_slope * mean_x)  # a line through the mean point
+        slope = min(max(0.0, (covariance + usual) / (variance + 1)), mean_y / mean_x if mean_x else 0.0)
+        return max(0.0, mean_y + slope * (x - mean_x))
+
+
+@dataclass
+class _Rate:
+    """Decaying average of the seconds per drafted node, 0 where nothing was measured. Sequences share passes."""
+
+    nodes: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, num_nodes: int, seconds: float) -> None:
+        """Add a call of a member."""
+        keep = 1 - 1 / MEMORY
+        self.nodes, self.seconds = keep * self.nodes + num_nodes, keep * self.seconds + seconds
+
+    @property
+    def per_node(self) -> float:
+        return self.seconds / self.nodes if self.nodes else 0.0
+
+
+@dataclass
+class _Known:
+    """What is known of one member for one request.
+
+    guess: tokens before it, and the guess, until it was scored. pause, probe_at: in rounds of the request.
+    """
+
+    gains: _Gains
+    guess: tuple[int, Draft] | None = None
+    pause: int = FIRST_PAUSE
+    probe_at: int = FIRST_PAUSE
+
+
+@dataclass
+class _Request:
+    """One request: what is known of each member, its rounds so far, and the member that drafts for it."""
+
+    known: list[_Known]
+    num_rounds: int = 0
+    now: int | None = None
+
+
+class SwitchDrafter(Compound):
+    """Chooses among its members for each request and round."""
+
+    def __init__(self, members: Seq[Drafter], hysteresis: float) -> None:
+        super().__init__(members)
+        self.hysteresis = hysteresis
+        self._mean = [_Gains() for _ in members]
+        self._draft_s = [_Rate() for _ in members]
+        self._pass_s = _Line(FIRST_SLOPE)  # of the rest of a step, by its rows
+        self._ready_at: float | None = None  # when the drafts of this step were ready
+        self._requests: dict[int, _Request] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        super().begin(seq)
+        self._requests[seq.id] = _Request([_Known(_Gains(mean)) for mean in self._mean])
+
+    def end(self, seq: Sequence) -> None:
+        super().end(seq)
+        self._requests.pop(seq.id, None)
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self.start()
+        asked = [b for b, granted in enumerate(budget.num_tokens) if granted > 0]
+        found = [Draft.empty(1)] * len(seqs)
+        guesses = self._free_guesses(asked, seqs, budget, coins)
+        groups: dict[int, list[int]] = {}
+        for b in asked:
+            member, length = self._choose(self._requests[seqs[b].id], guesses[b], budget.num_tokens[b], len(seqs))
+            if member in guesses[b]:
+                found[b] = _first(guesses[b][member], length)
+            elif member is not None:
+                budget.num_tokens[b] = length
+                groups.setdefault(member, []).append(b)
+        for member, chosen in groups.items():
+            for b, draft in zip(chosen, self._timed(member, chosen, seqs, budget, coins), strict=True):
+                others = guesses[b].values() if not draft.tokens else ()  # a model that is behind draws nothing
+                found[b] = next((_first(guess, budget.num_tokens[b]) for guess in others), draft)
+        self._ready_at = self.clock()
+        return Draft.joined(found)
+
+    def _free_guesses(
+        self, asked: list[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
+    ) -> dict[int, dict[int, Draft]]:
+        """By sequence and member: what the free members guess, where they guess something."""
+        guesses: dict[int, dict[int, Draft]] = {b: {} for b in asked}
+        for i, member in enumerate(self.members):
+            if member.is_free:
+                for b, draft in zip(asked, self.ask(member, asked, seqs, budget, coins), strict=True):
+                    known = self._requests[seqs[b].id].known[i]
+                    if draft.tokens:
+                        guesses[b][i] = draft
+                        known.guess = known.guess or (len(seqs[b].tokens), _first(draft, MOST_NODES))
+        return guesses
+
+    def _timed(
+        self, member: int, chosen: list[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
+    ) -> list[Draft]:
+        """Ask a member that costs something, and note what it took and what it drafted."""
+        drafter, begun, had = self.members[member], self.clock(), self.catchup_s
+        drafts = self.ask(drafter, chosen, seqs, budget, coins)
+        self._draft_s[member].add(sum(len(d.tokens) for d in drafts), self.clock() - begun - self.catchup_s + had)
+        for b, draft in zip(chosen, drafts, strict=True):
+            known = self._requests[seqs[b].id].known[member]
+            if draft.tokens:
+                known.guess = (len(seqs[b].tokens), _first(draft, MOST_NODES))
+            elif seqs[b].id in drafter.caught_up:
+                known.probe_at = 0  # it is behind, and asked again in the next round
+            else:
+                known.gains.add(1, ())
+        return drafts
+
+    def _choose(
+        self, request: _Request, guesses: Mapping[int, Draft], most: int, num_sequences: int
+    ) -> tuple[int | None, int]:
+        """Return the member that drafts for a request and how many nodes; None where it decodes plainly.
+
+        guesses: of the free members, by member. most: nodes that were granted.
+        """
+        request.num_rounds += 1
+        rates: dict[int | None, float] = {None: 1 / self._seconds(0, 0.0, num_sequences)}
+        lengths: dict[int | None, int] = {None: 0}
+        for i, known in enumerate(request.known):
+            longest = len(guesses[i].tokens) if i in guesses else 0 if self.members[i].is_free else most
+            if longest:
+                rates[i], lengths[i] = self._best(known, longest, self._draft_s[i].per_node, num_sequences)
+        best = max(rates, key=rates.__getitem__)
+        if rates[best] <= (1 + self.hysteresis) * rates.get(request.now, 0.0):
+            best = request.now
+        for i, known in enumerate(request.known):
+            if i not in lengths or self.members[i].is_free:
+                continue
+            if i == best:
+                known.pause, known.probe_at = FIRST_PAUSE, request.num_rounds + FIRST_PAUSE
+            elif not known.gains.is_known or request.num_rounds >= known.probe_at:
+                known.pause = min(2 * known.pause, LONGEST_PAUSE)
+                known.probe_at = request.num_rounds + known.pause
+                return i, min(most, PROBE_NODES)
+        request.now = best
+        return best, lengths[best]
+
+    def _best(self, known: _Known, most: int, node_s: float, num_sequences: int) -> tuple[float, int]:
+        """Return the most tokens per second that a member promises, and with how many nodes."""
+        tokens, found = 1.0, []
+        for length, share in enumerate(known.gains.shares()[:most], 1):
+            tokens += share
+            found.append((tokens / self._seconds(length, node_s, num_sequences), length))
+        return max(found)
+
+    def _seconds(self, num_nodes: int, node_s: float, num_sequences: int) -> float:
+        """Return what a round of one sequence takes: its share of a pass, and its own rows and draft.
+
+        Passes of one row where nothing was measured.
+        """
+        plain = self._pass_s.at(num_sequences)
+        if plain <= 0:
+            return 1 + FIRST_SLOPE * num_nodes
+        return plain / num_sequences + self._pass_s.at(num_sequences + num_nodes) - plain + node_s * num_nodes
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        if self._ready_at is not None and seen:
+            scores = seen[0].scores
+            if all(len(logits) or best for logits, best in zip(scores.logits, scores.best, strict=True)):  # no prompts
+                self._pass_s.add(scores.rows[-1].stop, self.clock() - self._ready_at)
+            self._ready_at = None
+        super().observe(seqs, seen)
+        for seq in seqs:
+            for known in self._requests[seq.id].known:
+                _score(known, seq.tokens)
+
+
+def _first(draft: Draft, num_nodes: int) -> Draft:
+    """Return the best nodes of a draft of one sequence; its extra rows only where all nodes stay."""
+    if num_nodes >= len(draft.tokens):
+        return draft
+    return Draft(draft.tokens[:num_nodes], draft.parents[:num_nodes], [0, num_nodes], draft.probs[:num_nodes])
+
+
+def _score(known: _Known, text: Seq[int]) -> None:
+    """Compare a guess with what was committed since, as soon as that shows how much of it was right."""
+    if known.guess is None:
+        return
+    start, draft = known.guess
+    path = list[int]()
+    for at in range(start, len(text)):
+        children = [n for n, parent in enumerate(draft.parents) if parent == (path[-1] if path else -1)]
+        node = next((n for n in children if draft.tokens[n] == text[at]), None)
+        if node is None:
+            known.gains.add(len(draft.tokens), path)
+            known.guess = None
+            return
+        path.append(node)
+
+
+def parts(options: Options) -> list[str]:
+    """Return the specs of the members."""
+    return specs("switch", options.of)
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """Build all members; one with a model loads it."""
+    return SwitchDrafter(made(parts(options), target), options.hysteresis)

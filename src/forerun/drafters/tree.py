@@ -1,0 +1,318 @@
+"""A draft model that guesses a tree: several tokens for each position, so that a wrong first guess is not the end.
+
+The tree grows level by level. Each level is one pass of the draft model, whose rows stay pending in its cache until the
+next level has read them; of the accepted path they are kept, so no node is run twice. Three ways to choose a shape:
+
+    4x2x1        children of each node by depth; where fewer nodes are granted, those that are the likeliest to be
+                 accepted by the usual shares of ranks
+    sequoia      the same with shares that were measured for this pair and no fixed widths (`forerun train tree`; Chen
+                 et al. 2024, arXiv 2402.12374)
+    best_first   the nodes of the largest confidence of the draft model (EAGLE-2, Li et al. 2024, arXiv 2406.16858);
+                 that looks at tokens, which is admissible for point masses alone (docs/exactness.md)
+
+Siblings are drawn without replacement ("distinct"; each states what the earlier ones left), independently, or they are
+the likeliest tokens as point masses. Greedy requests get the likeliest tokens, `match` requests the first ones of log
+probabilities plus the noise that the target shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from forerun.drafters import Drafter, Seen, Target, artifacts
+from forerun.drafters.compound import Compound, made, of_model
+from forerun.drafters.model import Feeds, ModelDrafter
+from forerun.errors import BadOption, shown
+from forerun.models.runner import Run
+from forerun.sampling import History, probs
+from forerun.theory.trees import Node, best_first
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
+
+USUAL_SHARES = (0.6, 0.2, 0.08, 0.04, 0.02, 0.01, 0.008, 0.006)  # of children by rank, where none were measured
+KIND = "tree"  # of the file of shares
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which model, what shape, and how siblings are drawn."""
+
+    of: str = field(default="model", metadata={"help": "spec of the draft model, as in (model:path=FOLDER)"})
+    shape: str = field(
+        default="3x2x1x1", metadata={"help": "children of a node by depth, as in 4x2x1; or best_first; or sequoia"}
+    )
+    draws: str = field(default="distinct", metadata={"help": "of siblings: distinct, independent or point"})
+    file: str | None = field(default=None, metadata={"help": "shares that forerun train tree measured, for sequoia"})
+    top_k: int = field(default=4, metadata={"help": "best_first: children of a node", "min": 1, "max": 64})
+    width: int = field(default=4, metadata={"help": "best_first: nodes of a level that get children", "min": 1})
+    depth: int = field(default=6, metadata={"help": "best_first: levels", "min": 1, "max": 64})
+
+    def __post_init__(self) -> None:
+        of_model("tree", self.of)
+        if self.draws not in ("distinct", "independent", "point"):
+            raise BadOption(f"tree:draws={shown(self.draws)} is not possible: distinct, independent or point")
+        if self.shape == "best_first" and self.draws != "point":
+            raise BadOption("tree:shape=best_first looks at tokens, which is exact for draws=point alone: add that")
+        if (self.shape == "sequoia") != (self.file is not None):
+            raise BadOption("tree:shape=sequoia and tree:file belong together: give both, or neither")
+        if self.shape not in ("best_first", "sequoia"):
+            _widths(self.shape)
+
+
+def _widths(shape: str) -> list[int]:
+    try:
+        widths = [int(width) for width in shape.split("x")]
+    except ValueError:
+        widths = [0]
+    if not all(0 < width <= len(USUAL_SHARES) for width in widths):
+        raise BadOption(
+            f"tree:shape={shown(shape)} is not possible: widths of 1 to {len(USUAL_SHARES)}, as in 4x2x1, best_first "
+            "or sequoia"
+        )
+    return widths
+
+
+@dataclass
+class _Node:
+    """A drafted token. goes_on: whether it may have children. row: its pending row, -1 = it was not run."""
+
+    token: int
+    probs: Probs
+    parent: int  # index among the nodes of the sequence, -1 = the last committed token
+    depth: int
+    value: float
+    goes_on: bool = True
+    row: int = -1
+
+
+@dataclass
+class _Tree:
+    """The tree of one sequence while it grows. shape: of the nodes that are wanted; None where confidence decides."""
+
+    nodes: list[_Node]
+    limit: int
+    shape: list[Node] | None
+    places: dict[int, int] = field(default_factory=lambda: {-1: -1})  # node of the shape -> node
+    num_rows: int = 0
+
+    def path(self, node: int) -> list[int]:
+        """Return the tokens from the first level down to a node."""
+        tokens = []
+        while node >= 0:
+            tokens.append(self.nodes[node].token)
+            node = self.nodes[node].parent
+        return tokens[::-1]
+
+
+class TreeDrafter(Compound):
+    """Drafts trees with `model`. shares: by rank, for greedy requests and for the others."""
+
+    def __init__(self, model: ModelDrafter, options: Options, shares: tuple[Seq[float], Seq[float]]) -> None:
+        super().__init__([model])
+        self.model, self.options, self.shares = model, options, shares
+        self.shape, self.draws = "tree", options.draws
+        self._trees: dict[int, _Tree] = {}  # of the last round, whose rows are pending
+
+    def end(self, seq: Sequence) -> None:
+        self._trees.pop(seq.id, None)
+        super().end(seq)
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        """Keep the rows of the accepted path, all but that of the last token, which a round runs."""
+        for seq in seqs:
+            if (tree := self._trees.pop(seq.id, None)) is not None:
+                self.model.keep_pending(seq, list(_accepted(tree, seq, self.model.num_held(seq))))
+        super().observe(seqs, seen)
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self.start()
+        self._trees = {}
+        limits, feeds = self.model.ready(seqs, budget)
+        self.count(self.model)
+        trees = {b: _Tree([], limits[b], self._shape(seq, limits[b])) for b, (seq, _) in feeds.items()}
+        rows = self._first_rows(feeds)
+        levels = {b: [-1] for b in feeds}  # the nodes whose children come next
+        depth = 0
+        while rows:
+            for b, level in levels.items():
+                self._grow(trees[b], level, rows[b], seqs[b], b, depth, budget, coins[b])
+            depth += 1
+            levels = {b: level for b, tree in trees.items() if (level := self._parents(tree, depth))}
+            rows = self._rows(trees, levels, seqs)
+        self._trees = {seqs[b].id: tree for b, tree in trees.items() if tree.num_rows}
+        return Draft.joined([_draft(trees[b]) if b in trees else Draft.empty(1) for b in range(len(seqs))])
+
+    def _shape(self, seq: Sequence, num_nodes: int) -> list[Node] | None:
+        shares = self.shares[0 if self.model.params(seq).greedy else 1]
+        if self.options.shape == "best_first":
+            return None
+        return best_first(shares, num_nodes, None if self.options.shape == "sequoia" else _widths(self.options.shape))
+
+    def _first_rows(self, feeds: Feeds) -> dict[int, Seq[torch.Tensor]]:
+        """Run the committed tokens that the model lacks; by sequence, the row behind the last of them."""
+        runs = [Run(seq.id, tokens, "last") for seq, tokens in feeds.values()]
+        scores = self.model.runner.forward(runs)
+        self.model.runner.cache.keep({seq.id: range(len(tokens)) for seq, tokens in feeds.values()})
+        for seq, tokens in feeds.values():
+            self.model.commit(seq, tokens)
+        return {b: [scores.logits[i][-1]] for i, b in enumerate(feeds)}
+
+    def _parents(self, tree: _Tree, depth: int) -> list[int]:
+        """Return the nodes of the level above `depth` that get children."""
+        if tree.shape is not None:
+            wanted = {tree.places.get(node.parent, -1) for node in tree.shape if node.depth == depth > 0}
+            return sorted(i for i in wanted - {-1} if tree.nodes[i].goes_on)
+        if depth >= self.options.depth:
+            return []
+        level = [i for i, node in enumerate(tree.nodes) if node.depth == depth - 1 and node.goes_on]
+        most = min(self.options.width, tree.limit - 1 - tree.num_rows)  # the cache has room for so many rows
+        return sorted(sorted(level, key=lambda i: -tree.nodes[i].value)[: max(0, most)])
+
+    def _rows(
+        self, trees: dict[int, _Tree], levels: dict[int, list[int]], seqs: Seq[Sequence]
+    ) -> dict[int, Seq[torch.Tensor]]:
+        """Run these nodes of each sequence, whose rows stay pending. Returns the row behind each."""
+        runs = []
+        for b, level in levels.items():
+            nodes = trees[b].nodes
+            parents = [nodes[nodes[i].parent].row if nodes[i].parent >= 0 else -1 for i in level]
+            runs.append(Run(seqs[b].id, [nodes[i].token for i in level], "all", parents, pending=True))
+            for i in level:
+                nodes[i].row = trees[b].num_rows
+                trees[b].num_rows += 1
+        return dict(zip(levels, map(list, self.model.runner.forward(runs).logits), strict=True)) if runs else {}
+
+    def _grow(
+        self,
+        tree: _Tree,
+        level: list[int],
+        rows: Seq[torch.Tensor],
+        seq: Sequence,
+        b: int,
+        depth: int,
+        budget: Budget,
+        coins: Coins,
+    ) -> None:
+        """Draw the children of a level's nodes."""
+        lane = 0
+        for at, row in zip(level, rows, strict=True):
+            try:
+                law, is_ranked = self._law(row, seq, tree.path(at))
+            except BadOption:
+                continue  # masks leave no token here
+            if not budget.go_on(b, depth, law, row):
+                continue
+            wanted = self._wanted(tree, at, depth)
+            above = tree.nodes[at].value if at >= 0 else 1.0
+            children = list(self._children(law, is_ranked, len(wanted), seq, depth, coins, lane))
+            lane += len(wanted)
+            for place, (token, own, confidence) in zip(wanted, children, strict=False):
+                tree.places[place] = len(tree.nodes)
+                value = above * confidence if tree.shape is None else tree.shape[place].value
+                goes_on = budget.go_behind(b, depth, token, law, row)
+                tree.nodes.append(_Node(token, own, at, depth, value, goes_on))
+
+    def _wanted(self, tree: _Tree, at: int, depth: int) -> Seq[int]:
+        """Return the nodes of the shape that are children of a node; without a shape as many new ones as may be."""
+        if tree.shape is None:
+            return range(len(tree.nodes), len(tree.nodes) + self.options.top_k)
+        return [
+            i for i, node in enumerate(tree.shape) if node.depth == depth and tree.places.get(node.parent, None) == at
+        ]
+
+    def _law(self, row: torch.Tensor, seq: Sequence, path: Seq[int]) -> tuple[Probs, bool]:
+        """Return the distribution behind a path, and whether its likeliest tokens are drafted as points.
+
+        A greedy model knows one token; its further ones are the next in the order of its probabilities.
+        """
+        params = self.model.params(seq)
+        is_ranked = self.draws == "point" or (params.greedy and self.draws == "distinct")
+        if params.greedy and is_ranked:
+            params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+        return probs(row, params, History.of(seq, path)), is_ranked
+
+    def _children(
+        self, law: Probs, is_ranked: bool, num: int, seq: Sequence, depth: int, coins: Coins, lane: int
+    ) -> Iterator[tuple[int, Probs, float]]:
+        """Yield at most `num` tokens, each with the distribution that it states and the model's confidence in it."""
+        if law.point is not None:
+            yield law.point, law, 1.0
+        elif seq.acceptance == "match" and not seq.params.greedy:
+            confidences = [law.at(token) for token in likeliest(law, num)]
+            for token, confidence in zip(coins.picks(law, depth, num), confidences, strict=False):
+                yield token, Probs.of_point(token), confidence
+        elif is_ranked:
+            for token in likeliest(law, num):
+                yield token, Probs.of_point(token), law.at(token)
+        else:
+            left: Probs | None = law
+            for i in range(num):
+                if left is None:
+                    return
+                token = coins.draft(left, depth, lane + i)
+                yield token, left, law.at(token)
+                left = without(left, token) if self.draws == "distinct" else law
+
+
+def likeliest(law: Probs, num: int) -> list[int]:
+    """Return the `num` ids of the largest probabilities above 0, lowest ids first on ties but at the last place."""
+    weights = law.weights.numpy()
+    found = np.argpartition(-weights, num - 1)[:num] if num < len(weights) else np.arange(len(weights))
+    found = found[weights[found] > 0]
+    found = found[np.lexsort((found, -weights[found]))]
+    return found.tolist() if law.ids is None else law.ids[found].tolist()
+
+
+def without(law: Probs, token: int) -> Probs | None:
+    """Return the distribution that is left of a vector when a token is removed; None where nothing is."""
+    weights = law.weights.clone()
+    weights[token if law.ids is None else int(torch.searchsorted(law.ids, token))] = 0
+    mass = weights.sum(dtype=torch.float64)
+    if not bool(mass > 0):
+        return None
+    weights = (weights / mass).to(weights.dtype)
+    return Probs(dense=weights) if law.ids is None else Probs(ids=law.ids, listed=weights)
+
+
+def _draft(tree: _Tree) -> Draft:
+    """Return the best nodes, best first; values never rise along a path, so their parents are among them."""
+    nodes = tree.nodes
+    if tree.shape is not None:
+        order = [tree.places[i] for i in range(len(tree.shape)) if i in tree.places]
+    else:
+        order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].value, i))[: tree.limit]
+    places = {-1: -1} | {i: place for place, i in enumerate(order)}
+    parents = [places[nodes[i].parent] for i in order]
+    return Draft([nodes[i].token for i in order], parents, [0, len(order)], [nodes[i].probs for i in order])
+
+
+def _accepted(tree: _Tree, seq: Sequence, num_held: int) -> Iterator[int]:
+    """Yield the pending rows of committed tokens that the model holds already, behind the first `num_held`."""
+    at = -1
+    for token in seq.tokens[num_held : len(seq.tokens) - 1]:
+        run = (i for i, node in enumerate(tree.nodes) if node.parent == at and node.token == token and node.row >= 0)
+        at = next(run, -2)
+        if at == -2:
+            return
+        yield tree.nodes[at].row
+
+
+def parts(options: Options) -> list[str]:
+    """Return the spec of the model."""
+    return [options.of]
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """Load the model and, for sequoia, the shares. Raises BadOption for a file of another pair or method."""
+    (model,) = made(parts(options), target)
+    assert isinstance(model, ModelDrafter)
+    shares: tuple[Seq[float], Seq[float]] = (USUAL_SHARES, USUAL_SHARES)
+    if options.file is not None:
+        arrays, _ = artifacts.load(options.file, KIND, artifacts.fingerprint(target.tokenizer, target.num_ids))
+        greedy, drawn = np.minimum.accumulate(arrays["shares"].astype(np.float64), axis=1)
+        shares = (greedy.tolist(), drawn.tolist())
+    return TreeDrafter(model, options, shares)

@@ -1,0 +1,77 @@
+"""Which trees of a given number of nodes gain the most: Sequoia's programme (Chen et al. 2024, arXiv 2402.12374).
+
+a[k] is the probability that the child drawn as number k is the accepted one, given that its parent is accepted. A tree
+then emits F = 1 + the sum over its nodes of the product of a along the path, in tokens; the 1 is the final token.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+
+class Node(NamedTuple):
+    """parent: index of the parent among the nodes, -1 = the root. rank: number among its siblings. depth: 0 = first."""
+
+    parent: int
+    rank: int
+    depth: int
+    value: float  # the probability that it is accepted
+
+
+def best_first(a: Seq[float], num_nodes: int, widths: Seq[int] | None = None) -> list[Node]:
+    """Return the nodes of the best tree, best first, where a falls with the rank: those of the largest products.
+
+    widths: most children of a node by its children's depth, which also limits the depth; None = no limit but len(a).
+    A parent comes before its children and a sibling before the later ones, because values never rise.
+    """
+
+    def limit(depth: int) -> int:
+        return len(a) if widths is None else min(len(a), widths[depth]) if depth < len(widths) else 0
+
+    found: list[Node] = []
+    waiting: list[tuple[float, int, Node]] = []  # the order of arrival breaks ties: parents first
+    arrivals = 0
+
+    def arrive(parent: int, rank: int, depth: int, above: float) -> None:
+        nonlocal arrivals
+        if rank < limit(depth):
+            heapq.heappush(waiting, (-above * a[rank], arrivals, Node(parent, rank, depth, above * a[rank])))
+            arrivals += 1
+
+    arrive(-1, 0, 0, 1.0)
+    while waiting and len(found) < num_nodes:
+        node = heapq.heappop(waiting)[2]
+        above = 1.0 if node.parent < 0 else found[node.parent].value
+        found.append(node)
+        arrive(len(found) - 1, 0, node.depth + 1, node.value)
+        arrive(node.parent, node.rank + 1, node.depth, above)
+    return found
+
+
+def expected_tokens(nodes: Seq[Node]) -> float:
+    """Return F of a tree."""
+    return 1.0 + sum(node.value for node in nodes)
+
+
+def most_tokens(a: Seq[float], num_nodes: int, depth: int) -> float:
+    """Return the largest F of a tree of `num_nodes` nodes, the root counted, and of so many levels below the root.
+
+    Sequoia's recursion, for any a: F(n, d, b) = max_m F(n - m, d, b - 1) + a_b max_b' F(m, d - 1, b'), with b children
+    of the root; F(1, d, 0) = 1.
+    """
+
+    @functools.cache
+    def with_children(n: int, d: int, b: int) -> float:
+        if b == 0:
+            return 1.0 if n == 1 else -1.0  # no such tree
+        splits = [(with_children(n - m, d, b - 1), m) for m in range(1, n) if d > 0]
+        return max([first + a[b - 1] * best(m, d - 1) for first, m in splits if first > 0], default=-1.0)
+
+    @functools.cache
+    def best(n: int, d: int) -> float:
+        return max(with_children(n, d, b) for b in range(min(len(a), n - 1) + 1))
+
+    return best(num_nodes, depth)

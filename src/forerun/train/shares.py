@@ -1,0 +1,77 @@
+"""Measures how likely a target is to accept the first, second, ... child of a draft model: what Sequoia asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.kv.cache import BlockCache
+from forerun.models.loading import Checkpoint
+from forerun.models.runner import Run, Runner
+
+Floats = npt.NDArray[np.float64]
+
+
+def measure(
+    target: Checkpoint, draft: Checkpoint, texts: Seq[Seq[int]], num_ranks: int, longest: int, seed: int = 0
+) -> Floats:
+    """Return shares [2, num_ranks] over all positions of the texts (ids): row 0 greedy, row 1 drawn at temperature 1.
+
+    Greedy: how often the target's likeliest id has this rank in the draft model. Drawn: the probability that the child
+    of this rank, drawn without replacement, is the accepted one (recursive rejection). Texts are cut at `longest` ids.
+    """
+    rng, shares, num = np.random.default_rng(seed), np.zeros((2, num_ranks)), 0
+    runners = [_runner(checkpoint, longest) for checkpoint in (target, draft)]
+    for ids in texts:
+        p_rows, q_rows = (_logits(runner, ids[:longest]) for runner in runners)
+        for p_logits, q_logits in zip(p_rows, q_rows, strict=True):
+            rank = (
+                int((q_logits > q_logits[p_logits.argmax()]).sum()) if p_logits.argmax() < len(q_logits) else num_ranks
+            )
+            if rank < num_ranks:
+                shares[0, rank] += 1
+            q = np.zeros(len(p_logits))
+            q[: len(q_logits)] = _softmax(q_logits)[: len(p_logits)]
+            shares[1] += accepted_shares(_softmax(p_logits), q / q.sum(), num_ranks, rng)
+            num += 1
+    return shares / max(1, num)
+
+
+def accepted_shares(p: Floats, q: Floats, num: int, rng: np.random.Generator) -> Floats:
+    """Return P(child k is the accepted one), [num], for one draw of children of q without replacement; p, q [V]."""
+    found, reached = np.zeros(num), 1.0
+    for k in range(num):
+        if q.sum() <= 0:
+            break
+        q = q / q.sum()
+        token = int(np.searchsorted(q.cumsum(), rng.random(), side="right").clip(max=len(q) - 1))
+        accepted = min(1.0, p[token] / q[token]) if q[token] > 0 else 0.0
+        found[k], reached = reached * accepted, reached * (1 - accepted)
+        rest = np.maximum(p - q, 0)
+        p = rest / rest.sum() if rest.sum() > 0 else p
+        q = np.where(np.arange(len(q)) == token, 0.0, q)
+    return found
+
+
+def _runner(checkpoint: Checkpoint, longest: int) -> Runner:
+    model = checkpoint.model
+    cache = BlockCache.create(
+        model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=longest, dtype=model.cache_dtype
+    )
+    return Runner(model, cache)
+
+
+def _logits(runner: Runner, ids: Seq[int]) -> Floats:
+    """The logits behind each id, [n, V]."""
+    runner.cache.open(0)
+    try:
+        return runner.forward([Run(0, list(ids))]).logits[0].float().numpy().astype(np.float64)
+    finally:
+        runner.cache.release(0)
+
+
+def _softmax(row: Floats) -> Floats:
+    weights = np.exp(row - row.max())
+    return np.asarray(weights / weights.sum())

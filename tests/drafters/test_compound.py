@@ -1,0 +1,169 @@
+"""Drafters made of drafters: how they are written, who drafts, and what members see."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+
+import support
+from forerun import drafters, pacing
+from forerun.config import EngineConfig
+from forerun.drafters import Drafter
+from forerun.drafters.lookup import LookupDrafter, Options
+from forerun.drafters.mixed import MixedDrafter
+from forerun.drafters.switch import SwitchDrafter
+from forerun.engine import factory
+from forerun.engine.engine import Engine
+from forerun.errors import BadOption
+from forerun.registry import parse_list, parse_spec, unwrapped
+from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence
+from house.test_same_as_plain import check_draft_cache, prompts
+from support import random_decoder
+
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
+
+
+# ------------------------------------------------------------------------------------------------------ how to write it
+
+
+def test_a_spec_holds_specs_in_parentheses() -> None:
+    assert parse_spec("a:of=(lookup:max_n=8,min_n=2)+b,n=3") == ("a", {"of": "(lookup:max_n=8,min_n=2)+b", "n": "3"})
+    assert parse_spec("a:of=(lookup:max_n=8)") == ("a", {"of": "(lookup:max_n=8)"})
+    assert unwrapped("((c:d=(e:f=1)))") == "c:d=(e:f=1)"
+    assert unwrapped("(a)+(b)") == "(a)+(b)"
+    assert parse_list("(lookup:max_n=8)+b") == ["lookup:max_n=8", "b"]
+    assert parse_list("(a:b=c+d)") == ["a:b=c+d"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("mixed:of=(lookup", "a parenthesis without its counterpart"),
+        ("mixed:of=lookup)", "a parenthesis without its counterpart"),
+        ("mixed:of=lookup+", "is no list"),
+        ("mixed:of=lookp+model", "did you mean 'lookup'"),
+        ("switch:of=(lookup:max=3)+model", "did you mean 'max_n'"),
+        ("cascade:of=lookup", "must be a draft model"),
+        ("cascade:inner=(mixed:of=nothing)", "there is no drafter 'nothing'"),
+    ],
+)
+def test_a_wrong_spec_is_refused_at_the_door(spec: str, words: str) -> None:
+    with pytest.raises(BadOption, match=words):
+        drafters.resolve(spec, has_shipped_draft=True)
+    with pytest.raises(BadOption, match=words):
+        factory.refuse_early(EngineConfig.make(extra_drafts=f"lookup;{spec}"))
+
+
+def test_models_inside_are_planned_for() -> None:
+    found = factory.outlines(EngineConfig.make(draft="mixed:of=lookup+(cascade:inner=model)"))
+    assert list(found) == ["target", "draft", "draft, model 2"]
+
+
+# ----------------------------------------------------------------------------------------------------------- who drafts
+
+
+class Fixed(Drafter):
+    """Guesses the same tokens always, from a text that it counts as drafted."""
+
+    draws, is_free = "point", True
+
+    def __init__(self, tokens: Seq[int]) -> None:
+        self.tokens, self.num_asked = list(tokens), 0
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self.num_asked += 1
+        chains = [self.tokens[:most] for most in budget.num_tokens]
+        return Draft.chains(chains, [[Probs.of_point(token) for token in chain] for chain in chains])
+
+
+def sequence(tokens: Seq[int]) -> Sequence:
+    return Sequence(1, list(tokens), len(tokens), GREEDY, 0, 100)
+
+
+def test_mixed_asks_in_order_and_only_where_nothing_was_found() -> None:
+    nothing, first, second = Fixed([]), Fixed([5]), Fixed([6])
+    mixed = MixedDrafter([nothing, first, second])
+    seqs: Any = [sequence([1, 2]), sequence([3])]
+    assert mixed.propose(seqs, Budget([2, 0], 0), [None, None]).node_starts == [0, 1, 1]  # type: ignore[list-item]
+    assert (nothing.num_asked, first.num_asked, second.num_asked) == (1, 1, 0)
+    assert mixed.is_free
+
+
+def test_lookup_guesses_behind_drafted_tokens_and_keeps_nothing_of_them() -> None:
+    lookup, seq = LookupDrafter(Options()), sequence([1, 2, 3, 4, 1, 2])
+    assert list(lookup.ahead(seq, [3], 2)) == [4, 1]
+    assert list(lookup.ahead(seq, [9], 2)) == []
+    assert lookup.propose([seq], Budget([2], 0), [None]).tokens == [3, 4]  # type: ignore[list-item]
+
+
+# ------------------------------------------------------------------------------------------------------------- cascades
+
+
+def spoken(draft: str, **options: Any) -> tuple[list[int], Engine, int]:
+    """What a request says, its engine before the end, and the passes of the draft model; the rows are invariant."""
+    model = random_decoder(1, row_by_row=True)
+    drafter = support.drafter_for(draft, model, **options)
+    runner, passes = drafter.runner, itertools.count()
+    assert runner is not None
+    forward = runner.forward
+    runner.forward = lambda runs: (next(passes), forward(runs))[1]  # type: ignore[method-assign]
+    engine = Engine(support.runner_for(model), drafter, pacing.make("fixed", 6), max_seq_len=256)
+    drafted: list[int] = []
+    engine.listen(lambda report: drafted.extend(t for round in report.rounds for t in round.tokens), detail=True)
+    request = engine.add(prompts()[4], SamplingParams(max_tokens=40, temperature=0.3, seed=5))
+    while request.seq.finish_reason is None:
+        engine.step()
+        if request.seq.finish_reason is None:
+            outer = getattr(drafter, "model", drafter)
+            assert len(request.seq.tokens) - check_draft_cache(outer, request.seq) <= 2
+    return drafted, engine, next(passes)
+
+
+def test_with_shared_noise_a_cascade_drafts_what_its_model_drafts_in_fewer_passes() -> None:
+    alone, _, many = spoken("model")
+    within, _, few = spoken("cascade", inner="lookup")
+    assert within == alone
+    assert few < many
+
+
+# ----------------------------------------------------------------------------------------------------------- the switch
+
+
+def switched(right: Seq[int], members: Seq[Drafter], num_rounds: int) -> list[int]:
+    """Serve a text that is known, and return how many nodes each round drafted; a clock that counts its calls."""
+    switch, seq = SwitchDrafter(members, 0.02), sequence(right[:1])
+    ticks = itertools.count()
+    switch.clock = lambda: next(ticks) * 1e-3
+    switch.begin(seq)
+    drafted = []
+    for _ in range(num_rounds):
+        draft = switch.propose([seq], Budget([4], 0), [None])  # type: ignore[list-item]
+        drafted.append(len(draft.tokens))
+        for token in draft.tokens:
+            if token != right[len(seq.tokens)]:
+                break
+            seq.tokens.append(token)
+        seq.tokens.append(right[len(seq.tokens)])
+        switch.observe([seq], [])
+    return drafted
+
+
+def test_switch_takes_a_free_member_that_is_right_and_leaves_one_that_is_wrong() -> None:
+    ones = [1] * 400
+    good = switched(ones, [Fixed([2] * 4), Fixed([1] * 4)], 40)
+    assert good[-10:] == [4] * 10
+    bad = switched(ones, [Fixed([2] * 4), Fixed([3] * 4)], 40)
+    assert bad[-10:] == [0] * 10, "plain decoding is a choice, too"
+
+
+def test_a_member_that_costs_something_is_probed_after_pauses_that_double() -> None:
+    wrong = Fixed([2] * 4)
+    wrong.is_free = False
+    drafted = switched([1] * 400, [wrong], 300)
+    probes = [i for i, nodes in enumerate(drafted) if nodes][-4:]
+    first, second, third = (b - a for a, b in itertools.pairwise(probes))
+    assert first < second < third
+    assert second == 2 * first

@@ -1,0 +1,171 @@
+"""Trees from draft models: their law with siblings and levels, what they keep in its cache, and what is refused."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import support
+from forerun import pacing
+from forerun.drafters.artifacts import fingerprint, save
+from forerun.drafters.tree import Options
+from forerun.engine.engine import Engine
+from forerun.errors import BadOption
+from forerun.testing import Branching, enumerate_outcomes
+from forerun.train.shares import accepted_shares, measure
+from forerun.types import RoundDetail, SamplingParams
+from house.enumeration import HORIZON, PROMPT, SPACE_TOKENS, TARGET, Case, drafter_for, runner_for, total_variation
+from house.test_lossless_trees import continued
+from house.test_same_as_plain import check_draft_cache, prompts
+from support import random_decoder
+
+EXACT = 1e-12
+TREES: list[dict[str, Any]] = [
+    {"shape": "2x1"},
+    {"shape": "2x1", "draws": "independent"},
+    {"shape": "2x2", "draws": "point"},
+    {"shape": "best_first", "draws": "point", "top_k": 2, "width": 2, "depth": 2},
+]
+
+
+def first_round(
+    options: dict[str, Any], params: SamplingParams, name: str = "tree"
+) -> tuple[dict[tuple[int, ...], float], list[Any]]:
+    """The law of the first HORIZON tokens, of which one round with four nodes says the first, and all rounds."""
+    rounds: list[RoundDetail] = []
+
+    def run(way: Branching) -> tuple[int, ...]:
+        engine = Engine(
+            runner_for(TARGET),
+            drafter_for(Case(name, params, options)),
+            pacing.make("fixed", 4),
+            coins=lambda seq: way.at(len(seq.tokens)),
+            max_seq_len=SPACE_TOKENS,
+            max_batch_size=1,
+        )
+        own: list[RoundDetail] = []
+        engine.listen(lambda report: own.extend(report.rounds), detail=True)
+        request = engine.add(PROMPT, params)
+        while not own and request.error is None:
+            engine.step()
+        assert request.error is None
+        rounds.extend(own)
+        return tuple(request.seq.output_ids)
+
+    said: dict[tuple[int, ...], float] = defaultdict(float)
+    for weight, output in enumerate_outcomes(run):
+        for rest, share in continued(output, params):
+            said[rest] += weight * share
+    return said, rounds
+
+
+@pytest.mark.parametrize("rule", ["ratio", pytest.param("match", marks=pytest.mark.parity)])
+@pytest.mark.parametrize("options", TREES, ids=str)
+def test_a_tree_of_siblings_and_levels_says_what_the_target_says(options: dict[str, Any], rule: str) -> None:
+    for sampling in ({}, {"temperature": 0.0}):
+        params = SamplingParams(max_tokens=2 * HORIZON, acceptance=rule, **sampling)
+        said, rounds = first_round(options, params)
+        assert total_variation(said, dict(continued((), params))) < EXACT
+        if options.get("draws") != "independent" or sampling == {}:
+            assert any(round.parents.count(-1) > 1 for round in rounds), "siblings"
+        assert any(max(round.parents) >= 0 for round in rounds), "levels"
+
+
+@pytest.mark.parametrize("rule", ["ratio", "match"])
+def test_chains_of_several_models_say_what_the_target_says(rule: str) -> None:
+    """Two levels; the chains begin alike in some rounds, and each token has the law of its own model."""
+    options = {"of": "model+(model:draft_temperature=0.5)"}
+    params = SamplingParams(max_tokens=2 * HORIZON, acceptance=rule)
+    said, rounds = first_round(options, params, "several")
+    assert total_variation(said, dict(continued((), params))) < EXACT
+    assert {tuple(round.parents) for round in rounds} == {(-1, -1, 0, 1)}
+    assert any(round.tokens[0] == round.tokens[1] for round in rounds)
+    assert any(round.draft_probs[0] != round.draft_probs[1] for round in rounds)
+
+
+@pytest.mark.parametrize("shape", [{}, {"shape": "best_first", "draws": "point"}], ids=str)
+def test_rows_of_the_accepted_path_are_kept_and_right(shape: dict[str, Any]) -> None:
+    """The draft's cache equals a rebuild from committed tokens, and accepted nodes are not run again."""
+    model = random_decoder(1, row_by_row=True)
+    drafter = support.drafter_for("tree", model, **shape)
+    engine = Engine(support.runner_for(model), drafter, pacing.make("fixed", 9), max_seq_len=256)
+    request = engine.add(prompts()[4], SamplingParams(max_tokens=30, temperature=0.8, seed=5))
+    reports = []
+    engine.listen(reports.append)
+    missing = set()
+    while request.seq.finish_reason is None:
+        engine.step()
+        if request.seq.finish_reason is None:
+            missing.add(len(request.seq.tokens) - check_draft_cache(drafter.model, request.seq))
+    assert max(missing) <= 2, "a deepest node was not run, and the last token is not"
+    assert max(report.num_accepted for report in reports) >= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"shape": "4x0"}, "as in 4x2x1"),
+        ({"shape": "wide"}, "as in 4x2x1"),
+        ({"shape": "best_first"}, "add that"),
+        ({"shape": "sequoia"}, "belong together"),
+        ({"draws": "all"}, "distinct, independent or point"),
+        ({"of": "lookup"}, "must be a draft model"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadOption, match=words):
+        Options(**options)
+
+
+# ------------------------------------------------------------------------------------------------------ measured shares
+
+
+def test_shares_of_ranks_add_up_to_the_acceptance_of_all_children() -> None:
+    """Two ids: the first child of q = (.3, .7) is accepted for p = (.7, .3) with .6, the second for sure."""
+    rng = np.random.default_rng(0)
+    p, q = np.array([0.7, 0.3]), np.array([0.3, 0.7])
+    shares = np.mean([accepted_shares(p, q, 3, rng) for _ in range(4000)], axis=0)
+    assert shares.sum() == pytest.approx(1)
+    assert shares[0] == pytest.approx(0.6, abs=0.03)
+    assert shares[2] == 0
+
+
+def shares_file(path: Path, model: Any, kind: str = "tree") -> str:
+    shares = np.array([[0.5, 0.4, 0.3, 0.35], [0.9, 0.05, 0.02, 0.01]])
+    save(path, kind, {"shares": shares}, fingerprint(None, support.VOCAB))
+    return str(path)
+
+
+def test_sequoia_drafts_the_best_tree_of_the_measured_shares(tmp_path: Path) -> None:
+    model = random_decoder(1, row_by_row=True)
+    drafter = support.drafter_for("tree", model, shape="sequoia", file=shares_file(tmp_path / "shares", model))
+    for temperature, roots in ((0.0, 4), (0.8, 1)):  # of seven nodes; a rank is no likelier than the one before it
+        engine = Engine(support.runner_for(model), drafter, pacing.make("fixed", 7), max_seq_len=256)
+        rounds: list[RoundDetail] = []
+        engine.listen(lambda report, rounds=rounds: rounds.extend(report.rounds), detail=True)
+        request = engine.add(prompts()[4], SamplingParams(max_tokens=20, temperature=temperature))
+        while request.seq.finish_reason is None:
+            engine.step()
+        full = [round for round in rounds if len(round.tokens) == 7]
+        assert full
+        assert {round.parents.count(-1) for round in full} == {roots}
+
+
+def test_a_file_of_another_method_is_refused(tmp_path: Path) -> None:
+    model = random_decoder(1)
+    with pytest.raises(BadOption, match="not by `forerun train tree`"):
+        support.drafter_for("tree", model, shape="sequoia", file=shares_file(tmp_path / "shares", model, "ngram"))
+
+
+def test_a_draft_model_that_is_the_target_has_all_shares_at_the_first_child() -> None:
+    target = random_decoder(1)
+    texts = [prompts()[4], prompts()[5]]
+    alike = measure(support.checkpoint_of(target), support.checkpoint_of(target), texts, 3, longest=16)
+    assert alike == pytest.approx(np.array([[1, 0, 0], [1, 0, 0]]))
+    other = measure(support.checkpoint_of(target), support.checkpoint_of(random_decoder(2)), texts, 3, longest=16)
+    assert (other[:, 0] < 0.9).all()
+    assert (other.sum(axis=1) <= 1).all()

@@ -1,0 +1,55 @@
+"""The first ids of the race of a match draw, in production and by enumeration."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.sampling.random import PhiloxCoins, gumbel
+from forerun.testing import Branching, enumerate_outcomes
+from forerun.types import Probs
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_picks_are_the_largest_of_log_probs_plus_noise(is_listed: bool) -> None:
+    rng = np.random.default_rng(0)
+    for seed in range(20):
+        weights = rng.dirichlet(np.full(40, 0.3)) * (rng.random(40) < 0.5)
+        weights /= weights.sum()
+        ids = np.flatnonzero(weights)
+        probs = Probs(dense=torch.from_numpy(weights))
+        if is_listed:
+            probs = Probs(ids=torch.from_numpy(ids), listed=torch.from_numpy(weights[ids]))
+        order = ids[np.argsort(-(np.log(weights[ids]) + gumbel(seed, 7, ids)))]
+        coins = PhiloxCoins(seed, 5, 0)
+        assert coins.picks(probs, 2, 4) == order[:4].tolist()
+        assert coins.picks(probs, 2, 99) == order.tolist()
+        assert coins.picks(probs, 2, 1) == [coins.pick(probs, 2)]
+
+
+def test_an_enumerated_order_has_its_probability() -> None:
+    p = np.array([0.5, 0.3, 0.2])
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    for weight, order in enumerate_outcomes(lambda way: tuple(way.picks(Probs(dense=torch.from_numpy(p)), 0, 2))):
+        found[order] += weight
+    assert len(found) == 6
+    for (x, y), share in found.items():
+        assert share == pytest.approx(p[x] * p[y] / (1 - p[x]), abs=1e-12)  # without replacement
+
+
+def test_picks_and_a_later_pick_share_their_noise() -> None:
+    p, q = (Probs(dense=torch.tensor(w, dtype=torch.float64)) for w in ([0.5, 0.3, 0.2], [0.2, 0.5, 0.3]))
+
+    def run(way: Branching) -> tuple[int, int]:
+        return way.picks(q, 0, 2)[0], way.pick(p, 0)
+
+    direct: dict[tuple[int, int], float] = defaultdict(float)
+    for weight, outcome in enumerate_outcomes(lambda way: (way.pick(q, 0), way.pick(p, 0))):
+        direct[outcome] += weight
+    ordered: dict[tuple[int, int], float] = defaultdict(float)
+    for weight, outcome in enumerate_outcomes(run):
+        ordered[outcome] += weight
+    assert ordered == pytest.approx(direct, abs=1e-12)
