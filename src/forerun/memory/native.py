@@ -45,30 +45,31 @@ FEW_ROWS = 24  # up to so many rows, every thread has its own copy of a product'
 class NativeSizes:
     """The sizes of the native operators. Weights and caches are float32 or bfloat16, and rows are float32.
 
-    schemes: by the names of models, how their quantised matrices are stored.
+    schemes: by the names of models, how their quantised matrices are stored. rounded: models whose matrices are rounded
+    in memory, and packed so whatever `dtype` is.
     """
 
     dtype: torch.dtype
     max_seq_len: int
     num_threads: int
     schemes: Mapping[str, Schemes] = field(default_factory=dict)
+    rounded: frozenset[str] = frozenset()
 
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """The type of the weights."""
-        return self.dtype
+    def cache_dtype_of(self, name: str) -> torch.dtype:
+        """Return the type of the weights, bfloat16 beside rounded ones."""
+        return torch.bfloat16 if name in self.rounded else self.dtype
 
     def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
         """Return the parts of packed matrices with biases, float32 norms, and an untied embedding as it is stored.
 
         A further part is what is lost at the ends of huge pages.
         """
-        parts, size, rounded = [], self.dtype.itemsize, 0
+        parts, rounded = [], 0
         for name, model in models.items():
-            schemes = self._packed_schemes(name)
+            schemes, size = self._packed_schemes(name), self.cache_dtype_of(name).itemsize
             matrices, is_table = list(packed_matrix_bytes(model, self.dtype, schemes)), EMBEDDING not in schemes
             table = 0 if model.tie_embeddings or not is_table else model.vocab_size * model.hidden_size * size
-            num_bytes, plain = sum(matrices) + table + _vector_bytes(model), weight_bytes(model, self.dtype)
+            num_bytes, plain = sum(matrices) + table + _vector_bytes(model), weight_bytes(model, self.cache_dtype_of(name))
             num = plain // size
             how = f"{num:,} weights x {size} bytes, packed: {(num_bytes - plain) / 1e6:+.2f} MB"
             if schemes:
@@ -113,7 +114,7 @@ class NativeSizes:
 
     def _packed_schemes(self, name: str) -> Schemes:
         """Return the schemes of a model's matrices that are packed as they are stored."""
-        if self.dtype != torch.bfloat16:
+        if self.cache_dtype_of(name) != torch.bfloat16:
             return {}
         return {weight: scheme for weight, scheme in self.schemes.get(name, {}).items() if packs(scheme)}
 

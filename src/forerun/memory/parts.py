@@ -64,13 +64,10 @@ class Pass:
 
 
 class Sizes(Protocol):
-    """The memory that operators need. Each kind of operators has one class.
+    """The memory that operators need. Each kind of operators has one class."""
 
-    cache_dtype: the type of keys and values in the caches of the models that they run.
-    """
-
-    @property
-    def cache_dtype(self) -> torch.dtype: ...
+    def cache_dtype_of(self, name: str) -> torch.dtype:
+        """Return the type of keys and values in the cache of a model."""
 
     def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
         """Return the weights, as the operators keep them, of "target", "draft" and extra draft models."""

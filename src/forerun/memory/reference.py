@@ -34,8 +34,7 @@ class ReferenceSizes:
     in_place: bool
     row_by_row: bool
 
-    @property
-    def cache_dtype(self) -> torch.dtype:
+    def cache_dtype_of(self, name: str) -> torch.dtype:
         """The type of the weights."""
         return self.dtype
 
