@@ -34,7 +34,12 @@ NEEDS: dict[str, Callable[[Target, Path], Mapping[str, Any]]] = {
 
 # By drafter: options worth runs of their own in the proof by enumeration, beside the defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "model": [{"draft_temperature": 0.0}, {"draft_temperature": 0.4, "draft_top_k": 2}, {"draft_top_k": 1}],
+    "model": [
+        {"draft_temperature": 0.0},
+        {"draft_temperature": 0.4, "draft_top_k": 2},
+        {"draft_top_k": 1},
+        {"draft_vocab": 2},
+    ],
     "lookup": [{"max_n": 2, "min_n": 2}],
     "suffix": [{"shape": "tree", "max_spec_factor": 4.0}, {"max_cached_tokens": 0, "min_token_prob": 0.0}],
     "datastore": [{"shape": "tree"}, {"max_match": 1, "num_continuations": 4}],

@@ -124,9 +124,7 @@ def idle(model: Decoder, layers: list[int]) -> Decoder:
     weights = dict(model.weights)
     for i in layers:
         for name in ("self_attn.o_proj", "mlp.down_proj"):
-            weights[f"model.layers.{i}.{name}.weight"] = torch.zeros_like(
-                weights[f"model.layers.{i}.{name}.weight"]
-            )
+            weights[f"model.layers.{i}.{name}.weight"] = torch.zeros_like(weights[f"model.layers.{i}.{name}.weight"])
     return Decoder(model.config, weights, model.ops)
 
 
@@ -198,3 +196,35 @@ def test_what_cannot_be_rounded_is_refused():
         built("self", target_of(model), {"quantization": "int4"})
     with pytest.raises(BadOption, match="int3"):
         built("self", target_of(model), {"quantization": "int3"})
+
+
+# -------------------------------------------------------------------------------------------------------- draft_vocab
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [None, 8])
+def test_logits_of_the_first_ids_are_those_of_all(bits):
+    """Of a dense head bit for bit; the rows of a quantised one are rounded once more."""
+    model = on_native(random_decoder(3, hidden=64))
+    model = model if bits is None else model.rounded(Quantization(bits, 16))
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    whole, few = model.logits(hidden), model.logits(hidden, 40)
+    assert few.shape == (3, 40)
+    assert few.equal(whole[:, :40]) if bits is None else torch.allclose(few, whole[:, :40], atol=0.1)
+    assert not whole.equal(0 * whole)
+
+
+@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=needs_native)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_the_first_ids_are_drafted(ops, temperature):
+    """The likeliest of all ids here is beyond them, so that a draft of all would begin otherwise."""
+    model = random_decoder(3) if ops == "reference" else on_native(random_decoder(3), torch.float32)
+    assert likeliest(random_decoder(3))[0] >= 5
+    drafter = built("early_exit", target_of(model), {"layers": 2, "draft_vocab": 5})
+    params = dataclasses.replace(GREEDY, temperature=temperature)
+    seq = Sequence(0, list(TEXT), len(TEXT), params, 0, 60)
+    drafter.begin(seq)
+    draft = drafter.propose([seq], Budget([6], 64), [philox_coins(seq)])
+    assert len(draft.tokens) == 6
+    assert all(token < 5 for token in draft.tokens)
+    assert all(probs.at(token) == 0 for probs in draft.probs for token in range(5, VOCAB))

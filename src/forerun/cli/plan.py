@@ -87,8 +87,10 @@ class Models:
                 f"draft_shape={shown(draft_shape)} needs a draft model, and draft={shown(config.draft)} has none"
             )
         if draft_shape is not None and found["draft"].is_made:
-            raise BadOption(f"draft_shape={shown(draft_shape)} is not possible: draft={shown(config.draft)} is made of "
-            "the target, so give shape instead")
+            raise BadOption(
+                f"draft_shape={shown(draft_shape)} is not possible: draft={shown(config.draft)} is made of "
+                "the target, so give shape instead"
+            )
         for name, wanted in (("target", shape), ("draft", draft_shape)):
             if wanted is not None:
                 found[name] = _widened(found[name], wanted)

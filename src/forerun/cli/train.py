@@ -313,9 +313,9 @@ def skip(
     seed: Annotated[int, typer.Option(help="Of the flips at the end.")] = 0,
 ) -> None:
     """Search the layers of a target that draft for it best, and write them to a file."""
+    from forerun.cli.inputs import read_file
     from forerun.config import EngineConfig
     from forerun.engine.factory import load_target
-    from forerun.cli.inputs import read_file
     from forerun.train.skip import Scored, fit
 
     def show(found: Scored) -> None:

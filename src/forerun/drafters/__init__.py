@@ -6,8 +6,8 @@ be seen before any weight is read, and `hidden_layers(options)`, the inner layer
 memory plan; one that is made of others names their specs in `parts(options)`. Nothing else has to change for a new
 method.
 be seen before any weight is read; for the memory plan `hidden_layers(options)`, the inner layers that its drafter will
-declare, and `own_model(options, num_layers)`, the OwnModel that it makes of a target of so many layers. Nothing else has
-to change for a new method.
+declare, and `own_model(options, num_layers)`, the OwnModel that it makes of a target of so many layers. Nothing else
+has to change for a new method.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.drafters import Drafter, OwnModel, Target, artifacts
-from forerun.drafters.model import TEMPERATURE, TOP_K, check_temperature, over
+from forerun.drafters.model import TEMPERATURE, TOP_K, VOCAB, check_temperature, over
 from forerun.errors import BadOption, shown
 
 KIND = "skip"  # of the file: `forerun train skip`
@@ -27,10 +27,12 @@ class Options:
         default=None, metadata={"help": "number of first layers that draft; none = a third", "min": 1}
     )
     path: str | None = field(
-        default=None, metadata={"help": "file of `forerun train skip` with the layers that draft; none = the first ones"}
+        default=None,
+        metadata={"help": "file of `forerun train skip` with the layers that draft; none = the first ones"},
     )
     draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
     draft_top_k: int | None = field(default=None, metadata=TOP_K)
+    draft_vocab: int | None = field(default=None, metadata=VOCAB)
 
     def __post_init__(self) -> None:
         check_temperature("early_exit", self.draft_temperature)

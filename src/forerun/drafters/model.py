@@ -2,7 +2,9 @@
 
 Its probabilities go through the same pipeline as the target's, with two options of its own: draft_temperature and
 draft_top_k replace the request's values for the draws only. The output's distribution does not depend on them, because
-the verifier is told the distribution that each token was drawn from.
+the verifier is told the distribution that each token was drawn from. draft_vocab leaves only the first ids of the
+tokenizer to be drafted (FR-Spec, Zhao et al. 2025, arXiv 2502.14856, which ranks ids by counts of a large corpus): byte
+pair encoding gave them out from frequent to rare. The others have probability 0 in the draft.
 
 After a round the draft's cache lacks one committed token, or two when everything was accepted, because the last drafted
 token was never fed. Before it drafts for a sequence the model runs the tokens that its cache lacks (at first the whole
@@ -39,6 +41,12 @@ TEMPERATURE = {"help": "temperature of the draws; none = the request's", "min": 
 TOP_K = {"help": "top-k of the draws, 0 = all; none = the request's", "min": 0}
 
 
+VOCAB = {
+    "help": "ids that are drafted, the first ones of the tokenizer: no other rows of the LM head are read; none = all",
+    "min": 1,
+}
+
+
 class Draws(Protocol):
     """How a draft model draws: the options that every drafter with a model has."""
 
@@ -46,6 +54,8 @@ class Draws(Protocol):
     def draft_temperature(self) -> float | None: ...
     @property
     def draft_top_k(self) -> int | None: ...
+    @property
+    def draft_vocab(self) -> int | None: ...
 
 
 def check_temperature(method: str, value: float | None) -> None:
@@ -66,6 +76,7 @@ class Options:
     )
     draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
     draft_top_k: int | None = field(default=None, metadata=TOP_K)
+    draft_vocab: int | None = field(default=None, metadata=VOCAB)
 
     def __post_init__(self) -> None:
         if self.quantization is not None:
@@ -352,9 +363,7 @@ def build(options: Options, target: Target) -> Drafter:
     return over(checkpoint.model, target, options, _holes(checkpoint, target))
 
 
-def over(
-    model: Model, target: Target, options: Draws, holes: Seq[int], layers: Seq[int] | None = None
-) -> ModelDrafter:
+def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: Seq[int] | None = None) -> ModelDrafter:
     """Make a drafter that runs this model beside the target, with a cache as large as the target's.
 
     holes: ids that are never drafted. layers: those that run, and alone have a cache; None = all.
@@ -370,7 +379,9 @@ def over(
         device=model.device,
         prefix_caching=target.prefix_caching,
     )
-    return ModelDrafter(Runner(model, cache, target.num_ids, holes, layers=layers), options)
+    return ModelDrafter(
+        Runner(model, cache, target.num_ids, holes, layers=layers, head_rows=options.draft_vocab), options
+    )
 
 
 def _holes(checkpoint: Checkpoint, target: Target) -> list[int]:

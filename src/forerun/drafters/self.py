@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from forerun.config import Quantization
 from forerun.drafters import Drafter, OwnModel, Target
-from forerun.drafters.model import TEMPERATURE, TOP_K, check_temperature, over
+from forerun.drafters.model import TEMPERATURE, TOP_K, VOCAB, check_temperature, over
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Options:
     )
     draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
     draft_top_k: int | None = field(default=None, metadata=TOP_K)
+    draft_vocab: int | None = field(default=None, metadata=VOCAB)
 
     def __post_init__(self) -> None:
         Quantization.parse(self.quantization)

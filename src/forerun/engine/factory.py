@@ -229,7 +229,15 @@ def plan_of(config: EngineConfig, models: Mapping[str, Outline], device: str, av
         available_bytes=available,
         num_taps=num_taps(config),
         made_of_target=[name for name, model in models.items() if model.is_made],
+        head_rows=head_rows(config),
     )
+
+
+def head_rows(config: EngineConfig) -> dict[str, int]:
+    """How many ids drafters with an option `draft_vocab` draft, by what their models are called in `outlines`."""
+    methods = {name: drafters.resolve(spec, is_shipped(config.target)) for name, spec in _drafts(config).items()}
+    found = {name: getattr(options, "draft_vocab", None) for name, (_, options) in methods.items()}
+    return {name: num for name, num in found.items() if num is not None}
 
 
 def num_taps(config: EngineConfig) -> int:

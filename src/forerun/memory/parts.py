@@ -72,6 +72,9 @@ class Sizes(Protocol):
     def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
         """Return the weights, as the operators keep them, of "target", "draft" and extra draft models."""
 
+    def head_bytes(self, name: str, model: DecoderConfig, num_rows: int) -> int:
+        """Return what the first rows of a model's LM head take a second time where no others are read."""
+
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
         """Return an upper bound of the memory of passes that run one after another."""
 

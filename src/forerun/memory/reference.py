@@ -43,6 +43,10 @@ class ReferenceSizes:
         size, found = self.dtype.itemsize, {name: weight_bytes(model, self.dtype) for name, model in models.items()}
         return [MemoryPart(f"{name} weights", n, f"{n // size:,} weights x {size} bytes") for name, n in found.items()]
 
+    def head_bytes(self, name: str, model: DecoderConfig, num_rows: int) -> int:
+        """Return 0: they are read where they are."""
+        return 0
+
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
         """Return the memory of the largest pass, and as much again in reserve."""
         found = []

@@ -369,7 +369,9 @@ class Decoder:
         compiled, shapes = self.compiled, parameter_shapes(self.config)
         weights = RoundedWeights(
             shapes,
-            (lambda name, rows: self.weights[name][rows.start : rows.stop]) if compiled is None else compiled.matrix_rows,
+            (lambda name, rows: self.weights[name][rows.start : rows.stop])
+            if compiled is None
+            else compiled.matrix_rows,
             self.weights.__getitem__ if compiled is None else compiled.vector,
             quantization,
             self.weight_dtype if compiled is None else None,
@@ -390,11 +392,11 @@ class Decoder:
         rows = hidden.to(self.activation_dtype)
         return self.ops.rms_norm(rows, self.weights["model.norm.weight"], self.config.norm_eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H] -> float32 logits [R, V]."""
+    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+        """hidden [R, H] -> float32 logits [R, V], or [R, num_ids] of the first ids, reading their rows of the head."""
         if self.compiled is not None:
-            return self.compiled.logits(hidden)  # type: ignore[no-any-return]
-        return self.ops.linear(hidden, self._head).float()
+            return self.compiled.logits(hidden, num_ids)  # type: ignore[no-any-return]
+        return self.ops.linear(hidden, self._head[:num_ids]).float()
 
     def best(self, hidden: Tensor, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
         """Id and value of the largest of the first `num_ids` logits of these rows; only for compiled decoders."""

@@ -25,8 +25,8 @@ from forerun.text.json_files import read_json
 class Outline:
     """A checkpoint, and the option under which it is to be loaded.
 
-    raw: its config.json. schemes: of the matrices that are quantised then, by name. is_made: it is made of another model
-    in memory, of which it has the weights or, with a quantization, rounds them.
+    raw: its config.json. schemes: of the matrices that are quantised then, by name. is_made: it is made of another
+    model in memory, of which it has the weights or, with a quantization, rounds them.
     """
 
     raw: Mapping[str, Any]

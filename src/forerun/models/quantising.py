@@ -77,9 +77,9 @@ class QuantisingSource:
 class RoundedWeights(Mapping[str, Tensor | QuantisedMatrix]):
     """Weights that are in memory, each matrix rounded when it is looked up, as `QuantisingSource` rounds a file's.
 
-    shapes: of all weights, by name. read(name, rows) returns rows of a matrix; vector(name) a norm or a bias. as_tensors:
-    give what the rounded matrices stand for, in this type; None = as they are packed. Raises BadOption where groups
-    do not divide a row.
+    shapes: of all weights, by name. read(name, rows) returns rows of a matrix; vector(name) a norm or a bias.
+    as_tensors: give what the rounded matrices stand for, in this type; None = as they are packed. Raises BadOption
+    where groups do not divide a row.
     """
 
     def __init__(

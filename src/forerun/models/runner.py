@@ -68,7 +68,7 @@ class Model(Protocol):
     def rounded(self, quantization: Quantization) -> Model: ...
     def embed(self, ids: Seq[int]) -> Tensor: ...
     def norm(self, hidden: Tensor) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor: ...
 
 
 class Run(NamedTuple):
@@ -120,7 +120,8 @@ class Runner:
     get probability 0: they are cut off, or set to -inf. A draft model may have fewer rows than its target has ids: its
     logits end where its rows do, and ids beyond the end of a distribution have probability 0. layers: those that run,
     ascending; None = all. The final norm and the LM head read what the last of them leaves, so that a model is a draft
-    model of its own. taps: inner layers whose rows every pass returns; may be set later.
+    model of its own. taps: inner layers whose rows every pass returns; may be set later. head_rows: the first rows of
+    the LM head, where no others are to be read; None = all.
     """
 
     def __init__(
@@ -132,11 +133,13 @@ class Runner:
         *,
         layers: Seq[int] | None = None,
         taps: Seq[int] = (),
+        head_rows: int | None = None,
     ) -> None:
         self.model, self.cache, self.layers, self.taps = model, cache, layers, taps
         self._ends_early = layers is not None and model.config.cache_shape.num_layers - 1 not in layers
         self.num_ids = model.config.vocab_size if num_ids is None else num_ids
-        self.width = min(self.num_ids, model.config.vocab_size)  # of a row of logits
+        self.head_rows = head_rows
+        self.width = min(self.num_ids, head_rows or self.num_ids, model.config.vocab_size)  # of a row of logits
         self._none = torch.empty(0, self.width)
         self.holes = [i for i in holes if i < self.width]
         # Whether the largest logit can be had without the others being written.
@@ -237,7 +240,7 @@ class Runner:
         if not rows:
             return self._none
         wanted = _picked(hidden, rows)
-        logits = self.model.logits(wanted)[:, : self.width]
+        logits = self.model.logits(wanted, self.head_rows)[:, : self.width]
         if self.holes:
             logits[:, self.holes] = -torch.inf
         return logits

@@ -123,9 +123,9 @@ class ToyModel:
         """hidden [R, V], a copy."""
         return hidden.clone()
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, V] -> logits [R, V], a copy in the toy's own dtype."""
-        return hidden.clone()
+    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+        """hidden [R, V] -> logits [R, V], or [R, num_ids] of the first ids; a copy in the toy's own dtype."""
+        return hidden[:, :num_ids].clone()
 
     def rounded(self, quantization: Quantization) -> ToyModel:
         """Return a toy whose logits are these, rounded to multiples of 2^(4 - bits); the same one each time."""

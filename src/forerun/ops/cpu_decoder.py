@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.ops.packed import PackedMatrix, run_numbers
-from forerun.ops.quantised import QuantisedMatrix
+from forerun.ops.quantised import UNIT, QuantisedMatrix, Scheme
+from forerun.ops.quantising import quantise, scheme_of
 from forerun.types import RaggedBatch
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ PRODUCTS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+
+
+def short_head_scheme() -> Scheme:
+    """Return how the first rows of a quantised LM head are packed once more."""
+    return scheme_of(8, UNIT)
 
 
 class DecoderSizes(Protocol):
@@ -78,6 +84,7 @@ class CpuDecoder:
             self._table = table.detach().contiguous()
         self.weight_dtype = self.cache_dtype = self.matrices["head"].dtype
         self.activation_dtype = torch.float32
+        self._short_heads: dict[int, PackedMatrix] = {}  # by their rows
         norms: list[int] = []
         for i in range(config.num_layers):
             norms += self._pack_layer(f"model.layers.{i}.", source)
@@ -182,8 +189,14 @@ class CpuDecoder:
         """Apply the final norm to rows of the residual stream [R, H], float32, with the bits that a pass has."""
         return self.ops.rms_norm(hidden, self._norms["model.norm.weight"], self.config.norm_eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the logits: hidden [R, H] -> float32 [R, V]."""
+    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+        """Compute the logits: hidden [R, H] -> float32 [R, V], or [R, num_ids] of the first ids.
+
+        For those the rows of the head are packed once more, when they are first asked for; a quantised head's with 8
+        bits. `best` needs no second copy.
+        """
+        if num_ids is not None and num_ids < self.config.vocab_size:
+            return self.ops.linear(hidden, self._short_head(num_ids))
         hidden = hidden.contiguous()
         out = torch.empty(len(hidden), self.config.vocab_size)
         if len(hidden):
@@ -200,6 +213,16 @@ class CpuDecoder:
             return [], []
         hidden = hidden.contiguous()
         return self._native.argmax(hidden.data_ptr(), rows, num_ids)  # type: ignore[no-any-return]
+
+    def _short_head(self, num_ids: int) -> PackedMatrix:
+        if num_ids not in self._short_heads:
+            rows = self.matrices["head"].unpack(range(num_ids))
+            made: Tensor | QuantisedMatrix = rows
+            if self.matrices["head"].bits:
+                scheme = short_head_scheme()
+                made = QuantisedMatrix(scheme, (num_ids, rows.shape[1]), lambda: iter([quantise(rows, scheme)]))
+            self._short_heads[num_ids] = self.ops.pack(made)
+        return self._short_heads[num_ids]
 
     def vector(self, name: str) -> Tensor:
         """Return a norm or a bias by its name in a checkpoint, float32; a missing bias beside others is 0."""
