@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from forerun import native
+from forerun import LLM, native
+from forerun.cli.main import main
 from forerun.config import Quantization
 from forerun.drafters import Target, artifacts
 from forerun.drafters.early_exit import KIND, Options, build, chosen
 from forerun.engine.engine import philox_coins
-from forerun.errors import BadOption, UserError
+from forerun.errors import BadOption, UnsupportedModel, UserError
 from forerun.models.layers import Decoder, parameter_shapes
 from forerun.models.loading import load_checkpoint
 from forerun.models.runner import Run
@@ -153,6 +155,27 @@ def test_a_search_ends_at_its_evaluations_and_needs_two_layers():
         search(scorer_of(random_decoder(3, layers=1)), 3)
     with pytest.raises(BadOption, match="fewer than two tokens"):
         windows_of([4], 10, 5)
+
+
+def test_a_fitted_file_drafts_for_its_target_alone(tmp_path):
+    """From the command to the engine: the text is plain decoding's; files of others are refused before weights are."""
+    target, out = write_tiny(tmp_path / "model"), tmp_path / "fitted" / "layers.safetensors"
+    text = tmp_path / "text.txt"
+    text.write_text("some text of the kind that is written", encoding="utf-8")
+    arguments = ["train", "skip", "--target", str(target), "--text", str(text), "--out", str(out)]
+    with pytest.raises(SystemExit, match="0"):
+        main([*arguments, "--evaluations", "3", "--ops", "reference"])
+    options: dict[str, Any] = {"ops": "reference_row_by_row", "dtype": "float32"}
+    plain, guessed = (
+        LLM(target, draft=draft, **options).generate(["some"], GREEDY)[0].token_ids
+        for draft in ("none", f"early_exit:path={out}")
+    )
+    assert guessed == plain
+    with pytest.raises(BadOption, match="ids of another tokenizer"):
+        LLM(draft=f"early_exit:path={out}")
+    out.write_bytes(out.read_bytes()[:-4])
+    with pytest.raises(UnsupportedModel, match="layers.safetensors"):
+        LLM(target, draft=f"early_exit:path={out}", **options)
 
 
 # --------------------------------------------------------------------------------------------------------------- self
