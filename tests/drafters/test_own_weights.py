@@ -174,7 +174,7 @@ def test_a_fitted_file_drafts_for_its_target_alone(tmp_path):
     with pytest.raises(BadOption, match="ids of another tokenizer"):
         LLM(draft=f"early_exit:path={out}")
     out.write_bytes(out.read_bytes()[:-4])
-    with pytest.raises(UnsupportedModel, match="layers.safetensors"):
+    with pytest.raises(UnsupportedModel, match=r"layers\.safetensors"):
         LLM(target, draft=f"early_exit:path={out}", **options)
 
 
@@ -207,6 +207,15 @@ def test_the_draft_is_what_the_rounded_model_says():
     assert any(not rounded.weights[name].equal(weight) for name, weight in model.weights.items())
     drafter = built("self", target_of(model), {"quantization": "int8:group=16"})
     assert drafted(drafter) == likeliest(rounded)
+
+
+@needs_native
+def test_passes_of_a_rounded_model_and_of_a_part_are_timed_as_their_own():
+    """Pacing keeps the times of passes by this name: a draft with the target's times would never seem to pay."""
+    model = on_native(random_decoder(3, hidden=64))
+    named = [("self", {"quantization": "int8:group=16"}), ("early_exit", {}), ("early_exit", {"draft_vocab": 9})]
+    runners = [runner_for(model), *(built(name, target_of(model), options).runner for name, options in named)]
+    assert len({runner.fingerprint for runner in runners if runner is not None}) == 4
 
 
 @needs_native

@@ -200,12 +200,16 @@ class Runner:
 
     @property
     def fingerprint(self) -> str:
-        """What the time of a pass depends on: processor, operators, threads, the model's shape, layers and type."""
+        """What the time of a pass depends on: processor, operators, threads, the model's shape, layers and weights.
+
+        The bytes that a pass reads tell weights of fewer bits from those that they were rounded from.
+        """
         model, info = self.model, Path("/proc/cpuinfo")
         lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else [platform.processor()]
         processor = next((line for line in lines if line.startswith("model name")), lines[0])
-        ops, shape = (model.ops.build, model.ops.num_threads), (model.config, self.layers)
-        return repr((processor, *ops, *shape, model.weight_dtype, model.device.type))
+        ops, shape = (model.ops.build, model.ops.num_threads), (model.config, self.layers, self.head_rows)
+        weights = (model.weight_dtype, getattr(model, "bytes_per_pass", None))
+        return repr((processor, *ops, *shape, *weights, model.device.type))
 
     def try_pass(self, num_rows: int) -> None:
         """Run a pass over rows that are forgotten at once, as a verification runs it. Raises CapacityError."""
