@@ -502,8 +502,8 @@ def _pools(
     pool = (num_rows, shape.num_kv_heads, shape.head_dim)
     try:
         keys, values = ({i: torch.empty(pool, dtype=dtype, device=device) for i in shape.kept} for _ in range(2))
-        first = shape.kept[0]
-        return tuple([own.get(i, own[first]) for i in range(shape.num_layers)] for own in (keys, values))  # type: ignore[return-value]
+        layers = [i if i in keys else shape.kept[0] for i in range(shape.num_layers)]
+        return [keys[i] for i in layers], [values[i] for i in layers]
     except RuntimeError as error:  # OutOfMemoryError on an accelerator, a plain RuntimeError on a CPU
         num_gb = num_rows * shape.bytes_per_token(dtype) / 1e9
         raise CapacityError(
