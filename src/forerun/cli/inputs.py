@@ -21,7 +21,6 @@ def read_requests(prompts: Seq[str], file: Path | None, params: SamplingParams) 
     made: list[flags.Request] = [(_read_stdin() if text == "-" else text, params) for text in prompts]
     if file is not None:
         text = flags.read_file(file, "prompt file")
-        text = read_file(file, "the prompt file")
         made += flags.requests(text, params) if file.suffix == ".jsonl" else [(text, params)]
     if not made and file is None and not sys.stdin.isatty():
         made = [(_read_stdin(), params)]
@@ -37,13 +36,3 @@ def _read_stdin() -> str:
         return sys.stdin.read()
     except UnicodeDecodeError:
         raise BadOption("standard input is not UTF-8 text: convert it first") from None
-
-
-def read_file(file: Path, what: str = "the file") -> str:
-    """Return the text of a file. Raises BadOption where it is not UTF-8, NotFound where it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise BadOption(f"{what} {str(file)!r} is not UTF-8 text: convert it first") from error
-    except OSError as error:
-        raise NotFound(f"{what} {str(file)!r} cannot be read ({error.strerror}): check its name") from error
