@@ -24,11 +24,22 @@ def small_datastore(target: Target, folder: Path) -> Mapping[str, Any]:
 
 
 # By drafter: (target, an empty folder) -> the options that it cannot do without, such as a file fitted for the target.
-NEEDS: dict[str, Callable[[Target, Path], Mapping[str, Any]]] = {"datastore": small_datastore}
+NEEDS: dict[str, Callable[[Target, Path], Mapping[str, Any]]] = {
+    "datastore": small_datastore,
+    # The toy's only layer is the whole target, which a draft temperature makes wrong sometimes.
+    "early_exit": lambda target, _: {"draft_temperature": 0.5} if _num_layers(target) == 1 else {},
+    # Small decoders have rows of 48 weights, and the toy rounds its logits.
+    "self": lambda target, _: {} if _num_layers(target) == 1 else {"quantization": "int8:group=16"},
+}
 
 # By drafter: options worth runs of their own in the proof by enumeration, beside the defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "model": [{"draft_temperature": 0.0}, {"draft_temperature": 0.4, "draft_top_k": 2}, {"draft_top_k": 1}],
+    "model": [
+        {"draft_temperature": 0.0},
+        {"draft_temperature": 0.4, "draft_top_k": 2},
+        {"draft_top_k": 1},
+        {"draft_vocab": 2},
+    ],
     "lookup": [{"max_n": 2, "min_n": 2}],
     "suffix": [{"shape": "tree", "max_spec_factor": 4.0}, {"max_cached_tokens": 0, "min_token_prob": 0.0}],
     "datastore": [{"shape": "tree"}, {"max_match": 1, "num_continuations": 4}],
@@ -52,4 +63,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"of": "(model:draft_temperature=0.4,draft_top_k=2)", "inner": "mixed", "inner_length": 2},
         {"inner": "(cascade:of=(model:draft_temperature=0.5))"},
     ],
+    "early_exit": [{"draft_temperature": 0.0}, {"draft_temperature": None, "draft_top_k": 2}],
+    "self": [{"quantization": "int8", "draft_temperature": 0.6}],
 }
+
+
+def _num_layers(target: Target) -> int:
+    return target.model.config.cache_shape.num_layers

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from cli.test_plan import needs_native, planned
-from forerun import LLM
+from forerun import LLM, SamplingParams
 from forerun.config import EngineConfig, Quantization
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, outlines, plan_of, refuse_what_does_not_fit
-from forerun.errors import CapacityError
+from forerun.errors import BadOption, CapacityError
 from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.saving_quantised import quantise_checkpoint
 from forerun.ops.cpu_decoder import CpuDecoder
@@ -137,3 +137,42 @@ def test_an_engine_is_refused_by_the_bytes_of_its_packed_weights(monkeypatch: py
     refuse_what_does_not_fit(rounded)
     with pytest.raises(CapacityError, match="there is no memory for this engine"):
         refuse_what_does_not_fit(dense)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_target_that_drafts_for_itself_is_counted_as_it_is_packed(dtype):
+    """Under float32 as well: the rounded weights are packed beside the dense ones, with a cache in bfloat16."""
+    config = EngineConfig(draft="self", dtype=dtype, max_seq_len=64)
+    llm, plan = LLM.from_config(config), plan_of(config, outlines(config), "cpu", None)
+    runner = llm.engine.drafter.first.runner
+    assert runner is not None
+    assert plan.bytes_of("draft weights") == weight_bytes(llm, draft=True)
+    pools = [*runner.cache.keys, *runner.cache.values]
+    assert plan.bytes_of("draft KV cache") == sum(pool.nbytes for pool in pools)
+
+
+def test_layers_that_draft_are_counted_without_weights():
+    config = EngineConfig(draft="early_exit:layers=2", max_seq_len=64)
+    models = outlines(config)
+    plan, num_layers = plan_of(config, models, "cpu", None), models["target"].config.num_layers
+    assert plan.bytes_of("draft weights") == 0
+    assert plan.bytes_of("draft KV cache") * num_layers == plan.bytes_of("target KV cache") * 2
+
+
+def test_a_target_that_is_quantised_cannot_be_rounded_again():
+    with pytest.raises(BadOption, match="quantised already; use an unquantised target, or dtype='float32'"):
+        outlines(EngineConfig(draft="self", quantization="int8", dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("draft", ["early_exit", "self", "model"])
+def test_rows_of_the_head_that_are_packed_twice_are_counted(draft):
+    """They are packed when the first request drafts with a temperature."""
+    config = EngineConfig(draft=f"{draft}:draft_vocab=1000", max_seq_len=64, spec_length=2, dtype="bfloat16")
+    llm, plan = LLM.from_config(config), plan_of(config, outlines(config), "cpu", None)
+    runner = llm.engine.drafter.first.runner
+    assert runner is not None
+    heads = runner.model.compiled._short_heads  # type: ignore[attr-defined]
+    for temperature in (0.0, 1.0):
+        assert not heads
+        llm.generate("def f(", SamplingParams(max_tokens=4, temperature=temperature))
+    assert [head.nbytes for head in heads.values()] == [plan.bytes_of("draft head rows")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -303,3 +304,15 @@ def test_forks_publish_the_block_that_they_share() -> None:
         d.release(slot)
     d.check()
     assert d.cache.free_tokens() == 12 * BLOCK
+
+
+def test_a_cache_of_some_layers_copies_each_pool_once():
+    """Keeping a path moves rows onto rows that are moved themselves: a second time it would move the wrong ones."""
+    some = dataclasses.replace(SHAPE, num_layers=4, layers=(1, 3))
+    cache = BlockCache(some, block_tokens=BLOCK, num_blocks=4, dtype=torch.float32, device=torch.device("cpu"))
+    assert cache.shape.bytes_per_token(torch.float32) == SHAPE.bytes_per_token(torch.float32)
+    cache.open(0)
+    write(cache, 0, [10, 11, 12, 13, 14])
+    cache.keep({0: [0, 2, 4]})
+    assert contents(cache, 0) == [10, 12, 14]
+    assert len({pool.data_ptr() for pool in (*cache.keys, *cache.values)}) == 4

@@ -54,7 +54,7 @@ def tensors(model):
     if model.compiled is None:
         return list(model.weights.values())
     table = model.compiled._table
-    return [*model.compiled._norms, *([] if table is None else [table])]
+    return [*model.compiled._norms.values(), *([] if table is None else [table])]
 
 def measure(folder, small, ops, dtype, quantization=None):
     ops = operators.make(ops, "cpu")

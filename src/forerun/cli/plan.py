@@ -79,17 +79,22 @@ class Models:
     @classmethod
     def of(cls, config: EngineConfig, shape: str | None, draft_shape: str | None) -> Models:
         """Read the outline of each model of a configuration. Raises UserError for a model that LLM refuses."""
-        from forerun.engine.factory import device_of, outlines
+        from forerun.engine.factory import device_of, made_outlines, outlines
 
         found = outlines(config)
         if draft_shape is not None and "draft" not in found:
             raise BadOption(
                 f"draft_shape={shown(draft_shape)} needs a draft model, and draft={shown(config.draft)} has none"
             )
+        if draft_shape is not None and found["draft"].is_made:
+            raise BadOption(
+                f"draft_shape={shown(draft_shape)} is not possible: draft={shown(config.draft)} is made of "
+                "the target, so give shape instead"
+            )
         for name, wanted in (("target", shape), ("draft", draft_shape)):
             if wanted is not None:
                 found[name] = _widened(found[name], wanted)
-        return cls(found, device_of(config))
+        return cls(found | made_outlines(config, found["target"]), device_of(config))
 
     def plan(self, config: EngineConfig, available: int | None) -> MemoryPlan:
         """Return the memory plan. available: bytes, None = what this machine has."""

@@ -301,6 +301,36 @@ def ngram(
     _say(f"{fit.num_tokens:,} tokens counted into {out}")
 
 
+@app.command()
+def skip(
+    out: Annotated[Path, typer.Option(help="File to write, for --draft early_exit:path=FILE.")],
+    text: Annotated[list[Path], typer.Option(help="File, or folder, like what the target will write; repeatable.")],
+    target: Annotated[str | None, typer.Option(help="Folder, GGUF file, name or hub id; default: shipped.")] = None,
+    num_tokens: Annotated[int, typer.Option(help="Tokens of the text that are run for each set.", min=2)] = 256,
+    evaluations: Annotated[int, typer.Option(help="Sets of layers that are scored at most.", min=1)] = 100,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    ops: Annotated[str, typer.Option(help="auto, native or reference.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of the flips at the end.")] = 0,
+) -> None:
+    """Search the layers of a target that draft for it best, and write them to a file."""
+    from forerun.config import EngineConfig
+    from forerun.engine.factory import load_target
+    from forerun.train.skip import Scored, fit
+    from forerun.train.texts import read_texts
+
+    def show(found: Scored) -> None:
+        _say(f"{len(found.layers)} layers, agreement {found.agreement:.3f}, estimated speed-up {found.speedup:.2f}")
+
+    with refusals():
+        config = EngineConfig(target=target, dtype=dtype, ops=ops)
+        whole = "\n\n".join(read_texts(text, 10**6))
+        sizes = {"num_tokens": num_tokens, "evaluations": evaluations, "seed": seed}
+        best = fit(load_target(config), whole, out, **sizes, say=show)
+    _say(f"layers {', '.join(map(str, best.layers))} in {out}")
+    if best.speedup <= 1:
+        _say("By this estimate plain decoding is faster than any set that was tried.")
+
+
 def _say(text: str, err: bool = False) -> None:
     """A line about files: their names may hold control characters."""
     from forerun.text.terminal import visible

@@ -5,6 +5,9 @@ A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit
 be seen before any weight is read, and `hidden_layers(options)`, the inner layers that its drafter will declare, for the
 memory plan; one that is made of others names their specs in `parts(options)`. Nothing else has to change for a new
 method.
+be seen before any weight is read; for the memory plan `hidden_layers(options)`, the inner layers that its drafter will
+declare, and `own_model(options, num_layers)`, the OwnModel that it makes of a target of so many layers. Nothing else
+has to change for a new method.
 """
 
 from __future__ import annotations
@@ -149,6 +152,18 @@ class Drafter:
 
 
 @dataclass(frozen=True)
+class OwnModel:
+    """A draft model that a drafter makes of the target, for the memory plan.
+
+    quantization: what its own copy of the weights is rounded to; None = it reads the target's. num_layers: how many of
+    the target's layers it runs, which have a cache of their own; None = all.
+    """
+
+    quantization: str | None = None
+    num_layers: int | None = None
+
+
+@dataclass(frozen=True)
 class Target:
     """What a drafter may know of the engine that it is built for."""
 
@@ -209,6 +224,13 @@ def hidden_layers(name: str, options: Any) -> tuple[int, ...]:
     """Return the `hidden_layers` of the drafter that a method would build; () where its file names none."""
     module = load(__name__, name, "drafter")
     return tuple(module.hidden_layers(options)) if hasattr(module, "hidden_layers") else ()
+
+
+def own_model(name: str, options: Any, num_layers: int) -> OwnModel | None:
+    """Return the model that a method makes of a target of so many layers; None where its file names none."""
+    module = load(__name__, name, "drafter")
+    found: OwnModel | None = module.own_model(options, num_layers) if hasattr(module, "own_model") else None
+    return found
 
 
 def make(spec: str, target: Target) -> Drafter:

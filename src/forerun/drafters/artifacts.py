@@ -33,8 +33,8 @@ def save(path: Path, kind: str, arrays: Arrays, tokenizer: str, facts: Mapping[s
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path, metadata=metadata)
 
 
-def load(path: str, kind: str, tokenizer: str) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, str]]:
-    """Return arrays and facts of a fitted file.
+def load(path: str, kind: str, tokenizer: str | None) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, str]]:
+    """Return arrays and facts of a fitted file. tokenizer: the `fingerprint` that it must have; None = not compared.
 
     Raises NotFound where there is no file, UnsupportedModel where it is empty, truncated or no safetensors file, and
     BadOption where another method, or the ids of another tokenizer, made it.
@@ -52,7 +52,7 @@ def load(path: str, kind: str, tokenizer: str) -> tuple[dict[str, npt.NDArray[np
     if made_by != kind:
         what = "no command of forerun" if made_by is None else f"`forerun train {made_by}`"
         raise BadOption(f"{shown(path)} was made by {what} and not by `forerun train {kind}`: name such a file")
-    if facts.pop("tokenizer", None) != tokenizer:
+    if facts.pop("tokenizer", None) != tokenizer and tokenizer is not None:
         raise BadOption(
             f"{shown(path)} holds ids of another tokenizer than the target's: fit it again with `forerun train {kind}` "
             "and this target"

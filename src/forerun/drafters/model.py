@@ -2,7 +2,9 @@
 
 Its probabilities go through the same pipeline as the target's, with two options of its own: draft_temperature and
 draft_top_k replace the request's values for the draws only. The output's distribution does not depend on them, because
-the verifier is told the distribution that each token was drawn from.
+the verifier is told the distribution that each token was drawn from. draft_vocab leaves only the first ids of the
+tokenizer to be drafted (FR-Spec, Zhao et al. 2025, arXiv 2502.14856, which ranks ids by counts of a large corpus): byte
+pair encoding gave them out from frequent to rare. The others have probability 0 in the draft.
 
 After a round the draft's cache lacks one committed token, or two when everything was accepted, because the last drafted
 token was never fed. Before it drafts for a sequence the model runs the tokens that its cache lacks (at first the whole
@@ -15,7 +17,7 @@ import dataclasses
 import time
 from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -26,12 +28,40 @@ from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
 from forerun.models.runner import Run, Runner, Scores
+from forerun.models.runner import Model, Run, Runner
 from forerun.sampling import History, probs, takes_the_best
 from forerun.text.tokenizer import Tokenizer, compare
 from forerun.types import ROUND_TOKENS, Budget, Coins, Draft, Probs, SamplingParams, Sequence
 
 Row = Tensor | int  # logits [V] of a sequence's next token, or the id of the largest one
 Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`: the sequence, and tokens to run
+
+
+TEMPERATURE = {"help": "temperature of the draws; none = the request's", "min": 0.0, "max": 100.0}
+TOP_K = {"help": "top-k of the draws, 0 = all; none = the request's", "min": 0}
+
+
+VOCAB = {
+    "help": "ids that are drafted, the first ones of the tokenizer: no other rows of the LM head are read; none = all",
+    "min": 1,
+}
+
+
+class Draws(Protocol):
+    """How a draft model draws: the options that every drafter with a model has."""
+
+    @property
+    def draft_temperature(self) -> float | None: ...
+    @property
+    def draft_top_k(self) -> int | None: ...
+    @property
+    def draft_vocab(self) -> int | None: ...
+
+
+def check_temperature(method: str, value: float | None) -> None:
+    """Raise BadOption for a temperature between greedy and the least that the pipeline takes."""
+    if value is not None and 0 < value < 1e-5:
+        raise BadOption(f"{method}:draft_temperature={value} must be 0 (greedy) or at least 1e-5")
 
 
 @dataclass(frozen=True)
@@ -44,18 +74,14 @@ class Options:
     quantization: str | None = field(
         default=None, metadata={"help": "int8 or int4[:group=N]: its weights are rounded while they are loaded"}
     )
-    draft_temperature: float | None = field(
-        default=None, metadata={"help": "temperature of the draws; none = the request's", "min": 0.0, "max": 100.0}
-    )
-    draft_top_k: int | None = field(
-        default=None, metadata={"help": "top-k of the draws, 0 = all; none = the request's", "min": 0}
-    )
+    draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
+    draft_top_k: int | None = field(default=None, metadata=TOP_K)
+    draft_vocab: int | None = field(default=None, metadata=VOCAB)
 
     def __post_init__(self) -> None:
         if self.quantization is not None:
             Quantization.parse(self.quantization)
-        if self.draft_temperature is not None and 0 < self.draft_temperature < 1e-5:
-            raise BadOption(f"model:draft_temperature={self.draft_temperature} must be 0 (greedy) or at least 1e-5")
+        check_temperature("model", self.draft_temperature)
 
 
 @dataclass(slots=True)
@@ -98,9 +124,9 @@ class _Room:
 class ModelDrafter(Drafter):
     """A drafter that runs the model of `runner` ahead of the target."""
 
-    def __init__(self, runner: Runner, options: Options | None = None) -> None:
+    def __init__(self, runner: Runner, options: Draws | None = None) -> None:
         self.runner: Runner = runner
-        self.options = options or Options()
+        self.options: Draws = options or Options()
         self.caught_up: dict[int, int] = {}
         self._fed: dict[int, _Fed] = {}
         self._guessing: set[int] = set()  # sequences whose drafted tokens are in the cache
@@ -334,9 +360,17 @@ def build(options: Options, target: Target) -> Drafter:
     """
     checkpoint = _checkpoint(options, target)
     _check_pair(checkpoint, target)
-    model = checkpoint.model
+    return over(checkpoint.model, target, options, _holes(checkpoint, target))
+
+
+def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: Seq[int] | None = None) -> ModelDrafter:
+    """Make a drafter that runs this model beside the target, with a cache as large as the target's.
+
+    holes: ids that are never drafted. layers: those that run, and alone have a cache; None = all.
+    """
+    shape = model.config.cache_shape
     cache = BlockCache.create(
-        model.config.cache_shape,
+        shape if layers is None else dataclasses.replace(shape, layers=tuple(layers)),
         target.kv_cache_backend,
         max_batch_size=target.max_batch_size,
         max_seq_len=target.max_seq_len,
@@ -345,7 +379,9 @@ def build(options: Options, target: Target) -> Drafter:
         device=model.device,
         prefix_caching=target.prefix_caching,
     )
-    return ModelDrafter(Runner(model, cache, target.num_ids, _holes(checkpoint, target)), options)
+    return ModelDrafter(
+        Runner(model, cache, target.num_ids, holes, layers=layers, head_rows=options.draft_vocab), options
+    )
 
 
 def _holes(checkpoint: Checkpoint, target: Target) -> list[int]:

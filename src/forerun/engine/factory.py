@@ -28,6 +28,7 @@ from forerun.models.loading import (
     DTYPES,
     Checkpoint,
     load_checkpoint,
+    packed_schemes,
     read_config,
     read_raw_config,
     small_files,
@@ -179,6 +180,39 @@ def outlines(config: EngineConfig) -> dict[str, Outline]:
         for number, model in enumerate(_models_of(spec, config), 1):
             found[label if number == 1 else f"{label}, model {number}"] = read(*model)
     return found
+    found = {name: _model_of(spec, config) for name, spec in _drafts(config).items()}
+    outline = read(target, config.quantization)
+    others = {name: read(*model) for name, model in found.items() if model is not None}
+    return {"target": outline} | others | made_outlines(config, outline)
+
+
+def made_outlines(config: EngineConfig, target: Outline) -> dict[str, Outline]:
+    """The models that drafters make of the target, named as in `outlines`. Raises BadOption where LLM would."""
+    made = {}
+    for name, spec in _drafts(config).items():
+        method, options = drafters.resolve(spec, is_shipped(config.target))
+        own = drafters.own_model(method, options, target.config.num_layers)
+        if own is None:
+            continue
+        if own.quantization is not None and _are_packed(target, config):
+            raise BadOption(
+                f"draft={shown(spec)} is not possible: the target's weights are quantised already; use an unquantised "
+                "target, or dtype='float32'"
+            )
+        made[name] = target.made(own.quantization, own.num_layers)
+    return made
+
+
+def _are_packed(target: Outline, config: EngineConfig) -> bool:
+    """Whether the target's weights will be in memory as the integers of its files."""
+    device = device_of(config)
+    packs = packed_schemes(ops.make(config.ops, device), dtype_of(config, device, target.raw))
+    return any(map(packs, target.schemes.values()))
+
+
+def _drafts(config: EngineConfig) -> dict[str, str]:
+    """The drafters by what their models are called in `outlines`."""
+    return {"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}
 
 
 def plan_of(config: EngineConfig, models: Mapping[str, Outline], device: str, available: int | None) -> MemoryPlan:
@@ -194,7 +228,16 @@ def plan_of(config: EngineConfig, models: Mapping[str, Outline], device: str, av
         device=device,
         available_bytes=available,
         num_taps=num_taps(config),
+        made_of_target=[name for name, model in models.items() if model.is_made],
+        head_rows=head_rows(config),
     )
+
+
+def head_rows(config: EngineConfig) -> dict[str, int]:
+    """How many ids drafters with an option `draft_vocab` draft, by what their models are called in `outlines`."""
+    methods = {name: drafters.resolve(spec, is_shipped(config.target)) for name, spec in _drafts(config).items()}
+    found = {name: getattr(options, "draft_vocab", None) for name, (_, options) in methods.items()}
+    return {name: num for name, num in found.items() if num is not None}
 
 
 def num_taps(config: EngineConfig) -> int:

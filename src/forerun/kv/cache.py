@@ -51,15 +51,24 @@ PAGED_BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The sizes that decide what one token takes: num_layers x 2 x num_kv_heads x head_dim numbers."""
+    """The sizes that decide what one token takes: kept layers x 2 x num_kv_heads x head_dim numbers.
+
+    layers: those whose keys and values are kept, ascending, where a model runs no others; None = all.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def kept(self) -> Seq[int]:
+        """The layers whose keys and values are kept."""
+        return range(self.num_layers) if self.layers is None else self.layers
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes of keys and values of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return 2 * len(self.kept) * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -80,7 +89,8 @@ class _Slot:
 class BlockCache:
     """The keys and values of every sequence of one model, in blocks. It is the KVCache of the models in models/.
 
-    keys, values: per layer [num_blocks * block_tokens, num_kv_heads, head_dim]. prefix_caching: whether sequences
+    keys, values: per layer [num_blocks * block_tokens, num_kv_heads, head_dim]; a layer that is not kept has another
+    one's, and must not be run. prefix_caching: whether sequences
     share blocks. native: the pools in the form that native operators take, None where there are no such operators.
     prefix_queries_tokens, prefix_hit_tokens: totals of the tokens that `open` was asked for and of those it found.
     """
@@ -100,7 +110,8 @@ class BlockCache:
         self.num_blocks = num_blocks
         self.device, self.dtype = device, dtype
         self.keys, self.values = _pools(shape, num_blocks * block_tokens, dtype, device)
-        self.native = self._native_pools()
+        self.native = self._native_pools(range(shape.num_layers))
+        self._copied = self.native if shape.layers is None else self._native_pools(shape.kept)
         self.prefix_caching = prefix_caching
         self.prefix_queries_tokens = 0
         self.prefix_hit_tokens = 0
@@ -109,11 +120,11 @@ class BlockCache:
         self._slots: dict[int, _Slot] = {}
         self._prefixes = PrefixIndex(block_tokens)
 
-    def _native_pools(self) -> Any:
+    def _native_pools(self, layers: Seq[int]) -> Any:
         extension = native.extension()
         if extension is None or self.device.type != "cpu":
             return None
-        addresses = ([pool.data_ptr() for pool in pools] for pools in (self.keys, self.values))
+        addresses = ([pools[i].data_ptr() for i in layers] for pools in (self.keys, self.values))
         row_bytes = self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
         return extension.Pools(*addresses, self.block_tokens, row_bytes)
 
@@ -317,12 +328,13 @@ class BlockCache:
 
     def _copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy physical rows in all layers, one row after the other."""
-        if self.native is not None:
-            self.native.copy(sources, targets)
+        if self._copied is not None:
+            self._copied.copy(sources, targets)
             return
         source, target = (torch.tensor(rows, device=self.device) for rows in (sources, targets))
-        for pool in (*self.keys, *self.values):
-            pool[target] = pool[source]
+        for layer in self.shape.kept:
+            for pool in (self.keys[layer], self.values[layer]):
+                pool[target] = pool[source]
 
     def _take(self) -> int:
         """Take a free block, else the longest unused evictable one, for one user."""
@@ -489,8 +501,9 @@ def _pools(
     """
     pool = (num_rows, shape.num_kv_heads, shape.head_dim)
     try:
-        keys = [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
-        return keys, [torch.empty(pool, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        keys, values = ({i: torch.empty(pool, dtype=dtype, device=device) for i in shape.kept} for _ in range(2))
+        layers = [i if i in keys else shape.kept[0] for i in range(shape.num_layers)]
+        return [keys[i] for i in layers], [values[i] for i in layers]
     except RuntimeError as error:  # OutOfMemoryError on an accelerator, a plain RuntimeError on a CPU
         num_gb = num_rows * shape.bytes_per_token(dtype) / 1e9
         raise CapacityError(

@@ -27,7 +27,7 @@ from forerun.memory.parts import (
 )
 from forerun.memory.reference import block_bytes, weight_bytes
 from forerun.models.layers import DecoderConfig, parameter_shapes
-from forerun.ops.cpu_decoder import PRODUCTS
+from forerun.ops.cpu_decoder import PRODUCTS, short_head_scheme
 from forerun.ops.packed import PANEL, Format, packs, sections_of
 from forerun.ops.quantised import UNIT, QuantisedMatrix
 
@@ -37,7 +37,7 @@ HUGE_PAGE_BYTES = 2 << 20  # larger buffers take whole huge pages: csrc/decoder.
 GIVE_BACK_BYTES = 8 << 20  # bytes packed before source pages are given back: csrc/matrix.cpp
 KEY_BLOCK, ATTENTION_ROWS = 64, 16  # keys and rows that attention takes at once
 KEY_RANGE, ITEMS_PER_THREAD = 256, 4  # keys of a piece of its work, and pieces below which a run is shared
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FEW_ROWS = 24  # up to so many rows, every thread has its own copy of a product's inputs
 
 
@@ -45,30 +45,34 @@ FEW_ROWS = 24  # up to so many rows, every thread has its own copy of a product'
 class NativeSizes:
     """The sizes of the native operators. Weights and caches are float32 or bfloat16, and rows are float32.
 
-    schemes: by the names of models, how their quantised matrices are stored.
+    schemes: by the names of models, how their quantised matrices are stored. rounded: models whose matrices are rounded
+    in memory, and packed so whatever `dtype` is.
     """
 
     dtype: torch.dtype
     max_seq_len: int
     num_threads: int
     schemes: Mapping[str, Schemes] = field(default_factory=dict)
+    rounded: frozenset[str] = frozenset()
 
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """The type of the weights."""
-        return self.dtype
+    def cache_dtype_of(self, name: str) -> torch.dtype:
+        """Return the type of the weights, bfloat16 beside rounded ones."""
+        return torch.bfloat16 if name in self.rounded else self.dtype
 
     def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
         """Return the parts of packed matrices with biases, float32 norms, and an untied embedding as it is stored.
 
         A further part is what is lost at the ends of huge pages.
         """
-        parts, size, rounded = [], self.dtype.itemsize, 0
+        parts, rounded = [], 0
         for name, model in models.items():
-            schemes = self._packed_schemes(name)
+            schemes, size = self._packed_schemes(name), self.cache_dtype_of(name).itemsize
             matrices, is_table = list(packed_matrix_bytes(model, self.dtype, schemes)), EMBEDDING not in schemes
             table = 0 if model.tie_embeddings or not is_table else model.vocab_size * model.hidden_size * size
-            num_bytes, plain = sum(matrices) + table + _vector_bytes(model), weight_bytes(model, self.dtype)
+            num_bytes, plain = (
+                sum(matrices) + table + _vector_bytes(model),
+                weight_bytes(model, self.cache_dtype_of(name)),
+            )
             num = plain // size
             how = f"{num:,} weights x {size} bytes, packed: {(num_bytes - plain) / 1e6:+.2f} MB"
             if schemes:
@@ -77,6 +81,16 @@ class NativeSizes:
             rounded += sum(allocated_bytes(n) - n for n in matrices)
         ends = MemoryPart("page rounding", rounded, "matrices of 2 MiB and more take whole huge pages of memory")
         return [*parts, *([ends] if rounded else [])]
+
+    def head_bytes(self, name: str, model: DecoderConfig, num_rows: int) -> int:
+        """Return the bytes of the rows that CpuDecoder.logits packs once more; fewer than all."""
+        head = EMBEDDING if model.tie_embeddings else HEAD
+        if num_rows >= model.vocab_size:
+            return 0
+        if head in self._packed_schemes(name):
+            shape = (num_rows, model.hidden_size)
+            return quantised_bytes([QuantisedMatrix(short_head_scheme(), shape, lambda: iter(()))])
+        return packed_bytes(num_rows, model.hidden_size, self.cache_dtype_of(name))
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
         """Return the buffers of every model, the results of the largest pass, and as much again in reserve."""
@@ -113,7 +127,7 @@ class NativeSizes:
 
     def _packed_schemes(self, name: str) -> Schemes:
         """Return the schemes of a model's matrices that are packed as they are stored."""
-        if self.dtype != torch.bfloat16:
+        if self.cache_dtype_of(name) != torch.bfloat16:
             return {}
         return {weight: scheme for weight, scheme in self.schemes.get(name, {}).items() if packs(scheme)}
 

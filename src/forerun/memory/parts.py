@@ -64,16 +64,16 @@ class Pass:
 
 
 class Sizes(Protocol):
-    """The memory that operators need. Each kind of operators has one class.
+    """The memory that operators need. Each kind of operators has one class."""
 
-    cache_dtype: the type of keys and values in the caches of the models that they run.
-    """
-
-    @property
-    def cache_dtype(self) -> torch.dtype: ...
+    def cache_dtype_of(self, name: str) -> torch.dtype:
+        """Return the type of keys and values in the cache of a model."""
 
     def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
         """Return the weights, as the operators keep them, of "target", "draft" and extra draft models."""
+
+    def head_bytes(self, name: str, model: DecoderConfig, num_rows: int) -> int:
+        """Return what the first rows of a model's LM head take a second time where no others are read."""
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
         """Return an upper bound of the memory of passes that run one after another."""

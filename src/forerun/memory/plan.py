@@ -10,7 +10,7 @@ both under the name GB: 8 x 4096 tokens of 114,688 bytes are 3.5 GiB and 3.76 GB
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -115,6 +115,8 @@ def memory_plan(
     extra_drafts: Mapping[str, DecoderConfig] | None = None,
     schemes: Mapping[str, Schemes] | None = None,
     num_taps: int = 0,
+    made_of_target: Collection[str] = (),
+    head_rows: Mapping[str, int] | None = None,
 ) -> MemoryPlan:
     """Plan the memory of a target and its draft model (None = a drafter without a model) under the engine's options.
 
@@ -122,7 +124,9 @@ def memory_plan(
     models; the operators decide the types of caches and rows. device: "cpu" or "cuda"; on "cuda" the plan is of its
     memory, and the probability rows are left out, because they lie on the host. schemes: of the quantised matrices of
     "target", "draft" and the extra drafts by their names. num_taps: inner layers of the target whose rows drafters see.
-    Raises BadOption as the engine itself would for ops, max_seq_len and kv_cache_tokens.
+    made_of_target: drafts that have no weights of their own or, where they have schemes, round the target's. head_rows:
+    of drafts that read the first rows of their LM head alone. Raises BadOption as the engine itself would for ops,
+    max_seq_len and kv_cache_tokens.
     """
     extra = extra_drafts or {}
     labels = [EXTRA_DRAFT if number == 1 else f"{EXTRA_DRAFT} {number}" for number in range(1, len(extra) + 1)]
@@ -130,7 +134,9 @@ def memory_plan(
     names = dict(zip(labels, extra, strict=True))
     found = schemes or {}
     by_label = {label: found.get(names.get(label, label), {}) for label in ("target", *drafts)}
-    needs = _Needs(target, drafts, config, dtype, device, by_label, num_taps)
+    made = frozenset(label for label in drafts if names.get(label, label) in made_of_target)
+    rows = {label: num for label in drafts if (num := (head_rows or {}).get(names.get(label, label)))}
+    needs = _Needs(target, drafts, config, dtype, device, by_label, num_taps, made, rows)
     plan = MemoryPlan(needs.parts(), available_bytes, later=needs.later(), extra_drafts=names)
     return plan if plan.fits else replace(plan, suggestions=tuple(_suggestions(needs, available_bytes or 0)))
 
@@ -172,6 +178,8 @@ class _Needs:
     device: str
     schemes: Mapping[str, Schemes]
     num_taps: int
+    made: frozenset[str]  # drafts that are made of the target
+    head_rows: Mapping[str, int]
 
     @property
     def max_seq_len(self) -> int:
@@ -197,10 +205,11 @@ class _Needs:
 
     def parts(self) -> tuple[MemoryPart, ...]:
         models = {"target": self.target, **self.drafts}
+        loaded = {name: model for name, model in models.items() if name not in self.made or self.schemes[name]}
         pools = [self._pool(name, model.cache_shape) for name, model in models.items()]
         activations = self.sizes.activations(self._passes())
-        running = [*self.sizes.weights(models), *pools, *activations, *self._probabilities()]
-        return (*running, *self._loading(models, running))
+        running = [*self.sizes.weights(loaded), *self._head_rows(), *pools, *activations, *self._probabilities()]
+        return (*running, *self._loading(loaded, running))
 
     def later(self) -> tuple[MemoryPart, ...]:
         return self.sizes.later(self._passes())
@@ -210,7 +219,8 @@ class _Needs:
         """The sizes of the operators that will run. Raises BadOption where they cannot."""
         name = ops.resolve(self.config.ops, self.device)
         if name == "native":
-            return NativeSizes(self.dtype, self.max_seq_len, native.num_threads(), self.schemes)
+            rounded = frozenset(name for name in self.made if self.schemes[name])
+            return NativeSizes(self.dtype, self.max_seq_len, native.num_threads(), self.schemes, rounded)
         in_place, row_by_row = self.config.kv_cache_backend == "contiguous", name == "reference_row_by_row"
         return ReferenceSizes(self.dtype, self.device, self.max_seq_len, in_place, row_by_row)
 
@@ -230,8 +240,13 @@ class _Needs:
         more = peak - sum(part.bytes for part in running)
         return [MemoryPart("loading", more, "blocks of files, beyond what is needed later")] if more > 0 else []
 
+    def _head_rows(self) -> list[MemoryPart]:
+        found = {name: self.sizes.head_bytes(name, self.drafts[name], num) for name, num in self.head_rows.items()}
+        how = "{:,} rows of the LM head, once more for drafts at temperature > 0"
+        return [MemoryPart(f"{name} head rows", n, how.format(self.head_rows[name])) for name, n in found.items() if n]
+
     def _pool(self, name: str, shape: CacheShape) -> MemoryPart:
-        tokens, each = self.num_pool_tokens, shape.bytes_per_token(self.sizes.cache_dtype)
+        tokens, each = self.num_pool_tokens, shape.bytes_per_token(self.sizes.cache_dtype_of(name))
         batch, per_sequence = self.config.max_batch_size, tokens // self.config.max_batch_size
         counted = f"{batch} x {per_sequence:,}" if self.config.kv_cache_tokens is None else f"{tokens:,}"
         return MemoryPart(f"{name} KV cache", tokens * each, f"{counted} tokens x {each:,} bytes")

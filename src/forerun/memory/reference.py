@@ -34,8 +34,7 @@ class ReferenceSizes:
     in_place: bool
     row_by_row: bool
 
-    @property
-    def cache_dtype(self) -> torch.dtype:
+    def cache_dtype_of(self, name: str) -> torch.dtype:
         """The type of the weights."""
         return self.dtype
 
@@ -43,6 +42,10 @@ class ReferenceSizes:
         """Return one part for each model with every weight counted once; a tied LM head is its embedding."""
         size, found = self.dtype.itemsize, {name: weight_bytes(model, self.dtype) for name, model in models.items()}
         return [MemoryPart(f"{name} weights", n, f"{n // size:,} weights x {size} bytes") for name, n in found.items()]
+
+    def head_bytes(self, name: str, model: DecoderConfig, num_rows: int) -> int:
+        """Return 0: they are read where they are."""
+        return 0
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
         """Return the memory of the largest pass, and as much again in reserve."""

@@ -6,13 +6,16 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.errors import InternalError, UnsupportedModel, shown
+from forerun.config import Quantization
+from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
 from forerun.kv.cache import BlockCache, CacheShape
+from forerun.models.quantising import RoundedWeights
 from forerun.ops.reference import ReferenceOps
 from forerun.types import CacheView, RaggedBatch
 
@@ -352,6 +355,30 @@ class Decoder:
         _write(taps, range(first, num_layers + 1), x)
         return self.norm(x) if is_normed else x
 
+    def rounded(self, quantization: Quantization) -> Decoder:
+        """Return a second model of these weights, each matrix rounded to so many bits; the first stays as it is.
+
+        Operators that pack quantised weights get them; others what they stand for. Raises BadOption where the weights
+        are quantised already, or groups do not divide a row.
+        """
+        if self.weight_bits:
+            raise BadOption(
+                f"quantization={str(quantization)!r} is not possible: the model has {self.precision} in memory; load "
+                "it with dtype='float32' or from an unquantised checkpoint"
+            )
+        compiled, shapes = self.compiled, parameter_shapes(self.config)
+        weights = RoundedWeights(
+            shapes,
+            (lambda name, rows: self.weights[name][rows.start : rows.stop])
+            if compiled is None
+            else compiled.matrix_rows,
+            self.weights.__getitem__ if compiled is None else compiled.vector,
+            quantization,
+            self.weight_dtype if compiled is None else None,
+        )
+        given = dict(weights) if compiled is None else weights
+        return Decoder(self.config, cast(Mapping[str, Tensor], given), self.ops)
+
     def embed(self, ids: Seq[int]) -> Tensor:
         """The embeddings of these ids [n, H], as a pass begins with them."""
         if self.compiled is not None:
@@ -365,11 +392,11 @@ class Decoder:
         rows = hidden.to(self.activation_dtype)
         return self.ops.rms_norm(rows, self.weights["model.norm.weight"], self.config.norm_eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H] -> float32 logits [R, V]."""
+    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+        """hidden [R, H] -> float32 logits [R, V], or [R, num_ids] of the first ids, reading their rows of the head."""
         if self.compiled is not None:
-            return self.compiled.logits(hidden)  # type: ignore[no-any-return]
-        return self.ops.linear(hidden, self._head).float()
+            return self.compiled.logits(hidden, num_ids)  # type: ignore[no-any-return]
+        return self.ops.linear(hidden, self._head[:num_ids]).float()
 
     def best(self, hidden: Tensor, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
         """Id and value of the largest of the first `num_ids` logits of these rows; only for compiled decoders."""

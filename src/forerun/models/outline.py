@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,15 @@ from forerun.text.json_files import read_json
 class Outline:
     """A checkpoint, and the option under which it is to be loaded.
 
-    raw: its config.json. schemes: of the matrices that are quantised then, by name.
+    raw: its config.json. schemes: of the matrices that are quantised then, by name. is_made: it is made of another
+    model in memory, of which it has the weights or, with a quantization, rounds them.
     """
 
     raw: Mapping[str, Any]
     config: DecoderConfig
     quantization: str | None
     schemes: Mapping[str, Scheme]
+    is_made: bool = False
 
     @classmethod
     def of(cls, name: str | Path, quantization: str | None = None, ignore: Collection[str] = ()) -> Outline:
@@ -56,6 +58,12 @@ class Outline:
         """Return the outline of a model that is made of this one in memory; its weights are dense until then."""
         schemes = _schemes(_said_tensors(config, {}), self.quantization)
         return Outline(self.raw, config, self.quantization, schemes)
+
+    def made(self, quantization: str | None, num_layers: int | None) -> Outline:
+        """Return the outline of a model that this one rounds, or of its first layers. num_layers: None = all."""
+        config = self.config if num_layers is None else replace(self.config, num_layers=num_layers)
+        schemes = {} if quantization is None else _schemes(_said_tensors(config, {}), quantization)
+        return Outline(self.raw, config, quantization, schemes, is_made=True)
 
 
 def _schemes(tensors: Mapping[str, Stored], quantization: str | None) -> Mapping[str, Scheme]:

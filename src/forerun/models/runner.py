@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from forerun.config import Quantization
 from forerun.errors import InternalError
 from forerun.kv import KVCache
 from forerun.kv.cache import CacheShape
@@ -64,9 +65,10 @@ class Model(Protocol):
         hidden: Tensor | None = None,
         taps: Mapping[int, Tensor] | None = None,
     ) -> Tensor: ...
+    def rounded(self, quantization: Quantization) -> Model: ...
     def embed(self, ids: Seq[int]) -> Tensor: ...
     def norm(self, hidden: Tensor) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor: ...
 
 
 class Run(NamedTuple):
@@ -118,7 +120,8 @@ class Runner:
     get probability 0: they are cut off, or set to -inf. A draft model may have fewer rows than its target has ids: its
     logits end where its rows do, and ids beyond the end of a distribution have probability 0. layers: those that run,
     ascending; None = all. The final norm and the LM head read what the last of them leaves, so that a model is a draft
-    model of its own. taps: inner layers whose rows every pass returns; may be set later.
+    model of its own. taps: inner layers whose rows every pass returns; may be set later. head_rows: the first rows of
+    the LM head, where no others are to be read; None = all.
     """
 
     def __init__(
@@ -130,11 +133,13 @@ class Runner:
         *,
         layers: Seq[int] | None = None,
         taps: Seq[int] = (),
+        head_rows: int | None = None,
     ) -> None:
         self.model, self.cache, self.layers, self.taps = model, cache, layers, taps
         self._ends_early = layers is not None and model.config.cache_shape.num_layers - 1 not in layers
         self.num_ids = model.config.vocab_size if num_ids is None else num_ids
-        self.width = min(self.num_ids, model.config.vocab_size)  # of a row of logits
+        self.head_rows = head_rows
+        self.width = min(self.num_ids, head_rows or self.num_ids, model.config.vocab_size)  # of a row of logits
         self._none = torch.empty(0, self.width)
         self.holes = [i for i in holes if i < self.width]
         # Whether the largest logit can be had without the others being written.
@@ -195,12 +200,16 @@ class Runner:
 
     @property
     def fingerprint(self) -> str:
-        """What the time of a pass depends on: processor, operators, threads, the model's shape, layers and type."""
+        """What the time of a pass depends on: processor, operators, threads, the model's shape, layers and weights.
+
+        The bytes that a pass reads tell weights of fewer bits from those that they were rounded from.
+        """
         model, info = self.model, Path("/proc/cpuinfo")
         lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else [platform.processor()]
         processor = next((line for line in lines if line.startswith("model name")), lines[0])
-        ops, shape = (model.ops.build, model.ops.num_threads), (model.config, self.layers)
-        return repr((processor, *ops, *shape, model.weight_dtype, model.device.type))
+        ops, shape = (model.ops.build, model.ops.num_threads), (model.config, self.layers, self.head_rows)
+        weights = (model.weight_dtype, getattr(model, "bytes_per_pass", None))
+        return repr((processor, *ops, *shape, *weights, model.device.type))
 
     def try_pass(self, num_rows: int) -> None:
         """Run a pass over rows that are forgotten at once, as a verification runs it. Raises CapacityError."""
@@ -235,7 +244,7 @@ class Runner:
         if not rows:
             return self._none
         wanted = _picked(hidden, rows)
-        logits = self.model.logits(wanted)[:, : self.width]
+        logits = self.model.logits(wanted, self.head_rows)[:, : self.width]
         if self.holes:
             logits[:, self.holes] = -torch.inf
         return logits

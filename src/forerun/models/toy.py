@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.config import Quantization
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache, CacheShape
 from forerun.ops.reference import ReferenceOps
@@ -80,6 +81,7 @@ class ToyModel:
         self.device = torch.device("cpu")
         self.ops = ReferenceOps()
         self._table: dict[tuple[int, ...], Tensor] = {}
+        self._rounded: dict[Quantization, ToyModel] = {}
 
     # ------------------------------------------------------------------------------------------------ as a model
 
@@ -121,9 +123,20 @@ class ToyModel:
         """hidden [R, V], a copy."""
         return hidden.clone()
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, V] -> logits [R, V], a copy in the toy's own dtype."""
-        return hidden.clone()
+    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+        """hidden [R, V] -> logits [R, V], or [R, num_ids] of the first ids; a copy in the toy's own dtype."""
+        return hidden[:, :num_ids].clone()
+
+    def rounded(self, quantization: Quantization) -> ToyModel:
+        """Return a toy whose logits are these, rounded to multiples of 2^(4 - bits); the same one each time."""
+        if quantization not in self._rounded:
+            size, positions = self.config.vocab_size, self.config.max_positions
+            table = ToyTable(tie_step=2.0 ** (4 - quantization.bits))
+            dtype = self.weight_dtype
+            self._rounded[quantization] = ToyModel(
+                size, self.seed, table, near=self, max_positions=positions, dtype=dtype
+            )
+        return self._rounded[quantization]
 
     # ----------------------------------------------------------------------------------------------- as an oracle
 

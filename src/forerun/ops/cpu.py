@@ -105,7 +105,7 @@ class CpuOps(ReferenceOps):
             )
         except MemoryError as error:
             raise _no_room(sum(p.nbytes for p in rows), dtype) from error
-        return PackedMatrix(handle, sum(len(p) for p in rows), num_in, dtype, paired)
+        return PackedMatrix(handle, sum(len(p) for p in rows), num_in, dtype, paired, bias=bias)
 
     def _pack_quantised(self, parts: list[QuantisedMatrix], bias: Tensor | None, paired: bool) -> PackedMatrix:
         num_in, num_out = parts[0].shape[1], sum(part.shape[0] for part in parts)
@@ -124,7 +124,7 @@ class CpuOps(ReferenceOps):
             if misfit is not None:  # float16 holds most files' scales and minimums exactly, float32 all
                 formats[misfit] = replace(formats[misfit], wide=True)
         bits = tuple(sorted({format.bits for format in formats}))
-        return PackedMatrix(handle, num_out, num_in, torch.bfloat16, paired, bits)
+        return PackedMatrix(handle, num_out, num_in, torch.bfloat16, paired, bits, bias)
 
     def _fill(self, handle: Any, sections: list[list[QuantisedMatrix]], formats: list[Format]) -> int | None:
         """Read all rows into a packed matrix; returns the index of a section that needs float32, or None."""

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.ops.packed import PackedMatrix, run_numbers
-from forerun.ops.quantised import QuantisedMatrix
+from forerun.ops.quantised import UNIT, QuantisedMatrix, Scheme
+from forerun.ops.quantising import quantise, scheme_of
 from forerun.types import RaggedBatch
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ PRODUCTS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+
+
+def short_head_scheme() -> Scheme:
+    """Return how the first rows of a quantised LM head are packed once more."""
+    return scheme_of(8, UNIT)
 
 
 class DecoderSizes(Protocol):
@@ -62,20 +68,23 @@ class CpuDecoder:
         self, ops: CpuOps, config: DecoderSizes, weights: Mapping[str, Tensor], *, consume: bool = False
     ) -> None:
         self.config, self.ops = config, ops
-        self._norms: list[Tensor] = []  # referenced here because the native object has only their addresses
+        self._norms: dict[str, Tensor] = {}  # referenced here because the native object has only their addresses
+        self._places: dict[str, tuple[PackedMatrix, int, int]] = {}  # name -> where it is packed: first row, rows
         source = _Source(weights, consume)
         # The largest first: what packing it takes beside the packed matrix is gone before all the others are there.
         head_name = "model.embed_tokens" if config.tie_embeddings else "lm_head"
-        self.matrices = {"head": ops.pack(*source.parts(head_name), consume=consume)}
+        self.matrices = {"head": self._pack(source, (head_name,))}
         table = None if config.tie_embeddings else source.weights["model.embed_tokens.weight"]
         self._embedding = self.matrices["head"] if table is None else None
         self._table: Tensor | None = None
         if isinstance(table, QuantisedMatrix):
             self._embedding = ops.pack(table)
+            self._places["model.embed_tokens"] = (self._embedding, 0, table.shape[0])
         elif table is not None:
             self._table = table.detach().contiguous()
         self.weight_dtype = self.cache_dtype = self.matrices["head"].dtype
         self.activation_dtype = torch.float32
+        self._short_heads: dict[int, PackedMatrix] = {}  # by their rows
         norms: list[int] = []
         for i in range(config.num_layers):
             norms += self._pack_layer(f"model.layers.{i}.", source)
@@ -109,7 +118,7 @@ class CpuDecoder:
     @property
     def bytes_per_pass(self) -> int:
         """The bytes of weights that a pass of a few rows reads: every packed matrix and norm once."""
-        return sum(m.nbytes for m in self.matrices.values()) + sum(norm.nbytes for norm in self._norms)
+        return sum(m.nbytes for m in self.matrices.values()) + sum(norm.nbytes for norm in self._norms.values())
 
     def forward(
         self,
@@ -178,10 +187,16 @@ class CpuDecoder:
 
     def norm(self, hidden: Tensor) -> Tensor:
         """Apply the final norm to rows of the residual stream [R, H], float32, with the bits that a pass has."""
-        return self.ops.rms_norm(hidden, self._norms[-1], self.config.norm_eps)
+        return self.ops.rms_norm(hidden, self._norms["model.norm.weight"], self.config.norm_eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the logits: hidden [R, H] -> float32 [R, V]."""
+    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+        """Compute the logits: hidden [R, H] -> float32 [R, V], or [R, num_ids] of the first ids.
+
+        For those the rows of the head are packed once more, when they are first asked for; a quantised head's with 8
+        bits. `best` needs no second copy.
+        """
+        if num_ids is not None and num_ids < self.config.vocab_size:
+            return self.ops.linear(hidden, self._short_head(num_ids))
         hidden = hidden.contiguous()
         out = torch.empty(len(hidden), self.config.vocab_size)
         if len(hidden):
@@ -199,24 +214,56 @@ class CpuDecoder:
         hidden = hidden.contiguous()
         return self._native.argmax(hidden.data_ptr(), rows, num_ids)  # type: ignore[no-any-return]
 
+    def _short_head(self, num_ids: int) -> PackedMatrix:
+        if num_ids not in self._short_heads:
+            rows = self.matrices["head"].unpack(range(num_ids))
+            made: Tensor | QuantisedMatrix = rows
+            if self.matrices["head"].bits:
+                scheme = short_head_scheme()
+                made = QuantisedMatrix(scheme, (num_ids, rows.shape[1]), lambda: iter([quantise(rows, scheme)]))
+            self._short_heads[num_ids] = self.ops.pack(made)
+        return self._short_heads[num_ids]
+
+    def vector(self, name: str) -> Tensor:
+        """Return a norm or a bias by its name in a checkpoint, float32; a missing bias beside others is 0."""
+        if name in self._norms:
+            return self._norms[name]
+        packed, first, num = self._places[name.removesuffix(".bias")]
+        assert packed.bias is not None
+        return packed.bias[first : first + num]
+
+    def matrix_rows(self, name: str, rows: range) -> Tensor:
+        """Return rows of a matrix by its name in a checkpoint, [rows, I], as they were before packing."""
+        if self._table is not None and name == "model.embed_tokens.weight":
+            return self._table[rows.start : rows.stop]
+        packed, first, _ = self._places[name.removesuffix(".weight")]
+        return packed.unpack(range(first + rows.start, first + rows.stop))
+
     def _all_matrices(self) -> list[PackedMatrix]:
         return [*self.matrices.values(), *([] if self._embedding is None else [self._embedding])]
 
     def _pack_layer(self, at: str, source: _Source) -> list[int]:
         index = at.split(".")[2]
         for name, members in PRODUCTS.items():
-            parts, bias = source.parts(*(at + member for member in members))
-            packed = self.ops.pack(parts, bias, paired=name == "gate_up", consume=source.consume)
+            packed = self._pack(source, [at + member for member in members], paired=name == "gate_up")
             self.matrices[f"{index}.{name}"] = packed
         return [self._norm(source, f"{at}{name}.weight") for name in ("input_layernorm", "post_attention_layernorm")]
+
+    def _pack(self, source: _Source, names: Seq[str], *, paired: bool = False) -> PackedMatrix:
+        parts, bias = source.parts(*names)
+        sizes = [part.shape[0] for part in parts]
+        packed = self.ops.pack(parts, bias, paired=paired, consume=source.consume)
+        for name, size, end in zip(names, sizes, itertools.accumulate(sizes), strict=True):
+            self._places[name] = (packed, end - size, size)
+        return packed
 
     def _norm(self, source: _Source, name: str) -> int:
         """Return the address of a norm's weights in float32, 0 where the architecture has none of that name."""
         weight = source.weights.get(name)
         if weight is None:
             return 0
-        self._norms.append(weight.detach().float().contiguous().clone())
-        return int(self._norms[-1].data_ptr())
+        self._norms[name] = weight.detach().float().contiguous().clone()
+        return int(self._norms[name].data_ptr())
 
 
 @dataclass(frozen=True)

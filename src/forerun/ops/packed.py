@@ -22,7 +22,7 @@ class PackedMatrix:
 
     paired: gate and up of a gated feed-forward block, whose outputs are side by side in memory. dtype: of dense
     weights; of quantised ones the type of keys and values beside them. bits: of quantised weights, ascending; () =
-    dense.
+    dense. bias: float32 [num_out], of which the packed matrix holds a copy; None = it has none.
     """
 
     handle: Any
@@ -31,6 +31,7 @@ class PackedMatrix:
     dtype: torch.dtype
     paired: bool
     bits: tuple[int, ...] = ()
+    bias: Tensor | None = None
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,78 @@
+"""Some layers of the target as the draft model: its first ones, or those that a search has left.
+
+Behind the last of them come the target's final norm and LM head, as LayerSkip exits (Elhoushi et al. 2024,
+arXiv 2404.16710) and as Draft & Verify skips layers (Zhang et al. 2023, arXiv 2309.08168). The weights are the target's
+own, in memory once; the draft's cache holds the layers that it runs. Keys and values that the draft computed are not
+given to the target: those of skipped layers would be missing, and behind a gap they are others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.drafters import Drafter, OwnModel, Target, artifacts
+from forerun.drafters.model import TEMPERATURE, TOP_K, VOCAB, check_temperature, over
+from forerun.errors import BadOption, shown
+
+KIND = "skip"  # of the file: `forerun train skip`
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which layers draft, and how they draw."""
+
+    layers: int | None = field(
+        default=None, metadata={"help": "number of first layers that draft; none = a third", "min": 1}
+    )
+    path: str | None = field(
+        default=None,
+        metadata={"help": "file of `forerun train skip` with the layers that draft; none = the first ones"},
+    )
+    draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
+    draft_top_k: int | None = field(default=None, metadata=TOP_K)
+    draft_vocab: int | None = field(default=None, metadata=VOCAB)
+
+    def __post_init__(self) -> None:
+        check_temperature("early_exit", self.draft_temperature)
+        if self.layers is not None and self.path is not None:
+            raise BadOption("early_exit:layers and early_exit:path both choose layers: leave one of them out")
+
+
+def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
+    """Refuse a file that is missing, broken or another tokenizer's before any weight is read."""
+    if options.path is not None:
+        artifacts.load(options.path, KIND, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+
+
+def chosen(options: Options, num_layers: int, fingerprint: str | None = None) -> Seq[int]:
+    """Return the layers of a target of `num_layers` that draft, ascending.
+
+    fingerprint: of the target's ids, to which a file must belong; None = not compared. Raises BadOption for more layers
+    than the target has, and for a file that was fitted for another number of them.
+    """
+    if options.path is None:
+        num = max(1, round(num_layers / 3)) if options.layers is None else options.layers
+        if num > num_layers:
+            raise BadOption(f"early_exit:layers={num} is not possible: the target has {num_layers}")
+        return range(num)
+    arrays, facts = artifacts.load(options.path, KIND, fingerprint)
+    if facts.get("num_layers") != str(num_layers):
+        raise BadOption(
+            f"{shown(options.path)} was fitted for a target of {facts.get('num_layers')} layers, and this one has "
+            f"{num_layers}: fit it again with `forerun train {KIND}` and this target"
+        )
+    return [int(i) for i in arrays["layers"]]
+
+
+def own_model(options: Options, num_layers: int) -> OwnModel:
+    """Return what the memory plan counts: the target's layers that draft, without weights of their own."""
+    return OwnModel(num_layers=len(chosen(options, num_layers)))
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """Make a drafter of some of the target's layers. Raises as `chosen` and `artifacts.load` do."""
+    fingerprint = artifacts.fingerprint(target.tokenizer, target.num_ids)
+    layers = chosen(options, target.model.config.cache_shape.num_layers, fingerprint)
+    return over(target.model, target, options, target.holes, layers)

@@ -1,0 +1,46 @@
+"""The target's own weights at fewer bits as the draft model: nothing to find, to train or to match (self-speculation).
+
+Each matrix is rounded from memory when the engine starts (models/quantising.py); embedding and LM head get 8 bits. The
+rounded model agrees with the target in most tokens, and reads a quarter (int4) or half (int8) of bfloat16's bytes. On
+operators without quantised products it computes with what the rounded weights stand for, which saves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from forerun.config import Quantization
+from forerun.drafters import Drafter, OwnModel, Target
+from forerun.drafters.model import TEMPERATURE, TOP_K, VOCAB, check_temperature, over
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the weights are rounded, and how their model draws."""
+
+    quantization: str = field(
+        default="int4", metadata={"help": "int8 or int4[:group=N]: what the target's weights are rounded to"}
+    )
+    draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
+    draft_top_k: int | None = field(default=None, metadata=TOP_K)
+    draft_vocab: int | None = field(default=None, metadata=VOCAB)
+
+    def __post_init__(self) -> None:
+        Quantization.parse(self.quantization)
+        check_temperature("self", self.draft_temperature)
+
+
+def own_model(options: Options, num_layers: int) -> OwnModel:
+    """Return what the memory plan counts: the target once more, rounded."""
+    return OwnModel(options.quantization)
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """Round the target's weights to a draft model beside it.
+
+    Raises BadOption where they are quantised already, as those of a GGUF file are in bfloat16: the same file with
+    dtype float32 is dequantised, and can be rounded.
+    """
+    holes: Seq[int] = target.holes
+    return over(target.model.rounded(Quantization.parse(options.quantization)), target, options, holes)

@@ -1,0 +1,157 @@
+"""`forerun train skip` searches the layers of a target that draft for it best (Draft & Verify, arXiv 2309.08168).
+
+A set of layers is scored on the target's own choices: how often its likeliest token is the target's, over all positions
+of a text, and what a pass of it reads of the target's bytes. Equation (1) of Leviathan et al. 2023 turns both into
+tokens per second, relative to plain decoding. The paper searches by Bayesian optimisation; here each layer is left out
+alone, then the least missed ones together, and then single layers are flipped at random while that helps.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.drafters import artifacts
+from forerun.errors import BadOption
+from forerun.kv.cache import BlockCache
+from forerun.models.layers import Decoder, parameter_shapes
+from forerun.models.loading import Checkpoint
+from forerun.models.runner import Run, Runner
+from forerun.theory.formulas import optimal_gamma, speedup
+
+KIND = "skip"  # of the file that early_exit reads
+SLOT = 0
+MOST_DRAFTED = 16  # tokens of a round
+WINDOW = 128  # tokens of a text that are run as one sequence
+FLIPS = 20  # tries for each set that may be scored
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A set of layers. agreement: the share of positions at which its likeliest token is the target's. speedup: eq. (1)
+    with the best length, against plain decoding; no overhead and no wider pass is counted.
+    """
+
+    layers: tuple[int, ...]
+    agreement: float
+    speedup: float
+
+
+class Scorer:
+    """Scores sets of layers of one model on texts.
+
+    windows: ids, each run as one sequence.
+    """
+
+    def __init__(self, model: Decoder, windows: Seq[Seq[int]]) -> None:
+        config = model.config
+        self.num_layers, self.windows = config.num_layers, windows
+        longest = max(map(len, windows))
+        sizes: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": longest, "prefix_caching": False}
+        self.model, kind = model, {"dtype": model.cache_dtype, "device": model.device}
+        self.cache = BlockCache.create(config.cache_shape, "contiguous", **sizes, **kind)
+        shapes = parameter_shapes(config).items()
+        in_layers = sum(math.prod(shape) for name, shape in shapes if name.startswith("model.layers."))
+        head = config.vocab_size * config.hidden_size
+        self._layer_share = in_layers / self.num_layers / (in_layers + head)
+        self._wanted = self._choices(None)
+
+    def cost(self, layers: Seq[int]) -> float:
+        """The share of the bytes of a target pass that a pass of these layers reads."""
+        return 1 - self._layer_share * (self.num_layers - len(layers))
+
+    def score(self, layers: Seq[int]) -> Scored:
+        """Run the texts through these layers."""
+        agreement = float(np.mean(self._choices(layers) == self._wanted))
+        cost = self.cost(layers)
+        length = max(1, optimal_gamma(agreement, cost, MOST_DRAFTED))
+        return Scored(tuple(layers), agreement, speedup(agreement, length, cost))
+
+    def _choices(self, layers: Seq[int] | None) -> npt.NDArray[np.int64]:
+        """The likeliest token behind each position of each text."""
+        runner = Runner(self.model, self.cache, layers=layers)
+        found: list[int] = []
+        for window in self.windows:
+            self.cache.open(SLOT)
+            scores = runner.forward([Run(SLOT, window, best_only=runner.finds_best)])
+            found += scores.best[0] if runner.finds_best else scores.logits[0].argmax(dim=-1).tolist()
+            self.cache.release(SLOT)
+        return np.array(found)
+
+
+def windows_of(ids: Seq[int], num_tokens: int, length: int) -> list[Seq[int]]:
+    """Cut the first `num_tokens` ids into windows. Raises BadOption where the text has fewer than two tokens."""
+    kept = ids[:num_tokens]
+    found = [kept[first : first + length] for first in range(0, len(kept), length)]
+    found = [window for window in found if len(window) > 1]
+    if not found:
+        raise BadOption("the text has fewer than two tokens: name a longer one")
+    return found
+
+
+def search(scorer: Scorer, evaluations: int, seed: int = 0, say: Callable[[Scored], None] = lambda s: None) -> Scored:
+    """Return the best proper subset of the layers that was found, by the speed-up, which may be below 1.
+
+    The same arguments give the same set. evaluations: sets that are scored at most, at least 1. say: is told each set
+    that is better than all before. Raises BadOption for a model of one layer.
+    """
+    everything = tuple(range(scorer.num_layers))
+    if len(everything) < 2:
+        raise BadOption("the target has one layer, so none can be left out: name another target")
+    best = Scored((), 0.0, 0.0)
+    scored: dict[tuple[int, ...], Scored] = {}
+
+    def score(layers: Iterable[int]) -> None:
+        nonlocal best
+        chosen = tuple(sorted(layers))
+        if chosen in ((), everything) or chosen in scored or len(scored) >= evaluations:
+            return
+        scored[chosen] = scorer.score(chosen)
+        if scored[chosen].speedup > best.speedup:
+            best = scored[chosen]
+            say(best)
+
+    def without(layers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted({*everything} - {*layers}))
+
+    for layer in everything:
+        score(without([layer]))
+    alone = {i: scored[without([i])].agreement for i in everything if without([i]) in scored}
+    least_missed = sorted(alone, key=lambda i: -alone[i])
+    for num in range(2, len(everything)):
+        score(without(least_missed[:num]))
+    rng = random.Random(seed)
+    for _ in range(FLIPS * evaluations):  # more than can be scored, for many were scored before
+        score({*best.layers} ^ {rng.choice(everything)})
+    return best
+
+
+def fit(checkpoint: Checkpoint, text: str, out: Path, *, num_tokens: int, evaluations: int, seed: int = 0,
+        say: Callable[[Scored], None] = lambda s: None) -> Scored:  # fmt: skip
+    """Search on a text and write the file that `early_exit:path=FILE` reads.
+
+    Raises BadOption where the text is too short or the checkpoint has no tokenizer.
+    """
+    tokenizer = checkpoint.tokenizer
+    if tokenizer is None:
+        raise BadOption("a search for layers needs the target's tokenizer: load the checkpoint with it")
+    scorer = Scorer(checkpoint.model, windows_of(tokenizer.encode(text), num_tokens, WINDOW))
+    best = search(scorer, evaluations, seed, say)
+    facts = {
+        "num_layers": str(scorer.num_layers),
+        "agreement": f"{best.agreement:.4f}",
+        "speedup": f"{best.speedup:.3f}",
+        "num_tokens": str(num_tokens),
+        "evaluations": str(evaluations),
+    }
+    layers = {"layers": np.array(best.layers, dtype=np.int64)}
+    num_ids = min(tokenizer.num_ids, checkpoint.model.config.vocab_size)
+    artifacts.save(out, KIND, layers, artifacts.fingerprint(tokenizer, num_ids), facts)
+    return best

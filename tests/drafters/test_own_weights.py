@@ -1,0 +1,262 @@
+"""Drafters that run the target's own weights: all of them at fewer bits (self), or some of its layers (early_exit)."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forerun import LLM, native
+from forerun.cli.main import main
+from forerun.config import Quantization
+from forerun.drafters import Target, artifacts
+from forerun.drafters.early_exit import KIND, Options, build, chosen
+from forerun.engine.engine import philox_coins
+from forerun.errors import BadOption, UnsupportedModel, UserError
+from forerun.models.layers import Decoder, parameter_shapes
+from forerun.models.loading import load_checkpoint
+from forerun.models.runner import Run
+from forerun.ops.cpu import CpuOps
+from forerun.train.skip import Scorer, search, windows_of
+from forerun.types import Budget, SamplingParams, Sequence
+from support import VOCAB, built, random_decoder, runner_for
+from tiny import write_tiny
+
+needs_native = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
+GREEDY = SamplingParams(max_tokens=20, temperature=0)
+TEXT = [5, 9, 2, 44, 17, 3, 8]
+
+
+def target_of(model: Decoder) -> Target:
+    return Target(model, None, frozenset(), VOCAB, (), 2, 64, "paged")
+
+
+def on_native(model: Decoder, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    return Decoder(model.config, {name: weight.to(dtype) for name, weight in model.weights.items()}, CpuOps())
+
+
+def drafted(drafter, num_tokens: int = 4) -> list[int]:
+    """The greedy draft behind TEXT."""
+    seq = Sequence(0, list(TEXT), len(TEXT), GREEDY, 0, 60)
+    drafter.begin(seq)
+    tokens = drafter.propose([seq], Budget([num_tokens], 64), [philox_coins(seq)]).tokens
+    drafter.end(seq)
+    return tokens
+
+
+def alone(model: Decoder, layers: list[int]) -> Decoder:
+    """A model of its own that has these layers of another one."""
+    weights = {n: w for n, w in model.weights.items() if not n.startswith("model.layers.")}
+    for new, old in enumerate(layers):
+        at = f"model.layers.{old}."
+        weights |= {n.replace(at, f"model.layers.{new}."): w for n, w in model.weights.items() if n.startswith(at)}
+    return Decoder(dataclasses.replace(model.config, num_layers=len(layers)), weights, model.ops)
+
+
+def likeliest(model: Decoder, num_tokens: int = 4) -> list[int]:
+    """The greedy continuation of TEXT by a model, each time computed from the beginning."""
+    tokens = list(TEXT)
+    for _ in range(num_tokens):
+        runner = runner_for(model)
+        runner.cache.open(0)
+        tokens.append(int(runner.forward([Run(0, tokens, "last")]).logits[0][-1].argmax()))
+    return tokens[len(TEXT) :]
+
+
+# ------------------------------------------------------------------------------------------------------- early exits
+
+
+def skip_file(folder: Path, layers: list[int], num_layers: int) -> str:
+    path = folder / "layers.safetensors"
+    arrays = {"layers": np.array(layers, dtype=np.int64)}
+    artifacts.save(path, KIND, arrays, artifacts.fingerprint(None, VOCAB), {"num_layers": str(num_layers)})
+    return str(path)
+
+
+@pytest.mark.parametrize("layers", [[0], [0, 1, 2], [0, 2, 4], [1, 3], [4]])
+@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=needs_native)])
+def test_the_draft_is_what_a_model_of_these_layers_says(layers, ops, tmp_path):
+    model = random_decoder(3, layers=5)
+    expected = likeliest(alone(model, layers))
+    run = model if ops == "reference" else on_native(model, torch.float32)
+    drafter = build(Options(path=skip_file(tmp_path, layers, 5)), target_of(run))
+    assert drafted(drafter) == expected
+    if layers == [0, 1, 2]:
+        assert drafted(build(Options(layers=3), target_of(run))) == expected
+
+
+def test_nothing_is_in_memory_twice(tmp_path):
+    """The model is the target's object, and the cache has as many pools as layers that draft."""
+    model = random_decoder(3, layers=6)
+    for layers in ([0, 1], [1, 4]):
+        drafter = build(Options(path=skip_file(tmp_path, layers, 6)), target_of(model))
+        assert drafter.runner is not None
+        assert drafter.runner.model is model
+        cache = drafter.runner.cache
+        assert len({pool.data_ptr() for pool in (*cache.keys, *cache.values)}) == 2 * len(layers)
+        assert cache.shape.bytes_per_token(torch.float32) * 3 == model.config.cache_shape.bytes_per_token(torch.float32)
+
+
+@pytest.mark.parametrize(("num_layers", "num"), [(1, 1), (2, 1), (5, 2), (30, 10)])
+def test_a_third_of_the_layers_draft_unless_told_otherwise(num_layers, num):
+    assert list(chosen(Options(), num_layers)) == list(range(num))
+
+
+def test_wrong_layers_are_refused(tmp_path):
+    model = random_decoder(3, layers=2)
+    with pytest.raises(BadOption, match="layers=3 is not possible: the target has 2"):
+        build(Options(layers=3), target_of(model))
+    with pytest.raises(BadOption, match="fitted for a target of 5 layers, and this one has 2"):
+        build(Options(path=skip_file(tmp_path, [0], 5)), target_of(model))
+    with pytest.raises(BadOption, match="leave one of them out"):
+        Options(layers=1, path="a file")
+    with pytest.raises(BadOption, match="another tokenizer"):
+        build(Options(path=skip_file(tmp_path, [0], 2)), dataclasses.replace(target_of(model), num_ids=VOCAB - 1))
+
+
+# ------------------------------------------------------------------------------------------- the search for such layers
+
+
+def idle(model: Decoder, layers: list[int]) -> Decoder:
+    """The same model, but these layers add nothing to the residual stream."""
+    weights = dict(model.weights)
+    for i in layers:
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            weights[f"model.layers.{i}.{name}.weight"] = torch.zeros_like(weights[f"model.layers.{i}.{name}.weight"])
+    return Decoder(model.config, weights, model.ops)
+
+
+def scorer_of(model: Decoder) -> Scorer:
+    return Scorer(model, windows_of([i * 7 % VOCAB for i in range(80)], 80, 32))
+
+
+def test_the_search_finds_layers_that_do_nothing():
+    """Leaving them out changes no choice, so the best set is all others, at agreement 1."""
+    model = idle(random_decoder(3, layers=5), [1, 3])
+    best = search(scorer_of(model), 12)
+    assert set(best.layers) <= {0, 2, 4}
+    scored = scorer_of(model).score((0, 2, 4))
+    assert scored.agreement == 1
+    assert best.speedup >= scored.speedup > 1
+    assert best == search(scorer_of(model), 12), "the same arguments give the same set"
+
+
+def test_a_search_ends_at_its_evaluations_and_needs_two_layers():
+    scorer, count = scorer_of(random_decoder(3, layers=4)), []
+    scoring = scorer.score
+    scorer.score = lambda layers: count.append(layers) or scoring(layers)  # type: ignore[func-returns-value]
+    search(scorer, 3)
+    assert len(count) == 3
+    with pytest.raises(BadOption, match="one layer"):
+        search(scorer_of(random_decoder(3, layers=1)), 3)
+    with pytest.raises(BadOption, match="fewer than two tokens"):
+        windows_of([4], 10, 5)
+
+
+def test_a_fitted_file_drafts_for_its_target_alone(tmp_path):
+    """From the command to the engine: the text is plain decoding's; files of others are refused before weights are."""
+    target, out = write_tiny(tmp_path / "model"), tmp_path / "fitted" / "layers.safetensors"
+    text = tmp_path / "text.txt"
+    text.write_text("some text of the kind that is written", encoding="utf-8")
+    arguments = ["train", "skip", "--target", str(target), "--text", str(text), "--out", str(out)]
+    with pytest.raises(SystemExit, match="0"):
+        main([*arguments, "--evaluations", "3", "--ops", "reference"])
+    options: dict[str, Any] = {"ops": "reference_row_by_row", "dtype": "float32"}
+    plain, guessed = (
+        LLM(target, draft=draft, **options).generate(["some"], GREEDY)[0].token_ids
+        for draft in ("none", f"early_exit:path={out}")
+    )
+    assert guessed == plain
+    with pytest.raises(BadOption, match="ids of another tokenizer"):
+        LLM(draft=f"early_exit:path={out}")
+    out.write_bytes(out.read_bytes()[:-4])
+    with pytest.raises(UnsupportedModel, match=r"layers\.safetensors"):
+        LLM(target, draft=f"early_exit:path={out}", **options)
+
+
+# --------------------------------------------------------------------------------------------------------------- self
+
+
+@needs_native
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_rounded_in_memory_are_those_rounded_from_the_file(model_type, dtype, tmp_path):
+    """Also where matrices are packed together, paired, and with biases (qwen2)."""
+    folder = write_tiny(tmp_path / "model", model_type)
+    made = load_checkpoint(folder, dtype=dtype, ops=CpuOps()).model.rounded(Quantization(8, 16))
+    if dtype == "bfloat16":  # what the file's float32 weights are in memory
+        saved = load_checkpoint(folder, dtype=dtype).model
+        loaded = saved.rounded(Quantization(8, 16))
+        expected = dict(loaded.weights)
+    else:
+        expected = dict(load_checkpoint(folder, dtype="float32", quantization="int8:group=16").model.weights)
+    assert made.compiled is not None
+    assert made.weight_bits == (8,)
+    for name, shape in parameter_shapes(made.config).items():
+        rows = made.compiled.matrix_rows(name, range(shape[0])) if len(shape) == 2 else made.compiled.vector(name)
+        assert rows.to(expected[name].dtype).equal(expected[name]), name
+
+
+def test_the_draft_is_what_the_rounded_model_says():
+    model = random_decoder(3)
+    rounded = model.rounded(Quantization(8, 16))
+    assert any(not rounded.weights[name].equal(weight) for name, weight in model.weights.items())
+    drafter = built("self", target_of(model), {"quantization": "int8:group=16"})
+    assert drafted(drafter) == likeliest(rounded)
+
+
+@needs_native
+def test_passes_of_a_rounded_model_and_of_a_part_are_timed_as_their_own():
+    """Pacing keeps the times of passes by this name: a draft with the target's times would never seem to pay."""
+    model = on_native(random_decoder(3, hidden=64))
+    named = [("self", {"quantization": "int8:group=16"}), ("early_exit", {}), ("early_exit", {"draft_vocab": 9})]
+    runners = [runner_for(model), *(built(name, target_of(model), options).runner for name, options in named)]
+    assert len({runner.fingerprint for runner in runners if runner is not None}) == 4
+
+
+@needs_native
+def test_what_cannot_be_rounded_is_refused():
+    model = random_decoder(3, hidden=64)
+    twice = on_native(model).rounded(Quantization(8, 16))
+    with pytest.raises(UserError, match="the model has 8-bit weights in memory; load it with dtype='float32'"):
+        twice.rounded(Quantization(4))
+    with pytest.raises(BadOption, match="groups of 32 do not divide the 48 inputs"):
+        built("self", target_of(model), {"quantization": "int4"})
+    with pytest.raises(BadOption, match="int3"):
+        built("self", target_of(model), {"quantization": "int3"})
+
+
+# -------------------------------------------------------------------------------------------------------- draft_vocab
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [None, 8])
+def test_logits_of_the_first_ids_are_those_of_all(bits):
+    """Of a dense head bit for bit; the rows of a quantised one are rounded once more."""
+    model = on_native(random_decoder(3, hidden=64))
+    model = model if bits is None else model.rounded(Quantization(bits, 16))
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    whole, few = model.logits(hidden), model.logits(hidden, 40)
+    assert few.shape == (3, 40)
+    assert few.equal(whole[:, :40]) if bits is None else torch.allclose(few, whole[:, :40], atol=0.1)
+    assert not whole.equal(0 * whole)
+
+
+@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=needs_native)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_the_first_ids_are_drafted(ops, temperature):
+    """The likeliest of all ids here is beyond them, so that a draft of all would begin otherwise."""
+    model = random_decoder(3) if ops == "reference" else on_native(random_decoder(3), torch.float32)
+    assert likeliest(random_decoder(3))[0] >= 5
+    drafter = built("early_exit", target_of(model), {"layers": 2, "draft_vocab": 5})
+    params = dataclasses.replace(GREEDY, temperature=temperature)
+    seq = Sequence(0, list(TEXT), len(TEXT), params, 0, 60)
+    drafter.begin(seq)
+    draft = drafter.propose([seq], Budget([6], 64), [philox_coins(seq)])
+    assert len(draft.tokens) == 6
+    assert all(token < 5 for token in draft.tokens)
+    assert all(probs.at(token) == 0 for probs in draft.probs for token in range(5, VOCAB))
