@@ -18,8 +18,7 @@ from forerun.engine.engine import Engine
 from forerun.models.layers import Decoder
 from forerun.ops.cpu import CpuOps
 from forerun.types import SamplingParams
-from support import VOCAB, engine_for, everyone, random_decoder
-from support import VOCAB, drafter_for, engine_for, random_decoder
+from support import VOCAB, drafter_for, engine_for, everyone, random_decoder
 
 DRAFTERS = registry.names(drafters.__name__)
 WITH_A_MODEL = [name for name in DRAFTERS if isinstance(drafter_for(name, random_decoder(1)), ModelDrafter)]

@@ -2,12 +2,9 @@
 
 A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit and range in `metadata`) and
 `build(options, target) -> Drafter`. It may hold `check(options, tokenizer, ignore_config_keys)`, which refuses what can
-be seen before any weight is read, and `hidden_layers(options)`, the inner layers that its drafter will declare, for the
-memory plan; one that is made of others names their specs in `parts(options)`. Nothing else has to change for a new
-method.
 be seen before any weight is read; for the memory plan `hidden_layers(options)`, the inner layers that its drafter will
-declare, and `own_model(options, num_layers)`, the OwnModel that it makes of a target of so many layers. Nothing else
-has to change for a new method.
+declare, and `own_model(options, num_layers)`, the OwnModel that it makes of a target of so many layers; and, where it
+is made of others, `parts(options)`, their specs. Nothing else has to change for a new method.
 """
 
 from __future__ import annotations
@@ -224,6 +221,11 @@ def hidden_layers(name: str, options: Any) -> tuple[int, ...]:
     """Return the `hidden_layers` of the drafter that a method would build; () where its file names none."""
     module = load(__name__, name, "drafter")
     return tuple(module.hidden_layers(options)) if hasattr(module, "hidden_layers") else ()
+
+
+def makes_a_model(name: str) -> bool:
+    """Return whether a method makes a draft model of the target."""
+    return hasattr(load(__name__, name, "drafter"), "own_model")
 
 
 def own_model(name: str, options: Any, num_layers: int) -> OwnModel | None:

@@ -27,8 +27,7 @@ from forerun.errors import BadOption, shown
 from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
-from forerun.models.runner import Run, Runner, Scores
-from forerun.models.runner import Model, Run, Runner
+from forerun.models.runner import Model, Run, Runner, Scores
 from forerun.sampling import History, probs, takes_the_best
 from forerun.text.tokenizer import Tokenizer, compare
 from forerun.types import ROUND_TOKENS, Budget, Coins, Draft, Probs, SamplingParams, Sequence

@@ -173,31 +173,25 @@ def outlines(config: EngineConfig) -> dict[str, Outline]:
 
     Raises UserError for a model that LLM refuses, BadOption where a drafter needs a model and none is named.
     """
-    read, target = partial(Outline.of, ignore=config.ignored_config_keys), _target(config)
-    drafts = {"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}
-    found = {"target": read(target, config.quantization)}
-    for label, spec in drafts.items():
-        for number, model in enumerate(_models_of(spec, config), 1):
-            found[label if number == 1 else f"{label}, model {number}"] = read(*model)
-    return found
-    found = {name: _model_of(spec, config) for name, spec in _drafts(config).items()}
-    outline = read(target, config.quantization)
-    others = {name: read(*model) for name, model in found.items() if model is not None}
-    return {"target": outline} | others | made_outlines(config, outline)
+    read = partial(Outline.of, ignore=config.ignored_config_keys)
+    found = {"target": read(_target(config), config.quantization)}
+    for name, method, options in _with_models(config):
+        if method == "model":
+            found[name] = read(*_model_of(options, config))
+    return found | made_outlines(config, found["target"])
 
 
 def made_outlines(config: EngineConfig, target: Outline) -> dict[str, Outline]:
     """The models that drafters make of the target, named as in `outlines`. Raises BadOption where LLM would."""
     made = {}
-    for name, spec in _drafts(config).items():
-        method, options = drafters.resolve(spec, is_shipped(config.target))
+    for name, method, options in _with_models(config):
         own = drafters.own_model(method, options, target.config.num_layers)
         if own is None:
             continue
         if own.quantization is not None and _are_packed(target, config):
             raise BadOption(
-                f"draft={shown(spec)} is not possible: the target's weights are quantised already; use an unquantised "
-                "target, or dtype='float32'"
+                f"the drafter {method!r} is not possible: the target's weights are quantised already; use an "
+                "unquantised target, or dtype='float32'"
             )
         made[name] = target.made(own.quantization, own.num_layers)
     return made
@@ -210,9 +204,15 @@ def _are_packed(target: Outline, config: EngineConfig) -> bool:
     return any(map(packs, target.schemes.values()))
 
 
-def _drafts(config: EngineConfig) -> dict[str, str]:
-    """The drafters by what their models are called in `outlines`."""
-    return {"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}
+def _with_models(config: EngineConfig) -> list[tuple[str, str, Any]]:
+    """The methods that run a model of their own, with their options, by what that is called in `outlines`."""
+    found = []
+    for label, spec in ({"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}).items():
+        leaves = drafters.leaves(spec, is_shipped(config.target))
+        own = [leaf for leaf in leaves if leaf[0] == "model" or drafters.makes_a_model(leaf[0])]
+        for number, (method, options) in enumerate(own, 1):
+            found.append((label if number == 1 else f"{label}, model {number}", method, options))
+    return found
 
 
 def plan_of(config: EngineConfig, models: Mapping[str, Outline], device: str, available: int | None) -> MemoryPlan:
@@ -235,8 +235,7 @@ def plan_of(config: EngineConfig, models: Mapping[str, Outline], device: str, av
 
 def head_rows(config: EngineConfig) -> dict[str, int]:
     """How many ids drafters with an option `draft_vocab` draft, by what their models are called in `outlines`."""
-    methods = {name: drafters.resolve(spec, is_shipped(config.target)) for name, spec in _drafts(config).items()}
-    found = {name: getattr(options, "draft_vocab", None) for name, (_, options) in methods.items()}
+    found = {name: getattr(options, "draft_vocab", None) for name, _, options in _with_models(config)}
     return {name: num for name, num in found.items() if num is not None}
 
 
@@ -247,16 +246,12 @@ def num_taps(config: EngineConfig) -> int:
     return len({k for method, options in methods for k in drafters.hidden_layers(method, options)})
 
 
-def _models_of(spec: str, config: EngineConfig) -> list[tuple[str, str | None]]:
-    """Name and quantization of each draft model that LLM would load for a drafter; () for one without a model."""
-    found = []
-    for method, options in drafters.leaves(spec, is_shipped(config.target)):
-        if method == "model":
-            name: str | None = options.path or (str(SHIPPED_DRAFT) if is_shipped(config.target) else None)
-            if name is None:
-                raise BadOption("the drafter 'model' needs a draft model: give its folder, as in draft='path/to/draft'")
-            found.append((name, options.quantization))
-    return found
+def _model_of(options: Any, config: EngineConfig) -> tuple[str, str | None]:
+    """Name and quantization of the draft model that LLM would load. Raises BadOption where none is named."""
+    name: str | None = options.path or (str(SHIPPED_DRAFT) if is_shipped(config.target) else None)
+    if name is None:
+        raise BadOption("the drafter 'model' needs a draft model: give its folder, as in draft='path/to/draft'")
+    return name, options.quantization
 
 
 def device_of(config: EngineConfig) -> str:
