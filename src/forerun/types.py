@@ -209,6 +209,17 @@ class Extra:
     vectors: Mapping[int, Tensor] = field(default_factory=dict)
 
 
+class Packed(NamedTuple):
+    """The rows that score the nodes of one sequence: tokens [M], parents [M] (-1 = the last committed token).
+
+    places [nodes]: the row of each node.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    places: list[int]
+
+
 @dataclass(frozen=True)
 class Draft:
     """The drafted tokens of all sequences of one step, in flat lists.
@@ -275,6 +286,21 @@ class Draft:
     def num_rows(self, b: int) -> int:
         """Return how many rows of the target pass sequence b's nodes and extra rows take."""
         return len(self.nodes(b)) + (len(self.extra[b].tokens) if b in self.extra else 0)
+
+    def packed(self, b: int) -> Packed:
+        """Merge sequence b's equal siblings, and what hangs below them, into one row each, as a prefix tree.
+
+        The nodes stay: each was drawn by itself, and is judged by itself with its own probs. So K drafts of a sequence
+        cost the rows of their different prefixes alone (speculative decoding of several drafts, packed as a tree).
+        """
+        nodes = self.nodes(b)
+        places: list[int] = []
+        rows: dict[tuple[int, int], int] = {}  # (row of the parent, token) -> row
+        for node in nodes:
+            parent = self.parents[node]
+            key = (places[parent - nodes.start] if parent >= 0 else -1, self.tokens[node])
+            places.append(rows.setdefault(key, len(rows)))
+        return Packed([token for _, token in rows], [parent for parent, _ in rows], places)
 
     def check(self, b: int) -> None:
         """Raise InternalError where a node or an extra row of sequence b has a parent that does not come before it."""

@@ -33,6 +33,7 @@ from forerun.types import (
     Coins,
     Draft,
     Origin,
+    Packed,
     Probs,
     RoundDetail,
     Sequence,
@@ -55,7 +56,10 @@ class RequestFailed(Exception):
 
 @dataclass
 class Stepper:
-    """What a step works with. coins(seq) makes the randomness of one sequence's next round."""
+    """What a step works with. coins(seq) makes the randomness of one sequence's next round.
+
+    packs_siblings: whether equal siblings of a draft share a row; off, each node has one, which the tests compare.
+    """
 
     runner: Runner
     drafter: Router
@@ -63,6 +67,7 @@ class Stepper:
     coins: Callable[[Sequence], Coins]
     catchup: CatchUp
     wants_detail: bool = False
+    packs_siblings: bool = True
 
     def step(self, plan: Plan, schedule_s: float = 0.0) -> StepReport:
         """Run one step; every decoding request gets at least one token. schedule_s: what the plan took, for the report.
@@ -76,9 +81,10 @@ class Stepper:
 
         draft, granted = self._propose(plan, seqs, coins)
         clock.append(time.perf_counter())
-        scores = self._score(plan, draft)
+        packed = [_packed(draft, b) if self.packs_siblings else None for b in range(len(seqs))]
+        scores = self._score(plan, draft, packed)
         clock.append(time.perf_counter())
-        target_probs = _target_probs(seqs, draft, scores)
+        target_probs = _target_probs(seqs, draft, scores, packed)
         try:
             verdict = verify.judge(draft, target_probs, coins, [seq.acceptance for seq in seqs])
         except verify.RulingFailed as failure:
@@ -87,7 +93,7 @@ class Stepper:
             if token == NO_NUMBERS:
                 raise RequestFailed(seq, InternalError("the model returned logits that are no numbers"))
         clock.append(time.perf_counter())
-        report = self._commit(plan, draft, scores, target_probs, verdict, granted)
+        report = self._commit(plan, draft, packed, scores, target_probs, verdict, granted)
         clock.append(time.perf_counter())
 
         report.schedule_s = schedule_s
@@ -133,13 +139,13 @@ class Stepper:
             if not granted[b] and limits[b]:
                 self.pacing.guess(seq, self.drafter.guess(seq, min(GUESS_TOKENS, limits[b]), coins[b]))
 
-    def _score(self, plan: Plan, draft: Draft) -> Scores:
+    def _score(self, plan: Plan, draft: Draft, packed: Seq[Packed | None]) -> Scores:
         """One pass over [last committed token, draft nodes] of every decoding sequence and over the prompt chunks."""
         best = self.runner.finds_best
         runs = []
         for b, request in enumerate(plan.decode):
             only_best = best and request.takes_the_best and not self.drafter.of(request.seq).top_logits
-            runs.append(_run(request, draft, b, only_best))
+            runs.append(_run(request, draft, b, packed[b], only_best))
         for request, take in plan.prefill:
             done = self.runner.cache.length(request.seq.id)
             runs.append(Run(request.seq.id, request.seq.tokens[done : done + take], "none"))
@@ -149,6 +155,7 @@ class Stepper:
         self,
         plan: Plan,
         draft: Draft,
+        packed: Seq[Packed | None],
         scores: Scores,
         target_probs: list[Rows],
         verdict: Verdict,
@@ -165,7 +172,7 @@ class Stepper:
             ]
         kept: dict[int, Seq[int]] = {request.seq.id: range(take) for request, take in plan.prefill}
         for b, request in enumerate(plan.decode):
-            step, kept[request.seq.id] = self._commit_one(request, draft, scores.logits[b], verdict, b)
+            step, kept[request.seq.id] = self._commit_one(request, draft, packed[b], scores.logits[b], verdict, b)
             report.sequences.append(step)
         report.num_tested = sum([step.num_tested for step in report.sequences])
         report.num_accepted = sum(map(len, verdict.paths))
@@ -183,14 +190,14 @@ class Stepper:
         return Seen(start, [rows.start + i for i in kept], rows, run, scores)
 
     def _commit_one(
-        self, request: Request, draft: Draft, logits: Tensor, verdict: Verdict, b: int
+        self, request: Request, draft: Draft, packed: Packed | None, logits: Tensor, verdict: Verdict, b: int
     ) -> tuple[SequenceStep, list[int]]:
         """Count and commit; and the cache rows of the tokens that are no longer last: root and accepted nodes."""
         seq, start, path, num_tested = request.seq, draft.node_starts[b], verdict.paths[b], verdict.num_tested(b)
         num_nodes, emitted = draft.node_starts[b + 1] - start, verdict.emitted(draft, b)
         request.report.count(num_nodes, draft.depth(b) if num_nodes else 0, len(path), num_tested)
         request.report.prices += [test.price for test in verdict.tests[b] if test.price is not None]
-        rows = [0, *[n - start + 1 for n in path]] if path else [0]  # row i decided emitted token i
+        rows = [0, *[_row(packed, n - start) for n in path]] if path else [0]  # row i decided emitted token i
         logprobs: Seq[TokenLogprob] = ()
         if (most := seq.params.logprobs) is not None:
             logprobs = [sampling.logprobs_of(logits[r], t, most) for r, t in zip(rows, emitted, strict=True)]
@@ -213,8 +220,9 @@ class _LazyRows(Seq[Probs]):
     Row 0 is the distribution after the last committed token, row 1 + i the one after node i of the sequence.
     """
 
-    def __init__(self, seq: Sequence, draft: Draft, b: int, logits: Tensor) -> None:
+    def __init__(self, seq: Sequence, draft: Draft, b: int, packed: Packed | None, logits: Tensor) -> None:
         self._seq, self._draft, self._first, self._logits = seq, draft, draft.node_starts[b], logits
+        self._packed = packed
         self._soft = verify.find(seq.acceptance).reads_soft_rows
         self.known: list[Probs | None] = [None] * (1 + len(draft.nodes(b)))  # extra rows are not judged
 
@@ -226,27 +234,52 @@ class _LazyRows(Seq[Probs]):
         if probs is None:
             path = self._draft.path(self._first + row - 1) if row > 0 else []
             history = sampling.History.of(self._seq, [self._draft.tokens[n] for n in path])
-            probs = self.known[row] = sampling.probs(self._logits[row], self._seq.params, history, self._soft)
+            logits = self._logits[_row(self._packed, row - 1) if row > 0 else 0]
+            probs = self.known[row] = sampling.probs(logits, self._seq.params, history, self._soft)
         return probs
 
 
 Rows = list[Probs] | _LazyRows  # target_probs of one sequence
 
 
-def _target_probs(seqs: Seq[Sequence], draft: Draft, scores: Scores) -> list[Rows]:
+def _target_probs(seqs: Seq[Sequence], draft: Draft, scores: Scores, packed: Seq[Packed | None]) -> list[Rows]:
     """Of each sequence; points where only the largest logits were asked for."""
-    found = zip(seqs, scores.best, scores.logits, strict=False)  # prompt chunks, behind these, want no logits
-    return [
-        list(map(Probs.of_point, best)) if best else _LazyRows(seq, draft, b, logits)
-        for b, (seq, best, logits) in enumerate(found)
-    ]
+    found = list[Rows]()
+    for b, seq in enumerate(seqs):
+        if best := scores.best[b]:
+            points = list(map(Probs.of_point, best))
+            own = packed[b]
+            found.append(points if own is None else [points[0], *(points[1 + place] for place in own.places)])
+        else:
+            found.append(_LazyRows(seq, draft, b, packed[b], scores.logits[b]))
+    return found
 
 
-def _run(request: Request, draft: Draft, b: int, best_only: bool) -> Run:
+def _packed(draft: Draft, b: int) -> Packed | None:
+    """How sequence b's nodes share rows; None where each has a row of its own, as in chains.
+
+    A draft with extra rows, which hang from rows of nodes, is not packed.
+    """
+    nodes = draft.nodes(b)
+    if len(nodes) < 2 or b in draft.extra or draft.parents[nodes.start + 1 : nodes.stop] == list(nodes[:-1]):
+        return None
+    packed = draft.packed(b)
+    return packed if len(packed.tokens) < len(nodes) else None
+
+
+def _row(packed: Packed | None, node: int) -> int:
+    """Return the row of a run that scores a node of its sequence; row 0 is the last committed token's."""
+    return 1 + (node if packed is None else packed.places[node])
+
+
+def _run(request: Request, draft: Draft, b: int, packed: Packed | None, best_only: bool) -> Run:
     """The last committed token of a request, then its draft, then its extra rows."""
     seq, start, stop, extra = request.seq, draft.node_starts[b], draft.node_starts[b + 1], draft.extra.get(b)
     if start == stop and extra is None:
         return Run(seq.id, (seq.tokens[-1],), "all", None, best_only)
+    if packed is not None:
+        tokens, parents = [seq.tokens[-1], *packed.tokens], [-1, *(p + 1 for p in packed.parents)]
+        return Run(seq.id, tokens, "all", parents, best_only)
     tokens = [seq.tokens[-1], *draft.tokens[start:stop]]
     parents = [-1, *[0 if p < 0 else p - start + 1 for p in draft.parents[start:stop]]]
     if extra is None:
