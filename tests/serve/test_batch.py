@@ -58,9 +58,10 @@ def test_answers_are_those_of_generate(process: Any, write: Any, answers_in: Any
     out = tmp_path / "out.jsonl"
     done = process("batch", str(requests), str(out))
     assert (done.returncode, done.stdout) == (0, "")
-    assert re.fullmatch(
-        r"\[5 requests: 5 answered, 0 refused; 104 tokens in \d+\.\d s, \d+\.\d tokens/s\]\n", done.stderr
-    )
+    # The first process on a machine also says that it measured what passes take.
+    said = [line for line in done.stderr.splitlines() if not line.startswith("measured what passes ")]
+    summary = r"\[5 requests: 5 answered, 0 refused; 104 tokens in \d+\.\d s, \d+\.\d tokens/s\]"
+    assert re.fullmatch(summary, "\n".join(said))
     got = {custom_id: response["body"] for custom_id, response in answers_in(out).items()}
 
     expected = llm.generate("def fib(n):", SamplingParams(temperature=0, max_tokens=24, logprobs=1))[0]
