@@ -19,11 +19,13 @@ from forerun.engine import factory
 from forerun.engine.engine import Engine
 from forerun.errors import BadOption
 from forerun.registry import parse_list, parse_spec, unwrapped
+from forerun.sampling.random import PhiloxCoins
 from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence
 from house.test_same_as_plain import check_draft_cache, prompts
 from support import random_decoder
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
+COINS = PhiloxCoins(0, 0, 0)
 
 
 # ------------------------------------------------------------------------------------------------------ how to write it
@@ -62,6 +64,14 @@ def test_models_inside_are_planned_for() -> None:
     assert list(found) == ["target", "draft", "draft, model 2"]
 
 
+def test_models_inside_that_are_made_of_the_target_are_planned_for() -> None:
+    config = EngineConfig.make(draft="mixed:of=model+(early_exit:layers=2,draft_vocab=100)+self", dtype="float32")
+    found = factory.outlines(config)
+    assert set(found) == {"target", "draft", "draft, model 2", "draft, model 3"}
+    assert [found[name].is_made for name in ("draft", "draft, model 2", "draft, model 3")] == [False, True, True]
+    assert factory.head_rows(config) == {"draft, model 2": 100}
+
+
 # ----------------------------------------------------------------------------------------------------------- who drafts
 
 
@@ -87,7 +97,7 @@ def test_mixed_asks_in_order_and_only_where_nothing_was_found() -> None:
     nothing, first, second = Fixed([]), Fixed([5]), Fixed([6])
     mixed = MixedDrafter([nothing, first, second])
     seqs: Any = [sequence([1, 2]), sequence([3])]
-    assert mixed.propose(seqs, Budget([2, 0], 0), [None, None]).node_starts == [0, 1, 1]  # type: ignore[list-item]
+    assert mixed.propose(seqs, Budget([2, 0], 0), [COINS, COINS]).node_starts == [0, 1, 1]
     assert (nothing.num_asked, first.num_asked, second.num_asked) == (1, 1, 0)
     assert mixed.is_free
 
@@ -140,7 +150,7 @@ def switched(right: Seq[int], members: Seq[Drafter], num_rounds: int) -> list[in
     switch.begin(seq)
     drafted = []
     for _ in range(num_rounds):
-        draft = switch.propose([seq], Budget([4], 0), [None])  # type: ignore[list-item]
+        draft = switch.propose([seq], Budget([4], 0), [COINS])
         drafted.append(len(draft.tokens))
         for token in draft.tokens:
             if token != right[len(seq.tokens)]:

@@ -215,8 +215,27 @@ def test_preempted_and_aborted_requests_leave_nothing() -> None:
 
 def test_logits_that_are_no_numbers_do_not_enter_the_window() -> None:
     made, seq = begun([], window=4, ngram=3)
-    made.propose([seq], Budget([7], 0), [])
+    draft = made.propose([seq], Budget([7], 0), [])
+    run = Run(0, [seq.tokens[-1], *draft.tokens, *draft.extra[0].tokens])
     columns = [list(column) for column in made._states[0].window.columns]
-    scores = Scores(torch.empty(8, 1), [range(8)], [torch.empty(0, 1)], [[1] * 7 + [NO_NUMBERS]], 0.0)
+    scores = Scores(torch.empty(8, 1), [range(8)], [torch.empty(0, 1)], [[1] * 7 + [NO_NUMBERS]], 0.0, runs=[run])
     made.observe([seq], [Seen(2, [0], range(8), 0, scores)])
     assert made._states[0].window.columns == columns
+
+
+def test_rows_of_another_drafter_teach_the_window_nothing() -> None:
+    """Within a compound another member's draft may be scored in place of this one's."""
+    own, seq = drafter(window=2, ngram=3, from_text=False), sequence_of([5, 2, 7])
+    own.begin(seq)
+    asked = own.propose([seq], Budget([8], 0), [])
+    tokens = [7, *asked.extra[0].tokens]
+    for row, moves in (([7, 1, 1, 1, 1], False), (tokens, True)):
+        before = [list(column) for column in own._states[seq.id].window.columns]
+        own.propose([seq], Budget([8], 0), [])
+        scores = Scores(torch.empty(0), [range(len(row))], [], [[3] * len(row)], 0.0, runs=[Run(0, row)])
+        own.observe([seq], [Seen(2, [0], range(len(row)), 0, scores)])
+        assert (own._states[seq.id].window.columns != before) is moves
+
+
+def sequence_of(tokens: Seq[int]) -> Sequence:
+    return Sequence(0, list(tokens), len(tokens), SamplingParams(), 0, 100)

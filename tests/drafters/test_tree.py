@@ -11,10 +11,12 @@ import pytest
 
 import support
 from forerun import pacing
+from forerun.config import EngineConfig
 from forerun.drafters.artifacts import fingerprint, save
 from forerun.drafters.tree import Options
+from forerun.engine import factory
 from forerun.engine.engine import Engine
-from forerun.errors import BadOption
+from forerun.errors import BadOption, UnsupportedModel
 from forerun.testing import Branching, enumerate_outcomes
 from forerun.train.shares import accepted_shares, measure
 from forerun.types import RoundDetail, SamplingParams
@@ -169,3 +171,17 @@ def test_a_draft_model_that_is_the_target_has_all_shares_at_the_first_child() ->
     other = measure(support.checkpoint_of(target), support.checkpoint_of(random_decoder(2)), texts, 3, longest=16)
     assert (other[:, 0] < 0.9).all()
     assert (other.sum(axis=1) <= 1).all()
+
+
+def test_shares_that_cannot_be_used_are_refused_before_any_weight_is_read(tmp_path: Path) -> None:
+    llm_tokenizer = factory.refuse_early(EngineConfig())
+    own = fingerprint(llm_tokenizer, llm_tokenizer.num_ids)
+    for name, arrays, tokenizer, error in (
+        ("other", np.full((2, 3), 0.5), "other", BadOption),
+        ("flat", np.full(3, 0.5), own, UnsupportedModel),
+        ("large", np.full((2, 3), 1.5), own, UnsupportedModel),
+    ):
+        save(tmp_path / name, "tree", {"shares": arrays}, tokenizer)
+        for spec in ("tree:shape=sequoia,file={}", "mixed:of=lookup+(tree:shape=sequoia,file={})"):
+            with pytest.raises(error, match=name):
+                factory.refuse_early(EngineConfig(draft=spec.format(tmp_path / name)))

@@ -170,6 +170,20 @@ def test_every_pacing_and_length(name, rule, policy, gamma):
     assert_lossless(Case(name, params(rule, temperature=0.8), gamma=gamma, pacing=policy))
 
 
+@pytest.mark.parametrize("inner", ["random", "unigram"])
+@pytest.mark.parametrize("rule", ["ratio", "match"])
+def test_a_cascade_judges_guesses_that_its_model_has_no_embedding_for(rule, inner):
+    """They were drawn, so they are rejected; to drop them before the test would favour the others."""
+    near = ToyModel(2, 12, ToyTable(order=1))
+    assert_lossless(Case("cascade", params(rule), {"inner": inner}, near=near, prompt=(0, 1, 1, 0, 1)))
+
+
+def test_a_member_that_tossed_coins_and_drafted_nothing_leaves_others_to_the_next():
+    """Branching refuses a coin that is used twice in a round."""
+    options = {"of": "(cascade:inner=random)+early_exit"}  # entropies of the first token: 1.05 and 0.99 nats
+    assert_lossless(Case("mixed", params("ratio"), options, pacing="svip:threshold=1.01", prompt=(2, 0, 1)))
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_more_rounds(rule):
     """Five tokens over two ids: state is carried through up to five rounds."""

@@ -1,10 +1,14 @@
 """Drafters guess tokens ahead of the target. Each method is one file, found by scanning this folder.
 
 A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit and range in `metadata`) and
-`build(options, target) -> Drafter`. It may hold `check(options, tokenizer, ignore_config_keys)`, which refuses what can
-be seen before any weight is read; for the memory plan `hidden_layers(options)`, the inner layers that its drafter will
-declare, and `own_model(options, num_layers)`, the OwnModel that it makes of a target of so many layers; and, where it
-is made of others, `parts(options)`, their specs. Nothing else has to change for a new method.
+`build(options, target) -> Drafter`. It may hold, for what must be known before any weight is read:
+
+    check(options, tokenizer, ignore_config_keys)   refuses what can be seen in the options and in small files
+    hidden_layers(options)                          the inner layers that its drafter will declare, for the memory plan
+    own_model(options, num_layers)                  the OwnModel that it makes of a target of so many layers
+    parts(options)                                  the specs of the drafters that it is made of
+
+Nothing else has to change for a new method.
 """
 
 from __future__ import annotations
@@ -198,16 +202,15 @@ def resolve(spec: str, has_shipped_draft: bool) -> tuple[str, Any]:
     return name, make_options(load(__name__, name, "drafter").Options, options, name)
 
 
-def leaves(spec: str, has_shipped_draft: bool) -> list[tuple[str, Any]]:
-    """Return the methods and Options of a spec that are made of no others: itself, or those inside it.
+def methods(spec: str, has_shipped_draft: bool) -> list[tuple[str, Any]]:
+    """Return the method and Options of a spec, and of those that it is made of, all the way down.
 
     Raises BadOption as `resolve` does, for each of them.
     """
     name, options = resolve(spec, has_shipped_draft)
     module = load(__name__, name, "drafter")
-    if not hasattr(module, "parts"):
-        return [(name, options)]
-    return [leaf for part in module.parts(options) for leaf in leaves(part, has_shipped_draft)]
+    parts = module.parts(options) if hasattr(module, "parts") else ()
+    return [(name, options), *(found for part in parts for found in methods(part, has_shipped_draft))]
 
 
 def check(name: str, options: Any, tokenizer: Any, ignore_config_keys: frozenset[str] = frozenset()) -> None:

@@ -143,8 +143,10 @@ class CascadeDrafter(Compound):
     ) -> dict[int, list[Emitted]]:
         """Run each sequence's tokens and its guess, and judge that. Returns the tokens of law q, each with its q."""
         model = self.model
+        guesses = {b: self._cut(guess) for b, guess in guesses.items()}
+        runs = [[*tokens, *guesses[b].tokens[: self._num_known(guesses[b])]] for b, (_, tokens) in feeds.items()]
         scores = model.runner.forward(
-            [model.run(seq, [*tokens, *guesses[b].tokens], "all", reads_logits) for b, (seq, tokens) in feeds.items()]
+            [model.run(seq, run, "all", reads_logits) for (seq, _), run in zip(feeds.values(), runs, strict=True)]
         )
         emitted, kept = {}, {}
         for i, (b, (seq, tokens)) in enumerate(feeds.items()):
@@ -159,6 +161,19 @@ class CascadeDrafter(Compound):
             (model.commit if is_first else model.guess)(seq, tokens)
             model.guess(seq, kept[b])
         return emitted
+
+    def _num_known(self, guess: Draft) -> int:
+        """How many tokens of a guess come before the first that the model has no embedding for."""
+        num_ids = self.model.runner.model.config.vocab_size
+        return next((i for i, token in enumerate(guess.tokens) if token >= num_ids), len(guess.tokens))
+
+    def _cut(self, guess: Draft) -> Draft:
+        """Return a guess up to the first token that the model does not know.
+
+        That one is judged, too, because it was drawn: its probability is 0, so it is rejected, and needs no row.
+        """
+        length = self._num_known(guess) + 1
+        return guess if length >= len(guess.tokens) else Draft.chains([guess.tokens[:length]], [guess.probs[:length]])
 
     def _law(self, rows: Seq[Row], seq: Sequence, drafted: Seq[int], guess: Seq[int], row: int) -> Probs:
         return self.model.law(rows[row], seq, [*drafted, *guess[:row]])

@@ -12,7 +12,18 @@ from forerun import drafters
 from forerun.drafters import Drafter, Seen, Target
 from forerun.errors import BadOption, shown
 from forerun.registry import parse_list
-from forerun.types import Budget, Coins, Draft, Sequence
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
+
+
+class _Lanes:
+    """The coins of one member: its draws have lanes that no other member's have."""
+
+    def __init__(self, coins: Coins, member: int, num_members: int) -> None:
+        self.accept, self.draw, self.pick, self.picks = coins.accept, coins.draw, coins.pick, coins.picks
+        self._coins, self._member, self._num_members = coins, member, num_members
+
+    def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
+        return self._coins.draft(probs, depth, lane * self._num_members + self._member)
 
 
 class Compound(Drafter):
@@ -64,11 +75,15 @@ class Compound(Drafter):
     def ask(
         self, member: Drafter, chosen: Seq[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
     ) -> list[Draft]:
-        """Return a member's draft for each of the chosen sequences, which are indices of `seqs`."""
+        """Return a member's draft for each of the chosen sequences, which are indices of `seqs`.
+
+        A member may toss coins and draft nothing, and another may be asked then: so each has lanes of its own.
+        """
         if not chosen:
             return []
         own = budget.only(chosen, budget.catchup_tokens - sum(self.caught_up.values()))
-        draft = member.propose([seqs[b] for b in chosen], own, [coins[b] for b in chosen])
+        lanes = [_Lanes(coins[b], self.members.index(member), len(self.members)) for b in chosen]
+        draft = member.propose([seqs[b] for b in chosen], own, lanes)
         self.count(member)
         return [draft.only(i) for i in range(len(chosen))]
 

@@ -96,12 +96,17 @@ class Window:
 
 @dataclass
 class _State:
-    """What is known of one request. ends: rows of the last level in the pass that was asked for."""
+    """What is known of one request.
+
+    ends, asked: rows of the last level in the pass that was asked for, and the tokens of all its rows; none of both
+    where the window was left out.
+    """
 
     window: Window
     pool: Pool
     num_read: int = 0  # tokens of the text at which an n-gram in the pool begins
     ends: list[int] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
 
 
 class LookaheadDrafter(Drafter):
@@ -126,13 +131,13 @@ class LookaheadDrafter(Drafter):
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         for seq, own in zip(seqs, seen, strict=True):
-            state, best = self._states[seq.id], own.best
-            ends, state.ends = state.ends, []
-            if ends and len(best) > max(ends):  # else its draft was not scored
-                likeliest = [best[end] for end in ends]
+            state, asked = self._states[seq.id], self._states[seq.id].asked
+            if asked and list(own.tokens) == asked:  # else another draft was scored: this one was a member's
+                likeliest = [own.best[end] for end in state.ends]
                 if min(likeliest) >= 0:
                     for first, *rest in state.window.advance(likeliest):
                         state.pool.put(first, tuple(rest))
+            state.ends, state.asked = [], []
             if self.options.from_text:
                 self._read(seq, state, own.start + len(own.kept) + 1)
 
@@ -148,11 +153,12 @@ class LookaheadDrafter(Drafter):
         state, most = self._states[seq.id], budget.num_tokens[b]
         draft = self._guesses(seq, b, budget, most - self._num_rows(self._width(most // 2)))
         width = self._width(most - len(draft.tokens))
-        state.ends = []
+        state.ends, state.asked = [], []
         if not width:
             return draft
         state.window.columns[0][0] = seq.tokens[-1]
         rows, state.ends = state.window.rows(width, len(draft.tokens))
+        state.asked = [seq.tokens[-1], *draft.tokens, *rows.tokens]
         return Draft(draft.tokens, draft.parents, draft.node_starts, draft.probs, {0: rows} if rows.tokens else {})
 
     def _num_rows(self, width: int) -> int:

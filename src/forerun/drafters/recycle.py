@@ -71,12 +71,12 @@ class RecycleDrafter(Drafter):
     """Keeps a matrix per request, or per cache salt, and drafts trees of point masses from it."""
 
     draws = "point"
+    is_free = True
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.shape = "tree" if options.shape == "tree" and options.top > 1 else "chain"
         self.top_logits = options.top
-        self.is_free = self.shape == "chain"  # a tree's tokens do not follow one another, so nothing could score them
         self._order = rank_order(RANK_RATES[: options.top if options.shape == "tree" else 1])
         self._matrices: dict[Hashable, Matrix] = {}  # the one that a request left last comes last
         self._users: Counter[Hashable] = Counter()  # running requests of each matrix

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from forerun.drafters import Drafter, Target
 from forerun.drafters.compound import Compound, made, specs
 from forerun.errors import BadOption, shown
-from forerun.types import Budget, Coins, Draft, Probs, Sequence
+from forerun.types import Budget, Coins, Draft, Sequence
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,6 @@ class Options:
 
     def __post_init__(self) -> None:
         specs("several", self.of, least=2)
-
-
-class _Lanes:
-    """The coins of one member: its draws have lanes that no other member's have."""
-
-    def __init__(self, coins: Coins, member: int, num_members: int) -> None:
-        self.accept, self.draw, self.pick, self.picks = coins.accept, coins.draw, coins.pick, coins.picks
-        self._coins, self._member, self._num_members = coins, member, num_members
-
-    def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        return self._coins.draft(probs, depth, lane * self._num_members + self._member)
 
 
 class SeveralDrafter(Compound):
@@ -55,8 +44,7 @@ class SeveralDrafter(Compound):
             num_left = len(self.members) - i
             budget.num_tokens = [-(-nodes // num_left) for nodes in left]  # a share, rounded up
             asked = [b for b, share in enumerate(budget.num_tokens) if share > 0]
-            own = [_Lanes(its, i, len(self.members)) for its in coins]
-            for b, chain in zip(asked, self.ask(member, asked, seqs, budget, own), strict=True):
+            for b, chain in zip(asked, self.ask(member, asked, seqs, budget, coins), strict=True):
                 if chain.tokens:  # known before a token is drawn; the length of a chain changes no other's share
                     chains[b].append(chain)
                     left[b] -= budget.num_tokens[b]

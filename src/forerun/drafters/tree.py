@@ -27,9 +27,10 @@ import torch
 from forerun.drafters import Drafter, Seen, Target, artifacts
 from forerun.drafters.compound import Compound, made, of_model
 from forerun.drafters.model import Feeds, ModelDrafter
-from forerun.errors import BadOption, shown
+from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.models.runner import Run
 from forerun.sampling import History, probs
+from forerun.text.tokenizer import Tokenizer
 from forerun.theory.trees import Node, best_first
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
@@ -306,13 +307,26 @@ def parts(options: Options) -> list[str]:
     return [options.of]
 
 
+def check(options: Options, tokenizer: Tokenizer, ignore_config_keys: frozenset[str]) -> None:
+    """Refuse a file of shares that cannot be used, before any weight is read."""
+    _shares(options, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+
+
 def build(options: Options, target: Target) -> Drafter:
-    """Load the model and, for sequoia, the shares. Raises BadOption for a file of another pair or method."""
+    """Load the model and, for sequoia, the shares. Raises what `artifacts.load` raises."""
+    shares = _shares(options, artifacts.fingerprint(target.tokenizer, target.num_ids))
     (model,) = made(parts(options), target)
     assert isinstance(model, ModelDrafter)
-    shares: tuple[Seq[float], Seq[float]] = (USUAL_SHARES, USUAL_SHARES)
-    if options.file is not None:
-        arrays, _ = artifacts.load(options.file, KIND, artifacts.fingerprint(target.tokenizer, target.num_ids))
-        greedy, drawn = np.minimum.accumulate(arrays["shares"].astype(np.float64), axis=1)
-        shares = (greedy.tolist(), drawn.tolist())
     return TreeDrafter(model, options, shares)
+
+
+def _shares(options: Options, fingerprint: str) -> tuple[list[float], list[float]]:
+    """Return the shares of a file, for greedy requests and for the others; the usual ones without a file."""
+    if options.file is None:
+        return list(USUAL_SHARES), list(USUAL_SHARES)
+    arrays, _ = artifacts.load(options.file, KIND, fingerprint)
+    shares = arrays.get("shares", np.empty(0)).astype(np.float64)
+    if shares.ndim != 2 or len(shares) != 2 or shares.size == 0 or not ((shares >= 0) & (shares <= 1)).all():
+        raise UnsupportedModel(f"{shown(options.file)} holds no shares: measure them again with `forerun train tree`")
+    greedy, drawn = np.minimum.accumulate(shares, axis=1)
+    return greedy.tolist(), drawn.tolist()

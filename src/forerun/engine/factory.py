@@ -90,7 +90,7 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokeni
     ops.resolve(config.ops, _device(config.device).type)
     pacing.make(config.pacing_spec, config.spec_length)
     has_own = is_shipped(config.target) or has_loaded_draft
-    methods = [leaf for spec in (config.draft, *config.extra_draft_specs) for leaf in drafters.leaves(spec, has_own)]
+    methods = [own for spec in (config.draft, *config.extra_draft_specs) for own in drafters.methods(spec, has_own)]
     folder = target_files(config)
     max_positions = read_config(read_raw_config(folder, config.ignored_config_keys)).max_positions
     max_seq_len = resolve_max_seq_len(config.max_seq_len, max_positions)
@@ -208,8 +208,8 @@ def _with_models(config: EngineConfig) -> list[tuple[str, str, Any]]:
     """The methods that run a model of their own, with their options, by what that is called in `outlines`."""
     found = []
     for label, spec in ({"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}).items():
-        leaves = drafters.leaves(spec, is_shipped(config.target))
-        own = [leaf for leaf in leaves if leaf[0] == "model" or drafters.makes_a_model(leaf[0])]
+        methods = drafters.methods(spec, is_shipped(config.target))
+        own = [method for method in methods if method[0] == "model" or drafters.makes_a_model(method[0])]
         for number, (method, options) in enumerate(own, 1):
             found.append((label if number == 1 else f"{label}, model {number}", method, options))
     return found
@@ -242,7 +242,7 @@ def head_rows(config: EngineConfig) -> dict[str, int]:
 def num_taps(config: EngineConfig) -> int:
     """The inner layers of the target whose rows each pass shows to drafters."""
     specs = (config.draft, *config.extra_draft_specs)
-    methods = [leaf for spec in specs for leaf in drafters.leaves(spec, is_shipped(config.target))]
+    methods = [own for spec in specs for own in drafters.methods(spec, is_shipped(config.target))]
     return len({k for method, options in methods for k in drafters.hidden_layers(method, options)})
 
 

@@ -100,10 +100,10 @@ class Router(Drafter):
         return min([free for free in found if free is not None], default=None)
 
     def guess(self, seq: Sequence, num_tokens: int, coins: Coins) -> Seq[int]:
-        """What the drafter of a sequence would draft, if that costs nothing; not counted."""
+        """The chain that the drafter of a sequence would draft, if that costs nothing; not counted."""
         found: Seq[int] = ()
         with self._spared(seq.draft):
-            if self.of(seq).is_free:
+            if self.of(seq).is_free and self.of(seq).shape == "chain":
                 found = self.of(seq).propose([seq], Budget([num_tokens], 0), [coins]).tokens
         return found
 
