@@ -249,7 +249,12 @@ _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 # Methods of speculative_config that have another name here; vLLM takes the first two in the place of a model, too.
 _LOOKUP = {"ngram": "lookup", "[ngram]": "lookup"}
 _OTHER_NAMES = {**_LOOKUP, "draft_model": "model"}
-_LOOKUP_OPTIONS = {"prompt_lookup_max": "max_n", "prompt_lookup_min": "min_n"}
+_METHOD_OPTIONS = {  # by our name of a method: vLLM's options of it, and ours
+    "lookup": {"prompt_lookup_max": "max_n", "prompt_lookup_min": "min_n"},
+    "suffix": {
+        f"suffix_decoding_{name}": name for name in ("max_spec_factor", "min_token_prob", "max_cached_requests")
+    },
+}
 
 
 def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,7 +284,7 @@ def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
 def _flatten(config: Any) -> dict[str, Any]:
     """Return speculative_config as options: the draft is its model, or its method where it names no model.
 
-    Where the method is lookup, vLLM's options for n-grams become options of lookup. Raises BadOption.
+    vLLM's options of lookup and suffix become options of the drafter. Raises BadOption.
     """
     if not isinstance(config, Mapping):
         raise BadOption(f"speculative_config={shown(config)} is not possible: it must be a dictionary")
@@ -292,19 +297,19 @@ def _flatten(config: Any) -> dict[str, Any]:
             or f"speculative_config has method={shown(method)} and model={shown(model)}: drop one of them"
         )
     draft = method if model is None else model
-    if draft == "lookup":
-        draft = _with_lookup_options(options)
+    if draft in _METHOD_OPTIONS:
+        draft = _with_own_options(str(draft), options)
     if draft is not None:
         _set(options, "draft", draft, "speculative_config")
     return options
 
 
-def _with_lookup_options(options: dict[str, Any]) -> str:
-    """Return the spec of lookup, with its options taken out of `options`; min_n without max_n sets both."""
-    given = {ours: options.pop(theirs) for theirs, ours in _LOOKUP_OPTIONS.items() if theirs in options}
+def _with_own_options(method: str, options: dict[str, Any]) -> str:
+    """Return the spec of a method, with its options taken out of `options`; min_n without max_n sets both."""
+    given = {ours: options.pop(theirs) for theirs, ours in _METHOD_OPTIONS[method].items() if theirs in options}
     if "min_n" in given:
         given = {"max_n": given["min_n"], **given}
-    return ":".join(filter(None, ("lookup", ",".join(f"{name}={value}" for name, value in given.items()))))
+    return ":".join(filter(None, (method, ",".join(f"{name}={value}" for name, value in given.items()))))
 
 
 def _set(options: dict[str, Any], name: str, value: Any, alias: str) -> None:

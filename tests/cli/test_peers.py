@@ -57,8 +57,8 @@ SENTENCES = {
     "chat org/name --revision main": "vLLM's, SGLang's and transformers' --revision is the argument ORG/NAME@REVISION "
     f"here: {HUB}; {SEE}",
     "generate --speculative-num-steps 3": f"SGLang's --speculative-num-steps is --spec-length here: {SEE}",
-    "generate --speculative-eagle-topk 4": "SGLang's --speculative-eagle-topk has no counterpart here: "
-    f"drafts are chains, not trees yet; {SEE}",
+    "generate --speculative-eagle-topk 4": "SGLang's --speculative-eagle-topk is --draft "
+    f"tree:shape=best_first,draws=point,top_k=N here: of a draft model, there is no EAGLE yet; {SEE}",
     "generate --random-seed 1": "SGLang's --random-seed is --seed here: of a request; without one a seed is drawn and "
     f"shown; {SEE}",
     "generate -m model.gguf -md draft.gguf": f"llama.cpp's -m is --target here: {GGUF}; {SEE}",
@@ -264,8 +264,8 @@ def test_a_key_of_speculative_config() -> None:
     with pytest.raises(BadOption) as error:
         EngineConfig.make(speculative_config={"model": "d", "rejection_sample_method": "block"})
     assert str(error.value) == (
-        "vLLM's rejection_sample_method is acceptance of SamplingParams here: standard is ratio; block and synthetic "
-        f"are not there; {SEE}"
+        "vLLM's rejection_sample_method is acceptance of SamplingParams here: standard is ratio, block is block; "
+        f"synthetic is not there; {SEE}"
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 
 from drafters.toys import V, crowded, engine_of, likeliest, spoken
 from forerun.drafters import Seen
-from forerun.drafters.recycle import MAX_NODES, RANK_RATES, Matrix, Options, RecycleDrafter, rank_order
+from forerun.drafters.recycle import Matrix, Options, RecycleDrafter
 from forerun.errors import BadOption
 from forerun.models.runner import Run, Scores
 from forerun.types import Budget, SamplingParams, Sequence
@@ -36,28 +34,6 @@ def begun(tokens: list[int], **options: Any) -> tuple[RecycleDrafter, Sequence, 
 
 
 # ---------------------------------------------------------------------------------------------------------- the tree
-
-
-def test_the_first_n_nodes_are_the_best_tree_of_n_nodes() -> None:
-    """The optimum of Sequoia's dynamic program for acceptance rates of 0.6, 0.2 and 0.1; a root comes with each."""
-    rates = (0.6, 0.2, 0.1)
-    expected, mean, reach = {}, 1.0, {-1: 1.0}
-    for node, (parent, rank) in enumerate(rank_order(rates, 5)):
-        assert parent < node
-        reach[node] = reach[parent] * rates[rank]
-        mean += reach[node]
-        expected[node + 2] = mean
-    assert expected == pytest.approx({2: 1.6, 3: 1.96, 4: 2.176, 5: 2.376, 6: 2.5056})
-
-
-def test_nodes_come_best_first_and_siblings_by_rank() -> None:
-    order, reach = rank_order(RANK_RATES), {-1: 1.0}
-    for node, (parent, rank) in enumerate(order):
-        reach[node] = reach[parent] * RANK_RATES[rank]
-        assert [r for p, r in order[:node] if p == parent] == list(range(rank))
-    found = [reach[node] for node in range(MAX_NODES)]
-    assert all(later < earlier or math.isclose(later, earlier) for earlier, later in pairwise(found))
-    assert rank_order(RANK_RATES[:1], 4) == [(-1, 0), (0, 0), (1, 0), (2, 0)]
 
 
 ROWS = {1: [2, 3], 2: [4, 5], 3: [6], 4: [1], 6: [END, 1], END: [7]}
@@ -101,7 +77,7 @@ def test_a_node_that_pacing_refuses_has_no_descendants() -> None:
 
 
 def test_another_shape_is_refused() -> None:
-    with pytest.raises(BadOption, match="recycle:shape=star does not exist: use tree or path"):
+    with pytest.raises(BadOption, match="recycle:shape='star' is not possible: it must be path or tree"):
         drafter(shape="star")
 
 

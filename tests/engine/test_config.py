@@ -51,6 +51,16 @@ def test_ngrams_of_speculative_config_are_lookup(given, draft, lengths):
     assert (name, options.max_n, options.min_n) == ("lookup", *lengths)
 
 
+def test_suffix_decoding_of_speculative_config_is_suffix():
+    given = {"method": "suffix", "suffix_decoding_max_spec_factor": 2.0, "suffix_decoding_min_token_prob": 0.2}
+    assert EngineConfig.make(speculative_config={"method": "suffix"}) == EngineConfig.make(draft="suffix")
+    config = EngineConfig.make(speculative_config={**given, "suffix_decoding_max_cached_requests": 7})
+    _, options = drafters.resolve(config.draft, has_shipped_draft=True)
+    assert (options.max_spec_factor, options.min_token_prob, options.max_cached_requests) == (2.0, 0.2, 7)
+    with pytest.raises(BadOption, match='draft="suffix:max_match=N"'):
+        EngineConfig.make(speculative_config={**given, "suffix_decoding_max_tree_depth": 24})
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [

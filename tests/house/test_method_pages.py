@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from forerun import verify
 from forerun.registry import names
 
 ROOT = Path(__file__).parents[2]
@@ -61,3 +62,15 @@ def is_written(default: object, text: str) -> bool:
 def test_a_sentence_ends_where_it_ends() -> None:
     module = type("M", (), {"__doc__": "A rule (Leviathan et al. 2023; a | b):\nit judges. It is fast.\n\nMore."})
     assert methods_table.first_sentence(module) == r"A rule (Leviathan et al. 2023; a \| b): it judges."
+
+
+def test_the_front_page_counts_them() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lossless = [verify.find(name).is_lossless for name in verify.rules()]
+    for num, what in (
+        (len(names("forerun.drafters")), "drafters"),
+        (len(lossless), "verification rules"),
+        (sum(lossless), "are exact"),
+        (len(names("forerun.pacing")), "pacing policies"),
+    ):
+        assert f" {num} {what}" in text

@@ -14,15 +14,23 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from forerun.errors import BadOption, shown
 from forerun.types import Budget, Draft, Probs
 
 END_OF_TEXT = -1  # stands behind each of several texts in one array: no suffix reaches across it, no guess either
 NUM_FOLLOWED = 128  # occurrences of a suffix whose further length is found; a mask of the text is searched before
-NUM_MASKS = (
-    8  # tokens of a suffix that masks are made for; what occurs more often then is followed at its latest places
-)
+NUM_MASKS = 8  # tokens of a suffix that masks are made for; what occurs more often is followed at its latest places
 
 Tokens = npt.NDArray[np.intc]
+
+SHAPES = {"path": "chain", "tree": "tree"}  # values of an option `shape`, and the drafter's word for the drafts
+SHAPE_HELP = "path = the most frequent chain, tree = the likeliest nodes"
+
+
+def check_shape(method: str, shape: str) -> None:
+    """Raise BadOption for a value of the option `shape` that does not exist."""
+    if shape not in SHAPES:
+        raise BadOption(f"{method}:shape={shown(shape)} is not possible: it must be {' or '.join(SHAPES)}")
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from forerun.drafters import Drafter, Target, artifacts, stores
-from forerun.drafters.continuations import Guess, grow
+from forerun.drafters.continuations import SHAPE_HELP, SHAPES, Guess, check_shape, grow
 from forerun.drafters.stores import Datastore
-from forerun.errors import BadOption, shown
+from forerun.errors import BadOption
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Budget, Coins, Draft, Sequence
-
-SHAPES = {"path": "chain", "tree": "tree"}
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,13 @@ class Options:
     path: str | None = field(default=None, metadata={"help": "file that `forerun train datastore` made"})
     max_match: int = field(default=16, metadata={"help": "longest suffix looked for, in tokens", "min": 1, "max": 255})
     min_match: int = field(default=1, metadata={"help": "shortest suffix looked for, in tokens", "min": 1, "max": 255})
-    shape: str = field(default="path", metadata={"help": "path = the most frequent chain, tree = the likeliest nodes"})
+    shape: str = field(default="path", metadata={"help": SHAPE_HELP})
     num_continuations: int = field(
         default=64, metadata={"help": "occurrences of the suffix that are looked at", "min": 1, "max": 5000}
     )
 
     def __post_init__(self) -> None:
-        if self.shape not in SHAPES:
-            raise BadOption(f"datastore:shape={shown(self.shape)} is not possible: it must be path or tree")
+        check_shape("datastore", self.shape)
         if self.min_match > self.max_match:
             raise BadOption(
                 f"datastore:min_match={self.min_match} is not possible: it must be at most max_match={self.max_match}"

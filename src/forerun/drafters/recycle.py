@@ -9,7 +9,6 @@ number of nodes where the rates fall with the rank (Sequoia, Chen et al. 2024, a
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections import Counter
 from collections.abc import Hashable, Sequence as Seq
@@ -17,7 +16,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from forerun.drafters import Drafter, Seen, Target
-from forerun.errors import BadOption
+from forerun.drafters.continuations import check_shape
+from forerun.theory.trees import best_first
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 # P(the target's choice is the token of this rank), given that the parent is right. Measured; docs/methods/recycle.md.
@@ -42,8 +42,7 @@ class Options:
     )
 
     def __post_init__(self) -> None:
-        if self.shape not in ("tree", "path"):
-            raise BadOption(f"recycle:shape={self.shape} does not exist: use tree or path")
+        check_shape("recycle", self.shape)
 
 
 class Matrix:
@@ -77,7 +76,7 @@ class RecycleDrafter(Drafter):
         self.options = options
         self.shape = "tree" if options.shape == "tree" and options.top > 1 else "chain"
         self.top_logits = options.top
-        self._order = rank_order(RANK_RATES[: options.top if options.shape == "tree" else 1])
+        self._order = best_first(RANK_RATES[: options.top if options.shape == "tree" else 1], MAX_NODES)
         self._matrices: dict[Hashable, Matrix] = {}  # the one that a request left last comes last
         self._users: Counter[Hashable] = Counter()  # running requests of each matrix
         self._num_read: dict[int, int] = {}  # by sequence: prompt tokens whose pairs are in its matrix
@@ -131,9 +130,9 @@ class RecycleDrafter(Drafter):
 
     def _tree(self, seq: Sequence, b: int, budget: Budget) -> Draft:
         rows = self._matrices[self._key(seq)].rows
-        places, depths = {-1: -1}, {-1: 0}  # node of the fixed order -> node of the draft; node of the draft -> depth
+        places = {-1: -1}  # node of the fixed order -> node of the draft
         tokens, parents = list[int](), list[int]()
-        for node, (parent, rank) in enumerate(self._order):
+        for node, (parent, rank, depth, _) in enumerate(self._order):
             if len(tokens) == budget.num_tokens[b]:
                 break
             at = places.get(parent)
@@ -143,29 +142,11 @@ class RecycleDrafter(Drafter):
             row = rows.get(before, ())
             if rank >= len(row) or (at >= 0 and before in seq.end_ids):  # nothing follows the end
                 continue
-            if budget.go_on(b, depths[at], Probs.of_point(row[rank])):
+            if budget.go_on(b, depth, Probs.of_point(row[rank])):
                 places[node] = len(tokens)
-                depths[len(tokens)] = depths[at] + 1
                 parents.append(at)
                 tokens.append(row[rank])
         return Draft(tokens, parents, [0, len(tokens)], [Probs.of_point(token) for token in tokens])
-
-
-def rank_order(rates: Seq[float], num_nodes: int = MAX_NODES) -> list[tuple[int, int]]:
-    """Return (parent, rank) of each node of the fixed tree, best first; parent -1 = the last committed token.
-
-    rates: P(the target's choice is the child of this rank), falling; a node has as many children at most. The first n
-    nodes are the best tree of n nodes.
-    """
-    found: list[tuple[int, int]] = []
-    heap = [(-rates[0], -1, 0)]  # (minus the P that the node is accepted, its parent, its rank)
-    while len(found) < num_nodes:
-        minus, parent, rank = heapq.heappop(heap)
-        heapq.heappush(heap, (minus * rates[0], len(found), 0))
-        if rank + 1 < len(rates):
-            heapq.heappush(heap, (minus / rates[rank] * rates[rank + 1], parent, rank + 1))
-        found.append((parent, rank))
-    return found
 
 
 def build(options: Options, target: Target) -> Drafter:

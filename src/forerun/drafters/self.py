@@ -1,8 +1,8 @@
 """The target's own weights at fewer bits as the draft model: nothing to find, to train or to match (self-speculation).
 
 Each matrix is rounded from memory when the engine starts (models/quantising.py); embedding and LM head get 8 bits. The
-rounded model agrees with the target in most tokens, and reads a quarter (int4) or half (int8) of bfloat16's bytes. On
-operators without quantised products it computes with what the rounded weights stand for, which saves nothing.
+rounded model agrees with the target in most tokens, and reads about a third (int4) or half (int8) of bfloat16's bytes.
+On operators without quantised products it computes with what the rounded weights stand for, which saves nothing.
 """
 
 from __future__ import annotations

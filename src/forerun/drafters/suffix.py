@@ -22,13 +22,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.drafters import Drafter, Seen, Target
-from forerun.drafters.continuations import END_OF_TEXT, Guess, grow, levels
+from forerun.drafters.continuations import END_OF_TEXT, SHAPE_HELP, SHAPES, Guess, check_shape, grow, levels
 from forerun.drafters.histories import Histories
-from forerun.errors import BadOption, shown
 from forerun.types import Budget, Coins, Draft, Sequence
 
 NUM_OCCURRENCES = 64  # of a suffix that are counted: more change no draft by much, and cost time
-SHAPES = {"path": "chain", "tree": "tree"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Options:
     min_token_prob: float = field(
         default=0.1, metadata={"help": "least probability of a node by the counts, 0 to 1", "min": 0.0, "max": 1.0}
     )
-    shape: str = field(default="path", metadata={"help": "path = the most frequent chain, tree = the likeliest nodes"})
+    shape: str = field(default="path", metadata={"help": SHAPE_HELP})
     max_cached_requests: int = field(
         default=10_000, metadata={"help": "finished requests remembered, 0 = none; the oldest go first", "min": 0}
     )
@@ -54,8 +52,7 @@ class Options:
     )
 
     def __post_init__(self) -> None:
-        if self.shape not in SHAPES:
-            raise BadOption(f"suffix:shape={shown(self.shape)} is not possible: it must be path or tree")
+        check_shape("suffix", self.shape)
 
 
 class Past:
