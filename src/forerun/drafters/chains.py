@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence as Seq
 from typing import Generic, Protocol, TypeVar
 
@@ -41,9 +42,11 @@ def _chain(seq: Sequence, b: int, budget: Budget, coins: Coins, expected: Expect
 
 
 class Text(Protocol):
-    """What a drafter knows of the committed tokens of one sequence; it has read the first `num_read` of them."""
+    """What a drafter knows of the committed tokens of one sequence."""
 
-    num_read: int
+    @property
+    def num_read(self) -> int:
+        """How many tokens were read, the first ones."""
 
     def read(self, tokens: Seq[int], stop: int) -> None:
         """Read on, up to the token with index `stop`, which is not read."""
@@ -52,14 +55,31 @@ class Text(Protocol):
 T = TypeVar("T", bound=Text)
 
 
+class Tokens:
+    """The committed tokens themselves, in an array that numpy can search; no view of it may live while it grows."""
+
+    def __init__(self) -> None:
+        self.ids = array("i")
+
+    @property
+    def num_read(self) -> int:
+        """How many tokens were read."""
+        return len(self.ids)
+
+    def read(self, tokens: Seq[int], stop: int) -> None:
+        """Copy the tokens up to `stop`."""
+        self.ids.extend(tokens[len(self.ids) : stop])
+
+
 class Texts(Generic[T]):
     """What a drafter learns from each text by itself, in order, at most READ_TOKENS in one call.
 
     A prompt is read chunk by chunk while the target runs it. new(seq): what is known before any token was read.
+    is_fast: reading is a copy, and no call is bounded.
     """
 
-    def __init__(self, new: Callable[[Sequence], T]) -> None:
-        self._new, self.by_id = new, dict[int, T]()
+    def __init__(self, new: Callable[[Sequence], T], is_fast: bool = False) -> None:
+        self._new, self._is_fast, self.by_id = new, is_fast, dict[int, T]()
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         """Read what a pass has run, and the token behind it, which is committed, too."""
@@ -76,14 +96,21 @@ class Texts(Generic[T]):
         text = self.by_id[seq.id]
         return text if text.num_read == len(seq.tokens) else None
 
+    def whole(self, seq: Sequence) -> T:
+        """Return what is known of a sequence behind its last token, where reading is fast."""
+        return self._read(seq, len(seq.tokens))
+
     def end(self, seq: Sequence) -> None:
         """Forget a sequence."""
         self.by_id.pop(seq.id, None)
 
-    def _read(self, seq: Sequence, stop: int) -> None:
+    def _read(self, seq: Sequence, stop: int) -> T:
         text = self.by_id.get(seq.id)
         if text is None:
             text = self.by_id[seq.id] = self._new(seq)
-        stop = min(stop, len(seq.tokens), text.num_read + READ_TOKENS)
+        stop = min(stop, len(seq.tokens))
+        if not self._is_fast:
+            stop = min(stop, text.num_read + READ_TOKENS)
         if stop > text.num_read:
             text.read(seq.tokens, stop)
+        return text

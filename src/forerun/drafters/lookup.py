@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.drafters import Drafter, Seen, Target
-from forerun.drafters.histories import Histories
+from forerun.drafters.chains import Texts, Tokens
 from forerun.errors import BadOption
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
@@ -44,14 +44,14 @@ class LookupDrafter(Drafter):
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._texts = Histories()
+        self._texts = Texts(lambda seq: Tokens(), is_fast=True)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         chains = [self._chain(seq, b, budget) for b, seq in enumerate(seqs)]
         return Draft.chains(chains, [[Probs(point=t) for t in chain] for chain in chains])
 
     def ahead(self, seq: Sequence, drafted: Seq[int], num_tokens: int) -> Seq[int]:
-        text = self._texts.read(seq)[:]
+        text = self._texts.whole(seq).ids[:]
         text.extend(drafted)
         return self._follow(text, num_tokens)
 
@@ -59,13 +59,13 @@ class LookupDrafter(Drafter):
         self._texts.observe(seqs, seen)
 
     def end(self, seq: Sequence) -> None:
-        self._texts.forget(seq)
+        self._texts.end(seq)
 
     def _chain(self, seq: Sequence, b: int, budget: Budget) -> list[int]:
         if not budget.num_tokens[b]:
             return []
         chain: list[int] = []
-        for token in self._follow(self._texts.read(seq), budget.num_tokens[b]):
+        for token in self._follow(self._texts.whole(seq).ids, budget.num_tokens[b]):
             if not budget.go_on(b, len(chain), Probs(point=token)):
                 break
             chain.append(token)

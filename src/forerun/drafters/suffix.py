@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.drafters import Drafter, Seen, Target
+from forerun.drafters.chains import Texts, Tokens
 from forerun.drafters.continuations import END_OF_TEXT, SHAPE_HELP, SHAPES, Guess, check_shape, grow, levels
-from forerun.drafters.histories import Histories
 from forerun.types import Budget, Coins, Draft, Sequence
 
 NUM_OCCURRENCES = 64  # of a suffix that are counted: more change no draft by much, and cost time
@@ -98,7 +98,7 @@ class SuffixDrafter(Drafter):
 
     def __init__(self, options: Options) -> None:
         self.options, self.shape = options, SHAPES[options.shape]
-        self._own = Histories()
+        self._own = Texts(lambda seq: Tokens(), is_fast=True)
         self._past = Past(options.max_cached_requests, options.max_cached_tokens)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
@@ -111,11 +111,11 @@ class SuffixDrafter(Drafter):
     def end(self, seq: Sequence) -> None:
         """Remember a text that came to its end; forget one that was aborted, or preempted and is begun again."""
         if seq.finish_reason in ("stop", "length"):
-            self._past.add(seq.params.cache_salt, self._own.read(seq))
-        self._own.forget(seq)
+            self._past.add(seq.params.cache_salt, self._own.whole(seq).ids)
+        self._own.end(seq)
 
     def _guess(self, seq: Sequence, most: int) -> Guess:
-        own = self._own.read(seq)
+        own = self._own.whole(seq).ids
         context = own[-self.options.max_match :]
         # The text's last token is left out of the search: nothing followed its end yet.
         guess = self._better(Guess(), own, len(own) - 1, context, most, seq.end_ids)
