@@ -1,6 +1,7 @@
 """Several drafters in one batch: each sequence is served by the one that its request chose.
 
-A drafter that raises is not asked again: its requests are decoded plainly, which is what they would have said anyway.
+A drafter that raises is not asked again: its requests are decoded plainly. Greedy and `match` texts are the same then;
+a sampled one has its distribution unless the error hung on the value of a drawn token, which no drafter may let happen.
 """
 
 from __future__ import annotations
