@@ -56,9 +56,12 @@ OPTIONS = [
     for rule in RULES
     if judges(rule, name, options)
 ]
-SAMPLE = ("greedy", "plain", "all")  # the sampling options of every pair in `make test`; the others in `make parity`
+# `make test` takes a part of the cases, chosen below; `make parity` runs the others.
+SAMPLE = ("greedy", "plain", "all")  # the sampling options of every pair
 ALWAYS = ("model", "lookup", "none")  # the drafters that are tested with every option in both,
-ALWAYS_BY = ("ratio", "match")  # by these rules
+ALWAYS_BY = ("ratio", "match")  # by these rules;
+EVERY_RULE = ("model", "tree")  # and those with every sampling option by every rule
+COMPOUND = [name for name in NAMES if hasattr(registry.load(drafters.__name__, name, "drafter"), "parts")]
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {},
@@ -108,18 +111,28 @@ def is_always(name: str, rule: str, *_: Any) -> bool:
     return name in ALWAYS and rule in ALWAYS_BY
 
 
+def is_first(name: str, rule: str) -> bool:
+    """Whether it is the rule by which `make test` tests what is the same by each rule: one for each drafter."""
+    return rule == next(r for n, r in sorted(PAIRS, key=lambda pair: pair[1] != "ratio") if n == name)
+
+
+def is_sampled(name: str, rule: str, sampling: str) -> bool:
+    """Whether `make test` has the pair with these sampling options: a compound's parts are tested by every rule."""
+    if is_always(name, rule) or name in EVERY_RULE:
+        return True
+    return sampling in SAMPLE and (name not in COMPOUND or rule in ALWAYS_BY)
+
+
 @pytest.mark.parametrize(
     ("name", "rule", "sampling"),
-    also_long(
-        [(*pair, sampling) for pair in PAIRS for sampling in SAMPLING], lambda c: is_always(*c) or c[2] in SAMPLE
-    ),
+    also_long([(*pair, sampling) for pair in PAIRS for sampling in SAMPLING], lambda c: is_sampled(*c)),
 )
 def test_every_sampling_option(name, rule, sampling):
     assert_lossless(Case(name, params(rule, **SAMPLING[sampling])))
 
 
 @pytest.mark.parametrize("sampling", SAMPLE)
-@pytest.mark.parametrize(("name", "options", "rule"), OPTIONS, ids=label)
+@pytest.mark.parametrize(("name", "options", "rule"), also_long(OPTIONS, lambda c: is_first(c[0], c[2])), ids=label)
 def test_options_of_a_drafter(name, options, rule, sampling):
     """Options of a drafter may change how much is accepted, and nothing else."""
     assert_lossless(Case(name, params(rule, **SAMPLING[sampling]), options))
@@ -153,17 +166,32 @@ def test_every_shape_of_distribution(name, rule, shape, temperature):
 
 
 @pytest.mark.parametrize("min_tokens", [0, 2])
-@pytest.mark.parametrize(("name", "rule"), PAIRS)
+@pytest.mark.parametrize(("name", "rule"), also_long(PAIRS, lambda c: c[0] == "model" or is_first(*c)))
 def test_an_end_inside_a_draft(name, rule, min_tokens):
     """The end id may stand anywhere in a draft; before min_tokens it has probability 0, position by position."""
     assert_lossless(Case(name, params(rule, min_tokens=min_tokens), end_ids=frozenset({2})))
 
 
+def stops_early(policy: str) -> bool:
+    """Whether a policy may end a draft while it is drawn."""
+    made = pacing.make(policy, 3)
+    return pacing.overrides(made, "go_on") or pacing.overrides(made, "go_behind")
+
+
+EARLY = [policy for policy in PACINGS if stops_early(policy)]
+
+
+def is_paced(name: str, rule: str, policy: str, gamma: int) -> bool:
+    """Whether `make test` has it: every policy with `model`, and one that stops early with each drafter, in turn."""
+    if is_always(name, rule):
+        return name == "model" or gamma == 1
+    return gamma == 3 and is_first(name, rule) and policy == EARLY[NAMES.index(name) % len(EARLY)]
+
+
 @pytest.mark.parametrize(
     ("name", "rule", "policy", "gamma"),
     also_long(
-        [(*pair, policy, gamma) for pair in PAIRS for policy in PACINGS for gamma in (1, 3)],
-        lambda c: is_always(*c) or c[3] == 1,
+        [(*pair, policy, gamma) for pair in PAIRS for policy in PACINGS for gamma in (1, 3)], lambda c: is_paced(*c)
     ),
 )
 def test_every_pacing_and_length(name, rule, policy, gamma):
@@ -193,7 +221,12 @@ def test_more_rounds(rule):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "rule"), [*[(name, {}, rule) for name, rule in PAIRS if name != "none"], *OPTIONS], ids=label
+    ("name", "options", "rule"),
+    also_long(
+        [*[(name, {}, rule) for name, rule in PAIRS if name != "none"], *OPTIONS],
+        lambda c: is_first(c[0], c[2]) or (c[0] in EVERY_RULE and not c[1]),
+    ),
+    ids=label,
 )
 def test_the_cases_are_not_empty(name, options, rule):
     """Every drafter drafts here, and is both right and wrong: otherwise the tests above would compare plain with plain.

@@ -6,8 +6,10 @@ Run on the operators whose rows do not depend on how they were batched: the row-
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -89,10 +91,23 @@ def plain(ops: str) -> Outcome:
     return serve(engine_on(ops, max_batch_size=1))
 
 
-@pytest.mark.parametrize("backend", ["paged", "contiguous"])
-@pytest.mark.parametrize("spec_length", [1, 4, 7])
-@pytest.mark.parametrize("draft", DRAFTERS)
-@pytest.mark.parametrize("ops", OPS)
+ALWAYS = ("model", "lookup")  # every case of these is part of `make test`
+# Of the other drafters: one case on each operators, of each length; `make parity` runs the rest.
+SAMPLE = {("row_by_row", 4, "paged"), ("native float32", 1, "contiguous"), ("native bfloat16", 7, "paged")}
+
+
+def cases() -> list[Any]:
+    """Every (ops, draft, spec_length, backend), those of `make parity` marked."""
+    made = []
+    for ops, draft, length, backend in itertools.product(OPS, DRAFTERS, (1, 4, 7), ("paged", "contiguous")):
+        marks, value, name = ([], ops, ops) if isinstance(ops, str) else (list(ops.marks), ops.values[0], str(ops.id))
+        if draft not in ALWAYS and (name, length, backend) not in SAMPLE:
+            marks.append(pytest.mark.parity)
+        made.append(pytest.param(value, draft, length, backend, marks=marks, id=f"{name}-{draft}-{length}-{backend}"))
+    return made
+
+
+@pytest.mark.parametrize(("ops", "draft", "spec_length", "backend"), cases())
 def test_tokens_and_logprobs_equal_plain_bitwise(ops, draft, spec_length, backend):
     chunk = {1: 512, 4: 5, 7: 1}[spec_length]
     engine = engine_on(ops, draft, backend=backend, spec_length=spec_length, prefill_chunk_tokens=chunk)

@@ -155,15 +155,15 @@ class Recorder:
         for run, start, rows, logits in zip(runs, starts, scores.rows, scores.logits, strict=True):
             hidden = scores.hidden[rows.start : rows.stop]
             for i in range(len(hidden)):
-                known = _digest(logits[i]) if len(logits) == len(hidden) else None
-                self.rows[run.slot, start + i] = Row(_digest(hidden[i]), known)
+                known = digest(logits[i]) if len(logits) == len(hidden) else None
+                self.rows[run.slot, start + i] = Row(digest(hidden[i]), known)
         return scores
 
     def of(self, slot: int, num_positions: int) -> list[Row]:
         return [self.rows[slot, position] for position in range(num_positions)]
 
 
-def _digest(row: torch.Tensor) -> bytes:
+def digest(row: torch.Tensor) -> bytes:
     return hashlib.blake2b(bits(row).numpy().tobytes(), digest_size=8).digest()
 
 

@@ -1,0 +1,15 @@
+"""No drafter fails silently in this room: what one raises passes through the router, which would decode plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from parity.mixtures import unspared
+
+
+@pytest.fixture(autouse=True)
+def _unspared() -> Iterator[None]:
+    with unspared():
+        yield

