@@ -5,19 +5,25 @@ A drafter that needs nothing has no entry here, and is tested with its defaults.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from forerun.drafters import Target, artifacts
+from forerun.models.named import DATA
 from forerun.train import datastore
 
 
 def small_datastore(target: Target, folder: Path) -> Mapping[str, Any]:
-    """A datastore of random texts with the ids of a target."""
-    rng = random.Random(0)
-    texts = [[rng.randrange(target.num_ids) for _ in range(12)] for _ in range(40)]
+    """A datastore of some of the held-out texts; of random ones where a target has no tokenizer."""
+    if target.tokenizer is None:
+        rng = random.Random(0)
+        texts = [[rng.randrange(target.num_ids) for _ in range(12)] for _ in range(40)]
+    else:
+        lines = (DATA / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+        texts = [target.tokenizer.encode(json.loads(line)["text"]) for line in lines[:60]]
     fingerprint = artifacts.fingerprint(target.tokenizer, target.num_ids)
     datastore.save(datastore.joined(texts, target.num_ids), folder / "datastore", fingerprint)
     return {"path": str(folder / "datastore")}

@@ -8,8 +8,10 @@ cache, and some are aborted. A drafter that raises is not spared here (`unspared
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import random
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence as Seq
@@ -19,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.load import runner_with
 from forerun import LLM, SamplingParams, drafters, pacing, registry, verify
 from forerun.drafters import Drafter, Target
 from forerun.engine.engine import Engine
@@ -27,6 +30,7 @@ from forerun.errors import BadOption
 from forerun.models.runner import Run, Runner, Scores
 from methods import NEEDS, VARIANTS
 from parity.bitwise import RULES as SAMPLING, Models, Row, digest
+from support import VOCAB, drafter_for, random_decoder
 
 DRAFTERS = registry.names(drafters.__name__)
 POLICIES = registry.names(pacing.__name__)
@@ -178,10 +182,11 @@ class Mix:
             acceptance=rule,
             spec_length=self._least("length", LENGTHS),
             cache_salt=self.rng.choice((None, None, "a")),
+            priority=self.rng.choice((0, 0, 1, 2)),
             ignore_eos=self.rng.random() < 0.8,
             **SAMPLING[self._least("sampling", names)],
         )
-        abort_after = self.rng.randint(1, 40) if self.rng.random() < 0.1 else None
+        abort_after = self.rng.randint(0, self.num_tokens) if self.rng.random() < 0.1 else None
         return Asked(self.number, prompt_ids, params, abort_after)
 
     def pairs(self, engine: Engine, num: int) -> list[tuple[str, str]]:
@@ -433,4 +438,74 @@ def _held(value: Any, path: str, seen: set[int]) -> Iterator[str]:
             value, "__dict__", {}
         )
         for name, item in attributes.items():
+            if name == "caught_up":  # says what the last call did, and is replaced by the next one
+                continue
             yield from _held(item, f"{path}.{name}", seen)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What was held whenever all requests had ended."""
+
+    num_requests: int
+    num_aborted: int
+    num_preemptions: int
+    blocks: list[int]  # of memory of the interpreter, at each rest
+    resident_bytes: list[int]
+
+    def __str__(self) -> str:
+        megabytes = [round(num / 1e6, 1) for num in self.resident_bytes]
+        return (
+            f"{self.num_requests} requests, {self.num_aborted} aborted, {self.num_preemptions} preemptions; at rest "
+            f"{self.blocks} blocks of memory, {megabytes} MB resident"
+        )
+
+
+def small_engine(policy: str, cache_tokens: int = 192) -> Engine:
+    """A small random model with every drafter beside it; the store of `suffix` is full after a few requests."""
+    model = random_decoder(3)
+    options = {"suffix": {"max_cached_tokens": 200}}
+    members = {name: drafter_for(name, model, **options.get(name, {})) for name in DRAFTERS}
+    engine = Engine(
+        runner_with(model, cache_tokens),
+        Router({"model": members["model"], **members}),
+        pacing.make(policy, 5),
+        max_seq_len=128,
+        max_batch_size=6,
+        prefill_chunk_tokens=11,
+    )
+    engine._ids = itertools.count(FIRST_ID)
+    return engine
+
+
+def lose_nothing(num_requests: int, seed: int, policy: str = "auto", num_rests: int = 4) -> Left:
+    """Serve mixed requests, some of which are aborted at any time, and look at what is left when all have ended.
+
+    That is done `num_rests` times. Nothing of the requests may be left, and memory may not grow from the second on.
+    """
+    rng, engine = random.Random(seed), small_engine(policy)
+    mix, blocks, resident = Mix(rng, 24), list[int](), list[int]()
+    num_aborted = 0
+    heads = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
+    with unspared():
+        for _ in range(num_rests):
+            waiting = mix.pairs(engine, num_requests // num_rests)
+            alive: list[tuple[Any, int | None]] = []
+            while waiting or alive:
+                while waiting and len(alive) < 10:
+                    own = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+                    asked = mix.asked(waiting.pop(), rng.choice(heads)[: rng.randint(0, 40)] + own)
+                    alive.append((engine.add(asked.prompt_ids, asked.params), asked.abort_after))
+                engine.step()
+                for request, steps_left in alive:
+                    if steps_left == 0 and request.seq.finish_reason is None:
+                        engine.abort(request)
+                        num_aborted += 1
+                    assert request.error is None, request.error
+                alive = [(r, n and n - 1) for r, n in alive if r.seq.finish_reason is None]
+            found = leaks(engine)
+            assert not found, "\n".join(found)
+            gc.collect()
+            blocks.append(sys.getallocatedblocks())
+            resident.append(int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096)
+    return Left(mix.number, num_aborted, engine.scheduler.num_preemptions, blocks, resident)

@@ -13,7 +13,7 @@ from forerun.ops.cpu import CpuOps
 from models.gguf_vocabularies import smollm2
 from ops.native_cases import needs_native
 from parity.bitwise import Models, cut_prompts
-from parity.mixtures import DRAFTERS, compare_mixed, lose_nothing, method_of, places
+from parity.mixtures import DRAFTERS, compare_mixed, lose_nothing, places
 
 pytestmark = pytest.mark.parity
 FREE_OF_DRAFTS = {"none"}
@@ -50,11 +50,10 @@ def test_sixty_prompts_of_the_real_model(part: int, capsys: pytest.CaptureFixtur
     dense.packs_scheme = lambda scheme: False  # type: ignore[method-assign]
     target, draft = (load_checkpoint(file, dtype="bfloat16", ops=ops, with_tokenizer=True) for ops in (dense, packed))
     models = Models(target, draft)
-    names = [name for name in DRAFTERS]
     prompts = cut_prompts(60, seed=9, longest=120, tokenizer_folder=target.folder)[part::2]
     with capsys.disabled():
         say(f"\nSmolLM2, part {part + 1} of 2")
-        found = compare_mixed(models, models, places(3, seed=part), prompts, 32, seed=part, names=names, say=say)
+        found = compare_mixed(models, models, places(3, seed=part), prompts, 32, seed=part, say=say)
     assert found.num_outputs == 30
     assert sum(found.accepted.values()) > 100
     assert not found.mismatches, "\n".join(found.mismatches)
