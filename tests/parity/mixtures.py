@@ -27,10 +27,11 @@ from forerun.drafters import Drafter, Target
 from forerun.engine.engine import Engine
 from forerun.engine.router import Router
 from forerun.errors import BadOption
+from forerun.kv import KVCache
 from forerun.models.runner import Run, Runner, Scores
 from methods import NEEDS, VARIANTS
 from parity.bitwise import RULES as SAMPLING, Models, Row, digest
-from support import VOCAB, drafter_for, random_decoder
+from support import VOCAB, drafter_for, everyone, random_decoder
 
 DRAFTERS = registry.names(drafters.__name__)
 POLICIES = registry.names(pacing.__name__)
@@ -89,20 +90,25 @@ def places(num: int, seed: int, smallest: int = MAX_SEQ_LEN) -> list[Place]:
 
 def specs(models: Models, names: Seq[str], num_variants: int, rng: random.Random) -> list[str]:
     """The spec of each drafter with what it needs for the target, and some of the variants of methods.py."""
-    target = models.target
-    tokenizer = target.tokenizer
-    assert tokenizer is not None
-    known = Target(
-        target.model, tokenizer, target.end_ids, tokenizer.num_ids, tuple(sorted(tokenizer.holes)), 8, MAX_SEQ_LEN,
-        "paged", loaded_draft=models.draft,
-    )  # fmt: skip
-    needs = {name: NEEDS[name](known, Path(tempfile.mkdtemp(prefix="forerun-"))) for name in names if name in NEEDS}
+    needs = {name: needed(models, name) for name in names}
     variants = [(name, options) for name in names for options in VARIANTS.get(name, [])]
     chosen = [(name, {}) for name in names] + rng.sample(variants, min(num_variants, len(variants)))
-    return [_spec(name, {**needs.get(name, {}), **options}) for name, options in chosen]
+    return [spec_of(name, {**needs[name], **options}) for name, options in chosen]
 
 
-def _spec(name: str, options: dict[str, Any]) -> str:
+def needed(models: Models, name: str) -> dict[str, Any]:
+    """The options that a drafter cannot do without, for this target."""
+    if name not in NEEDS:
+        return {}
+    target = models.target
+    assert target.tokenizer is not None
+    num_ids, holes = target.tokenizer.num_ids, tuple(sorted(target.tokenizer.holes))
+    known = Target(target.model, target.tokenizer, target.end_ids, num_ids, holes, 8, MAX_SEQ_LEN, "paged")
+    return dict(NEEDS[name](known, Path(tempfile.mkdtemp(prefix="forerun-"))))
+
+
+def spec_of(name: str, options: dict[str, Any]) -> str:
+    """The text that asks for a drafter with these options."""
     given = ",".join(f"{key}={value}" for key, value in options.items() if value is not None)
     return f"{name}:{given}" if given else name
 
@@ -348,10 +354,8 @@ def _serve(
             for request, asked, at in zip(requests, wanted, added_at, strict=False):
                 if asked.abort_after is not None and step - at == asked.abort_after:
                     engine.abort(request)
-            for each in everyone(engine):
-                if each.runner is not None:
-                    each.runner.cache.check_integrity()
-            engine.runner.cache.check_integrity()
+            for cache in caches_of(engine).values():
+                cache.check_integrity()
             if len(requests) == len(wanted) and all(r.seq.finish_reason is not None for r in requests):
                 break
     for asked, request, (ids, rows) in zip(wanted, requests, expected, strict=True):
@@ -384,13 +388,14 @@ def method_of(draft: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- leaks
 
 
-def everyone(engine: Engine) -> Iterator[Drafter]:
-    """Yield the drafters of an engine and those that they are made of."""
-    queue = list(engine.drafter.members.values())
-    while queue:
-        drafter = queue.pop()
-        yield drafter
-        queue += getattr(drafter, "members", ())
+def caches_of(engine: Engine) -> dict[str, KVCache]:
+    """The caches of the target and of every drafter, those within other drafters too, by whose they are."""
+    found = {"target": engine.runner.cache}
+    for name, member in engine.drafter.members.items():
+        for i, each in enumerate(everyone(member)):
+            if each.runner is not None:
+                found[f"{name}, part {i}"] = each.runner.cache
+    return found
 
 
 def leaks(engine: Engine) -> list[str]:
@@ -401,11 +406,7 @@ def leaks(engine: Engine) -> list[str]:
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
     found = []
-    caches = {"target": engine.runner.cache}
-    for each in everyone(engine):
-        if each.runner is not None:
-            caches[f"{type(each).__name__} {id(each)}"] = each.runner.cache
-    for name, cache in caches.items():
+    for name, cache in caches_of(engine).items():
         cache.check_integrity()
         if cache.free_tokens() != cache.num_blocks * cache.block_tokens:
             found.append(f"the cache of {name} has {cache.free_tokens()} tokens free")

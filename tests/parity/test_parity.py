@@ -18,8 +18,11 @@ import torch
 from forerun import LLM, SamplingParams, drafters, registry
 from forerun.engine.factory import DATA
 from forerun.models.runner import Run, Runner
+from forerun.ops.reference import ReferenceOps
 from forerun.sampling import probs
 from forerun.sampling.random import gumbel
+from parity.bitwise import Models
+from parity.mixtures import needed, spec_of
 
 NUM_PROMPTS, NUM_TOKENS, TEMPERATURE = 200, 128, 0.8
 pytestmark = pytest.mark.parity
@@ -40,7 +43,9 @@ def params(mode: str) -> list[SamplingParams]:
 @cache
 def run(draft: str, mode: str) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, output ids) of every prompt."""
-    outs = LLM(draft=draft, ops="reference", dtype="float32", spec_length=5).generate(prompts(), params(mode))
+    pair = Models.shipped("float32", ReferenceOps())
+    llm = LLM(pair.target, draft=spec_of(draft, needed(pair, draft)), spec_length=5)
+    outs = llm.generate(prompts(), params(mode))
     return [(out.prompt_ids, out.token_ids) for out in outs]
 
 
