@@ -117,8 +117,10 @@ def continuation(tokenizer: Tokenizer, tokens: Seq[int], text: str) -> list[int]
     first = next((i for i, token in enumerate(context) if tokenizer.is_solid(token)), 0)
     before, num_certain = tokenizer.decode_so_far(context[first:])
     ids = tokenizer.encode(before[:num_certain] + text, add_special_tokens=False)
-    starts = (i for i in range(len(ids)) if tokenizer.decode_so_far(ids[:i])[0] == before)
-    return ids[next(starts, len(ids)) : -1]
+    starts = [i for i in range(len(ids)) if tokenizer.decode_so_far(ids[:i])[0] == before]
+    # Several may fit where tokens end inside a character or make no text: the one that ends as the context does.
+    start = max(starts, key=lambda i: _num_equal(ids[:i][::-1], context[::-1]), default=len(ids))
+    return ids[start:-1]
 
 
 def _num_equal(a: Seq[int], b: Seq[int]) -> int:
