@@ -47,6 +47,7 @@ class Case:
     pacing: str = "fixed"
     end_ids: frozenset[int] = frozenset()
     prompt: tuple[int, ...] = PROMPT
+    tokenizers: tuple[Any, Any] = (None, None)  # of target and draft model
 
 
 @functools.cache
@@ -73,9 +74,9 @@ def drafter_for(case: Case) -> Drafter:
     """Return any drafter by name; a draft model, by itself or within another drafter, is a toy model."""
     near = case.near or resembling(case.target)
     size = case.target.config.vocab_size
-    target = Target(
-        case.target, None, case.end_ids, size, (), 2, SPACE_TOKENS, "paged", loaded_draft=checkpoint_of(near)
-    )
+    texts, own_texts = case.tokenizers
+    draft = replace(checkpoint_of(near), tokenizer=own_texts)
+    target = Target(case.target, texts, case.end_ids, size, (), 2, SPACE_TOKENS, "paged", loaded_draft=draft)
     drafter = built(case.drafter, target, case.options)
     for each in everyone(drafter):
         ticks = itertools.count()

@@ -6,6 +6,7 @@ A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit
     check(options, tokenizer, ignore_config_keys)   refuses what can be seen in the options and in small files
     hidden_layers(options)                          the inner layers that its drafter will declare, for the memory plan
     own_model(options, num_layers)                  the OwnModel that it makes of a target of so many layers
+    checkpoint(options)                             the OwnCheckpoint that it loads
     parts(options)                                  the specs of the drafters that it is made of
 
 Nothing else has to change for a new method.
@@ -165,6 +166,17 @@ class OwnModel:
 
 
 @dataclass(frozen=True)
+class OwnCheckpoint:
+    """A draft model that a drafter loads, for the memory plan.
+
+    path: folder, file, name or hub id; None = the shipped one. quantization: what its weights are rounded to.
+    """
+
+    path: str | None = None
+    quantization: str | None = None
+
+
+@dataclass(frozen=True)
 class Target:
     """What a drafter may know of the engine that it is built for."""
 
@@ -226,9 +238,23 @@ def hidden_layers(name: str, options: Any) -> tuple[int, ...]:
     return tuple(module.hidden_layers(options)) if hasattr(module, "hidden_layers") else ()
 
 
-def makes_a_model(name: str) -> bool:
-    """Return whether a method makes a draft model of the target."""
-    return hasattr(load(__name__, name, "drafter"), "own_model")
+def has_a_model(name: str) -> bool:
+    """Return whether a method makes a draft model of the target or loads one."""
+    module = load(__name__, name, "drafter")
+    return hasattr(module, "own_model") or hasattr(module, "checkpoint")
+
+
+def checkpoint(name: str, options: Any) -> OwnCheckpoint | None:
+    """Return the draft model that a method loads; None where its file names none."""
+    module = load(__name__, name, "drafter")
+    found: OwnCheckpoint | None = module.checkpoint(options) if hasattr(module, "checkpoint") else None
+    return found
+
+
+def needs_a_model(name: str) -> str:
+    """Return the sentence that refuses a method without its draft model."""
+    example = "path/to/draft" if name == "model" else f"{name}:path=path/to/draft"
+    return f"the drafter {name!r} needs a draft model: give its folder or hub id, as in draft={example!r}"
 
 
 def own_model(name: str, options: Any, num_layers: int) -> OwnModel | None:

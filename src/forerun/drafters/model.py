@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from forerun.config import Quantization
-from forerun.drafters import Drafter, Seen, Target
+from forerun.drafters import Drafter, OwnCheckpoint, Seen, Target, needs_a_model
 from forerun.errors import BadOption, shown
 from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
@@ -38,8 +38,8 @@ Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`
 
 TEMPERATURE = {"help": "temperature of the draws; none = the request's", "min": 0.0, "max": 100.0}
 TOP_K = {"help": "top-k of the draws, 0 = all; none = the request's", "min": 0}
-
-
+PATH = {"help": "folder, GGUF file, name or hub id of the draft model; none = the shipped one"}
+QUANTIZATION = {"help": "int8 or int4[:group=N]: its weights are rounded while they are loaded"}
 VOCAB = {
     "help": "ids that are drafted, the first ones of the tokenizer: no other rows of the LM head are read; none = all",
     "min": 1,
@@ -57,6 +57,15 @@ class Draws(Protocol):
     def draft_vocab(self) -> int | None: ...
 
 
+class Loads(Protocol):
+    """Which draft model is loaded: the options that every drafter with a checkpoint has."""
+
+    @property
+    def path(self) -> str | None: ...
+    @property
+    def quantization(self) -> str | None: ...
+
+
 def check_temperature(method: str, value: float | None) -> None:
     """Raise BadOption for a temperature between greedy and the least that the pipeline takes."""
     if value is not None and 0 < value < 1e-5:
@@ -67,12 +76,8 @@ def check_temperature(method: str, value: float | None) -> None:
 class Options:
     """Which model, and how it draws."""
 
-    path: str | None = field(
-        default=None, metadata={"help": "folder, GGUF file, name or hub id of the draft model; none = the shipped one"}
-    )
-    quantization: str | None = field(
-        default=None, metadata={"help": "int8 or int4[:group=N]: its weights are rounded while they are loaded"}
-    )
+    path: str | None = field(default=None, metadata=PATH)
+    quantization: str | None = field(default=None, metadata=QUANTIZATION)
     draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
     draft_top_k: int | None = field(default=None, metadata=TOP_K)
     draft_vocab: int | None = field(default=None, metadata=VOCAB)
@@ -126,19 +131,21 @@ class ModelDrafter(Drafter):
     def __init__(self, runner: Runner, options: Draws | None = None) -> None:
         self.runner: Runner = runner
         self.options: Draws = options or Options()
+        self.width = runner.width  # ids of the distributions that `law` states
+        self.finds_best = runner.finds_best
         self.caught_up: dict[int, int] = {}
         self._fed: dict[int, _Fed] = {}
-        self._guessing: set[int] = set()  # sequences whose drafted tokens are in the cache
+        self.guessing: set[int] = set()  # sequences whose drafted tokens are in the cache
 
     def begin(self, seq: Sequence) -> None:
         found = self.runner.cache.open(seq.id, seq.tokens, seq.params.cache_salt)
         params = self._draft_params(seq.params)
-        best_only = self.runner.finds_best and takes_the_best(params, seq.bad_word_ids)
+        best_only = self.finds_best and takes_the_best(params, seq.bad_word_ids)
         self._fed[seq.id] = _Fed(seq.tokens[:found], found, params, best_only)
 
     def end(self, seq: Sequence) -> None:
         self._fed.pop(seq.id, None)
-        self._guessing.discard(seq.id)
+        self.guessing.discard(seq.id)
         self.runner.cache.release(seq.id)
 
     def free_tokens(self, without: Collection[int] = ()) -> int | None:
@@ -146,10 +153,10 @@ class ModelDrafter(Drafter):
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         """Give the cache rows of rejected tokens back, before the scheduler asks how much room there is."""
-        if not self._guessing:
+        if not self.guessing:
             return
         for seq in seqs:
-            if seq.id in self._guessing:
+            if seq.id in self.guessing:
                 self._forget_rejected(seq)
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
@@ -181,7 +188,7 @@ class ModelDrafter(Drafter):
             grown = [b for b, row in rows.items() if self._grow(chains[b], row, seqs[b], b, depth, budget, coins[b])]
             depth += 1
             # The last token of a full chain is not fed: no draw needs the logits after it.
-            feeds = {b: (seqs[b], [chains[b].tokens[-1]]) for b in grown if depth < limits[b]}
+            feeds = {b: (seqs[b], [self.own_id(chains[b].tokens[-1])]) for b in grown if depth < limits[b]}
             rows = self._feed(feeds, reads_logits=budget.reads_logits)
             for seq, tokens in feeds.values():
                 self.guess(seq, tokens)
@@ -212,6 +219,15 @@ class ModelDrafter(Drafter):
     def params(self, seq: Sequence) -> SamplingParams:
         """Return the parameters that a sequence's draws use."""
         return self._fed[seq.id].params
+
+    def own_id(self, token: int) -> int:
+        """Return the model's own id of a drafted token."""
+        return token
+
+    def doubt(self, seq: Sequence, start: int) -> None:
+        """Record that tokens of a sequence that were committed may be others, from the index `start` on."""
+        fed = self._fed[seq.id]
+        fed.num_sure = min(fed.num_sure, start)
 
     def num_held(self, seq: Sequence) -> int:
         """Return how many of the committed tokens the cache holds, pending rows not counted."""
@@ -292,14 +308,14 @@ class ModelDrafter(Drafter):
             same += 1
         del fed.tokens[same:]
         fed.num_sure = same
-        self._guessing.discard(seq.id)
+        self.guessing.discard(seq.id)
         self.runner.cache.truncate_to(seq.id, same)
 
     def guess(self, seq: Sequence, tokens: list[int]) -> None:
         """Record that drafted tokens were fed behind committed ones."""
         if tokens:
             self._fed[seq.id].tokens += tokens
-            self._guessing.add(seq.id)
+            self.guessing.add(seq.id)
 
     def _missing(self, seq: Sequence) -> list[int]:
         """Return the committed tokens that the cache lacks."""
@@ -336,7 +352,7 @@ class ModelDrafter(Drafter):
         o = self.options
         changed: dict[str, Any] = {} if params.logprobs is None else {"logprobs": None}
         if params.logit_bias:
-            changed["logit_bias"] = {i: bias for i, bias in params.logit_bias.items() if i < self.runner.width}
+            changed["logit_bias"] = {i: bias for i, bias in params.logit_bias.items() if i < self.width}
         if o.draft_temperature is not None:
             changed["temperature"] = o.draft_temperature
         if o.draft_top_k is not None:
@@ -350,6 +366,11 @@ def check(options: Options, tokenizer: Tokenizer, ignore_config_keys: frozenset[
         compare(tokenizer, Tokenizer.load(small_files(options.path, ignore_config_keys)), str(options.path))
 
 
+def checkpoint(options: Options) -> OwnCheckpoint:
+    """Return what the memory plan counts: the draft model."""
+    return OwnCheckpoint(options.path, options.quantization)
+
+
 def build(options: Options, target: Target) -> Drafter:
     """Load the draft model beside the target: same device, dtype and operators.
 
@@ -357,9 +378,9 @@ def build(options: Options, target: Target) -> Drafter:
     one of them knows are never drafted. End-of-sequence ids may differ, as those of a chat model and of a base model
     do: only the target's ids end the output, and a draft goes on past them.
     """
-    checkpoint = _checkpoint(options, target)
-    _check_pair(checkpoint, target)
-    return over(checkpoint.model, target, options, _holes(checkpoint, target))
+    found = loaded("model", options, target)
+    _check_pair(found, target)
+    return over(found.model, target, options, _holes(found, target))
 
 
 def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: Seq[int] | None = None) -> ModelDrafter:
@@ -367,8 +388,16 @@ def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: 
 
     holes: ids that are never drafted. layers: those that run, and alone have a cache; None = all.
     """
+    cache = cache_for(model, target, layers)
+    return ModelDrafter(
+        Runner(model, cache, target.num_ids, holes, layers=layers, head_rows=options.draft_vocab), options
+    )
+
+
+def cache_for(model: Model, target: Target, layers: Seq[int] | None = None) -> BlockCache:
+    """Make a cache for a draft model, as large as the target's. layers: those that have rows; None = all."""
     shape = model.config.cache_shape
-    cache = BlockCache.create(
+    return BlockCache.create(
         shape if layers is None else dataclasses.replace(shape, layers=tuple(layers)),
         target.kv_cache_backend,
         max_batch_size=target.max_batch_size,
@@ -377,9 +406,6 @@ def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: 
         dtype=model.cache_dtype,
         device=model.device,
         prefix_caching=target.prefix_caching,
-    )
-    return ModelDrafter(
-        Runner(model, cache, target.num_ids, holes, layers=layers, head_rows=options.draft_vocab), options
     )
 
 
@@ -392,19 +418,21 @@ def _holes(checkpoint: Checkpoint, target: Target) -> list[int]:
     return sorted(holes)
 
 
-def _checkpoint(options: Options, target: Target) -> Checkpoint:
+def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
+    """Return the draft model that a method's options name: loaded now, by the caller, or the shipped one.
+
+    Raises BadOption where there is none.
+    """
     if options.path is None and target.loaded_draft is not None:
         if options.quantization not in (None, target.loaded_draft.quantization):
             raise BadOption(
-                f"model:quantization={shown(options.quantization)} contradicts the loaded draft model "
+                f"{method}:quantization={shown(options.quantization)} contradicts the loaded draft model "
                 f"({target.loaded_draft.quantization}): load it that way instead"
             )
         return target.loaded_draft
     name, model = options.path or target.shipped_draft, target.model
     if name is None:
-        raise BadOption(
-            "the drafter 'model' needs a draft model: give its folder or hub id, as in draft='path/to/draft'"
-        )
+        raise BadOption(needs_a_model(method))
     return load_checkpoint(
         name,
         dtype=model.weight_dtype,

@@ -176,8 +176,8 @@ def outlines(config: EngineConfig) -> dict[str, Outline]:
     read = partial(Outline.of, ignore=config.ignored_config_keys)
     found = {"target": read(_target(config), config.quantization)}
     for name, method, options in _with_models(config):
-        if method == "model":
-            found[name] = read(*_model_of(options, config))
+        if (own := drafters.checkpoint(method, options)) is not None:
+            found[name] = read(_path_of(own, method, config), own.quantization)
     return found | made_outlines(config, found["target"])
 
 
@@ -209,7 +209,7 @@ def _with_models(config: EngineConfig) -> list[tuple[str, str, Any]]:
     found = []
     for label, spec in ({"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}).items():
         methods = drafters.methods(spec, is_shipped(config.target))
-        own = [method for method in methods if method[0] == "model" or drafters.makes_a_model(method[0])]
+        own = [method for method in methods if drafters.has_a_model(method[0])]
         for number, (method, options) in enumerate(own, 1):
             found.append((label if number == 1 else f"{label}, model {number}", method, options))
     return found
@@ -246,12 +246,12 @@ def num_taps(config: EngineConfig) -> int:
     return len({k for method, options in methods for k in drafters.hidden_layers(method, options)})
 
 
-def _model_of(options: Any, config: EngineConfig) -> tuple[str, str | None]:
-    """Name and quantization of the draft model that LLM would load. Raises BadOption where none is named."""
-    name: str | None = options.path or (str(SHIPPED_DRAFT) if is_shipped(config.target) else None)
-    if name is None:
-        raise BadOption("the drafter 'model' needs a draft model: give its folder, as in draft='path/to/draft'")
-    return name, options.quantization
+def _path_of(own: drafters.OwnCheckpoint, method: str, config: EngineConfig) -> str:
+    """The draft model that LLM would load. Raises BadOption where none is named."""
+    path = own.path or (str(SHIPPED_DRAFT) if is_shipped(config.target) else None)
+    if path is None:
+        raise BadOption(drafters.needs_a_model(method))
+    return path
 
 
 def device_of(config: EngineConfig) -> str:

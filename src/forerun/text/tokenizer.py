@@ -17,6 +17,7 @@ from forerun.text.files import unreadable
 
 REPLACEMENT = "\ufffd"  # what bytes that are no character (yet) decode to
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_SPELLINGS = ("ByteLevel", "ByteFallback", "▁", "WordPiece", "BPEDecoder", "CTC")  # in the decoder of tokenizer.json
 
 
 class Tokenizer:
@@ -95,6 +96,12 @@ class Tokenizer:
             return frozenset()
         return frozenset(i for i, token in self.id_to_token.items() if _BYTE_TOKEN.fullmatch(token))
 
+    @cached_property
+    def spelling(self) -> frozenset[str]:
+        """How token strings stand for text. Where it is that of another tokenizer, equal strings are equal texts."""
+        decoder = _decoder_types(self._backend)
+        return frozenset(name for name in _SPELLINGS if name in decoder)
+
     def decode_so_far(self, ids: Seq[int]) -> tuple[str, int]:
         """Text of ids, of which more may follow, and how many of its characters no later id can change.
 
@@ -160,7 +167,8 @@ def compare(target: Tokenizer, draft: Tokenizer, draft_name: str) -> None:
     raise VocabularyMismatch(
         f"the draft model's tokenizer differs from the target's at id {first}: the target has {_name(a, first)}, "
         f"the draft {draft_name} has {_name(b, first)}; "
-        "take a draft model of the same family, or --draft lookup, which needs no model"
+        f"take a draft model of the same family, --draft translated:path={draft_name}, which takes any vocabulary, "
+        "or --draft lookup, which needs no model"
     )
 
 

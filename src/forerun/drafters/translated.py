@@ -1,0 +1,248 @@
+"""A draft model with another vocabulary than the target's.
+
+how=tokens: the draft's logits of the tokens that both vocabularies have, renormalised and stated in the target's ids
+(token-level intersection; Timor et al. 2025, arXiv 2502.05202, algorithm 4). how=text: the draft goes on greedily in
+its own vocabulary, its text is encoded with the target's tokenizer, and the ids are proposed as point masses.
+
+Either way the draft model reads the committed text in ids of its own tokenizer (text/translation.py), of which only the
+end changes when the text grows: its cache is cut to what is still the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from forerun.config import Quantization
+from forerun.drafters import Drafter, OwnCheckpoint, Seen, Target
+from forerun.drafters.chains import draw_chains
+from forerun.drafters.model import (
+    PATH,
+    QUANTIZATION,
+    TEMPERATURE,
+    TOP_K,
+    ModelDrafter,
+    Options as Draws,
+    Row,
+    cache_for,
+    check_temperature,
+    loaded,
+)
+from forerun.errors import BadOption, shown
+from forerun.models.loading import small_files
+from forerun.models.runner import Runner
+from forerun.sampling import History, probs
+from forerun.text.detokenizer import Detokenizer
+from forerun.text.tokenizer import Tokenizer
+from forerun.text.translation import Translation, continuation, shared_ids
+from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence
+
+HOW = ("tokens", "text")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which model, how its drafts are translated, and how it draws."""
+
+    path: str | None = field(default=None, metadata=PATH)
+    how: str = field(
+        default="tokens",
+        metadata={"help": "tokens: draws among the tokens of both vocabularies; text: a greedy text, encoded again"},
+    )
+    quantization: str | None = field(default=None, metadata=QUANTIZATION)
+    draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
+    draft_top_k: int | None = field(default=None, metadata=TOP_K)
+
+    def __post_init__(self) -> None:
+        if self.how not in HOW:
+            raise BadOption(f"translated:how={shown(self.how)} is not possible: it must be {' or '.join(HOW)}")
+        if self.how == "text" and (self.draft_temperature, self.draft_top_k) != (None, None):
+            raise BadOption("translated:how=text draws nothing: leave draft_temperature and draft_top_k out")
+        if self.quantization is not None:
+            Quantization.parse(self.quantization)
+        check_temperature("translated", self.draft_temperature)
+
+
+class Intersection(ModelDrafter):
+    """A draft model that draws only tokens of both vocabularies, and states them in the target's ids.
+
+    Its sequences are in its own ids. sources: the target's sequences, by id, which penalties and masks look at.
+    """
+
+    def __init__(self, runner: Runner, options: Draws, ids: Mapping[int, int], width: int) -> None:
+        super().__init__(runner, options)
+        self.sources: dict[int, Sequence] = {}
+        self.width = width
+        self.finds_best = False  # the largest logit may be that of a token which the target lacks
+        self._ids = ids
+        self._target_ids, self._own_ids = torch.tensor(list(ids)), torch.tensor(list(ids.values()))
+
+    def law(self, row: Row, seq: Sequence, drafted: Seq[int]) -> Probs:
+        assert not isinstance(row, int)
+        shared = row.cpu()[self._own_ids]
+        if shared.max() == -torch.inf:
+            raise BadOption("no token of both vocabularies is possible here")
+        logits = shared.new_full((self.width,), -torch.inf)
+        logits[self._target_ids] = shared
+        return probs(logits, self.params(seq), History.of(self.sources[seq.id], drafted))
+
+    def own_id(self, token: int) -> int:
+        return self._ids[token]
+
+
+class Translated(Drafter):
+    """Hands each sequence to a draft model in the ids of its tokenizer. Subclasses translate its drafts back.
+
+    tokenizers: the target's and the draft model's; None where ids are all there is, and then they name the same tokens.
+    It has no `free_tokens`: a text may be longer in other ids, and where the model's cache has no room for one, that
+    sequence has no drafts; the target must not wait for it.
+    """
+
+    def __init__(self, own: ModelDrafter, tokenizers: tuple[Tokenizer, Tokenizer] | None) -> None:
+        self.own, self.tokenizers, self.runner = own, tokenizers, own.runner
+        self._mirrors: dict[int, Sequence] = {}  # the sequences in the draft model's ids
+        self._translations: dict[int, Translation] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        tokens = seq.tokens
+        if self.tokenizers is not None:
+            translation = self._translations[seq.id] = Translation(*self.tokenizers)
+            translation.read(seq.tokens)
+            tokens = translation.ids
+        self._mirrors[seq.id] = self.mirror(seq, tokens)
+        self.own.begin(self._mirrors[seq.id])
+
+    def end(self, seq: Sequence) -> None:
+        self._translations.pop(seq.id, None)
+        if mirror := self._mirrors.pop(seq.id, None):
+            self.own.end(mirror)
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        self.own.observe([self._followed(seq) for seq in seqs if seq.id in self.own.guessing], ())
+
+    def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
+        self.own.catch_up([mirror for seq in seqs if (mirror := self._followed(seq)).tokens], num_tokens)
+        self.caught_up, self.catchup_s = self.own.caught_up, self.own.catchup_s
+
+    def mirror(self, seq: Sequence, tokens: list[int]) -> Sequence:
+        """Return what the draft model sees of a sequence that has these tokens in its ids."""
+        return dataclasses.replace(seq, tokens=tokens)
+
+    def num_own(self, seq: Sequence, mirror: Sequence, num_tokens: int) -> int:
+        """Return how many tokens the model is to draft where so many of the target's are wanted."""
+        return num_tokens
+
+    def ask(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        """Return the model's own draft behind the committed texts; nothing behind a text without a character."""
+        mirrors = [self._followed(seq) for seq in seqs]
+        budget.num_tokens = [
+            num if mirror.tokens else 0 for num, mirror in zip(budget.num_tokens, mirrors, strict=True)
+        ]
+        draft = self.own.propose(mirrors, budget, coins)
+        self.caught_up, self.catchup_s = self.own.caught_up, self.own.catchup_s
+        return draft
+
+    def _followed(self, seq: Sequence) -> Sequence:
+        """Return the mirror of a sequence, with what was committed since."""
+        mirror = self._mirrors[seq.id]
+        if translation := self._translations.get(seq.id):
+            self.own.doubt(mirror, translation.read(seq.tokens))
+        return mirror
+
+
+class TranslatedTokens(Translated):
+    """how=tokens. The model's drafts are in the target's ids already."""
+
+    own: Intersection
+
+    def begin(self, seq: Sequence) -> None:
+        self.own.sources[seq.id] = seq
+        super().begin(seq)
+
+    def end(self, seq: Sequence) -> None:
+        super().end(seq)
+        self.own.sources.pop(seq.id, None)
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        return self.ask(seqs, budget, coins)
+
+
+class TranslatedText(Translated):
+    """how=text. Nothing is random in a draft: it is a function of the committed tokens.
+
+    num_ids: of the target, which proposes no others.
+    """
+
+    draws = "point"
+
+    def __init__(self, own: ModelDrafter, tokenizers: tuple[Tokenizer, Tokenizer], num_ids: int) -> None:
+        super().__init__(own, tokenizers)
+        self._target, self._draft = tokenizers
+        self._num_ids = num_ids
+
+    def mirror(self, seq: Sequence, tokens: list[int]) -> Sequence:
+        params = SamplingParams(temperature=0.0, cache_salt=seq.params.cache_salt)
+        return dataclasses.replace(seq, tokens=tokens, params=params, bad_word_ids=())
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        # No policy stops the model's own draft: one stops what becomes of it, which is of point masses.
+        own = self.ask(seqs, Budget(budget.num_tokens, budget.catchup_tokens), coins)
+        texts = {seq.id: self._text(seq, [own.tokens[i] for i in own.nodes(b)]) for b, seq in enumerate(seqs)}
+        guesses = {seq.id: continuation(self._target, seq.tokens, texts[seq.id]) for seq in seqs if texts[seq.id]}
+
+        def expected(seq: Sequence, drafted: Seq[int]) -> Probs | None:
+            guess = guesses.get(seq.id, ())
+            token = guess[len(drafted)] if len(drafted) < len(guess) else self._num_ids
+            return Probs.of_point(token) if token < self._num_ids else None
+
+        return draw_chains(seqs, budget, coins, expected)
+
+    def num_own(self, seq: Sequence, mirror: Sequence, num_tokens: int) -> int:
+        """Return as many as make one more of the target's, by the lengths of the text so far in both; at most twice."""
+        more = num_tokens + 1
+        return min(2 * more, -(-more * len(mirror.tokens) // len(seq.tokens))) if num_tokens else 0
+
+    def _text(self, seq: Sequence, drafted: Seq[int]) -> str:
+        """The text of drafted own tokens, up to a control token and without an unfinished character."""
+        if not drafted:
+            return ""
+        end = next((i for i, token in enumerate(drafted) if token in self._draft.special_ids), len(drafted))
+        return Detokenizer(self._draft, self._mirrors[seq.id].tokens, skip_special_ids=()).push(drafted[:end]).text
+
+
+def check(options: Options, tokenizer: Tokenizer, ignore_config_keys: frozenset[str]) -> None:
+    """Refuse a pair that shares no token before any weight of either model is fetched or read."""
+    if options.path is not None and options.how == "tokens":
+        shared_ids(tokenizer, Tokenizer.load(small_files(options.path, ignore_config_keys)))
+
+
+def checkpoint(options: Options) -> OwnCheckpoint:
+    """Return what the memory plan counts: the draft model."""
+    return OwnCheckpoint(options.path, options.quantization)
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """Load the draft model beside the target: same device, dtype and operators.
+
+    Raises VocabularyMismatch as `shared_ids` does, and BadOption for how=text where there are no tokenizers.
+    """
+    found = loaded("translated", options, target)
+    model, tokenizers = found.model, None
+    num_ids, holes = target.num_ids, list(target.holes)
+    ids = {i: i for i in range(num_ids) if i not in target.holes}
+    if target.tokenizer is not None:
+        draft = found.tokenizer or Tokenizer.load(found.folder)
+        tokenizers = (target.tokenizer, draft)
+        num_ids, holes = draft.num_ids, sorted(draft.holes)
+        ids = shared_ids(*tokenizers) if options.how == "tokens" else {}
+    runner = Runner(model, cache_for(model, target), num_ids, holes)
+    draws = Draws(draft_temperature=options.draft_temperature, draft_top_k=options.draft_top_k)
+    if options.how == "tokens":
+        known = {i: own for i, own in ids.items() if i < target.num_ids and own < runner.width}
+        return TranslatedTokens(Intersection(runner, draws, known, target.num_ids), tokenizers)
+    if tokenizers is None:
+        raise BadOption("translated:how=text needs the tokenizers of both models: use how=tokens")
+    return TranslatedText(ModelDrafter(runner, draws), tokenizers, target.num_ids)
