@@ -50,8 +50,11 @@ def runner_for(model: Any, backend: str = "paged", max_seq_len: int = 256) -> Ru
 
 
 def drafter_for(name: str, model: Decoder, backend: str = "paged", **options: Any) -> Drafter:
-    """Make any drafter; a draft model, by itself or within another drafter, is a noisy copy of the target."""
-    draft = checkpoint_of(noisy_copy(model, 7))
+    """Make any drafter; a draft model, by itself or within another drafter, is a noisy copy of the target.
+
+    A target that is no Decoder has no copy, and none of these drafters.
+    """
+    draft = checkpoint_of(noisy_copy(model, 7)) if isinstance(model, Decoder) else None
     return built(name, Target(model, None, frozenset(), VOCAB, (), 8, 256, backend, loaded_draft=draft), options)
 
 

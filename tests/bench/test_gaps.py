@@ -61,7 +61,6 @@ def check_counts(record: dict[str, Any]) -> None:
     assert [record[phase]["num"] for phase in ("alone", "reading", "behind")] == [ALONE_STEPS, chunks + 1, 2 * 12]
     for phase in ("alone", "reading", "behind"):
         assert 0 < record[phase]["median_s"] <= record[phase]["max_s"]
-    assert record["reading"]["max_s"] < record["long_prompt_s"]
     if record["variant"] == PLAIN:
         assert record["draft_prefill_s"] == 0
     if record["variant"] == "K=2":

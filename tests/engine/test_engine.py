@@ -175,7 +175,7 @@ def test_a_pool_too_small_for_all_requests_makes_some_wait_and_loses_none():
         ([VOCAB], {}, BadOption, f"the id {VOCAB}, but the model's ids are 0 .. {VOCAB - 1}"),
         ([1], {"stop_token_ids": (99,)}, BadOption, "stop_token_ids holds the id 99"),
         ([1], {"logit_bias": {77: 1.0}}, BadOption, "logit_bias holds the id 77"),
-        ([1], {"acceptance": "typical"}, BadOption, "there is no acceptance rule 'typical'"),
+        ([1], {"acceptance": "usual"}, BadOption, "there is no acceptance rule 'usual'"),
         ([1], {"stop": ("x",)}, BadOption, "use stop_token_ids"),
         (
             [1] * 300,

@@ -136,8 +136,8 @@ class ForeignModel:
     def norm(self, hidden: Tensor) -> Tensor:
         return self.model.model.norm(hidden)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.lm_head(hidden)
+    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+        return self.model.lm_head(hidden)[:, :num_ids]
 
 
 def llama(seed: int) -> LlamaForCausalLM:

@@ -312,7 +312,7 @@ def compare_mixed(
 
 def _with_prediction(asked: Asked, output_ids: list[int]) -> Asked:
     """A request served by `prediction` brings the text that it will say, but for one token; every other one does."""
-    if asked.params.draft != "prediction" or asked.number % 2:
+    if asked.params.draft != "prediction" or asked.number // len(DRAFTERS) % 2:
         return asked
     guess = list(output_ids)
     guess[len(guess) // 2] = guess[0]
