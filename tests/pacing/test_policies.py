@@ -70,6 +70,19 @@ def test_adaedl_moves_its_threshold_toward_the_goal():
     assert policy.facts(seq)["threshold"] < before, "a threshold that stops every draft comes down"
 
 
+def test_adaedl_keeps_its_threshold_between_0_and_1_where_nothing_is_drafted():
+    """A drafter that finds nothing for long would leave a threshold far below 0, which takes as long to come back."""
+    policy, seq = make("adaedl:threshold=0.4", 4), sequence()
+    policy.budget([seq], [0])
+    for _ in range(9):
+        policy.observe(report(0, 0, 0))
+    assert policy.facts(seq)["threshold"] == 0.4, "nothing was granted, so the threshold stopped nothing"
+    policy.budget([seq], [4])
+    for _ in range(900):
+        policy.observe(report(0, 0, 0))
+    assert policy.facts(seq)["threshold"] == 0
+
+
 def test_heuristic_is_two_more_or_one_less_per_request():
     policy, one, other = make("heuristic", 3), sequence(0), sequence(1)
     policy.observe(report(0, 3, 3))

@@ -71,11 +71,11 @@ class AdaEdlPacing(Pacing):
 
     def observe(self, report: StepReport) -> None:
         for round_ in report.sequences:
+            own = self._of(round_.sequence_id)
             if not round_.num_drafted:
                 # Nothing was drafted, so nothing can be accepted: a threshold that stops every draft comes down again.
-                self._of(round_.sequence_id).threshold -= (1 - KEEP) * STEP
+                own.threshold = max(0.0, own.threshold - (1 - KEEP) * STEP * (own.granted > 0))
                 continue
-            own = self._of(round_.sequence_id)
             own.share = 0.5 * own.share + 0.5 * round_.num_accepted / round_.num_drafted
             if own.share < self.options.goal:
                 own.threshold += (1 - KEEP) * STEP
