@@ -28,13 +28,17 @@ from typing import Any
 
 from forerun.errors import BadOption, shown
 
+MAX_NESTED = 20  # parentheses of a spec in one another
+LONGEST_GUESSED = 100  # characters of a name for which the nearest known one is looked for
 
-def names(package: str) -> list[str]:
+
+@functools.cache
+def names(package: str) -> tuple[str, ...]:
     """Return the sorted names of the methods in a room: its files with a class `Options`. None of them is imported."""
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
     files = [file for folder in folders for file in Path(folder).glob("*.py") if not file.name.startswith("_")]
-    return sorted(file.stem for file in files if "\nclass Options" in file.read_text(encoding="utf-8"))
+    return tuple(sorted(file.stem for file in files if "\nclass Options" in file.read_text(encoding="utf-8")))
 
 
 def load(package: str, name: str, what: str) -> types.ModuleType:
@@ -48,7 +52,7 @@ def load(package: str, name: str, what: str) -> types.ModuleType:
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """Return the sentence for a name that does not exist, with the nearest name that does."""
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, known, n=1) if len(name) <= LONGEST_GUESSED else []
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     return f"there is no {what} {shown(name)}{hint}: it must be one of {', '.join(known)}"
 
@@ -79,20 +83,22 @@ def parse_list(text: str) -> list[str]:
 
 def _split(text: str, separator: str, whole: str) -> list[str]:
     """Split at the separators that stand in no parentheses. whole: what an error shows."""
-    parts, depth = [""], 0
-    for character in text:
+    parts, start, depth = [], 0, 0
+    for found in re.finditer(f"[(){re.escape(separator)}]", text):
+        character = found[0]
         depth += (character == "(") - (character == ")")
-        if depth < 0:
+        if depth < 0 or depth > MAX_NESTED:
             break
         if character == separator and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
+            parts.append(text[start : found.start()])
+            start = found.end()
+    if depth > MAX_NESTED:
+        raise BadOption(f"{shown(whole)} has more than {MAX_NESTED} parentheses in one another: write it with fewer")
     if depth:
         raise BadOption(
             f"{shown(whole)} has a parenthesis without its counterpart: write name:option=(name:option=value)"
         )
-    return parts
+    return [*parts, text[start:]]
 
 
 def unwrapped(value: str) -> str:

@@ -171,7 +171,7 @@ def test_a_stream_that_the_collector_closes_inside_a_step_hangs_no_thread(llm: L
     end = llm.listen(lambda report: gc.collect())
     gc.disable()
     try:
-        stream = llm.stream(PROMPTS[2], params(200))
+        stream = llm.stream(PROMPTS[2], params(40))
         next(stream)
         cycle: list[Any] = [stream]
         cycle.append(cycle)

@@ -15,7 +15,7 @@ from forerun.errors import BadOption, UserError, shown
 
 pytestmark = pytest.mark.once("what is refused before anything runs")
 
-LONG = "x" * 10**6
+LONG = "x" * 10**6  # each door must also be quick: in one that copied per character this took 90 s
 
 
 class Broken:

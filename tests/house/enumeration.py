@@ -139,8 +139,13 @@ def every_way(case: Case, wrap: Wrap = lambda coins: coins) -> list[tuple[float,
 
 def spoken(case: Case, wrap: Wrap = lambda coins: coins) -> Outputs:
     """Return the probability of each output, by the real engine."""
+    return summed(every_way(case, wrap))
+
+
+def summed(ways: list[tuple[float, tuple[tuple[int, ...], Any]]]) -> Outputs:
+    """Return the probability of each output, from the result of `every_way`."""
     outputs: dict[tuple[int, ...], float] = defaultdict(float)
-    for weight, (output, _) in every_way(case, wrap):
+    for weight, (output, _) in ways:
         outputs[output] += weight
     return outputs
 

@@ -75,7 +75,7 @@ class Rule:
         return ruling
 
 
-def rules() -> list[str]:
+def rules() -> tuple[str, ...]:
     """Return the names of all rules, sorted."""
     return names(__name__)
 
