@@ -194,7 +194,7 @@ def test_the_engine_ends_texts_with_their_last_token_and_drops_aborted_ones() ->
     assert drafter._past.of("a").tolist() == [*kept.seq.tokens, -1]
     assert len(kept.seq.output_ids) == 8
     assert list(drafter._past.of("b")) == []
-    assert drafter._own.by_id == {}
+    assert drafter._texts.by_id == {}
 
 
 def test_a_shape_that_does_not_exist_is_refused() -> None:

@@ -61,9 +61,15 @@ def documented_names() -> dict[str, set[str]]:
         if (node := classes.get(name)) is None:
             return set()
         own = {item.name for item in node.body if isinstance(item, Function) and ast.get_docstring(item)}
-        return own.union(*(documented(base.id) for base in node.bases if isinstance(base, ast.Name)))
+        return own.union(*map(documented, base_names(node)))
 
     return {name: documented(name) for name in classes}
+
+
+def base_names(node: ast.ClassDef) -> list[str]:
+    """The names of a class's bases; of a generic one without what stands in its brackets."""
+    bases = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
+    return [base.id for base in bases if isinstance(base, ast.Name)]
 
 
 def is_stub(node: Function) -> bool:
@@ -85,8 +91,7 @@ def undocumented(body: list[ast.stmt], inherited: set[str], methods: dict[str, s
         if isinstance(node, ast.ClassDef):
             if not ast.get_docstring(node):
                 yield f"{node.name} (line {node.lineno})"
-            bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-            from_bases = set().union(*(methods.get(base, set()) for base in bases))
+            from_bases = set().union(*(methods.get(base, set()) for base in base_names(node)))
             yield from (f"{node.name}.{name}" for name in undocumented(node.body, from_bases, methods))
         elif not (ast.get_docstring(node) or node.name in inherited or is_stub(node) or is_named_value(node)):
             yield f"{node.name} (line {node.lineno})"

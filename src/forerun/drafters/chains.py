@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence as Seq
 from typing import Generic, Protocol, TypeVar
 
-from forerun.drafters import Seen
+from forerun.drafters import Drafter, Seen
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 READ_TOKENS = 2048  # that one call reads of a text: a prompt found in the prefix cache comes as one long piece
@@ -114,3 +114,34 @@ class Texts(Generic[T]):
         if stop > text.num_read:
             text.read(seq.tokens, stop)
         return text
+
+
+class TextDrafter(Drafter, Generic[T]):
+    """Drafts by what it knows of each text by itself; a subclass says in `behind` what comes next.
+
+    new, is_fast: see Texts.
+    """
+
+    draws = "point"
+    is_free = True
+
+    def __init__(self, new: Callable[[Sequence], T], is_fast: bool = False) -> None:
+        self._texts = Texts(new, is_fast)
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self._texts.catch_up(seqs)
+        return draw_chains(seqs, budget, coins, self._expected)
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        self._texts.observe(seqs, seen)
+
+    def end(self, seq: Sequence) -> None:
+        self._texts.end(seq)
+
+    def behind(self, text: T, seq: Sequence, drafted: Seq[int]) -> Probs | None:
+        """Return the distribution of the token behind a text, all of which was read, and the drafted ones."""
+        raise NotImplementedError
+
+    def _expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
+        text = self._texts.of(seq)
+        return None if text is None else self.behind(text, seq, drafted)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.drafters import Drafter, Seen, Target
-from forerun.drafters.chains import Texts, Tokens
+from forerun.drafters import Drafter, Target
+from forerun.drafters.chains import TextDrafter, Tokens
 from forerun.errors import BadOption
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
@@ -36,15 +36,12 @@ class Options:
             raise BadOption(f"lookup:min_n={self.min_n} is not possible: it must be at most max_n={self.max_n}")
 
 
-class LookupDrafter(Drafter):
+class LookupDrafter(TextDrafter[Tokens]):
     """Keeps, per sequence, the committed tokens in an array that can be searched fast."""
 
-    draws = "point"
-    is_free = True
-
     def __init__(self, options: Options) -> None:
+        super().__init__(lambda seq: Tokens(), is_fast=True)
         self.options = options
-        self._texts = Texts(lambda seq: Tokens(), is_fast=True)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         chains = [self._chain(seq, b, budget) for b, seq in enumerate(seqs)]
@@ -54,12 +51,6 @@ class LookupDrafter(Drafter):
         text = self._texts.whole(seq).ids[:]
         text.extend(drafted)
         return self._follow(text, num_tokens)
-
-    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        self._texts.observe(seqs, seen)
-
-    def end(self, seq: Sequence) -> None:
-        self._texts.end(seq)
 
     def _chain(self, seq: Sequence, b: int, budget: Budget) -> list[int]:
         if not budget.num_tokens[b]:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from forerun.drafters import Drafter, Seen, Target
-from forerun.drafters.chains import Texts, draw_chains
+from forerun.drafters.chains import TextDrafter
 from forerun.errors import BadOption
-from forerun.types import Budget, Coins, Draft, Probs, Sequence
+from forerun.types import Probs, Sequence
 
 Gram = tuple[int, ...]
 V = TypeVar("V")
@@ -117,22 +117,15 @@ class Store:
         self._best.set(context, best)
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(TextDrafter[Store]):
     """Keeps a store for each text; nothing is shared between requests."""
 
-    draws = "point"
-    is_free = True
-
     def __init__(self, options: Options) -> None:
+        super().__init__(lambda seq: Store(options))
         self.options, self.top_logits = options, options.filler_top_k
-        self._texts = Texts(lambda seq: Store(options))
-
-    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        self._texts.catch_up(seqs)
-        return draw_chains(seqs, budget, coins, self._expected)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        self._texts.observe(seqs, seen)
+        super().observe(seqs, seen)
         for seq, own in zip(seqs, seen, strict=True):
             store = self._texts.of(seq) if self.top_logits else None
             ids = [] if store is None else own.top(self.top_logits)[0].tolist()
@@ -141,12 +134,9 @@ class NgramDrafter(Drafter):
                 assert store is not None
                 store.make_known(seq.tokens, own.start + i + 1, ids[row - own.scored.start])
 
-    def end(self, seq: Sequence) -> None:
-        self._texts.end(seq)
-
-    def _expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        store, longest = self._texts.of(seq), self.options.max_n - 1
-        token = None if store is None else store.guess([*seq.tokens[-longest:], *drafted][-longest:])
+    def behind(self, text: Store, seq: Sequence, drafted: Seq[int]) -> Probs | None:
+        longest = self.options.max_n - 1
+        token = text.guess([*seq.tokens[-longest:], *drafted][-longest:])
         return None if token is None else Probs.of_point(token)
 
 

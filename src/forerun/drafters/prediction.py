@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.drafters import Drafter, Seen, Target
-from forerun.drafters.chains import Texts, draw_chains
-from forerun.types import Budget, Coins, Draft, Probs, Sequence
+from forerun.drafters import Drafter, Target
+from forerun.drafters.chains import TextDrafter
+from forerun.types import Probs, Sequence
 
 
 @dataclass(frozen=True)
@@ -82,24 +82,16 @@ def behind(ids: np.ndarray, last: Seq[int], place: int) -> int | None:
     return int(found[min(int(found.searchsorted(place)), len(found) - 1)])
 
 
-class PredictionDrafter(Drafter):
+class PredictionDrafter(TextDrafter[Copy]):
     """Keeps, per sequence, its place in its prediction."""
 
-    draws = "point"
-    is_free = True
-
     def __init__(self, options: Options) -> None:
-        self.options, self._texts = options, Texts(self._copy)
+        super().__init__(self._copy)
+        self.options = options
 
-    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        self._texts.catch_up(seqs)
-        return draw_chains(seqs, budget, coins, self._expected)
-
-    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        self._texts.observe(seqs, seen)
-
-    def end(self, seq: Sequence) -> None:
-        self._texts.end(seq)
+    def behind(self, text: Copy, seq: Sequence, drafted: Seq[int]) -> Probs | None:
+        token = text.next_token(len(drafted))
+        return None if token is None else Probs.of_point(token)
 
     def _copy(self, seq: Sequence) -> Copy:
         num = seq.num_prompt_tokens
@@ -107,11 +99,6 @@ class PredictionDrafter(Drafter):
             return Copy(seq.prediction_ids, num, self.options.resync_n, is_at_start=True)
         # The last prompt token is read: with it the place of the copy is looked for the first time.
         return Copy(seq.tokens[:num], num - 1, self.options.resync_n, is_at_start=False)
-
-    def _expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        copy = self._texts.of(seq)
-        token = None if copy is None else copy.next_token(len(drafted))
-        return None if token is None else Probs.of_point(token)
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.drafters import Drafter, Seen, Target
-from forerun.drafters.chains import Texts, Tokens
+from forerun.drafters import Drafter, Target
+from forerun.drafters.chains import TextDrafter, Tokens
 from forerun.drafters.continuations import END_OF_TEXT, SHAPE_HELP, SHAPES, Guess, check_shape, grow, levels
 from forerun.types import Budget, Coins, Draft, Sequence
 
@@ -90,32 +90,26 @@ class Past:
             del self._texts[salt]
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(TextDrafter[Tokens]):
     """Searches the texts of a sequence and of those that finished before it."""
 
-    draws = "point"
-    is_free = True
-
     def __init__(self, options: Options) -> None:
+        super().__init__(lambda seq: Tokens(), is_fast=True)
         self.options, self.shape = options, SHAPES[options.shape]
-        self._own = Texts(lambda seq: Tokens(), is_fast=True)
         self._past = Past(options.max_cached_requests, options.max_cached_tokens)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         guesses = [self._guess(seq, budget.num_tokens[b]) for b, seq in enumerate(seqs)]
         return Draft.joined([guess.draft(b, budget) for b, guess in enumerate(guesses)])
 
-    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        self._own.observe(seqs, seen)
-
     def end(self, seq: Sequence) -> None:
         """Remember a text that came to its end; forget one that was aborted, or preempted and is begun again."""
         if seq.finish_reason in ("stop", "length"):
-            self._past.add(seq.params.cache_salt, self._own.whole(seq).ids)
-        self._own.end(seq)
+            self._past.add(seq.params.cache_salt, self._texts.whole(seq).ids)
+        super().end(seq)
 
     def _guess(self, seq: Sequence, most: int) -> Guess:
-        own = self._own.whole(seq).ids
+        own = self._texts.whole(seq).ids
         context = own[-self.options.max_match :]
         # The text's last token is left out of the search: nothing followed its end yet.
         guess = self._better(Guess(), own, len(own) - 1, context, most, seq.end_ids)

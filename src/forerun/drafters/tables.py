@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence as Seq
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from forerun.drafters import Drafter, Seen, Target, artifacts
-from forerun.drafters.chains import Texts, draw_chains
+from forerun.drafters import Drafter, Target, artifacts
+from forerun.drafters.chains import TextDrafter, draw_chains
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 KIND = "ngram"  # of a fitted file: `forerun train ngram`
 MOST_IDS = 1024
-DRAWS_HELP = "point (the most frequent token) or sampled (a draw from the counts; point where a request is greedy)"
-PATH_HELP = "file of `forerun train ngram`; none = count the request's own text"
+_DRAWS_AS = {"point": "point", "sampled": "independent"}  # the word of the drafters for an option's value
 
 Ids = npt.NDArray[np.int64]
 Row = tuple[Ids, Ids]  # ids [n] ascending, and their counts [n]
@@ -43,10 +43,26 @@ class Table(Protocol):
         """Return the most frequent id, behind `token` if one is given: the lowest of equal ones, None of none."""
 
 
-def check_draws(method: str, draws: str) -> None:
-    """Raise BadOption for a value of the option `draws` that does not exist."""
-    if draws not in _DRAWS_AS:
-        raise BadOption(f"{method}:draws={shown(draws)} is not possible: it must be {' or '.join(_DRAWS_AS)}")
+@dataclass(frozen=True)
+class TableOptions:
+    """Where the counts are from, and how they are used."""
+
+    method: ClassVar[str]
+    path: str | None = field(
+        default=None, metadata={"help": "file of `forerun train ngram`; none = count the request's own text"}
+    )
+    draws: str = field(
+        default="point",
+        metadata={
+            "help": "point (the most frequent token) or sampled (a draw from the counts; point where a request is "
+            "greedy)"
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.draws not in _DRAWS_AS:
+            allowed = " or ".join(_DRAWS_AS)
+            raise BadOption(f"{self.method}:draws={shown(self.draws)} is not possible: it must be {allowed}")
 
 
 def most_frequent(ids: Ids, counts: Ids, most: int = MOST_IDS) -> Row:
@@ -156,10 +172,10 @@ class FittedTable:
         return int(ids[counts.argmax()]) if len(ids) else None
 
 
-def check_file(path: str | None, tokenizer: Tokenizer) -> None:
-    """Raise UserError for a file that `load` will refuse, before any weight is read; None = there is no file."""
-    if path is not None:
-        artifacts.load(path, KIND, tokenizer.fingerprint)
+def check(options: TableOptions, tokenizer: Tokenizer, ignore_config_keys: frozenset[str]) -> None:
+    """Refuse a file of another tokenizer, or one that is not whole, before any weight is read."""
+    if options.path is not None:
+        artifacts.load(options.path, KIND, tokenizer.fingerprint)
 
 
 def load(path: str, target: Target, order: int) -> FittedTable:
@@ -191,7 +207,6 @@ def _check_arrays(path: str, arrays: Mapping[str, npt.NDArray[np.generic]], num_
 
 
 Make = Callable[[Table, int, bool], Probs | None]  # (table, last token, whether it samples) -> what comes next
-_DRAWS_AS = {"point": "point", "sampled": "independent"}  # the word of the drafters for an option's value
 
 
 class _FittedDrafter(Drafter):
@@ -208,46 +223,32 @@ class _FittedDrafter(Drafter):
         return self._after((drafted or seq.tokens)[-1], not self.is_free and not seq.params.greedy)
 
 
-class _TextDrafter(Drafter):
+class _TextTableDrafter(TextDrafter[TextTable]):
     """Drafts from the table of each text."""
 
     def __init__(self, draws: str, after: Make) -> None:
+        super().__init__(lambda seq: TextTable())
         self.draws, self.is_free, self._after = _DRAWS_AS[draws], draws == "point", after
-        self._texts = Texts(lambda seq: TextTable())
 
-    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        self._texts.catch_up(seqs)
-        return draw_chains(seqs, budget, coins, self._expected)
-
-    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        self._texts.observe(seqs, seen)
-
-    def end(self, seq: Sequence) -> None:
-        self._texts.end(seq)
-
-    def _expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        table, samples = self._texts.of(seq), not self.is_free and not seq.params.greedy
-        return None if table is None else self._after(table, (drafted or seq.tokens)[-1], samples)
+    def behind(self, text: TextTable, seq: Sequence, drafted: Seq[int]) -> Probs | None:
+        return self._after(text, (drafted or seq.tokens)[-1], not self.is_free and not seq.params.greedy)
 
 
-def drafter(draws: str, fitted: Table | None, after: Make) -> Drafter:
-    """Make a drafter with a fitted table, or with the table of each text where there is none.
+def drafter(options: TableOptions, target: Target, order: int, k: float = 1.0) -> Drafter:
+    """Make a drafter with a fitted table, or with the table of each text where none is named.
 
-    after(table, token, samples): the distribution behind a token; a point mass unless it samples.
+    order: 2 = it looks at the last token, 1 = at none. k: see `mixture`. Raises UserError for a file that is not of
+    this target.
     """
-    return _TextDrafter(draws, after) if fitted is None else _FittedDrafter(draws, fitted, after)
+    dtype = torch.promote_types(torch.float32, target.model.activation_dtype)  # as the target's own probabilities
 
+    def after(table: Table, token: int, samples: bool) -> Probs | None:
+        if not samples:
+            best = table.best(token if order > 1 else None)
+            return None if best is None else Probs(point=best)
+        ids, weights = mixture(table.behind(token) if order > 1 else NOTHING, table.unigram(), k)
+        return Probs(ids=torch.from_numpy(ids), listed=torch.from_numpy(weights).to(dtype)) if len(ids) else None
 
-def point(token: int | None) -> Probs | None:
-    """Return the point mass at a token."""
-    return None if token is None else Probs(point=token)
-
-
-def listed(ids: Ids, weights: npt.NDArray[np.float64], dtype: torch.dtype) -> Probs | None:
-    """Return the distribution that lists these ids; None where there are none."""
-    return Probs(ids=torch.from_numpy(ids), listed=torch.from_numpy(weights).to(dtype)) if len(ids) else None
-
-
-def draft_dtype(target: Target) -> torch.dtype:
-    """Return the type of the target's own probabilities: float32, or wider where its logits are."""
-    return torch.promote_types(torch.float32, target.model.activation_dtype)
+    if options.path is None:
+        return _TextTableDrafter(options.draws, after)
+    return _FittedDrafter(options.draws, load(options.path, target, order), after)
