@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 import support
-from forerun import drafters, pacing
+from forerun import LLM, drafters, pacing
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
 from forerun.drafters.lookup import LookupDrafter, Options
@@ -22,9 +23,10 @@ from forerun.registry import parse_list, parse_spec, unwrapped
 from forerun.sampling.random import PhiloxCoins
 from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence
 from house.test_same_as_plain import check_draft_cache, prompts
-from support import random_decoder
+from support import everyone, random_decoder
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
+GREEDY_PLAIN = SamplingParams(max_tokens=8, temperature=0.0, draft="none")
 COINS = PhiloxCoins(0, 0, 0)
 
 
@@ -70,6 +72,37 @@ def test_models_inside_that_are_made_of_the_target_are_planned_for() -> None:
     assert set(found) == {"target", "draft", "draft, model 2", "draft, model 3"}
     assert [found[name].is_made for name in ("draft", "draft, model 2", "draft, model 3")] == [False, True, True]
     assert factory.head_rows(config) == {"draft, model 2": 100}
+
+
+def test_drafters_of_one_engine_share_the_weights_that_they_load_and_round() -> None:
+    """Whatever the path is written like, and however they draw; other weights of the same file are others."""
+    path = str(factory.SHIPPED_DRAFT)
+    same = f"several:of=model+(model:path={path}/.,draft_temperature=0.5)+(self:quantization=int4)"
+    options = {"max_seq_len": 64, "max_batch_size": 2, "spec_length": 2}
+    config = EngineConfig.make(draft=same, extra_drafts=f"cascade;self;model:path={path},quantization=int8", **options)
+    plan = factory.plan_of(config, factory.outlines(config), "cpu", None)
+    llm = LLM.from_config(config)
+    members = llm.engine.drafter.members
+    first, second, rounded = (
+        member.runner for member in everyone(members["several"]) if member is not members["several"]
+    )
+    assert first is not None
+    assert second is not None
+    assert rounded is not None
+    assert first.model is second.model is members["cascade"].runner.model  # type: ignore[union-attr]
+    assert first.cache is not second.cache
+    assert rounded.model is members["self"].runner.model  # type: ignore[union-attr]
+    assert members["model"].runner.model is not first.model  # type: ignore[union-attr]
+    out = llm.generate("def f(", dataclasses.replace(GREEDY_PLAIN, draft=None))
+    assert out[0].token_ids == llm.generate("def f(", GREEDY_PLAIN)[0].token_ids
+
+    names = [part.name for part in plan.parts]
+    assert [name for name in names if "draft" in name and name.endswith("weights")] == [
+        "draft weights",
+        "extra draft 3 weights",  # in 8 bits
+        "extra draft 4 weights",  # those of the target, in 4
+    ]
+    assert len([name for name in names if name.endswith("KV cache")]) == 7
 
 
 # ----------------------------------------------------------------------------------------------------------- who drafts

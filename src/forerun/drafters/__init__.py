@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from forerun.config import Quantization
 from forerun.errors import BadOption
 from forerun.models import named
 from forerun.registry import by_value, load, make_options, names, parse_spec, unwrapped
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from forerun.kv.cache import Backend
     from forerun.models.loading import Checkpoint
     from forerun.models.runner import Model, Runner, Scores
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,12 @@ class OwnCheckpoint:
     path: str | None = None
     quantization: str | None = None
 
+    def weights(self, shipped: str | None) -> Hashable:
+        """Return what is equal where two of them load the same weights. shipped: where the path None leads to."""
+        path = self.path or shipped or ""
+        place = os.path.realpath(path) if path and os.path.exists(path) else path
+        return place, None if self.quantization is None else Quantization.parse(self.quantization)
+
 
 @dataclass(frozen=True)
 class Target:
@@ -193,6 +202,14 @@ class Target:
     shipped_draft: str | None = None  # folder of the draft model that belongs to this target, if one ships with it
     ignore_config_keys: frozenset[str] = frozenset()  # of the config.json of a draft model
     loaded_draft: Checkpoint | None = None  # a draft model that the caller has loaded; it comes before the shipped one
+    _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def shared(self, weights: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` made when these weights were first asked for: the drafters of an engine share them."""
+        if weights not in self._shared:
+            self._shared[weights] = make()
+        found: T = self._shared[weights]
+        return found
 
 
 def resolve(spec: str, has_shipped_draft: bool) -> tuple[str, Any]:

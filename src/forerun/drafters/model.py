@@ -17,6 +17,7 @@ import dataclasses
 import time
 from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -421,7 +422,7 @@ def _holes(checkpoint: Checkpoint, target: Target) -> list[int]:
 def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
     """Return the draft model that a method's options name: loaded now, by the caller, or the shipped one.
 
-    Raises BadOption where there is none.
+    Drafters of one engine that name the same one get the same. Raises BadOption where there is none.
     """
     if options.path is None and target.loaded_draft is not None:
         if options.quantization not in (None, target.loaded_draft.quantization):
@@ -433,7 +434,8 @@ def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
     name, model = options.path or target.shipped_draft, target.model
     if name is None:
         raise BadOption(needs_a_model(method))
-    return load_checkpoint(
+    load = partial(
+        load_checkpoint,
         name,
         dtype=model.weight_dtype,
         device=model.device,
@@ -442,6 +444,7 @@ def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
         ignore_config_keys=target.ignore_config_keys,
         quantization=options.quantization,
     )
+    return target.shared(OwnCheckpoint(name, options.quantization).weights(None), load)
 
 
 def _check_pair(checkpoint: Checkpoint, target: Target) -> None:

@@ -37,10 +37,11 @@ def own_model(options: Options, num_layers: int) -> OwnModel:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Round the target's weights to a draft model beside it.
+    """Round the target's weights to a draft model beside it, once for all drafters of one engine.
 
     Raises BadOption where they are quantised already, as those of a GGUF file are in bfloat16: the same file with
     dtype float32 is dequantised, and can be rounded.
     """
     holes: Seq[int] = target.holes
-    return over(target.model.rounded(Quantization.parse(options.quantization)), target, options, holes)
+    bits = Quantization.parse(options.quantization)
+    return over(target.shared(bits, lambda: target.model.rounded(bits)), target, options, holes)

@@ -6,7 +6,7 @@ Three questions in the order of their price: do the small files allow it (`refus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from forerun import drafters, ops, pacing
-from forerun.config import EngineConfig
+from forerun.config import EngineConfig, Quantization
 from forerun.engine import router
 from forerun.engine.engine import Engine
 from forerun.errors import BadOption, CapacityError, NotFound, shown
@@ -229,8 +229,23 @@ def plan_of(config: EngineConfig, models: Mapping[str, Outline], device: str, av
         available_bytes=available,
         num_taps=num_taps(config),
         made_of_target=[name for name, model in models.items() if model.is_made],
+        shared=_shared(config, models),
         head_rows=head_rows(config),
     )
+
+
+def _shared(config: EngineConfig, models: Mapping[str, Outline]) -> dict[str, str]:
+    """The models whose weights another one in `models` has in memory: by the name of each, that of the other."""
+    first, found = dict[Hashable, str](), dict[str, str]()
+    for name, method, options in _with_models(config):
+        loaded = drafters.checkpoint(method, options)
+        made = drafters.own_model(method, options, models["target"].config.num_layers)
+        rounded = Quantization.parse(made.quantization) if made and made.quantization else None
+        weights = loaded.weights(str(SHIPPED_DRAFT)) if loaded else rounded
+        other = first.setdefault(weights, name) if weights else name
+        if other != name and models[other].config == models[name].config:
+            found[name] = other
+    return found
 
 
 def head_rows(config: EngineConfig) -> dict[str, int]:

@@ -117,6 +117,7 @@ def memory_plan(
     num_taps: int = 0,
     made_of_target: Collection[str] = (),
     head_rows: Mapping[str, int] | None = None,
+    shared: Mapping[str, str] | None = None,
 ) -> MemoryPlan:
     """Plan the memory of a target and its draft model (None = a drafter without a model) under the engine's options.
 
@@ -125,7 +126,8 @@ def memory_plan(
     memory, and the probability rows are left out, because they lie on the host. schemes: of the quantised matrices of
     "target", "draft" and the extra drafts by their names. num_taps: inner layers of the target whose rows drafters see.
     made_of_target: drafts that have no weights of their own or, where they have schemes, round the target's. head_rows:
-    of drafts that read the first rows of their LM head alone. Raises BadOption as the engine itself would for ops,
+    of drafts that read the first rows of their LM head alone. shared: drafts whose weights are in memory already, for
+    an earlier one, by the names of both. Raises BadOption as the engine itself would for ops,
     max_seq_len and kv_cache_tokens.
     """
     extra = extra_drafts or {}
@@ -136,7 +138,9 @@ def memory_plan(
     by_label = {label: found.get(names.get(label, label), {}) for label in ("target", *drafts)}
     made = frozenset(label for label in drafts if names.get(label, label) in made_of_target)
     rows = {label: num for label in drafts if (num := (head_rows or {}).get(names.get(label, label)))}
-    needs = _Needs(target, drafts, config, dtype, device, by_label, num_taps, made, rows)
+    label_of = {name: label for label, name in names.items()}
+    one = {label_of.get(name, name): label_of.get(other, other) for name, other in (shared or {}).items()}
+    needs = _Needs(target, drafts, config, dtype, device, by_label, num_taps, made, rows, one)
     plan = MemoryPlan(needs.parts(), available_bytes, later=needs.later(), extra_drafts=names)
     return plan if plan.fits else replace(plan, suggestions=tuple(_suggestions(needs, available_bytes or 0)))
 
@@ -180,6 +184,7 @@ class _Needs:
     num_taps: int
     made: frozenset[str]  # drafts that are made of the target
     head_rows: Mapping[str, int]
+    shared: Mapping[str, str]  # drafts that run the model of an earlier one, with a cache of their own
 
     @property
     def max_seq_len(self) -> int:
@@ -205,7 +210,11 @@ class _Needs:
 
     def parts(self) -> tuple[MemoryPart, ...]:
         models = {"target": self.target, **self.drafts}
-        loaded = {name: model for name, model in models.items() if name not in self.made or self.schemes[name]}
+        loaded = {
+            name: model
+            for name, model in models.items()
+            if name not in self.shared and (name not in self.made or self.schemes[name])
+        }
         pools = [self._pool(name, model.cache_shape) for name, model in models.items()]
         activations = self.sizes.activations(self._passes())
         running = [*self.sizes.weights(loaded), *self._head_rows(), *pools, *activations, *self._probabilities()]
@@ -227,7 +236,8 @@ class _Needs:
     def _passes(self) -> list[Pass]:
         """Return the largest pass of each model. The passes run one after another."""
         drafts = self.drafts if self.spec_length else {}
-        return [self._target_pass(), *(self._draft_pass(name, model) for name, model in drafts.items())]
+        own = {name: model for name, model in drafts.items() if name not in self.shared}
+        return [self._target_pass(), *(self._draft_pass(name, model) for name, model in own.items())]
 
     def _loading(self, models: Mapping[str, DecoderConfig], running: list[MemoryPart]) -> list[MemoryPart]:
         """Return what loading the models, one after the other, takes beyond what running them takes; none if less."""
@@ -241,7 +251,10 @@ class _Needs:
         return [MemoryPart("loading", more, "blocks of files, beyond what is needed later")] if more > 0 else []
 
     def _head_rows(self) -> list[MemoryPart]:
-        found = {name: self.sizes.head_bytes(name, self.drafts[name], num) for name, num in self.head_rows.items()}
+        once: dict[tuple[str, int], str] = {}
+        for name, num in self.head_rows.items():
+            once.setdefault((self.shared.get(name, name), num), name)
+        found = {name: self.sizes.head_bytes(name, self.drafts[name], num) for (_, num), name in once.items()}
         how = "{:,} rows of the LM head, once more for drafts at temperature > 0"
         return [MemoryPart(f"{name} head rows", n, how.format(self.head_rows[name])) for name, n in found.items() if n]
 
