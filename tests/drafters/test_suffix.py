@@ -11,8 +11,10 @@ import pytest
 
 from drafters.requests import drafted, finished, request
 from engine.load import MODEL, run, runner_with
+from forerun.drafters import Target
 from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
 from forerun.drafters.suffix import Options, Past, SuffixDrafter
+from forerun.engine import router
 from forerun.engine.engine import Engine
 from forerun.engine.router import Router
 from forerun.errors import BadOption
@@ -195,6 +197,31 @@ def test_the_engine_ends_texts_with_their_last_token_and_drops_aborted_ones() ->
     assert len(kept.seq.output_ids) == 8
     assert list(drafter._past.of("b")) == []
     assert drafter._texts.by_id == {}
+
+
+def test_auto_chooses_the_tree_and_lookup_for_rules_of_chains() -> None:
+    """Where no draft model ships with the target. Who names the tree gets it, or a refusal."""
+    target = Target(MODEL, None, frozenset(), 61, (), 4, 128, "paged")
+    auto, named = (
+        Engine(runner_with(MODEL, 1024), router.make([spec], target), FixedPacing(3), max_seq_len=128)
+        for spec in ("auto", "suffix:shape=tree")
+    )
+    assert auto.drafter.first.shape == "tree"
+    wanted = {None: "suffix", "ratio": "suffix", "typical": "suffix", "block": "lookup", "lenience:l=0.5": "lookup"}
+    for acceptance, drafter in wanted.items():
+        for draft in (None, "auto"):
+            params = SamplingParams(max_tokens=8, temperature=0.0, acceptance=acceptance, draft=draft)
+            assert auto.make([1, 2, 1], params)[0].seq.draft == drafter
+    for engine, draft in ((auto, "suffix"), (named, None), (named, "auto")):
+        with pytest.raises(BadOption, match="cannot judge the drafts of 'suffix'"):
+            engine.make([1, 2, 1], SamplingParams(max_tokens=8, acceptance="block", draft=draft))
+    rules = (None, "block", "match")
+    mixed = [auto.add([1, 2, 3, 1, 2], SamplingParams(max_tokens=20, temperature=0.0, acceptance=a)) for a in rules]
+    run(
+        auto, [*mixed, plain := auto.add([1, 2, 3, 1, 2], SamplingParams(max_tokens=20, temperature=0.0, draft="none"))]
+    )
+    assert [request.seq.tokens for request in mixed] == [plain.seq.tokens] * 3
+    assert all(request.report.num_drafted for request in mixed)
 
 
 def test_a_shape_that_does_not_exist_is_refused() -> None:

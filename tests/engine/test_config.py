@@ -236,9 +236,7 @@ def test_keys_to_ignore_are_a_text_or_a_list():
 def test_a_folder_with_a_colon_in_its_name_is_a_draft_model(tmp_path):
     (tmp_path / "m:1b").mkdir()
     model = SimpleNamespace(weight_dtype="auto", device="cpu", ops=None)
-    target = SimpleNamespace(
-        model=model, tokenizer=None, loaded_draft=None, shipped_draft=None, ignore_config_keys=frozenset()
-    )
+    target = drafters.Target(model, None, frozenset(), 0, (), 1, 1, "paged")
     with pytest.raises(NotFound, match="m:1b"):  # it was looked into, and it is empty
         drafters.make(str(tmp_path / "m:1b"), target)
 

@@ -244,7 +244,9 @@ def _drafting(llm: LLM) -> str:
     method, options = drafters.resolve(llm.config.draft, is_shipped(llm.checkpoint.folder))
     if method == "model":
         return "drafts by a model" if options.path is None else f"drafts by {options.path}"
-    return {"none": "no drafts", "lookup": "drafts from the conversation (lookup)"}.get(method, f"drafts by {method}")
+    if method in ("lookup", "suffix"):
+        return f"drafts from the conversation ({method})"
+    return "no drafts" if method == "none" else f"drafts by {method}"
 
 
 def run(llm: LLM, params: SamplingParams, system: str | None, *, verbose: bool = False) -> None:

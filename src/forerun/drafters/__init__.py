@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from forerun.models.runner import Model, Runner, Scores
 
 T = TypeVar("T")
+WITHOUT_MODEL = "suffix:shape=tree"  # what auto chooses; docs/when-it-pays.md compares it with others
 
 
 @dataclass(frozen=True)
@@ -215,12 +216,12 @@ class Target:
 def resolve(spec: str, has_shipped_draft: bool) -> tuple[str, Any]:
     """Return the method and its Options for `name[:option=value,...]`, a model's folder, name or hub id, or `auto`.
 
-    auto = the shipped draft model for the shipped target, else lookup. A spec that has a path separator, names an
-    existing folder, or is a name of data/models.toml is a model. Raises BadOption for anything
-    unknown; where other engines have such a value, the message names ours.
+    auto = the shipped draft model for the shipped target, else WITHOUT_MODEL. A spec that has a path separator, names
+    an existing folder, or is a name of data/models.toml is a model. Raises BadOption for anything unknown; where other
+    engines have such a value, the message names ours.
     """
     if spec == "auto":
-        spec = "model" if has_shipped_draft else "lookup"
+        spec = "model" if has_shipped_draft else WITHOUT_MODEL
     bare = unwrapped(spec)
     is_method = bare.partition(":")[0] in names(__name__)
     is_path = "/" in spec or os.sep in spec or (spec != "" and Path(spec).exists()) or named.find(spec) is not None

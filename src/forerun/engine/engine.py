@@ -121,7 +121,7 @@ class Engine:
                 self.scheduler.add(request)
 
     def _sequence(self, ids: list[int], params: SamplingParams, seed: int, prediction_ids: tuple[int, ...]) -> Sequence:
-        return Sequence(
+        seq = Sequence(
             id=next(self._ids),
             tokens=ids,
             num_prompt_tokens=len(ids),
@@ -131,8 +131,9 @@ class Engine:
             end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),
             bad_word_ids=self._bad_word_ids(params),
             prediction_ids=prediction_ids,
-            draft=self.drafter.chosen(params.draft, has_prediction=bool(prediction_ids)),
         )
+        seq.draft = self.drafter.chosen(params.draft, bool(prediction_ids), seq.acceptance)
+        return seq
 
     def step(self) -> list[Request]:
         """One step of the continuous batch; returns the requests that it finished.

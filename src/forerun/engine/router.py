@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
 
-from forerun import drafters
+from forerun import drafters, verify
 from forerun.drafters import Drafter, Seen, Target
 from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.registry import unknown
@@ -41,15 +41,19 @@ def _how_to_add(name: str) -> str:
 class Router(Drafter):
     """Hands every sequence to the drafter that `seq.draft` names, and joins their drafts.
 
-    members: by name, the first of them for requests that choose none. aliases: other names of theirs. shares_s: of
-    this step so far, what catching up took for each sequence.
+    members: by name, the first of them for requests that choose none. aliases: other names of theirs. is_auto: nobody
+    chose the first, so that a request whose rule cannot judge its drafts is served by `lookup`. shares_s: of this step
+    so far, what catching up took for each sequence.
     """
 
-    def __init__(self, members: Mapping[str, Drafter], aliases: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, members: Mapping[str, Drafter], aliases: Mapping[str, str] | None = None, is_auto: bool = False
+    ) -> None:
         self.members = {**members, NONE: members.get(NONE, _Silent())}
         self.main = next(iter(self.members))
         self.hidden_layers = tuple(sorted({k for drafter in self.members.values() for k in drafter.hidden_layers}))
         self._aliases = {"auto": self.main, **(aliases or {})}
+        self._is_auto = is_auto
         self._steps: dict[str, DraftStep] = {}
         self.shares_s: dict[int, float] = {}
 
@@ -67,17 +71,21 @@ class Router(Drafter):
         """The drafter of requests that choose none."""
         return self.members[self.main]
 
-    def chosen(self, wanted: str | None, has_prediction: bool = False) -> str:
+    def chosen(self, wanted: str | None, has_prediction: bool = False, acceptance: str = "ratio") -> str:
         """The name of the drafter that a request asks for. Raises BadOption for one that the engine has not.
 
         A request that asks for none is served by the first, or by `prediction` where it brings one; but an engine
-        whose first is `none` decodes it plainly.
+        whose first is `none` decodes it plainly. acceptance: the request's rule.
         """
         usual = PREDICTION if has_prediction and self.main != NONE and PREDICTION in self.members else self.main
         name = usual if wanted is None else self._aliases.get(wanted, wanted)
         if name not in self.members:
             known = unknown("drafter in this engine", name, self.members)
             raise BadOption(f"{known}{_how_to_add(name)}")
+        found = self.members[name]
+        is_free_to_choose = self._is_auto and name == self.main and wanted in (None, "auto")
+        if is_free_to_choose and not verify.find(acceptance).judges(found.shape, found.draws):
+            return LOOKUP
         return name
 
     def of(self, seq: Sequence) -> Drafter:
@@ -238,4 +246,4 @@ def make(specs: Seq[str], target: Target) -> Router:
         members[name], aliases[text] = drafters.make(text, target), name
     for name in (LOOKUP, PREDICTION):
         members.setdefault(name, drafters.make(name, target))
-    return Router(members, aliases)
+    return Router(members, aliases, is_auto=specs[0] == "auto")

@@ -55,15 +55,15 @@ class Rule:
         """Whether rows of greedy requests need the distribution at temperature 1, too."""
         return bool(getattr(self.module, "READS_SOFT_ROWS", False))
 
+    def judges(self, shape: str, draws: str) -> bool:
+        """Return whether drafts of this shape, whose siblings are drawn so, can be judged."""
+        return shape in self.module.SHAPES and draws in self.module.DRAWS
+
     def check(self, draft: str, shape: str, draws: str) -> None:
         """Raise BadOption where drafts of this shape and these draws cannot be judged. draft: the drafter's name."""
-
-        def judges(module: ModuleType) -> bool:
-            return shape in module.SHAPES and draws in module.DRAWS
-
-        if not judges(self.module):
+        if not self.judges(shape, draws):
             others = [find(name) for name in rules()]
-            fitting = [f"acceptance={rule.name!r}" for rule in others if rule.is_lossless and judges(rule.module)]
+            fitting = [f"acceptance={rule.name!r}" for rule in others if rule.is_lossless and rule.judges(shape, draws)]
             raise BadOption(
                 f"acceptance={shown(self.name)} cannot judge the drafts of {shown(draft)} ({shape}, {draws}): "
                 f"use {' or '.join([*fitting, 'another drafter'])}"
