@@ -83,8 +83,10 @@ def test_the_draft_is_what_a_model_of_these_layers_says(layers, ops, tmp_path):
     model = random_decoder(3, layers=5)
     expected = likeliest(alone(model, layers))
     run = model if ops == "reference" else on_native(model, torch.float32)
-    drafter = build(Options(path=skip_file(tmp_path, layers, 5)), target_of(run))
-    assert drafted(drafter) == expected
+    skip = "+".join(str(i) for i in range(5) if i not in layers)
+    for options in (Options(path=skip_file(tmp_path, layers, 5)), Options(skip=skip)):
+        drafter = build(options, target_of(run))
+        assert drafted(drafter) == expected
     if layers == [0, 1, 2]:
         assert drafted(build(Options(layers=3), target_of(run))) == expected
 
@@ -112,8 +114,15 @@ def test_wrong_layers_are_refused(tmp_path):
         build(Options(layers=3), target_of(model))
     with pytest.raises(BadOption, match="fitted for a target of 5 layers, and this one has 2"):
         build(Options(path=skip_file(tmp_path, [0], 5)), target_of(model))
-    with pytest.raises(BadOption, match="leave one of them out"):
-        Options(layers=1, path="a file")
+    for two in ({"layers": 1, "path": "a file"}, {"layers": 1, "skip": "0"}, {"path": "a file", "skip": "0"}):
+        with pytest.raises(BadOption, match="all choose layers: give one of them"):
+            Options(**two)
+    for skip in ("", "a", "1,2", "-1", "1++2", "1+01"):
+        with pytest.raises(BadOption, match=r"early_exit:skip=|is no list"):
+            Options(skip=skip)
+    for skip in ("2", "0+1"):
+        with pytest.raises(BadOption, match="the target has the layers 0 to 1, and one of them must draft"):
+            build(Options(skip=skip), target_of(model))
     with pytest.raises(BadOption, match="another tokenizer"):
         build(Options(path=skip_file(tmp_path, [0], 2)), dataclasses.replace(target_of(model), num_ids=VOCAB - 1))
 

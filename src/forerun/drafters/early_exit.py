@@ -8,6 +8,7 @@ given to the target: those of skipped layers would be missing, and behind a gap 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from forerun.drafters import Drafter, OwnModel, Target, artifacts
 from forerun.drafters.model import TEMPERATURE, TOP_K, VOCAB, check_temperature, over
 from forerun.errors import BadOption, shown
+from forerun.registry import parse_list
 
 KIND = "skip"  # of the file: `forerun train skip`
 
@@ -30,14 +32,28 @@ class Options:
         default=None,
         metadata={"help": "file of `forerun train skip` with the layers that draft; none = the first ones"},
     )
+    skip: str | None = field(
+        default=None, metadata={"help": "layers that do not draft, counted from 0, with + between, as in 3+7+11"}
+    )
     draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
     draft_top_k: int | None = field(default=None, metadata=TOP_K)
     draft_vocab: int | None = field(default=None, metadata=VOCAB)
 
     def __post_init__(self) -> None:
         check_temperature("early_exit", self.draft_temperature)
-        if self.layers is not None and self.path is not None:
-            raise BadOption("early_exit:layers and early_exit:path both choose layers: leave one of them out")
+        given = [f"early_exit:{name}" for name in ("layers", "path", "skip") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise BadOption(f"{' and '.join(given)} all choose layers: give one of them")
+        if self.skip is not None:
+            _skipped(self.skip)
+
+
+def _skipped(text: str) -> set[int]:
+    """Return the layers of a list, as in 3+7+11. Raises BadOption."""
+    numbers = [int(part) if re.fullmatch("[0-9]{1,4}", part) else -1 for part in parse_list(text)]
+    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise BadOption(f"early_exit:skip={shown(text)} is not possible: write each layer once, as in 3+7+11")
+    return set(numbers)
 
 
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
@@ -50,8 +66,17 @@ def chosen(options: Options, num_layers: int, fingerprint: str | None = None) ->
     """Return the layers of a target of `num_layers` that draft, ascending.
 
     fingerprint: of the target's ids, to which a file must belong; None = not compared. Raises BadOption for more layers
-    than the target has, and for a file that was fitted for another number of them.
+    than the target has or for none, and for a file that was fitted for another number of them.
     """
+    if options.skip is not None:
+        skipped = _skipped(options.skip)
+        layers = [i for i in range(num_layers) if i not in skipped]
+        if not layers or len(layers) + len(skipped) > num_layers:
+            raise BadOption(
+                f"early_exit:skip={shown(options.skip)} is not possible: the target has the layers 0 to "
+                f"{num_layers - 1}, and one of them must draft"
+            )
+        return layers
     if options.path is None:
         num = max(1, round(num_layers / 3)) if options.layers is None else options.layers
         if num > num_layers:
