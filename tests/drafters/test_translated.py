@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer as Backend, decoders, models
+from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers, trainers
 
 from forerun import LLM
 from forerun.cli.main import main
@@ -279,6 +280,58 @@ def test_the_same_model_with_its_ids_in_another_order_drafts_the_same(tmp_path):
     for i in canonical:
         assert tokens[i].report.rounds == model[i].report.rounds
     assert text[0].report.num_accepted >= 0.8 * model[0].report.num_accepted > 0
+
+
+def with_byte_fallback(folder: Path) -> Path:
+    """A checkpoint with a vocabulary as SentencePiece makes it: words, and bytes for all else.
+
+    It knows which token followed each one last in a text that ends in lines of "#", and is random beside that.
+    """
+    fitted = Backend(models.BPE())
+    fitted.pre_tokenizer = pre_tokenizers.Metaspace()
+    fitted.train_from_iterator([CODE] * 4, trainers.BpeTrainer(vocab_size=120, show_progress=False))
+    learnt = json.loads(fitted.to_str())["model"]
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *learnt["vocab"]]
+    vocab = {word: i for i, word in enumerate(words)}
+    merges = [(a, b) for a, b in learnt["merges"]]
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    size, ids = len(vocab), backend.encode(CODE + "#\n" * 4).ids
+    config = DecoderConfig("llama", size, 8 * -(-size // 8), 1, 4, 2, 8, 48, 1e-5, 512, tie_embeddings=False)
+    weights = {n: torch.zeros(s) + ("norm" in n) for n, s in parameter_shapes(config).items()}  # the layer adds nothing
+    weights["model.embed_tokens.weight"] += torch.eye(size, config.hidden_size)
+    head = weights["lm_head.weight"]
+    head += torch.randn(head.shape, generator=torch.Generator().manual_seed(5)) * 0.05
+    for token, after in itertools.pairwise(ids):
+        head[:, token] = head[:, token].clamp(max=0.2)
+        head[after, token] = 0.6
+    save_checkpoint(folder, config, weights, torch.float32, end_ids=[2], tokenizer_folder=folder)
+    return folder
+
+
+def test_a_vocabulary_of_words_and_bytes_on_either_side(tmp_path):
+    """Characters that only one side has as a token are bytes on the other, and may be cut anywhere."""
+    pieces = with_byte_fallback(tmp_path / "pieces")
+    tokenizer = Tokenizer.load(pieces)
+    prompt = CODE + '    return "naïve 日本 🙂"\n'
+    assert tokenizer.decode(tokenizer.encode(prompt)) == prompt
+    assert {tokenizer.encode("日")[-1], tokenizer.encode("🙂")[-1]} <= tokenizer.byte_ids
+    ways = [*WAYS, dataclasses.replace(WAYS[1], seed=5, temperature=1.5)]
+    for target, draft in ((SHIPPED_TARGET, pieces), (pieces, SHIPPED_DRAFT)):
+        plain = outputs("none", target, prompt, ways)
+        found = outputs(f"translated:path={draft},how=text", target, prompt, ways)
+        assert [(o.token_ids, o.text) for o in found] == [(o.token_ids, o.text) for o in plain]
+        assert found[-1].report.num_accepted < found[-1].report.num_tested
+        assert found[0].report.num_accepted > 20, "lines of # are continued by both"
+    assert any(set(o.token_ids) & tokenizer.byte_ids for o in plain), "the target said bytes"
+    with pytest.raises(VocabularyMismatch, match="how=text"):
+        outputs(f"translated:path={pieces},how=tokens")
 
 
 @needs_smollm2
