@@ -81,6 +81,21 @@ def parse_list(text: str) -> list[str]:
     return found
 
 
+def parse_specs(texts: Iterable[str]) -> list[str]:
+    """Return the specs of a repeated flag, each of which may name several: 'auto,svip:h=0.3,x=2' are auto and the rest.
+
+    Behind a comma, what has an = before any colon is a further option. Each spec is returned once.
+    """
+    found = list[str]()
+    for text in texts:
+        for i, part in enumerate(_split(text, ",", text)):
+            if i > 0 and "=" in part.partition(":")[0]:
+                found[-1] += f",{part}"
+            elif part.strip():
+                found.append(part.strip())
+    return list(dict.fromkeys(found))
+
+
 def _split(text: str, separator: str, whole: str) -> list[str]:
     """Split at the separators that stand in no parentheses. whole: what an error shows."""
     parts, start, depth = [], 0, 0

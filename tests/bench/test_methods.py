@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from forerun import registry
 from forerun.bench import bandwidth, methods, methods_picture
-from forerun.bench.methods import PROMPTS, MethodsPlan, Turn, WorkPrompt, compare, read_work, run
+from forerun.bench.methods import PROMPTS, MethodsPlan, Turn, Way, WorkPrompt, compare, read_work, run
 from forerun.bench.methods_results import AGAIN, PLAIN, cells_of, summaries_of
 from forerun.bench.results import Tally, Variant
 from forerun.cli.bench import app
@@ -98,7 +98,7 @@ def test_the_command_measures_every_drafter_that_can_serve(tiny: Path, tmp_path:
     assert all(len(line) <= 80 for line in printed)
     record = json.loads(last)
     names = set(registry.names("forerun.drafters"))
-    served = {line["draft"] for line in record["lines"]}
+    served = {line["name"] for line in record["lines"]}
     assert served | set(record["left_out"]) == names | {AGAIN}
     assert not served & set(record["left_out"])
     assert {"none", "lookup"} <= served
@@ -107,7 +107,7 @@ def test_the_command_measures_every_drafter_that_can_serve(tiny: Path, tmp_path:
         assert f"left out: {name}, for {why}"[:60] in "\n".join(printed)
     for name in served - {PLAIN, AGAIN}:  # in both tables of both temperatures
         assert sum(line.startswith(f"{name} ") for line in printed) == 4, name
-    cells = {(line["temperature"], line["kind"], line["draft"]) for line in record["lines"]}
+    cells = {(line["temperature"], line["kind"], line["name"]) for line in record["lines"]}
     assert cells == {(t, kind, name) for t in (0.0, 1.0) for kind in ("chat", "edit") for name in served}
     assert sum(line.startswith(f"{AGAIN} ") for line in printed) == 2
     assert record["texts_compared"] == 2 * 4 * (len(served) - 2)
@@ -118,9 +118,9 @@ def test_the_command_measures_every_drafter_that_can_serve(tiny: Path, tmp_path:
     assert record["prompts"] == ["chat-1", "edit-1", "chat-2", "edit-2"]
     for line in record["lines"]:
         assert (line["num_runs"], line["num_tokens"]) == (2, 24)  # a model without turns goes on behind its end
-        if line["draft"] in (PLAIN, AGAIN):
+        if line["name"] in (PLAIN, AGAIN):
             assert (line["tokens_per_pass"], line["alpha_hat"]) == (1, None)
-            assert (line["speedup"] == 1) == (line["draft"] == PLAIN)
+            assert (line["speedup"] == 1) == (line["name"] == PLAIN)
         else:  # each token behind the first of a pass was drafted and accepted
             assert (line["tokens_per_pass"] > 1) == bool(line["alpha_hat"])
 
@@ -135,7 +135,7 @@ def test_a_draft_model_is_clocked_and_always_right(tiny: Path, tmp_path: Path, c
         prompt_file=work_file(tmp_path),
     )
     record = run(EngineConfig(target=str(tiny), spec_length=3, pacing="fixed"), plan)
-    by_draft = {line["draft"]: line for line in record["lines"]}
+    by_draft = {line["name"]: line for line in record["lines"]}
     assert list(by_draft) == [PLAIN, AGAIN, str(tiny), "lookup:max_n=2"]
     own = by_draft[str(tiny)]
     assert own["alpha_hat"] == 1
@@ -147,14 +147,48 @@ def test_a_draft_model_is_clocked_and_always_right(tiny: Path, tmp_path: Path, c
 
 def test_other_rules_are_not_compared(tiny: Path, tmp_path: Path, capsys: Any) -> None:
     plan = MethodsPlan(
-        drafts=("lookup",), temperatures=(0.7,), acceptance="ratio", max_tokens=4, prompt_file=work_file(tmp_path)
+        drafts=("lookup",), temperatures=(0.7,), acceptances=("ratio",), max_tokens=4, prompt_file=work_file(tmp_path)
     )
     assert run(EngineConfig(target=str(tiny)), plan)["texts_compared"] == 0
-    assert "At temperature 0.7 texts were not compared: with acceptance ratio" in " ".join(
+    assert "At temperature 0.7 texts were not compared with acceptance ratio: each way draws its own." in " ".join(
         capsys.readouterr().out.split()
     )
     for rule, temperature in ((None, 0.0), (None, 1.0), ("match", 1.0), ("ratio", 0.0)):
-        assert MethodsPlan(acceptance=rule).texts_must_be_equal(temperature)
+        assert Way("", "lookup", "auto", rule).keeps_texts(temperature)
+
+
+def test_policies_and_rules_are_compared_as_drafters_are(tiny: Path, tmp_path: Path) -> None:
+    """Each way by what differs; a rule that cannot judge a drafter leaves that one way out."""
+    sizes = ("--kind", "chat", "--prompts", "1", "--max-tokens", "4", "--prompt-file", str(work_file(tmp_path)))
+    ways = ("--draft", "lookup", "--draft", "suffix:shape=tree", "--pacing", "auto,fixed", "--acceptance")
+    arguments = ["methods", "--target", str(tiny), *sizes, *ways, "ratio,block", "--temperature", "1"]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout.splitlines()[-1])
+    lookup = [("lookup", pacing, rule) for pacing in ("auto", "fixed") for rule in ("ratio", "block")]
+    wanted = [*lookup, *(("suffix:shape=tree", pacing, "ratio") for pacing in ("auto", "fixed"))]
+    assert [(way["draft"], way["pacing"], way["acceptance"]) for way in record["ways"]] == wanted
+    names = [way["name"] for way in record["ways"]]
+    assert names == [", ".join(way) for way in wanted]
+    assert [line["name"] for line in record["lines"]] == [PLAIN, AGAIN, *names]
+    assert "cannot judge the drafts" in record["left_out"]["suffix:shape=tree, block"]
+    assert record["texts_compared"] == 0
+    plan = MethodsPlan(drafts=("suffix:shape=tree",), acceptances=("block",), prompt_file=work_file(tmp_path))
+    with pytest.raises(BadOption, match="cannot judge the drafts"):
+        run(EngineConfig(target=str(tiny)), plan)
+    absent = EngineConfig(target=str(tmp_path / "absent"))
+    for wrong in ({"pacings": ("autos",)}, {"acceptances": ("blocks",)}):  # refused before a model is read
+        with pytest.raises(BadOption, match="did you mean"):
+            run(absent, MethodsPlan(**wrong))
+
+
+def test_one_flag_may_name_several_specs() -> None:
+    assert registry.parse_specs(["auto,svip:a=1,b=2,fixed", "auto", "x:of=(y:z=1,w=2)"]) == [
+        "auto",
+        "svip:a=1,b=2",
+        "fixed",
+        "x:of=(y:z=1,w=2)",
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ loud failures
@@ -252,17 +286,18 @@ def test_every_number_of_a_cell_and_a_summary() -> None:
         (0.0, "edit", "lookup"): tally("lookup", [0.1, 0.125, 0.5], 2),
     }
     cells = cells_of(tallies)
-    chat, edit = (cell for cell in cells if cell.draft == "lookup")
-    assert (chat.speedup, chat.speedup_range, chat.tokens_per_s) == (2.0, (1.0, 4.0), 2.0)
-    assert (edit.speedup, edit.speedup_range, edit.tokens_per_s) == (8.0, (2.0, 10.0), 8.0)
+    chat, edit = (cell for cell in cells if cell.name == "lookup")
+    assert (chat.speedup, chat.speedups, chat.tokens_per_s) == (2.0, (2.0, 1.0, 4.0), 2.0)
+    assert (edit.speedup, edit.speedups, edit.tokens_per_s) == (8.0, (10.0, 8.0, 2.0), 8.0)
     assert (chat.tokens_per_pass, edit.tokens_per_pass) == (2, 3)
     assert (chat.num_tokens, edit.num_tokens) == (8, 12)
     assert (chat.alpha_hat, edit.alpha_hat) == pytest.approx((1 / 3, 2 / 3))
     assert (chat.draft_share, chat.overhead_share) == pytest.approx((0.25, 0.3))
     lookup, plain = summaries_of(tallies, cells)
-    assert (lookup.draft, lookup.speedup, lookup.least_speedup, lookup.least_kind) == ("lookup", 4.0, 2.0, "chat")
+    assert (lookup.name, lookup.speedup, lookup.least_speedup, lookup.least_kind) == ("lookup", 4.0, 2.0, "chat")
+    assert lookup.speedup_range == pytest.approx((8**0.5, 20**0.5)), "of the rounds: 2 * 10, 1 * 8, 4 * 2"
     assert (lookup.tokens_per_pass, lookup.alpha_hat, lookup.tokens_per_s) == pytest.approx((2.5, 0.5, 4.0))
-    assert (plain.draft, plain.speedup, plain.alpha_hat, plain.overhead_share) == ("none", 1.0, None, 0.5)
+    assert (plain.name, plain.speedup, plain.alpha_hat, plain.overhead_share) == ("none", 1.0, None, 0.5)
 
 
 # ------------------------------------------------------------------------------------------------------------ picture
@@ -279,7 +314,10 @@ def test_a_picture_is_refused_before_a_model_is_read(tmp_path: Path, monkeypatch
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the picture needs matplotlib")
 def test_the_picture_is_drawn(tiny: Path, tmp_path: Path) -> None:
-    file = tmp_path / "methods.svg"
-    plan = MethodsPlan(drafts=("lookup",), max_tokens=4, prompt_file=work_file(tmp_path), picture=file)
+    plan = MethodsPlan(drafts=("lookup",), max_tokens=4, prompt_file=work_file(tmp_path), picture=tmp_path / "drawn")
     run(EngineConfig(target=str(tiny)), plan)
-    assert file.read_text(encoding="utf-8").startswith("<?xml")
+    drawn = (tmp_path / "drawn.svg").read_text(encoding="utf-8")
+    assert drawn.startswith("<?xml")
+    for text in ("tiny, ", "speed-up over plain decoding", "temperature 1", "lookup", AGAIN, "edit", "memory at"):
+        assert text in drawn
+    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")

@@ -1,13 +1,15 @@
-"""`forerun bench methods`: plain decoding and every drafter on six kinds of work, one request at a time.
+"""`forerun bench methods`: plain decoding and ways of drafting on six kinds of work, one request at a time.
 
-One engine holds all drafters over the same weights, and a request chooses its own. They take turns on every prompt, in
-an order that rotates, because a shared machine is faster in one minute than in the next; a speed-up is the ratio to
-plain decoding's run of the same turn. Every text is compared with plain decoding's. methods_results.py makes numbers.
+A way is a drafter with a pacing policy and a rule. One engine for each policy holds all drafters over the same target,
+and a request chooses its own. The ways take turns on every prompt, in an order that rotates, because a shared machine
+is faster in one minute than in the next; a speed-up is the ratio to plain decoding's run of the same turn. Where a rule
+keeps the text it is compared with plain decoding's. methods_results.py makes numbers.
 """
 
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,20 +18,22 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from forerun import registry, verify
+from forerun import native, pacing, registry, verify
 from forerun.bench.latency import ForwardClock, progress_bar, run_once
 from forerun.bench.methods_picture import check_picture, draw
 from forerun.bench.methods_results import AGAIN, PLAIN, cells_of, print_methods, summaries_of
-from forerun.bench.results import Tally, Variant, print_ceiling, record_of
+from forerun.bench.results import Ceiling, Tally, Variant, print_ceiling, record_of
 from forerun.bench.widen import load_widened
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
+from forerun.engine.factory import is_shipped
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption, InternalError, NotFound, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models import named
 from forerun.models.layers import Decoder
 from forerun.models.loading import Checkpoint
+from forerun.ops.reference import ReferenceOps
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams
 
@@ -41,15 +45,17 @@ WARM_UP_TOKENS = 16
 class MethodsPlan:
     """What to measure.
 
-    drafts: () = every drafter that needs no file. kinds: () = all that the prompt file has. shape: a preset of widen,
-    or "none". acceptance: None = the engine's own choice: match at temperature > 0, for every run has a seed.
+    drafts: () = every drafter that needs no file. pacings: () = the engine's. acceptances: () = the engine's own
+    choice: match at temperature > 0, for every run has a seed. kinds: () = all that the prompt file has. shape: a
+    preset of widen, or "none". picture: without .svg or .png at its end both are written.
     """
 
     drafts: tuple[str, ...] = ()
+    pacings: tuple[str, ...] = ()
+    acceptances: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     shape: str = "none"
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    acceptance: str | None = None
     prompts_per_kind: int = 2
     max_tokens: int = 64
     num_repeats: int = 1
@@ -58,20 +64,33 @@ class MethodsPlan:
     seed: int = 1
 
     def params(
-        self, temperature: float, draft: str | None, salt: str, turn: int = 0, ignore_eos: bool = False
+        self, temperature: float, way: Way | None, salt: str, turn: int = 0, ignore_eos: bool = False
     ) -> SamplingParams:
         """Return how one run is decoded. salt: runs of the same one may learn from each other."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=temperature,
             seed=self.seed + turn,
-            acceptance=self.acceptance,
-            draft=draft,
+            acceptance=None if way is None else way.acceptance,
+            draft=None if way is None else way.draft,
             cache_salt=salt,
             ignore_eos=ignore_eos,
         )
 
-    def texts_must_be_equal(self, temperature: float) -> bool:
+
+@dataclass(frozen=True)
+class Way:
+    """A drafter, the policy that decides how far it drafts, and the rule, None = the engine's choice.
+
+    name: what differs from the other ways.
+    """
+
+    name: str
+    draft: str
+    pacing: str
+    acceptance: str | None = None
+
+    def keeps_texts(self, temperature: float) -> bool:
         """Whether a draft may change no token. Rules other than match keep the distribution, and draw other texts."""
         rule = verify.find(self.acceptance or ("match" if temperature > 0 else "ratio"))
         return rule.is_lossless and (temperature == 0 or rule.name == "match")
@@ -88,7 +107,7 @@ class WorkPrompt:
 
 @dataclass(frozen=True)
 class Turn:
-    """One prompt at one temperature, which plain decoding and all drafters run one after another."""
+    """One prompt at one temperature, which plain decoding and all ways run one after another."""
 
     number: int
     repeat: int
@@ -104,28 +123,33 @@ def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
     console = make_console()
     check_picture(plan.picture)
     prompts = read_work(plan)
-    for temperature in plan.temperatures:
-        plan.params(temperature, None, "")  # refuses what cannot be honoured before a model is read
-        plan.texts_must_be_equal(temperature)
+    for temperature in plan.temperatures:  # what cannot be honoured is refused before a model is read
+        plan.params(temperature, None, "")
+    for acceptance in plan.acceptances:
+        verify.find(acceptance)
+    for spec in plan.pacings:
+        pacing.make(spec, config.spec_length)
     checkpoint = load_widened(config, plan.shape, console)
-    llm, specs, left_out = _build(checkpoint, config, plan, console)
+    llms, ways, left_out = _build(checkpoint, config, plan, console)
     spare_what_is_loaded()
     ceiling = print_ceiling(checkpoint.model, console)
     kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
     temperatures = " and ".join(f"{t:g}" for t in plan.temperatures)
+    sizes = f"{_counted(len(prompts), 'prompt')} ({', '.join(kinds)}), at most {plan.max_tokens} tokens"
+    same = _same(ways)
     console.print(
-        f"{len(prompts)} prompt{'s' * (len(prompts) != 1)} ({', '.join(kinds)}), at most {plan.max_tokens} tokens, "
-        f"at temperature {temperatures}, pacing {config.pacing_spec}: plain decoding and {len(specs)} "
-        f"drafter{'s' * (len(specs) != 1)} in turns, one request at a time"
+        f"{sizes}, at temperature {temperatures}{same}: plain decoding and {_counted(len(ways), 'way')} of drafting in "
+        "turns, one request at a time"
     )
     with progress_bar() as progress:
-        tallies, num_compared = _measure(llm, specs, prompts, plan, progress)
+        tallies, num_compared = _measure(llms, ways, prompts, plan, progress)
     cells = cells_of(tallies)
     summaries = summaries_of(tallies, cells)
-    print_methods(cells, summaries, kinds, ceiling, console)
-    print_compared(num_compared, plan, llm, console)
+    print_methods(cells, summaries, kinds, " and ".join(_compared(plan)), ceiling, console)
+    print_compared(num_compared, ways, plan, checkpoint.model.ops, console)
     if plan.picture is not None:
-        draw(cells, summaries, kinds, plan.picture, checkpoint.name)
+        about = f"{sizes}, {_counted(plan.num_repeats, 'run')} of each{same}."
+        draw(cells, summaries, kinds, plan.picture, _title(checkpoint, plan.shape, ceiling), about)
     paths = {
         name: str(path) if path else None
         for name, path in (("prompt_file", plan.prompt_file), ("picture", plan.picture))
@@ -135,12 +159,12 @@ def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
         "target": checkpoint.name,
         "widened": plan.shape != "none",
         "plan": {**asdict(plan), **paths},
-        "pacing": config.pacing_spec,
+        "ways": [asdict(way) for way in ways],
         "spec_length": config.spec_length,
         "prompts": [prompt.id for prompt in prompts],
         "left_out": left_out,
         "texts_compared": num_compared,
-        **record_of([], checkpoint.model, _draft_models(llm), ceiling),
+        **record_of([], checkpoint.model, _draft_models(llms), ceiling),
         "lines": [asdict(cell) for cell in cells],
         "summaries": [asdict(summary) for summary in summaries],
     }
@@ -174,34 +198,84 @@ def read_work(plan: MethodsPlan) -> list[WorkPrompt]:
 
 def _build(
     checkpoint: Checkpoint, config: EngineConfig, plan: MethodsPlan, console: Console
-) -> tuple[LLM, list[str], dict[str, str]]:
-    """One engine with all drafters that can serve; their specs; and of the others why they cannot."""
+) -> tuple[dict[str, LLM], list[Way], dict[str, str]]:
+    """An engine for each policy with all drafters that can serve; the ways; and of the others why they cannot.
+
+    Raises UserError where a drafter that was asked for cannot serve at all.
+    """
     # A prompt's second run would find the first one's cache, and a prompt that is not run teaches its drafter nothing.
     options = {**config.options(), "extra_drafts": None, "prefix_caching": False, "max_batch_size": 1}
-    specs, left_out = list[str](), dict[str, str]()
-    for spec in plan.drafts or [name for name in registry.names("forerun.drafters") if name != PLAIN]:
+    pacings, acceptances = plan.pacings or (config.pacing_spec,), plan.acceptances or (None,)
+    ways, left_out = list[Way](), dict[str, str]()
+    drafts = plan.drafts or tuple(name for name in registry.names("forerun.drafters") if name != PLAIN)
+    for draft in dict.fromkeys(drafts):
+        if draft == PLAIN:
+            continue
+        errors, found = dict[str, UserError](), list[str | None]()
         try:
-            _try(LLM(checkpoint, **{**options, "draft": spec}), plan)
-            specs.append(spec)
+            llm = LLM(checkpoint, **{**options, "draft": draft})
         except UserError as error:
-            if plan.drafts:
-                raise
-            left_out[spec] = str(error)
-            console.print(f"left out: {spec}, for {error}")
-    specs = list(dict.fromkeys(spec for spec in specs if spec != PLAIN))
-    if not specs:
+            errors[draft] = error
+        for acceptance in () if errors else acceptances:
+            try:
+                for temperature in plan.temperatures:  # nothing runs
+                    llm.engine.make([0], plan.params(temperature, Way("", "auto", "", acceptance), ""))
+                found.append(acceptance)
+            except UserError as error:
+                errors[draft if len(acceptances) == 1 else f"{draft}, {acceptance}"] = error
+        if plan.drafts and not found:
+            raise next(iter(errors.values()))
+        for name, why in errors.items():
+            left_out[name] = str(why)
+            console.print(f"left out: {name}, for {why}")
+        ways += [Way("", draft, spec, acceptance) for spec in pacings for acceptance in found]
+    if not ways:
         raise BadOption("no drafter is left to compare with plain decoding: name one with --draft")
-    return LLM(checkpoint, **{**options, "draft": PLAIN, "extra_drafts": ";".join(specs)}), specs, left_out
+    specs = ";".join(dict.fromkeys(way.draft for way in ways))
+    llms = {
+        spec: LLM(checkpoint, **{**options, "pacing": spec, "draft": PLAIN, "extra_drafts": specs}) for spec in pacings
+    }
+    named = [
+        replace(way, name=", ".join(str(getattr(way, name)) for name in _FIELDS if _FIELDS[name] in _compared(plan)))
+        for way in ways
+    ]
+    return llms, named, left_out
 
 
-def _try(llm: LLM, plan: MethodsPlan) -> None:
-    """Raise BadOption where no rule of the plan can judge what the drafter drafts. Nothing runs."""
-    for temperature in plan.temperatures:
-        llm.engine.make([0], plan.params(temperature, None, ""))
+_FIELDS = {"draft": "draft", "pacing": "pacing", "acceptance": "rule"}  # of a way, and what tables call them
 
 
-def _draft_models(llm: LLM) -> list[Decoder]:
-    """Every model of a drafter once."""
+def _compared(plan: MethodsPlan) -> list[str]:
+    """What the names of the ways are made of: what a plan has several of; the drafters where it has several of none."""
+    several = {"draft": plan.drafts, "pacing": plan.pacings, "rule": plan.acceptances}
+    found = [name for name, values in several.items() if len(values) > 1 or (name == "draft" and not values)]
+    return found or ["draft"]
+
+
+def _same(ways: Seq[Way]) -> str:
+    """What all ways have in common, behind commas."""
+    found = {what: {getattr(way, name) for way in ways} for name, what in _FIELDS.items()}
+    return "".join(f", {what} {value}" for what, (value, *others) in found.items() if value is not None and not others)
+
+
+def _title(checkpoint: Checkpoint, shape: str, ceiling: Ceiling) -> str:
+    """The model and the machine, in two lines."""
+    model, widened = checkpoint.model, "" if shape == "none" else f", a small model widened to {shape}"
+    name = "shipped model" if is_shipped(checkpoint.folder) else checkpoint.name
+    processor, threads = native.processor_name() or platform.machine(), _counted(model.ops.num_threads, "thread")
+    return (
+        f"{name}{widened}, {model.precision}: speed-up over plain decoding\n{processor}, {threads}, memory at "
+        f"{ceiling.bytes_per_s / 1e9:.0f} GB/s, {model.ops.build}"
+    )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _draft_models(llms: Mapping[str, LLM]) -> list[Decoder]:
+    """Every model of a drafter once; each engine has the same."""
+    llm = next(iter(llms.values()))
     runners = [member.runner for member in llm.engine.drafter.members.values()]
     models = {id(runner.model): runner.model for runner in runners if runner is not None}
     return list(models.values())  # type: ignore[arg-type]  # the models of this benchmark are decoders
@@ -224,57 +298,66 @@ def _ids(llm: LLM, prompt: WorkPrompt) -> list[int]:
 
 # ------------------------------------------------------------------------------------------------------ measurement
 
-Tallies = dict[tuple[float, str, str], Tally]  # by temperature, kind and spec
+Tallies = dict[tuple[float, str, str], Tally]  # by temperature, kind and way
 
 
 def _measure(
-    llm: LLM, specs: Seq[str], prompts: Seq[WorkPrompt], plan: MethodsPlan, progress: Progress
+    llms: Mapping[str, LLM], ways: Seq[Way], prompts: Seq[WorkPrompt], plan: MethodsPlan, progress: Progress
 ) -> tuple[Tallies, int]:
     """Run everything; returns the runs, and how many texts were compared with plain decoding's."""
-    variants, ids = [PLAIN, AGAIN, *specs], {prompt.id: _ids(llm, prompt) for prompt in prompts}
+    first_pacing, llm = next(iter(llms.items()))
+    plain = [Way(name, PLAIN, first_pacing) for name in (PLAIN, AGAIN)]  # which no policy and no rule changes
+    every = [*plain, *ways]
+    ids = {prompt.id: _ids(llm, prompt) for prompt in prompts}
     for prompt_ids in ids.values():
-        llm.engine.make(prompt_ids, plan.params(plan.temperatures[0], PLAIN, ""))  # refuses one that is too long
+        llm.engine.make(prompt_ids, plan.params(plan.temperatures[0], plain[0], ""))  # refuses one that is too long
     goes_on = not _chats(llm)  # a model that does not know turns may end at once, which measures nothing
-    built = {spec: _serving(llm, spec) for spec in variants}
-    clocks = {spec: _clock(llm, drafter) for spec, drafter in built.items()}
+    built = {way: _serving(llms[way.pacing], way) for way in every}
+    clocks = {id(drafter): _clock(llms[way.pacing], drafter) for way, drafter in built.items()}
     kinds = dict.fromkeys(prompt.kind for prompt in prompts)
-    tallies = {(t, k, spec): Tally(Variant(spec, 0), t) for t in plan.temperatures for k in kinds for spec in variants}
+    tallies = {
+        (t, kind, way.name): Tally(Variant(way.name, 0), t)
+        for t in plan.temperatures
+        for kind in kinds
+        for way in every
+    }
     turns = list(_turns(prompts, plan))
-    task, num_compared = progress.add_task("warming up", total=len(variants) * (len(turns) + 1)), 0
+    task, num_compared = progress.add_task("warming up", total=len(every) * (len(turns) + 1)), 0
 
-    def once(spec: str, turn: Turn, params: SamplingParams, tally: Tally) -> list[int]:
-        token_ids = run_once(llm, ids[turn.prompt.id], params, tally, clocks[spec])
-        if _serving(llm, spec) is not built[spec]:
-            raise InternalError(f"the drafter {shown(spec)} failed on {turn.prompt.id}: what it raised is logged above")
+    def once(way: Way, turn: Turn, params: SamplingParams, tally: Tally) -> list[int]:
+        own = llms[way.pacing]
+        token_ids = run_once(own, ids[turn.prompt.id], params, tally, clocks[id(built[way])])
+        if _serving(own, way) is not built[way]:
+            raise InternalError(
+                f"the drafter {shown(way.draft)} failed on {turn.prompt.id}: what it raised is logged above"
+            )
         progress.advance(task)
         return token_ids
 
     warm_up = replace(plan, max_tokens=min(plan.max_tokens, WARM_UP_TOKENS))
-    for spec in variants:  # also calibrates the pacing policy
-        params = warm_up.params(turns[0].temperature, _draft(spec), "warm-up")
-        once(spec, turns[0], params, Tally(Variant(spec, 0), turns[0].temperature))
+    for way in every:  # also calibrates the pacing policy
+        params = warm_up.params(turns[0].temperature, way, "warm-up")
+        once(way, turns[0], params, Tally(Variant(way.name, 0), turns[0].temperature))
     for turn in turns:
         t, texts = turn.temperature, dict[str, list[int]]()
-        first = turn.number % len(variants)
-        for spec in [*variants[first:], *variants[:first]]:
-            progress.update(task, description=f"T={t:g} {turn.prompt.id} {spec}")
-            # Repeats and temperatures have the same texts: what a drafter learned there would be the answer.
-            params = plan.params(t, _draft(spec), f"repeat {turn.repeat} at {t:g}", turn.number, goes_on)
-            texts[spec] = once(spec, turn, params, tallies[t, turn.prompt.kind, spec])
-        if plan.texts_must_be_equal(t) and llm.checkpoint.model.ops.row_invariant:
+        first = turn.number % len(every)
+        for way in [*every[first:], *every[:first]]:
+            progress.update(task, description=f"T={t:g} {turn.prompt.id} {way.name}")
+            # Repeats, temperatures and rules have the same texts: what a drafter learned there would be the answer.
+            salt = f"repeat {turn.repeat} at {t:g} by {way.acceptance}"
+            params = plan.params(t, way, salt, turn.number, goes_on)
+            text = once(way, turn, params, tallies[t, turn.prompt.kind, way.name])
+            if way.keeps_texts(t):
+                texts[way.name] = text
+        if llm.checkpoint.model.ops.row_invariant:
             compare(texts, turn, llm)
-            num_compared += len(specs)
+            num_compared += len(texts) - len(plain)
     return tallies, num_compared
 
 
-def _draft(variant: str) -> str:
-    """The drafter of a variant: plain decoding is measured twice."""
-    return PLAIN if variant == AGAIN else variant
-
-
-def _serving(llm: LLM, variant: str) -> Drafter:
+def _serving(llm: LLM, way: Way) -> Drafter:
     router = llm.engine.drafter
-    return router.members[router.chosen(_draft(variant))]
+    return router.members[router.chosen(way.draft)]
 
 
 def _turns(prompts: Seq[WorkPrompt], plan: MethodsPlan) -> Iterator[Turn]:
@@ -292,7 +375,7 @@ def _clock(llm: LLM, drafter: Drafter) -> ForwardClock | None:
 
 
 def compare(texts: Mapping[str, list[int]], turn: Turn, llm: LLM) -> None:
-    """Raise InternalError for the first drafter whose text is not plain decoding's, with both around the difference."""
+    """Raise InternalError for the first way whose text is not plain decoding's, with both around the difference."""
     plain = texts[PLAIN]
     for spec, text in texts.items():
         if text != plain:
@@ -306,18 +389,20 @@ def compare(texts: Mapping[str, list[int]], turn: Turn, llm: LLM) -> None:
             )
 
 
-def print_compared(num_compared: int, plan: MethodsPlan, llm: LLM, console: Console) -> None:
+def print_compared(num_compared: int, ways: Seq[Way], plan: MethodsPlan, ops: ReferenceOps, console: Console) -> None:
     """Say how many texts were compared, or why none was."""
-    loose = [t for t in plan.temperatures if not plan.texts_must_be_equal(t)]
     if num_compared:
         console.print(f"All {num_compared} compared texts of drafters are plain decoding's, token for token.")
-    if not llm.checkpoint.model.ops.row_invariant:
+    if not ops.row_invariant:
         console.print(
-            f"Texts were not compared: with {llm.checkpoint.model.ops.name} operators a row's bits depend on the rows "
-            "beside it, so that a near tie may fall otherwise; --ops native has no such differences."
+            f"Texts were not compared: with {ops.name} operators a row's bits depend on the rows beside it, so that a "
+            "near tie may fall otherwise; --ops native has no such differences."
         )
-    elif loose:
-        console.print(
-            f"At temperature {' and '.join(f'{t:g}' for t in loose)} texts were not compared: with acceptance "
-            f"{plan.acceptance} each drafter draws its own."
-        )
+        return
+    for t in plan.temperatures:
+        loose = dict.fromkeys(way.acceptance for way in ways if not way.keeps_texts(t))
+        if loose:
+            console.print(
+                f"At temperature {t:g} texts were not compared with acceptance {' and '.join(map(str, loose))}: each "
+                "way draws its own."
+            )

@@ -1,56 +1,119 @@
-"""The picture of `forerun bench methods`: a heat map of speed-ups, drafters by kinds of work. It needs matplotlib."""
+"""The picture of `forerun bench methods`: a row for each way, with its speed-up over all kinds of work and on each.
+
+It needs matplotlib.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import textwrap
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forerun.bench.methods_results import AGAIN, PLAIN, Cell, Summary
 from forerun.errors import BadOption, shown
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SUFFIXES = (".png", ".svg")
 MOST_SHOWN = 2.5  # the speed-up with the strongest colour; 1 / it has the strongest of the other one
 DARK = 0.65  # share of the strongest colour, in logarithms, from which on black text cannot be read
+CHARACTERS_PER_INCH = 15  # of the notes
+NOTE = (
+    "1 = as fast as plain decoding. Dots: geometric mean over the kinds; whiskers: least and most of the rounds, one "
+    "prompt of each kind in each. Grey: plain decoding against itself, which is the noise. Squares: median over a "
+    "kind's prompts; bold: the best of its column."
+)
 
 
 def check_picture(file: Path | None) -> None:
     """Raise BadOption for a picture that cannot be drawn."""
     if file is None:
         return
-    if file.suffix not in (".svg", ".png"):
-        raise BadOption(f"--picture {shown(str(file))} is not possible: its name must end in .svg or .png")
+    if file.suffix not in ("", *SUFFIXES):
+        raise BadOption(f"--picture {shown(str(file))} is not possible: its name must end in .svg or .png, or neither")
     if importlib.util.find_spec("matplotlib") is None:
         raise BadOption("--picture needs matplotlib: pip install 'forerun[plots]', or leave it out")
 
 
-def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path, target: str) -> None:
-    """Write one panel for each temperature: rows are drafters, the fastest first, columns kinds and all of them."""
+def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path, title: str, about: str) -> None:
+    """Write a row of panels for each temperature: speed-ups with whiskers, and a heat map of the kinds.
+
+    Ways are sorted, the fastest first; the last row is plain decoding against itself. title: the model and the machine.
+    about: what ran.
+    """
     from matplotlib import rc_context
-    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
     temperatures = list(dict.fromkeys(summary.temperature for summary in summaries))
-    num_rows = len({summary.draft for summary in summaries} - {PLAIN, AGAIN})
-    figure = Figure(figsize=(1.8 + 5.4 * len(temperatures), 1.3 + 0.32 * num_rows), layout="constrained")
-    figure.suptitle(f"{target}: speed-up over plain decoding")
-    figure.supxlabel("1 = as fast as plain decoding; all = geometric mean; bold = the best of its column", fontsize=9)
-    found = {(cell.temperature, cell.draft, cell.kind): cell.speedup for cell in cells}
-    panels = figure.subplots(1, len(temperatures), squeeze=False)[0]
-    for panel, temperature in zip(panels, temperatures, strict=True):
-        rows = [s for s in summaries if s.temperature == temperature and s.draft not in (PLAIN, AGAIN)]
-        grid = [[*(found[temperature, row.draft, kind] for kind in kinds), row.speedup] for row in rows]
-        panel.imshow(grid, cmap="RdBu", norm=LogNorm(1 / MOST_SHOWN, MOST_SHOWN), aspect="auto")
-        panel.set_title(f"temperature {temperature:g}", fontsize=10)
-        panel.set_xticks(range(len(kinds) + 1), [*kinds, "all"])
-        panel.set_yticks(range(len(rows)), [row.draft for row in rows])
-        panel.axvline(len(kinds) - 0.5, color="white", linewidth=3)
-        panel.tick_params(length=0, labelsize=9)
-        best = [max(column) for column in zip(*grid, strict=True)]
-        for y, line in enumerate(grid):
-            for x, value in enumerate(line):
-                weight = "bold" if value == best[x] else "normal"
-                colour = "white" if abs(math.log(value, MOST_SHOWN)) > DARK else "black"
-                panel.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=9, fontweight=weight, color=colour)
+    num_rows = len({summary.name for summary in summaries} - {PLAIN})
+    height = 1.0 + 0.32 * num_rows
+    size = (5.6 + 0.72 * len(kinds), 1.7 + height * len(temperatures))
+    figure = Figure(figsize=size, layout="constrained")
+    notes = [textwrap.fill(text, int(size[0] * CHARACTERS_PER_INCH)) for text in (about, NOTE)]
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    figure.supxlabel("\n".join(notes), fontsize=8, x=0.01, ha="left", color="0.3")
+    widths = {"width_ratios": [3.2, 0.72 * len(kinds)]}
+    panels = figure.subplots(len(temperatures), 2, squeeze=False, sharex="col", gridspec_kw=widths)
+    for (dots, squares), temperature in zip(panels, temperatures, strict=True):
+        own = [s for s in summaries if s.temperature == temperature and s.name != PLAIN]
+        rows = [*(row for row in own if row.name != AGAIN), *(row for row in own if row.name == AGAIN)]
+        _dots(dots, rows, temperature)
+        of_kind = {(cell.name, cell.kind): cell.speedup for cell in cells if cell.temperature == temperature}
+        _squares(squares, [[of_kind[row.name, kind] for kind in kinds] for row in rows], kinds)
     with rc_context({"svg.fonttype": "none"}):  # texts stay texts
-        figure.savefig(file, dpi=150)
+        for suffix in [file.suffix] if file.suffix else SUFFIXES:
+            figure.savefig(file.with_name(file.stem + suffix), dpi=150)
+
+
+def _dots(panel: Axes, rows: Seq[Summary], temperature: float) -> None:
+    """Draw the speed-up over all kinds of each way, over the band of plain decoding against itself."""
+    for y, row in enumerate(rows):
+        least, most = row.speedup_range
+        colour = "0.45" if row.name == AGAIN else "tab:blue" if row.speedup >= 1 else "tab:red"
+        if row.name == AGAIN:
+            panel.axvspan(least, most, color="0.9", zorder=0)
+        panel.plot([least, most], [y, y], color=colour, linewidth=1.5, marker="|", markersize=7)
+        panel.plot(row.speedup, y, color=colour, marker="o", markersize=5)
+        label = (max(most, row.speedup), y)
+        panel.annotate(
+            f"{row.speedup:.2f}",
+            label,
+            (6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=colour,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.8},
+        )
+    panel.axvline(1, color="0.45", linewidth=0.8, linestyle="--", zorder=1)
+    panel.set_title(f"temperature {temperature:g}: all kinds", fontsize=10, loc="left")
+    panel.set_yticks(range(len(rows)), [row.name for row in rows])
+    panel.set_ylim(len(rows) - 0.5, -0.5)
+    panel.margins(x=0.16)
+    panel.tick_params(labelsize=9, labelbottom=True)
+    panel.tick_params(axis="y", length=0)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _squares(panel: Axes, grid: Seq[Seq[float]], kinds: Seq[str]) -> None:
+    """Draw a heat map of the speed-up of each way (rows) on each kind (columns), the last row being the noise."""
+    from matplotlib.colors import LogNorm
+
+    panel.imshow(grid, cmap="RdBu", norm=LogNorm(1 / MOST_SHOWN, MOST_SHOWN), aspect="auto")
+    panel.set_title("by kind", fontsize=10, loc="left")
+    panel.set_xticks(range(len(kinds)), kinds)
+    panel.set_yticks([])
+    panel.tick_params(length=0, labelsize=9, labelbottom=True)
+    panel.spines[:].set_visible(False)
+    best = [max(column) for column in zip(*grid[:-1], strict=True)]
+    panel.axhline(len(grid) - 1.5, color="white", linewidth=3)
+    for y, line in enumerate(grid):
+        for x, value in enumerate(line):
+            is_best = value == best[x] and y < len(grid) - 1
+            colour = "white" if abs(math.log(value, MOST_SHOWN)) > DARK else "black"
+            weight = "bold" if is_best else "normal"
+            panel.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=9, fontweight=weight, color=colour)

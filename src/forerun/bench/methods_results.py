@@ -1,7 +1,8 @@
-"""The results of `forerun bench methods`: numbers by drafter and kind of work, and two tables for each temperature.
+"""The results of `forerun bench methods`: numbers by way and kind of work, and two tables for each temperature.
 
-A cell is one drafter on one kind; a summary is over kinds. The speed-up of a cell is the median over its prompts of
-plain decoding's seconds per token over the drafter's, in the same turn; that of a summary is the geometric mean.
+A way is a drafter with a pacing policy and a rule. A cell is one way on one kind; a summary is over kinds. The speed-up
+of a cell is the median over its prompts of plain decoding's seconds per token over the way's, in the same turn; that of
+a summary is the geometric mean.
 """
 
 from __future__ import annotations
@@ -36,25 +37,29 @@ class Counts:
 
 @dataclass(frozen=True)
 class Cell(Counts):
-    """One drafter on one kind of work at one temperature."""
+    """One way on one kind of work at one temperature. speedups: of each run."""
 
-    draft: str
+    name: str
     temperature: float
     kind: str
     num_runs: int
     tokens_per_s: float
     speedup: float
-    speedup_range: tuple[float, float]
+    speedups: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Summary(Counts):
-    """One drafter at one temperature: rates are geometric means over the kinds, counts are over all steps."""
+    """One way at one temperature: rates are geometric means over the kinds, counts are over all steps.
 
-    draft: str
+    speedup_range: the least and the most of the rounds, each of which is one run of each kind.
+    """
+
+    name: str
     temperature: float
     tokens_per_s: float
     speedup: float
+    speedup_range: tuple[float, float]
     least_speedup: float
     least_kind: str
 
@@ -74,39 +79,41 @@ def counts_of(tallies: Seq[Tally]) -> Counts:
 
 
 def cells_of(tallies: Mapping[tuple[float, str, str], Tally]) -> list[Cell]:
-    """One cell per tally. tallies: by temperature, kind and drafter, plain decoding among them."""
+    """One cell per tally. tallies: by temperature, kind and way, plain decoding among them."""
     cells = []
-    for (temperature, kind, draft), tally in tallies.items():
+    for (temperature, kind, name), tally in tallies.items():
         plain = tallies[temperature, kind, PLAIN].seconds_per_token
         ratios = [a / b for a, b in zip(plain, tally.seconds_per_token, strict=True)]
         cells.append(
             Cell(
                 **vars(counts_of([tally])),
-                draft=draft,
+                name=name,
                 temperature=temperature,
                 kind=kind,
                 num_runs=len(ratios),
                 tokens_per_s=1 / median(tally.seconds_per_token),
                 speedup=median(ratios),
-                speedup_range=(min(ratios), max(ratios)),
+                speedups=tuple(ratios),
             )
         )
     return cells
 
 
 def summaries_of(tallies: Mapping[tuple[float, str, str], Tally], cells: Seq[Cell]) -> list[Summary]:
-    """One summary for each drafter and temperature, the fastest first within a temperature."""
+    """One summary for each way and temperature, the fastest first within a temperature."""
     made = []
-    for temperature, draft in dict.fromkeys((cell.temperature, cell.draft) for cell in cells):
-        own = [cell for cell in cells if (cell.temperature, cell.draft) == (temperature, draft)]
+    for temperature, name in dict.fromkeys((cell.temperature, cell.name) for cell in cells):
+        own = [cell for cell in cells if (cell.temperature, cell.name) == (temperature, name)]
         least = min(own, key=lambda cell: cell.speedup)
+        rounds = list(map(geometric_mean, zip(*(cell.speedups for cell in own), strict=False)))
         made.append(
             Summary(
-                **vars(counts_of([tallies[temperature, cell.kind, draft] for cell in own])),
-                draft=draft,
+                **vars(counts_of([tallies[temperature, cell.kind, name] for cell in own])),
+                name=name,
                 temperature=temperature,
                 tokens_per_s=geometric_mean(cell.tokens_per_s for cell in own),
                 speedup=geometric_mean(cell.speedup for cell in own),
+                speedup_range=(min(rounds), max(rounds)),
                 least_speedup=least.speedup,
                 least_kind=least.kind,
             )
@@ -117,30 +124,31 @@ def summaries_of(tallies: Mapping[tuple[float, str, str], Tally], cells: Seq[Cel
 # ----------------------------------------------------------------------------------------------------------- output
 
 
-def speed_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str]) -> Table:
-    """Return the speed-ups of one temperature, drafters by kinds; the best of each column has a star."""
-    table = _table(summaries, (*kinds, "all", "tokens\n/s"))
-    found = {(cell.draft, cell.kind): cell.speedup for cell in cells}
-    rows = [summary for summary in summaries if summary.draft not in (PLAIN, AGAIN)]
-    best = {kind: max(found[row.draft, kind] for row in rows) for kind in kinds}
-    for row in [*rows, *(summary for summary in summaries if summary.draft == AGAIN)]:
+def speed_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head: str) -> Table:
+    """Return the speed-ups of one temperature, ways by kinds; the best of each column has a star."""
+    table = _table(summaries, (*kinds, "all", "least\n-most", "tokens\n/s"), head)
+    found = {(cell.name, cell.kind): cell.speedup for cell in cells}
+    rows = [summary for summary in summaries if summary.name not in (PLAIN, AGAIN)]
+    best = {kind: max(found[row.name, kind] for row in rows) for kind in kinds}
+    for row in [*rows, *(summary for summary in summaries if summary.name == AGAIN)]:
         table.add_row(
-            row.draft,
-            *(_starred(found[row.draft, kind], best[kind]) for kind in kinds),
+            row.name,
+            *(_starred(found[row.name, kind], best[kind]) for kind in kinds),
             _starred(row.speedup, max(other.speedup for other in rows)),
+            "{:.2f}-{:.2f}".format(*row.speedup_range),
             f"{row.tokens_per_s:.1f}",
         )
     return table
 
 
-def counts_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str]) -> Table:
-    """Return tokens per pass of one temperature, drafters by kinds, and what is counted over all kinds."""
-    table = _table(summaries, (*kinds, "all", "alpha", "draft-\ning", "over-\nhead"))
-    found = {(cell.draft, cell.kind): cell.tokens_per_pass for cell in cells}
-    for row in (summary for summary in summaries if summary.draft != AGAIN):
+def counts_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head: str) -> Table:
+    """Return tokens per pass of one temperature, ways by kinds, and what is counted over all kinds."""
+    table = _table(summaries, (*kinds, "all", "alpha", "draft-\ning", "over-\nhead"), head)
+    found = {(cell.name, cell.kind): cell.tokens_per_pass for cell in cells}
+    for row in (summary for summary in summaries if summary.name != AGAIN):
         table.add_row(
-            row.draft,
-            *(f"{found[row.draft, kind]:.2f}" for kind in kinds),
+            row.name,
+            *(f"{found[row.name, kind]:.2f}" for kind in kinds),
             f"{row.tokens_per_pass:.2f}",
             "-" if row.alpha_hat is None else f"{row.alpha_hat:.2f}",
             f"{row.draft_share:.1%}",
@@ -149,10 +157,10 @@ def counts_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str]) -> 
     return table
 
 
-def _table(summaries: Seq[Summary], columns: Iterable[str]) -> Table:
+def _table(summaries: Seq[Summary], columns: Iterable[str], head: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    longest = max(len(summary.draft) for summary in summaries)
-    table.add_column("draft", overflow="fold", min_width=min(longest, 12))
+    longest = max(len(summary.name) for summary in summaries)
+    table.add_column(head, overflow="fold", min_width=min(longest, 12))
     for name in columns:
         table.add_column(
             name.replace("question", "ques-\ntion").replace("summary", "sum-\nmary"), justify="right", no_wrap=True
@@ -165,9 +173,10 @@ def _starred(speedup: float, best: float) -> Text:
 
 
 SPEED_NOTE = (
-    "Speed-up: plain decoding's time per token over the drafter's, on the same prompt in the same turn, the median "
-    "over the prompts; all: the geometric mean over the kinds. *: the best of its column. none again: plain "
-    "decoding once more, so how far it is from 1 is the noise of these numbers."
+    "Speed-up: plain decoding's time per token over this way's, on the same prompt in the same turn, the median over "
+    "the prompts; all: the geometric mean over the kinds; least-most: of the rounds, one prompt of each kind in each. "
+    "*: the best of its column. none again: plain decoding once more, so how far it is from 1 is the noise of these "
+    "numbers."
 )
 COUNTS_NOTE = (
     "Tokens that come of one pass of the target, none being plain decoding. alpha: accepted / tested tokens. Shares of "
@@ -176,19 +185,19 @@ COUNTS_NOTE = (
 
 
 def print_methods(
-    cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], ceiling: Ceiling, console: Console
+    cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head: str, ceiling: Ceiling, console: Console
 ) -> None:
-    """Print two tables for each temperature, and how they are read."""
+    """Print two tables for each temperature, and how they are read. head: what the names of the ways are."""
     for temperature in dict.fromkeys(summary.temperature for summary in summaries):
         own_cells = [cell for cell in cells if cell.temperature == temperature]
         own = [summary for summary in summaries if summary.temperature == temperature]
-        plain = next(summary for summary in own if summary.draft == PLAIN)
+        plain = next(summary for summary in own if summary.name == PLAIN)
         console.print(
             f"\nTemperature {temperature:g}: speed-up over plain decoding, which makes {plain.tokens_per_s:.1f} "
             f"tokens/s ({plain.tokens_per_s / ceiling.tokens_per_s:.0%} of its limit)",
             style="bold",
         )
-        console.print(speed_table(own_cells, own, kinds))
+        console.print(speed_table(own_cells, own, kinds, head))
         console.print(f"\nTemperature {temperature:g}: tokens per pass", style="bold")
-        console.print(counts_table(own_cells, own, kinds))
+        console.print(counts_table(own_cells, own, kinds, head))
     console.print(f"\n{SPEED_NOTE}\n{COUNTS_NOTE}")

@@ -14,6 +14,7 @@ import typer
 from forerun.cli import flags
 from forerun.cli.help import App
 from forerun.errors import BadOption, shown
+from forerun.registry import parse_specs
 
 app = App("Measure this machine and model; each benchmark prints what it does, a table, and how to read it.")
 SHAPE_NAMES = "demo (about 0.4 B), llama-3.2-1b or llama-3.2-3b (with as many layers as it has, at least)"
@@ -122,13 +123,22 @@ def methods(
     shape: Annotated[str, typer.Option(help=f"the target is widened to it in memory: {SHAPE_NAMES}, or none")] = "none",
     temperature: Annotated[list[float] | None, typer.Option(help="may be repeated [default: 0 and 1]")] = None,
     acceptance: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help="verification rule [default: match at temperature > 0, which keeps texts]", show_default=False
+            help="verification rules to compare, as in ratio,block; may be repeated [default: match at temperature > "
+            "0, which keeps texts]",
+            show_default=False,
         ),
     ] = None,
     spec_length: flags.SpecLength = None,
-    pacing: flags.Pacing = None,
+    pacing: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="pacing policies to compare, as in auto,fixed,svip; may be repeated [default: fixed where "
+            "--spec-length is given, else auto]",
+            show_default=False,
+        ),
+    ] = None,
     num_prompts: Annotated[int, typer.Option("--prompts", help="of each kind", min=1)] = 2,
     max_tokens: Annotated[int, typer.Option(help="tokens per prompt at most", min=2)] = 64,
     repeats: Annotated[int, typer.Option(help="times every prompt is run", min=1)] = 1,
@@ -139,7 +149,9 @@ def methods(
     picture: Annotated[
         Path | None,
         typer.Option(
-            help="file for a heat map, .svg or .png; needs matplotlib", show_default=False, callback=_writable
+            help="file for a picture, .svg or .png; both where its name ends in neither; needs matplotlib",
+            show_default=False,
+            callback=_writable,
         ),
     ] = None,
     device: flags.Device = None,
@@ -151,8 +163,8 @@ def methods(
     config: flags.ConfigFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Compare plain decoding with every drafter on six kinds of work, and check that no text changes."""
-    engine = flags.engine_config({k: v for k, v in locals().items() if k != "draft"}, config)
+    """Compare plain decoding with drafters, pacing policies and rules on six kinds of work, and check the texts."""
+    engine = flags.engine_config({k: v for k, v in locals().items() if k not in ("draft", "pacing")}, config)
     from forerun.bench import methods as bench
 
     plan = bench.MethodsPlan(
@@ -160,7 +172,8 @@ def methods(
         kinds=tuple(kind or ()),
         shape=shape,
         temperatures=tuple(dict.fromkeys(temperature or (0.0, 1.0))),
-        acceptance=acceptance,
+        pacings=tuple(parse_specs(pacing or ())),
+        acceptances=tuple(parse_specs(acceptance or ())),
         prompts_per_kind=num_prompts,
         max_tokens=max_tokens,
         num_repeats=repeats,
