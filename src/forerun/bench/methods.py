@@ -260,7 +260,7 @@ def _same(ways: Seq[Way]) -> str:
 
 def _title(checkpoint: Checkpoint, shape: str, ceiling: Ceiling) -> str:
     """The model and the machine, in two lines."""
-    model, widened = checkpoint.model, "" if shape == "none" else f", a small model widened to {shape}"
+    model, widened = checkpoint.model, "" if shape == "none" else f" widened to {shape}"
     name = "shipped model" if is_shipped(checkpoint.folder) else checkpoint.name
     processor, threads = native.processor_name() or platform.machine(), _counted(model.ops.num_threads, "thread")
     return (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg")
 MOST_SHOWN = 2.5  # the speed-up with the strongest colour; 1 / it has the strongest of the other one
 DARK = 0.65  # share of the strongest colour, in logarithms, from which on black text cannot be read
-CHARACTERS_PER_INCH = 15  # of the notes
+CHARACTERS_PER_INCH = 120  # of a font of one point, on average
 NOTE = (
     "1 = as fast as plain decoding. Dots: geometric mean over the kinds; whiskers: least and most of the rounds, one "
     "prompt of each kind in each. Grey: plain decoding against itself, which is the noise. Squares: median over a "
@@ -53,9 +53,8 @@ def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path,
     height = 1.0 + 0.32 * num_rows
     size = (5.6 + 0.72 * len(kinds), 1.7 + height * len(temperatures))
     figure = Figure(figsize=size, layout="constrained")
-    notes = [textwrap.fill(text, int(size[0] * CHARACTERS_PER_INCH)) for text in (about, NOTE)]
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    figure.supxlabel("\n".join(notes), fontsize=8, x=0.01, ha="left", color="0.3")
+    figure.suptitle(_folded(title, 11, size[0]), fontsize=11, x=0.01, ha="left")
+    figure.supxlabel(_folded(f"{about}\n{NOTE}", 8, size[0]), fontsize=8, x=0.01, ha="left", color="0.3")
     widths = {"width_ratios": [3.2, 0.72 * len(kinds)]}
     panels = figure.subplots(len(temperatures), 2, squeeze=False, sharex="col", gridspec_kw=widths)
     for (dots, squares), temperature in zip(panels, temperatures, strict=True):
@@ -67,6 +66,11 @@ def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path,
     with rc_context({"svg.fonttype": "none"}):  # texts stay texts
         for suffix in [file.suffix] if file.suffix else SUFFIXES:
             figure.savefig(file.with_name(file.stem + suffix), dpi=150)
+
+
+def _folded(text: str, points: int, width_in: float) -> str:
+    """Fold each line of a text in a font of so many points to a width in inches."""
+    return "\n".join(textwrap.fill(line, int(width_in * CHARACTERS_PER_INCH / points)) for line in text.splitlines())
 
 
 def _dots(panel: Axes, rows: Seq[Summary], temperature: float) -> None:
