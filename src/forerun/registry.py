@@ -18,6 +18,7 @@ import itertools
 import json
 import numbers
 import operator
+import os
 import re
 import types
 import typing
@@ -32,12 +33,17 @@ MAX_NESTED = 20  # parentheses of a spec in one another
 LONGEST_GUESSED = 100  # characters of a name for which the nearest known one is looked for
 
 
-@functools.cache
 def names(package: str) -> tuple[str, ...]:
     """Return the sorted names of the methods in a room: its files with a class `Options`. None of them is imported."""
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
-    files = [file for folder in folders for file in Path(folder).glob("*.py") if not file.name.startswith("_")]
+    return _names(tuple((folder, os.stat(folder).st_mtime_ns) for folder in folders if os.path.isdir(folder)))
+
+
+@functools.cache
+def _names(folders: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    """The names in folders as they are since those times: a new file makes a folder younger."""
+    files = [file for folder, _ in folders for file in Path(folder).glob("*.py") if not file.name.startswith("_")]
     return tuple(sorted(file.stem for file in files if "\nclass Options" in file.read_text(encoding="utf-8")))
 
 

@@ -56,7 +56,20 @@ def test_json_has_text_tokens_and_report(cli: Any) -> None:
 
 
 def test_a_lossy_rule_is_named_with_its_price(cli: Any) -> None:
-    base = ("generate", "--target", "llama", "--draft", "./draft", "--seed", "1", "--max-tokens", "12", "a")
+    base = (
+        "generate",
+        "--target",
+        "llama",
+        "--draft",
+        "./draft",
+        "--pacing",
+        "fixed",
+        "--seed",
+        "1",
+        "--max-tokens",
+        "12",
+        "a",
+    )
     report = json.loads(cli(*base, "--acceptance", "lenience:l=0.5", "--json").stdout)["report"]
     assert (report["acceptance"], report["is_lossless"]) == ("lenience:l=0.5", False)
     assert 0 <= report["tv_price"] <= 1

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -244,6 +244,21 @@ print(json.dumps("huggingface_hub" in sys.modules))
 """
 
 
+# Runs commands one after the other: most of a command's time is the loading of torch.
+COMMANDS = """
+import contextlib, io, json, sys
+from forerun.cli.main import main
+for arguments in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(arguments)
+        except SystemExit as left:
+            code = left.code
+    print(json.dumps({"out": out.getvalue(), "err": err.getvalue(), "code": code}))
+"""
+
+
 @dataclass(frozen=True)
 class Found:
     """What became of one name. files: names in the folder, folders in it included."""
@@ -266,7 +281,7 @@ class Client:
         self.loaded = False  # whether the last process has imported huggingface_hub
 
     def environ(self, **more: str) -> dict[str, str]:
-        kept = {key: os.environ[key] for key in ("PATH", "TMPDIR") if key in os.environ}
+        kept = {key: os.environ[key] for key in ("PATH", "TMPDIR", "FORERUN_CACHE_DIR") if key in os.environ}
         own = {"HF_ENDPOINT": self.hub.endpoint, "HF_HOME": str(self.home), "HOME": str(self.home), "NO_PROXY": "*"}
         return {**kept, **own, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **more}
 
@@ -295,6 +310,12 @@ class Client:
     def forerun(self, *arguments: str, code: int = 0, **env: str) -> tuple[str, str]:
         """What the command line prints: standard output and standard error."""
         return self.run([sys.executable, "-m", "forerun", *arguments], env, code)
+
+    def foreruns(self, *commands: Seq[str]) -> list[dict[str, Any]]:
+        """What several commands, run in one process, have printed and returned: out, err, code."""
+        out, err = self.run([sys.executable, "-c", COMMANDS, json.dumps(commands)], {})
+        assert err == ""
+        return [json.loads(line) for line in out.splitlines()]
 
     def asked(self, call: str | dict[str, Any], **options: Any) -> tuple[Found, list[str]]:
         """`find`, and the files whose contents were asked for meanwhile."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from models.hubserver import Client, HubServer
+from models.hubserver import Client, HubServer, serve
 from tiny import write_tiny
 
-GENERATE = ("generate", "--target", "org/target", "--max-tokens", "4", "hello")
+TARGET = "org/target"
+GENERATE = ("generate", "--target", TARGET, "--max-tokens", "4", "hello")
+Outcomes = tuple[dict[str, dict[str, Any]], list[str]]
 SAMPLES = b'{"do_sample": false, "max_new_tokens": 7}'
 
 
@@ -28,8 +32,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 CASES = {
-    "no_template": ({}, ("chat", "org/target"), "chat template"),
-    "no_such_template": ({}, ("chat", "org/target", "--chat-template", "no.jinja"), "no.jinja"),
+    "no_template": ({}, ("chat", TARGET), "chat template"),
+    "no_such_template": ({}, ("chat", TARGET, "--chat-template", "no.jinja"), "no.jinja"),
     "broken_tokenizer": ({"tokenizer.json": b"{}"}, GENERATE, "tokenizer.json is not a file of the tokenizers library"),
     "beams": (
         {"generation_config.json": b'{"num_beams": 4}'},
@@ -50,18 +54,25 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def outcomes(tiny: dict[str, bytes], stranger: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """What each case printed, and what was fetched for it."""
+    with contextlib.contextmanager(serve)() as hub:
+        client = Client(hub, tmp_path_factory.mktemp("home"))
+        hub.publish("org/stranger", stranger)
+        for case, (changed, _, _) in CASES.items():
+            hub.publish(f"{TARGET}-{case}", tiny | changed)
+        commands = [[part.replace(TARGET, f"{TARGET}-{case}") for part in CASES[case][1]] for case in CASES]
+        return dict(zip(CASES, client.foreruns(*commands), strict=True)), [asked.path for asked in hub.requests]
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_refused_before_the_weights(
-    hub: HubServer, client: Client, tiny: dict[str, bytes], stranger: dict[str, bytes], case: str
-) -> None:
-    changed, arguments, sentence = CASES[case]
-    hub.publish("org/target", tiny | changed)
-    hub.publish("org/stranger", stranger)
-    out, err = client.forerun(*arguments, code=2)
-    assert out == ""
-    assert sentence in err
-    assert err.count("\n") == 1
-    assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
+def test_refused_before_the_weights(outcomes: Outcomes, case: str) -> None:
+    said, fetched = outcomes
+    assert (said[case]["code"], said[case]["out"]) == (2, "")
+    assert CASES[case][2] in said[case]["err"]
+    assert said[case]["err"].count("\n") == 1
+    assert not [path for path in fetched if path.endswith(".safetensors")]
 
 
 def test_suggested_values_apply_the_first_time_too(hub: HubServer, client: Client, tiny: dict[str, bytes]) -> None:
