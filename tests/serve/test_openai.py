@@ -10,7 +10,8 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.errors import BadOption, CapacityError, InternalError, NotFound, PromptTooLong
-from forerun.serve.openai import CHAT, COMPLETIONS, Refused, answer_body, error_answer, model_names, read_body
+from forerun.serve.bodies import Refused, model_names
+from forerun.serve.openai import CHAT, COMPLETIONS, answer_body, error_answer, read_body
 from speculation import llm_options
 
 pytestmark = pytest.mark.once("no engine runs: bodies alone")  # except where a test says otherwise
