@@ -204,7 +204,13 @@ def test_an_answer_counts_its_prompts_once(llm: LLM) -> None:
     assert [choice["text"] for choice in body["choices"]] == [output.text for output in outputs]
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     num_prompt = sum(len(llm.tokenizer.encode(prompt)) for prompt in ("def f(", "class A:"))
-    assert body["usage"] == {"prompt_tokens": num_prompt, "completion_tokens": 20, "total_tokens": num_prompt + 20}
+    assert body["usage"] == {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": 20,
+        "total_tokens": num_prompt + 20,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
     report = body["forerun"]
     assert report["seed"] == 1
     assert report["num_steps"] == sum(output.report.num_steps for output in outputs)

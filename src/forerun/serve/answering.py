@@ -300,7 +300,7 @@ async def read_body(headers: Any, receive: Receive, service: Service) -> bytes:
 def parse(body: bytes) -> Any:
     """A body as JSON. Raises Refused."""
     try:
-        return json.loads(body)
+        return json.loads(body.decode())
     except UnicodeDecodeError:
         raise Refused("the body is not UTF-8: encode it so") from None
     except ValueError as error:

@@ -65,9 +65,10 @@ def make_app(service: Service, *, api_key: str | None = None) -> FastAPI:
     app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Door, service=service, api_key=api_key)
     app.add_exception_handler(HTTPException, _http_error)
+    bodies = {url: openapi.as_body(schema) for url, schema in openapi.bodies(service.llm, service.names).items()}
     for url, api in APIS.items():
-        app.post(url, openapi_extra=openapi.body_of(url), responses=openapi.ERRORS)(_answering(service, api))
-    _add_counting(app, service)
+        app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_answering(service, api))
+    _add_counting(app, service, bodies)
     _add_models(app, service)
     _add_state(app, service)
     return app
@@ -81,7 +82,7 @@ def _answering(service: Service, api: Api) -> Callable[[], Any]:
     return answer
 
 
-def _add_counting(app: FastAPI, service: Service) -> None:
+def _add_counting(app: FastAPI, service: Service, bodies: dict[str, Any]) -> None:
     """Routes that need no engine: texts to ids, ids to texts."""
     routes = {
         messages.COUNT_TOKENS: (tokens.count, messages.error_answer),
@@ -89,9 +90,7 @@ def _add_counting(app: FastAPI, service: Service) -> None:
         "/detokenize": (tokens.detokenize, _plain_error),
     }
     for url, (work, error) in routes.items():
-        app.post(url, openapi_extra=openapi.body_of(url), responses=openapi.ERRORS)(
-            _counting(service, url, work, error)
-        )
+        app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_counting(service, url, work, error))
 
 
 def _counting(service: Service, url: str, work: Any, error_of: Any) -> Callable[[Request], Any]:
@@ -204,10 +203,14 @@ class Door:
 
         with span(scope["path"], record, headers):
             try:
-                if self._is_known(scope["path"], headers):
+                refused = self._refused(scope, headers)
+                if refused is None:
                     await self._app(scope, receive, sending)
                 else:
-                    await self._refuse_key(scope, receive, sending)
+                    is_messages = scope["path"].startswith(messages.MESSAGES)
+                    code, body = (messages if is_messages else openai).error_answer(refused)
+                    more = {"www-authenticate": "Bearer"} if code == 401 else None
+                    await JSONResponse(body, code, more)(scope, receive, sending)
             except Exception as error:
                 LOG.exception("request %s failed", request_id)
                 record["error"] = repr(error)[:200]
@@ -226,6 +229,16 @@ class Door:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
+    def _refused(self, scope: Scope, headers: dict[bytes, bytes]) -> Refused | None:
+        """Why a request does not come in, if it does not."""
+        most = self._service.limits.max_header_bytes
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > most:
+            return Refused(f"the headers have more than {most:,} bytes: send fewer", status=431)
+        if self._is_known(scope["path"], headers):
+            return None
+        message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        return Refused(message, code="invalid_api_key", status=401)
+
     def _is_known(self, path: str, headers: dict[bytes, bytes]) -> bool:
         """Whether the request brings the key, compared in a time that says nothing of it."""
         if self._api_key is None or path in OPEN_PATHS:
@@ -234,10 +247,3 @@ class Door:
         bearer = token.strip() if kind.lower() == b"bearer" else b""
         given = [bearer, headers.get(b"x-api-key", b"")]
         return sum(hmac.compare_digest(one, self._api_key) for one in given) > 0
-
-    async def _refuse_key(self, scope: Scope, receive: Receive, send: Send) -> None:
-        message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-        error = Refused(message, code="invalid_api_key", status=401)
-        is_messages = scope["path"].startswith(messages.MESSAGES)
-        status, body = (messages if is_messages else openai).error_answer(error)
-        await JSONResponse(body, status, {"www-authenticate": "Bearer"})(scope, receive, send)

@@ -33,6 +33,7 @@ SHIPPED = "shipped"  # the name of the shipped model
 MAX_CHOICES = 128  # per prompt, as in the API of OpenAI
 NO_CALLS = "the model is not told of tools and calls none"
 NO_GRAMMAR = "output cannot be held to a grammar or schema"
+ONE_ANSWER = "this API gives one answer"
 # Honoured by every API, under these names.
 PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {"logprobs", "n", "max_tokens", "stop"}
 SPECULATION = ("draft", "spec_length", "acceptance")  # in the object `speculation`, beside `report`

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.errors import ForerunError, shown
 from forerun.serve.bodies import (
     NO_CALLS,
+    ONE_ANSWER,
     Form,
     Given,
     Job,
@@ -45,6 +46,7 @@ def _has_kind(*kinds: str) -> Any:
 _NEUTRAL: Mapping[str, Neutral] = {
     "tools": (([],), NO_CALLS),
     "tool_choice": (_has_kind("none", "auto"), NO_CALLS),
+    "n": ((1,), ONE_ANSWER),
     "mcp_servers": (([],), NO_CALLS),
     "thinking": (_has_kind("disabled"), "the model is not told to think"),
     "output_config": (({},), "the model is not told how long to think, and its output is not held to a schema"),

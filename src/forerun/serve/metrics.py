@@ -31,9 +31,7 @@ class Metrics:
         self._llm, self._model = llm, model
         self._registry, self._prefix = CollectorRegistry(), prefix
         self._make_gauges()
-        self._prompt_tokens = self._counter(
-            "prompt_tokens", "prompt tokens of requests, those found in the cache included"
-        )
+        self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens, those found in the cache included")
         self._generated = self._counter("generation_tokens", "tokens that were generated")
         self._queries = self._counter("prefix_cache_queries", "prompt tokens that were looked for in the prefix cache")
         self._hits = self._counter("prefix_cache_hits", "prompt tokens that were found there")

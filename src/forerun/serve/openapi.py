@@ -5,10 +5,14 @@ What is checked is checked when a body is read; a test holds these schemas to th
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Any
 
+from forerun.engine.llm import LLM
+from forerun.registry import names as registered
 from forerun.serve import messages, openai, responses
 from forerun.serve.bodies import PARAMS, Form
+from forerun.text.chat import ROLES as _ROLES
 
 Schema = dict[str, Any]
 
@@ -37,7 +41,8 @@ def _object(required: tuple[str, ...] = (), **fields: Schema) -> Schema:
     return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
 
 
-_IDS = _list(_integer(0, 2**31 - 1), 1)
+_ID = _integer(0, 2**31 - 1)  # which ids there are depends on the model: `bodies` says
+_IDS = _list(_ID, 1)
 _STOPS = _either({"type": "string", "minLength": 1}, _list({"type": "string", "minLength": 1}))
 _PARTS = _list(_object(("type", "text"), type={"const": "text"}, text=_TEXT), 1)
 _CONTENT = _either(_TEXT, _PARTS)
@@ -66,7 +71,7 @@ _SHARED: dict[str, Schema] = {
     },
     "bad_words": _STOPS,
     "stop": _STOPS,
-    "stop_token_ids": _list(_integer(0, 2**31 - 1)),
+    "stop_token_ids": _list(_ID),
     "ignore_eos": _FLAG,
     "seed": _integer(0, 2**63 - 1),
     "n": _integer(1, 128),
@@ -83,7 +88,7 @@ _SHARED: dict[str, Schema] = {
 }
 _OWN: dict[str, dict[str, Schema]] = {
     openai.CHAT: {
-        "messages": _list(_object(("role", "content"), role=_TEXT, content=_CONTENT), 1),
+        "messages": _list(_object(("role", "content"), role={"enum": list(_ROLES)}, content=_CONTENT), 1),
         "max_completion_tokens": _MOST_TOKENS,
         "logprobs": _FLAG,
         "stream_options": _object(include_usage=_FLAG),
@@ -154,27 +159,50 @@ def _or_null(schema: Schema) -> Schema:
 
 def _bodies() -> dict[str, Schema]:
     made = {url: _schema(form) for url, form in _FORMS.items()}
-    counted = _schema(messages.FORM)
-    return {
-        **made,
-        messages.COUNT_TOKENS: {**counted, "required": ["messages"]},
-        "/tokenize": {
-            "type": "object",
-            "properties": {
-                "model": _TEXT,
-                "prompt": _TEXT,
-                "messages": _OWN[openai.CHAT]["messages"],
-                "add_special_tokens": _FLAG,
-                "return_token_strs": _FLAG,
-            },
-            "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
-            "additionalProperties": False,
+    counted = {**_schema(messages.FORM), "required": ["messages"]}
+    tokenize: Schema = {
+        "type": "object",
+        "properties": {
+            "model": _TEXT,
+            "prompt": _TEXT,
+            "messages": _OWN[openai.CHAT]["messages"],
+            "add_special_tokens": _FLAG,
+            "return_token_strs": _FLAG,
         },
-        "/detokenize": _object(("tokens",), model=_TEXT, tokens=_list(_integer(0, 2**31 - 1))),
+        "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+        "additionalProperties": False,
     }
+    detokenize = _object(("tokens",), model=_TEXT, tokens=_list(_ID))
+    return {**made, messages.COUNT_TOKENS: counted, "/tokenize": tokenize, "/detokenize": detokenize}
 
 
 BODIES = _bodies()
+
+
+def bodies(llm: LLM, names: Seq[str]) -> dict[str, Schema]:
+    """The schemas of all bodies, with what this server's model, drafters and rules are."""
+    here: dict[str, Schema] = {
+        "model": {"enum": list(names)},
+        "draft": {"enum": sorted(llm.engine.drafter.members)},
+        "acceptance": {"enum": registered("forerun.verify")},
+    }
+    num_ids = llm.engine.runner.num_ids
+
+    def told(schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [told(one) for one in schema]
+        if not isinstance(schema, dict):
+            return schema
+        if schema == _ID:
+            return _integer(0, num_ids - 1)
+        made = {key: told(value) for key, value in schema.items()}
+        if isinstance(fields := made.get("properties"), dict):
+            fields |= {name: _or_null(own) for name, own in here.items() if name in fields}
+        return made
+
+    return {url: told(schema) for url, schema in BODIES.items()}
+
+
 # What may come instead of an answer; docs/serve.md says when.
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "the body cannot be honoured; the message names the field"},
@@ -189,7 +217,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def body_of(url: str) -> dict[str, Any]:
+def as_body(schema: Schema) -> dict[str, Any]:
     """What FastAPI is told of a route's body."""
-    content = {"application/json": {"schema": BODIES[url]}}
-    return {"requestBody": {"required": True, "content": content}}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

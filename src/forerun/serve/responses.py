@@ -13,6 +13,7 @@ from forerun.errors import ForerunError, shown
 from forerun.serve.bodies import (
     NO_CALLS,
     NO_GRAMMAR,
+    ONE_ANSWER,
     Form,
     Job,
     Message,
@@ -62,6 +63,7 @@ def _is_plain_text(value: Any) -> bool:
 _NEUTRAL: Mapping[str, Neutral] = {
     "previous_response_id": ((), _STATELESS),
     "conversation": ((), _STATELESS),
+    "n": ((1,), ONE_ANSWER),
     "background": ((False,), "an answer is given when it is asked for"),
     "prompt": ((), "no prompts are kept here: send its text"),
     "tools": (([],), NO_CALLS),
