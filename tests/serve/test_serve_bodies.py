@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses and /v1/messages: what is honoured and refused; and the document that describes all bodies."""
+"""Bodies of /v1/responses and /v1/messages: what is honoured and refused; and the document of all bodies."""
 
 from __future__ import annotations
 

@@ -64,6 +64,8 @@ class Metrics:
             "spec_decode_draft_length", "tokens drafted for a request in a step, as paced; 0 = plain", _LENGTHS, "draft"
         )
         self._steps = self._seconds("step_duration", "of one step of the whole batch")
+        delays = "of the event loop behind a timer of 50 ms: how late it comes to what it should do"
+        self._delay = self._seconds("event_loop_delay", delays)
         self._last_s: dict[int, float] = {}  # by sequence: when a step brought it on
         self._children: dict[tuple[int, tuple[str, ...]], Any] = {}
         self._end = llm.listen(self._hear)
@@ -79,6 +81,10 @@ class Metrics:
     def answered(self, path: str, status: int) -> None:
         """Count an answer. path: of a route, not what a client made up."""
         self._of(self._answers, path, str(status)).inc()
+
+    def delayed(self, seconds: float) -> None:
+        """Count how late the event loop came to a timer."""
+        self._of(self._delay).observe(seconds)
 
     def ended(self, requests: Seq[Request]) -> None:
         """Count requests that have ended, or are being ended."""

@@ -60,6 +60,7 @@ def run(config: EngineConfig, options: ServerOptions) -> int:
     from forerun.engine.factory import suggested_fields
     from forerun.memory.machine import spare_what_is_loaded
 
+    sys.setswitchinterval(0.0005)
     _check(options)
     with bound(options.host, options.port) as listening, _logging(options):
         if not is_loopback(options.host) and options.api_key is None:
@@ -133,7 +134,7 @@ async def _serve(
         metrics=metrics,
     )
     server = _Server(_uvicorn_config(service, options))
-    ending = asyncio.create_task(_end_on_signals(service, server))
+    beside = [asyncio.create_task(_end_on_signals(service, server)), asyncio.create_task(service.watch_delay())]
     try:
         serving = asyncio.create_task(server.serve([listening]))
         while not server.started and not serving.done():
@@ -142,7 +143,8 @@ async def _serve(
             _say_where(llm, names, listening)
         await serving
     finally:
-        ending.cancel()
+        for task in beside:
+            task.cancel()
         service.close()
     return 0
 

@@ -19,6 +19,7 @@ from forerun.serve.metrics import Metrics
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
+_TICK_S = 0.05  # between two measurements of the event loop's delay
 NUM_THREADS = 4  # that make texts; they share one interpreter with the engine's thread
 
 
@@ -91,6 +92,14 @@ class Service:
         self._going.discard(generation)
         self.llm.end(generation.requests)
         self.metrics.ended(generation.requests)
+
+    async def watch_delay(self) -> None:
+        """Measure how late the event loop is, until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            self.metrics.delayed(max(0.0, loop.time() - due_s))
 
     def close(self) -> None:
         """Let the threads end."""
