@@ -8,6 +8,8 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -137,12 +139,27 @@ async def _run(server: Running, num: int, seed: int) -> Counter[tuple[str, int]]
     return sum((client.codes for client in clients), Counter())
 
 
-def _delay_s(server: Running, share: float = 0.999) -> tuple[float, int]:
-    """The bucket below which this share of the event loop's delays is, and how many there were."""
+# An event loop that does nothing, in a process of its own beside the run: what the machine alone makes late.
+IDLE = """
+import asyncio, signal
+async def main():
+    loop, late, end = asyncio.get_running_loop(), [], asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, end.set)
+    while not end.is_set():
+        due = loop.time() + 0.05
+        await asyncio.sleep(0.05)
+        late.append(loop.time() - due)
+    print(sorted(late)[int(0.999 * len(late))])
+asyncio.run(main())
+"""
+
+
+def _delay_s(server: Running, share: float = 0.999) -> float:
+    """The bucket below which this share of the event loop's delays is."""
     text = server.http.get("/metrics").text
     found = re.findall(r'forerun:event_loop_delay_seconds_bucket\{le="(\S+?)",.*\} (\S+)', text)
     counts = [(float(bound), float(count)) for bound, count in found]
-    return next(bound for bound, count in counts if count >= share * counts[-1][1]), int(counts[-1][1])
+    return next(bound for bound, count in counts if count >= share * counts[-1][1])
 
 
 def _rss_bytes(server: Running) -> int:
@@ -151,17 +168,20 @@ def _rss_bytes(server: Running) -> int:
 
 
 def test_a_server_survives_its_clients() -> None:
+    """What it prints is for a person: delays and memory depend on the machine."""
     with serving(*OPTIONS) as server:
-        idle_s = [wait_for(lambda: (d := _delay_s(server))[1] > 200 and d)]
         asyncio.run(_run(server, NUM_REQUESTS // 5, 0))
         wait_for(server.is_idle)
         warm = _rss_bytes(server)
+        idle = subprocess.Popen([sys.executable, "-c", IDLE], stdout=subprocess.PIPE, text=True)
         codes = asyncio.run(_run(server, NUM_REQUESTS - NUM_REQUESTS // 5, 1000))
+        idle.terminate()
         wait_for(server.is_idle)
         grown = _rss_bytes(server) / warm - 1
-        print(f"\n{dict(codes)}; memory {warm / 1e6:.0f} MB, {grown:+.1%}; delay {_delay_s(server)}, idle {idle_s}")
-        seen = {status for _, status in codes}
-        assert seen <= {200, 400, 413, 429}, codes
+        print(f"\n{dict(codes)}; memory {warm / 1e6:.0f} MB, then {grown:+.1%}")
+        idle_s = float(idle.communicate()[0])
+        print(f"p99.9 delay: at most {_delay_s(server) * 1e3:.0f} ms; of the idle loop {idle_s * 1e3:.0f} ms")
+        assert {status for _, status in codes} <= {200, 400, 413, 429}, codes
         assert {status for kind, status in codes if kind in ("whole", "streamed")} <= {200, 429}, codes
         assert grown < 0.1, "memory grows with the number of requests"
         assert server.http.get("/ready").status_code == 200

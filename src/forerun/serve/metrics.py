@@ -19,6 +19,7 @@ from forerun.types import StepReport
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIXES = ("forerun", "vllm")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_DELAYS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _MOST_REMEMBERED = 4096  # sequences
 _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)  # of drafts, in tokens
@@ -65,7 +66,7 @@ class Metrics:
         )
         self._steps = self._seconds("step_duration", "of one step of the whole batch")
         delays = "of the event loop behind a timer of 50 ms: how late it comes to what it should do"
-        self._delay = self._seconds("event_loop_delay", delays)
+        self._delay = self._histogram("event_loop_delay_seconds", f"seconds {delays}", _DELAYS)
         self._last_s: dict[int, float] = {}  # by sequence: when a step brought it on
         self._children: dict[tuple[int, tuple[str, ...]], Any] = {}
         self._end = llm.listen(self._hear)

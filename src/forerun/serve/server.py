@@ -60,7 +60,6 @@ def run(config: EngineConfig, options: ServerOptions) -> int:
     from forerun.engine.factory import suggested_fields
     from forerun.memory.machine import spare_what_is_loaded
 
-    sys.setswitchinterval(0.0005)
     _check(options)
     with bound(options.host, options.port) as listening, _logging(options):
         if not is_loopback(options.host) and options.api_key is None:
