@@ -150,6 +150,15 @@ def test_clients_that_leave_free_what_they_held(server: Running) -> None:
     assert server.metric("forerun:generation_tokens_total") == before
 
 
+def test_a_text_that_cannot_fit_is_not_even_read(server: Running) -> None:
+    for url, fields in (
+        ("/v1/completions", {"prompt": CODE * 300_000}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x " * 1_500_000}], "max_tokens": 1}),
+    ):
+        answer = server.http.post(url, json=fields)
+        assert (answer.status_code, "whatever they are" in answer.text) == (400, True)
+
+
 def test_a_slow_reader_gets_longer_pieces_and_stops_nobody(server: Running) -> None:
     """It reads nothing until another request has come and gone, and then gets everything that was written."""
     asked = {**LONG, "max_tokens": 1200, "stream": True, "logprobs": 5, "temperature": 0, "bad_words": ["\n\n\n\n"]}

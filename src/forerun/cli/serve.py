@@ -46,6 +46,7 @@ def serve(
     metrics_prefix: Annotated[str, typer.Option(help="of the names in /metrics: forerun or vllm")] = "forerun",
     log_format: Annotated[str, typer.Option(help="text or json, one line for each request")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
+    log_texts: Annotated[bool, typer.Option("--log-texts", help="log what requests and answers say")] = False,
     ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
     use_speculative_decoding: flags.UseSpeculativeDecoding = None,
@@ -92,6 +93,7 @@ def serve(
         metrics_prefix=metrics_prefix,
         log_format=log_format,
         log_level=log_level,
+        log_texts=log_texts,
         limits=Limits(
             max_queue=max_queue,
             max_body_bytes=max_body_bytes,

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence as Seq
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,6 +29,7 @@ from forerun.serve.service import Service
 if TYPE_CHECKING:
     from forerun.engine.request import Chunk, RequestOutput
 
+T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 RECORD = "forerun.record"  # in the scope of a request: what the log says of it
 IGNORED = "x-forerun-ignored"  # header: fields without which a request was served
@@ -101,7 +102,7 @@ class Exchange:
         with service.gate.enter() as place:
             body = await read_body(self._headers, self._receive, service)
             async with self._until_gone():
-                job, prompts, requests = await service.in_thread(self._prepare, body)
+                job, prompts, requests = await self._guarded(self._prepare, body)
                 del body
                 place.grow(len(requests))
                 self._record |= {"prompt_tokens": sum(map(len, prompts)), "stream": job.stream}
@@ -121,6 +122,8 @@ class Exchange:
     def _prepare(self, body: bytes) -> tuple[Job, list[list[int]], list[Any]]:
         """The job of a body, its prompts as ids and its requests. Not in the event loop. Raises ForerunError."""
         service = self._service
+        if service.logs_texts:
+            self._record["body"] = body.decode(errors="replace")
         try:
             job = self._api.read(
                 parse(body),
@@ -142,8 +145,7 @@ class Exchange:
         await self._respond(200, body, job)
 
     def _body(self, job: Job, generation: Generation) -> bytes:
-        outputs = generation.outputs()
-        self._record["finish_reason"] = outputs[0].finish_reason
+        outputs = self._outputs(generation)
         made = self._api.answer(
             job, outputs, self._service.llm.tokenizer, answer_id=secrets.token_hex(12), created_s=int(time.time())
         )
@@ -174,9 +176,15 @@ class Exchange:
         return b"".join(events.piece(index, chunk) for index, chunk in generation.chunks())
 
     def _end(self, events: Events, generation: Generation) -> bytes:
+        outputs = self._outputs(generation)
+        return events.end(outputs)
+
+    def _outputs(self, generation: Generation) -> list[RequestOutput]:
         outputs = generation.outputs()
         self._record["finish_reason"] = outputs[0].finish_reason
-        return events.end(outputs)
+        if self._service.logs_texts:
+            self._record["texts"] = [output.text for output in outputs]
+        return outputs
 
     async def _wait(self, generation: Generation, at_most_s: float | None = None) -> None:
         """Until there is something new. Raises TimeoutError behind at_most_s, and Refused behind the request's time."""
@@ -192,7 +200,7 @@ class Exchange:
             raise Refused(message, code="timeout", status=504) from None
         generation.is_told.clear()
 
-    async def _guarded(self, work: Callable[..., bytes], *given: Any) -> bytes:
+    async def _guarded(self, work: Callable[..., T], *given: Any) -> T:
         """Work on texts. Raises ForerunError, whatever went wrong in it: other requests go on."""
         try:
             return await self._service.in_thread(work, *given)
@@ -200,7 +208,7 @@ class Exchange:
             raise
         except BaseException as error:  # what a tokenizer's Rust code calls a panic is no Exception
             LOG.exception("request %s: its text could not be made", self._record["request_id"])
-            raise InternalError(f"the text of the answer could not be made: {error!r:.200}") from error
+            raise InternalError(f"the text of the request or its answer could not be made: {error!r:.200}") from error
 
     @asynccontextmanager
     async def _until_gone(self) -> AsyncIterator[None]:

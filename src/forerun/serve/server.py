@@ -14,10 +14,10 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from logging.handlers import QueueHandler, QueueListener
-from queue import SimpleQueue
+from queue import Full, Queue
 from typing import Any
 
 import uvicorn
@@ -38,6 +38,7 @@ LOG_FORMATS = ("text", "json")
 WARM_UP_TOKENS = 8
 KEEP_ALIVE_S = 75  # an idle connection: longer than usual proxies keep theirs
 BACKLOG = 2048
+MOST_LOG_LINES = 10_000  # that wait to be written
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class ServerOptions:
     metrics_prefix: str = "forerun"
     log_format: str = "text"
     log_level: str = "info"
+    log_texts: bool = False
     limits: Limits = field(default_factory=Limits)
 
 
@@ -130,6 +132,7 @@ async def _serve(
         defaults=defaults,
         limits=options.limits,
         ignore_unsupported=options.ignore_unsupported,
+        logs_texts=options.log_texts,
         metrics=metrics,
     )
     server = _Server(_uvicorn_config(service, options))
@@ -226,7 +229,7 @@ def _logging(options: ServerOptions) -> Iterator[None]:
     """Logs go to standard error by a thread of their own: a reader that is slow stops no request."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if options.log_format == "json" else _Text())
-    records: SimpleQueue[Any] = SimpleQueue()
+    records: Queue[Any] = Queue(MOST_LOG_LINES)
     listener = QueueListener(records, handler)
     root, sending = logging.getLogger(), _Queue(records)
     levels = logging.getLevelNamesMapping()
@@ -248,6 +251,11 @@ def _logging(options: ServerOptions) -> Iterator[None]:
 
 
 class _Queue(QueueHandler):
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Drop it where nobody has read so many before it: neither wait nor grow."""
+        with suppress(Full):
+            self.queue.put_nowait(record)
+
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         """Keep the arguments: the formatter wants them."""
         return record

@@ -20,6 +20,7 @@ from forerun.serve.metrics import Metrics
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 _TICK_S = 0.05  # between two measurements of the event loop's delay
+_MARGIN = 2  # for tokenizers that drop some of a text before they read it
 NUM_THREADS = 4  # that make texts; they share one interpreter with the engine's thread
 
 
@@ -28,6 +29,7 @@ class Service:
 
     names: what requests may call the model, the answers' name first. defaults: fields of SamplingParams below what the
     bodies say. ignore_unsupported: requests with fields that are not honoured are served without them.
+    logs_texts: whether the log has what requests and answers say.
     """
 
     def __init__(
@@ -38,13 +40,17 @@ class Service:
         defaults: Mapping[str, Any] | None = None,
         limits: Limits | None = None,
         ignore_unsupported: bool = False,
+        logs_texts: bool = False,
         metrics: Metrics | None = None,
     ) -> None:
         self.llm, self.names, self.name = llm, tuple(names), names[0]
         self.defaults, self.limits, self.ignore_unsupported = defaults or {}, limits or Limits(), ignore_unsupported
+        self.logs_texts = logs_texts
         self.started_s = int(time.time())
         batch = llm.config.max_batch_size
         self.gate = Gate(batch + self.limits.max_queue, batch)
+        longest = max(map(len, llm.tokenizer.id_to_token.values()), default=1)
+        self._most_prompt_chars = _MARGIN * longest * llm.engine.max_seq_len
         self.metrics = metrics or Metrics(llm, self.name)
         self.failure: ForerunError | None = None  # of the engine, once
         self._news = News(self._look_for_failure)
@@ -57,10 +63,21 @@ class Service:
 
     def encode(self, job: Job) -> list[list[int]]:
         """The prompts of a job as ids. Not in the event loop. Raises UserError."""
+        self._check_size(job)
         if job.messages is None:
             return [self.llm.tokenizer.encode(p) if isinstance(p, str) else p for p in job.prompts]
         form = {"continue_final_message": True} if job.continue_final_message else {}
         return [self.llm.apply_chat_template(job.messages, **form, **job.variables)]
+
+    def _check_size(self, job: Job) -> None:
+        """Refuse what cannot fit, however it is cut into tokens: that takes seconds of a text of megabytes."""
+        texts = job.prompts if job.messages is None else [m.get("content") for m in job.messages]
+        num_chars = max(map(_num_chars, texts), default=0)
+        if num_chars > self._most_prompt_chars:
+            raise PromptTooLong(
+                f"the prompt has {num_chars:,} characters, which are more than {self.llm.engine.max_seq_len} tokens "
+                "whatever they are, and max_seq_len is no more: shorten it"
+            )
 
     def make(self, job: Job, prompts: Seq[Seq[int]]) -> tuple[Job, list[Any]]:
         """The requests of a job, not queued yet, and the job as it is served. Not in the event loop. Raises UserError.
@@ -115,3 +132,11 @@ class Service:
             LOG.error("the engine has failed: every live request ends with status 500, and /ready says so")
             for generation in self._going:
                 generation.fail(self.failure)
+
+
+def _num_chars(content: Any) -> int:
+    """Of a text, alone or in parts; 0 for ids."""
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, list) else []
+    return sum(len(part["text"]) for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
