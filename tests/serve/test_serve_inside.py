@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +19,7 @@ from forerun import LLM
 from forerun.engine.request import Request
 from forerun.errors import InternalError
 from forerun.serve.app import APIS, make_app
+from forerun.serve.server import is_loopback
 from forerun.serve.service import Service
 from serve.running import CODE, Running
 from speculation import llm_options
@@ -135,6 +138,33 @@ def ask_for_what_is_described(server: Running, num_examples: int) -> dict[str, s
     for result in schema.get_all_operations():
         _ask(result.ok(), num_examples, seen)
     return seen
+
+
+def test_what_a_server_says_before_a_model_is_loaded(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = cli("serve", "shipped", "--port", port)
+        assert (done.returncode, f"127.0.0.1:{port} cannot be served" in done.stderr) == (2, True)
+    for flag, value, sentence in (
+        ("--metrics-prefix", "mine", "must be forerun or vllm"),
+        ("--log-format", "xml", "must be text or json"),
+        ("--log-level", "loud", "must be debug, info, warning or error"),
+        ("--max-queue", "-1", "--max-queue=-1 is not possible"),
+        ("--host", "no.such.host.invalid", "is no address"),
+    ):
+        done = cli("serve", "shipped", "--port", "0", flag, value)
+        assert (done.returncode, sentence in done.stderr) == (2, True), done.stderr
+    done = cli("serve", "nowhere/at-all", "--host", "0.0.0.0", "--port", "0", HF_HUB_OFFLINE="1")
+    assert (done.returncode, "can be reached from other machines" in done.stderr) == (2, True)
+    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1", "example.org")] == [
+        *[True] * 3,
+        *[False] * 3,
+    ]
+    monkeypatch.setitem(sys.modules, "forerun.serve.server", None)
+    done = cli("serve", "shipped")
+    assert (done.returncode, "pip install 'forerun[serve]'" in done.stderr) == (2, True)
 
 
 # Fields that another one contradicts more often than not, where all are drawn at random.
