@@ -1,4 +1,7 @@
-"""The shapes of requests that coding agents send, cut short: fields and nesting are as recorded, texts are not."""
+"""The shapes of requests that coding agents send: fields and nesting as their makers document them, with texts of ours.
+
+They were written by hand and not captured from a running agent.
+"""
 
 from __future__ import annotations
 

@@ -69,6 +69,8 @@ def test_what_messages_honour() -> None:
     assert job.params == SamplingParams(max_tokens=5, stop=("x", "y"), temperature=0.5)
     assert job.messages == [{"role": "system", "content": "a\nb"}, {"role": "user", "content": "hello\nagain"}]
     assert not job.continue_final_message
+    reminded = message(system="a", messages=[*HELLO, {"role": "system", "content": "b"}])
+    assert [m["role"] for m in reminded.messages or ()] == ["system", "user", "system"]
     assert message(messages=[*HELLO, {"role": "assistant", "content": "Well,"}]).continue_final_message
 
 
@@ -90,7 +92,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str, str]] = [
     (respond, {"n": 2}, "n", "gives one answer"),
     (message, {"max_tokens": None}, "max_tokens", "this API wants it"),
     (message, {"messages": []}, "messages", "a list such as"),
-    (message, {"messages": [{"role": "system", "content": "x"}]}, "messages[0]", "must be user or assistant"),
+    (message, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "must be user or assistant"),
     (message, {"messages": [{"role": "user", "content": []}]}, "messages[0].content", "a text, or a list of parts"),
     (message, {"system": [{"type": "image"}]}, "system", "texts alone"),
     (message, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking", "not told to think"),

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 _KINDS = frozenset(("text",))
+_ROLES = ("user", "assistant", "system")  # the last one is what newer agents remind the model with, in between
 
 
 def _has_kind(*kinds: str) -> Any:
@@ -114,7 +115,7 @@ def _messages(system: Any, given: Any) -> list[Message]:
         made.append({"role": "system", "content": texts_of(system, "system", _KINDS)})
     for i, message in enumerate(given):
         role = message.get("role") if isinstance(message, dict) else message
-        if role not in ("user", "assistant"):
+        if role not in _ROLES:
             raise Refused(f"messages[{i}] has the role {shown(role)}: it must be user or assistant", f"messages[{i}]")
         text = texts_of(message.get("content"), f"messages[{i}].content", _KINDS)
         if made and made[-1]["role"] == role:

@@ -121,7 +121,9 @@ _OWN: dict[str, dict[str, Schema]] = {
         "include": _list({"enum": [responses.LOGPROBS, "reasoning.encrypted_content"]}),
     },
     messages.MESSAGES: {
-        "messages": _list(_object(("role", "content"), role={"enum": ["user", "assistant"]}, content=_CONTENT), 1),
+        "messages": _list(
+            _object(("role", "content"), role={"enum": ["user", "assistant", "system"]}, content=_CONTENT), 1
+        ),
         "system": _CONTENT,
         "stop_sequences": _list({"type": "string", "minLength": 1}),
     },
