@@ -137,6 +137,8 @@ OF_ANOTHER = {
     "generate --version": "--version is an option of forerun, not of forerun generate: leave it out or use forerun",
     "generate x --loss kl": "--loss is an option of forerun train lm, not of forerun generate: leave it out or use "
     "forerun train lm",
+    "generate x --port 1": "--port is an option of forerun serve, not of forerun generate: leave it out or use "
+    "forerun serve",
     "generate x --served-model-name s": "--served-model-name is an option of forerun batch, not of forerun generate: "
     "leave it out or use forerun batch",
     # What is of training alone, and a peer's, is the peer's.
@@ -167,7 +169,8 @@ def test_the_variable_that_is_named_works(monkeypatch: pytest.MonkeyPatch) -> No
 
 ROOT: Any = typer.main.get_command(app)
 FLAGS = {
-    command: {p.name: p.opts[0] for p in ROOT.commands[command].params} for command in ("generate", "chat", "batch")
+    command: {p.name: p.opts[0] for p in ROOT.commands[command].params}
+    for command in ("generate", "chat", "batch", "serve")
 }
 SPELLINGS = [(row, spelling) for row in peer_options() for spelling in row.theirs]
 
@@ -182,7 +185,7 @@ ON_COMMANDS = [
     (row, as_flag(spelling), command)
     for row, spelling in SPELLINGS
     for command in ("generate", "drafters")
-    if as_flag(spelling) not in {*FLAGS["generate"].values(), *FLAGS["batch"].values()}
+    if as_flag(spelling) not in {flag for command in ("generate", "batch", "serve") for flag in FLAGS[command].values()}
     and (command == "generate" or (row.ours and spelling == row.theirs[0]))
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from cli.conftest import checkpoints, cli as any_cli, process, start as any_start
 from forerun import LLM
+from serve.running import Running, serving
 from speculation import environment, llm_options, pytest_generate_tests, speculation
 
 # Found here by their names.
@@ -33,6 +34,13 @@ def start(any_start: Callable[..., Any]) -> Callable[..., Any]:
 def llm(speculation: str | None) -> LLM:
     """The shipped target, with its shipped drafter or without."""
     return LLM(**llm_options())
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Running]:
+    """`forerun serve` with the shipped pair, as a user starts it."""
+    with serving() as running:
+        yield running
 
 
 @pytest.fixture

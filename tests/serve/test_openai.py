@@ -10,7 +10,8 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.errors import BadOption, CapacityError, InternalError, NotFound, PromptTooLong
-from forerun.serve.openai import CHAT, COMPLETIONS, Refused, answer_body, error_answer, model_names, read_body
+from forerun.serve.bodies import Refused, model_names
+from forerun.serve.openai import CHAT, COMPLETIONS, answer_body, error_answer, read_body
 from speculation import llm_options
 
 pytestmark = pytest.mark.once("no engine runs: bodies alone")  # except where a test says otherwise
@@ -203,7 +204,13 @@ def test_an_answer_counts_its_prompts_once(llm: LLM) -> None:
     assert [choice["text"] for choice in body["choices"]] == [output.text for output in outputs]
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     num_prompt = sum(len(llm.tokenizer.encode(prompt)) for prompt in ("def f(", "class A:"))
-    assert body["usage"] == {"prompt_tokens": num_prompt, "completion_tokens": 20, "total_tokens": num_prompt + 20}
+    assert body["usage"] == {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": 20,
+        "total_tokens": num_prompt + 20,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
     report = body["forerun"]
     assert report["seed"] == 1
     assert report["num_steps"] == sum(output.report.num_steps for output in outputs)

@@ -25,6 +25,7 @@ from forerun.cli.help import App
 from forerun.cli.inputs import read_requests
 from forerun.cli.plan import plan
 from forerun.cli.quantize import quantize
+from forerun.cli.serve import serve
 from forerun.cli.train import app as train_app
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, ForerunError, NotFound, UserError
@@ -456,6 +457,7 @@ def _list_methods(package: str, what: str, name: str | None, how: str) -> None:
 
 
 app.command()(batch)
+app.command()(serve)
 app.command()(plan)
 app.command()(doctor)
 app.command()(quantize)

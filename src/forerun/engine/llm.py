@@ -131,6 +131,15 @@ class LLM:
         self._loop.add(requests)
         return requests
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What the last step that failed as a whole has raised; None while the engine is sound."""
+        return self._loop.failure
+
+    def queue(self, requests: Seq[Request]) -> None:
+        """Queue requests that `engine.make` made, and return at once; see `submit`."""
+        self._loop.add(requests)
+
     def end(self, requests: Seq[Request]) -> None:
         """End submitted requests and free what they hold, behind the step that runs. Ended ones are left."""
         self._loop.end(requests)

@@ -24,7 +24,8 @@ LOG = logging.getLogger(__name__)
 class Loop:
     """Owns an Engine: whatever touches it runs in one thread, between two steps.
 
-    The thread starts with the first request and sleeps while there is none.
+    The thread starts with the first request and sleeps while there is none. failure: what the last step that failed
+    as a whole has raised; the requests that ran are ended then, and the thread goes on.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -34,6 +35,7 @@ class Loop:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._going: list[Request] = []
+        self.failure: BaseException | None = None
         self._process, self._is_busy = os.getpid(), False
 
     def add(self, requests: Seq[Request]) -> None:
@@ -113,6 +115,7 @@ class Loop:
                 self._engine.step()
             except BaseException as error:  # a SystemExit, too, and what a tokenizer's Rust code calls a panic
                 LOG.exception("a step failed: the requests that ran are ended")
+                self.failure = error
                 self._engine.recover(going, error)
 
     def _unfinished(self) -> list[Request]:

@@ -22,6 +22,7 @@ class RequestReport:
     The definitions are those of docs/exactness.md; a rate is None where nothing was counted.
     """
 
+    draft: str = ""  # name of the drafter that served it
     acceptance: str = ""  # the verification rule, with its options
     is_lossless: bool = True  # whether the rule keeps exactly the target's distribution
     num_steps: int = 0  # target passes that emitted for this request
@@ -108,6 +109,7 @@ class RequestOutput:
     seed: int
     report: RequestReport
     index: int = 0  # among the outputs of one prompt, where SamplingParams.n asked for several
+    stop_text: str | None = None  # of SamplingParams.stop, the one that ended it
 
 
 @dataclass
@@ -119,6 +121,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     output: RequestOutput | None = None  # with the last piece
     index: int = 0  # of the output, where SamplingParams.n asked for several
+    logprobs: list[TokenLogprob] | None = None  # of these tokens, where SamplingParams.logprobs asked for them
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,7 @@ class Request:
         rule = verify.find(seq.acceptance)
         self.takes_the_best = takes_the_best(seq.params, seq.bad_word_ids) and not rule.reads_soft_rows
         self.report = RequestReport(
+            draft=seq.draft,
             acceptance=seq.acceptance,
             is_lossless=rule.is_lossless,
             origins=seq.origins,
@@ -228,7 +232,15 @@ class Request:
         logprobs = seq.logprobs if seq.params.logprobs is not None else None
         prompt = seq.tokens[: seq.num_prompt_tokens]
         return RequestOutput(
-            prompt, self.text, seq.output_ids, seq.finish_reason, logprobs, seq.seed, self.report, self.index
+            prompt,
+            self.text,
+            seq.output_ids,
+            seq.finish_reason,
+            logprobs,
+            seq.seed,
+            self.report,
+            self.index,
+            None if self._reader is None else self._reader.stop,
         )
 
     def _has_stop_text(self) -> bool:
@@ -257,4 +269,6 @@ class Reader:
             text += self._detokenizer.finish() if mark.finish_reason is not None else ""
         ids = seq.tokens[first + last.num_tokens : first + mark.num_tokens]
         output = request.output() if mark.finish_reason is not None else None
-        return Chunk(text, ids, mark.finish_reason, output, request.index)
+        wants_logprobs = seq.params.logprobs is not None
+        logprobs = seq.logprobs[last.num_tokens : mark.num_tokens] if wants_logprobs else None
+        return Chunk(text, ids, mark.finish_reason, output, request.index, logprobs)

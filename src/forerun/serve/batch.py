@@ -19,15 +19,8 @@ from typing import TYPE_CHECKING, Any
 from forerun.config import EngineConfig
 from forerun.errors import CapacityError, UserError, shown
 from forerun.serve.answers import AnswerFile, answer_id, some_of
-from forerun.serve.openai import (
-    Job,
-    Prompt,
-    Refused,
-    answer_body,
-    error_answer,
-    model_names,
-    read_body,
-)
+from forerun.serve.bodies import Job, Prompt, Refused, model_names
+from forerun.serve.openai import answer_body, error_answer, read_body
 from forerun.serve.progress import Progress
 from forerun.serve.requests import BatchRequest, RequestFile
 from forerun.text.terminal import note, visible

@@ -7,48 +7,56 @@ called by its bytes, as in bytes:\\xe2\\x80; control tokens are called by their 
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from forerun.text.tokenizer import BYTES, REPLACEMENT
 
 if TYPE_CHECKING:
-    from forerun.engine.request import RequestOutput
     from forerun.text.tokenizer import Tokenizer
+    from forerun.types import TokenLogprob
 
 LOWEST = -9999.0  # what the API says for probabilities of 0: JSON has no infinity
 
 
-def chat_logprobs(output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
-    """{"content": one entry per token, each with the likeliest ones}, of an output with log-probabilities."""
-    left, entries = output.prompt_ids[-1], []
-    for position in output.logprobs or ():
+def chat_logprobs(positions: Seq[TokenLogprob], left: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """{"content": one entry per token, each with the likeliest ones}. left: the token before the first position."""
+    entries = []
+    for position in positions:
         top = [_entry(tokenizer, token, logprob, left) for token, logprob in position.top]
         entries.append({**_entry(tokenizer, position.token_id, position.logprob, left), "top_logprobs": top})
         left = position.token_id
     return {"content": entries, "refusal": None}
 
 
-def completion_logprobs(output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Four lists with one entry per token. text_offset: where it begins in the choice's text, in characters.
+class CompletionLogprobs:
+    """Log-probabilities in the form of /v1/completions, piece by piece. left: the last token of the prompt."""
 
-    top_logprobs: of the likeliest tokens and of the token itself, by their texts; of two ids that read the same the
-    likelier one's.
-    """
-    made: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    left, offset, decoder = output.prompt_ids[-1], 0, codecs.getincrementaldecoder("utf-8")("replace")
-    for position in output.logprobs or ():
-        token = position.token_id
-        raw = token_bytes(tokenizer, token, left)
-        likeliest: dict[str, float] = {}
-        for other, logprob in (*position.top, (token, position.logprob)):
-            likeliest.setdefault(_shown(token_bytes(tokenizer, other, left)), max(logprob, LOWEST))
-        made["tokens"].append(_shown(raw))
-        made["token_logprobs"].append(max(position.logprob, LOWEST))
-        made["top_logprobs"].append(likeliest)
-        made["text_offset"].append(min(offset, len(output.text)))
-        offset += len(decoder.decode(raw))
-        left = token
-    return made
+    def __init__(self, left: int, tokenizer: Tokenizer) -> None:
+        self._left, self._tokenizer, self._offset = left, tokenizer, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def piece(self, positions: Seq[TokenLogprob], num_chars: int | None = None) -> dict[str, Any]:
+        """Four lists with one entry per token. text_offset: where it begins in the choice's text, in characters.
+
+        top_logprobs: of the likeliest tokens and of the token itself, by their texts; of two ids that read the same the
+        likelier one's. num_chars: of the choice's text, if it is known; no offset is behind it.
+        """
+        made: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        tokenizer = self._tokenizer
+        for position in positions:
+            token, left = position.token_id, self._left
+            raw = token_bytes(tokenizer, token, left)
+            likeliest: dict[str, float] = {}
+            for other, logprob in (*position.top, (token, position.logprob)):
+                likeliest.setdefault(_shown(token_bytes(tokenizer, other, left)), max(logprob, LOWEST))
+            made["tokens"].append(_shown(raw))
+            made["token_logprobs"].append(max(position.logprob, LOWEST))
+            made["top_logprobs"].append(likeliest)
+            made["text_offset"].append(self._offset if num_chars is None else min(self._offset, num_chars))
+            self._offset += len(self._decoder.decode(raw))
+            self._left = token
+        return made
 
 
 def token_bytes(tokenizer: Tokenizer, token: int, left: int) -> bytes:

@@ -1,0 +1,119 @@
+"""The command `forerun serve`, which parses and calls. torch and the web framework are imported when it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from forerun.cli import flags
+from forerun.config import EngineConfig
+from forerun.errors import BadOption
+
+FIRST_MODEL = "smollm2"  # what is served where none is named, if it is here
+SERVED_HELP = (
+    "name that requests may give as their model, and answers have; may be repeated, the first is the answers' "
+    "[default: the target's]"
+)
+IGNORE_HELP = (
+    "serve requests with fields that are not built (tools, reasoning, ...) without them; the header x-forerun-ignored "
+    "of the answer lists them [default: such requests are refused]"
+)
+TARGET_HELP = str(flags.TARGET_HELP).partition("; none")[0]
+
+
+def serve(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"{TARGET_HELP} [default: {FIRST_MODEL} if it is here, else the shipped one]", show_default=False
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 = all of this machine")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 = one that is free")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="FORERUN_API_KEY", help="what requests must bring [default: nothing]", show_default=False),
+    ] = None,
+    served_model_name: Annotated[list[str] | None, typer.Option(help=SERVED_HELP, show_default=False)] = None,
+    ignore_unsupported: Annotated[bool, typer.Option("--ignore-unsupported", help=IGNORE_HELP)] = False,
+    max_queue: Annotated[int, typer.Option(help="choices that wait at most; more get status 429")] = 256,
+    max_body_bytes: Annotated[int, typer.Option(help="of a request; larger ones get status 413")] = 4 << 20,
+    request_timeout_s: Annotated[float, typer.Option(help="for an answer; then status 504")] = 600.0,
+    body_timeout_s: Annotated[float, typer.Option(help="for headers, and for a body; then status 408")] = 30.0,
+    stall_timeout_s: Annotated[float, typer.Option(help="that a client may take nothing of its answer")] = 60.0,
+    metrics_prefix: Annotated[str, typer.Option(help="of the names in /metrics: forerun or vllm")] = "forerun",
+    log_format: Annotated[str, typer.Option(help="text or json, one line for each request")] = "text",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
+    log_texts: Annotated[bool, typer.Option("--log-texts", help="log what requests and answers say")] = False,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
+    draft: flags.Draft = None,
+    use_speculative_decoding: flags.UseSpeculativeDecoding = None,
+    extra_drafts: flags.ExtraDrafts = None,
+    spec_length: flags.SpecLength = None,
+    pacing: flags.Pacing = None,
+    pacing_log: flags.PacingLog = None,
+    calibrate: flags.Calibrate = None,
+    device: flags.Device = None,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    generation_config: flags.GenerationConfig = None,
+    chat_template: flags.ChatTemplate = None,
+    ops: flags.Ops = None,
+    kv_cache_backend: flags.CacheBackend = None,
+    kv_cache_tokens: flags.CacheTokens = None,
+    max_batch_size: flags.MaxBatchSize = None,
+    max_seq_len: flags.MaxSeqLen = None,
+    prefix_caching: flags.PrefixCaching = None,
+    max_num_batched_tokens: flags.MaxNumBatchedTokens = None,
+    prefill_chunk_tokens: flags.PrefillChunkTokens = None,
+    draft_catchup_tokens: flags.DraftCatchupTokens = None,
+    config: flags.ConfigFile = None,
+) -> None:
+    """Serve a model by the APIs of OpenAI and Anthropic. SIGTERM and Ctrl-C let accepted requests finish."""
+    given = dict(locals())
+    for name in ("max_queue", "max_body_bytes", "request_timeout_s", "body_timeout_s", "stall_timeout_s"):
+        if given[name] < (0 if name == "max_queue" else 1e-3):
+            raise BadOption(f"--{name.replace('_', '-')}={given[name]} is not possible: it must be above 0")
+    engine = flags.engine_config(given, config)
+    try:
+        from forerun.serve.limits import Limits
+        from forerun.serve.server import ServerOptions, run
+    except ImportError as error:
+        raise BadOption(
+            f"forerun serve needs packages that are not here ({error.name}): pip install 'forerun[serve]'"
+        ) from None
+    options = ServerOptions(
+        host=host,
+        port=port,
+        served_names=tuple(served_model_name or ()),
+        api_key=api_key or None,
+        ignore_unsupported=ignore_unsupported,
+        metrics_prefix=metrics_prefix,
+        log_format=log_format,
+        log_level=log_level,
+        log_texts=log_texts,
+        limits=Limits(
+            max_queue=max_queue,
+            max_body_bytes=max_body_bytes,
+            request_timeout_s=request_timeout_s,
+            body_timeout_s=body_timeout_s,
+            stall_timeout_s=stall_timeout_s,
+        ),
+    )
+    raise typer.Exit(run(_with_target(engine), options))
+
+
+def _with_target(config: EngineConfig) -> EngineConfig:
+    """The first model where none is named and it is here; the shipped one, with a note of how to get it, where not."""
+    from forerun.models.named import named_models
+    from forerun.text.terminal import note
+
+    if config.target is not None:
+        return config
+    model = named_models()[FIRST_MODEL]
+    if model.is_here():
+        return dataclasses.replace(config, target=FIRST_MODEL)
+    note(f"{model.about} is not here ({model.how_to_get} installs it): the shipped one is served, which continues code")
+    return config

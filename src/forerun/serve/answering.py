@@ -1,0 +1,321 @@
+"""The way of one request through a server: body, Job, engine, answer, whole or as a stream of events.
+
+Every API goes this way; what differs between them is in an Api. It runs in the event loop, which waits and sends, and
+hands what takes longer to the threads of the Service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence as Seq
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from forerun.errors import ForerunError, InternalError
+from forerun.serve.bodies import Form, Job, Refused
+from forerun.serve.events import KEEP_ALIVE, as_json
+from forerun.serve.generation import Generation
+from forerun.serve.service import Service
+
+if TYPE_CHECKING:
+    from forerun.engine.request import Chunk, RequestOutput
+
+T = TypeVar("T")
+LOG = logging.getLogger(__name__)
+RECORD = "forerun.record"  # in the scope of a request: what the log says of it
+IGNORED = "x-forerun-ignored"  # header: fields without which a request was served
+MOST_DRAINED_BYTES = 64 << 20  # of a body that is too large: read and thrown away, so that the client reads the answer
+MOST_HEADER_CHARS = 1000
+
+
+class Events(Protocol):
+    """The events of a streamed answer, as bytes; see `openai.Stream`."""
+
+    def begin(self) -> bytes:
+        """What comes before the first token."""
+
+    def piece(self, index: int, chunk: Chunk) -> bytes:
+        """What a chunk of a choice adds."""
+
+    def end(self, outputs: Seq[RequestOutput]) -> bytes:
+        """What comes behind the last token."""
+
+    def fail(self, error: ForerunError) -> bytes:
+        """What says that nothing more comes."""
+
+
+@dataclass(frozen=True)
+class Api:
+    """How one route reads bodies, and what its answers and errors look like."""
+
+    form: Form
+    read: Callable[..., Job]
+    answer: Callable[..., dict[str, Any]]
+    events: Callable[..., Events]
+    error: Callable[[ForerunError, str], tuple[int, dict[str, Any]]]
+
+
+class Answer(Response):
+    """The answer to one request, made when it is sent."""
+
+    def __init__(self, service: Service, api: Api) -> None:
+        super().__init__()
+        self._service, self._api = service, api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read, generate and send. Nothing is raised but what ends the connection."""
+        exchange = Exchange(self._service, self._api, scope, receive, send)
+        try:
+            await exchange.run()
+        except ForerunError as error:
+            await exchange.refuse(error)
+        except ClientGone:
+            scope[RECORD]["reason"] = "disconnect"
+
+
+class ClientGone(Exception):
+    """Nobody reads the answer any more."""
+
+
+class Exchange:
+    """One request and its answer."""
+
+    def __init__(self, service: Service, api: Api, scope: Scope, receive: Receive, send: Send) -> None:
+        self._service, self._api, self._receive, self._send = service, api, receive, send
+        self._record: dict[str, Any] = scope[RECORD]
+        self._headers = Request(scope).headers
+        self._ends_s = time.monotonic() + service.limits.request_timeout_s
+        self._is_sent = False  # the last byte is on its way: that the client goes then is as it should be
+
+    async def run(self) -> None:
+        """Raises ForerunError before the first byte of an answer was sent, and ClientGone."""
+        service = self._service
+        with service.gate.enter() as place:
+            body = await read_body(self._headers, self._receive, service)
+            async with self._until_gone():
+                job, prompts, requests = await self._guarded(self._prepare, body)
+                del body
+                place.grow(len(requests))
+                self._record |= {"prompt_tokens": sum(map(len, prompts)), "stream": job.stream}
+                generation = service.start(job, requests)
+                try:
+                    await (self._stream if job.stream else self._whole)(job, prompts, generation)
+                finally:
+                    self._record["completion_tokens"] = sum(r.seq.num_output_tokens for r in requests)
+                    service.end(generation)
+
+    async def refuse(self, error: ForerunError) -> None:
+        """Send an error."""
+        status, body = self._api.error(error, self._record["request_id"])
+        self._record["error"] = str(error) if status >= 500 else body["error"].get("code") or type(error).__name__
+        await self._respond(status, as_json(body), retry_after_s=getattr(error, "retry_after_s", None))
+
+    def _prepare(self, body: bytes) -> tuple[Job, list[list[int]], list[Any]]:
+        """The job of a body, its prompts as ids and its requests. Not in the event loop. Raises ForerunError."""
+        service = self._service
+        if service.logs_texts:
+            self._record["body"] = body.decode(errors="replace")
+        try:
+            job = self._api.read(
+                parse(body),
+                service.name,
+                service.defaults,
+                service.names,
+                ignore_unsupported=service.ignore_unsupported,
+            )
+            prompts = service.encode(job)
+            job, requests = service.make(job, prompts)
+        except RecursionError:
+            raise Refused("the body is nested too deeply to be read: make it flatter") from None
+        return job, prompts, requests
+
+    async def _whole(self, job: Job, prompts: Seq[Seq[int]], generation: Generation) -> None:
+        while not generation.is_over:
+            await self._wait(generation)
+        body = await self._guarded(self._body, job, generation)
+        await self._respond(200, body, job)
+
+    def _body(self, job: Job, generation: Generation) -> bytes:
+        outputs = self._outputs(generation)
+        made = self._api.answer(
+            job, outputs, self._service.llm.tokenizer, answer_id=secrets.token_hex(12), created_s=int(time.time())
+        )
+        return as_json(made)
+
+    async def _stream(self, job: Job, prompts: Seq[Seq[int]], generation: Generation) -> None:
+        events = self._api.events(job, prompts, self._service.llm.tokenizer, secrets.token_hex(12), int(time.time()))
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        await self._start(200, headers, job)
+        try:
+            await self._write(events.begin())
+            is_over = False
+            while not is_over:
+                try:
+                    await self._wait(generation, self._service.limits.keep_alive_s)
+                except TimeoutError:
+                    await self._write(KEEP_ALIVE)
+                    continue
+                is_over = generation.is_over
+                await self._write(await self._guarded(self._pieces, events, generation))
+            await self._write(await self._guarded(self._end, events, generation))
+        except ForerunError as error:
+            self._record["error"] = str(error)
+            await self._write(events.fail(error))
+        await self._write(b"", more=False)
+
+    def _pieces(self, events: Events, generation: Generation) -> bytes:
+        return b"".join(events.piece(index, chunk) for index, chunk in generation.chunks())
+
+    def _end(self, events: Events, generation: Generation) -> bytes:
+        outputs = self._outputs(generation)
+        return events.end(outputs)
+
+    def _outputs(self, generation: Generation) -> list[RequestOutput]:
+        outputs = generation.outputs()
+        self._record["finish_reason"] = outputs[0].finish_reason
+        if self._service.logs_texts:
+            self._record["texts"] = [output.text for output in outputs]
+        return outputs
+
+    async def _wait(self, generation: Generation, at_most_s: float | None = None) -> None:
+        """Until there is something new. Raises TimeoutError behind at_most_s, and Refused behind the request's time."""
+        left_s = self._ends_s - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s if at_most_s is None else min(left_s, at_most_s)):
+                await generation.is_told.wait()
+        except TimeoutError:
+            if time.monotonic() < self._ends_s:
+                raise
+            limit_s = self._service.limits.request_timeout_s
+            message = f"the request took more than {limit_s:g} s: ask for fewer tokens, or raise --request-timeout-s"
+            raise Refused(message, code="timeout", status=504) from None
+        generation.is_told.clear()
+
+    async def _guarded(self, work: Callable[..., T], *given: Any) -> T:
+        """Work on texts. Raises ForerunError, whatever went wrong in it: other requests go on."""
+        try:
+            return await self._service.in_thread(work, *given)
+        except (ForerunError, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # what a tokenizer's Rust code calls a panic is no Exception
+            LOG.exception("request %s: its text could not be made", self._record["request_id"])
+            raise InternalError(f"the text of the request or its answer could not be made: {error!r:.200}") from error
+
+    @asynccontextmanager
+    async def _until_gone(self) -> AsyncIterator[None]:
+        """What runs in it is cancelled when the client has gone; then ClientGone is raised."""
+        work = asyncio.current_task()
+        assert work is not None
+        is_gone = False
+
+        async def watch() -> None:
+            nonlocal is_gone
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            if not self._is_sent:
+                is_gone = True
+                work.cancel()
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not is_gone:
+                raise
+            work.uncancel()
+            raise ClientGone from None
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
+    # --------------------------------------------------------------------------------------------------------- sending
+
+    async def _respond(
+        self, status: int, body: bytes, job: Job | None = None, retry_after_s: int | None = None
+    ) -> None:
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        if retry_after_s is not None:
+            headers["retry-after"] = str(retry_after_s)
+        await self._start(status, headers, job)
+        await self._write(body, more=False)
+
+    async def _start(self, status: int, headers: dict[str, str], job: Job | None) -> None:
+        if job is not None and job.ignored:
+            headers[IGNORED] = ignored_header(job.ignored)
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._within(self._send({"type": "http.response.start", "status": status, "headers": raw}))
+
+    async def _write(self, data: bytes, *, more: bool = True) -> None:
+        self._is_sent |= not more
+        if data or not more:
+            await self._within(self._send({"type": "http.response.body", "body": data, "more_body": more}))
+
+    async def _within(self, sending: Awaitable[None]) -> None:
+        """Raises ClientGone where the client takes nothing for too long."""
+        try:
+            async with asyncio.timeout(self._service.limits.stall_timeout_s):
+                await sending
+        except TimeoutError:
+            self._record["reason"] = "stalled"
+            raise ClientGone from None
+
+
+async def read_body(headers: Any, receive: Receive, service: Service) -> bytes:
+    """The body of a request. Raises Refused where it is too large or takes too long, ClientGone where it ends early."""
+    limits = service.limits
+    most = limits.max_body_bytes
+    too_large = Refused(
+        f"the body has more than {most:,} bytes, which is this server's limit: make it shorter, or raise "
+        "--max-body-bytes",
+        code="body_too_large",
+        status=413,
+    )
+    length = headers.get("content-length", "")
+    is_too_large = length.isdigit() and int(length) > most
+    parts, num_bytes, more = list[bytes](), 0, True
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                part, more = message.get("body", b""), message.get("more_body", False)
+                num_bytes += len(part)
+                if num_bytes > most:
+                    is_too_large, parts = True, []
+                    if num_bytes > MOST_DRAINED_BYTES:
+                        break
+                elif not is_too_large:
+                    parts.append(part)
+    except TimeoutError:
+        late = f"the body did not come within {limits.body_timeout_s:g} s: send it faster"
+        raise Refused(late, code="body_timeout", status=408) from None
+    if is_too_large:
+        raise too_large
+    return b"".join(parts)
+
+
+def parse(body: bytes) -> Any:
+    """A body as JSON. Raises Refused."""
+    try:
+        return json.loads(body.decode())
+    except UnicodeDecodeError:
+        raise Refused("the body is not UTF-8: encode it so") from None
+    except ValueError as error:
+        raise Refused(f"the body is not valid JSON: {error!s:.200}") from None
+
+
+def ignored_header(names: Seq[str]) -> str:
+    """The fields as the value of a header, which holds printable ASCII alone."""
+    safe = (name if name.isascii() and name.isprintable() else ascii(name) for name in names)
+    return ", ".join(shown_name for shown_name in safe)[:MOST_HEADER_CHARS]

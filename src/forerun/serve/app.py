@@ -1,0 +1,249 @@
+"""The routes of a server: a FastAPI application around one Service.
+
+The event loop does HTTP alone. Errors have the form of the API whose route they are met on. Every answer has the
+request's id in the header x-request-id, and in request-id, where the client of Anthropic looks for it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forerun import __version__
+from forerun.errors import ForerunError, InternalError, shown
+from forerun.serve import messages, openai, openapi, responses, tokens
+from forerun.serve.answering import RECORD, Answer, Api, ClientGone, ignored_header, parse, read_body
+from forerun.serve.bodies import Refused
+from forerun.serve.events import as_json
+from forerun.serve.metrics import CONTENT_TYPE
+from forerun.serve.service import Service
+from forerun.serve.tracing import span
+
+LOG = logging.getLogger("forerun.serve.requests")
+OPEN_PATHS = ("/health", "/ready", "/metrics", "/openapi.json")  # without an API key: they say nothing of requests
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def _plain_error(error: ForerunError, _: str) -> tuple[int, dict[str, Any]]:
+    return openai.error_answer(error)
+
+
+APIS = {
+    **{
+        url: Api(
+            openai.FORMS[url],
+            partial(openai.read_body, url),
+            lambda job, *given, **named: openai.answer_body(job, *given, **named, with_report=job.report),
+            openai.Stream,
+            _plain_error,
+        )
+        for url in openai.URLS
+    },
+    responses.RESPONSES: Api(
+        responses.FORM, responses.read_body, responses.answer_body, responses.Stream, _plain_error
+    ),
+    messages.MESSAGES: Api(
+        messages.FORM, messages.read_body, messages.answer_body, messages.Stream, messages.error_answer
+    ),
+}
+
+
+def make_app(service: Service, *, api_key: str | None = None) -> FastAPI:
+    """The application. api_key: what requests must bring, but for OPEN_PATHS; None = nothing."""
+    app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None)
+    app.add_middleware(Door, service=service, api_key=api_key)
+    app.add_exception_handler(HTTPException, _http_error)
+    bodies = {url: openapi.as_body(schema) for url, schema in openapi.bodies(service.llm, service.names).items()}
+    for url, api in APIS.items():
+        app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_answering(service, api))
+    _add_counting(app, service, bodies)
+    _add_models(app, service)
+    _add_state(app, service)
+    return app
+
+
+def _answering(service: Service, api: Api) -> Callable[[], Any]:
+    async def answer() -> Response:
+        return Answer(service, api)
+
+    answer.__name__ = api.form.url.strip("/").replace("/", "_")
+    return answer
+
+
+def _add_counting(app: FastAPI, service: Service, bodies: dict[str, Any]) -> None:
+    """Routes that need no engine: texts to ids, ids to texts."""
+    routes = {
+        messages.COUNT_TOKENS: (tokens.count, messages.error_answer),
+        "/tokenize": (tokens.tokenize, _plain_error),
+        "/detokenize": (tokens.detokenize, _plain_error),
+    }
+    for url, (work, error) in routes.items():
+        app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_counting(service, url, work, error))
+
+
+def _counting(service: Service, url: str, work: Any, error_of: Any) -> Callable[[Request], Any]:
+    async def count(request: Request) -> Response:
+        headers: dict[str, str] = {}
+        try:
+            with service.gate.enter():
+                body = await read_body(request.headers, request.receive, service)
+                made, ignored = await service.in_thread(work, service, parse, body)
+            if ignored:
+                headers["x-forerun-ignored"] = ignored_header(ignored)
+            return Response(as_json(made), 200, headers, "application/json")
+        except ClientGone:
+            return Response(status_code=400)
+        except ForerunError as error:
+            status, answer = error_of(error, request.scope[RECORD]["request_id"])
+            if getattr(error, "retry_after_s", None) is not None:
+                headers["retry-after"] = str(error.retry_after_s)  # type: ignore[attr-defined]
+            return Response(as_json(answer), status, headers, "application/json")
+
+    count.__name__ = url.strip("/").replace("/", "_")
+    return count
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    def described(name: str) -> dict[str, Any]:
+        """In the form of OpenAI, and with what the client of Anthropic looks for."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.started_s,
+            "owned_by": "forerun",
+            "root": service.name,
+            "parent": None,
+            "max_model_len": service.llm.engine.max_seq_len,
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(service.started_s, UTC).isoformat(),
+        }
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        data = [described(name) for name in service.names]
+        more = {"has_more": False, "first_id": service.names[0], "last_id": service.names[-1]}
+        return JSONResponse({"object": "list", "data": data, **more})
+
+    @app.get("/v1/models/{name:path}", responses=openapi.ERRORS)
+    async def model(name: str) -> JSONResponse:
+        if name in service.names:
+            return JSONResponse(described(name))
+        message = f"model={shown(name)} is not here: it must be {' or '.join(map(repr, service.names))}"
+        status, body = openai.error_answer(Refused(message, "model", code="model_not_found", status=404))
+        return JSONResponse(body, status)
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/health", responses=openapi.ERRORS)
+    async def health() -> JSONResponse:
+        """Whether the engine is sound; what is not should be restarted."""
+        if service.failure is not None:
+            return JSONResponse({"status": "failed", "message": str(service.failure)}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready", responses=openapi.ERRORS)
+    async def ready() -> JSONResponse:
+        """Whether requests should be sent here: not while the server shuts down, nor when its engine has failed."""
+        if service.gate.is_draining:
+            return JSONResponse({"status": "draining"}, 503)
+        return await health()
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await service.in_thread(service.metrics.text), media_type=CONTENT_TYPE)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What Starlette raises: no such route, no such method."""
+    assert isinstance(error, HTTPException)
+    hint = {404: f"there is no {request.url.path}: /openapi.json lists the routes", 405: "another method is wanted"}
+    refused = Refused(hint.get(error.status_code, str(error.detail)), status=error.status_code)
+    status, body = openai.error_answer(refused)
+    return JSONResponse(body, status, dict(error.headers or {}))
+
+
+class Door:
+    """Before every route: the request's id, the API key, and what the log says of the request when it is over."""
+
+    def __init__(self, app: ASGIApp, service: Service, api_key: str | None) -> None:
+        self._app, self._service = app, service
+        self._api_key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Any request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = self._request_id(headers)
+        record: dict[str, Any] = {"request_id": request_id}
+        scope[RECORD] = record
+        started_s, status, has_begun = time.monotonic(), 0, False
+
+        async def sending(message: Message) -> None:
+            nonlocal status, has_begun
+            if message["type"] == "http.response.start":
+                status, has_begun = message["status"], True
+                own = [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
+                message = {**message, "headers": [*message.get("headers", []), *own]}
+            await send(message)
+
+        with span(scope["path"], record, headers):
+            try:
+                refused = self._refused(scope, headers)
+                if refused is None:
+                    await self._app(scope, receive, sending)
+                else:
+                    is_messages = scope["path"].startswith(messages.MESSAGES)
+                    code, body = (messages if is_messages else openai).error_answer(refused)
+                    more = {"www-authenticate": "Bearer"} if code == 401 else None
+                    await JSONResponse(body, code, more)(scope, receive, sending)
+            except Exception as error:
+                LOG.exception("request %s failed", request_id)
+                record["error"] = repr(error)[:200]
+                if not has_begun:
+                    answer = openai.error_answer(InternalError(f"the request {request_id} failed; the log says why"))
+                    await JSONResponse(answer[1], answer[0])(scope, receive, sending)
+            finally:
+                route = getattr(scope.get("route"), "path", "other")
+                self._service.metrics.answered(route, status)
+                record |= {"method": scope["method"], "path": scope["path"], "status": status}
+                record["seconds"] = round(time.monotonic() - started_s, 4)
+                LOG.log(logging.DEBUG if route in OPEN_PATHS else logging.INFO, "%s", record)
+
+    def _request_id(self, headers: dict[bytes, bytes]) -> str:
+        """The client's own, if it is one that a log can hold, else a new one."""
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+    def _refused(self, scope: Scope, headers: dict[bytes, bytes]) -> Refused | None:
+        """Why a request does not come in, if it does not."""
+        most = self._service.limits.max_header_bytes
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > most:
+            return Refused(f"the headers have more than {most:,} bytes: send fewer", status=431)
+        if self._is_known(scope["path"], headers):
+            return None
+        message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        return Refused(message, code="invalid_api_key", status=401)
+
+    def _is_known(self, path: str, headers: dict[bytes, bytes]) -> bool:
+        """Whether the request brings the key, compared in a time that says nothing of it."""
+        if self._api_key is None or path in OPEN_PATHS:
+            return True
+        kind, _, token = headers.get(b"authorization", b"").partition(b" ")
+        bearer = token.strip() if kind.lower() == b"bearer" else b""
+        given = [bearer, headers.get(b"x-api-key", b"")]
+        return sum(hmac.compare_digest(one, self._api_key) for one in given) > 0

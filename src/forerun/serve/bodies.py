@@ -1,0 +1,352 @@
+"""What the bodies of all APIs have in common: fields that are honoured, harmless or refused, and the Job they become.
+
+Policy, as for checkpoints: a field that would change the answer and is not honoured is refused by name. Each API says
+in a Form which of its fields are honoured, which change nothing with the values listed (neutral), and which never
+change the text (inert); any other field is refused. null is as good as absent. An agent that sends such fields whatever
+happens may be served without them, and is told which they were (`Given.ignored`).
+
+Plain data in and out: no web framework, no file, no clock.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence as Seq, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forerun.errors import BadOption, CapacityError, ForerunError, PromptTooLong, UserError, shown
+from forerun.registry import by_name, unknown
+from forerun.types import SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.engine.request import RequestOutput
+
+Body = Mapping[str, Any]
+Prompt = str | list[int]
+Message = Mapping[str, Any]
+# Values of a field that change nothing (or what says whether a value is one), and why no other is possible.
+Neutral = tuple[Seq[Any] | Callable[[Any], bool], str]
+
+SHIPPED = "shipped"  # the name of the shipped model
+MAX_CHOICES = 128  # per prompt, as in the API of OpenAI
+NO_CALLS = "the model is not told of tools and calls none"
+NO_GRAMMAR = "output cannot be held to a grammar or schema"
+ONE_ANSWER = "this API gives one answer"
+# Honoured by every API, under these names.
+PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {"logprobs", "n", "max_tokens", "stop"}
+SPECULATION = ("draft", "spec_length", "acceptance")  # in the object `speculation`, beside `report`
+# What a chat template's variables cannot be called: they have a meaning of their own in LLM.apply_chat_template.
+_NO_VARIABLES = ("self", "messages", "tools", "documents", "name", "add_generation_prompt", "continue_final_message")
+_REPORTED = ("num_steps", "num_drafted", "num_tested", "num_accepted", "num_emitted")
+_MAY_BE_IGNORED = ("unknown_parameter", "unsupported_parameter")
+
+
+class Refused(BadOption):
+    """A request that cannot be honoured. param: the field at fault; status: HTTP's; code: a word for programs.
+
+    retry_after_s: when it may be sent again; None where that would not help.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        code: str | None = None,
+        status: int = 400,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status, self.retry_after_s = param, code, status, retry_after_s
+
+
+@dataclass(frozen=True)
+class Form:
+    """The fields of one API's bodies, beside those of PARAMS. elsewhere: fields of a sister API -> its url."""
+
+    url: str
+    own: Set[str]
+    inert: Set[str]
+    neutral: Mapping[str, Neutral]
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Every field that a body may have."""
+        return frozenset({*PARAMS, "speculation", *self.own, *self.inert, *self.neutral})
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one body asks for. messages: of a conversation; else prompts. params.n choices for each of them."""
+
+    url: str
+    model: str  # as the answer names it
+    params: SamplingParams
+    prompts: tuple[Prompt, ...] = ()
+    messages: list[Message] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
+    continue_final_message: bool = False  # the last message is the beginning of the answer
+    stream: bool = False
+    include_usage: bool = False  # at the end of a stream
+    report: bool = False  # whether the body asks how speculation went
+    ignored: tuple[str, ...] = ()  # fields without which it is served
+    given: Mapping[str, Any] = field(default_factory=dict)  # the body, for APIs whose answers repeat parts of it
+
+
+@dataclass(frozen=True)
+class Given:
+    """The fields of a body that are honoured, none of them null. ignored: None where unsupported ones are refused."""
+
+    fields: dict[str, Any]
+    ignored: list[str] | None
+
+
+# --------------------------------------------------------------------------------------------------------- requests
+
+
+def check(form: Form, body: object, served_names: Seq[str] = (), *, ignore_unsupported: bool = False) -> Given:
+    """The honoured fields of a body. Raises Refused, naming the field."""
+    if not isinstance(body, Mapping):
+        raise Refused(f"the body is {shown(body)}: it must be a JSON object")
+    given, ignored, known = dict[str, Any](), list[str](), form.known
+    for name, value in body.items():
+        try:
+            if name not in known:
+                raise _unknown(form, name, known)
+            if value is None or name in form.inert:
+                continue
+            if name in form.neutral:
+                _check_neutral(name, value, *form.neutral[name])
+            else:
+                given[name] = value
+        except Refused as error:
+            if not ignore_unsupported or error.code not in _MAY_BE_IGNORED:
+                raise
+            ignored.append(name)
+    _check_model(given, served_names)
+    return Given(given, ignored if ignore_unsupported else None)
+
+
+def _unknown(form: Form, name: str, known: Set[str]) -> Refused:
+    if name in form.elsewhere:
+        message = f"{name} is a field of {form.elsewhere[name]}, not of {form.url}"
+    else:
+        message = by_name(name, known, "the engine") or unknown("field", name, known)
+    return Refused(message, name, code="unknown_parameter")
+
+
+def _check_neutral(name: str, value: Any, allowed: Seq[Any] | Callable[[Any], bool], why: str) -> None:
+    if callable(allowed):
+        ok, hint = allowed(value), "leave it out"
+    else:
+        ok = any(value == other and type(value) is type(other) for other in allowed)
+        hint = f"leave it out (or say {' or '.join(f'{other!r}' for other in allowed)})"
+    if not ok:
+        message = f"{name}={shown(value)} is not possible: {why}; {hint}"
+        raise Refused(message, name, code="unsupported_parameter")
+
+
+def _check_model(given: Body, served_names: Seq[str]) -> None:
+    model = given.get("model")
+    if model is not None and not isinstance(model, str):
+        raise Refused(f"model={shown(model)} is not possible: it must be a text, or left out", "model")
+    if model is not None and served_names and model not in served_names:
+        message = f"model={shown(model)} is not here: it must be {' or '.join(map(repr, served_names))}, or left out"
+        raise Refused(message, "model", code="model_not_found", status=404)
+
+
+def model_names(target: str | None) -> tuple[str, ...]:
+    """What requests may call a target: its folder's name or its path; its hub id, with or without the revision."""
+    if target is None:
+        return (SHIPPED,)
+    path = Path(target)
+    if path.exists():
+        return tuple(dict.fromkeys((path.resolve().name, target)))
+    return tuple(dict.fromkeys((target.partition("@")[0], target)))
+
+
+def params_of(given: Body, defaults: Mapping[str, Any], names: Mapping[str, str], logprobs: Any) -> SamplingParams:
+    """The sampling parameters of a body. names: of the API's fields -> of SamplingParams, where they differ.
+
+    defaults: fields of SamplingParams below what the body says. logprobs: the field of that name. Raises Refused.
+    """
+    fields = {**defaults, **{name: value for name, value in given.items() if name in PARAMS}}
+    for name, ours in names.items():
+        if name in given:
+            if ours != name and ours in given and given[ours] != given[name]:
+                raise Refused(
+                    f"{name}={shown(given[name])} and {ours}={shown(given[ours])} are two names of one limit: drop "
+                    "one of them",
+                    name,
+                )
+            fields[ours] = given[name]
+    fields.update(_speculation(given))
+    if isinstance(fields.get("logit_bias"), dict):
+        fields["logit_bias"] = _biases(fields["logit_bias"])
+    if isinstance(fields.get("prediction"), dict):
+        fields["prediction"] = _prediction(fields["prediction"])
+    fields["logprobs"] = logprobs
+    try:
+        params = SamplingParams(**fields)
+    except BadOption as error:
+        raise _named_as_given(str(error), given, names) from None
+    if params.n > MAX_CHOICES:
+        raise Refused(f"n={params.n} is not possible: it must be at most {MAX_CHOICES}", "n")
+    return params
+
+
+def _speculation(given: Body) -> dict[str, Any]:
+    """The object {"draft": ..., "spec_length": ..., "acceptance": ..., "report": true}, of which all may be missing."""
+    wanted = given.get("speculation", {})
+    known = (*SPECULATION, "report")
+    if not isinstance(wanted, dict):
+        form = '{"draft": "none", "report": true}'
+        raise Refused(
+            f"speculation={shown(wanted)} is not possible: it must be an object such as {form}", "speculation"
+        )
+    for name in wanted:
+        if name not in known:
+            raise Refused(f"speculation has the wrong field: {unknown('field', name, known)}", f"speculation.{name}")
+        if name in given and given[name] != wanted[name]:
+            message = f"{name}={shown(given[name])} and speculation.{name}={shown(wanted[name])} contradict each other"
+            raise Refused(f"{message}: drop one of them", name)
+    if not isinstance(wanted.get("report") or False, bool):
+        message = f"speculation.report={shown(wanted['report'])} is not possible: it must be true or false"
+        raise Refused(message, "speculation.report")
+    return {name: wanted[name] for name in SPECULATION if wanted.get(name) is not None}
+
+
+def wants_report(given: Body) -> bool:
+    """Whether the body asks how speculation went."""
+    return bool(given.get("speculation", {}).get("report"))
+
+
+def _biases(biases: dict[str, Any]) -> dict[int, Any]:
+    try:
+        return {int(token): bias for token, bias in biases.items()}
+    except ValueError:
+        raise Refused(f"logit_bias={shown(biases)} is not possible: its keys must be token ids", "logit_bias") from None
+
+
+def _prediction(given: Mapping[str, Any]) -> str:
+    """The text of a prediction in the API's form: of type content, whose content is a text, alone or in parts."""
+    content = given.get("content") if given.keys() == {"type", "content"} and given["type"] == "content" else None
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        form = '{"type": "content", "content": "..."}'
+        raise Refused(f"prediction={shown(given)} is not possible: it must be {form}, a text or ids", "prediction")
+    return "".join(map(str, texts))
+
+
+def _named_as_given(message: str, given: Body, names: Mapping[str, str]) -> Refused:
+    """What SamplingParams refuses, with the field called as the body calls it."""
+    found = re.match(r"(\w+)=", message)
+    if found is None:
+        return Refused(message)
+    name = found[1]
+    for other, ours in {**names, "top_logprobs": "logprobs"}.items():
+        if name == ours and other in given:
+            return Refused(other + message.removeprefix(name), other)
+    return Refused(message, name)
+
+
+def flag(given: Body, name: str, default: bool = False) -> bool:
+    """A field that is true or false. Raises Refused for anything else."""
+    value = given.get(name, default)
+    if not isinstance(value, bool):
+        raise Refused(f"{name}={shown(value)} is not possible: it must be true or false", name)
+    return value
+
+
+def variables(given: Body) -> Mapping[str, Any]:
+    """What a body passes on to the chat template. Raises Refused."""
+    kwargs = given.get("chat_template_kwargs", {})
+    wrong = kwargs if not isinstance(kwargs, dict) else [name for name in _NO_VARIABLES if name in kwargs]
+    if wrong or not isinstance(kwargs, dict):
+        message = f"chat_template_kwargs={shown(wrong)} is not possible: it takes the template's own variables, by name"
+        raise Refused(message, "chat_template_kwargs")
+    return kwargs
+
+
+def texts_of(content: Any, where: str, kinds: Set[str]) -> str:
+    """Content as one text, its parts one below the other. kinds: types of parts that hold text. Raises Refused."""
+    parts = [{"type": next(iter(kinds)), "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not parts:
+        raise Refused(f"{where}={shown(content)} is not possible: it must be a text, or a list of parts", where)
+    found = []
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else part
+        if not isinstance(kind, str) or kind not in kinds:
+            raise Refused(f"{where}[{i}] has the type {shown(kind)}: the model reads texts alone", where)
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise Refused(f"{where}[{i}] has no text: give it one", where)
+        found.append(text)
+    return "\n".join(found)
+
+
+# ---------------------------------------------------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of all choices together. accepted, rejected: drafted from the request's prediction; None = nothing was."""
+
+    prompt: int
+    cached: int
+    completion: int
+    accepted: int | None = None
+    rejected: int | None = None
+
+    @classmethod
+    def of(cls, outputs: Seq[RequestOutput], params: SamplingParams) -> Usage:
+        """outputs: params.n of the first prompt, then of the next."""
+        firsts = outputs[:: params.n]
+        predicted = [o.report for o in outputs if params.prediction is not None and o.report.draft == "prediction"]
+        num_drafted, num_accepted = (
+            sum(getattr(r, name) for r in predicted) for name in ("num_drafted", "num_accepted")
+        )
+        return cls(
+            prompt=sum(len(output.prompt_ids) for output in firsts),
+            cached=sum(output.report.num_cached_tokens for output in firsts),
+            completion=sum(len(output.token_ids) for output in outputs),
+            accepted=num_accepted if num_drafted else None,
+            rejected=num_drafted - num_accepted if num_drafted else None,
+        )
+
+
+def status_of(error: ForerunError) -> tuple[int, str | None, str | None]:
+    """The HTTP status of an error, its code and the field at fault."""
+    if isinstance(error, Refused):
+        return error.status, error.code, error.param
+    if isinstance(error, UserError):
+        return 400, "context_length_exceeded" if isinstance(error, PromptTooLong) else None, None
+    return (503, "capacity", None) if isinstance(error, CapacityError) else (500, "internal_error", None)
+
+
+def report_of(outputs: Seq[RequestOutput]) -> dict[str, Any]:
+    """The seed that makes the same choices again, and how speculation went for all of them together.
+
+    Sums over all choices, and their ratios; a ratio is None where nothing was counted. See RequestReport.
+    """
+    sums = {name: sum(getattr(output.report, name) for output in outputs) for name in _REPORTED}
+
+    def ratio(above: str, below: str) -> float | None:
+        return sums[above] / sums[below] if sums[below] else None
+
+    first, prices = outputs[0].report, [price for output in outputs for price in output.report.prices]
+    return {
+        "seed": outputs[0].seed,
+        "draft": first.draft,
+        "acceptance": first.acceptance,
+        "is_lossless": first.is_lossless,
+        "tv_price": sum(prices) / len(prices) if prices else None,
+        **sums,
+        "acceptance_rate": ratio("num_accepted", "num_drafted"),
+        "mean_accepted_length": ratio("num_emitted", "num_steps"),
+        "alpha_hat": ratio("num_accepted", "num_tested"),
+    }

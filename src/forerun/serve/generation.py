@@ -1,0 +1,100 @@
+"""One body's requests in the engine, from the event loop: which news there are, and the text of what is new.
+
+The engine's thread notes how far a request has come and wakes the event loop once per step. Texts are made when a
+stream's reader has taken the piece before, by a thread of the service: a slow reader gets fewer, longer pieces, and
+nothing is kept for it but tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence as Seq
+
+from forerun.engine.request import Chunk, Mark, Reader, Request, RequestOutput
+from forerun.errors import ForerunError
+
+
+class News:
+    """Carries what the engine's thread tells into the event loop. on_news is called there, before anyone hears it."""
+
+    def __init__(self, on_news: Callable[[], None]) -> None:
+        self._loop, self._on_news = asyncio.get_running_loop(), on_news
+        self._told: deque[Generation] = deque()
+        self._is_rung = False
+
+    def tell(self, generation: Generation) -> None:
+        """Any thread: there is something new of it. Raises RuntimeError where the event loop was closed."""
+        self._told.append(generation)
+        if not self._is_rung:
+            self._is_rung = True
+            self._loop.call_soon_threadsafe(self._ring)
+
+    def _ring(self) -> None:
+        self._is_rung = False  # before anything is taken: what is told from here on rings again
+        self._on_news()
+        while self._told:
+            self._told.popleft().is_told.set()
+
+
+class Generation:
+    """The requests of one body, params.n for each prompt, in order. is_streamed: whether each step is news, or the end.
+
+    error: why all of them ended, where that was not in one of them.
+    """
+
+    def __init__(self, news: News, requests: Seq[Request], *, is_streamed: bool) -> None:
+        self.requests, self._news, self._is_streamed = list(requests), news, is_streamed
+        self.is_told = asyncio.Event()
+        self.error: ForerunError | None = None
+        self._place = {request: i for i, request in enumerate(self.requests)}
+        self._marks: list[Mark | None] = [None] * len(self.requests)
+        self._read: list[Mark | None] = [None] * len(self.requests)
+        self._readers: list[Reader] = []
+        for request in self.requests:
+            request.hear = self._hear
+
+    def _hear(self, request: Request) -> None:
+        """The engine's thread: behind each step, and at the end."""
+        mark = request.mark()
+        if self._is_streamed or mark.finish_reason is not None:
+            self._marks[self._place[request]] = mark
+            self._news.tell(self)
+
+    def fail(self, error: ForerunError) -> None:
+        """Let whoever waits go on with an error."""
+        self.error = self.error or error
+        self.is_told.set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come."""
+        return self.error is not None or all(
+            mark is not None and mark.finish_reason is not None for mark in self._marks
+        )
+
+    @property
+    def failure(self) -> ForerunError | None:
+        """Why it failed, if it did."""
+        return self.error or next((r.error for r in self.requests if r.error is not None), None)
+
+    def chunks(self) -> list[tuple[int, Chunk]]:
+        """What is new, by the index of the choice. Raises what ended it. Text is made here: not in the event loop."""
+        if not self._readers:
+            self._readers = [Reader(request) for request in self.requests]
+        if self.error is not None:
+            raise self.error
+        made = []
+        for i, mark in enumerate(self._marks):
+            if mark is not None and mark is not self._read[i]:
+                self._read[i] = mark
+                chunk = self._readers[i].chunk(mark)
+                if chunk.token_ids or chunk.finish_reason is not None:
+                    made.append((i, chunk))
+        return made
+
+    def outputs(self) -> list[RequestOutput]:
+        """All of them when they are over, in order. Raises what ended one. Text is made here, too."""
+        if (failure := self.failure) is not None:
+            raise failure
+        return [request.output() for request in self.requests]

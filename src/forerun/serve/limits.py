@@ -1,0 +1,99 @@
+"""How much a server takes at once, for how long, and how it ends: who is let in, who is asked to come again."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from forerun.serve.bodies import Refused
+
+MAX_RETRY_S = 60
+_HALF_LIFE = 0.9  # of the mean duration of requests: the weight of the past when one ends
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server is started with."""
+
+    max_queue: int = 256  # choices that wait, beyond the batch that runs
+    max_body_bytes: int = 4 << 20
+    max_header_bytes: int = 64 << 10
+    request_timeout_s: float = 600.0  # from the first byte of the body to the last of the answer's tokens
+    body_timeout_s: float = 30.0  # to send the headers, and then to send the body
+    stall_timeout_s: float = 60.0  # a reader that takes nothing of its stream
+    keep_alive_s: float = 15.0  # between two signs of life in a stream that has nothing to say
+
+
+class Place:
+    """The room of one request in a Gate. num: choices that it makes, one until they are known."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate, self.num = gate, 1
+
+    def grow(self, num: int) -> None:
+        """Take the room of all its choices. Raises Refused where it is not there."""
+        gate = self._gate
+        if num > gate.capacity:
+            raise Refused(
+                f"the request makes {num} choices (its prompts, n of each) and this server takes {gate.capacity} at "
+                "once: ask for fewer, or raise --max-queue"
+            )
+        gate.check(num - self.num)
+        gate.num_taken += num - self.num
+        self.num = num
+
+
+class Gate:
+    """Counts the choices that are asked for and not made yet. One thread, that of the event loop, uses it.
+
+    capacity: choices at most, those that run and those that wait. batch: how many run at once.
+    """
+
+    def __init__(self, capacity: int, batch: int) -> None:
+        self.capacity, self._batch = capacity, batch
+        self.num_taken = 0
+        self.is_draining = False
+        self.is_empty = asyncio.Event()
+        self.is_empty.set()
+        self._mean_s = 1.0  # that a request takes
+
+    @contextmanager
+    def enter(self) -> Iterator[Place]:
+        """The room of one request, as long as it lasts. Raises Refused: 429 where all is taken, 503 while draining."""
+        if self.is_draining:
+            raise Refused(
+                "the server is shutting down: send the request to another one, or later",
+                code="draining",
+                status=503,
+                retry_after_s=self.retry_after_s(),
+            )
+        self.check(1)
+        place, started_s = Place(self), asyncio.get_running_loop().time()
+        self.num_taken += 1
+        self.is_empty.clear()
+        try:
+            yield place
+        finally:
+            self.num_taken -= place.num
+            took_s = asyncio.get_running_loop().time() - started_s
+            self._mean_s = _HALF_LIFE * self._mean_s + (1 - _HALF_LIFE) * took_s
+            if not self.num_taken:
+                self.is_empty.set()
+
+    def check(self, num: int) -> None:
+        """Raise Refused (429) where there is no room for so many more."""
+        if self.num_taken + num > self.capacity:
+            raise Refused(
+                f"{self.num_taken} choices run or wait, of {self.capacity} that this server takes: try again later",
+                code="queue_full",
+                status=429,
+                retry_after_s=self.retry_after_s(),
+            )
+
+    def retry_after_s(self) -> int:
+        """When a place may be free: the mean time of a request, for each batch that waits."""
+        batches = max(1.0, self.num_taken / self._batch)
+        return min(MAX_RETRY_S, max(1, math.ceil(self._mean_s * batches)))

@@ -1,0 +1,164 @@
+"""Metrics in the format of Prometheus, with the names that dashboards know: `forerun:` before them, or `vllm:`.
+
+Steps are counted from StepReport, requests from RequestReport when they end. Definitions are those of
+docs/exactness.md; docs/serve.md lists the names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from forerun.engine.llm import LLM
+from forerun.engine.request import Request
+from forerun.types import StepReport
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PREFIXES = ("forerun", "vllm")
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_DELAYS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
+_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+_MOST_REMEMBERED = 4096  # sequences
+_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)  # of drafts, in tokens
+
+
+class Metrics:
+    """Hears every step of an LLM and every request that ends. model: the value of the label model_name."""
+
+    def __init__(self, llm: LLM, model: str, prefix: str = "forerun") -> None:
+        self._llm, self._model = llm, model
+        self._registry, self._prefix = CollectorRegistry(), prefix
+        self._make_gauges()
+        self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens, those found in the cache included")
+        self._generated = self._counter("generation_tokens", "tokens that were generated")
+        self._queries = self._counter("prefix_cache_queries", "prompt tokens that were looked for in the prefix cache")
+        self._hits = self._counter("prefix_cache_hits", "prompt tokens that were found there")
+        self._preemptions = self._counter("num_preemptions", "requests that lost their cache to others")
+        self._ended = self._counter("request_success", "requests that ended, by reason", "finished_reason")
+        self._answers = self._counter("http_requests", "answers, by route and status", "path", "status")
+        self._first = self._seconds("time_to_first_token", "from a request's arrival to its first token")
+        self._gap = self._seconds("inter_token_latency", "between two steps that brought a request on")
+        self._each = self._seconds("request_time_per_output_token", "the mean of a request behind its first token")
+        self._whole = self._seconds("e2e_request_latency", "from a request's arrival to its last token")
+        self._queued = self._seconds("request_queue_time", "from a request's arrival to its first pass")
+        self._prompt_length = self._histogram("request_prompt_tokens", "prompt tokens of a request", _TOKENS)
+        self._length = self._histogram("request_generation_tokens", "generated tokens of a request", _TOKENS)
+        drafted = "by drafter"
+        self._num_drafts = self._counter(
+            "spec_decode_num_drafts", f"steps of a request that drafted, {drafted}", "draft"
+        )
+        self._drafted = self._counter("spec_decode_num_draft_tokens", f"drafted tokens, {drafted}", "draft")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", f"accepted ones, {drafted}", "draft")
+        self._tested = self._counter(
+            "spec_decode_num_tested_tokens", f"ones at which the path stood, {drafted}", "draft"
+        )
+        self._at = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            f"accepted ones by their position, {drafted}",
+            "draft",
+            "position",
+        )
+        self._granted = self._histogram(
+            "spec_decode_draft_length", "tokens drafted for a request in a step, as paced; 0 = plain", _LENGTHS, "draft"
+        )
+        self._steps = self._seconds("step_duration", "of one step of the whole batch")
+        delays = "of the event loop behind a timer of 50 ms: how late it comes to what it should do"
+        self._delay = self._histogram("event_loop_delay_seconds", f"seconds {delays}", _DELAYS)
+        self._last_s: dict[int, float] = {}  # by sequence: when a step brought it on
+        self._children: dict[tuple[int, tuple[str, ...]], Any] = {}
+        self._end = llm.listen(self._hear)
+
+    def close(self) -> None:
+        """Hear no more."""
+        self._end()
+
+    def text(self) -> bytes:
+        """All of them, for a scrape. Not in the event loop."""
+        return generate_latest(self._registry)
+
+    def answered(self, path: str, status: int) -> None:
+        """Count an answer. path: of a route, not what a client made up."""
+        self._of(self._answers, path, str(status)).inc()
+
+    def delayed(self, seconds: float) -> None:
+        """Count how late the event loop came to a timer."""
+        self._of(self._delay).observe(seconds)
+
+    def ended(self, requests: Seq[Request]) -> None:
+        """Count requests that have ended, or are being ended."""
+        for request in requests:
+            seq, report = request.seq, request.report
+            self._last_s.pop(seq.id, None)
+            self._of(self._ended, seq.finish_reason or "abort").inc()
+            if report.scheduled_at_s is not None:
+                self._of(self._queued).observe(report.scheduled_at_s - report.arrived_at_s)
+                self._of(self._prompt_tokens).inc(seq.num_prompt_tokens)
+                self._of(self._queries).inc(seq.num_prompt_tokens)
+                self._of(self._hits).inc(report.num_cached_tokens)
+                self._of(self._prompt_length).observe(seq.num_prompt_tokens)
+                self._of(self._preemptions).inc(report.num_preemptions)
+            if report.first_token_at_s is None or report.last_token_at_s is None:
+                continue
+            self._of(self._first).observe(report.first_token_at_s - report.arrived_at_s)
+            self._of(self._whole).observe(report.last_token_at_s - report.arrived_at_s)
+            self._of(self._length).observe(seq.num_output_tokens)
+            if seq.num_output_tokens > 1:
+                behind = (report.last_token_at_s - report.first_token_at_s) / (seq.num_output_tokens - 1)
+                self._of(self._each).observe(behind)
+
+    def _hear(self, report: StepReport) -> None:
+        """The engine's thread, inside of a step."""
+        now_s = time.monotonic()
+        self._of(self._generated).inc(report.num_committed)
+        self._of(self._steps).observe(report.seconds)
+        while len(self._last_s) > _MOST_REMEMBERED:  # of those that ended while a step ran
+            self._last_s.pop(next(iter(self._last_s)))
+        for step in report.sequences:
+            before_s = self._last_s.pop(step.sequence_id, None)
+            if before_s is not None:
+                self._of(self._gap).observe(now_s - before_s)
+            self._last_s[step.sequence_id] = now_s
+            self._of(self._granted, step.draft).observe(step.num_drafted)
+            if step.num_drafted:
+                self._of(self._num_drafts, step.draft).inc()
+                self._of(self._drafted, step.draft).inc(step.num_drafted)
+                self._of(self._tested, step.draft).inc(step.num_tested)
+                self._of(self._accepted, step.draft).inc(step.num_accepted)
+                for position in range(step.num_accepted):
+                    self._of(self._at, step.draft, str(position)).inc()
+
+    def _make_gauges(self) -> None:
+        scheduler, cache = self._llm.engine.scheduler, self._llm.engine.runner.cache
+        num_tokens = cache.num_blocks * cache.block_tokens
+        gauges = {
+            "num_requests_running": ("requests in the batch", lambda: len(scheduler.running)),
+            "num_requests_waiting": ("requests that wait for it", lambda: len(scheduler.waiting)),
+            "kv_cache_usage_perc": (
+                "share of the KV cache that is in use, 0 to 1",
+                lambda: 1 - cache.free_tokens() / num_tokens,
+            ),
+        }
+        for name, (text, read) in gauges.items():
+            gauge = Gauge(f"{self._prefix}:{name}", text, ["model_name"], registry=self._registry)
+            gauge.labels(self._model).set_function(read)
+
+    def _of(self, metric: Any, *labels: str) -> Any:
+        """The child of a metric with these labels, remembered: looking one up costs more than counting."""
+        key = (id(metric), labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = metric.labels(self._model, *labels)
+        return child
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"{self._prefix}:{name}", text, ["model_name", *labels], registry=self._registry)
+
+    def _seconds(self, name: str, text: str) -> Histogram:
+        return self._histogram(f"{name}_seconds", f"seconds {text}", _SECONDS)
+
+    def _histogram(self, name: str, text: str, buckets: Seq[float], *labels: str) -> Histogram:
+        names = ["model_name", *labels]
+        return Histogram(f"{self._prefix}:{name}", text, names, registry=self._registry, buckets=buckets)

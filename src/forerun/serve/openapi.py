@@ -1,0 +1,224 @@
+"""What /openapi.json says of bodies and errors: for each field that a Form honours or knows as harmless, its schema.
+
+What is checked is checked when a body is read; a test holds these schemas to the fields that are known there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from forerun.engine.llm import LLM
+from forerun.registry import names as registered
+from forerun.serve import messages, openai, responses
+from forerun.serve.bodies import PARAMS, Form
+from forerun.text.chat import ROLES as _ROLES
+
+Schema = dict[str, Any]
+
+_TEXT: Schema = {"type": "string"}
+_FLAG: Schema = {"type": "boolean"}
+_OBJECT: Schema = {"type": "object"}
+
+
+def _number(least: float, most: float) -> Schema:
+    return {"type": "number", "minimum": least, "maximum": most}
+
+
+def _integer(least: int, most: int) -> Schema:
+    return {"type": "integer", "minimum": least, "maximum": most}
+
+
+def _list(of: Schema, least: int = 0) -> Schema:
+    return {"type": "array", "items": of, "minItems": least}
+
+
+def _either(*schemas: Schema) -> Schema:
+    return {"anyOf": list(schemas)}
+
+
+def _object(required: tuple[str, ...] = (), **fields: Schema) -> Schema:
+    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
+
+
+_ID = _integer(0, 2**31 - 1)  # which ids there are depends on the model: `bodies` says
+_IDS = _list(_ID, 1)
+_STOPS = _either({"type": "string", "minLength": 1}, _list({"type": "string", "minLength": 1}))
+_PARTS = _list(_object(("type", "text"), type={"const": "text"}, text=_TEXT), 1)
+_CONTENT = _either(_TEXT, _PARTS)
+_CONTENT_OF_INPUT = _either(
+    _TEXT, _list(_object(("type", "text"), type={"enum": ["input_text", "output_text", "text"]}, text=_TEXT), 1)
+)
+_PREDICTION = _object(("type", "content"), type={"const": "content"}, content=_CONTENT)
+_MOST_TOKENS = _integer(1, 2**31 - 1)
+
+# Fields of SamplingParams, and what goes by the same name in every API.
+_SHARED: dict[str, Schema] = {
+    "model": _TEXT,
+    "max_tokens": _MOST_TOKENS,
+    "min_tokens": _integer(0, 2**31 - 1),
+    "temperature": _either({"const": 0}, _number(1e-5, 2)),
+    "top_k": _integer(0, 2**31 - 1),
+    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "min_p": _number(0, 1),
+    "repetition_penalty": _number(1e-6, 1e6),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "logit_bias": {
+        "type": "object",
+        "additionalProperties": _number(-100, 100),
+        "propertyNames": {"pattern": "^[0-9]{1,5}$"},
+    },
+    "bad_words": _STOPS,
+    "stop": _STOPS,
+    "stop_token_ids": _list(_ID),
+    "ignore_eos": _FLAG,
+    "seed": _integer(0, 2**63 - 1),
+    "n": _integer(1, 128),
+    "acceptance": _TEXT,
+    "draft": _TEXT,
+    "prediction": _either(_PREDICTION, _TEXT, _IDS),
+    "spec_length": _integer(1, 64),
+    "priority": _integer(-(2**31), 2**31 - 1),
+    "cache_salt": _TEXT,
+    "speculation": _object(draft=_TEXT, spec_length=_integer(1, 64), acceptance=_TEXT, report=_FLAG),
+    "stream": _FLAG,
+    "chat_template_kwargs": _OBJECT,
+    "top_logprobs": _integer(0, 20),
+}
+_OWN: dict[str, dict[str, Schema]] = {
+    openai.CHAT: {
+        "messages": _list(_object(("role", "content"), role={"enum": list(_ROLES)}, content=_CONTENT), 1),
+        "max_completion_tokens": _MOST_TOKENS,
+        "logprobs": _FLAG,
+        "stream_options": _object(include_usage=_FLAG),
+    },
+    openai.COMPLETIONS: {
+        "prompt": _either(_TEXT, _IDS, _list(_TEXT, 1), _list(_IDS, 1)),
+        "max_completion_tokens": _MOST_TOKENS,
+        "logprobs": _integer(0, 20),
+        "stream_options": _object(include_usage=_FLAG),
+        "best_of": _integer(1, 128),
+    },
+    responses.RESPONSES: {
+        "input": _either(
+            _TEXT,
+            _list(
+                {
+                    "type": "object",
+                    "properties": {
+                        "type": {"const": "message"},
+                        "role": {"enum": ["user", "assistant", "system", "developer"]},
+                        "content": _CONTENT_OF_INPUT,
+                    },
+                    "required": ["role", "content"],
+                },
+                1,
+            ),
+        ),
+        "instructions": _TEXT,
+        "max_output_tokens": _MOST_TOKENS,
+        "include": _list({"enum": [responses.LOGPROBS, "reasoning.encrypted_content"]}),
+    },
+    messages.MESSAGES: {
+        "messages": _list(
+            _object(("role", "content"), role={"enum": ["user", "assistant", "system"]}, content=_CONTENT), 1
+        ),
+        "system": _CONTENT,
+        "stop_sequences": _list({"type": "string", "minLength": 1}),
+    },
+}
+_REQUIRED = {
+    openai.CHAT: ["messages"],
+    openai.COMPLETIONS: ["prompt"],
+    responses.RESPONSES: ["input"],
+    messages.MESSAGES: ["messages", "max_tokens"],
+}
+_FORMS: dict[str, Form] = {**openai.FORMS, responses.RESPONSES: responses.FORM, messages.MESSAGES: messages.FORM}
+
+
+def _schema(form: Form) -> Schema:
+    own = {**_SHARED, **_OWN[form.url]}
+    fields = {name: _or_null(own[name]) for name in sorted({*PARAMS, "speculation", *form.own})}
+    for name in sorted(form.inert):
+        fields[name] = {"description": "accepted, without effect"}
+    for name, (allowed, why) in form.neutral.items():
+        values = [None] if callable(allowed) else [*allowed, None]
+        fields[name] = {"enum": values, "description": f"no other value: {why}"}
+    for name in _REQUIRED[form.url]:
+        fields[name] = own[name]
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": _REQUIRED[form.url],
+        "additionalProperties": False,
+    }
+
+
+def _or_null(schema: Schema) -> Schema:
+    return _either(schema, {"type": "null"})
+
+
+def _bodies() -> dict[str, Schema]:
+    made = {url: _schema(form) for url, form in _FORMS.items()}
+    counted = {**_schema(messages.FORM), "required": ["messages"]}
+    tokenize: Schema = {
+        "type": "object",
+        "properties": {
+            "model": _TEXT,
+            "prompt": _TEXT,
+            "messages": _OWN[openai.CHAT]["messages"],
+            "add_special_tokens": _FLAG,
+            "return_token_strs": _FLAG,
+        },
+        "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+        "additionalProperties": False,
+    }
+    detokenize = _object(("tokens",), model=_TEXT, tokens=_list(_ID))
+    return {**made, messages.COUNT_TOKENS: counted, "/tokenize": tokenize, "/detokenize": detokenize}
+
+
+BODIES = _bodies()
+
+
+def bodies(llm: LLM, names: Seq[str]) -> dict[str, Schema]:
+    """The schemas of all bodies, with what this server's model, drafters and rules are."""
+    here: dict[str, Schema] = {
+        "model": {"enum": list(names)},
+        "draft": {"enum": sorted(llm.engine.drafter.members)},
+        "acceptance": {"enum": registered("forerun.verify")},
+    }
+    num_ids = llm.engine.runner.num_ids
+
+    def told(schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [told(one) for one in schema]
+        if not isinstance(schema, dict):
+            return schema
+        if schema == _ID:
+            return _integer(0, num_ids - 1)
+        made = {key: told(value) for key, value in schema.items()}
+        if isinstance(fields := made.get("properties"), dict):
+            fields |= {name: _or_null(own) for name, own in here.items() if name in fields}
+        return made
+
+    return {url: told(schema) for url, schema in BODIES.items()}
+
+
+# What may come instead of an answer; docs/serve.md says when.
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "the body cannot be honoured; the message names the field"},
+    401: {"description": "the API key is missing or wrong"},
+    404: {"description": "no such model"},
+    408: {"description": "the body did not come in time"},
+    413: {"description": "the body is too large"},
+    429: {"description": "all places are taken; Retry-After says when to come again"},
+    500: {"description": "a fault of the server"},
+    503: {"description": "the server shuts down"},
+    504: {"description": "the answer took too long"},
+}
+
+
+def as_body(schema: Schema) -> dict[str, Any]:
+    """What FastAPI is told of a route's body."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,0 +1,289 @@
+"""`forerun serve`: one process with one engine behind HTTP, from its first line to exit code 0.
+
+SIGTERM and Ctrl-C let every accepted request finish while new ones get 503; a second one ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from logging.handlers import QueueHandler, QueueListener
+from queue import Full, Queue
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from forerun.config import EngineConfig
+from forerun.engine.llm import LLM
+from forerun.errors import BadOption
+from forerun.serve.app import make_app
+from forerun.serve.bodies import model_names
+from forerun.serve.limits import Limits
+from forerun.serve.metrics import Metrics
+from forerun.serve.service import Service
+from forerun.text.terminal import note, visible
+
+LOG = logging.getLogger(__name__)
+LOG_FORMATS = ("text", "json")
+WARM_UP_TOKENS = 8
+KEEP_ALIVE_S = 75  # an idle connection: longer than usual proxies keep theirs
+BACKLOG = 2048
+MOST_LOG_LINES = 10_000  # that wait to be written
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What the server is started with, beside the engine."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 = one that is free
+    served_names: Seq[str] = ()
+    api_key: str | None = None
+    ignore_unsupported: bool = False
+    metrics_prefix: str = "forerun"
+    log_format: str = "text"
+    log_level: str = "info"
+    log_texts: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+
+def run(config: EngineConfig, options: ServerOptions) -> int:
+    """Serve until a signal. Returns the exit code. Raises UserError, and OSError for an address that cannot be had."""
+    from forerun.engine.factory import suggested_fields
+    from forerun.memory.machine import spare_what_is_loaded
+
+    _check(options)
+    with bound(options.host, options.port) as listening, _logging(options):
+        if not is_loopback(options.host) and options.api_key is None:
+            note(
+                f"warning: {options.host} can be reached from other machines and there is no API key: anyone there may "
+                "use this server; give --api-key, or FORERUN_API_KEY"
+            )
+        llm, defaults = LLM.from_config(config), suggested_fields(config)
+        spare_what_is_loaded()
+        _warm_up(llm)
+        names = tuple(options.served_names) or model_names(config.target)
+        return asyncio.run(_serve(llm, names, defaults, options, listening))
+
+
+def _check(options: ServerOptions) -> None:
+    from forerun.serve.metrics import PREFIXES
+
+    for name, value, known in (
+        ("metrics-prefix", options.metrics_prefix, PREFIXES),
+        ("log-format", options.log_format, LOG_FORMATS),
+    ):
+        if value not in known:
+            raise BadOption(f"--{name}={value!r} is not possible: it must be {' or '.join(known)}")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that holds the address before the model is loaded; nothing is accepted yet. Raises BadOption."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise BadOption(
+            f"--host {host} --port {port} is no address ({error.strerror or error}): name another"
+        ) from None
+    with listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(address)
+        except OSError as error:
+            message = f"{host}:{port} cannot be served ({error.strerror}): end what uses it, or name another --port"
+            raise BadOption(message) from None
+        yield listening
+
+
+def _warm_up(llm: LLM) -> None:
+    """What is measured or compiled at the first step is done before the first request."""
+    from forerun.types import SamplingParams
+
+    llm.generate([[llm.engine.runner.num_ids // 2] * 4], SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0))
+
+
+async def _serve(
+    llm: LLM, names: Seq[str], defaults: dict[str, Any], options: ServerOptions, listening: socket.socket
+) -> int:
+    metrics = Metrics(llm, names[0], options.metrics_prefix)
+    service = Service(
+        llm,
+        names,
+        defaults=defaults,
+        limits=options.limits,
+        ignore_unsupported=options.ignore_unsupported,
+        logs_texts=options.log_texts,
+        metrics=metrics,
+    )
+    server = _Server(_uvicorn_config(service, options))
+    beside = [asyncio.create_task(_end_on_signals(service, server)), asyncio.create_task(service.watch_delay())]
+    try:
+        serving = asyncio.create_task(server.serve([listening]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        if server.started:
+            _say_where(llm, names, listening)
+        await serving
+    finally:
+        for task in beside:
+            task.cancel()
+        service.close()
+    return 0
+
+
+def _say_where(llm: LLM, names: Seq[str], listening: socket.socket) -> None:
+    host, port = listening.getsockname()[:2]
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    model = llm.checkpoint.model
+    note(
+        f"{visible(names[0])} ({model.precision}, draft {llm.config.draft}, up to {llm.config.max_batch_size} requests "
+        f"of {llm.engine.max_seq_len:,} tokens at once) is served on http://{where}"
+    )
+
+
+def _uvicorn_config(service: Service, options: ServerOptions) -> uvicorn.Config:
+    class Protocol(_PatientProtocol):
+        patience_s = options.limits.body_timeout_s
+
+    return uvicorn.Config(
+        make_app(service, api_key=options.api_key),
+        http=Protocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        h11_max_incomplete_event_size=options.limits.max_header_bytes,
+    )
+
+
+class _PatientProtocol(H11Protocol):
+    """uvicorn's, which would wait forever for the headers of a connection's first request."""
+
+    patience_s: float
+
+    def connection_made(self, transport: Any) -> None:
+        """Give the headers their time."""
+        super().connection_made(transport)
+        self.loop.call_later(self.patience_s, self._lose_patience)
+
+    def _lose_patience(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, with signals of ours."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave them alone."""
+        yield
+
+
+async def _end_on_signals(service: Service, server: uvicorn.Server) -> None:
+    """The first one: 503 for new requests, and the end when the last accepted one is answered. The second: the end."""
+    loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    await signals.get()
+    service.gate.is_draining = True
+    num = service.gate.num_taken
+    LOG.info("shutting down: %d choices are still to be made; new requests get 503", num)
+    again, empty = asyncio.create_task(signals.get()), asyncio.create_task(service.gate.is_empty.wait())
+    await asyncio.wait((again, empty), return_when=asyncio.FIRST_COMPLETED)
+    if not empty.done():
+        LOG.warning("ended by a second signal: %d choices were not made", service.gate.num_taken)
+        server.force_exit = True
+    server.should_exit = True
+
+
+# ---------------------------------------------------------------------------------------------------------- logging
+
+
+@contextmanager
+def _logging(options: ServerOptions) -> Iterator[None]:
+    """Logs go to standard error by a thread of their own: a reader that is slow stops no request."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if options.log_format == "json" else _Text())
+    records: Queue[Any] = Queue(MOST_LOG_LINES)
+    listener = QueueListener(records, handler)
+    root, sending = logging.getLogger(), _Queue(records)
+    levels = logging.getLevelNamesMapping()
+    level = levels.get(options.log_level.upper())
+    if level is None:
+        raise BadOption(f"--log-level={options.log_level!r} is not possible: it must be debug, info, warning or error")
+    root.addHandler(sending)
+    before = root.level
+    root.setLevel(level)
+    for noisy in ("uvicorn.error", "asyncio", "forerun.engine"):
+        logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+    listener.start()
+    try:
+        yield
+    finally:
+        listener.stop()
+        root.removeHandler(sending)
+        root.setLevel(before)
+
+
+class _Queue(QueueHandler):
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Drop it where nobody has read so many before it: neither wait nor grow."""
+        with suppress(Full):
+            self.queue.put_nowait(record)
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Keep the arguments: the formatter wants them."""
+        return record
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """One JSON object in one line."""
+        made: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        if isinstance(record.args, dict):
+            made |= {"event": "request", **record.args}
+        else:
+            made["message"] = record.getMessage()
+        if record.exc_info:
+            made["exception"] = self.formatException(record.exc_info)
+        return json.dumps(made, default=str)
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """One line for a person; the traceback of an exception below it."""
+        if isinstance(record.args, dict):
+            said = " ".join(f"{name}={value}" for name, value in record.args.items())
+        else:
+            said = record.getMessage()
+        line = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {record.levelname.lower()} {visible(said)}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

@@ -1,0 +1,142 @@
+"""What all routes share: the engine, who is let in, and the threads that make ids of texts and texts of ids."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from forerun.engine.llm import LLM
+from forerun.errors import CapacityError, ForerunError, InternalError, PromptTooLong
+from forerun.serve.bodies import Job, Refused
+from forerun.serve.generation import Generation, News
+from forerun.serve.limits import Gate, Limits
+from forerun.serve.metrics import Metrics
+
+T = TypeVar("T")
+LOG = logging.getLogger(__name__)
+_TICK_S = 0.05  # between two measurements of the event loop's delay
+_MARGIN = 2  # for tokenizers that drop some of a text before they read it
+NUM_THREADS = 4  # that make texts; they share one interpreter with the engine's thread
+
+
+class Service:
+    """One engine behind HTTP. It belongs to the event loop that it is made in.
+
+    names: what requests may call the model, the answers' name first. defaults: fields of SamplingParams below what the
+    bodies say. ignore_unsupported: requests with fields that are not honoured are served without them.
+    logs_texts: whether the log has what requests and answers say.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        names: Seq[str],
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        limits: Limits | None = None,
+        ignore_unsupported: bool = False,
+        logs_texts: bool = False,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.llm, self.names, self.name = llm, tuple(names), names[0]
+        self.defaults, self.limits, self.ignore_unsupported = defaults or {}, limits or Limits(), ignore_unsupported
+        self.logs_texts = logs_texts
+        self.started_s = int(time.time())
+        batch = llm.config.max_batch_size
+        self.gate = Gate(batch + self.limits.max_queue, batch)
+        longest = max(map(len, llm.tokenizer.id_to_token.values()), default=1)
+        self._most_prompt_chars = _MARGIN * longest * llm.engine.max_seq_len
+        self.metrics = metrics or Metrics(llm, self.name)
+        self.failure: ForerunError | None = None  # of the engine, once
+        self._news = News(self._look_for_failure)
+        self._going: set[Generation] = set()
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forerun-text")
+
+    async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
+        """Do work on texts outside of the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *given)
+
+    def encode(self, job: Job) -> list[list[int]]:
+        """The prompts of a job as ids. Not in the event loop. Raises UserError."""
+        self._check_size(job)
+        if job.messages is None:
+            return [self.llm.tokenizer.encode(p) if isinstance(p, str) else p for p in job.prompts]
+        form = {"continue_final_message": True} if job.continue_final_message else {}
+        return [self.llm.apply_chat_template(job.messages, **form, **job.variables)]
+
+    def _check_size(self, job: Job) -> None:
+        """Refuse what cannot fit, however it is cut into tokens: that takes seconds of a text of megabytes."""
+        texts = job.prompts if job.messages is None else [m.get("content") for m in job.messages]
+        num_chars = max(map(_num_chars, texts), default=0)
+        if num_chars > self._most_prompt_chars:
+            raise PromptTooLong(
+                f"the prompt has {num_chars:,} characters, which are more than {self.llm.engine.max_seq_len} tokens "
+                "whatever they are, and max_seq_len is no more: shorten it"
+            )
+
+    def make(self, job: Job, prompts: Seq[Seq[int]]) -> tuple[Job, list[Any]]:
+        """The requests of a job, not queued yet, and the job as it is served. Not in the event loop. Raises UserError.
+
+        Where unsupported fields are ignored, a limit of tokens beyond the context is lowered to it.
+        """
+        try:
+            return job, [r for prompt in prompts for r in self.llm.engine.make(prompt, job.params)]
+        except PromptTooLong:
+            if not self.ignore_unsupported or job.params.max_tokens is None:
+                raise
+            params = dataclasses.replace(job.params, max_tokens=None, min_tokens=0)
+            clipped = dataclasses.replace(job, params=params, ignored=(*job.ignored, "max_tokens"))
+            return self.make(clipped, prompts)
+        except CapacityError as error:  # it never fits: another moment would not help
+            raise Refused(str(error), code="capacity") from None
+
+    def start(self, job: Job, requests: Seq[Any]) -> Generation:
+        """Queue the requests of a job. Raises the engine's failure, if it has failed."""
+        if self.failure is not None:
+            raise self.failure
+        generation = Generation(self._news, requests, is_streamed=job.stream)
+        self._going.add(generation)
+        self.llm.queue(requests)
+        return generation
+
+    def end(self, generation: Generation) -> None:
+        """Forget requests; those that are not over are ended, and what they hold is freed."""
+        self._going.discard(generation)
+        self.llm.end(generation.requests)
+        self.metrics.ended(generation.requests)
+
+    async def watch_delay(self) -> None:
+        """Measure how late the event loop is, until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            self.metrics.delayed(max(0.0, loop.time() - due_s))
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self.metrics.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _look_for_failure(self) -> None:
+        """An engine whose step has failed as a whole is not trusted any more: all that live fail, none are taken."""
+        if self.failure is None and (cause := self.llm.failure) is not None:
+            self.failure = InternalError(
+                f"the engine has failed and takes no more requests: restart it ({cause!r:.200})"
+            )
+            LOG.error("the engine has failed: every live request ends with status 500, and /ready says so")
+            for generation in self._going:
+                generation.fail(self.failure)
+
+
+def _num_chars(content: Any) -> int:
+    """Of a text, alone or in parts; 0 for ids."""
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, list) else []
+    return sum(len(part["text"]) for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))

@@ -1,0 +1,30 @@
+"""Traces in the form of OpenTelemetry, where its package is there and set up; else nothing.
+
+One span for each request, below the client's own (header traceparent). The package's environment variables (OTEL_...)
+and its own start-up say where they go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+try:
+    from opentelemetry import propagate, trace
+except ImportError:
+    trace = propagate = None  # type: ignore[assignment]
+
+
+@contextmanager
+def span(path: str, record: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Iterator[None]:
+    """A span as long as a request; what the log says of it becomes its attributes."""
+    if trace is None or propagate is None:
+        yield
+        return
+    carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+    tracer, context = trace.get_tracer("forerun.serve"), propagate.extract(carrier)
+    with tracer.start_as_current_span(path, context, trace.SpanKind.SERVER) as current:
+        yield
+        for name, value in record.items():
+            current.set_attribute(f"forerun.{name}", value)

@@ -1,0 +1,85 @@
+"""The shapes of requests that coding agents send: fields and nesting as their makers document them, with texts of ours.
+
+They were written by hand and not captured from a running agent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Codex CLI, first turn: POST /v1/responses
+CODEX: dict[str, Any] = {
+    "model": "shipped",
+    "instructions": "You are a coding agent running in a terminal.",
+    "input": [
+        {
+            "type": "message",
+            "role": "developer",
+            "content": [
+                {"type": "input_text", "text": "<permissions instructions>\nread-only\n</permissions instructions>"}
+            ],
+        },
+        {
+            "type": "message",
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "<environment_context>\n  <cwd>/src</cwd>\n</environment_context>"}
+            ],
+        },
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "def add("}]},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "name": "shell",
+            "description": "Runs a command.",
+            "strict": False,
+            "parameters": {
+                "type": "object",
+                "properties": {"command": {"type": "array", "items": {"type": "string"}}},
+                "required": ["command"],
+                "additionalProperties": False,
+            },
+        },
+        {"type": "web_search", "external_web_access": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0199a213-81c0-7800-8aa1-bbab2a035a53",
+    "client_metadata": {"x-codex-installation-id": "4d1a"},
+}
+
+# Claude Code: POST /v1/messages?beta=true
+CLAUDE_CODE: dict[str, Any] = {
+    "model": "shipped",
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "<system-reminder>\nThe date is known.\n</system-reminder>"},
+                {"type": "text", "text": "def add(", "cache_control": {"type": "ephemeral"}},
+            ],
+        }
+    ],
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.0"},
+        {"type": "text", "text": "You are a command line tool.", "cache_control": {"type": "ephemeral"}},
+    ],
+    "tools": [
+        {
+            "name": "Bash",
+            "description": "Executes a command.",
+            "input_schema": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+        }
+    ],
+    "metadata": {"user_id": "user_4d1a_account__session_0199"},
+    "max_tokens": 32000,
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "medium"},
+    "stream": True,
+}

@@ -1,0 +1,129 @@
+"""Bodies of /v1/responses and /v1/messages: what is honoured and refused; and the document of all bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forerun.serve import messages, openai, responses
+from forerun.serve.app import APIS
+from forerun.serve.bodies import Job, Refused
+from forerun.serve.openapi import BODIES
+from forerun.types import SamplingParams
+from serve.agents import CLAUDE_CODE, CODEX
+
+pytestmark = pytest.mark.once("no engine runs: bodies alone")
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def respond(**body: Any) -> Job:
+    return responses.read_body({"input": "hello", **body}, "small", served_names=("small",))
+
+
+def message(**body: Any) -> Job:
+    return messages.read_body({"messages": HELLO, "max_tokens": 5, **body}, "small", served_names=("small",))
+
+
+def test_what_responses_honour() -> None:
+    job = respond(
+        instructions="Be brief.",
+        input=[
+            {"role": "developer", "content": "No jokes."},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+            {"role": "developer", "content": "Now joke."},
+            {"role": "user", "content": [{"type": "input_text", "text": t} for t in "cd"]},
+        ],
+        max_output_tokens=7,
+        include=["message.output_text.logprobs"],
+        top_logprobs=3,
+        seed=5,
+        top_k=4,
+        stop=["x"],
+        reasoning={"effort": None, "summary": "auto"},
+        text={"format": {"type": "text"}},
+        tools=[],
+        tool_choice="auto",
+    )
+    assert job.params == SamplingParams(max_tokens=7, logprobs=3, seed=5, top_k=4, stop="x")
+    assert job.messages == [
+        {"role": "system", "content": "Be brief.\n\nNo jokes."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "system", "content": "Now joke."},
+        {"role": "user", "content": "c\nd"},
+    ]
+    assert respond().params == SamplingParams(max_tokens=None)
+
+
+def test_what_messages_honour() -> None:
+    job = message(
+        system=[{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}],
+        messages=[*HELLO, {"role": "user", "content": [{"type": "text", "text": "again"}]}],
+        stop_sequences=["x", "y"],
+        temperature=0.5,
+        thinking={"type": "disabled"},
+        metadata={"user_id": "me"},
+    )
+    assert job.params == SamplingParams(max_tokens=5, stop=("x", "y"), temperature=0.5)
+    assert job.messages == [{"role": "system", "content": "a\nb"}, {"role": "user", "content": "hello\nagain"}]
+    assert not job.continue_final_message
+    reminded = message(system="a", messages=[*HELLO, {"role": "system", "content": "b"}])
+    assert [m["role"] for m in reminded.messages or ()] == ["system", "user", "system"]
+    assert message(messages=[*HELLO, {"role": "assistant", "content": "Well,"}]).continue_final_message
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str, str]] = [
+    (respond, {"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
+    (respond, {"conversation": "c"}, "conversation", "send the whole conversation"),
+    (respond, {"input": []}, "input", "a text or a list such as"),
+    (respond, {"input": [{"type": "function_call_output", "output": "x"}]}, "input[0]", "items must be messages"),
+    (respond, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "texts alone"),
+    (respond, {"input": [{"role": "system", "content": "x"}]}, "input", "nothing to answer"),
+    (respond, {"instructions": ["x"]}, "instructions", "must be a text"),
+    (respond, {"reasoning": {"effort": "high"}}, "reasoning", "how long to think"),
+    (respond, {"text": {"format": {"type": "json_object"}}}, "text", "grammar or schema"),
+    (respond, {"tools": [{"type": "web_search"}]}, "tools", "calls none"),
+    (respond, {"background": True}, "background", "when it is asked for"),
+    (respond, {"include": ["file_search_call.results"]}, "include", "must be a list of"),
+    (respond, {"top_logprobs": 2}, "top_logprobs", "needs include"),
+    (respond, {"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens=0 is not possible"),
+    (respond, {"n": 2}, "n", "gives one answer"),
+    (message, {"max_tokens": None}, "max_tokens", "this API wants it"),
+    (message, {"messages": []}, "messages", "a list such as"),
+    (message, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "must be user or assistant"),
+    (message, {"messages": [{"role": "user", "content": []}]}, "messages[0].content", "a text, or a list of parts"),
+    (message, {"system": [{"type": "image"}]}, "system", "texts alone"),
+    (message, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking", "not told to think"),
+    (message, {"stop_sequences": [""]}, "stop_sequences", "texts that are not empty"),
+    (message, {"temprature": 1}, "temprature", "did you mean 'temperature'"),
+]
+
+
+@pytest.mark.parametrize(("read", "body", "param", "sentence"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_honoured_is_refused_by_name(read: Any, body: dict[str, Any], param: str, sentence: str) -> None:
+    with pytest.raises(Refused, match=r".") as error:
+        read(**body)
+    assert (error.value.param, sentence in str(error.value)) == (param, True), error.value
+
+
+def test_agents_are_served_without_what_is_not_built() -> None:
+    job = responses.read_body(CODEX, "shipped", ignore_unsupported=True)
+    assert job.ignored == ("tools", "reasoning")
+    assert [m["role"] for m in job.messages or ()] == ["system", "user", "user"]
+    assert job.stream
+    job = messages.read_body(CLAUDE_CODE, "shipped", ignore_unsupported=True)
+    assert job.ignored == ("tools", "thinking", "context_management", "output_config")
+    assert [m["role"] for m in job.messages or ()] == ["system", "user"]
+    chat = {"messages": HELLO, "tools": [{"type": "function"}], "best_of": 2, "verbosity": "low"}
+    job = openai.read_body(openai.CHAT, chat, "small", ignore_unsupported=True)
+    assert job.ignored == ("tools", "best_of", "verbosity")
+    for wrong in ({"messages": 3}, {"temperature": "hot"}):
+        with pytest.raises(Refused):
+            openai.read_body(openai.CHAT, {**chat, **wrong}, "small", ignore_unsupported=True)
+
+
+def test_the_document_describes_the_fields_that_are_known() -> None:
+    for url, api in APIS.items():
+        assert set(BODIES[url]["properties"]) == api.form.known, url

@@ -1,0 +1,308 @@
+"""The official Python clients of OpenAI and Anthropic against a running server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from forerun import LLM, SamplingParams
+from serve.running import CODE, Running
+
+pytestmark = pytest.mark.once("a process of its own, which speculates")
+HELLO: Any = [{"role": "user", "content": "def add("}]
+GREEDY: Any = {"temperature": 0, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def claude(server: Running) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    """The same model without speculation, in this process."""
+    return LLM("shipped", draft="none")
+
+
+# ----------------------------------------------------------------------------------------------------------- OpenAI
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["shipped"]
+    assert client.models.retrieve("shipped").id == "shipped"
+    with pytest.raises(openai.NotFoundError, match="it must be 'shipped'"):
+        client.models.retrieve("gpt-4o")
+
+
+def test_what_is_served_is_what_the_engine_says(client: openai.OpenAI, plain: LLM) -> None:
+    """Whole and in pieces, greedy and with a seed, with and without speculation: the text is that of LLM."""
+    for fields in ({"temperature": 0}, {"temperature": 0.8, "seed": 11, "extra_body": {"min_p": 0.05}}):
+        named = {**fields, **fields.get("extra_body", {})}
+        named.pop("extra_body", None)
+        want = plain.generate(CODE, SamplingParams(max_tokens=24, **named))[0]
+        whole = client.completions.create(model="shipped", prompt=CODE, max_tokens=24, **fields)
+        assert whole.choices[0].text == want.text
+        assert whole.choices[0].finish_reason == want.finish_reason
+        stream = client.completions.create(model="shipped", prompt=CODE, max_tokens=24, stream=True, **fields)
+        assert "".join(chunk.choices[0].text for chunk in stream) == want.text
+
+
+def test_a_chat_whole_and_in_pieces(client: openai.OpenAI, plain: LLM) -> None:
+    want = plain.chat(HELLO, SamplingParams(**GREEDY))[0]
+    whole = client.chat.completions.create(model="shipped", messages=HELLO, **GREEDY)
+    assert whole.choices[0].message.content == want.text
+    assert whole.usage is not None
+    counts = (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+    assert counts == (len(want.prompt_ids), len(want.token_ids))
+    chunks = list(
+        client.chat.completions.create(
+            model="shipped", messages=HELLO, stream=True, stream_options={"include_usage": True}, **GREEDY
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == want.text
+    assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == [want.finish_reason]
+    last = chunks[-1]
+    assert last.choices == []
+    assert last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == counts
+    assert last.usage.prompt_tokens_details is not None
+    cached = last.usage.prompt_tokens_details.cached_tokens
+    assert cached is not None
+    assert cached == (counts[0] - 1) // 16 * 16, "the same prompt again is found in the cache"
+
+
+def test_several_prompts_and_choices_with_log_probabilities(client: openai.OpenAI) -> None:
+    given: Any = {"prompt": [CODE, "class A:"], "n": 2, "seed": 5, "logprobs": 2, "max_tokens": 12}
+    whole = client.completions.create(model="shipped", **given)
+    texts, tokens, offsets = [""] * 4, [list[str]() for _ in range(4)], [list[int]() for _ in range(4)]
+    for chunk in client.completions.create(model="shipped", stream=True, **given):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            if choice.logprobs is not None:
+                tokens[choice.index] += choice.logprobs.tokens or []
+                offsets[choice.index] += choice.logprobs.text_offset or []
+    assert texts == [choice.text for choice in whole.choices]
+    for i, choice in enumerate(whole.choices):
+        assert choice.logprobs is not None
+        assert (tokens[i], offsets[i]) == (choice.logprobs.tokens, choice.logprobs.text_offset)
+    chat: Any = {"messages": HELLO, "n": 2, "seed": 5, "logprobs": True, "top_logprobs": 3, "max_tokens": 8}
+    answers = client.chat.completions.create(model="shipped", **chat)
+    pieces: list[list[Any]] = [[], []]
+    for part in client.chat.completions.create(model="shipped", stream=True, **chat):
+        for delta in part.choices:
+            pieces[delta.index] += (delta.logprobs.content or []) if delta.logprobs else []
+    for answer, got in zip(answers.choices, pieces, strict=True):
+        assert answer.logprobs is not None
+        want = answer.logprobs.content or []
+        assert [(t.token, t.logprob) for t in got] == [(t.token, t.logprob) for t in want]
+        assert len(want) == 8
+        assert len(want[0].top_logprobs) == 3
+
+
+def test_stop_texts_end_a_stream_before_they_show(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model="shipped", prompt=CODE, **GREEDY).choices[0].text
+    stop = whole[7:10]
+    chunks = list(client.completions.create(model="shipped", prompt=CODE, stop=[stop], stream=True, **GREEDY))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole[: whole.index(stop)]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_penalties_and_biases_are_honoured(client: openai.OpenAI, plain: LLM) -> None:
+    fields: Any = {"logit_bias": {"5": -100}, "presence_penalty": 1.5, "frequency_penalty": 0.5, **GREEDY}
+    got = client.completions.create(
+        model="shipped", prompt=CODE, extra_body={"repetition_penalty": 1.3, "top_k": 20}, **fields
+    )
+    fields["logit_bias"] = {5: -100}
+    assert (
+        got.choices[0].text == plain.generate(CODE, SamplingParams(repetition_penalty=1.3, top_k=20, **fields))[0].text
+    )
+
+
+def test_a_prediction_is_counted(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="shipped", messages=HELLO, temperature=0, max_tokens=40)
+    text = whole.choices[0].message.content or ""
+    again = client.chat.completions.create(
+        model="shipped",
+        messages=HELLO,
+        temperature=0,
+        max_tokens=40,
+        prediction={"type": "content", "content": text},
+    )
+    assert again.choices[0].message.content == text
+    assert again.usage is not None
+    details = again.usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens is not None
+    assert details.accepted_prediction_tokens > 10
+    assert details.rejected_prediction_tokens is not None
+
+
+def test_speculation_of_one_request(client: openai.OpenAI) -> None:
+    """It chooses its drafter and length, and hears how it went; with the last chunk of a stream, too."""
+    asked = {"speculation": {"draft": "none", "report": True}}
+    plain = client.completions.create(model="shipped", prompt=CODE, extra_body=asked, **GREEDY)
+    report: Any = plain.model_extra["forerun"] if plain.model_extra else None
+    assert (report["draft"], report["num_drafted"], report["mean_accepted_length"]) == ("none", 0, 1.0)
+    asked = {"speculation": {"spec_length": 3, "report": True}}
+    chunks = list(client.completions.create(model="shipped", prompt=CODE, stream=True, extra_body=asked, **GREEDY))
+    report = (chunks[-1].model_extra or {})["forerun"]
+    assert report["draft"] == "model"
+    assert 0 < report["num_accepted"] <= report["num_drafted"]
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == plain.choices[0].text
+    unasked = client.completions.create(model="shipped", prompt=CODE, **GREEDY)
+    assert "forerun" not in (unasked.model_extra or {})
+    for wrong, sentence in (
+        ({"draft": "nothing"}, "there is no drafter in this engine .nothing."),
+        ({"drat": "none"}, "did you mean 'draft'"),
+        ({"report": 1}, "must be true or false"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=sentence):
+            client.completions.create(model="shipped", prompt=CODE, extra_body={"speculation": wrong})
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        ({"model": "gpt-4o"}, 404, "it must be 'shipped'"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "calls none"),
+        ({"extra_body": {"reasoning_effort": "low"}}, 400, "there is no field 'reasoning_effort'"),
+        ({"max_tokens": 4096}, 400, "max_tokens=4096, but max_seq_len is 2048"),
+        ({"extra_body": {"n": 128, "priority": 1.5}}, 400, "priority=1.5"),
+    ],
+)
+def test_errors_name_the_field(client: openai.OpenAI, body: Any, status: int, sentence: str) -> None:
+    with pytest.raises(openai.APIStatusError, match=sentence) as error:
+        client.chat.completions.create(**{"model": "shipped", "messages": HELLO, **body})
+    assert error.value.status_code == status
+    assert error.value.request_id
+
+
+def test_harmless_fields_are_accepted(client: openai.OpenAI) -> None:
+    client.chat.completions.create(
+        model="shipped",
+        messages=HELLO,
+        max_completion_tokens=1,
+        user="me",
+        metadata={"a": "b"},
+        store=True,
+        service_tier="auto",
+        safety_identifier="x",
+        prompt_cache_key="y",
+        parallel_tool_calls=True,
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+    )
+
+
+def test_responses_whole_and_in_pieces(client: openai.OpenAI, plain: LLM) -> None:
+    given: Any = {"instructions": "# Python", "input": "def add(", "temperature": 0, "max_output_tokens": 16}
+    conversation: Any = [{"role": "system", "content": "# Python"}, *HELLO]
+    want = plain.chat(conversation, SamplingParams(temperature=0, max_tokens=16))[0]
+    whole = client.responses.create(model="shipped", **given)
+    assert whole.output_text == want.text
+    assert (whole.status, whole.incomplete_details.reason if whole.incomplete_details else None) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    assert whole.usage is not None
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (len(want.prompt_ids), 16)
+    events = list(client.responses.create(model="shipped", stream=True, **given))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = kinds.count("output_text.delta")
+    assert kinds == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * deltas,
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "incomplete",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))  # type: ignore[union-attr]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == want.text
+    with client.responses.stream(model="shipped", input="def f", extra_body={"stop": ["\n"]}) as stream:
+        assert stream.get_final_response().status == "completed"
+    with pytest.raises(openai.BadRequestError, match="send the whole conversation as input"):
+        client.responses.create(model="shipped", input="x", previous_response_id="resp_1")
+
+
+# -------------------------------------------------------------------------------------------------------- Anthropic
+
+
+def test_messages_whole_and_in_pieces(claude: anthropic.Anthropic, plain: LLM) -> None:
+    conversation: Any = [{"role": "system", "content": "# Python\n# 3"}, *HELLO]
+    want = plain.chat(conversation, SamplingParams(temperature=0, max_tokens=16))[0]
+    given: Any = {
+        "model": "shipped",
+        "max_tokens": 16,
+        "extra_body": {"temperature": 0},  # which this client has no argument for
+        "system": [{"type": "text", "text": "# Python"}, {"type": "text", "text": "# 3"}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "def add("}]}],
+    }
+    whole = claude.messages.create(**given)
+    assert [block.text for block in whole.content if block.type == "text"] == [want.text]
+    assert whole.stop_reason == "max_tokens"
+    usage = whole.usage
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == len(want.prompt_ids)
+    with claude.messages.stream(**given) as stream:
+        assert "".join(stream.text_stream) == want.text
+        final = stream.get_final_message()
+    assert final.usage.output_tokens == 16
+    assert final.usage.input_tokens + (final.usage.cache_read_input_tokens or 0) == len(want.prompt_ids)
+    del given["max_tokens"], given["extra_body"]
+    assert claude.messages.count_tokens(**given).input_tokens == len(want.prompt_ids)
+
+
+def test_messages_go_on_from_the_assistants_own_words(claude: anthropic.Anthropic, plain: LLM) -> None:
+    conversation: Any = [*HELLO, {"role": "assistant", "content": "a, b):\n    return"}]
+    ids = plain.apply_chat_template(conversation, continue_final_message=True)
+    want = plain.generate([ids], SamplingParams(temperature=0, max_tokens=16))[0].text
+    given: Any = {"model": "shipped", "max_tokens": 16, "messages": conversation, "extra_body": {"temperature": 0}}
+    got = claude.messages.create(**given)
+    assert got.content[0].type == "text"
+    assert got.content[0].text == want
+    stopped = claude.messages.create(**given, stop_sequences=[want[2:5]])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", want[2:5])
+
+
+def test_errors_of_messages(claude: anthropic.Anthropic) -> None:
+    image: Any = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}]
+    with pytest.raises(anthropic.BadRequestError, match="the model reads texts alone"):
+        claude.messages.create(model="shipped", max_tokens=4, messages=image)
+    with pytest.raises(anthropic.NotFoundError, match="it must be 'shipped'") as error:
+        claude.messages.create(model="claude", max_tokens=4, messages=HELLO)
+    body: Any = error.value.body
+    assert body["error"]["type"] == "not_found_error"
+    assert body["request_id"] == error.value.request_id
+
+
+# -------------------------------------------------------------------------------------------------- texts and ids
+
+
+def test_tokenize_and_back(server: Running, plain: LLM) -> None:
+    ids = plain.tokenizer.encode(CODE)
+    assert server.http.post("/tokenize", json={"prompt": CODE}).json()["tokens"] == ids
+    assert server.http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": CODE}
+    chat = server.http.post("/tokenize", json={"messages": HELLO, "return_token_strs": True}).json()
+    assert chat["tokens"] == plain.apply_chat_template(HELLO)
+    assert len(chat["token_strs"]) == chat["count"] == len(chat["tokens"])
+    for url, body, sentence in (
+        ("/tokenize", {}, "a prompt or messages"),
+        ("/tokenize", {"prompt": 3}, "must be a text"),
+        ("/detokenize", {"tokens": [10**9]}, "a list of ids"),
+        ("/detokenize", {"ids": []}, "there is no field 'ids'"),
+    ):
+        answer = server.http.post(url, json=body)
+        assert (answer.status_code, sentence in answer.json()["error"]["message"]) == (400, True), answer.text

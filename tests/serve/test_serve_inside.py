@@ -1,0 +1,205 @@
+"""What cannot be provoked from outside: an engine that fails, a text that cannot be made; and schemathesis' bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, seed, settings
+
+from forerun import LLM
+from forerun.engine.request import Request
+from forerun.errors import InternalError
+from forerun.serve.app import APIS, make_app
+from forerun.serve.server import is_loopback
+from forerun.serve.service import Service
+from serve.running import CODE, Running
+from speculation import llm_options
+
+pytestmark = pytest.mark.once("faults, whatever the speculation")
+
+
+@asynccontextmanager
+async def served(llm: LLM) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
+    service = Service(llm, ("small",))
+    app = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=app, base_url="http://test", timeout=60) as client:
+        try:
+            yield client, service
+        finally:
+            service.close()
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {"json": {"prompt": CODE, "max_tokens": 200, "temperature": 0, **fields}}
+
+
+def test_an_engine_that_fails_takes_all_with_it_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM("shipped", max_batch_size=2, **llm_options())
+    real, num_steps = llm.engine.stepper.step, 0
+
+    def step(*given: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 20:
+            raise RuntimeError("the machine is on fire")
+        return real(*given)
+
+    async def test() -> None:
+        async with served(llm) as (client, service):
+            assert (await client.get("/ready")).status_code == 200
+            monkeypatch.setattr(llm.engine.stepper, "step", step)
+            posts = [client.post("/v1/completions", **asked(stream=i == 0)) for i in range(4)]
+            streamed, *whole = await asyncio.gather(*posts)
+            assert [answer.status_code for answer in whole] == [500] * 3
+            assert all(answer.json()["error"]["type"] == "server_error" for answer in whole)
+            assert '"error":{"message":"' in streamed.text
+            assert "[DONE]" not in streamed.text
+            for path in ("/ready", "/health"):
+                answer = await client.get(path)
+                assert (answer.status_code, answer.json()["status"]) == (503, "failed")
+            assert (await client.post("/v1/completions", **asked())).status_code == 500
+            assert service.gate.num_taken == 0
+
+    run(test)
+
+
+def test_what_goes_wrong_in_one_request_ends_that_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its text cannot be made, or the engine ends it; the one beside it is answered, and so is the next."""
+    llm = LLM("shipped", **llm_options())
+    real = Request.output
+
+    def output(self: Request) -> Any:
+        if self.seq.params.seed == 13:
+            raise ValueError("no text for you")
+        return real(self)
+
+    async def test() -> None:
+        async with served(llm) as (client, service):
+            monkeypatch.setattr(Request, "output", output)
+            posts = [client.post("/v1/completions", **asked(seed=seed)) for seed in (13, 14)]
+            bad, good = await asyncio.gather(*posts)
+            assert (bad.status_code, good.status_code) == (500, 200)
+            assert "the text of the request or its answer could not be made" in bad.json()["error"]["message"]
+            cut = await client.post("/v1/completions", **asked(seed=13, stream=True))
+            assert "the text of the request or its answer could not be made" in cut.text
+            going = asyncio.create_task(client.post("/v1/completions", **asked(max_tokens=1500, ignore_eos=True)))
+            while not llm.engine.scheduler.running:
+                await asyncio.sleep(0.001)
+            request = llm.engine.scheduler.running[0]
+            request.error = InternalError("the logits are no numbers")
+            llm.end([request])
+            assert (await going).status_code == 500
+            assert (await client.get("/ready")).status_code == 200
+            assert (await client.post("/v1/completions", **asked())).status_code == 200
+            assert service.gate.num_taken == 0
+
+    with caplog.at_level(logging.CRITICAL):
+        run(test)
+    assert llm.engine.runner.cache.free_tokens() == llm.engine.runner.cache.num_blocks * 16
+
+
+def test_a_model_without_a_template_refuses_conversations(checkpoints: Any) -> None:
+    llm = LLM(checkpoints / "llama", **llm_options())
+
+    async def test() -> None:
+        async with served(llm) as (client, _):
+            hello = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+            for url, body in (
+                ("/v1/chat/completions", hello),
+                ("/v1/messages", hello),
+                ("/v1/messages/count_tokens", hello),
+                ("/v1/responses", {"input": "x"}),
+            ):
+                answer = await client.post(url, json=body)
+                assert (answer.status_code, "chat template" in answer.json()["error"]["message"]) == (400, True)
+            assert (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
+
+    run(test)
+
+
+def ask_for_what_is_described(server: Running, num_examples: int) -> dict[str, set[int]]:
+    """Ask every route for what its document describes. Returns the statuses by path, none of them of a fault."""
+    schema, seen = schemathesis.openapi.from_url(f"{server.url}/openapi.json"), dict[str, set[int]]()
+    for result in schema.get_all_operations():
+        _ask(result.ok(), num_examples, seen)
+    return seen
+
+
+def test_what_a_server_says_before_a_model_is_loaded(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = cli("serve", "shipped", "--port", port)
+        assert (done.returncode, f"127.0.0.1:{port} cannot be served" in done.stderr) == (2, True)
+    for flag, value, sentence in (
+        ("--metrics-prefix", "mine", "must be forerun or vllm"),
+        ("--log-format", "xml", "must be text or json"),
+        ("--log-level", "loud", "must be debug, info, warning or error"),
+        ("--max-queue", "-1", "--max-queue=-1 is not possible"),
+        ("--host", "no.such.host.invalid", "is no address"),
+    ):
+        done = cli("serve", "shipped", "--port", "0", flag, value)
+        assert (done.returncode, sentence in done.stderr) == (2, True), done.stderr
+    done = cli("serve", "nowhere/at-all", "--host", "0.0.0.0", "--port", "0", HF_HUB_OFFLINE="1")
+    assert (done.returncode, "can be reached from other machines" in done.stderr) == (2, True)
+    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1", "example.org")] == [
+        *[True] * 3,
+        *[False] * 3,
+    ]
+    monkeypatch.setitem(sys.modules, "forerun.serve.server", None)
+    done = cli("serve", "shipped")
+    assert (done.returncode, "pip install 'forerun[serve]'" in done.stderr) == (2, True)
+
+
+# Fields that another one contradicts more often than not, where all are drawn at random.
+_CONTRADICTORY = (
+    *("max_completion_tokens", "min_tokens", "top_logprobs", "best_of", "stream_options"),
+    *("draft", "spec_length", "acceptance", "chat_template_kwargs", "prediction"),
+)
+
+
+def _ask(operation: Any, num_examples: int, seen: dict[str, set[int]]) -> None:
+    longest = {"/v1/responses": "max_output_tokens"}.get(operation.path, "max_tokens")
+    has_limit = operation.path in APIS
+
+    @settings(max_examples=num_examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @seed(1)
+    @given(case=operation.as_strategy())
+    def ask(case: Any) -> None:
+        if isinstance(case.body, dict):
+            body = {name: value for name, value in case.body.items() if name not in _CONTRADICTORY}
+            case.body = body | ({longest: 2} if has_limit else {})
+        answer = case.call()
+        assert answer.status_code < 500, (case.body, answer.text)
+        seen.setdefault(operation.path, set()).add(answer.status_code)
+
+    ask()
+
+
+def test_what_the_document_describes_is_answered(server: Running) -> None:
+    seen = ask_for_what_is_described(server, 6)
+    assert {path for path, codes in seen.items() if 200 in codes} >= {"/v1/models", "/health", "/tokenize"}
+
+
+@pytest.mark.parity
+def test_much_of_what_the_document_describes_is_answered(server: Running) -> None:
+    """The share that is answered is not small: the document describes bodies that are honoured."""
+    seen = ask_for_what_is_described(server, 300)
+    assert all(200 in codes for path, codes in seen.items() if "{" not in path), seen
+    assert set().union(*seen.values()) <= {200, 400, 404}

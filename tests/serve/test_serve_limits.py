@@ -1,0 +1,239 @@
+"""Load and faults: keys, limits, clients that leave or stall, signals; with a running server, as all of it is met."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from serve.agents import CLAUDE_CODE, CODEX
+from serve.running import CODE, Running, serving, wait_for
+
+pytestmark = pytest.mark.once("a process of its own, which speculates")
+KEY = {"Authorization": "Bearer secret"}
+LONG: Any = {"prompt": CODE, "max_tokens": 1500, "ignore_eos": True, "logit_bias": {}}
+SECRET = "a text that nobody else is to read"
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Running]:
+    """A server with small limits and a key, for agents."""
+    options = ["--api-key", "secret", "--ignore-unsupported", "--log-format", "json", "--metrics-prefix", "vllm"]
+    options += ["--max-batch-size", "2", "--max-queue", "2", "--max-body-bytes", "20000", "--body-timeout-s", "1"]
+    options += ["--request-timeout-s", "2", "--host", "0.0.0.0"]
+    with serving(*options) as running:
+        running.url = running.url.replace("0.0.0.0", "127.0.0.1")
+        running.http = httpx.Client(base_url=running.url, headers=KEY, timeout=60)
+        yield running
+
+
+def code(answer: httpx.Response) -> tuple[int, Any]:
+    return answer.status_code, answer.json()["error"].get("code")
+
+
+def test_a_key_is_wanted_where_there_is_one(strict: Running) -> None:
+    assert "can be reached from other machines" not in strict.log
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"x-api-key": "secre"}):
+        answer = httpx.get(f"{strict.url}/v1/models", headers=headers)
+        assert code(answer) == (401, "invalid_api_key")
+    answer = httpx.post(f"{strict.url}/v1/messages", json={})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+    for headers in (KEY, {"x-api-key": "secret"}, {"authorization": "bearer secret"}):
+        assert httpx.get(f"{strict.url}/v1/models", headers=headers).status_code == 200
+    for path in ("/health", "/ready", "/metrics", "/openapi.json"):
+        assert httpx.get(f"{strict.url}{path}").status_code == 200
+
+
+def test_agents_are_told_what_was_ignored(strict: Running) -> None:
+    answer = strict.http.post("/v1/responses", json={**CODEX, "max_output_tokens": 4})
+    assert (answer.status_code, answer.headers["x-forerun-ignored"]) == (200, "tools, reasoning")
+    assert answer.text.count("event: response.output_text.delta") in range(1, 5)
+    answer = strict.http.post("/v1/messages?beta=true", json={**CLAUDE_CODE, "stop_sequences": [" "]})
+    ignored = "tools, thinking, context_management, output_config, max_tokens"
+    assert (answer.status_code, answer.headers["x-forerun-ignored"]) == (200, ignored)
+    assert answer.text.rstrip().endswith('{"type":"message_stop"}')
+    body = {name: CLAUDE_CODE[name] for name in ("model", "messages", "system", "tools")}
+    answer = strict.http.post("/v1/messages/count_tokens?beta=true", json=body)
+    assert answer.json()["input_tokens"] > 20
+    assert answer.headers["x-forerun-ignored"] == "tools"
+
+
+def test_bodies_that_are_no_bodies(strict: Running) -> None:
+    for content, sentence in (
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"[1]", "it must be a JSON object"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"[" * 5000 + b"]" * 5000, "nested too deeply"),
+        (b'{"prompt": "\\ud800"}', "not valid UTF-8"),
+        (b'{"prompt": [99999999]}', "the model's ids are"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "not valid JSON"),
+    ):
+        answer = strict.http.post("/v1/completions", content=content)
+        assert (answer.status_code, sentence in answer.json()["error"]["message"]) == (400, True), answer.text
+    large = {"prompt": "x" * 30_000}
+    assert code(strict.http.post("/v1/completions", json=large)) == (413, "body_too_large")
+    chunked = strict.http.post("/v1/completions", content=iter([b" " * 15_000] * 2))
+    assert code(chunked) == (413, "body_too_large")
+    assert strict.http.get("/nothing").status_code == 404
+    assert strict.http.get("/v1/completions").status_code == 405
+    answer = strict.http.get("/health", headers={"x-large": "y" * 100_000})
+    assert answer.status_code == 431
+
+
+def test_headers_and_bodies_that_do_not_come_are_not_waited_for(strict: Running) -> None:
+    address = ("127.0.0.1", int(strict.url.rsplit(":", 1)[1]))
+    with socket.create_connection(address) as no_headers, socket.create_connection(address) as no_body:
+        no_headers.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Length: 9\r\n\r\n{"
+        no_body.sendall(head)
+        no_body.settimeout(30)
+        no_headers.settimeout(30)
+        assert b" 408 " in no_body.recv(4096)
+        assert no_headers.recv(4096) == b""
+
+
+def test_beyond_the_queue_is_429_and_beyond_the_time_504(strict: Running) -> None:
+    """Two run and two wait; the fifth is turned away. All of them are too long for the two seconds they have."""
+    greedy: Any = {**LONG, "temperature": 1.0, "max_tokens": 2000, "draft": "none", "logprobs": 20}
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(strict.http.post, "/v1/completions", json={**greedy, "n": 1}) for _ in range(4)]
+        wait_for(lambda: strict.metric("vllm:num_requests_running") + strict.metric("vllm:num_requests_waiting") == 4)
+        turned = strict.http.post("/v1/completions", json=greedy)
+        assert code(turned) == (429, "queue_full")
+        assert 1 <= int(turned.headers["retry-after"]) <= 60
+        messages = strict.http.post("/v1/messages", json=CLAUDE_CODE)
+        assert (messages.status_code, messages.json()["error"]["type"]) == (429, "rate_limit_error")
+        codes = [answer.result().status_code for answer in answers]
+    assert set(codes) <= {200, 504}
+    assert 504 in codes
+    assert strict.http.post("/v1/completions", json={"prompt": "x", "n": 5}).status_code == 400
+    wait_for(lambda: not strict.metric("vllm:kv_cache_usage_perc"))
+
+
+def test_the_log_has_requests_and_none_of_their_texts(strict: Running) -> None:
+    body = {"prompt": SECRET, "max_tokens": 3, "user": SECRET, "stop": [SECRET]}
+    strict.http.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
+    strict.http.post("/v1/completions", json={**body, SECRET: 1}, headers={"x-request-id": "not printable\x7f"})
+
+    def line() -> Any:
+        return next((line for line in strict.log.splitlines() if '"mine-1"' in line), None)
+
+    record = json.loads(str(wait_for(line)))
+    assert (record["event"], record["path"], record["status"]) == ("request", "/v1/completions", 200)
+    assert (record["completion_tokens"], record["finish_reason"]) == (3, "length")
+    assert record["prompt_tokens"] > 3
+    assert SECRET not in strict.log
+    assert "not printable" not in strict.log
+
+
+def test_clients_that_leave_free_what_they_held(server: Running) -> None:
+    """While they read a stream, wait for a whole answer, and send their body."""
+    for stream in (True, False):
+        with (
+            contextlib.suppress(httpx.ReadTimeout),
+            server.http.stream("POST", "/v1/completions", json={**LONG, "stream": stream}, timeout=0.5) as answer,
+        ):
+            next(answer.iter_text())
+        wait_for(server.is_idle)
+    before = server.metric("forerun:generation_tokens_total")
+    time.sleep(0.05)
+    assert server.metric("forerun:generation_tokens_total") == before
+
+
+def test_a_text_that_cannot_fit_is_not_even_read(server: Running) -> None:
+    for url, fields in (
+        ("/v1/completions", {"prompt": CODE * 300_000}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x " * 1_500_000}], "max_tokens": 1}),
+    ):
+        answer = server.http.post(url, json=fields)
+        assert (answer.status_code, "whatever they are" in answer.text) == (400, True)
+
+
+def test_a_slow_reader_gets_longer_pieces_and_stops_nobody(server: Running) -> None:
+    """It reads nothing until another request has come and gone, and then gets everything that was written."""
+    asked = {**LONG, "max_tokens": 1200, "stream": True, "logprobs": 5, "temperature": 0, "bad_words": ["\n\n\n\n"]}
+    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = json.dumps(asked).encode()
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        wait_for(lambda: server.metric("forerun:num_requests_running"))
+        assert server.http.post("/v1/completions", json={"prompt": CODE, "max_tokens": 4}).status_code == 200
+        wait_for(server.is_idle)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        slow.settimeout(60)
+        got = b""
+        while b"data: [DONE]" not in got:
+            part = slow.recv(1 << 16)
+            assert part
+            got += part
+    tokens = got.count(b'"tokens":[')
+    assert tokens < 1200, "pieces hold several tokens"
+
+
+# ---------------------------------------------------------------------------------------------------------- the end
+
+
+def test_sigterm_lets_accepted_requests_finish() -> None:
+    with serving("--max-batch-size", "4") as running:
+        asked: Any = {**LONG, "max_tokens": 300, "temperature": 0}
+        alone = running.http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+        with ThreadPoolExecutor(12) as pool:
+
+            def ask(i: int) -> str:
+                answer = httpx.post(f"{running.url}/v1/completions", json={**asked, "stream": i % 2 == 0}, timeout=120)
+                assert answer.status_code == 200, answer.text
+                if i % 2:
+                    return str(answer.json()["choices"][0]["text"])
+                events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+                assert answer.text.rstrip().endswith("data: [DONE]")
+                return "".join(event["choices"][0]["text"] for event in events)
+
+            answers = [pool.submit(ask, i) for i in range(12)]
+
+            def taken() -> bool:
+                names = ("num_requests_running", "num_requests_waiting")
+                return sum(running.metric(f"forerun:{name}") for name in names) == 12
+
+            wait_for(taken)
+            running.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: running.http.get("/ready").status_code == 503)
+            turned = running.http.post("/v1/completions", json=asked)
+            assert code(turned) == (503, "draining")
+            assert int(turned.headers["retry-after"]) >= 1
+            assert running.http.get("/health").status_code == 200
+            assert [answer.result() for answer in answers] == [alone] * 12
+        assert running.process.wait(60) == 0
+        assert "shutting down: 12 choices are still to be made" in running.log
+
+
+def test_killed_and_started_again_and_ended_twice() -> None:
+    with serving() as first:
+        port = int(first.url.rsplit(":", 1)[1])
+        threading.Thread(target=_ask_and_lose, args=(first.url,), daemon=True).start()
+        wait_for(lambda: first.metric("forerun:num_requests_running"))
+        first.process.kill()
+        first.process.wait()
+        with serving("--host", "127.0.0.1", port=port) as second:
+            assert second.http.post("/v1/completions", json={"prompt": CODE, "max_tokens": 2}).status_code == 200
+            threading.Thread(target=_ask_and_lose, args=(second.url,), daemon=True).start()
+            wait_for(lambda: second.metric("forerun:num_requests_running"))
+            second.process.send_signal(signal.SIGINT)
+            wait_for(lambda: "shutting down" in second.log)
+            second.process.send_signal(signal.SIGINT)
+            assert second.process.wait(60) == 0
+            assert "ended by a second signal" in second.log
+
+
+def _ask_and_lose(url: str) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 2000}, timeout=120)
