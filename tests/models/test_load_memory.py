@@ -122,7 +122,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made | {"tiny": random_checkpoint(root / "tiny", tiny, tied=True, shard_bytes=1 << 40)}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module",
+    params=[name if name.startswith("tied") else pytest.param(name, marks=pytest.mark.parity) for name in LAYOUTS],
+)
 def layout(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
