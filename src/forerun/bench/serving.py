@@ -27,6 +27,7 @@ from forerun.bench.serving_picture import draw
 from forerun.bench.serving_results import GOODPUT_NOTE, NOTE, Limits, Line, lines_of, record_of, table_of
 from forerun.bench.serving_servers import (
     PEERS,
+    SHIPPED,
     VARIANTS,
     forerun_command,
     free_port,
@@ -35,7 +36,7 @@ from forerun.bench.serving_servers import (
     started,
 )
 from forerun.config import EngineConfig
-from forerun.errors import BadOption, NotFound, UserError, shown
+from forerun.errors import BadOption, InternalError, NotFound, UserError, shown
 from forerun.models.hub import locate
 from forerun.text.terminal import make_console
 
@@ -157,17 +158,16 @@ def _servers(
         port = free_port()
         try:
             if name in PEERS:
-                command = peer_command(name, config, Path(locate(config.target or "shipped")), port)
+                command = peer_command(name, config, Path(locate(config.target or SHIPPED)), port)
             else:
                 command = forerun_command(of_variant(name, config), port)
-        except UserError as error:
+            console.print(f"starting {name} ...")
+            servers.append(stack.enter_context(started(name, command, port, is_own=name not in PEERS)))
+        except (UserError, InternalError) as error:
             if name in plan.variants:
                 raise
             left_out[name] = str(error)
             console.print(f"left out: {name}, for {error}")
-            continue
-        console.print(f"starting {name} ...")
-        servers.append(stack.enter_context(started(name, command, port, is_own=name not in PEERS)))
     return servers, left_out
 
 

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -78,7 +79,7 @@ class Answered:
     @property
     def gaps_s(self) -> list[float]:
         """Between two pieces, which hold one token each, or several where drafts were accepted."""
-        return [b - a for a, b in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
+        return [b - a for a, b in pairwise(self.arrivals_s)]
 
     @property
     def tpot_s(self) -> float | None:

@@ -23,6 +23,7 @@ def draw(lines: Seq[Line], limits: Limits, file: Path, title: str) -> None:
     figure.suptitle(title)
     axes = figure.subplots(len(rows), len(panels), squeeze=False)
     for (what, of_kind), row in zip(rows, axes, strict=True):
+        loads = sorted({_load(line) for line in of_kind})
         for (name, values), panel in zip(panels, row, strict=True):
             for number, server in enumerate(dict.fromkeys(line.server for line in of_kind)):
                 own = [line for line in of_kind if line.server == server]
@@ -30,7 +31,7 @@ def draw(lines: Seq[Line], limits: Limits, file: Path, title: str) -> None:
                 for style, pick in zip(("o-", "o:"), values, strict=False):
                     label = server if style == "o-" else None
                     panel.plot(
-                        loads, [pick(line) for line in own], style, color=f"C{number}", label=label, markersize=4
+                        places, [pick(line) for line in own], style, color=f"C{number}", label=label, markersize=4
                     )
             panel.set_title(name, fontsize=10)
             panel.set_xlabel(what, fontsize=9)
@@ -38,7 +39,6 @@ def draw(lines: Seq[Line], limits: Limits, file: Path, title: str) -> None:
                 panel.set_yscale("log")
             else:
                 panel.set_ylim(bottom=0)
-            loads = sorted({_load(line) for line in of_kind})
             panel.set_xscale("log", base=2)
             panel.set_xticks(loads, [f"{load:g}" for load in loads], minor=False)
             panel.set_xticks([], minor=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -140,7 +141,7 @@ def quiet_gaps_s(answers: Seq[Answered]) -> list[float]:
     quiet = []
     for answer in answers:
         if answer.error is None:
-            pairs = list(zip(answer.arrivals_s, answer.arrivals_s[1:], strict=False))
+            pairs = list(pairwise(answer.arrivals_s))
             behind = np.searchsorted(ends, [a for a, _ in pairs], side="right")  # the first wait that ends later
             quiet += [b - a for (a, b), i in zip(pairs, behind, strict=True) if i == len(starts) or starts[int(i)] >= b]
     return quiet

@@ -18,12 +18,13 @@ from collections.abc import Iterator, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import IO
 
 import httpx
 
 from forerun.bench.serving_client import Server, find_model
 from forerun.config import DEFAULT_SPEC_LENGTH, EngineConfig
-from forerun.errors import BadOption, InternalError, NotFound
+from forerun.errors import BadOption, InternalError, NotFound, UserError
 
 PLAIN, FIXED, AUTO = VARIANTS = ("plain", "fixed", "auto")
 LLAMA, VLLM = PEERS = ("llama-server", "vllm")
@@ -81,7 +82,10 @@ def peer_command(name: str, config: EngineConfig, target: Path, port: int) -> li
 
 @contextmanager
 def started(name: str, command: Seq[str], port: int, *, is_own: bool) -> Iterator[Server]:
-    """A server that answers, until the block is left. Raises InternalError where it does not start."""
+    """A server that answers, until the block is left.
+
+    Raises BadOption where it refuses its options, and InternalError where it does not start for another reason.
+    """
     url = f"http://127.0.0.1:{port}"
     variables = {key: value for key, value in os.environ.items() if not (is_own and key in _engine_variables())}
     variables["PYTHONUNBUFFERED"] = "1"
@@ -108,17 +112,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait(name: str, process: subprocess.Popen[bytes], url: str, log: object) -> None:
+def _wait(name: str, process: subprocess.Popen[bytes], url: str, log: IO[str]) -> None:
     ends_s = time.monotonic() + START_LIMIT_S
     while time.monotonic() < ends_s and process.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(url, timeout=10, trust_env=False).status_code == 200:
                 return
         time.sleep(0.1)
-    log.seek(0)  # type: ignore[attr-defined]
-    lines = [line.strip() for line in log if line.strip()]  # type: ignore[attr-defined]
+    log.seek(0)
+    last = " / ".join([line.strip() for line in log if line.strip()][-LAST_LINES:])
+    if process.poll() == UserError.exit_code:
+        raise BadOption(f"the server {name} refuses how it is started: {last}")
     how = "did not answer in time" if process.poll() is None else f"ended with exit code {process.returncode}"
-    raise InternalError(f"the server {name} {how}; its last words: {' / '.join(lines[-LAST_LINES:]) or 'none'}")
+    raise InternalError(f"the server {name} {how}; its last words: {last or 'none'}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
