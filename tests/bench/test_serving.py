@@ -107,7 +107,9 @@ def test_the_overhead_of_texts_and_http() -> None:
     )
     assert code == 0, printed
     assert [o["way"] for o in record["overheads"]] == ["engine", "texts", "HTTP"]
-    assert record["overheads"][0]["share"] == 0
+    assert (record["overheads"][0]["share"], record["overheads"][0]["cpu_share"]) == (0, 0)
+    if Path("/proc/self/stat").exists():
+        assert record["overheads"][2]["cpu_share"] > 0
     assert record["median_step_s"] > 0
 
 
@@ -232,6 +234,11 @@ def test_what_the_overhead_is_held_against() -> None:
     http = overhead_of("HTTP", timed)
     assert (http.tokens_per_s, http.share) == (13.5, pytest.approx(0.125))
     assert http.range == pytest.approx((0.05, 0.2))
+    assert http.cpu_share is None
+    timed = [replace(t, cpu_s=2.0 if t.way == "HTTP" else 1.0) for t in timed]
+    http = overhead_of("HTTP", timed)
+    assert http.cpu_s_per_token == pytest.approx(mean([2 / 8, 2 / 19]))
+    assert http.cpu_share == pytest.approx(mean([2 / 8 * 10 - 1, 2 / 19 * 20 - 1]))
     compare(timed)
     with pytest.raises(InternalError, match=r"request 0 of repeat 1 has another text with HTTP.*'b', and not 'a'"):
         compare([*timed[:-1], replace(timed[-1], texts=("b",))])

@@ -41,6 +41,7 @@ class Server:
     """A server that answers. name: in tables. url: of its root. model: what requests call it.
 
     is_salted: whether it knows `cache_salt`, which keeps a request from finding an earlier one's prompt in the cache.
+    about: its command line, and pid: its process, where it was started here.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Server:
     headers: Mapping[str, str] = field(default_factory=dict)
     is_salted: bool = False
     about: str = ""
+    pid: int | None = None
 
 
 @dataclass

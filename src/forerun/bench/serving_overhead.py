@@ -2,7 +2,8 @@
 
 The same requests, the same number of them at once, in turns: the engine alone in this process, whose tokens nobody
 reads; `LLM.astream` in this process, which makes texts; and a `forerun serve` with the same options, whose client is
-this process, so that the client's share of the machine is part of what HTTP takes. All texts are compared.
+this process, so that the client's share of the machine is part of what HTTP takes. All texts are compared. Beside
+tokens per second stands the processor time per token, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from forerun.bench.latency import progress_bar
 from forerun.bench.serving import ServingPlan, bodies_of, path_of, plan_record, read_prompts
 from forerun.bench.serving_client import CHAT, Load, Run, Server, run_load
 from forerun.bench.serving_results import Line, lines_of, record_of
-from forerun.bench.serving_servers import forerun_command, free_port, started
+from forerun.bench.serving_servers import cpu_s_of, forerun_command, free_port, started
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
@@ -38,13 +39,14 @@ ABOUT = {ENGINE: "engine alone", TEXTS: "with texts: LLM.astream", HTTP: "with H
 
 @dataclass(frozen=True)
 class Timed:
-    """One run of one way."""
+    """One run of one way. cpu_s: of this process, and of the server in its way; None where it cannot be known."""
 
     way: str
     repeat: int
     seconds: float
     num_tokens: int
     texts: tuple[str, ...]
+    cpu_s: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -59,6 +61,8 @@ class Overhead:
     tokens_per_s: float
     share: float  # the median
     range: tuple[float, float]
+    cpu_s_per_token: float | None  # the median
+    cpu_share: float | None  # what comes to it over the engine's of the same repeat; the median
 
 
 def run(config: EngineConfig, plan: ServingPlan) -> dict[str, Any]:
@@ -99,7 +103,7 @@ def run(config: EngineConfig, plan: ServingPlan) -> dict[str, Any]:
         "overheads": [asdict(overhead) for overhead in overheads],
         "median_step_s": step_s,
         "line": asdict(line),
-        "ways": [{"way": t.way, "repeat": t.repeat, "tokens_per_s": t.tokens_per_s} for t in timed],
+        "ways": [{"way": t.way, "repeat": t.repeat, "tokens_per_s": t.tokens_per_s, "cpu_s": t.cpu_s} for t in timed],
         "runs": [record_of(run) for run in runs],
     }
 
@@ -125,6 +129,8 @@ def _measure(
     def once(way: str, repeat: int) -> Timed:
         progress.update(task, description=ABOUT[way])
         params = [_params(body, plan) for body in bodies[repeat]]
+        assert server.pid is not None
+        cpu_s, before_s = time.process_time(), cpu_s_of(server.pid)
         if way == HTTP:
             sent = run_load(server, path, bodies[repeat], load, timeout_s=plan.timeout_s, seed=0, repeat=repeat)
             runs.append(asyncio.run(sent))
@@ -135,8 +141,11 @@ def _measure(
             end = llm.listen(steps.append)
             made = _alone(llm, ids[repeat], params, at_once, repeat)
             end()
+        cpu_s, after_s = time.process_time() - cpu_s, cpu_s_of(server.pid)
         progress.advance(task)
-        return made
+        if before_s is None or after_s is None:
+            return made
+        return replace(made, cpu_s=cpu_s + (after_s - before_s if way == HTTP else 0.0))
 
     for way in WAYS:  # warms up, and what it measures is dropped
         once(way, 0)
@@ -223,21 +232,32 @@ def overhead_of(way: str, timed: Seq[Timed]) -> Overhead:
     rates = {(t.way, t.repeat): t.tokens_per_s for t in timed}
     repeats = [t.repeat for t in timed if t.way == way]
     shares = [1 - rates[way, repeat] / rates[ENGINE, repeat] for repeat in repeats]
-    return Overhead(way, median(rates[way, r] for r in repeats), median(shares), (min(shares), max(shares)))
+    costs = {(t.way, t.repeat): t.cpu_s / t.num_tokens for t in timed if t.cpu_s is not None}
+    more = [costs[way, r] / costs[ENGINE, r] - 1 for r in repeats if {(way, r), (ENGINE, r)} <= costs.keys()]
+    return Overhead(
+        way,
+        median(rates[way, r] for r in repeats),
+        median(shares),
+        (min(shares), max(shares)),
+        median(costs[way, r] for r in repeats) if more else None,
+        median(more) if more else None,
+    )
 
 
 def _print(overheads: Seq[Overhead], line: Line, step_s: float, console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("way")
-    for name in ("tokens/s", "takes", "(range)"):
+    for name in ("tokens/s", "takes", "(range)", "CPU us\nper token", "more"):
         table.add_column(name, justify="right", no_wrap=True)
     for o in overheads:
         shares = ("", "") if o.way == ENGINE else (f"{o.share:.1%}", "{:.1%} to {:.1%}".format(*o.range))
-        table.add_row(ABOUT[o.way], f"{o.tokens_per_s:.1f}", *shares)
+        cpu = "-" if o.cpu_s_per_token is None else f"{1e6 * o.cpu_s_per_token:.0f}"
+        more = "" if o.way == ENGINE or o.cpu_share is None else f"{o.cpu_share:.1%}"
+        table.add_row(ABOUT[o.way], f"{o.tokens_per_s:.1f}", *shares, cpu, more)
     console.print(table)
     console.print(
-        "takes: 1 - tokens/s over the engine's of the same repeat. This process, as the client, took "
-        f"{line.client_cpu_share:.0%} of a core."
+        "takes: 1 - tokens/s over the engine's of the same repeat, the median; CPU: processor time of all threads, "
+        f"with HTTP the client's, too, which took {line.client_cpu_share:.0%} of a core."
     )
     for name, found in (("all", line.itl_s), (f"{line.num_quiet_gaps} while no prompt was read", line.quiet_itl_s)):
         if found is not None:

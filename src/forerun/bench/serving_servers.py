@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import contextmanager
@@ -89,13 +90,13 @@ def started(name: str, command: Seq[str], port: int, *, is_own: bool) -> Iterato
     url = f"http://127.0.0.1:{port}"
     variables = {key: value for key, value in os.environ.items() if not (is_own and key in _engine_variables())}
     variables["PYTHONUNBUFFERED"] = "1"
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log, _sigterm_unwinds():
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=variables
         )
         try:
             _wait(name, process, f"{url}/{'ready' if is_own else 'health'}", log)
-            yield Server(name, url, find_model(url, {}), is_salted=is_own, about=" ".join(command))
+            yield Server(name, url, find_model(url, {}), is_salted=is_own, about=" ".join(command), pid=process.pid)
         finally:
             _end(process)
 
@@ -105,11 +106,33 @@ def _engine_variables() -> set[str]:
     return {f"FORERUN_{option.name.upper()}" for option in fields(EngineConfig)} | {"FORERUN_CONFIG", "FORERUN_API_KEY"}
 
 
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """A benchmark that is ended by SIGTERM ends its servers, too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def free_port() -> int:
     """A port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def cpu_s_of(pid: int) -> float | None:
+    """The processor time that a process has taken; None where the system does not say it as Linux does."""
+    try:
+        fields_behind_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields_behind_name[11]) + int(fields_behind_name[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _wait(name: str, process: subprocess.Popen[bytes], url: str, log: IO[str]) -> None:
