@@ -80,6 +80,20 @@ def test_a_chat_whole_and_in_pieces(client: openai.OpenAI, plain: LLM) -> None:
     assert cached == (counts[0] - 1) // 16 * 16, "the same prompt again is found in the cache"
 
 
+def test_usage_so_far_with_each_chunk(client: openai.OpenAI) -> None:
+    """As load tools ask for it: two choices, whose tokens are counted together."""
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    given: Any = {"prompt": CODE, "n": 2, "max_tokens": 8, "seed": 3, "extra_body": {"ignore_eos": True}}
+    stream = client.completions.create(model="shipped", stream=True, stream_options=options, **given)
+    usages = [chunk.usage for chunk in stream]
+    counts = [usage.completion_tokens for usage in usages if usage is not None]
+    assert len(counts) == len(usages) > 4
+    assert counts == sorted(counts)
+    assert (0 < counts[0] < 16, counts[-1]) == (True, 16)
+    assert len({usage.prompt_tokens for usage in usages if usage is not None}) == 1
+    assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in usages if usage)
+
+
 def test_several_prompts_and_choices_with_log_probabilities(client: openai.OpenAI) -> None:
     given: Any = {"prompt": [CODE, "class A:"], "n": 2, "seed": 5, "logprobs": 2, "max_tokens": 12}
     whole = client.completions.create(model="shipped", **given)

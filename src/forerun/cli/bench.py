@@ -453,3 +453,125 @@ def kernels(
         bench.run(bench.KernelsPlan(config=config, dtype=dtype, isa=isa, num_threads=num_threads, num_repeats=repeats)),
         json_file,
     )
+
+
+@app.command()
+def serving(
+    target: flags.Target = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="server that runs already and speaks OpenAI's API, as URL or NAME=URL; may be repeated "
+            "[default: servers are started]",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="what requests to --url call it [default: the first it lists]", show_default=False),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="FORERUN_API_KEY", help="of --url [default: none]", show_default=False)
+    ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="server to start: plain, fixed, auto, llama-server or vllm; may be repeated [default: the first "
+            "three, and the others where they are on the PATH and run the target]",
+            show_default=False,
+        ),
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="requests at once; may be repeated [default: 1, 4 and 8; 16 with --overhead; none with --rate]",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="requests per second, as a Poisson process; may be repeated", show_default=False),
+    ] = None,
+    num_requests: Annotated[int, typer.Option("--requests", help="of a run", min=1)] = 32,
+    max_tokens: Annotated[int, typer.Option(help="tokens per request", min=2)] = 64,
+    repeats: Annotated[int, typer.Option(help="times every load is run, each time with other prompts", min=1)] = 3,
+    temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
+    seed: Annotated[int, typer.Option(help="of arrivals, and of sampled requests; each adds its index")] = 1,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="all answers have --max-tokens; off for servers that refuse the field ignore_eos")
+    ] = True,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(help="goodput counts requests whose TTFT is at most this", show_default=False)
+    ] = None,
+    slo_itl_ms: Annotated[
+        float | None,
+        typer.Option(help="and whose time per token behind the first is at most this", show_default=False),
+    ] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="chat, summary, edit, question, list or story; may be repeated [default: all]", show_default=False
+        ),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help='JSON lines with "id", "kind" and "messages" [default: the shipped ones]')
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(help="for one answer")] = 600.0,
+    overhead: Annotated[
+        bool, typer.Option("--overhead", help="instead, what HTTP and texts take of the engine's throughput")
+    ] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="file for a plot, .svg or .png; needs matplotlib", show_default=False, callback=_writable),
+    ] = None,
+    draft: flags.Draft = None,
+    spec_length: flags.SpecLength = None,
+    pacing: flags.Pacing = None,
+    device: flags.Device = None,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    chat_template: flags.ChatTemplate = None,
+    ops: flags.Ops = None,
+    kv_cache_backend: flags.CacheBackend = None,
+    kv_cache_tokens: flags.CacheTokens = None,
+    max_batch_size: flags.MaxBatchSize = None,
+    max_seq_len: flags.MaxSeqLen = None,
+    prefill_chunk_tokens: flags.PrefillChunkTokens = None,
+    config: flags.ConfigFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure servers under load: tokens per second, time to the first token, gaps, goodput; forerun's and others'."""
+    given = dict(locals())
+    engine = flags.engine_config(given, config)
+    try:
+        from forerun.bench import serving as bench, serving_overhead
+    except ImportError as error:
+        raise BadOption(
+            f"forerun bench serving needs packages that are not here ({error.name}): pip install 'forerun[serve]'"
+        ) from None
+    from forerun.bench.serving_client import Load
+    from forerun.bench.serving_results import Limits
+
+    usual = () if rate else ((16,) if overhead else (1, 4, 8))
+    loads = [*(Load(concurrency=num) for num in concurrency or usual), *(Load(rate=one) for one in rate or ())]
+    plan = bench.ServingPlan(
+        urls=tuple(url or ()),
+        model=model,
+        api_key=api_key or None,
+        loads=tuple(dict.fromkeys(loads)),
+        num_requests=num_requests,
+        num_repeats=repeats,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        ignore_eos=ignore_eos,
+        limits=Limits(*(None if limit is None else limit / 1e3 for limit in (slo_ttft_ms, slo_itl_ms))),
+        kinds=tuple(kind or ()),
+        prompt_file=prompt_file,
+        timeout_s=timeout_s,
+        picture=picture,
+        **({"variants": tuple(dict.fromkeys(variant))} if variant else {}),
+    )
+    _keep((serving_overhead if overhead else bench).run(engine, plan), json_file)

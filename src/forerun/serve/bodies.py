@@ -91,6 +91,7 @@ class Job:
     continue_final_message: bool = False  # the last message is the beginning of the answer
     stream: bool = False
     include_usage: bool = False  # at the end of a stream
+    continuous_usage: bool = False  # and what it is so far, with each chunk
     report: bool = False  # whether the body asks how speculation went
     ignored: tuple[str, ...] = ()  # fields without which it is served
     given: Mapping[str, Any] = field(default_factory=dict)  # the body, for APIs whose answers repeat parts of it

@@ -104,7 +104,7 @@ def read_body(
     given = read.fields
     params = _params(url, given, {**DEFAULTS[url], **(defaults or {})})
     _check_best_of(read, params.n)
-    stream, include_usage = _stream(read)
+    stream, options = _stream(read)
     return Job(
         url,
         model,
@@ -113,7 +113,8 @@ def read_body(
         messages=_messages(given.get("messages")) if url == CHAT else None,
         variables=variables(given),
         stream=stream,
-        include_usage=include_usage,
+        include_usage=options.get("include_usage", False),
+        continuous_usage=options.get("continuous_usage_stats", False),
         report=wants_report(given),
         ignored=tuple(read.ignored or ()),
     )
@@ -143,17 +144,19 @@ def _check_best_of(read: Given, n: int) -> None:
     read.ignored.append("best_of")
 
 
-def _stream(read: Given) -> tuple[bool, bool]:
-    """Whether the answer is wanted in pieces, and its usage at their end."""
+def _stream(read: Given) -> tuple[bool, dict[str, bool]]:
+    """Whether the answer is wanted in pieces, and the options of these."""
     stream, options = flag(read.fields, "stream"), read.fields.get("stream_options", {})
-    usage = options.get("include_usage", False) if isinstance(options, dict) else None
-    harmless = {"include_usage", "include_obfuscation"}
-    if not isinstance(usage, bool) or set(options) - harmless or (options and not stream):
+    known = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
+    is_known = isinstance(options, dict) and set(options) <= known and all(type(v) is bool for v in options.values())
+    if not is_known or (options and not stream):
         message = (
             f'stream_options={shown(options)} is not possible: it must be {{"include_usage": true}}, with a stream'
         )
         raise Refused(message, "stream_options")
-    return stream, usage
+    if options.get("continuous_usage_stats") and not options.get("include_usage"):
+        raise Refused("continuous_usage_stats needs include_usage=true: set both or neither", "stream_options")
+    return stream, options
 
 
 def _prompts(prompt: Any) -> tuple[Prompt, ...]:
@@ -226,6 +229,7 @@ class Stream:
         self._job, self._tokenizer = job, tokenizer
         self._head = _head(job, answer_id, created_s, "chat.completion.chunk")
         self._num_choices = len(prompts) * job.params.n
+        self._num_prompt_tokens, self._num_tokens = sum(len(prompt) for prompt in prompts), 0
         lasts = [prompt[-1] for prompt in prompts for _ in range(job.params.n)]
         self._lefts = lasts[:]
         self._logprobs = [CompletionLogprobs(left, tokenizer) for left in lasts]
@@ -243,6 +247,7 @@ class Stream:
     def piece(self, index: int, chunk: Chunk) -> bytes:
         """What a chunk of a choice adds; nothing where its text is held back."""
         logprobs = self._logprobs_of(index, chunk)
+        self._num_tokens += len(chunk.token_ids)
         made = b""
         if chunk.text or (logprobs is not None and chunk.token_ids):
             made = self._chunk([self._choice(index, chunk.text, logprobs, None)])
@@ -263,6 +268,9 @@ class Stream:
         return event(error_answer(error)[1])
 
     def _chunk(self, choices: list[dict[str, Any]], usage: Any = None, more: Mapping[str, Any] | None = None) -> bytes:
+        if usage is None and self._job.continuous_usage:
+            prompt, completion = self._num_prompt_tokens, self._num_tokens
+            usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         asked = {"usage": usage} if self._job.include_usage else {}
         return event({**self._head, "choices": choices, **asked, **(more or {})})
 

@@ -91,13 +91,13 @@ _OWN: dict[str, dict[str, Schema]] = {
         "messages": _list(_object(("role", "content"), role={"enum": list(_ROLES)}, content=_CONTENT), 1),
         "max_completion_tokens": _MOST_TOKENS,
         "logprobs": _FLAG,
-        "stream_options": _object(include_usage=_FLAG),
+        "stream_options": _object(include_usage=_FLAG, continuous_usage_stats=_FLAG),
     },
     openai.COMPLETIONS: {
         "prompt": _either(_TEXT, _IDS, _list(_TEXT, 1), _list(_IDS, 1)),
         "max_completion_tokens": _MOST_TOKENS,
         "logprobs": _integer(0, 20),
-        "stream_options": _object(include_usage=_FLAG),
+        "stream_options": _object(include_usage=_FLAG, continuous_usage_stats=_FLAG),
         "best_of": _integer(1, 128),
     },
     responses.RESPONSES: {
