@@ -366,6 +366,7 @@ def test_every_option_of_the_engine_that_generate_has(cli: Any) -> None:
     sampling |= {"--bad-word", "--stop-token-id"}
     of_generate = {"--prompt-file", "--json", "--rounds", "--chat", "--verbose"}
     of_batch = {"--redo-changed", "--retry-refused", "--served-model-name"}
+    of_batch |= {"--ray", "--ray-engines", "--ray-cpus", "--ray-gpus"}
     assert flags["generate"] - sampling - of_generate == flags["batch"] - of_batch
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from forerun.cli import flags
+from forerun.errors import BadOption
 
 INPUT_HELP = (
     'requests, one JSON object per line: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions" or '
@@ -19,6 +20,12 @@ SERVED_HELP = (
     "name that requests must give as their model, if any, and answers have; may be repeated, the first is the answers' "
     "[default: every name is accepted]"
 )
+RAY_HELP = (
+    "answer on a Ray cluster: that of RAY_ADDRESS, else the one that runs here, else one of this machine alone [needs "
+    "forerun[ray]]"
+)
+RAY_ENGINES_HELP = "with --ray: engines [default: one for each node]"
+RAY_CPUS_HELP = "with --ray: cores of each engine [default: those of the smallest node]"
 OUTPUT_HELP = "answers, appended one per line as they come; what is there already is not asked again"
 
 
@@ -28,6 +35,10 @@ def batch(
     redo_changed: Annotated[bool, typer.Option("--redo-changed", help=REDO_HELP)] = False,
     retry_refused: Annotated[bool, typer.Option("--retry-refused", help=RETRY_HELP)] = False,
     served_model_name: Annotated[list[str] | None, typer.Option(help=SERVED_HELP, show_default=False)] = None,
+    ray: Annotated[bool, typer.Option("--ray", help=RAY_HELP)] = False,
+    ray_engines: Annotated[int | None, typer.Option(help=RAY_ENGINES_HELP, min=1, show_default=False)] = None,
+    ray_cpus: Annotated[float | None, typer.Option(help=RAY_CPUS_HELP, min=0, show_default=False)] = None,
+    ray_gpus: Annotated[float, typer.Option(help="with --ray: GPUs of each engine", min=0)] = 0.0,
     target: flags.Target = None,
     ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
@@ -58,6 +69,9 @@ def batch(
     Exit code 2: a request was refused (its line says why), or nothing was run.
     """
     engine = flags.engine_config(dict(locals()), config)
+    place = _place(ray_engines, ray_cpus, ray_gpus) if ray else None
+    if not ray and (ray_engines is not None or ray_cpus is not None or ray_gpus):
+        raise BadOption("--ray-engines, --ray-cpus and --ray-gpus say how --ray is done: give it, too, or none of them")
     from forerun.serve.batch import run
 
     code = run(
@@ -67,5 +81,14 @@ def batch(
         served_names=tuple(served_model_name or ()),
         redo_changed=redo_changed,
         retry_refused=retry_refused,
+        place=place,
     )
     raise typer.Exit(code)
+
+
+def _place(num_engines: int | None, num_cpus: float | None, num_gpus: float) -> Any:
+    try:
+        from forerun.deploy.batch import on_ray
+    except ImportError as error:
+        raise BadOption(f"--ray needs packages that are not here ({error.name}): pip install 'forerun[ray]'") from None
+    return on_ray(num_engines, num_cpus, num_gpus)

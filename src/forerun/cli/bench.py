@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -351,6 +352,25 @@ def throughput(
         **{name: values for name, values in lists.items() if values},
     )
     _keep(bench.run(engine, plan), json_file)
+
+
+@app.command()
+def replicas(
+    target: Annotated[str, typer.Option(help="what every replica serves")] = "shipped",
+    replicas: Annotated[int, typer.Option(help="on each side", min=1)] = 2,
+    concurrency: Annotated[int, typer.Option(help="requests at once", min=1)] = 16,
+    max_tokens: Annotated[int, typer.Option(help="tokens per request", min=1)] = 64,
+    seconds: Annotated[float, typer.Option(help="of each round", min=0.1)] = 10.0,
+    repeats: Annotated[int, typer.Option(help="rounds of each side", min=1)] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """Compare replicas of Ray on this machine with pinned `forerun serve` processes, in tokens per second."""
+    if find_spec("ray") is None:
+        raise BadOption("this benchmark needs Ray: pip install 'forerun[ray]'")
+    from forerun.bench import replicas as bench
+
+    plan = bench.ReplicasPlan(target, replicas, concurrency, max_tokens, seconds, repeats)
+    _keep(bench.run(plan), json_file)
 
 
 @app.command()

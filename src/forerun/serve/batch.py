@@ -11,10 +11,11 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from forerun.config import EngineConfig
 from forerun.errors import CapacityError, UserError, shown
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 ALL_ANSWERED, SOME_REFUSED = 0, 2  # exit codes; 2 is that of errors which the caller can mend
 WINDOW_BATCHES = 4  # requests in the engine at most, in batches: the scheduler always has some to choose from
+# What answers requests (see `Runner.run`), and where: with the names that bodies may call the model.
+Run: TypeAlias = Callable[[Iterator[BatchRequest], AnswerFile, Callable[[], None]], None]
+Place: TypeAlias = "Callable[[EngineConfig, Seq[str], Numbers], AbstractContextManager[Run]]"
 SEED_BITS = 53  # of a seed where the request gives none: an integer that every JSON reader keeps
 
 
@@ -43,11 +47,13 @@ def run(
     served_names: Seq[str] = (),
     redo_changed: bool = False,
     retry_refused: bool = False,
+    place: Place | None = None,
 ) -> int:
     """Answer every request of the input that the output has no answer to. Returns the exit code.
 
     served_names: what requests must call the model, the answers' name first; none = whatever they like. redo_changed:
-    what was answered when it asked something else is answered again. retry_refused: what was refused, too.
+    what was answered when it asked something else is answered again. retry_refused: what was refused, too. place:
+    where the engine is; none = in this process.
 
     Raises UserError, with nothing run, for an input that is malformed, an output of another input, requests that have
     changed otherwise, and options that cannot be honoured; KeyboardInterrupt after saying how to go on.
@@ -68,7 +74,7 @@ def run(
         num_before, numbers = len(answers.finished), Numbers()
         try:
             if num_before < num_lines:
-                _answer(requests, answers, config, served_names, numbers)
+                _answer(requests, answers, config, served_names, numbers, place or in_this_process)
         except KeyboardInterrupt:
             done = f"{len(answers.finished):,} of {num_lines:,} requests have their answer"
             note(f"stopped: {done}; the same command goes on from here")
@@ -111,7 +117,7 @@ class Numbers:
 
 
 @dataclass
-class _Running:
+class Running:
     """A request of the file with those of the engine that make its choices."""
 
     asked: BatchRequest
@@ -126,17 +132,59 @@ class _Running:
         )
 
 
-class Runner:
-    """Keeps `window` requests in an engine and turns those that have ended into answers.
+class Requests:
+    """Makes requests of an engine from those of a file, and answers from those that have ended.
 
     name: of the model in answers. served_names: what bodies may call it, see `read_body`. defaults: fields of
     SamplingParams below what the bodies say.
     """
 
-    def __init__(self, llm: LLM, name: str, served_names: Seq[str], defaults: Mapping[str, Any], window: int) -> None:
-        self._llm, self._name, self._served_names = llm, name, served_names
-        self._defaults, self._window = defaults, window
-        self._running: list[_Running] = []
+    def __init__(self, llm: LLM, name: str, served_names: Seq[str], defaults: Mapping[str, Any]) -> None:
+        self.llm, self._name, self._served_names, self._defaults = llm, name, served_names, defaults
+
+    def start(self, request: BatchRequest, hear: Callable[[Request], None]) -> Running | dict[str, Any]:
+        """Queue a request, whose choices `hear` tells of. Returns the answer where it cannot be honoured."""
+        try:
+            return self._start(request, hear)
+        except (UserError, CapacityError) as error:
+            return _answer_line(request, *error_answer(error))
+        except RecursionError:  # other requests are not to wait until this one is mended
+            too_deep = Refused("the body is nested too deeply to be read: make it flatter")
+            return _answer_line(request, *error_answer(too_deep))
+
+    def _start(self, request: BatchRequest, hear: Callable[[Request], None]) -> Running:
+        defaults = {**self._defaults, "seed": seed_of(request.custom_id)}
+        job = read_body(request.url, request.body, self._name, defaults, self._served_names)
+        if job.stream:
+            raise Refused("stream=True is not possible: a batch writes whole answers; leave it out", "stream")
+        prompts: list[Prompt] = list(job.prompts)
+        if job.messages is not None:
+            prompts = [self.llm.apply_chat_template(job.messages, **job.variables)]
+        return Running(request, job, self.llm.submit(prompts, job.params, hear=hear))
+
+    def answer(self, running: Running) -> dict[str, Any]:
+        """The line of the output for one that is over."""
+        error = next((choice.error for choice in running.choices if choice.error is not None), None)
+        if error is not None:
+            self.llm.end(running.choices)
+            return _answer_line(running.asked, *error_answer(error))
+        outputs = [choice.output() for choice in running.choices]
+        body = answer_body(
+            running.job,
+            outputs,
+            self.llm.tokenizer,
+            answer_id=secrets.token_hex(12),
+            created_s=int(time.time()),
+        )
+        return _answer_line(running.asked, 200, body)
+
+
+class Runner:
+    """Keeps `window` requests in an engine and turns those that have ended into answers."""
+
+    def __init__(self, requests: Requests, window: int) -> None:
+        self._requests, self._window = requests, window
+        self._running: list[Running] = []
         self._news: SimpleQueue[Request] = SimpleQueue()
 
     def run(self, requests: Iterator[BatchRequest], answers: AnswerFile, on_step: Callable[[], None]) -> None:
@@ -156,7 +204,7 @@ class Runner:
             answers.append(self._land())
             raise
         finally:
-            self._llm.end([choice for running in self._running for choice in running.choices])
+            self._requests.llm.end([choice for running in self._running for choice in running.choices])
 
     def _fill(self, requests: Iterator[BatchRequest]) -> list[dict[str, Any]]:
         """Start requests until the window is full. Returns the answers to those that cannot be honoured."""
@@ -166,47 +214,44 @@ class Runner:
             request = next(requests, None)
             if request is None:
                 break
-            try:
-                self._running.append(self._start(request))
-                num_running += len(self._running[-1].choices)
-            except (UserError, CapacityError) as error:
-                refused.append(_answer_line(request, *error_answer(error)))
-            except RecursionError:  # other requests are not to wait until this one is mended
-                too_deep = Refused("the body is nested too deeply to be read: make it flatter")
-                refused.append(_answer_line(request, *error_answer(too_deep)))
+            started = self._requests.start(request, self._news.put)
+            if isinstance(started, Running):
+                self._running.append(started)
+                num_running += len(started.choices)
+            else:
+                refused.append(started)
         return refused
-
-    def _start(self, request: BatchRequest) -> _Running:
-        defaults = {**self._defaults, "seed": seed_of(request.custom_id)}
-        job = read_body(request.url, request.body, self._name, defaults, self._served_names)
-        if job.stream:
-            raise Refused("stream=True is not possible: a batch writes whole answers; leave it out", "stream")
-        prompts: list[Prompt] = list(job.prompts)
-        if job.messages is not None:
-            prompts = [self._llm.apply_chat_template(job.messages, **job.variables)]
-        return _Running(request, job, self._llm.submit(prompts, job.params, hear=self._news.put))
 
     def _land(self) -> list[dict[str, Any]]:
         """The answers to those that are over. They are forgotten before they are written, so never written twice."""
         over = [running for running in self._running if running.is_over]
         if over:
             self._running = [running for running in self._running if not running.is_over]
-        return [self._answer(running) for running in over]
+        return [self._requests.answer(running) for running in over]
 
-    def _answer(self, running: _Running) -> dict[str, Any]:
-        error = next((choice.error for choice in running.choices if choice.error is not None), None)
-        if error is not None:
-            self._llm.end(running.choices)
-            return _answer_line(running.asked, *error_answer(error))
-        outputs = [choice.output() for choice in running.choices]
-        body = answer_body(
-            running.job,
-            outputs,
-            self._llm.tokenizer,
-            answer_id=secrets.token_hex(12),
-            created_s=int(time.time()),
-        )
-        return _answer_line(running.asked, 200, body)
+
+def load(config: EngineConfig, served_names: Seq[str]) -> Requests:
+    """The model of a configuration, ready for requests."""
+    from forerun.engine.factory import suggested_fields
+    from forerun.engine.llm import LLM
+    from forerun.memory.machine import spare_what_is_loaded
+
+    defaults = suggested_fields(config)
+    llm = LLM.from_config(config)
+    spare_what_is_loaded()
+    return Requests(llm, (*served_names, *model_names(config.target))[0], served_names, defaults)
+
+
+@contextmanager
+def in_this_process(config: EngineConfig, served_names: Seq[str], numbers: Numbers) -> Iterator[Run]:
+    """An engine here."""
+    requests = load(config, served_names)
+    numbers.started_s = time.perf_counter()
+    end = requests.llm.listen(numbers)
+    try:
+        yield Runner(requests, WINDOW_BATCHES * config.max_batch_size).run
+    finally:
+        end()
 
 
 def _first_refusal(answers: AnswerFile) -> str:
@@ -214,31 +259,27 @@ def _first_refusal(answers: AnswerFile) -> str:
 
 
 def _answer(
-    requests: RequestFile, answers: AnswerFile, config: EngineConfig, served_names: Seq[str], numbers: Numbers
+    requests: RequestFile,
+    answers: AnswerFile,
+    config: EngineConfig,
+    served_names: Seq[str],
+    numbers: Numbers,
+    place: Place,
 ) -> None:
     """Load the model and answer what is missing."""
-    from forerun.engine.factory import refuse_without_template, suggested_fields
-    from forerun.engine.llm import LLM
-    from forerun.memory.machine import spare_what_is_loaded
+    from forerun.engine.factory import refuse_without_template
 
     if requests.has_chats:
         refuse_without_template(config)
-    defaults = suggested_fields(config)
-    llm = LLM.from_config(config)
-    spare_what_is_loaded()
-    own_names = model_names(config.target)
-    name = served_names[0] if served_names else own_names[0]
-    if not served_names and (others := sorted(requests.models.difference(own_names))):
-        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-        note(
-            f"requests that ask for the model {shown(others[0])}{more} are answered by {visible(name)}; "
-            "--served-model-name NAME would refuse other names",
-        )
-    missing = (request for request in requests if request.custom_id not in answers.finished)
-    runner = Runner(llm, name, served_names, defaults, WINDOW_BATCHES * config.max_batch_size)
-    numbers.started_s = time.perf_counter()
-    end = llm.listen(numbers)
-    try:
+    with place(config, served_names, numbers) as run_there:
+        own_names = model_names(config.target)
+        if not served_names and (others := sorted(requests.models.difference(own_names))):
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            note(
+                f"requests that ask for the model {shown(others[0])}{more} are answered by {visible(own_names[0])}; "
+                "--served-model-name NAME would refuse other names",
+            )
+        missing = (request for request in requests if request.custom_id not in answers.finished)
         with Progress(len(requests.line_of), len(answers.finished)) as progress:
             is_told = bool(answers.refused)
 
@@ -249,9 +290,7 @@ def _answer(
                     is_told = True
                 progress.show(len(answers.finished), numbers.tokens_per_s)
 
-            runner.run(missing, answers, on_step)
-    finally:
-        end()
+            run_there(missing, answers, on_step)
 
 
 def _answer_line(asked: BatchRequest, status: int, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,24 +59,19 @@ class ServerOptions:
 
 def run(config: EngineConfig, options: ServerOptions) -> int:
     """Serve until a signal. Returns the exit code. Raises UserError, and OSError for an address that cannot be had."""
-    from forerun.engine.factory import suggested_fields
-    from forerun.memory.machine import spare_what_is_loaded
-
-    _check(options)
+    check(options)
     with bound(options.host, options.port) as listening, _logging(options):
         if not is_loopback(options.host) and options.api_key is None:
             note(
                 f"warning: {options.host} can be reached from other machines and there is no API key: anyone there may "
                 "use this server; give --api-key, or FORERUN_API_KEY"
             )
-        llm, defaults = LLM.from_config(config), suggested_fields(config)
-        spare_what_is_loaded()
-        _warm_up(llm)
-        names = tuple(options.served_names) or model_names(config.target)
-        return asyncio.run(_serve(llm, names, defaults, options, listening))
+        llm = loaded(config)
+        return asyncio.run(_serve(llm, options, listening))
 
 
-def _check(options: ServerOptions) -> None:
+def check(options: ServerOptions) -> None:
+    """Raise BadOption for a value that is not possible."""
     from forerun.serve.metrics import PREFIXES
 
     for name, value, known in (
@@ -115,26 +110,35 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
         yield listening
 
 
-def _warm_up(llm: LLM) -> None:
-    """What is measured or compiled at the first step is done before the first request."""
+def loaded(config: EngineConfig) -> LLM:
+    """The model, warm: what is measured or compiled at the first step is done before the first request."""
+    from forerun.memory.machine import spare_what_is_loaded
     from forerun.types import SamplingParams
 
+    llm = LLM.from_config(config)
+    spare_what_is_loaded()
     llm.generate([[llm.engine.runner.num_ids // 2] * 4], SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0))
+    return llm
 
 
-async def _serve(
-    llm: LLM, names: Seq[str], defaults: dict[str, Any], options: ServerOptions, listening: socket.socket
-) -> int:
-    metrics = Metrics(llm, names[0], options.metrics_prefix)
-    service = Service(
+def make_service(llm: LLM, options: ServerOptions) -> Service:
+    """The service of a model, in the event loop that runs."""
+    from forerun.engine.factory import suggested_fields
+
+    names = tuple(options.served_names) or model_names(llm.config.target)
+    return Service(
         llm,
         names,
-        defaults=defaults,
+        defaults=suggested_fields(llm.config),
         limits=options.limits,
         ignore_unsupported=options.ignore_unsupported,
         logs_texts=options.log_texts,
-        metrics=metrics,
+        metrics=Metrics(llm, names[0], options.metrics_prefix),
     )
+
+
+async def _serve(llm: LLM, options: ServerOptions, listening: socket.socket) -> int:
+    service = make_service(llm, options)
     server = _Server(_uvicorn_config(service, options))
     beside = [asyncio.create_task(_end_on_signals(service, server)), asyncio.create_task(service.watch_delay())]
     try:
@@ -142,7 +146,7 @@ async def _serve(
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         if server.started:
-            _say_where(llm, names, listening)
+            _say_where(llm, service.names, listening)
         await serving
     finally:
         for task in beside:

@@ -1,0 +1,232 @@
+"""`forerun serve` as a Ray Serve deployment: replicas of one engine each, behind the proxies of a Ray cluster.
+
+`serve run forerun.deploy.ray:application max_replicas=4`, or `serve deploy` with the arguments in a file: both are in
+docs/scaling.md. Every replica runs the application of forerun.serve.app; Ray brings HTTP to it, counts its queue,
+starts and drains replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import Response
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forerun.config import EngineConfig
+from forerun.deploy.affinity import Keys, order
+from forerun.deploy.merging import merged
+from forerun.errors import BadOption
+from forerun.registry import checked
+from forerun.serve.app import make_app
+from forerun.serve.limits import Limits
+from forerun.serve.metrics import CONTENT_TYPE
+from forerun.serve.server import ServerOptions, check, loaded, make_service
+
+NAME = "forerun"  # of the application and of its deployment
+# Ray's variables: a function whose middleware every proxy runs, and the header by which requests belong together.
+CALLBACK_VARIABLE, HEADER_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "RAY_SERVE_SESSION_ID_HEADER_KEY"
+CALLBACK = "forerun.deploy.ray.proxy_middleware"
+HEADER = "x-session-id"  # where HEADER_VARIABLE says nothing
+MOST_KNOWN = 65_536  # beginnings that a proxy remembers the replica of
+BEYOND = 32  # requests above its limit that reach a replica, to be told 429: the proxy itself would let them wait
+
+
+def _option(default: Any, text: str, **range_: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"help": text, **range_})
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How many replicas there are, and what each of them takes of its node."""
+
+    min_replicas: int = _option(1, "replicas at least", min=1)
+    max_replicas: int = _option(1, "replicas at most", min=1)
+    target_requests: float | None = _option(
+        None, "requests of each replica, running and waiting, that the number of replicas aims at; none = its batch"
+    )
+    upscale_delay_s: float = _option(30.0, "that the queue must have been long before replicas are added", min=0)
+    downscale_delay_s: float = _option(600.0, "that it must have been short before replicas are drained", min=0)
+    cpus: float = _option(1.0, "cores of a replica; it computes with as many threads", min=0)
+    gpus: float = _option(0.0, "GPUs of a replica", min=0)
+    slack: int | None = _option(
+        None,
+        "requests that the replica which knows a beginning may have more than the least busy one; none = half a batch",
+        min=0,
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_replicas < self.min_replicas:
+            raise BadOption(
+                f"max_replicas={self.max_replicas} is not possible: it must be at least min_replicas="
+                f"{self.min_replicas}"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------------ routing
+
+
+def proxy_middleware() -> list[Middleware]:
+    """What Ray's proxies run before they choose a replica, where CALLBACK_VARIABLE names this function."""
+    return [Middleware(Keys, header=os.environ.get(HEADER_VARIABLE, HEADER).lower())]
+
+
+class AffineRouter(RequestRouter):
+    """Chooses replicas in the order of `affinity.order`. slack: see Scale.
+
+    A replica is as busy as this proxy has made it. Ray's own cache of what replicas say is behind by a round trip:
+    after a burst it names requests that are long answered, until it expires.
+    """
+
+    def initialize_state(self, slack: int = 4) -> None:
+        """Ray calls it with the deployment's arguments."""
+        self._slack, self._sent = slack, Counter[ReplicaID]()
+        self._known: dict[str, str] = {}  # by the key, the one used longest ago first: the name of its replica
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Ray calls it when a request is sent, whether the replica takes it or not."""
+        super().on_send_request(replica_id)
+        self._sent[replica_id] += 1
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Ray calls it once for each of them when it is over."""
+        super().on_request_completed(replica_id, internal_request_id)
+        self._sent -= Counter((replica_id,))
+
+    async def choose_replicas(
+        self, candidate_replicas: Seq[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """One rank for each replica: Ray takes the first that has room, and asks again a little later if none has."""
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if pending_request is None:
+            return [list(candidate_replicas)]
+        pending_request.routing_context.should_backoff = True
+        key = pending_request.metadata.session_id
+        queues = {name: self._sent[replica.replica_id] for name, replica in replicas.items()}
+        if not key:
+            return [[replicas[name]] for name in order(pending_request.metadata.internal_request_id, queues)]
+        known = self._known.pop(key, "")
+        names = order(key, queues, known, self._slack)
+        if names:
+            self._known[key] = known if known in replicas else names[0]
+            if len(self._known) > MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+        return [[replicas[name]] for name in names]
+
+
+# ----------------------------------------------------------------------------------------------------------- replicas
+
+
+class Replica:
+    """What a replica is beside its application, which holds its service as `state.service`."""
+
+    app: FastAPI  # Ray sets it
+
+    async def check_health(self) -> None:
+        """Ray asks it now and then, and replaces a replica that raises."""
+        if (failure := self.app.state.service.failure) is not None:
+            raise failure
+
+    async def own_metrics(self) -> tuple[str, str]:
+        """Its name, and its metrics in the format of Prometheus."""
+        service = self.app.state.service
+        text = await service.in_thread(service.metrics.text)
+        return serve.get_replica_context().replica_id.unique_id, text.decode()
+
+
+def make_deployment(config: EngineConfig, options: ServerOptions, scale: Scale) -> Any:
+    """The Ray Serve application of a model, to be given to `serve.run`.
+
+    options: host and port are the proxies' business, given to `serve.start`; api_key: None = what FORERUN_API_KEY says
+    where a replica runs. Raises BadOption.
+    """
+    check(options)
+
+    def build() -> FastAPI:
+        service = make_service(loaded(config), options)
+        app = make_app(service, api_key=options.api_key or os.environ.get("FORERUN_API_KEY") or None)
+        app.state.service, app.state.watching = service, asyncio.create_task(service.watch_delay())
+        app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") != "/metrics"]
+        app.get("/metrics")(_all_metrics)
+        app.add_middleware(_OneId)
+        return app
+
+    batch = config.max_batch_size
+    autoscaling = AutoscalingConfig(
+        min_replicas=scale.min_replicas,
+        max_replicas=scale.max_replicas,
+        target_ongoing_requests=scale.target_requests or batch,
+        upscale_delay_s=scale.upscale_delay_s,
+        downscale_delay_s=scale.downscale_delay_s,
+    )
+    slack = max(1, batch // 2) if scale.slack is None else scale.slack
+    deployment = serve.deployment(
+        serve.ingress(build)(Replica),
+        name=NAME,
+        autoscaling_config=autoscaling,
+        max_ongoing_requests=batch + options.limits.max_queue + BEYOND,
+        graceful_shutdown_timeout_s=options.limits.request_timeout_s,
+        request_router_config=RequestRouterConfig(
+            request_router_class=AffineRouter, request_router_kwargs={"slack": slack}
+        ),
+        ray_actor_options={"num_cpus": scale.cpus, "num_gpus": scale.gpus},
+    )
+    return deployment.bind()
+
+
+class _OneId:
+    """Leaves the header x-request-id to Ray's proxy, which writes the same one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [header for header in message.get("headers", []) if header[0] != b"x-request-id"]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, sending)
+
+
+async def _all_metrics() -> Response:
+    """Those of every replica, whichever one was asked."""
+    handle = serve.get_deployment_handle(NAME, serve.get_replica_context().app_name)
+    texts = await asyncio.to_thread(handle.broadcast("own_metrics").results)
+    return Response(merged(dict(texts)), media_type=CONTENT_TYPE)
+
+
+def application(arguments: Mapping[str, Any]) -> Any:
+    """Build the application from the arguments of `serve run`, or of a file.
+
+    They are the fields of Scale, ServerOptions, Limits and EngineConfig. served_names may be separated by commas.
+    Raises BadOption for an argument that cannot be honoured.
+    """
+    left = dict(arguments)
+    take = partial(_take, left)
+    scale, limits = take(Scale), take(Limits)
+    for name in ("host", "port", "log_format", "log_level", "log_texts"):
+        if name in left:
+            raise BadOption(f"{name} is not an argument of a replica: HTTP and logs are Ray's, set them there")
+    names = left.pop("served_names", ())
+    names = tuple(names.split(",")) if isinstance(names, str) else tuple(names)
+    options = dataclasses.replace(take(ServerOptions), served_names=names, limits=limits)
+    return make_deployment(EngineConfig.make(**left), options, scale)
+
+
+def _take(left: dict[str, Any], kind: type[Any]) -> Any:
+    """Make a dataclass of those of its fields that are there, and take them out."""
+    given = {f.name: left.pop(f.name) for f in dataclasses.fields(kind) if f.name in left}
+    return kind(**checked(kind, given))
