@@ -1,11 +1,12 @@
 """Each request is drafted for by the member that promises it the most tokens per second, chosen anew in every round.
 
 Leviathan et al. 2023 (section 6) leave it open to vary the approximation model; here any drafters are members. The
-promise is (1 + the tokens that a draft gains) / (seconds of the target's pass and of the draft), with the length that
-makes it largest; drafting nothing competes, too. Seconds are measured; gains are learned from past rounds, by request
-and rank, and begin with the member's own average. Free members are asked in every round, which costs no rows, and what
-they guessed is compared with what was committed, whoever drafted. The others are known only where they drafted, so one
-that looks hopeless is probed after pauses that double in length.
+promise is (1 + the tokens that a draft gains) / (seconds of the target's pass and of the draft), at the length that was
+granted; drafting nothing competes, too. Seconds are measured; gains are learned from past rounds, by request and rank,
+and begin with the member's own average. How long drafts are is the pacing policy's to say: where they were shortened
+here as well, it saw no later ranks and granted less and less. Free members are asked in every round, which costs no
+rows, and what they guessed is compared with what was committed, whoever drafted. The others are known only where they
+drafted, so one that looks hopeless is probed after pauses that double in length.
 
 A decision looks at past rounds and at point masses alone, so it is admissible (docs/exactness.md). It depends on
 measured seconds, so it may differ from run to run; the texts of greedy and of `match` requests do not.
@@ -165,7 +166,7 @@ class SwitchDrafter(Compound):
         for b in asked:
             member, length = self._choose(self._requests[seqs[b].id], guesses[b], budget.num_tokens[b], len(seqs))
             if member in guesses[b]:
-                found[b] = _first(guesses[b][member], length)
+                found[b] = guesses[b][member]
             elif member is not None:
                 budget.num_tokens[b] = length
                 groups.setdefault(member, []).append(b)
@@ -220,7 +221,8 @@ class SwitchDrafter(Compound):
         for i, known in enumerate(request.known):
             longest = len(guesses[i].tokens) if i in guesses else 0 if self.members[i].is_free else most
             if longest:
-                rates[i], lengths[i] = self._best(known, longest, self._draft_s[i].per_node, num_sequences)
+                lengths[i] = longest
+                rates[i] = self._promise(known, longest, self._draft_s[i].per_node, num_sequences)
         best = max(rates, key=rates.__getitem__)
         if rates[best] <= (1 + self.hysteresis) * rates.get(request.now, 0.0):
             best = request.now
@@ -236,13 +238,9 @@ class SwitchDrafter(Compound):
         request.now = best
         return best, lengths[best]
 
-    def _best(self, known: _Known, most: int, node_s: float, num_sequences: int) -> tuple[float, int]:
-        """Return the most tokens per second that a member promises, and with how many nodes."""
-        tokens, found = 1.0, []
-        for length, share in enumerate(known.gains.shares()[:most], 1):
-            tokens += share
-            found.append((tokens / self._seconds(length, node_s, num_sequences), length))
-        return max(found)
+    def _promise(self, known: _Known, num_nodes: int, node_s: float, num_sequences: int) -> float:
+        """Return the tokens per second that a member promises with so many nodes."""
+        return (1.0 + sum(known.gains.shares()[:num_nodes])) / self._seconds(num_nodes, node_s, num_sequences)
 
     def _seconds(self, num_nodes: int, node_s: float, num_sequences: int) -> float:
         """Return what a round of one sequence takes: its share of a pass, and its own rows and draft.
