@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,6 +21,8 @@ from forerun import LLM
 from forerun.engine.request import Request
 from forerun.errors import InternalError
 from forerun.serve.app import APIS, make_app
+from forerun.serve.events import KEEP_ALIVE
+from forerun.serve.limits import Limits, Patience
 from forerun.serve.server import is_loopback
 from forerun.serve.service import Service
 from serve.running import CODE, Running
@@ -28,8 +32,8 @@ pytestmark = pytest.mark.once("faults, whatever the speculation")
 
 
 @asynccontextmanager
-async def served(llm: LLM) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
-    service = Service(llm, ("small",))
+async def served(llm: LLM, **limits: float) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
+    service = Service(llm, ("small",), limits=Limits(**limits))  # type: ignore[arg-type]
     app = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=app, base_url="http://test", timeout=60) as client:
         try:
@@ -113,6 +117,82 @@ def test_what_goes_wrong_in_one_request_ends_that_one(
     assert llm.engine.runner.cache.free_tokens() == llm.engine.runner.cache.num_blocks * 16
 
 
+def test_a_stream_whose_steps_take_long_says_that_it_lives_and_one_that_takes_too_long_ends() -> None:
+    llm = LLM("shipped", **llm_options())
+
+    async def test() -> None:
+        async with served(llm, keep_alive_s=0.02) as (client, _):
+            wanted = asked(max_tokens=8, stream=True, seed=1, temperature=1.0)
+            at_once = await client.post("/v1/completions", **wanted)
+            end = llm.listen(lambda _: time.sleep(0.1))
+            slow = await client.post("/v1/completions", **wanted)
+            end()
+            assert KEEP_ALIVE not in at_once.content
+            assert slow.content.count(KEEP_ALIVE) > 2
+            assert events(slow.content.replace(KEEP_ALIVE, b"")) == events(at_once.content)
+        async with served(llm, request_timeout_s=0.2) as (client, service):
+            late = await client.post("/v1/completions", **asked(stream=True, max_tokens=2000, ignore_eos=True))
+            assert "more than 0.2 s" in events(late.content)[-1]["error"]["message"]
+            assert service.gate.num_taken == 0
+
+    run(test)
+
+
+def events(stream: bytes) -> list[dict[str, Any]]:
+    """Those with JSON, without what differs between two requests that are alike."""
+    made = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith(b"data: {")]
+    return [{name: value for name, value in one.items() if name not in ("id", "created")} for one in made]
+
+
+def test_a_reader_that_takes_nothing_loses_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    llm = LLM("shipped", **llm_options())
+
+    async def test() -> None:
+        service = Service(llm, ("small",), limits=Limits(stall_timeout_s=0.05))
+        body = json.dumps({"prompt": CODE, "max_tokens": 2000, "ignore_eos": True, "stream": True}).encode()
+        messages = asyncio.Queue[dict[str, Any]]()
+        messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+
+        async def send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        try:
+            await make_app(service)(scope, messages.get, send)  # type: ignore[arg-type]
+            assert service.gate.num_taken == 0
+        finally:
+            service.close()
+
+    with caplog.at_level(logging.INFO, "forerun.serve.requests"):
+        run(test)
+    assert "'reason': 'stalled'" in caplog.text
+
+
+def test_patience() -> None:
+    """A short wait behind a long one, a wait that is in time behind one that was not, and a cancellation of others."""
+
+    async def test() -> None:
+        patience = Patience()
+        assert await patience.wait(asyncio.sleep(0, "done"), 60) == "done"
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                await patience.wait(asyncio.Event().wait(), 0.01)
+            assert await patience.wait(asyncio.sleep(0.03, "done"), 60) == "done"
+        await asyncio.sleep(0.02)  # nothing waits: nobody is cancelled
+
+        async def waiting() -> None:
+            await Patience().wait(asyncio.Event().wait(), 60)
+
+        task = asyncio.create_task(waiting())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(test)
+
+
 def test_a_model_without_a_template_refuses_conversations(checkpoints: Any) -> None:
     llm = LLM(checkpoints / "llama", **llm_options())
 
@@ -193,7 +273,7 @@ def _ask(operation: Any, num_examples: int, seen: dict[str, set[int]]) -> None:
 
 
 def test_what_the_document_describes_is_answered(server: Running) -> None:
-    seen = ask_for_what_is_described(server, 6)
+    seen = ask_for_what_is_described(server, 4)
     assert {path for path, codes in seen.items() if 200 in codes} >= {"/v1/models", "/health", "/tokenize"}
 
 

@@ -229,6 +229,18 @@ class LLM:
         end = self.engine.listen(guarded, detail=detail)
         return end
 
+    def call_behind(self, call: Callable[[], object]) -> Callable[[], None]:
+        """Call back once behind each step, when `hear` was called of all its requests. Returns a function that ends it.
+
+        The engine's thread calls it. What is told of many requests can so be handed to another thread at once.
+        """
+        self._loop.behind += (call,)
+
+        def end() -> None:
+            self._loop.behind = tuple(kept for kept in self._loop.behind if kept is not call)
+
+        return end
+
     def __repr__(self) -> str:
         model, config = self.checkpoint.model, self.config
         return (

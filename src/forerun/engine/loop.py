@@ -36,6 +36,7 @@ class Loop:
         self._starting = threading.Lock()
         self._going: list[Request] = []
         self.failure: BaseException | None = None
+        self.behind: tuple[Callable[[], object], ...] = ()  # called when a step or a command has told all that it tells
         self._process, self._is_busy = os.getpid(), False
 
     def add(self, requests: Seq[Request]) -> None:
@@ -111,12 +112,21 @@ class Loop:
                 except BaseException:  # the thread goes on: others wait for it
                     LOG.exception("requests could not be queued or ended as they should")
                 del command  # what it holds is not to live until the next one comes
+                self._call_behind()
             try:
                 self._engine.step()
             except BaseException as error:  # a SystemExit, too, and what a tokenizer's Rust code calls a panic
                 LOG.exception("a step failed: the requests that ran are ended")
                 self.failure = error
                 self._engine.recover(going, error)
+            self._call_behind()
+
+    def _call_behind(self) -> None:
+        for call in self.behind:
+            try:
+                call()
+            except Exception:
+                LOG.exception("what is called behind each step failed")
 
     def _unfinished(self) -> list[Request]:
         self._going = [request for request in self._going if request.seq.finish_reason is None]

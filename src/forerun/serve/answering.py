@@ -1,7 +1,7 @@
 """The way of one request through a server: body, Job, engine, answer, whole or as a stream of events.
 
-Every API goes this way; what differs between them is in an Api. It runs in the event loop, which waits and sends, and
-hands what takes longer to the threads of the Service.
+Every API goes this way; what differs between them is in an Api. It runs in the event loop, which waits, makes short
+pieces and sends, and hands what takes longer to the threads of the Service.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence as Seq
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -24,6 +25,7 @@ from forerun.errors import ForerunError, InternalError
 from forerun.serve.bodies import Form, Job, Refused
 from forerun.serve.events import KEEP_ALIVE, as_json
 from forerun.serve.generation import Generation
+from forerun.serve.limits import Patience
 from forerun.serve.service import Service
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ RECORD = "forerun.record"  # in the scope of a request: what the log says of it
 IGNORED = "x-forerun-ignored"  # header: fields without which a request was served
 MOST_DRAINED_BYTES = 64 << 20  # of a body that is too large: read and thrown away, so that the client reads the answer
 MOST_HEADER_CHARS = 1000
+MOST_IN_LOOP_TOKENS = 16  # of a piece that the event loop makes itself: microseconds, where a thread costs 50 or more
 
 
 class Events(Protocol):
@@ -79,7 +82,9 @@ class Answer(Response):
         except ForerunError as error:
             await exchange.refuse(error)
         except ClientGone:
-            scope[RECORD]["reason"] = "disconnect"
+            scope[RECORD].setdefault("reason", "disconnect")
+        finally:
+            exchange.close()
 
 
 class ClientGone(Exception):
@@ -94,6 +99,7 @@ class Exchange:
         self._record: dict[str, Any] = scope[RECORD]
         self._headers = Request(scope).headers
         self._ends_s = time.monotonic() + service.limits.request_timeout_s
+        self._patience = Patience()
         self._is_sent = False  # the last byte is on its way: that the client goes then is as it should be
 
     async def run(self) -> None:
@@ -112,6 +118,10 @@ class Exchange:
                 finally:
                     self._record["completion_tokens"] = sum(r.seq.num_output_tokens for r in requests)
                     service.end(generation)
+
+    def close(self) -> None:
+        """Forget its timer."""
+        self._patience.close()
 
     async def refuse(self, error: ForerunError) -> None:
         """Send an error."""
@@ -165,7 +175,8 @@ class Exchange:
                     await self._write(KEEP_ALIVE)
                     continue
                 is_over = generation.is_over
-                await self._write(await self._guarded(self._pieces, events, generation))
+                is_short = generation.num_new_tokens() <= MOST_IN_LOOP_TOKENS
+                await self._write(await self._guarded(self._pieces, events, generation, in_loop=is_short))
             await self._write(await self._guarded(self._end, events, generation))
         except ForerunError as error:
             self._record["error"] = str(error)
@@ -186,12 +197,11 @@ class Exchange:
             self._record["texts"] = [output.text for output in outputs]
         return outputs
 
-    async def _wait(self, generation: Generation, at_most_s: float | None = None) -> None:
+    async def _wait(self, generation: Generation, at_most_s: float = inf) -> None:
         """Until there is something new. Raises TimeoutError behind at_most_s, and Refused behind the request's time."""
         left_s = self._ends_s - time.monotonic()
         try:
-            async with asyncio.timeout(left_s if at_most_s is None else min(left_s, at_most_s)):
-                await generation.is_told.wait()
+            await self._patience.wait(generation.is_told.wait(), min(left_s, at_most_s))
         except TimeoutError:
             if time.monotonic() < self._ends_s:
                 raise
@@ -200,10 +210,10 @@ class Exchange:
             raise Refused(message, code="timeout", status=504) from None
         generation.is_told.clear()
 
-    async def _guarded(self, work: Callable[..., T], *given: Any) -> T:
+    async def _guarded(self, work: Callable[..., T], *given: Any, in_loop: bool = False) -> T:
         """Work on texts. Raises ForerunError, whatever went wrong in it: other requests go on."""
         try:
-            return await self._service.in_thread(work, *given)
+            return work(*given) if in_loop else await self._service.in_thread(work, *given)
         except (ForerunError, asyncio.CancelledError):
             raise
         except BaseException as error:  # what a tokenizer's Rust code calls a panic is no Exception
@@ -263,8 +273,7 @@ class Exchange:
     async def _within(self, sending: Awaitable[None]) -> None:
         """Raises ClientGone where the client takes nothing for too long."""
         try:
-            async with asyncio.timeout(self._service.limits.stall_timeout_s):
-                await sending
+            await self._patience.wait(sending, self._service.limits.stall_timeout_s)
         except TimeoutError:
             self._record["reason"] = "stalled"
             raise ClientGone from None

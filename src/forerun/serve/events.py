@@ -8,6 +8,7 @@ from typing import Any
 
 DONE = b"data: [DONE]\n\n"  # how the API of OpenAI ends a stream
 KEEP_ALIVE = b": waiting\n\n"  # a comment, which clients skip: it keeps a connection open while nothing is to be said
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
@@ -19,6 +20,6 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
 def as_json(data: Any) -> bytes:
     """JSON in UTF-8; half a surrogate pair, which UTF-8 cannot hold, is escaped."""
     try:
-        return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+        return _ENCODER.encode(data).encode()
     except UnicodeEncodeError:
         return json.dumps(data, separators=(",", ":")).encode()

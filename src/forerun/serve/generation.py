@@ -1,8 +1,8 @@
 """One body's requests in the engine, from the event loop: which news there are, and the text of what is new.
 
 The engine's thread notes how far a request has come and wakes the event loop once per step. Texts are made when a
-stream's reader has taken the piece before, by a thread of the service: a slow reader gets fewer, longer pieces, and
-nothing is kept for it but tokens.
+stream's reader has taken the piece before: a slow reader gets fewer, longer pieces, and nothing is kept for it but
+tokens.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence as Seq
+from contextlib import suppress
+from math import inf
 
 from forerun.engine.request import Chunk, Mark, Reader, Request, RequestOutput
 from forerun.errors import ForerunError
 
 
 class News:
-    """Carries what the engine's thread tells into the event loop. on_news is called there, before anyone hears it."""
+    """Carries what the engine's thread tells into the event loop. on_news is called there, before anyone hears it.
+
+    The loop is woken by `ring` alone: a wake-up costs both threads more than a request's share of the rest.
+    """
 
     def __init__(self, on_news: Callable[[], None]) -> None:
         self._loop, self._on_news = asyncio.get_running_loop(), on_news
@@ -25,12 +30,18 @@ class News:
 
     def tell(self, generation: Generation) -> None:
         """Any thread: there is something new of it. Raises RuntimeError where the event loop was closed."""
+        if self._loop.is_closed():
+            raise RuntimeError("the event loop was closed")
         self._told.append(generation)
-        if not self._is_rung:
-            self._is_rung = True
-            self._loop.call_soon_threadsafe(self._ring)
 
-    def _ring(self) -> None:
+    def ring(self) -> None:
+        """Any thread: all that a step brings was told."""
+        if self._told and not self._is_rung:
+            self._is_rung = True
+            with suppress(RuntimeError):  # the event loop was closed: nobody listens
+                self._loop.call_soon_threadsafe(self._hear)
+
+    def _hear(self) -> None:
         self._is_rung = False  # before anything is taken: what is told from here on rings again
         self._on_news()
         while self._told:
@@ -78,8 +89,25 @@ class Generation:
         """Why it failed, if it did."""
         return self.error or next((r.error for r in self.requests if r.error is not None), None)
 
+    def num_new_tokens(self) -> float:
+        """How many tokens `chunks` would make texts of; inf where it does more than that: in the beginning, at the end
+        of a choice, and with log-probabilities.
+        """
+        if not self._readers or self.error is not None or self.requests[0].seq.params.logprobs is not None:
+            return inf
+        num = 0
+        for mark, read in zip(self._marks, self._read, strict=True):
+            if mark is not None and mark is not read:
+                if mark.finish_reason is not None:
+                    return inf
+                num += mark.num_tokens - (0 if read is None else read.num_tokens)
+        return num
+
     def chunks(self) -> list[tuple[int, Chunk]]:
-        """What is new, by the index of the choice. Raises what ended it. Text is made here: not in the event loop."""
+        """What is new, by the index of the choice. Raises what ended it.
+
+        Text is made here: in the event loop only where `num_new_tokens` are few.
+        """
         if not self._readers:
             self._readers = [Reader(request) for request in self.requests]
         if self.error is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from forerun.serve.bodies import Refused
 
+T = TypeVar("T")
 MAX_RETRY_S = 60
 _HALF_LIFE = 0.9  # of the mean duration of requests: the weight of the past when one ends
 
@@ -25,6 +27,51 @@ class Limits:
     body_timeout_s: float = 30.0  # to send the headers, and then to send the body
     stall_timeout_s: float = 60.0  # a reader that takes nothing of its stream
     keep_alive_s: float = 15.0  # between two signs of life in a stream that has nothing to say
+
+
+class Patience:
+    """asyncio.timeout for a task whose many waits are mostly short: its one timer is not set anew for each of them.
+
+    It belongs to the task that makes it, which waits for one thing at a time.
+    """
+
+    def __init__(self) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._due_s, self._is_over = math.inf, False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def wait(self, awaited: Awaitable[T], at_most_s: float) -> T:
+        """The result of what is awaited. Raises TimeoutError, when that was cancelled."""
+        assert self._task is not None
+        self._due_s, self._is_over = self._loop.time() + at_most_s, False
+        if self._timer is None or self._timer.when() > self._due_s:
+            self._set_timer()
+        try:
+            return await awaited
+        except asyncio.CancelledError:
+            if self._is_over and self._task.uncancel() == 0:  # nobody else has cancelled the task
+                raise TimeoutError from None
+            raise
+        finally:
+            self._due_s = math.inf
+
+    def close(self) -> None:
+        """Forget the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _set_timer(self) -> None:
+        self.close()
+        self._timer = self._loop.call_at(self._due_s, self._look)
+
+    def _look(self) -> None:
+        """The timer's time has come, which may be that of a wait long over."""
+        self._timer = None
+        if self._loop.time() < self._due_s < math.inf:
+            self._set_timer()
+        elif self._due_s < math.inf and self._task is not None:
+            self._is_over = True
+            self._task.cancel()
 
 
 class Place:

@@ -54,6 +54,7 @@ class Service:
         self.metrics = metrics or Metrics(llm, self.name)
         self.failure: ForerunError | None = None  # of the engine, once
         self._news = News(self._look_for_failure)
+        self._end_news = llm.call_behind(self._news.ring)
         self._going: set[Generation] = set()
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forerun-text")
 
@@ -121,6 +122,7 @@ class Service:
     def close(self) -> None:
         """Let the threads end."""
         self.metrics.close()
+        self._end_news()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _look_for_failure(self) -> None:
