@@ -148,12 +148,13 @@ def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+@pytest.mark.once("kills, whatever the speculation")
 def test_killed_at_any_moment_a_run_goes_on(
     start: Any, process: Any, write: Any, answers_in: Any, llm: LLM, tmp_path: Path
 ) -> None:
-    """kill -9 at three random moments; then every request is answered exactly once, and as if nothing had been."""
+    """kill -9 at two random moments; then every request is answered exactly once, and as if nothing had been."""
     requests, out = write(*many()), tmp_path / "out.jsonl"
-    moments = sorted(random.sample(range(1, 21), 3))
+    moments = sorted(random.sample(range(1, 21), 2))
     kept = b""
     for moment in moments:
         run = start("batch", str(requests), str(out))
@@ -183,6 +184,7 @@ def test_killed_at_any_moment_a_run_goes_on(
         assert answers[custom_id]["body"]["choices"][0]["text"] == output.text, (custom_id, moments)
 
 
+@pytest.mark.once("a signal, whatever the speculation")
 def test_ctrl_c_in_a_terminal_that_shows_a_bar(cli: Any, write: Any, answers_in: Any, tmp_path: Path) -> None:
     """It says how to go on; and while the run lives, a second one is kept out."""
     long = [(f"long-{i}", COMPLETIONS, {"prompt": "x", "max_tokens": 1500, "ignore_eos": True}) for i in range(40)]
