@@ -101,7 +101,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("read", "body", "param", "sentence"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("read", "body", "param", "sentence"), REFUSED, ids=lambda value: getattr(value, "__name__", str(value)[:40])
+)
 def test_what_cannot_be_honoured_is_refused_by_name(read: Any, body: dict[str, Any], param: str, sentence: str) -> None:
     with pytest.raises(Refused, match=r".") as error:
         read(**body)
