@@ -171,6 +171,7 @@ def quick_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.parity
 def test_forwards_beside_a_real_peer(
     bare_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick_probes: None
 ) -> None:

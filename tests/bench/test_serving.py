@@ -85,7 +85,7 @@ def test_what_is_refused_is_counted_and_said(server: Server) -> None:
     assert code == 0, printed
     (line,) = record["lines"]
     assert (line["num_answered"], line["num_good"], line["goodput_per_s"]) == (2, 0, 0)
-    done = CliRunner().invoke(app, ["serving", *base, "--model", "another"])
+    done = CliRunner().invoke(app, ["serving", *base, "--served-model-name", "another"])
     assert isinstance(done.exception, NotFound)
     assert "answered no request (status 404" in str(done.exception)
 

@@ -74,6 +74,7 @@ def test_only_what_is_needed_and_only_once(hub: HubServer, client: Client, files
     assert [asked.path for asked in hub.requests[num_requests:]] == ["/api/models/org/tiny/revision/main"]
 
 
+@pytest.mark.parity
 def test_shards_are_those_of_the_index(hub: HubServer, client: Client, shards: dict[str, bytes]) -> None:
     hub.publish("org/shards", shards | dict.fromkeys(CLUTTER, b"clutter") | {"model-9.safetensors": b"of old"})
     found, asked = client.asked("org/shards")
@@ -140,6 +141,7 @@ def test_a_folder_and_what_looks_like_one_never_reach_the_network(hub: HubServer
 # ---------------------------------------------------------------------------------------------------------- GGUF files
 
 
+@pytest.mark.parity
 def test_a_gguf_file_of_a_repository_by_its_name_or_its_type(hub: HubServer, client: Client, tmp_path: Path) -> None:
     config = replace(tiny_config("llama"), vocab_size=258)
     write_model(tmp_path / "a.gguf", config, random_weights(config))
@@ -248,6 +250,7 @@ def test_offline(hub: HubServer, client: Client, files: dict[str, bytes]) -> Non
     assert len(hub.requests) == num_requests
 
 
+@pytest.mark.parity
 def test_a_complete_cache_needs_no_server(hub: HubServer, client: Client, shards: dict[str, bytes]) -> None:
     hub.publish("org/tiny", shards)
     whole = client.find("org/tiny")
@@ -302,6 +305,7 @@ def test_missing_private_and_bad_token(hub: HubServer, client: Client, files: di
     )
 
 
+@pytest.mark.parity
 def test_a_server_in_trouble(hub: HubServer, client: Client) -> None:
     host = f"127.0.0.1:{hub.port}"
     login = "log in with `hf auth login` or set HF_TOKEN"

@@ -33,6 +33,11 @@ from ops.native_cases import (
 
 pytestmark = needs_native
 every_isa = pytest.mark.parametrize("isa", ISAS)
+# Of long passes `make test` leaves the slowest kernels to `make parity`.
+fast_isas = [
+    pytest.param(isa, marks=pytest.mark.parity) if isa == "baseline" and len(ISAS) > 1 else isa for isa in ISAS
+]
+every_fast_isa = pytest.mark.parametrize("isa", fast_isas)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 NUM_TOKENS = 530
@@ -164,7 +169,7 @@ def long_rows(variant: str, dtype: torch.dtype, isa: str) -> Tensor:
     return one_by_one(Session(long_decoder(variant, dtype, isa, 1), 0), LONG)
 
 
-@every_isa
+@every_fast_isa
 @every_dtype
 @pytest.mark.parametrize("variant", LONG_VARIANTS)
 def test_threads_that_share_a_sequence_by_ranges_of_its_keys(isa: str, dtype: torch.dtype, variant: str) -> None:
@@ -178,7 +183,7 @@ def test_threads_that_share_a_sequence_by_ranges_of_its_keys(isa: str, dtype: to
             assert same_bits(session.run({0: LONG[at : at + num]}), expected[at : at + num]), (cached, at, num)
 
 
-@every_isa
+@every_fast_isa
 @every_dtype
 @pytest.mark.parametrize("variant", LONG_VARIANTS)
 def test_trees_across_the_end_of_a_range(isa: str, dtype: torch.dtype, variant: str) -> None:

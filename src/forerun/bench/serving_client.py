@@ -243,7 +243,7 @@ def find_model(url: str, headers: Mapping[str, str]) -> str:
     try:
         return str(answer.json()["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError):
-        raise BadOption(f"{shown(url)}/v1/models lists no model: name one with --model") from None
+        raise BadOption(f"{shown(url)}/v1/models lists no model: name one with --served-model-name") from None
 
 
 def knows_chats(server: Server, timeout_s: float) -> bool:
@@ -260,5 +260,5 @@ def knows_chats(server: Server, timeout_s: float) -> bool:
         return False
     raise BadOption(
         f"{server.name} refuses a request (status {answer.status_code}: {answer.text[:MOST_SHOWN]}): give --api-key, "
-        "--model, or wait until it is free"
+        "--served-model-name, or wait until it is free"
     )

@@ -487,7 +487,7 @@ def serving(
             show_default=False,
         ),
     ] = None,
-    model: Annotated[
+    served_model_name: Annotated[
         str | None,
         typer.Option(help="what requests to --url call it [default: the first it lists]", show_default=False),
     ] = None,
@@ -578,7 +578,7 @@ def serving(
     loads = [*(Load(concurrency=num) for num in concurrency or usual), *(Load(rate=one) for one in rate or ())]
     plan = bench.ServingPlan(
         urls=tuple(url or ()),
-        model=model,
+        model=served_model_name,
         api_key=api_key or None,
         loads=tuple(dict.fromkeys(loads)),
         num_requests=num_requests,
