@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from forerun import LLM
 from forerun.engine.request import Request
 from forerun.errors import InternalError
+from forerun.serve import server
 from forerun.serve.app import APIS, make_app
 from forerun.serve.events import KEEP_ALIVE
 from forerun.serve.limits import Limits, Patience
@@ -283,3 +284,11 @@ def test_much_of_what_the_document_describes_is_answered(server: Running) -> Non
     seen = ask_for_what_is_described(server, 300)
     assert all(200 in codes for path, codes in seen.items() if "{" not in path), seen
     assert set().union(*seen.values()) <= {200, 400, 404}
+
+
+def test_a_server_that_has_ended_leaves_logging_as_it_was() -> None:
+    names = ("", "uvicorn.error", "asyncio", "forerun.engine")
+    before = [logging.getLogger(name).level for name in names]
+    with server._logging(server.ServerOptions(log_level="error")):
+        assert logging.getLogger("forerun.engine").level == logging.ERROR
+    assert [logging.getLogger(name).level for name in names] == before

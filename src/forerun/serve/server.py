@@ -241,17 +241,19 @@ def _logging(options: ServerOptions) -> Iterator[None]:
     if level is None:
         raise BadOption(f"--log-level={options.log_level!r} is not possible: it must be debug, info, warning or error")
     root.addHandler(sending)
-    before = root.level
+    loggers = [root, *map(logging.getLogger, ("uvicorn.error", "asyncio", "forerun.engine"))]
+    before = [logger.level for logger in loggers]
     root.setLevel(level)
-    for noisy in ("uvicorn.error", "asyncio", "forerun.engine"):
-        logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+    for noisy in loggers[1:]:
+        noisy.setLevel(max(level, logging.WARNING))
     listener.start()
     try:
         yield
     finally:
         listener.stop()
         root.removeHandler(sending)
-        root.setLevel(before)
+        for logger, own in zip(loggers, before, strict=True):
+            logger.setLevel(own)
 
 
 class _Queue(QueueHandler):
