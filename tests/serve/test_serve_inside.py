@@ -17,7 +17,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, seed, settings
 
-from forerun import LLM
+from forerun import LLM, SamplingParams
 from forerun.engine.request import Request
 from forerun.errors import InternalError
 from forerun.serve import server
@@ -77,6 +77,28 @@ def test_an_engine_that_fails_takes_all_with_it_and_is_not_ready(monkeypatch: py
                 assert (answer.status_code, answer.json()["status"]) == (503, "failed")
             assert (await client.post("/v1/completions", **asked())).status_code == 500
             assert service.gate.num_taken == 0
+
+    run(test)
+
+
+def test_what_can_never_run_is_refused_before_it_is_made() -> None:
+    """One body may ask for millions of choices; and a text of megabytes holds up every other request while it is cut.
+
+    Requests count up, whoever makes them.
+    """
+    llm = LLM("shipped", draft="none", max_batch_size=2)
+
+    async def test() -> None:
+        async with served(llm, max_queue=6) as (client, _):
+            before = llm.engine.make([5], SamplingParams())[0].seq.id
+            many = await client.post("/v1/completions", **asked(prompt=[[5]] * 200, n=50))
+            assert (many.status_code, "makes 10000 choices" in many.json()["error"]["message"]) == (400, True)
+            most = await client.post("/v1/completions", **asked(prompt=[[5]] * 4, n=2, max_tokens=1))
+            assert (most.status_code, len(most.json()["choices"])) == (200, 8)
+            assert llm.engine.make([5], SamplingParams())[0].seq.id == before + 9
+            for url in ("/tokenize", "/v1/completions"):
+                long = await client.post(url, json={"prompt": CODE * 100_000})
+                assert (long.status_code, "whatever they are" in long.json()["error"]["message"]) == (400, True)
 
     run(test)
 

@@ -142,6 +142,7 @@ class Exchange:
                 service.names,
                 ignore_unsupported=service.ignore_unsupported,
             )
+            service.gate.refuse_too_many(job.num_choices)
             prompts = service.encode(job)
             job, requests = service.make(job, prompts)
         except RecursionError:

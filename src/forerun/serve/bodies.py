@@ -96,6 +96,11 @@ class Job:
     ignored: tuple[str, ...] = ()  # fields without which it is served
     given: Mapping[str, Any] = field(default_factory=dict)  # the body, for APIs whose answers repeat parts of it
 
+    @property
+    def num_choices(self) -> int:
+        """How many texts it asks for."""
+        return self.params.n * (len(self.prompts) if self.messages is None else 1)
+
 
 @dataclass(frozen=True)
 class Given:

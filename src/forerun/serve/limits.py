@@ -82,14 +82,8 @@ class Place:
 
     def grow(self, num: int) -> None:
         """Take the room of all its choices. Raises Refused where it is not there."""
-        gate = self._gate
-        if num > gate.capacity:
-            raise Refused(
-                f"the request makes {num} choices (its prompts, n of each) and this server takes {gate.capacity} at "
-                "once: ask for fewer, or raise --max-queue"
-            )
-        gate.check(num - self.num)
-        gate.num_taken += num - self.num
+        self._gate.check(num - self.num)
+        self._gate.num_taken += num - self.num
         self.num = num
 
 
@@ -129,6 +123,14 @@ class Gate:
             self._mean_s = _HALF_LIFE * self._mean_s + (1 - _HALF_LIFE) * took_s
             if not self.num_taken:
                 self.is_empty.set()
+
+    def refuse_too_many(self, num: int) -> None:
+        """Raise Refused for a request of more choices than ever have room. Any thread, before they are made."""
+        if num > self.capacity:
+            raise Refused(
+                f"the request makes {num} choices (its prompts, n of each) and this server takes {self.capacity} at "
+                "once: ask for fewer, or raise --max-queue"
+            )
 
     def check(self, num: int) -> None:
         """Raise Refused (429) where there is no room for so many more."""

@@ -114,8 +114,11 @@ class Metrics:
         now_s = time.monotonic()
         self._of(self._generated).inc(report.num_committed)
         self._of(self._steps).observe(report.seconds)
-        while len(self._last_s) > _MOST_REMEMBERED:  # of those that ended while a step ran
-            self._last_s.pop(next(iter(self._last_s)))
+        if (
+            len(self._last_s) > _MOST_REMEMBERED
+        ):  # of those that ended while a step ran; the event loop removes some, too
+            for oldest in tuple(self._last_s)[:-_MOST_REMEMBERED]:
+                self._last_s.pop(oldest, None)
         for step in report.sequences:
             before_s = self._last_s.pop(step.sequence_id, None)
             if before_s is not None:

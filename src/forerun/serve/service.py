@@ -64,13 +64,13 @@ class Service:
 
     def encode(self, job: Job) -> list[list[int]]:
         """The prompts of a job as ids. Not in the event loop. Raises UserError."""
-        self._check_size(job)
+        self.check_size(job)
         if job.messages is None:
             return [self.llm.tokenizer.encode(p) if isinstance(p, str) else p for p in job.prompts]
         form = {"continue_final_message": True} if job.continue_final_message else {}
         return [self.llm.apply_chat_template(job.messages, **form, **job.variables)]
 
-    def _check_size(self, job: Job) -> None:
+    def check_size(self, job: Job) -> None:
         """Refuse what cannot fit, however it is cut into tokens: that takes seconds of a text of megabytes."""
         texts = job.prompts if job.messages is None else [m.get("content") for m in job.messages]
         num_chars = max(map(_num_chars, texts), default=0)

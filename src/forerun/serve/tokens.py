@@ -35,6 +35,7 @@ def tokenize(service: Service, parse: Parse, body: bytes) -> tuple[dict[str, Any
     else:
         if not isinstance(given["prompt"], str):
             raise Refused(f"prompt={shown(given['prompt'])} is not possible: it must be a text", "prompt")
+        service.check_size(Job(TOKENIZE.url, service.name, SamplingParams(), prompts=(given["prompt"],)))
         ids = service.llm.tokenizer.encode(given["prompt"], flag(given, "add_special_tokens", True))
     made = {"tokens": ids, "count": len(ids), "max_model_len": service.llm.engine.max_seq_len}
     if flag(given, "return_token_strs"):
