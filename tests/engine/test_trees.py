@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from engine.load import DRAFT, MODEL, run, runner_with
-from forerun import LLM, BadOption, SamplingParams, drafters
+from forerun import LLM, BadOption, SamplingParams, drafters, registry
 from forerun.drafters import Drafter, Seen
 from forerun.engine.engine import Engine
 from forerun.engine.router import Router
@@ -32,6 +33,18 @@ def with_neighbours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     drafters.__path__.append(folder)
     yield
     drafters.__path__.remove(folder)
+
+
+def test_a_file_that_comes_later_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are not read again from files that were read, which takes a millisecond for each request."""
+    room = tmp_path / "a_room"
+    room.mkdir()
+    (room / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert registry.names("a_room") == ()
+    (room / "walk.py").write_text("\nclass Options: ...\n", encoding="utf-8")
+    os.utime(room, ns=(1, 1))  # whatever the clock of the file system counts in
+    assert registry.names("a_room") == ("walk",)
 
 
 @pytest.mark.parametrize("spec_length", [2, 6])

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from forerun import LLM, SamplingParams
-from serve.running import CODE, Running
+from serve.running import CODE, Running, wait_for
 
 pytestmark = pytest.mark.once("a process of its own, which speculates")
 HELLO: Any = [{"role": "user", "content": "def add("}]
@@ -150,6 +150,7 @@ def test_a_prediction_is_counted(client: openai.OpenAI) -> None:
         temperature=0,
         max_tokens=40,
         prediction={"type": "content", "content": text},
+        extra_body={"speculation": {"report": True}},
     )
     assert again.choices[0].message.content == text
     assert again.usage is not None
@@ -157,20 +158,39 @@ def test_a_prediction_is_counted(client: openai.OpenAI) -> None:
     assert details is not None
     assert details.accepted_prediction_tokens is not None
     assert details.accepted_prediction_tokens > 10
-    assert details.rejected_prediction_tokens is not None
+    report: Any = again.model_extra["forerun"] if again.model_extra else None
+    assert details.accepted_prediction_tokens == report["num_accepted"]
+    assert details.rejected_prediction_tokens == report["num_drafted"] - report["num_accepted"]
 
 
-def test_speculation_of_one_request(client: openai.OpenAI) -> None:
-    """It chooses its drafter and length, and hears how it went; with the last chunk of a stream, too."""
+METRICS = {  # of speculation, and the fields of a report that say the same
+    "num_draft_tokens": "num_drafted",
+    "num_tested_tokens": "num_tested",
+    "num_accepted_tokens": "num_accepted",
+    "num_accepted_tokens_per_pos": "num_accepted",
+}
+
+
+def test_speculation_of_one_request(client: openai.OpenAI, server: Running) -> None:
+    """It chooses its drafter and length, and hears how it went; with the last chunk of a stream, too. So do metrics."""
+
+    def counted() -> dict[str, float]:
+        return {name: server.metric(f"forerun:spec_decode_{name}_total") for name in METRICS}
+
     asked = {"speculation": {"draft": "none", "report": True}}
     plain = client.completions.create(model="shipped", prompt=CODE, extra_body=asked, **GREEDY)
     report: Any = plain.model_extra["forerun"] if plain.model_extra else None
     assert (report["draft"], report["num_drafted"], report["mean_accepted_length"]) == ("none", 0, 1.0)
+    before = counted()
     asked = {"speculation": {"spec_length": 3, "report": True}}
     chunks = list(client.completions.create(model="shipped", prompt=CODE, stream=True, extra_body=asked, **GREEDY))
     report = (chunks[-1].model_extra or {})["forerun"]
     assert report["draft"] == "model"
     assert 0 < report["num_accepted"] <= report["num_drafted"]
+    wait_for(server.is_idle)
+    assert {name: num - before[name] for name, num in counted().items()} == {
+        name: report[found] for name, found in METRICS.items()
+    }
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == plain.choices[0].text
     unasked = client.completions.create(model="shipped", prompt=CODE, **GREEDY)
     assert "forerun" not in (unasked.model_extra or {})
@@ -256,13 +276,14 @@ def test_responses_whole_and_in_pieces(client: openai.OpenAI, plain: LLM) -> Non
 
 
 def test_messages_whole_and_in_pieces(claude: anthropic.Anthropic, plain: LLM) -> None:
-    conversation: Any = [{"role": "system", "content": "# Python\n# 3"}, *HELLO]
+    long = "# Python " * 20  # more than a block, which the second request finds in the cache
+    conversation: Any = [{"role": "system", "content": f"{long}\n# 3"}, *HELLO]
     want = plain.chat(conversation, SamplingParams(temperature=0, max_tokens=16))[0]
     given: Any = {
         "model": "shipped",
         "max_tokens": 16,
         "extra_body": {"temperature": 0},  # which this client has no argument for
-        "system": [{"type": "text", "text": "# Python"}, {"type": "text", "text": "# 3"}],
+        "system": [{"type": "text", "text": long}, {"type": "text", "text": "# 3"}],
         "messages": [{"role": "user", "content": [{"type": "text", "text": "def add("}]}],
     }
     whole = claude.messages.create(**given)
@@ -274,6 +295,7 @@ def test_messages_whole_and_in_pieces(claude: anthropic.Anthropic, plain: LLM) -
         assert "".join(stream.text_stream) == want.text
         final = stream.get_final_message()
     assert final.usage.output_tokens == 16
+    assert final.usage.cache_read_input_tokens
     assert final.usage.input_tokens + (final.usage.cache_read_input_tokens or 0) == len(want.prompt_ids)
     del given["max_tokens"], given["extra_body"]
     assert claude.messages.count_tokens(**given).input_tokens == len(want.prompt_ids)

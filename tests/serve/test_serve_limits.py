@@ -105,10 +105,10 @@ def test_headers_and_bodies_that_do_not_come_are_not_waited_for(strict: Running)
 
 
 def test_beyond_the_queue_is_429_and_beyond_the_time_504(strict: Running) -> None:
-    """Two run and two wait; the fifth is turned away. All of them are too long for the two seconds they have."""
+    """Two choices run and two wait; the fifth is turned away. All are too long for the two seconds they have."""
     greedy: Any = {**LONG, "temperature": 1.0, "max_tokens": 2000, "draft": "none", "logprobs": 20}
     with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(strict.http.post, "/v1/completions", json={**greedy, "n": 1}) for _ in range(4)]
+        answers = [pool.submit(strict.http.post, "/v1/completions", json={**greedy, "n": 2}) for _ in range(2)]
         wait_for(lambda: strict.metric("vllm:num_requests_running") + strict.metric("vllm:num_requests_waiting") == 4)
         turned = strict.http.post("/v1/completions", json=greedy)
         assert code(turned) == (429, "queue_full")
@@ -140,13 +140,17 @@ def test_the_log_has_requests_and_none_of_their_texts(strict: Running) -> None:
 
 def test_clients_that_leave_free_what_they_held(server: Running) -> None:
     """While they read a stream, wait for a whole answer, and send their body."""
+    slow: Any = {**LONG, "temperature": 1.0, "draft": "none", "logprobs": 20}
+    before = server.metric("forerun:generation_tokens_total")
     for stream in (True, False):
-        with (
-            contextlib.suppress(httpx.ReadTimeout),
-            server.http.stream("POST", "/v1/completions", json={**LONG, "stream": stream}, timeout=0.5) as answer,
-        ):
-            next(answer.iter_text())
+        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as leaving:
+            body = json.dumps({**slow, "stream": stream}).encode()
+            leaving.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            )
+            wait_for(lambda: server.metric("forerun:num_requests_running"))
         wait_for(server.is_idle)
+    assert server.metric("forerun:generation_tokens_total") - before < 2 * LONG["max_tokens"], "they went on to the end"
     before = server.metric("forerun:generation_tokens_total")
     time.sleep(0.05)
     assert server.metric("forerun:generation_tokens_total") == before

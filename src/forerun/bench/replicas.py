@@ -33,7 +33,6 @@ from forerun.text.terminal import make_console
 
 START_S = 300.0
 PROCESSES, RAY = "forerun serve", "Ray replicas"
-BAR = 0.9  # of the processes' throughput
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def run(plan: ReplicasPlan) -> dict[str, Any]:
     ratio = statistics.median(ratios)
     console.print(
         f"Ray's are at {ratio:.3f} of the processes (each round against the one beside it: {min(ratios):.3f} to "
-        f"{max(ratios):.3f}; the bar is {BAR})"
+        f"{max(ratios):.3f})"
     )
     return {**asdict(plan), "num_cores": len(cores), "tokens_per_s": rates, "ratio": round(ratio, 4)}
 

@@ -32,6 +32,16 @@ def _writable(option: typer.CallbackParam, file: Path | None) -> Path | None:
     return file
 
 
+PromptFile = Annotated[Path | None, typer.Option(help='JSON lines with "id" and "text" [default: the shipped ones]')]
+WorkFile = Annotated[
+    Path | None, typer.Option(help='JSON lines with "id", "kind" and "messages" [default: the shipped ones]')
+]
+Kinds = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="chat, summary, edit, question, list or story; may be repeated [default: all]", show_default=False
+    ),
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", help=JSON_HELP, show_default=False, callback=_writable)]
 
 
@@ -71,9 +81,7 @@ def latency(
     num_prompts: Annotated[int, typer.Option("--prompts", help="held-out prompts", min=1)] = 5,
     max_tokens: Annotated[int, typer.Option(help="tokens per prompt", min=2)] = 64,
     repeats: Annotated[int, typer.Option(help="times every prompt is run", min=1)] = 1,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help='JSON lines with "id" and "text" [default: the shipped ones]')
-    ] = None,
+    prompt_file: PromptFile = None,
     seed: Annotated[int, typer.Option(help="of the sampled runs; each prompt adds its index")] = 1,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
@@ -115,12 +123,7 @@ def methods(
         list[str] | None,
         typer.Option(help="drafter to measure, with its options; may be repeated [default: all]", show_default=False),
     ] = None,
-    kind: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="chat, summary, edit, question, list or story; may be repeated [default: all]", show_default=False
-        ),
-    ] = None,
+    kind: Kinds = None,
     shape: Annotated[str, typer.Option(help=f"the target is widened to it in memory: {SHAPE_NAMES}, or none")] = "none",
     temperature: Annotated[list[float] | None, typer.Option(help="may be repeated [default: 0 and 1]")] = None,
     acceptance: Annotated[
@@ -143,9 +146,7 @@ def methods(
     num_prompts: Annotated[int, typer.Option("--prompts", help="of each kind", min=1)] = 2,
     max_tokens: Annotated[int, typer.Option(help="tokens per prompt at most", min=2)] = 64,
     repeats: Annotated[int, typer.Option(help="times every prompt is run", min=1)] = 1,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help='JSON lines with "id", "kind" and "messages" [default: the shipped ones]')
-    ] = None,
+    prompt_file: WorkFile = None,
     seed: Annotated[int, typer.Option(help="of the first run; each turn adds one")] = 1,
     picture: Annotated[
         Path | None,
@@ -248,9 +249,7 @@ def peers(
             help="times every prompt is run [default: 1], or every pass [default: 15]", min=1, show_default=False
         ),
     ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help='JSON lines with "id" and "text" [default: the shipped ones]')
-    ] = None,
+    prompt_file: PromptFile = None,
     forward: Annotated[
         list[int] | None,
         typer.Option(
@@ -322,9 +321,7 @@ def throughput(
     waves: Annotated[int, typer.Option(help="requests of a run, over those at once", min=1)] = 3,
     repeats: Annotated[int, typer.Option(help="times everything is run, each time on other prompts", min=2)] = 3,
     temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help='JSON lines with "id" and "text" [default: the shipped ones]')
-    ] = None,
+    prompt_file: PromptFile = None,
     wrong_drafter: Annotated[bool, typer.Option(help="measure auto with a drafter that is always wrong, too")] = True,
     seed: Annotated[int, typer.Option(help="of the sampled runs; each prompt adds its index")] = 1,
     device: flags.Device = None,
@@ -529,15 +526,8 @@ def serving(
         float | None,
         typer.Option(help="and whose time per token behind the first is at most this", show_default=False),
     ] = None,
-    kind: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="chat, summary, edit, question, list or story; may be repeated [default: all]", show_default=False
-        ),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help='JSON lines with "id", "kind" and "messages" [default: the shipped ones]')
-    ] = None,
+    kind: Kinds = None,
+    prompt_file: WorkFile = None,
     timeout_s: Annotated[float, typer.Option(help="for one answer")] = 600.0,
     overhead: Annotated[
         bool, typer.Option("--overhead", help="instead, what HTTP and texts take of the engine's throughput")
