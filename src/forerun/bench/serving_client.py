@@ -1,6 +1,7 @@
 """The client of `forerun bench serving`: streamed requests over HTTP, at fixed concurrency or as a Poisson process.
 
-It notes when bytes came and reads them when the answer is over, so that it takes little of the machine from the server.
+It notes when bytes came and reads them when the run is over, so that it takes little of the machine from the server:
+the general client that it had before took more time per token than the server.
 What it sends is the API of OpenAI.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import h11
 import httpx
 
 from forerun.errors import BadOption, NotFound, shown
@@ -72,6 +74,7 @@ class Answered:
     num_tokens: int = 0
     num_prompt_tokens: int | None = None
     text: str = ""
+    reads: list[tuple[float, bytes]] = field(default_factory=list, repr=False)  # until they are read
 
     @property
     def ttft_s(self) -> float:
@@ -124,23 +127,21 @@ async def run_load(
     server: Server, path: str, bodies: Seq[Mapping[str, Any]], load: Load, *, timeout_s: float, seed: int, repeat: int
 ) -> Run:
     """Send all bodies to one server and wait for the last answer."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    headers = {"accept-encoding": "identity", **server.headers}
-    async with httpx.AsyncClient(
-        base_url=server.url, headers=headers, timeout=timeout_s, limits=limits, trust_env=False
-    ) as http:
-        began_s, cpu_s = time.perf_counter(), time.process_time()
-        if load.rate is None:
-            assert load.concurrency is not None
-            waiting = enumerate(bodies)
-            lanes = [_one_after_another(http, path, waiting, began_s, timeout_s) for _ in range(load.concurrency)]
-            answers = [answer for lane in await asyncio.gather(*lanes) for answer in lane]
-        else:
-            times = due_times_s(load.rate, len(bodies), seed)
-            pairs = zip(enumerate(bodies), times, strict=True)
-            sent = [_at(http, path, numbered, began_s, due_s, timeout_s) for numbered, due_s in pairs]
-            answers = list(await asyncio.gather(*sent))
-        seconds, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+    door = Door.to(server, path)
+    began_s, cpu_s = time.perf_counter(), time.process_time()
+    if load.rate is None:
+        assert load.concurrency is not None
+        waiting = enumerate(bodies)
+        lanes = [_one_after_another(door, waiting, began_s, timeout_s) for _ in range(load.concurrency)]
+        answers = [answer for lane in await asyncio.gather(*lanes) for answer in lane]
+    else:
+        times = due_times_s(load.rate, len(bodies), seed)
+        pairs = zip(enumerate(bodies), times, strict=True)
+        sent = [_at(door, numbered, began_s, due_s, timeout_s) for numbered, due_s in pairs]
+        answers = list(await asyncio.gather(*sent))
+    seconds, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+    for answer in answers:
+        read_answer(answer)
     answers.sort(key=lambda answer: answer.index)
     return Run(server.name, load, repeat, seconds, cpu_s, tuple(answers))
 
@@ -149,40 +150,107 @@ Numbered = tuple[int, Mapping[str, Any]]  # a body and its index
 
 
 async def _one_after_another(
-    http: httpx.AsyncClient, path: str, waiting: Iterator[Numbered], began_s: float, timeout_s: float
+    door: Door, waiting: Iterator[Numbered], began_s: float, timeout_s: float
 ) -> list[Answered]:
-    return [await send(http, path, body, began_s, time.perf_counter() - began_s, timeout_s) for body in waiting]
+    return [await send(door, body, began_s, time.perf_counter() - began_s, timeout_s) for body in waiting]
 
 
-async def _at(
-    http: httpx.AsyncClient, path: str, body: Numbered, began_s: float, due_s: float, timeout_s: float
-) -> Answered:
+async def _at(door: Door, body: Numbered, began_s: float, due_s: float, timeout_s: float) -> Answered:
     await asyncio.sleep(began_s + due_s - time.perf_counter())
-    return await send(http, path, body, began_s, due_s, timeout_s)
+    return await send(door, body, began_s, due_s, timeout_s)
 
 
-async def send(
-    http: httpx.AsyncClient, path: str, numbered: Numbered, began_s: float, due_s: float, timeout_s: float
-) -> Answered:
-    """Send one request and read its stream to the end. Whatever goes wrong is in the answer's error."""
+@dataclass(frozen=True)
+class Door:
+    """Where requests go: the beginning of each request's bytes, up to the length of its body."""
+
+    host: str
+    port: int
+    is_tls: bool
+    head: bytes
+
+    @classmethod
+    def to(cls, server: Server, path: str) -> Door:
+        url = httpx.URL(server.url)
+        headers = {
+            "host": url.netloc.decode(),
+            "accept-encoding": "identity",
+            "content-type": "application/json",
+            "connection": "close",  # the end of the connection is the end of the answer
+            **server.headers,
+        }
+        lines = [f"POST {url.path.rstrip('/')}{path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
+        is_tls = url.scheme == "https"
+        return cls(url.host, url.port or (443 if is_tls else 80), is_tls, "\r\n".join(lines).encode())
+
+
+class _Bytes(asyncio.Protocol):
+    """Notes when bytes come. `ended` is done when the server has closed the connection."""
+
+    def __init__(self, began_s: float) -> None:
+        self.began_s = began_s
+        self.reads: list[tuple[float, bytes]] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self.reads.append((time.perf_counter() - self.began_s, data))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error) if error else self.ended.set_result(None)
+
+
+async def send(door: Door, numbered: Numbered, began_s: float, due_s: float, timeout_s: float) -> Answered:
+    """Send one request, wait for its end, and note when bytes came. Whatever goes wrong is in the answer's error.
+
+    Nothing is read while others wait: a client that parses takes as much of the machine as the server that it measures.
+    """
     index, body = numbered
     answer = Answered(index, due_s, time.perf_counter() - began_s)
-    reads: list[tuple[float, bytes]] = []
+    data = json.dumps(body).encode()
+    loop, transport = asyncio.get_running_loop(), None
     try:
-        async with asyncio.timeout(timeout_s), http.stream("POST", path, json=body) as response:
-            answer.status = response.status_code
-            reads = [(time.perf_counter() - began_s, data) async for data in response.aiter_raw()]
+        async with asyncio.timeout(timeout_s):
+            transport, bytes_ = await loop.create_connection(
+                lambda: _Bytes(began_s), door.host, door.port, ssl=door.is_tls or None
+            )
+            answer.reads = bytes_.reads
+            transport.write(b"%s\r\ncontent-length: %d\r\n\r\n%s" % (door.head, len(data), data))
+            await bytes_.ended
     except TimeoutError:
         answer.error = f"no end within {timeout_s:g} s"
-    except httpx.HTTPError as error:
+    except OSError as error:
         answer.error = f"{type(error).__name__}: {error!s:.{MOST_SHOWN}}"
+    finally:
+        if transport is not None:
+            transport.abort()
     answer.ended_s = time.perf_counter() - began_s
+    return answer
+
+
+def read_answer(answer: Answered) -> None:
+    """Take all from the bytes of an answer: its status, and the events of its stream or what the server said."""
+    parser, pieces = h11.Connection(h11.CLIENT), list[tuple[float, bytes]]()
+    parser.send(h11.Request(method="POST", target="/", headers=[("host", "any"), ("connection", "close")]))
+    parser.send(h11.EndOfMessage())
+    try:
+        for at_s, data in (*answer.reads, (answer.ended_s, b"")):  # no bytes: the connection was closed
+            parser.receive_data(data)
+            while not isinstance(event := parser.next_event(), h11.NEED_DATA | h11.PAUSED):
+                if isinstance(event, h11.Response):
+                    answer.status = event.status_code
+                elif isinstance(event, h11.Data):
+                    pieces.append((at_s, bytes(event.data)))
+                elif isinstance(event, h11.ConnectionClosed):
+                    break
+    except h11.RemoteProtocolError as error:
+        answer.error = answer.error or f"{type(error).__name__}: {error!s:.{MOST_SHOWN}}"
+    answer.reads = []
     if answer.error is None and answer.status != 200:
-        said = b"".join(data for _, data in reads).decode(errors="replace")
+        said = b"".join(data for _, data in pieces).decode(errors="replace")
         answer.error = f"status {answer.status}: {said:.{MOST_SHOWN}}"
     elif answer.error is None:
-        read_stream(answer, reads)
-    return answer
+        read_stream(answer, pieces)
 
 
 def read_stream(answer: Answered, reads: Seq[tuple[float, bytes]]) -> None:
