@@ -374,7 +374,8 @@ if HAS_NATIVE:
 def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """Measure every case that is asked for.
 
-    148 MB of target and 18 MB of draft weights in float32, and SmolLM2's file of 4 bits. All but the embeddings are too small for compiled kernels.
+    148 MB of target and 18 MB of draft weights in float32, and SmolLM2's file of 4 bits. All but the embeddings are too
+    small for compiled kernels.
     """
     root = tmp_path_factory.mktemp("processes")
     small = write_tiny(root / "small")
