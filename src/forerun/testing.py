@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from forerun.verify import Ruling
 
 T = TypeVar("T")
 Floats = npt.NDArray[np.float64]
+Polygon = list[tuple[float, float, float]]  # its corners in order; of three numbers, lists take less time than arrays
 Table = Callable[[tuple[int, ...]], Floats]  # tokens so far -> probabilities of the next one, [V]
 Outputs = Mapping[tuple[int, ...], float]  # output -> probability
 RuleFunction = Callable[..., Ruling]  # (draft, b, target_probs, coins)
@@ -45,7 +47,7 @@ class _Way:
     script: list[int]  # outcomes to take first; behind them the first outcome is taken
     trail: list[tuple[int, int]] = field(default_factory=list)  # (outcome taken, number of outcomes)
     weight: float = 1.0
-    noise: dict[int, Floats] = field(default_factory=dict)  # absolute index -> polygon of the possible match noise
+    noise: dict[int, Polygon] = field(default_factory=dict)  # absolute index -> polygon of the possible match noise
 
 
 class Branching:
@@ -104,9 +106,9 @@ class Branching:
         """Take every order of `num` ids of the support in turn, with its probability given the earlier picks."""
         if probs.point is not None:
             return [probs.point]
-        weights, noise = _spelled_out(probs), self._way.noise
+        weights, noise = _spelled_out(probs).tolist(), self._way.noise
         position = self._position + depth
-        support: list[int] = np.flatnonzero(weights).tolist()
+        support = [x for x, weight in enumerate(weights) if weight]
         orders = list(itertools.permutations(support, min(num, len(support))))
         cells = [_ordered(noise.get(position, _SIMPLEX), weights, order) for order in orders]
         i = self._branch(np.array([_area(cell) for cell in cells]), rounding=1e-14)
@@ -156,47 +158,48 @@ def enumerate_outcomes(run: Callable[[Branching], T]) -> list[tuple[float, T]]:
 # is a convex polygon in that triangle, a pick cuts it by straight lines, and probabilities are areas. With two ids the
 # third has weight 0.
 
-_SIMPLEX = np.eye(3)
+_SIMPLEX: Polygon = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
 
 
-def _winning(polygon: Floats, weights: npt.NDArray[Any], x: int) -> Floats:
-    """Return the part of the polygon [n, 3] in which id x wins the race for these weights [2 or 3]."""
+def _winning(polygon: Polygon, weights: Seq[float], x: int) -> Polygon:
+    """Return the part of the polygon in which id x wins the race for these weights [2 or 3]."""
     if len(weights) > 3:
         raise InternalError(f"picks can be enumerated for at most 3 ids, not {len(weights)}")
     if weights[x] == 0:
-        return np.empty((0, 3))
+        return []
     for z in range(len(weights)):
         if z != x:
-            polygon = _clip(polygon, polygon[:, x] * float(weights[z]) - polygon[:, z] * float(weights[x]))
+            polygon = _clip(polygon, [corner[x] * weights[z] - corner[z] * weights[x] for corner in polygon])
     return polygon
 
 
-def _ordered(polygon: Floats, weights: npt.NDArray[Any], order: Seq[int]) -> Floats:
+def _ordered(polygon: Polygon, weights: Seq[float], order: Seq[int]) -> Polygon:
     """Return the part of the polygon in which these ids are the first of the race, in this order."""
-    left = weights.copy()
+    left = list(weights)
     for x in order:
         polygon = _winning(polygon, left, x)
-        left[x] = 0
+        left[x] = 0.0
     return polygon
 
 
-def _clip(polygon: Floats, height: Floats) -> Floats:
+def _clip(polygon: Polygon, height: Seq[float]) -> Polygon:
     """Cut a convex polygon to where a linear function, given at its corners, is <= 0 (Sutherland, Hodgman 1974)."""
-    corners: list[Floats] = []
-    for i in range(len(polygon)):
+    corners: Polygon = []
+    for i, corner in enumerate(polygon):
         j = (i + 1) % len(polygon)
         if height[i] <= 0:
-            corners.append(polygon[i])
+            corners.append(corner)
         if height[i] * height[j] < 0:
             share = height[i] / (height[i] - height[j])
-            corners.append(polygon[i] + share * (polygon[j] - polygon[i]))
-    return np.array(corners).reshape(-1, 3)
+            u, v, w = (a + share * (b - a) for a, b in zip(corner, polygon[j], strict=True))
+            corners.append((u, v, w))
+    return corners
 
 
-def _area(polygon: Floats) -> float:
+def _area(polygon: Polygon) -> float:
     """Return the area relative to the whole triangle, by the shoelace formula."""
-    x, y = polygon[:, 0], polygon[:, 1]
-    return abs(float(x @ np.roll(y, -1) - y @ np.roll(x, -1))) if len(polygon) > 2 else 0.0
+    ends = zip(polygon, polygon[1:] + polygon[:1], strict=True)
+    return abs(math.fsum(a[0] * b[1] - a[1] * b[0] for a, b in ends)) if len(polygon) > 2 else 0.0
 
 
 # ------------------------------------------------------------------------------------------------- rules by themselves

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from forerun.bench import bandwidth, kernels
+from forerun.bench import kernels
 from forerun.bench.kernels import KernelsPlan, config_named
 from forerun.bench.widen import num_parameters
 from forerun.errors import BadOption
@@ -22,10 +22,8 @@ ALWAYS = ["attention, 70", "LM head", "LM head, argmax", "whole pass"]
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Probes of a few megabytes; threads as they were."""
-    monkeypatch.setattr(bandwidth, "MIN_BYTES", 1 << 24)
-    monkeypatch.setattr(bandwidth, "MIN_BYTES_PER_THREAD", 1 << 24)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And behind the test as many as before."""
     monkeypatch.setenv("FORERUN_NUM_THREADS", "1")
     before = torch.get_num_threads()
     yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import sys
@@ -17,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forerun import registry
-from forerun.bench import bandwidth, methods, methods_picture
+from forerun.bench import methods, methods_picture
 from forerun.bench.methods import PROMPTS, MethodsPlan, Turn, Way, WorkPrompt, compare, read_work, run
 from forerun.bench.methods_results import AGAIN, PLAIN, cells_of, summaries_of
 from forerun.bench.results import Tally, Variant
@@ -35,14 +34,6 @@ KINDS = ["chat", "summary", "edit", "question", "list", "story"]
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_probe() -> Iterator[None]:
-    """The memory's bandwidth is measured once for all runs, which takes longer than they do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bandwidth, "measure", functools.cache(bandwidth.measure))
-        yield
 
 
 def work_file(folder: Path) -> Path:

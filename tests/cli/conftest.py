@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.conftest import small_probes
 from forerun.cli.main import main
 from tiny import write_tiny
+
+__all__ = ["small_probes"]  # found here by its name
 
 SOURCE = Path(__file__).parents[2] / "src"
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")

@@ -46,6 +46,13 @@ ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_TH
 ENVIRONMENT |= {name: value for name, value in os.environ.items() if name in ("FORERUN_ISA", "FORERUN_CACHE_DIR")}
 
 
+def asked_cases(request: pytest.FixtureRequest) -> list[str]:
+    """Return every `case` that some test of this run has, for a fixture that measures all of them at once."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    users = [test for test in tests if test.path == request.path and request.fixturename in test.fixturenames]
+    return list(dict.fromkeys(test.callspec.params["case"] for test in users))
+
+
 def bytes_by_name(plan: MemoryPlan) -> dict[str, int]:
     return {part.name: part.bytes for part in plan.parts}
 

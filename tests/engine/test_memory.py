@@ -20,6 +20,7 @@ from engine.memory_cases import (
     LLAMA_3B,
     OPS,
     SMALL,
+    asked_cases,
     bytes_by_name,
     one_pass,
     write_random,
@@ -363,16 +364,18 @@ for case, options in json.loads(sys.argv[1]).items():  # each in a process of it
         os._exit(0)
     assert os.wait()[1] == 0, case
 """
-PROCESSES = ["reference float32", *(["native float32", "native bfloat16"] if HAS_NATIVE else [])]
+PROCESSES: list[Any] = ["reference float32"]
 if HAS_NATIVE:
-    PROCESSES += ["native int8", "native int4", *(["smollm2"] if smollm2() else [])]
+    PROCESSES += ["native float32", "native int4", *(["smollm2"] if smollm2() else [])]
+    PROCESSES += [pytest.param(case, marks=pytest.mark.parity) for case in ("native bfloat16", "native int8")]
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    """Measure every case: 148 MB of target and 18 MB of draft weights in float32, and SmolLM2's file of 4 bits.
+def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    """Measure every case that is asked for.
 
-    All but the embeddings are too small for compiled kernels.
+    148 MB of target and 18 MB of draft weights in float32, and SmolLM2's file of 4 bits. All but the embeddings are too
+    small for compiled kernels.
     """
     root = tmp_path_factory.mktemp("processes")
     small = write_tiny(root / "small")
@@ -381,7 +384,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, i
     draft_shape = replace(SMALL, vocab_size=32_000, hidden_size=128, num_layers=2, num_heads=4, ffn_size=384)
     draft = write_random(root / "draft", draft_shape, small)
     cases: dict[str, Any] = {}
-    for case in PROCESSES:
+    for case in asked_cases(request):
         ops, _, dtype = case.partition(" ")
         models = {"small": str(small), "target": str(target), "draft": str(draft)}
         cases[case] = {"ops": ops, "dtype": dtype, "max_seq_len": 512, **models}

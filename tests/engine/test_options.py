@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 import subprocess
 import sys
 import typing
@@ -71,11 +70,11 @@ LLM.from_config(EngineConfig(target="x"))
 
 
 def test_checkers_take_what_the_engine_takes_and_refuse_the_rest(tmp_path):
+    """With the project's own settings, so that what `make check` has found out of the package is used again."""
     (tmp_path / "calls.py").write_text(CALLS, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", SOURCE.parent / ".mypy_cache", "calls.py"],
-        cwd=tmp_path,
-        env={**os.environ, "MYPYPATH": str(SOURCE)},
+        [sys.executable, "-m", "mypy", "--strict", tmp_path / "calls.py"],
+        cwd=SOURCE.parent,
         capture_output=True,
         text=True,
         check=False,

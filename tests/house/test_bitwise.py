@@ -91,7 +91,7 @@ def test_every_drafter_says_what_plain_decoding_says(isa: str, dtype: str) -> No
         small = [g for g in groups if g.setting.num_neighbours < 3 and g.setting.drafter.startswith("model")]
         groups, num_tokens = small[:2], NUM_TOKENS // 2
     elif dtype == "float32":
-        groups = groups[::2]
+        groups = groups[::3]
     pair = models(isa, 2, dtype)
     found = compare(pair, pair, groups, cut_prompts(40, seed=3, longest=LONGEST), num_tokens)
     assert found.num_outputs == sum(len(group.rules) for group in groups)
@@ -180,8 +180,9 @@ def test_a_path_through_a_tree(isa: str, dtype: str, start: int) -> None:
 @needs_native
 @pytest.mark.parametrize(("isa", "dtype"), CASES)
 def test_trees_of_random_shape(isa: str, dtype: str) -> None:
-    found = compare_trees(models(isa, 2, dtype).target, 8, seed=5, max_nodes=16)
-    assert found.num_grown > 2
+    num_trees = 8 if isa == ISAS[0] else 3
+    found = compare_trees(models(isa, 2, dtype).target, num_trees, seed=5, max_nodes=16)
+    assert found.num_grown > (2 if isa == ISAS[0] else 0)
     assert found.num_other_rows == 0, str(found)
 
 

@@ -82,6 +82,7 @@ def copy(tmp_path: Path) -> Path:
 def run(command: list[str], folder: Path) -> str:
     """Stdout and stderr of a command that must succeed, run with the package in `folder`."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("FORERUN_")}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # the commands of a document share what the first one compiled
     env |= {"PYTHONPATH": str(folder / "src"), "NO_COLOR": "1", "COLUMNS": "100", "TERM": "dumb"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     done = subprocess.run(

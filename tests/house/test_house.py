@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import io
 import re
@@ -43,7 +44,10 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-TREES = {path: parse(path) for path in FILES}
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """The syntax tree of every file of the package."""
+    return {path: parse(path) for path in FILES}
 
 
 def functions(tree: ast.AST) -> Iterator[Function]:
@@ -55,7 +59,9 @@ def functions(tree: ast.AST) -> Iterator[Function]:
 
 def documented_names() -> dict[str, set[str]]:
     """Class name -> its methods that have a docstring here or in a class that it is made from, over the package."""
-    classes = {node.name: node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    classes = {
+        node.name: node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    }
 
     def documented(name: str) -> set[str]:
         if (node := classes.get(name)) is None:
@@ -101,7 +107,7 @@ def test_everything_public_has_a_docstring() -> None:
     """Modules, classes, functions, methods; a method that overrides a documented one may rely on that one."""
     methods = documented_names()
     missing = []
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         if tree.body and not ast.get_docstring(tree):
             missing.append(f"{relative(path)}: the module")
         missing += [f"{relative(path)}: {name}" for name in undocumented(tree.body, set(), methods)]
@@ -117,7 +123,7 @@ MAY_PRINT = ("cli", "bench", "show", "train/command")
 
 def test_only_commands_print() -> None:
     found = []
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         room = path.relative_to(SOURCE).with_suffix("").as_posix()
         if room.startswith(MAY_PRINT):
             continue
@@ -222,15 +228,14 @@ def test_a_method_is_one_file(room: str, name: str) -> None:
     assert list(module.build.__annotations__)[:-1] == METHOD_ROOMS[room]
 
 
-@pytest.mark.parametrize(("room", "name"), METHODS)
-def test_no_other_file_names_a_method(room: str, name: str) -> None:
+def test_no_other_file_names_a_method() -> None:
     """No module outside of a room imports its methods by name, except engine and bench defaults."""
+    methods = {f"forerun.{room}.{name}": SOURCE / room for room, name in METHODS}
     importers = [
-        relative(path)
-        for path, tree in TREES.items()
-        if path.parent != SOURCE / room
+        f"{relative(path)} imports {node.module}"
+        for path, tree in trees().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == f"forerun.{room}.{name}"
+        if isinstance(node, ast.ImportFrom) and path.parent != methods.get(node.module or "", path.parent)
     ]
     assert not importers, importers
 

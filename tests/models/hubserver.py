@@ -311,9 +311,9 @@ class Client:
         """What the command line prints: standard output and standard error."""
         return self.run([sys.executable, "-m", "forerun", *arguments], env, code)
 
-    def foreruns(self, *commands: Seq[str]) -> list[dict[str, Any]]:
+    def foreruns(self, *commands: Seq[str], **env: str) -> list[dict[str, Any]]:
         """What several commands, run in one process, have printed and returned: out, err, code."""
-        out, err = self.run([sys.executable, "-c", COMMANDS, json.dumps(commands)], {})
+        out, err = self.run([sys.executable, "-c", COMMANDS, json.dumps(commands)], env)
         assert err == ""
         return [json.loads(line) for line in out.splitlines()]
 

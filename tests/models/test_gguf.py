@@ -177,15 +177,15 @@ def test_the_real_model_says_what_transformers_says() -> None:
         assert name is not None
         found[name] = torch.from_numpy((turned_back(numbers, heads) if heads else numbers).copy())
     raw = dict(open_source(path).config)
-    oracle = LlamaForCausalLM(LlamaConfig(**raw)).eval()
-    oracle.load_state_dict(found | {"lm_head.weight": found["model.embed_tokens.weight"]})
+    found["lm_head.weight"] = found["model.embed_tokens.weight"]
+    oracle = LlamaForCausalLM.from_pretrained(None, config=LlamaConfig(**raw), state_dict=found).eval()
     for question in ("What is the capital of France?", "Write a haiku about the sea."):
         prompt = llm.apply_chat_template([{"role": "user", "content": question}])
-        (out,) = llm.generate([prompt], SamplingParams(max_tokens=24, temperature=0))
+        (out,) = llm.generate([prompt], SamplingParams(max_tokens=12, temperature=0))
         with torch.inference_mode():
             ids = torch.tensor([prompt])
             made = oracle.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=[0, 2]
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=[0, 2]
             )
         assert out.token_ids == made[0, len(prompt) :].tolist()
 

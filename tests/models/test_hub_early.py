@@ -88,10 +88,11 @@ def test_suggested_values_apply_the_first_time_too(hub: HubServer, client: Clien
         "--json",
         "hi",
     )
-    first, second = (json.loads(client.forerun(*arguments)[0]) for _ in range(2))
+    first = json.loads(client.forerun(*arguments)[0])
+    later = client.foreruns(arguments, (*arguments, "--max-tokens", "3"))
+    second, overruled = (json.loads(said["out"]) for said in later)
     assert len(first["token_ids"]) <= 7
     assert first["token_ids"] == second["token_ids"]
-    overruled = json.loads(client.forerun(*arguments, "--max-tokens", "3")[0])
     assert overruled["token_ids"] == first["token_ids"][:3]
 
 
@@ -171,6 +172,6 @@ def test_after_a_plan_an_offline_run_says_what_is_missing(
     """config.json alone is in the cache then: that is no checkpoint without a tokenizer."""
     hub.publish("org/target", tiny)
     client.forerun("plan", "--target", "org/target", "--draft", "none", "--memory", "16GB")
-    for arguments in (GENERATE, ("chat", "org/target")):
-        _, err = client.forerun(*arguments, code=2, HF_HUB_OFFLINE="1")
-        assert "HF_HUB_OFFLINE" in err
+    for said in client.foreruns(GENERATE, ("chat", "org/target"), HF_HUB_OFFLINE="1"):
+        assert said["code"] == 2
+        assert "HF_HUB_OFFLINE" in said["err"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.memory_cases import needs_native
+from engine.memory_cases import asked_cases, needs_native
 from forerun import native
 from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.loading import load_checkpoint
@@ -30,8 +30,18 @@ MAX_ROUNDED_RATIO = (
 )
 SLACK_BYTES = 8 << 20  # what no size of the model changes: pages of the allocator, code that is run for the first time
 OPS = ["reference"] + (["native"] if native.isa() != "reference" else [])
-CASES = [f"{ops} {dtype}" for ops in OPS for dtype in ("float32", "bfloat16")]
-ROUNDED = [f"native bfloat16 {quantization}" for quantization in ("int8", "int4:group=128") if "native" in OPS]
+
+
+def also_long(cases: list[str], short: str) -> list[Any]:
+    """Mark the cases that only `make parity` runs: those that do not end with `short`."""
+    return [case if case.endswith(short) else pytest.param(case, marks=pytest.mark.parity) for case in cases]
+
+
+CASES = also_long([f"{ops} {dtype}" for ops in OPS for dtype in ("bfloat16", "float32")], "bfloat16")
+ROUNDED = also_long(
+    [f"native bfloat16 {quantization}" for quantization in ("int8", "int4:group=128") if "native" in OPS], "group=128"
+)
+
 
 # Of few layers and with a large vocabulary, so that one tensor and one layer are large shares of the whole.
 SIZES = {"vocab_size": 40_000, "hidden_size": 1024, "num_layers": 4, "num_heads": 16, "num_kv_heads": 4, "head_dim": 64}
@@ -111,17 +121,6 @@ def random_checkpoint(folder: Path, sizes: dict[str, int], *, tied: bool, shard_
     return folder
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("sized")
-    made = {
-        name: random_checkpoint(root / name, SIZES, tied=tied, shard_bytes=shard)
-        for name, (tied, shard) in LAYOUTS.items()
-    }
-    tiny = SIZES | {"vocab_size": 64, "num_layers": 1}
-    return made | {"tiny": random_checkpoint(root / "tiny", tiny, tied=True, shard_bytes=1 << 40)}
-
-
 @pytest.fixture(
     scope="module",
     params=[name if name.startswith("tied") else pytest.param(name, marks=pytest.mark.parity) for name in LAYOUTS],
@@ -131,9 +130,17 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def loaded(folders: dict[str, Path], layout: str) -> dict[str, Any]:
-    """What was seen of every case, one after the other."""
-    return children(folders[layout], folders["tiny"], [*CASES, *ROUNDED])
+def folder(tmp_path_factory: pytest.TempPathFactory, layout: str) -> Path:
+    tied, shard_bytes = LAYOUTS[layout]
+    return random_checkpoint(tmp_path_factory.mktemp("sized"), SIZES, tied=tied, shard_bytes=shard_bytes)
+
+
+@pytest.fixture(scope="module")
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, Any]:
+    """What was seen of every case that is asked for, one after the other."""
+    sizes = SIZES | {"vocab_size": 64, "num_layers": 1}
+    tiny = random_checkpoint(tmp_path_factory.mktemp("tiny"), sizes, tied=True, shard_bytes=1 << 40)
+    return children(folder, tiny, asked_cases(request))
 
 
 def children(folder: Path, small: Path, cases: list[str]) -> dict[str, Any]:
@@ -211,11 +218,11 @@ class WatchedOps(CpuOps):
 
 
 @needs_native
-def test_no_dense_copy_of_the_whole_model(folders: dict[str, Path], layout: str) -> None:
+def test_no_dense_copy_of_the_whole_model(folder: Path, layout: str) -> None:
     """Packed matrices are no tensors: beside them there is what is being packed, and a table that stays as it is."""
     dtype = torch.bfloat16 if layout.startswith("tied") else torch.float32
     ops, before, embedding_bytes = WatchedOps(), bytes_of_tensors(), 40_000 * 1024 * dtype.itemsize
-    model = load_checkpoint(folders[layout], dtype=dtype, ops=ops).model
+    model = load_checkpoint(folder, dtype=dtype, ops=ops).model
     table = 0 if layout.startswith("tied") else embedding_bytes
     gate_up = 2 * 6144 * 1024 * dtype.itemsize
     allowed = max(embedding_bytes, table + gate_up) + (1 << 20)  # and norms

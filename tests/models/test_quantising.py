@@ -172,7 +172,7 @@ def planted(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("outliers", [pytest.param(False, marks=pytest.mark.parity), True])
 def test_few_bits_cost_little(tmp_path: Path, outliers: bool) -> None:
     """Perplexity on held-out code: the bars of the shipped pair, with and without outliers; logits are bounded, too."""
     folder = planted(tmp_path / "planted") if outliers else SHIPPED_TARGET

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,44 +19,55 @@ from forerun.text.tokenizer import Tokenizer
 
 NUM_IDS = 128_256
 CONTENT = (SHIPPED_TARGET / "tokenizer.json").read_text(encoding="utf-8")
-GROWN_CONTENT = grow(CONTENT, NUM_IDS)
 
 
 def read(content: str) -> Tokenizer:
     return Tokenizer(tokenizers.Tokenizer.from_str(content), Path("a tokenizer.json"))
 
 
-OLD, GROWN = read(CONTENT), read(GROWN_CONTENT)
+@functools.cache
+def old() -> Tokenizer:
+    return read(CONTENT)
+
+
+@functools.cache
+def grown_content() -> str:
+    return grow(CONTENT, NUM_IDS)
+
+
+@functools.cache
+def grown() -> Tokenizer:
+    return read(grown_content())
 
 
 def test_every_id_has_a_token_and_old_ids_keep_theirs() -> None:
-    assert GROWN.num_ids == NUM_IDS
-    assert GROWN.holes == frozenset()
-    assert {i: GROWN.id_to_token[i] for i in range(OLD.num_ids)} == OLD.id_to_token
-    assert GROWN.id_to_token[4096] == "<|unused_4096|>"
-    assert GROWN.special_ids == OLD.special_ids
+    assert grown().num_ids == NUM_IDS
+    assert grown().holes == frozenset()
+    assert {i: grown().id_to_token[i] for i in range(old().num_ids)} == old().id_to_token
+    assert grown().id_to_token[4096] == "<|unused_4096|>"
+    assert grown().special_ids == old().special_ids
 
 
 def test_held_out_prompts_are_encoded_and_decoded_as_before() -> None:
     for line in (DATA / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
-        ids = OLD.encode(json.loads(line)["text"])
-        assert GROWN.encode(json.loads(line)["text"]) == ids
-        assert GROWN.decode(ids) == OLD.decode(ids)
+        ids = old().encode(json.loads(line)["text"])
+        assert grown().encode(json.loads(line)["text"]) == ids
+        assert grown().decode(ids) == old().decode(ids)
 
 
 @given(st.text() | st.sampled_from(["<|unused_4096|>", "<|endoftext|>x", "<|unused_128255|> <|unused_5000|>"]))
 @settings(max_examples=100, deadline=None)
 def test_any_text_is_encoded_as_before(text: str) -> None:
-    assert GROWN.encode(text) == OLD.encode(text)
+    assert grown().encode(text) == old().encode(text)
 
 
 def test_transformers_reads_it(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    (tmp_path / "tokenizer.json").write_text(GROWN_CONTENT, encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(grown_content(), encoding="utf-8")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     text = "def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n"
     assert len(theirs) == NUM_IDS
-    assert theirs.encode(text) == OLD.encode(text)
+    assert theirs.encode(text) == old().encode(text)
     assert theirs.convert_ids_to_tokens(128_255) == "<|unused_128255|>"
 
 

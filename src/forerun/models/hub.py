@@ -29,8 +29,8 @@ from forerun.models.refusals import (
     refuse_without_config,
     refuse_without_tokenizer,
     refuse_without_weights,
+    shard_names,
 )
-from forerun.models.source.safetensors import shard_names
 from forerun.text.files import unreadable
 from forerun.text.json_files import read_json
 

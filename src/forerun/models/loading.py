@@ -207,7 +207,7 @@ def read_config(raw: Mapping[str, Any], path: Path | None = None) -> DecoderConf
         refusals.refuse_code(raw, model_types())
         module = architecture(raw.get("model_type"))
         packings.layout_of(raw)
-        return module.read_config({key: value for key, value in raw.items() if key not in packings.KEYS})
+        return module.read_config({key: value for key, value in raw.items() if key not in refusals.KEYS})
     except UnsupportedModel as error:
         if path is not None and path.is_file():  # its config.json is made here, and nobody would find it
             raise UnsupportedModel(f"{path}, whose metadata is read as a config.json: {error}") from error

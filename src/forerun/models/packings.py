@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from forerun.errors import UnsupportedModel
+from forerun.models.refusals import KEYS, READABLE
 from forerun.ops.quantised import QuantisedRows, Scheme
 
-KEYS = ("quantization_config", "compression_config")
 SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where AutoAWQ puts output channel i of 8 among the nibbles of a word
-READABLE = "GPTQ, AWQ or compressed-tensors of 4 or 8 bits"
 
 Read = Callable[[str, slice, slice], Tensor]  # (part, rows, columns) of a stored tensor
 Shapes = Mapping[str, tuple[int, ...]]  # of the parts of one matrix

@@ -1,6 +1,7 @@
 """Checkpoints that forerun does not read: each is refused in one sentence that says how to get one that it does.
 
-A checkpoint is known here by the names of its files, whether they lie in a folder or are listed by the hub.
+A checkpoint is known here by the names of its files, whether they lie in a folder or are listed by the hub. Nothing
+here imports torch: a name that means nothing is refused before torch has loaded.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from forerun.errors import NotFound, UnsupportedModel, shown
-from forerun.models.packings import KEYS, READABLE
 from forerun.text.files import unreadable
 from forerun.text.json_files import read_json
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
+KEYS = ("quantization_config", "compression_config")  # of config.json, where it says how weights are quantised
+READABLE = "GPTQ, AWQ or compressed-tensors of 4 or 8 bits"
 # Files that quantisers of earlier years leave instead of a key in config.json -> where they name their method.
 QUANTISERS = {
     "quantize_config.json": "quant_method",
@@ -85,6 +87,21 @@ def names_in(folder: Path) -> list[str]:
         return [path.name for path in folder.iterdir()]
     except OSError as error:
         raise unreadable(folder, error) from error
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that an index names.
+
+    Raises NotFound for a name that is no plain file name: a path, `..`, nothing, or control characters.
+    """
+    places = read_json(index).get("weight_map")
+    names = list(places.values()) if isinstance(places, Mapping) else []
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", "..") or not name.isprintable():
+            raise NotFound(f"{index} names {shown(name)}, which is no file beside it: fetch the whole checkpoint")
+    if not names:
+        raise UnsupportedModel(f"{index} names no file of weights: fetch it again")
+    return sorted(set(names))
 
 
 def refuse_without_tokenizer(names: Collection[str], where: str) -> None:

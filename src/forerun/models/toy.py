@@ -101,8 +101,10 @@ class ToyModel:
         view = cache.view(batch)
         ids, places = cache.keys[0].view(-1), cache.values[0].view(-1)
         tokens, positions = batch.ids()
-        inputs = self.embed(tokens) if hidden is None else hidden
-        ids[view.write_rows] = inputs.argmax(dim=1).to(ids.dtype)
+        if hidden is None and max(tokens, default=0) >= self.config.vocab_size:
+            raise InternalError(f"the toy has {self.config.vocab_size} embeddings and none for id {max(tokens)}")
+        written = torch.tensor(tokens) if hidden is None else hidden.argmax(dim=1)
+        ids[view.write_rows] = written.to(ids.dtype)
         places[view.write_rows] = torch.tensor(positions, dtype=places.dtype)
         rows = []
         for b, read in enumerate(view.read_rows):
@@ -111,8 +113,10 @@ class ToyModel:
                 seen = batch.visible(b, i)
                 rows.append(self._at([tokens[j] for j in seen], [positions[j] for j in seen]))
         found = torch.stack(rows) if rows else torch.empty(0, self.config.vocab_size, dtype=self.activation_dtype)
-        for k, tap in (taps or {}).items():
-            tap.copy_((inputs, found)[k])
+        if taps:
+            inputs = self.embed(batch.ids()[0]) if hidden is None else hidden
+            for k, tap in taps.items():
+                tap.copy_((inputs, found)[k])
         return found
 
     def embed(self, ids: Seq[int]) -> Tensor:

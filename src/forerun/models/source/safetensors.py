@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.errors import NotFound, UnsupportedModel, shown
+from forerun.errors import NotFound, UnsupportedModel
 from forerun.models import refusals
 from forerun.models.packings import Layout, layout_of
-from forerun.models.refusals import CONFIG, INDEX, SINGLE
+from forerun.models.refusals import CONFIG, INDEX, SINGLE, shard_names
 from forerun.models.source import BLOCK_BYTES, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.text.files import unreadable
@@ -197,21 +197,6 @@ class Parts:
     shape: tuple[int, int]
     names: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
-
-
-def shard_names(index: Path) -> list[str]:
-    """The files that an index names.
-
-    Raises NotFound for a name that is no plain file name: a path, `..`, nothing, or control characters.
-    """
-    places = read_json(index).get("weight_map")
-    names = list(places.values()) if isinstance(places, Mapping) else []
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or name in ("", "..") or not name.isprintable():
-            raise NotFound(f"{index} names {shown(name)}, which is no file beside it: fetch the whole checkpoint")
-    if not names:
-        raise UnsupportedModel(f"{index} names no file of weights: fetch it again")
-    return sorted(set(names))
 
 
 def _headers(path: Path) -> Iterator[Entry]:

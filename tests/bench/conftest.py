@@ -1,0 +1,14 @@
+"""Probes of the memory are small here: what a large buffer shows is no test's business, and takes seconds of each."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.bench import bandwidth
+
+
+@pytest.fixture(autouse=True)
+def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read 16 MiB for each thread, in this process."""
+    monkeypatch.setattr(bandwidth, "MIN_BYTES", 1 << 24)
+    monkeypatch.setattr(bandwidth, "MIN_BYTES_PER_THREAD", 1 << 24)
