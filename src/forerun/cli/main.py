@@ -23,6 +23,7 @@ from forerun.cli.doctor import doctor
 from forerun.cli.elsewhere import on_command_line
 from forerun.cli.help import App
 from forerun.cli.inputs import read_requests
+from forerun.cli.lab import lab
 from forerun.cli.plan import plan
 from forerun.cli.quantize import quantize
 from forerun.cli.serve import serve
@@ -458,6 +459,7 @@ def _list_methods(package: str, what: str, name: str | None, how: str) -> None:
 
 app.command()(batch)
 app.command()(serve)
+app.command()(lab)
 app.command()(plan)
 app.command()(doctor)
 app.command()(quantize)

@@ -1,0 +1,3 @@
+export function mount(element, lab) {
+  element.replaceChildren(lab.el("p", { class: "note" }, "Not here yet."));
+}
