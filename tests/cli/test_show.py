@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from forerun.cli.show import LiveText, Piece, RoundPrinter, committed_pieces, round_pieces, token_text, wrap
+from forerun.cli.show import LiveText, Piece, RoundPrinter, committed_pieces, round_pieces, wrap
 from forerun.text import Tokenizer
+from forerun.text.tokenizer import token_text
 from forerun.types import AcceptanceTest, RoundDetail, StepReport
 
 

@@ -24,7 +24,7 @@ from forerun.models.named import named_models
 from forerun.registry import load, names
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.terminal import PIPE_WIDTH, visible
-from forerun.text.tokenizer import BYTES, REPLACEMENT, Tokenizer
+from forerun.text.tokenizer import Tokenizer, token_text
 from forerun.types import RoundDetail, SamplingParams, StepReport
 
 if TYPE_CHECKING:
@@ -81,19 +81,6 @@ def round_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
     rejected = [Piece(detail.tokens[test.node], "rejected") for test in detail.tests if not test.accepted]
     behind = [Piece(t, "untested") for i, t in enumerate(detail.tokens) if i not in accepted and i not in tested]
     return [*kept[:at], *rejected, *kept[at:], *behind]
-
-
-def token_text(tokenizer: Tokenizer, token: int, left: int | None) -> str:
-    """How one token reads behind `left`, control characters escaped; bytes that are part of a character as <E2>."""
-    before = "" if left is None else tokenizer.decode([left])
-    text = tokenizer.decode([token] if left is None else [left, token])
-    own = text[len(before) :] if text.startswith(before) else tokenizer.decode([token])
-    if REPLACEMENT in own or not own:
-        name = tokenizer.id_to_token.get(token)
-        if name is None:
-            return f"<{token}>"
-        own = "".join(f"<{BYTES[c]:02X}>" for c in name) if all(c in BYTES for c in name) else name
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in own)
 
 
 class RoundPrinter:

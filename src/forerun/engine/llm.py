@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence as Seq
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Unpack
 
 from forerun.config import EngineConfig
+from forerun.drafters import Drafter
 from forerun.engine.factory import build, check_loaded, load_target, refuse_early, refuse_what_does_not_fit
 from forerun.engine.loop import Loop
 from forerun.engine.options import LLMOptions, llm_signature
@@ -130,6 +131,11 @@ class LLM:
         requests = self._make(as_list(prompts), params, hear)
         self._loop.add(requests)
         return requests
+
+    @property
+    def drafters(self) -> Mapping[str, Drafter]:
+        """The drafters that requests may choose, by name; the first serves those that choose none."""
+        return self.engine.drafter.members
 
     @property
     def failure(self) -> BaseException | None:
