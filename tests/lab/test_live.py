@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import threading
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from forerun import LLM, SamplingParams, verify
+from forerun.lab import live
 from forerun.lab.live import COUNTS, PER_POSITION, RATES, coins_of
 from forerun.types import AcceptanceTest, RoundDetail, Toss
 from lab.serving import Event, of, read, serving_lab, watch
@@ -137,6 +139,7 @@ def test_the_race_runs_behind(llm: LLM, url: str) -> None:
     assert [end["token_ids"] for end in ends] == [plain.token_ids] * 2
     assert ends[1]["report"]["num_drafted"] == 0
     assert of(events, "begin")[0]["seed"] == of(events, "begin", "plain")[0]["seed"] == "8"
+    assert of(events, "begin", "plain")[0]["max_tokens"] == len(plain.token_ids)
     # Neither finds its prompt in the cache: both run the same number of prompt tokens.
     assert [sum(one["num_tokens"] for one in of(events, "prompt", lane)) for lane in ("draft", "plain")] == [
         of(events, "begin")[0]["num_prompt_tokens"] - 1
@@ -193,8 +196,10 @@ def test_nobody_listens_without_a_viewer(llm: LLM, url: str) -> None:
     llm.generate(PROMPT, SamplingParams(max_tokens=4, temperature=0))
     assert listeners(llm) == 0
     seen = []
-    with httpx.stream("POST", f"{url}api/live", json={"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}) as live:
-        for name, _ in read(live):
+    with httpx.stream(
+        "POST", f"{url}api/live", json={"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
+    ) as stream:
+        for name, _ in read(stream):
             if name == "round":
                 seen.append(listeners(llm))
     assert seen[0] == 1
@@ -206,14 +211,35 @@ def test_a_viewer_who_leaves_ends_the_request(llm: LLM, url: str, race: bool) ->
     """In mid-stream: nothing listens, runs or holds memory soon after, and no lane begins any more."""
     wait_for(lambda: is_idle(llm))
     body = {"prompt": PROMPT, "max_tokens": 1800, "temperature": 1, "ignore_eos": True, "draft": "none", "race": race}
-    with httpx.stream("POST", f"{url}api/live", json=body) as live:
-        names = (name for name, _ in read(live))
+    with httpx.stream("POST", f"{url}api/live", json=body) as stream:
+        names = (name for name, _ in read(stream))
         while next(names) != "round":
             pass
         (request,) = llm.engine.scheduler.running
     wait_for(lambda: listeners(llm) == 0 and is_idle(llm))
     assert request.seq.finish_reason == "abort"
     assert request.seq.num_output_tokens < 1800
+
+
+def test_a_stream_that_is_not_read_listens_no_longer_than_its_request(llm: LLM) -> None:
+    """A viewer who takes nothing holds no listener behind the end of the request; closing the stream ends one."""
+    wish = live.read_body(llm, {"prompt": PROMPT, "max_tokens": 64, "ignore_eos": True, "draft": "none"})
+
+    async def stall(num_read: int, waits: bool) -> str | None:
+        request = live.make_request(llm, wish)
+        stream = live.events(llm, wish, request)
+        for _ in range(num_read):
+            await anext(stream)
+        if waits:
+            await asyncio.to_thread(wait_for, lambda: request.seq.finish_reason is not None and not listeners(llm))
+        await stream.aclose()
+        await asyncio.to_thread(wait_for, lambda: request.seq.finish_reason is not None)
+        assert listeners(llm) == 0
+        return request.seq.finish_reason
+
+    assert asyncio.run(stall(2, waits=True)) == "length"
+    assert asyncio.run(stall(2, waits=False)) == "abort"
+    wait_for(lambda: is_idle(llm))
 
 
 def test_many_viewers_get_their_own(llm: LLM, url: str) -> None:

@@ -21,12 +21,14 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence as Seq
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence as Seq
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from forerun import verify
 from forerun.drafters import Drafter
@@ -38,7 +40,7 @@ from forerun.lab.examples import CHATS, CODE
 from forerun.registry import load, unknown
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import token_text
-from forerun.types import RoundDetail, SequenceStep, StepReport, Toss
+from forerun.types import RoundDetail, SamplingParams, SequenceStep, StepReport, Toss
 
 FIELDS = (
     "draft",
@@ -73,20 +75,30 @@ def make_router(llm: LLM) -> APIRouter:
     @router.post("/live")
     async def generate(body: dict[str, Any]) -> StreamingResponse:
         """Generate; what cannot be honoured is refused before the first event."""
-        requests = await asyncio.to_thread(make_requests, llm, body)
+        wish = await asyncio.to_thread(read_body, llm, body)
+        request = make_request(llm, wish)
         if len(watched) >= MOST_VIEWERS:
             raise CapacityError(f"{MOST_VIEWERS} viewers are watching, which is the most at once: come back later")
-        return StreamingResponse(_counted(watched, events(llm, requests)), media_type="text/event-stream")
+        return _Events(_counted(watched, events(llm, wish, request)), media_type="text/event-stream")
 
     return router
 
 
-async def _counted(watched: set[str], all_events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+class _Events(StreamingResponse):
+    """A stream that is closed when nobody reads it any more, not when its generator is collected."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.body_iterator):  # type: ignore[type-var]
+            await super().__call__(scope, receive, send)
+
+
+async def _counted(watched: set[str], all_events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     viewer = secrets.token_hex(8)
     watched.add(viewer)
     try:
-        async for event in all_events:
-            yield event
+        async with aclosing(all_events):
+            async for event in all_events:
+                yield event
     finally:
         watched.remove(viewer)
 
@@ -133,8 +145,17 @@ def _has_chat(llm: LLM) -> bool:
 # -------------------------------------------------------------------------------------------------- what is asked for
 
 
-def make_requests(llm: LLM, body: Mapping[str, Any]) -> dict[str, Request]:
-    """The requests of a body by their lanes, not queued yet. Raises UserError."""
+@dataclass(frozen=True)
+class Wish:
+    """What a viewer asks for. race: whether it is to be decoded plainly, too."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    race: bool
+
+
+def read_body(llm: LLM, body: Mapping[str, Any]) -> Wish:
+    """What a body asks for. Raises UserError."""
     for name in body:
         if name not in (*FIELDS, *OTHER_FIELDS):
             raise BadOption(unknown("field", name, (*FIELDS, *OTHER_FIELDS)))
@@ -144,17 +165,28 @@ def make_requests(llm: LLM, body: Mapping[str, Any]) -> dict[str, Request]:
     if not isinstance(race, bool):
         raise BadOption(f"race={shown(race)} is not possible: it must be true or false")
     given = {name: value for name, value in body.items() if name in FIELDS}
-    # Nothing is found in a cache or in the memory of a drafter: neither what others wrote nor the lane before.
-    salted: dict[str, Any] = {"max_tokens": 128, **given, "cache_salt": secrets.token_hex(8)}
-    params = dataclasses.replace(llm.default_params, **salted)
-    ids = _prompt_ids(llm, body)
-    made = {"draft": llm.engine.make(ids, params)[0]}
-    if race:
-        seq = made["draft"].seq
-        plainly: dict[str, Any] = {"draft": NONE, "spec_length": None, "acceptance": None, "seed": seq.seed}
-        params = dataclasses.replace(params, **plainly, cache_salt=secrets.token_hex(8))
-        made["plain"] = llm.engine.make(ids, params)[0]
-    return made
+    if isinstance(seed := given.get("seed"), str) and seed.isdecimal():
+        given["seed"] = int(seed)  # a page cannot write an integer of 64 bits
+    own: dict[str, Any] = {"max_tokens": 128, **given, "cache_salt": _new_salt()}
+    return Wish(_prompt_ids(llm, body), dataclasses.replace(llm.default_params, **own), race)
+
+
+def make_request(llm: LLM, wish: Wish) -> Request:
+    """The request of a wish, not queued yet. Raises UserError."""
+    return llm.engine.make(wish.prompt_ids, wish.params)[0]
+
+
+def make_plain_request(llm: LLM, wish: Wish, first: Request) -> Request:
+    """The same without a draft, as long as what the first one wrote, so that the times can be compared."""
+    plainly: dict[str, Any] = {"draft": NONE, "spec_length": None, "acceptance": None, "seed": first.seq.seed}
+    length: dict[str, Any] = {"max_tokens": first.seq.num_output_tokens, "ignore_eos": True}
+    params = dataclasses.replace(wish.params, **plainly, **length, cache_salt=_new_salt())
+    return llm.engine.make(wish.prompt_ids, params)[0]
+
+
+def _new_salt() -> str:
+    """With it nothing is found in a cache or in the memory of a drafter: what others wrote, or the lane before."""
+    return secrets.token_hex(8)
 
 
 def _prompt_ids(llm: LLM, body: Mapping[str, Any]) -> list[int]:
@@ -191,16 +223,28 @@ def depths_of(parents: Seq[int]) -> list[int]:
     return depths
 
 
+def _origin_of_next(step: SequenceStep) -> str:
+    """Of the token that the target adds, which a stop condition may cut off."""
+    if not step.num_drafted:
+        return "plain"
+    return "bonus" if step.num_accepted == step.num_tested else "correction"
+
+
 def _rounded(prob: float | None) -> float | None:
     return None if prob is None else float(f"{prob:.5g}")
 
 
-async def events(llm: LLM, requests: Mapping[str, Request]) -> AsyncIterator[bytes]:
-    """The events of all lanes, one lane after the other. Whoever stops reading ends the requests."""
+async def events(llm: LLM, wish: Wish, request: Request) -> AsyncGenerator[bytes]:
+    """The events of one lane, or of both. Closing it ends the request that runs."""
     try:
-        for lane, request in requests.items():
-            async for event in _Lane(llm, lane, request).events():
+        async with aclosing(_Lane(llm, "draft", request).events()) as first:
+            async for event in first:
                 yield event
+        if wish.race:
+            plain = make_plain_request(llm, wish, request)
+            async with aclosing(_Lane(llm, "plain", plain).events()) as second:
+                async for event in second:
+                    yield event
     except ForerunError as error:
         yield _event("failed", {"message": str(error)})
 
@@ -226,19 +270,20 @@ class _Lane:
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
         self._steps: deque[_Step] = deque()
         self._is_over, self._is_rung = False, False
+        self._end_listening: Callable[[], None] = lambda: None
         self._begun_s = self._last_s = 0.0
         self._so_far = RequestReport()
         self._detokenizer = Detokenizer(llm.tokenizer, request.seq.tokens[: request.seq.num_prompt_tokens])
         self._num_tokens = 0
         self._text_of = functools.lru_cache(4096)(functools.partial(token_text, llm.tokenizer))
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """From the request's beginning to its end. Raises the error that ended it."""
         request = self._request
         request.hear = self._hear_request
         yield _event("begin", self._beginning())
         self._begun_s = time.perf_counter()
-        end_listening = self._llm.listen(self._hear_step, detail=True)
+        self._end_listening = self._llm.listen(self._hear_step, detail=True)
         try:
             self._llm.queue([request])
             while not self._is_over or self._steps:
@@ -250,7 +295,7 @@ class _Lane:
                 if not self._is_over:
                     await asyncio.sleep(FRAME_S)
         finally:
-            end_listening()
+            self._end_listening()
             self._llm.end([request])
         if request.error is not None:
             raise request.error
@@ -269,6 +314,7 @@ class _Lane:
     def _hear_request(self, request: Request) -> None:
         if request.seq.finish_reason is not None:
             self._is_over = True
+            self._end_listening()  # here, too: a viewer who reads slowly needs no more than what was noted
             self._is_rung = False
             self._ring()
 
@@ -322,6 +368,7 @@ class _Lane:
                 "nodes": self._nodes(detail, left),
                 "num_accepted": own.num_accepted,
                 "tokens": tokens,
+                "next_origin": _origin_of_next(own),
                 "next": self._text_of(detail.next_token, self._before_next(detail, left)),
                 "so_far": so_far,
                 "num_tokens": self._num_tokens,
