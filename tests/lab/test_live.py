@@ -15,7 +15,7 @@ import pytest
 
 from forerun import LLM, SamplingParams, verify
 from forerun.lab import live
-from forerun.lab.live import COUNTS, PER_POSITION, RATES, coins_of
+from forerun.lab.watching import COUNTS, PER_POSITION, RATES, coins_of
 from forerun.types import AcceptanceTest, RoundDetail, Toss
 from lab.serving import Event, of, read, serving_lab, watch
 from serve.running import wait_for
@@ -71,10 +71,12 @@ def test_a_stream_says_what_generate_does(llm: LLM, url: str, name: str) -> None
     assert "".join(token["text"] for token in tokens) + end["rest"] == end["text"] == out.text
     numbers = {key: getattr(out.report, key) for key in (*COUNTS, *PER_POSITION, *RATES)}
     assert {**numbers, "is_lossless": out.report.is_lossless} == end["report"]
-    assert rounds[-1]["so_far"] == numbers
+    counts = of(events, "counts")
+    assert counts[-1]["so_far"] == numbers
+    assert [one["so_far"]["num_steps"] for one in counts] == sorted(one["so_far"]["num_steps"] for one in counts)
     assert [one["number"] for one in rounds] == list(range(1, out.report.num_steps + 1))
     assert [(len(one["nodes"]), one["num_accepted"]) for one in rounds] == out.report.rounds
-    assert [kind for kind, _ in events] == ["begin", "prompt", *["round"] * len(rounds), "end"]
+    assert [kind for kind, _ in events if kind != "counts"] == ["begin", "prompt", *["round"] * len(rounds), "end"]
 
 
 def test_a_text_of_split_characters_is_whole(llm: LLM, url: str) -> None:
