@@ -16,7 +16,7 @@ from fastapi.staticfiles import StaticFiles
 
 from forerun.engine.llm import LLM
 from forerun.errors import CapacityError, ForerunError, UserError
-from forerun.lab import live, theory_api
+from forerun.lab import live, machine, theory_api, unbiased
 
 STATIC = Path(__file__).parent / "static"
 # Nothing from elsewhere is loaded, and no other page may hold this one in a frame.
@@ -34,7 +34,7 @@ def make_lab(llm: LLM) -> FastAPI:
     app.add_exception_handler(ForerunError, _refused)
     app.add_exception_handler(RequestValidationError, _not_understood)
     app.middleware("http")(_with_headers)
-    for part in (theory_api, live):
+    for part in (theory_api, unbiased, machine, live):
         app.include_router(part.make_router(llm), prefix="/api")
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
