@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Ge, Le, Len
 from fastapi import APIRouter
+from pydantic import Field
 
 from forerun.engine.llm import LLM
 from forerun.engine.request import RequestOutput
@@ -26,10 +26,10 @@ _TURN = threading.Lock()
 class Measuring:
     """What to generate, plainly and with a drafter of the engine (None = its own choice) that drafts `spec_length`."""
 
-    prompt: Annotated[str, Len(1, 4000)] = "def fibonacci(n):\n"
+    prompt: Annotated[str, Field(min_length=1, max_length=4000)] = "def fibonacci(n):\n"
     draft: str | None = None
-    spec_length: Annotated[int, Ge(1), Le(64)] = 5
-    max_tokens: Annotated[int, Ge(16), Le(256)] = 96
+    spec_length: Annotated[int, Field(ge=1, le=64)] = 5
+    max_tokens: Annotated[int, Field(ge=16, le=256)] = 96
 
 
 def make_router(llm: LLM) -> APIRouter:

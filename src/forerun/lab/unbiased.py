@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from annotated_types import Ge, Le, Len
 from fastapi import APIRouter
+from pydantic import Field
 
 from forerun import testing, verify
 from forerun.engine.llm import LLM
@@ -28,7 +28,7 @@ from forerun.theory import formulas, joint, lenience
 from forerun.types import Coins, Draft, Probs
 
 Floats = npt.NDArray[np.float64]
-Weights = Annotated[list[float], Len(2, 16)]
+Weights = Annotated[list[float], Field(min_length=2, max_length=16)]
 MUTANTS = {mutant.name: mutant for mutant in (*testing.MUTANTS, testing.SECOND_DRAW, testing.ONE_COIN)}
 MOST_ROUNDS = 1000  # of one request: less than a second
 MOST_DRAFTED = 8
@@ -49,16 +49,16 @@ class Setting:
     rule: str = "ratio"
     mutant: str | None = None
     shape: str = "chain"
-    size: Annotated[int, Ge(1), Le(MOST_DRAFTED)] = 4
+    size: Annotated[int, Field(ge=1, le=MOST_DRAFTED)] = 4
 
 
 @dataclass
 class Rounds(Setting):
     """Which rounds to run: their coins are a function of the seed and of the number of the round."""
 
-    first_round: Annotated[int, Ge(0), Le(10**9)] = 0
-    num_rounds: Annotated[int, Ge(1), Le(MOST_ROUNDS)] = 250
-    seed: Annotated[int, Ge(0), Le(2**53)] = 0
+    first_round: Annotated[int, Field(ge=0, le=10**9)] = 0
+    num_rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)] = 250
+    seed: Annotated[int, Field(ge=0, le=2**53)] = 0
 
 
 def make_router(llm: LLM | None = None) -> APIRouter:

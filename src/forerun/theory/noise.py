@@ -1,4 +1,4 @@
-"""What a perfect sampler shows: how far the shares of its draws are from the probabilities that they were drawn with."""
+"""What a perfect sampler shows: how far the shares of its draws are from the probabilities that it draws with."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def chi_square_tail(value: float, num_free: int) -> float:
     It is the finite sum of Abramowitz and Stegun 26.4.4 and 26.4.5. Raises ValueError for num_free < 1.
     """
     if num_free < 1 or value < 0:
-        raise ValueError(
-            f"value={value}, num_free={num_free}: a value of at least 0 and 1 degree of freedom are needed"
-        )
+        raise ValueError(f"value={value}, num_free={num_free}: at least 0 and 1 are needed")
     half = value / 2
     if num_free % 2:
         total, term, k = math.erfc(math.sqrt(half)), math.exp(-half) * math.sqrt(half) / math.gamma(1.5), 1.5

@@ -59,3 +59,9 @@ export function l1Distance(counts, p) {
   const total = counts.reduce((sum, one) => sum + one, 0);
   return total ? p.reduce((sum, value, x) => sum + Math.abs(counts[x] / total - value), 0) : null;
 }
+
+// sum_x (count - expected)^2 / expected; infinite where a word of probability 0 was counted.
+export function chiSquare(counts, p) {
+  const total = counts.reduce((sum, one) => sum + one, 0);
+  return p.reduce((sum, value, x) => sum + (value > 0 ? (counts[x] - total * value) ** 2 / (total * value) : counts[x] > 0 ? Infinity : 0), 0);
+}
