@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field
 
+from forerun.engine.factory import is_shipped
 from forerun.engine.llm import LLM
 from forerun.engine.request import RequestOutput
 from forerun.errors import CapacityError
@@ -39,8 +40,9 @@ def make_router(llm: LLM) -> APIRouter:
     @router.get("/machine")
     def machine() -> dict[str, Any]:
         """The times of passes by their rows, the drafters, and what others have measured."""
+        target = llm.config.target
         return {
-            "model": "the shipped model" if llm.config.target is None else Path(llm.config.target).name,
+            "model": "the shipped model" if is_shipped(target) else Path(str(target)).name,
             "precision": llm.checkpoint.model.precision,
             "drafters": list(llm.drafters),
             "passes": passes(llm),

@@ -203,7 +203,7 @@ export async function mount(element, lab) {
     ["α below c", { alpha: 0.3, k: 3, c: 0.4, check: "free" }, "No K pays where a guess costs more than it is likely to be worth (Corollary 3.9). The ridge has left the map."],
     ["c → 0", { alpha: 0.8, k: MOST_K, c: 0, check: "free" }, "Guesses for nothing, as from a search in the text: longer is always better, and the limit is 1 / (1 − α)."],
     ["α → 1", { alpha: 1, k: 8, c: 0.1, check: "free" }, "Every guess is right: K + 1 tokens per round. Only the draft's own time is left."],
-    ["A batch that computes already", { alpha: 0.8, k: 5, check: "roofline", batch: 8 }, "With hundreds of requests the pass is bound by arithmetic, and each token to check costs its full price."],
+    ["A batch that computes already", { alpha: 0.7, k: 5, check: "roofline", batch: 8 }, "With hundreds of requests the pass is bound by arithmetic, and each token to check costs its full price."],
   ].map(([name, next, why]) => el("li", {}, controls.button(name, async () => {
     if (next.check === "roofline" && !roofs) await loadRoofs();
     go(next)();

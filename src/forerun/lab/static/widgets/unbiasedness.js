@@ -214,7 +214,7 @@ export async function mount(element, lab) {
     const colours = lab.colours();
     const num = sum(words());
     const n = num || ROUNDS;
-    const [left, right, top, bottom] = [48, width - 6, 8, height - 26];
+    const [left, right, top, bottom] = [54, width - 6, 8, height - 26];
     const found = words().map((one, x) => (num ? one / num - pair.target[x] : 0));
     const bands = pair.target.map((p) => 2 * Math.sqrt((p * (1 - p)) / n));
     const most = Math.max(0.004, 1.6 * Math.max(...bands), 1.1 * Math.max(...found.map(Math.abs)));
@@ -243,7 +243,7 @@ export async function mount(element, lab) {
 
   function drawCourse(context, width, height) {
     const colours = lab.colours();
-    const [left, right, top, bottom] = [48, width - 6, 8, height - 36];
+    const [left, right, top, bottom] = [54, width - 6, 8, height - 36];
     const last = history.at(-1)?.[0] ?? ROUNDS;
     const end = Math.max(ROUNDS, last);
     const log = Math.log10;
