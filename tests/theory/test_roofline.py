@@ -13,7 +13,7 @@ from forerun.theory.roofline import MACHINES, SHAPES, Machine, Precision, Step
 TINY = roofline.DecoderShape(
     vocab_size=10, hidden_size=4, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, ffn_size=6
 )
-H100, ONE_B, EIGHT_B = MACHINES["H100 SXM"], SHAPES["llama-3.2-1b"], SHAPES["llama-3.1-8b"]
+H100, ONE_B, EIGHT_B = MACHINES["h100"], SHAPES["llama-3.2-1b"], SHAPES["llama-3.1-8b"]
 
 
 def test_counts_by_hand():

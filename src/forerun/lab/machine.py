@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,8 @@ from forerun.engine.factory import is_shipped
 from forerun.engine.llm import LLM
 from forerun.engine.request import RequestOutput
 from forerun.errors import CapacityError
-from forerun.lab.published import TABLE_4
 from forerun.theory import roofline
+from forerun.theory.published import TABLE_4
 from forerun.types import SamplingParams
 
 NUM_RUNS = 3  # each way, in turn; the fastest counts, because nothing makes a run faster than it can be
@@ -46,7 +45,7 @@ def make_router(llm: LLM) -> APIRouter:
             "precision": llm.checkpoint.model.precision,
             "drafters": list(llm.drafters),
             "passes": passes(llm),
-            "published": [dataclasses.asdict(point) for point in TABLE_4],
+            "published": [point._asdict() for point in TABLE_4],
             "shapes": list(roofline.SHAPES),
             "machines": list(roofline.MACHINES),
         }

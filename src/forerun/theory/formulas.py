@@ -225,12 +225,14 @@ def least_speedup(alpha: float, c: float) -> float:
     return max(1.0, speedup(alpha, 1, c))
 
 
-def speedup_of_length(alpha: float, gamma: int, c: float, num_tokens: int) -> float:
+def speedup_of_length(
+    alpha: float, gamma: int, c: float, num_tokens: int, verify_ratio: float = 1.0, overhead: float = 0.0
+) -> float:
     """Return the factor of Theorem 3.8 for a text of `num_tokens` tokens, at most `num_tokens`.
 
     The theorem is its limit for long texts. The last rounds draft no more than the tokens that are missing, less the
-    one that the target adds. By recursion over the tokens left: cost(n) = 1 + c g + sum_k P(k accepted) cost(n-k-1),
-    g = min(gamma, n - 1).
+    one that the target adds. By recursion over the n tokens left: cost(n) = c g + v + o + the mean of cost(n - k - 1)
+    over k accepted tokens, g = min(gamma, n - 1). A round that drafts nothing has v = 1.
     """
     _check(alpha, gamma)
     if num_tokens < 1 or c < 0:
@@ -239,7 +241,8 @@ def speedup_of_length(alpha: float, gamma: int, c: float, num_tokens: int) -> fl
     for left in range(1, num_tokens + 1):
         drafted = min(gamma, left - 1)
         after = cost[left - 1 - np.arange(drafted + 1)]
-        cost[left] = 1 + c * drafted + accepted_length_probs(alpha, drafted) @ after
+        own = c * drafted + (verify_ratio if drafted else 1.0) + overhead
+        cost[left] = own + accepted_length_probs(alpha, drafted) @ after
     return num_tokens / float(cost[num_tokens])
 
 

@@ -64,13 +64,13 @@ class Machine(NamedTuple):
     operations_per_s: float
 
 
-# GPUs: the vendor's data sheets, bfloat16 without sparsity. The CPU: two AVX-512 cores with BF16, as measured by
-# `forerun bench kernels`.
+# H100 SXM, A100 SXM 80 GB, GeForce RTX 4090: the vendor's data sheets, bfloat16 without sparsity. The CPU: two AVX-512
+# cores with BF16, as `forerun bench kernels` measures them.
 MACHINES = {
-    "H100 SXM": Machine(3.35e12, 989.4e12),
-    "A100 SXM 80GB": Machine(2.039e12, 312e12),
-    "RTX 4090": Machine(1.008e12, 165.2e12),
-    "2 AVX-512 cores": Machine(46e9, 0.4e12),
+    "h100": Machine(3.35e12, 989.4e12),
+    "a100": Machine(2.039e12, 312e12),
+    "rtx-4090": Machine(1.008e12, 165.2e12),
+    "cpu-2-cores": Machine(46e9, 0.4e12),
 }
 
 

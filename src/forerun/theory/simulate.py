@@ -89,14 +89,16 @@ def oracle(alpha: float, c: float, num_rounds: int, seed: int, row_cost: float =
     return _ratio(lengths + 1.0, 1 + (c + row_cost) * lengths)
 
 
-def texts(alpha: float, gamma: int, c: float, num_tokens: int, num_texts: int, seed: int) -> Estimate:
+def texts(
+    alpha: float, gamma: int, c: float, num_tokens: int, num_texts: int, seed: int, verify_ratio: float = 1.0
+) -> Estimate:
     """Simulate texts of `num_tokens` tokens, whose last rounds draft no more than is missing; return the speed-up."""
     generator = np.random.default_rng(seed)
     left, cost = np.full(num_texts, num_tokens), np.zeros(num_texts)
     while (left > 0).any():
         drafted = np.minimum(gamma, np.maximum(left - 1, 0))
         accepted, going = np.zeros(num_texts, dtype=np.int64), left > 0
-        cost += going * (1 + c * drafted)
+        cost += going * (c * drafted + np.where(drafted > 0, verify_ratio, 1.0))
         for position in range(gamma):
             going = going & (position < drafted) & (generator.random(num_texts) < alpha)
             accepted += going
