@@ -29,7 +29,7 @@ from forerun.types import Coins, Draft, Probs
 
 Floats = npt.NDArray[np.float64]
 Weights = Annotated[list[float], Field(min_length=2, max_length=16)]
-MUTANTS = {mutant.name: mutant for mutant in (*testing.MUTANTS, testing.SECOND_DRAW, testing.ONE_COIN)}
+MUTANTS = {mutant.name: mutant for mutant in (*testing.MUTANTS, testing.SECOND_DRAW)}
 MOST_ROUNDS = 1000  # of one request: less than a second
 MOST_DRAFTED = 8
 MOST_ENUMERATED = 3  # siblings, all of whose outcomes are taken

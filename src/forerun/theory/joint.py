@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+Floats = npt.NDArray[np.float64]
 MOST_VALUES = 1 << 22
 
 
@@ -19,14 +20,15 @@ def block_tokens(p: npt.ArrayLike, q: npt.ArrayLike, gamma: int) -> float:
         raise ValueError(f"gamma={gamma} must be at least 0")
     p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
     ratios, weights = p[q > 0] / q[q > 0], q[q > 0]
-    values: npt.NDArray[np.float64] = np.ones(1)
-    probs, total = values, 1.0
+    values: Floats = np.ones(1)
+    probs: Floats = np.ones(1)
+    total = 1.0
     for _ in range(gamma):
         if len(values) * len(ratios) > MOST_VALUES:
             raise ValueError(f"{len(ratios)} ids and gamma={gamma} have too many values of P: take fewer")
-        values = np.minimum(1.0, np.outer(values, ratios)).ravel()
-        probs = np.outer(probs, weights).ravel()
-        total += float(values @ probs)
-        values, places = np.unique(np.round(values, 12), return_inverse=True)
-        probs = np.bincount(places, probs)
+        reached = np.minimum(1.0, np.outer(values, ratios)).ravel()
+        shares = np.outer(probs, weights).ravel()
+        total += float(reached @ shares)
+        values, places = np.unique(reached.round(12), return_inverse=True)
+        probs = np.asarray(np.bincount(places, weights=shares), dtype=np.float64)
     return total
