@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,14 @@ def browser() -> Iterator[Any]:
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         yield chromium
         chromium.close()
+
+
+def until(page: Any, condition: str, limit_s: float = 60.0) -> None:
+    """Wait until a condition in JavaScript holds. (playwright's own way is forbidden by the page's security policy.)"""
+    ends = time.monotonic() + limit_s
+    while not page.evaluate(condition):
+        assert time.monotonic() < ends, f"it did not come about: {condition}"
+        time.sleep(0.02)
 
 
 class Pages:

@@ -19,12 +19,14 @@ export async function mount(element, lab) {
 
   const state = {
     rule: known(settings.get("unbiased.rule"), "ratio"),
-    shape: settings.get("unbiased.shape", "chain"),
+    shape: settings.get("unbiased.shape") in MOST_SIZE ? settings.get("unbiased.shape") : "chain",
     size: Math.round(settings.number("unbiased.size", USUAL_SIZE.chain, 1, MOST_SIZE.chain)),
     mutant: mutants.some((one) => one.name === settings.get("unbiased.mutant")) ? settings.get("unbiased.mutant") : null,
     options: {},
     counted: "first",
   };
+  if (!named[state.rule].shapes.includes(state.shape)) state.shape = "chain";
+  state.size = Math.min(state.size, MOST_SIZE[state.shape]);
   let seed = Math.round(settings.number("unbiased.seed", Math.floor(Math.random() * 2 ** 31), 0, 2 ** 53));
   let counts = null; // { words [positions][V], accepted [K + 1] }
   let history = []; // [tokens counted, L1]
