@@ -79,10 +79,14 @@ REFUSED = {
     "text": ({"function": "expected_tokens", "arguments": {"alpha": "much", "gamma": 1}}, "must be a number"),
     "ragged": ({"function": "acceptance", "arguments": {"p": [[1], [1, 2]], "q": [1]}}, "must be a number"),
     "machine": (
-        {"function": "roofline", "arguments": dict.fromkeys(("target", "draft", "machine"), "x") | dict.fromkeys(("batch", "context", "max_gamma"), 1)},
+        {
+            "function": "roofline",
+            "arguments": dict.fromkeys(("target", "draft", "machine"), "x")
+            | dict.fromkeys(("batch", "context", "max_gamma"), 1),
+        },
         "must be one of smollm2-135m",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated
 
 import typer
@@ -9,6 +10,8 @@ import typer
 from forerun.cli import flags
 from forerun.cli.serve import FIRST_MODEL, TARGET_HELP, with_target
 from forerun.errors import BadOption
+
+VIEWERS = 4  # sequences that run together, where nothing else is said: a cache for each drafter with a model is made
 
 
 def lab(
@@ -43,8 +46,9 @@ def lab(
     config: flags.ConfigFile = None,
 ) -> None:
     """Show a page in the browser that explains speculative decoding, with your model running live behind it."""
-    engine = flags.engine_config(dict(locals()), config)
+    engine = with_target(flags.engine_config(dict(locals()), config, max_batch_size=VIEWERS))
     try:
+        from forerun.engine.factory import usable_drafts
         from forerun.lab.app import make_lab
         from forerun.serve.server import ServerOptions, run
     except ImportError as error:
@@ -52,4 +56,6 @@ def lab(
             f"forerun lab needs packages that are not here ({error.name}): pip install 'forerun[serve]'"
         ) from None
     options = ServerOptions(host=host, port=port, api_key=api_key or None)
-    raise typer.Exit(run(with_target(engine), options, {"/lab": make_lab}))
+    if engine.extra_drafts is None:  # all that can be had, for the menu of the widget Live
+        engine = dataclasses.replace(engine, extra_drafts=";".join(usable_drafts(engine)))
+    raise typer.Exit(run(engine, options, {"/lab": make_lab}))

@@ -6,13 +6,14 @@ import asyncio
 import dataclasses
 import logging
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence as Seq
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Unpack
 
 from forerun.config import EngineConfig
+from forerun.drafters import Drafter
 from forerun.engine.factory import build, check_loaded, load_target, refuse_early, refuse_what_does_not_fit
 from forerun.engine.loop import Loop
 from forerun.engine.options import LLMOptions, llm_signature
@@ -134,6 +135,11 @@ class LLM:
         return requests
 
     @property
+    def drafters(self) -> Mapping[str, Drafter]:
+        """The drafters that requests may choose, by name; the first serves those that choose none."""
+        return self.engine.drafter.members
+
+    @property
     def failure(self) -> BaseException | None:
         """What the last step that failed as a whole has raised; None while the engine is sound."""
         return self._loop.failure
@@ -242,11 +248,6 @@ class LLM:
             self._loop.behind = tuple(kept for kept in self._loop.behind if kept is not call)
 
         return end
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        """The names that SamplingParams.draft may have, the engine's own choice first."""
-        return tuple(self.engine.drafter.members)
 
     def pass_times(self) -> dict[str, PassTime]:
         """What passes take on this machine by their rows: of the target under "", of drafters by name.

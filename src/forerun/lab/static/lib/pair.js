@@ -1,7 +1,7 @@
 // The two distributions that Residual edits and Unbiasedness runs: probabilities of eight words, which sum to 1.
 import { settings } from "./settings.js";
 
-export const WORDS = ["mat", "sofa", "floor", "bed", "roof", "chair", "grass", "stove"];
+export const WORDS = ["mat", "sofa", "rug", "bed", "roof", "lap", "lawn", "sill"];
 
 // What a button sets: [name, target, draft].
 export const PRESETS = [

@@ -195,20 +195,25 @@ export async function mount(element, lab) {
 
   const go = (next) => () => set({ published: null, ...next });
   const better = optimalGamma(EXAMPLE.alpha, EXAMPLE.c, FREE);
+  const rounds = EXAMPLE.c * EXAMPLE.k + 1;
+  const example = el("table", {},
+    el("thead", {}, el("tr", {}, ["", "equation (1)", "that lesson"].map((text) => el("th", { scope: "col" }, text)))),
+    el("tbody", {},
+      el("tr", {}, el("th", { scope: "row" }, "tokens / round"), [tokensRight, tokensLesson].map((one) => el("td", {}, format(one, 4)))),
+      el("tr", {}, el("th", { scope: "row" }, "speed-up"), [tokensRight, tokensLesson].map((one) => el("td", {}, `${format(one / rounds, 4)}×`)))));
   const findings = el("ol", { class: "findings" }, [
     ["The worked example", { ...EXAMPLE, check: "free" },
-      `α = 0.7, K = 5, c = 0.2: ${format(tokensRight, 4)} tokens per round at a cost of 2, ${format(tokensRight / 2, 4)}×. A widespread lesson has `
-      + `${format(tokensLesson, 4)} tokens and ${format(tokensLesson / 2, 2)}×: its formula (1 − αᴷ) / (1 − α) + 1 counts one token twice, for at α = 0 it promises two tokens where a rejected first guess leaves exactly one.`],
+      `α = ${EXAMPLE.alpha}, K = ${EXAMPLE.k}, c = ${EXAMPLE.c}. A widespread lesson adds one token too many: its (1 − αᴷ) / (1 − α) + 1 gives two tokens at α = 0, where a rejected first guess leaves exactly one.`, example],
     ["K beyond the ridge", { alpha: 0.7, k: 14, c: 0.2, check: "free" }, `Here K = ${better} is best: each later guess is reached so rarely that it costs more than it brings.`],
-    ["α below c", { alpha: 0.3, k: 3, c: 0.4, check: "free" }, "No K pays where a guess costs more than it is likely to be worth (Corollary 3.9). The ridge has left the map."],
+    ["α below c", { alpha: 0.3, k: 3, c: 0.4, check: "free" }, "No K pays where a guess costs more than it is likely to be worth (Corollary 3.9): left of α = c the map has no ridge."],
     ["c → 0", { alpha: 0.8, k: MOST_K, c: 0, check: "free" }, "Guesses for nothing, as from a search in the text: longer is always better, and the limit is 1 / (1 − α)."],
     ["α → 1", { alpha: 1, k: 8, c: 0.1, check: "free" }, "Every guess is right: K + 1 tokens per round. Only the draft's own time is left."],
     ["A batch that computes already", { alpha: 0.7, k: 5, check: "roofline", batch: 8 }, "With hundreds of requests the pass is bound by arithmetic, and each token to check costs its full price."],
-  ].map(([name, next, why]) => el("li", {}, controls.button(name, async () => {
+  ].map(([name, next, why, more]) => el("li", {}, controls.button(name, async () => {
     if (next.check === "roofline" && !roofs) await loadRoofs();
     go(next)();
     if (next.check === "roofline") useRoof();
-  }), el("p", { class: "note" }, why))));
+  }), el("div", { class: "stack" }, el("p", { class: "note" }, why), more))));
 
   const regimes = ["slow", "unlikely", "busy"].map(() => ({ said: el("p", { class: "note" }), item: el("li", {}) }));
   regimes[0].item.append(el("h4", {}, "The draft is too slow"), regimes[0].said);
@@ -285,8 +290,8 @@ export async function mount(element, lab) {
       el("div", { class: "stack" }, alphaKnob.element, kKnob.element, cKnob.element, numbers.element,
         el("hr", { class: "rule" }), el("div", { class: "row" }, measureButton), measureSaid, publishedChoice.element, publishedSaid))),
     el("div", { class: "card" }, el("div", { class: "split" },
-      el("div", { class: "stack" }, el("h3", {}, "What checking costs: the time of a pass over M tokens / over one"), curvePlace, curveSaid),
-      el("div", { class: "stack" }, checks.element, roofPanel))),
+      el("div", { class: "stack" }, el("h3", {}, "What checking costs: the time of a pass over M tokens / over one"), curvePlace),
+      el("div", { class: "stack" }, checks.element, curveSaid, roofPanel))),
     el("div", { class: "halves" },
       el("div", { class: "card" }, el("h3", {}, "Things to find"), findings),
       el("div", { class: "card" }, el("h3", {}, "Where it does not pay"), el("ul", { class: "regimes" }, regimes.map((regime) => regime.item)))));
