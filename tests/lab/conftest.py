@@ -12,19 +12,25 @@ import pytest
 
 from serve.running import Running, serving
 
+KEY = "open sesame"
+REFUSED = "status of 401"  # what a console says of the first request, which had no key
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")  # names of the system's browser
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
-    """`forerun serve`, which has the lab under /lab, with the shipped pair."""
-    with serving("--extra-drafts", "suffix") as running:
+    """`forerun serve` with the shipped pair and an API key; the lab is under /lab, and its page asks for the key."""
+    with serving("--extra-drafts", "suffix", "--api-key", KEY) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """The system's Chromium, driven by playwright."""
+    """The system's Chromium, driven by playwright, for the tests of one file.
+
+    Until it is closed an event loop runs in this thread, in which `asyncio.run` is not possible: tests that need it are
+    in other files.
+    """
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUM)), None)
     if path is None:
         pytest.skip("the lab is tested in Chromium, which is not installed here: apt-get install chromium")
@@ -59,12 +65,17 @@ class Pages:
         self._contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(60_000)
-        page.on("console", lambda said: said.type in ("error", "warning") and self.problems.append(said.text))
+        page.on("dialog", lambda dialog: dialog.accept(KEY))
+        page.on("console", self._hear)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("request", lambda asked: self._look(asked.url))
         page.goto(f"{self._root}/lab/{hash_}")
         page.wait_for_selector("html[data-ready]")
         return page
+
+    def _hear(self, said: Any) -> None:
+        if said.type in ("error", "warning") and REFUSED not in said.text:
+            self.problems.append(said.text)
 
     def _look(self, url: str) -> None:
         if not url.startswith((self._root, "data:", "blob:")):

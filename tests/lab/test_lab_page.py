@@ -16,9 +16,10 @@ from forerun import verify
 from forerun.theory import formulas, joint, noise, roofline, simulate
 from forerun.theory.landscape import landscape
 from forerun.theory.published import TABLE_4
-from lab.conftest import Pages, until
+from lab.conftest import KEY, Pages, until
 from serve.running import Running
 
+BEARER = {"authorization": f"Bearer {KEY}"}
 ALPHAS = [0.0, 0.1, 0.35, 0.5, 0.7, 0.83, 0.99, 1.0]
 PAIRS = [
     ([0.3, 0.2, 0.15, 0.12, 0.09, 0.07, 0.04, 0.03], [0.14, 0.28, 0.1, 0.2, 0.06, 0.12, 0.06, 0.04]),
@@ -169,7 +170,7 @@ def test_landscape(pages: Pages) -> None:
     check_landscape(page, 0.7, 5, 0.2, FREE)
     assert "2.9412" in page.locator("#landscape [data-readout=tokens]").inner_text()
     assert "1.4706" in page.locator("#landscape [data-readout=speedup]").inner_text()
-    example = page.locator("#landscape .findings td").all_inner_texts()
+    example = page.locator("#landscape .findings tbody td").all_inner_texts()
     wanted = [formulas.expected_tokens(0.7, 5), formulas.double_counted_tokens(0.7, 5)]
     assert example == [*(f"{one:.4f}" for one in wanted), *(f"{one / 2:.4f}×" for one in wanted)]
     assert example[:3] == ["2.9412", "3.7731", "1.4706×"]
@@ -248,7 +249,7 @@ def test_a_point_is_measured_here(pages: Pages, server: Running) -> None:
     said = page.locator("#landscape .note", has_text="Measured with").inner_text()
     alpha, c = (float(page.get_by_label(name).input_value()) for name in ("acceptance α", "cost of a draft token c"))
     assert float(re.search(r"α̂ = (\d\.\d+)", said)[1]) == pytest.approx(alpha, abs=0.011)  # type: ignore[index]
-    passes = server.http.get("/lab/api/machine").json()["passes"]
+    passes = server.http.get("/lab/api/machine", headers=BEARER).json()["passes"]
     v = float(np.interp(4, passes["rows"], passes["ratios"]))
     promised = float(re.search(r"says (\d+\.\d+)×", said)[1])  # type: ignore[index]
     assert promised == pytest.approx(formulas.speedup(alpha, 3, c, v), rel=0.05)  # the slider rounds alpha and c
@@ -299,6 +300,17 @@ def test_unbiasedness_of_a_wrong_rule(pages: Pages) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- the page as such
+
+
+def test_the_page_is_open_and_what_it_asks_for_wants_the_key(server: Running) -> None:
+    for path in ("/lab", "/lab/", "/lab/main.js", "/lab/lib/api.js"):
+        assert server.http.get(path, follow_redirects=True).status_code == 200, path
+    for path in ("/lab/api/machine", "/lab/api/rules", "/lab/../lab/api/rules", "/v1/models", "/laboratory"):
+        assert server.http.get(path).status_code == 401, path
+        assert server.http.get(path, headers=BEARER).status_code in (200, 404), path
+    answer = server.http.get("/lab/")
+    assert "default-src 'self'" in answer.headers["content-security-policy"]
+    assert server.http.get("/lab/static/../../app.py").status_code in (401, 404)
 
 
 def test_a_link_carries_the_settings(pages: Pages) -> None:

@@ -197,7 +197,7 @@ export async function mount(element, lab) {
   const better = optimalGamma(EXAMPLE.alpha, EXAMPLE.c, FREE);
   const rounds = EXAMPLE.c * EXAMPLE.k + 1;
   const example = el("table", {},
-    el("thead", {}, el("tr", {}, ["", "equation (1)", "that lesson"].map((text) => el("th", { scope: "col" }, text)))),
+    el("thead", {}, el("tr", {}, el("td", {}), ["equation (1)", "that lesson"].map((text) => el("th", { scope: "col" }, text)))),
     el("tbody", {},
       el("tr", {}, el("th", { scope: "row" }, "tokens / round"), [tokensRight, tokensLesson].map((one) => el("td", {}, format(one, 4)))),
       el("tr", {}, el("th", { scope: "row" }, "speed-up"), [tokensRight, tokensLesson].map((one) => el("td", {}, `${format(one / rounds, 4)}×`)))));
