@@ -344,6 +344,7 @@ def build(checkpoint: Checkpoint, tokenizer: Tokenizer, config: EngineConfig, dr
         prefill_chunk_tokens=config.prefill_chunk_tokens,
         max_num_batched_tokens=config.max_num_batched_tokens,
         catchup_tokens=config.draft_catchup_tokens,
+        costs=costs,
     )
 
 

@@ -16,7 +16,7 @@ from fastapi.staticfiles import StaticFiles
 
 from forerun.engine.llm import LLM
 from forerun.errors import CapacityError, ForerunError, UserError
-from forerun.lab import live, theory_api
+from forerun.lab import live, machine, theory_api, unbiased
 
 STATIC = Path(__file__).parent / "static"
 # Nothing from elsewhere is loaded, and no other page may hold this one in a frame.
@@ -31,13 +31,18 @@ HEADERS = {
 def make_lab(llm: LLM) -> FastAPI:
     """The application of the lab around one engine."""
     app = FastAPI(title="forerun lab", openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_exception_handler(ForerunError, _refused)
-    app.add_exception_handler(RequestValidationError, _not_understood)
+    add_error_answers(app)
     app.middleware("http")(_with_headers)
-    for part in (theory_api, live):
+    for part in (theory_api, unbiased, machine, live):
         app.include_router(part.make_router(llm), prefix="/api")
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
+
+
+def add_error_answers(app: FastAPI) -> None:
+    """Answer errors with {"error": {"message": ...}}; bodies that cannot be understood have status 400, too."""
+    app.add_exception_handler(ForerunError, _refused)
+    app.add_exception_handler(RequestValidationError, _not_understood)
 
 
 async def _with_headers(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:

@@ -13,26 +13,59 @@ from fastapi import APIRouter
 
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption, shown
-from forerun.theory import formulas
+from forerun.theory import formulas, joint, lenience, noise, roofline as roofline_of, simulate
+
+
+def roofline(target: str, draft: str, machine: str, batch: int, context: int, max_gamma: int) -> dict[str, Any]:
+    """Return c, v(gamma) for gamma = 0 .. max_gamma, and the rows up to which one more is free, in bfloat16.
+
+    target, draft: names in forerun.theory.roofline.SHAPES; machine: one in MACHINES. batch: sequences in a pass, each
+    behind `context` tokens. Raises ValueError for other names, and for steps without rows.
+    """
+    shapes, machines = roofline_of.SHAPES, roofline_of.MACHINES
+    for what, name, known in (("target", target, shapes), ("draft", draft, shapes), ("machine", machine, machines)):
+        if name not in known:
+            raise ValueError(f"{what}={shown(name)} must be one of {', '.join(known)}")
+    step, on = roofline_of.Step(batch=batch, context=context), machines[machine]
+    return {
+        "c": roofline_of.cost_ratio(shapes[draft], shapes[target], step, on),
+        "verify_ratios": roofline_of.verify_ratios(shapes[target], step, on, max_gamma).tolist(),
+        "free_rows": roofline_of.ridge_rows(on),
+    }
+
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         formulas.acceptance,
-        formulas.match_acceptance,
+        formulas.break_even_alpha,
+        formulas.double_counted_tokens,
         formulas.expected_accepted,
         formulas.expected_tokens,
         formulas.expected_tokens_varying,
-        formulas.speedup,
-        formulas.optimal_gamma,
+        formulas.kseq_acceptance,
+        formulas.least_speedup,
+        formulas.match_acceptance,
         formulas.operations_factor,
-        formulas.oracle_speedup,
         formulas.optimal_acceptance,
+        formulas.optimal_gamma,
+        formulas.oracle_speedup,
+        formulas.speedup,
+        joint.block_tokens,
+        lenience.lenient_acceptance,
+        noise.chi_square,
+        noise.chi_square_tail,
+        noise.l1_noise_deviation,
+        roofline,
+        simulate.l1_noise,
     )
 }
-MOST_VALUES = 50_000  # of one call
+MOST_VALUES = 10_000  # of one call
 MOST_CALLS = 64
-MOST_INTEGER = 4096  # of an argument: some functions count up to it
+MOST_INTEGER = 10**7
+MOST_COUNTED = 256  # of an argument that functions count up to
+COUNTED = ("gamma", "max_gamma", "num_draws", "num_free")
+MOST_WORDS = 256  # of a distribution
 
 
 @dataclass
@@ -75,6 +108,7 @@ def evaluated(call: Call) -> Any:
     except TypeError as error:
         raise BadOption(f"{call.function}: {error}; it is {call.function}{_names(signature)}") from None
     whole = {name: _whole(call, name, value) for name, value in bound.items() if _is_whole(signature, name)}
+    whole |= {name: _name(call, name, value) for name, value in bound.items() if _annotation(signature, name) == "str"}
     scalars = {name: _numbers(call, name, value) for name, value in bound.items() if name not in whole}
     try:
         arrays = np.broadcast_arrays(*scalars.values()) if scalars else []
@@ -124,24 +158,33 @@ def _array(call: Call, name: str, value: Any) -> Any:
 
 def _whole(call: Call, name: str, value: Any) -> Any:
     array = _array(call, name, value)
-    if array.ndim != 1 or array.size > MOST_INTEGER:
-        raise BadOption(f"{call.function}: {name} must be a list of at most {MOST_INTEGER} numbers")
+    if array.ndim != 1 or array.size > MOST_WORDS:
+        raise BadOption(f"{call.function}: {name} must be a list of at most {MOST_WORDS} numbers")
     return array
+
+
+def _name(call: Call, name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadOption(f"{call.function}: {name}={shown(value)} must be a name")
+    return value
 
 
 def _numbers(call: Call, name: str, value: Any) -> Any:
     array = _array(call, name, value)
+    most = MOST_COUNTED if name in COUNTED else MOST_INTEGER
     if _is_integer(inspect.signature(FUNCTIONS[call.function]), name) and (
-        (array != np.floor(array)).any() or (np.abs(array) > MOST_INTEGER).any()
+        (array != np.floor(array)).any() or (np.abs(array) > most).any()
     ):
-        raise BadOption(f"{call.function}: {name}={shown(value)} must be whole, and at most {MOST_INTEGER}")
+        raise BadOption(f"{call.function}: {name}={shown(value)} must be whole, and at most {most}")
     return array
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, tuple):
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, tuple | list):
         return [_finite(part) for part in value]
-    return value if math.isfinite(value) else None
+    return value if value is None or math.isfinite(value) else None
 
 
 def _nested(values: list[Any], shape: tuple[int, ...]) -> Any:

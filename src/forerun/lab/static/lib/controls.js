@@ -80,3 +80,8 @@ export function legend(entries) {
   return el("ul", { class: "legend" }, entries.map(([colour, text, kind = "fill"]) =>
     el("li", {}, el("span", { class: `swatch ${kind}`, style: { "--swatch": `var(--${colour})` }, "aria-hidden": "true" }), text)));
 }
+
+// A row of small buttons behind a word: chips("Pair", [button, ...]).
+export function chips(label, buttons) {
+  return el("div", { class: "chips", role: "group", "aria-label": label }, el("span", { "aria-hidden": "true" }, label), buttons);
+}
