@@ -135,7 +135,7 @@ class Watch:
     def _frame(self) -> bytes:
         """What has come since the last one; nothing where that is nothing."""
         made = []
-        while self._steps:
+        for _ in range(len(self._steps)):  # not those that come meanwhile, or a busy machine would see no frame end
             step = self._steps.popleft()
             made.append(self._prompt_part(step) if step.number is None else self._round(step, step.number))
             time.sleep(0)

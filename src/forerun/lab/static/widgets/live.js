@@ -121,7 +121,7 @@ export async function mount(element, lab) {
     const drafted = counts.drafted_per_position;
     if (drafted.length === 0) return;
     if (positions.childElementCount !== drafted.length + 1) {
-      positions.replaceChildren(el("h4", {}, "Accepted, by position in the draft"), ...drafted.map(() => el("div", { class: "position" })));
+      positions.replaceChildren(el("h3", { class: "small" }, "Accepted, by position in the draft"), ...drafted.map(() => el("div", { class: "position" })));
     }
     drafted.forEach((num, i) => {
       const accepted = counts.accepted_per_position[i];

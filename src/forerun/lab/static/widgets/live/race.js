@@ -17,7 +17,7 @@ export function makeRace(lab) {
   const element = el("div", { class: "card stack", hidden: true, "data-part": "race" },
     el("div", { class: "row wide live-race-head" }, el("h3", {}, "The race"), speed.element, replay),
     el("div", { class: "live-lanes" }, LANES.map(([lane, title, colour]) =>
-      el("div", {}, el("h4", {}, el("span", { class: "swatch", style: { "--swatch": `var(--${colour})` }, "aria-hidden": "true" }), `${title} `, clocks[lane]), texts[lane]))),
+      el("div", {}, el("h3", { class: "small" }, el("span", { class: "swatch", style: { "--swatch": `var(--${colour})` }, "aria-hidden": "true" }), `${title} `, clocks[lane]), texts[lane]))),
     chart, said);
   for (const [lane, title] of LANES) texts[lane].setAttribute("aria-label", `The text ${title}`);
 
