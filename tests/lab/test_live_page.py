@@ -128,7 +128,7 @@ def test_a_round_in_full(llm: LLM, pages: Pages) -> None:
     drafted, accepted = out.report.rounds[1]
     assert part(page, "round").locator("tbody tr").count() == drafted == page.locator(".live-tree .node").count()
     assert part(page, "round").locator("tbody tr.is-accepted").count() == accepted
-    coins = re.findall(r"(0\.\d\d) ([<≥]) (0\.\d\d)", part(page, "round").inner_text())
+    coins = re.findall(r"(0\.\d+) ([<≥]) (0\.\d+)", part(page, "round").inner_text())
     assert all(
         (float(coin) <= float(chance)) if sign == "<" else (float(coin) >= float(chance))
         for coin, sign, chance in coins

@@ -19,7 +19,7 @@ export function makeRounds(lab, onChoose) {
     choose(lab.plot.clamp(chosen + steps[event.key], 1, rounds.length), { scroll: true });
   });
 
-  const chip = (text, kind) => el("span", { class: `chip ${kind}` }, shown(text));
+  const chip = (text, kind) => el("span", { class: `live-chip ${kind}` }, shown(text));
 
   function add(round) {
     rounds.push(round);
@@ -30,7 +30,7 @@ export function makeRounds(lab, onChoose) {
       onClick: () => choose(round.number), onPointerenter: (event) => { if (event.pointerType === "mouse") choose(round.number); } },
       el("span", { class: "number" }, round.number),
       el("span", { class: "share", title: "accepted of drafted" }, `${round.num_accepted}/${round.nodes.length}`),
-      el("span", { class: "chips" },
+      el("span", { class: "live-chips" },
         path.map((node) => chip(node.text, "is-accepted")),
         isChain(round.nodes) ? rejected.map((node) => chip(node.text, "is-rejected")) : null,
         chip(round.next, `is-${round.next_origin}`),
@@ -116,7 +116,7 @@ function coin(lab, node) {
   if (node.chance === null) return el("td", {}, node.verdict === "accepted" ? "drawn by the target, too" : "not what the target drew");
   const text = node.coin === null
     ? (node.chance >= 1 ? "accepted for sure" : "rejected for sure")
-    : `${plot.format(node.coin, 2)} ${node.coin < node.chance ? "<" : "≥"} ${plot.format(node.chance, 2)}`;
+    : `${plot.format(node.coin, 2)} ${node.coin < node.chance ? "<" : "≥"} ${plot.format(node.chance, node.chance < 0.01 ? 4 : 2)}`;
   return el("td", { class: "prob" },
     el("span", { class: `coin is-${node.verdict}`, "aria-hidden": "true", style: { "--share": node.chance } },
       node.coin === null ? null : el("span", { class: "tick", style: { left: `${100 * node.coin}%` } })),

@@ -98,7 +98,7 @@ export function makeSettings(lab, menu, { onRun, onStop }) {
   const element = el("div", { class: "card split" },
     el("div", { class: "stack live-asks" },
       el("div", { class: "field" }, el("label", { for: "live-prompt" }, `Prompt for ${menu.model} (${menu.precision})`), prompt),
-      el("div", { class: "row wide live-kinds" }, example.element, menu.has_chat ? kind.element : null),
+      el("div", { class: "live-kinds" }, example.element, menu.has_chat ? kind.element : null),
       el("div", { class: "row" }, run, stop, share, copied)),
     el("div", { class: "stack" },
       draft.element, about, length.element, temperature.element, rule.element, tokens.element,
