@@ -200,7 +200,7 @@ def can_draw() -> bool:
 def check_can_draw() -> None:
     """Raise BadOption where no picture can be drawn."""
     if not can_draw():
-        raise BadOption("pictures need matplotlib: pip install 'forerun[plots]', or leave --out away")
+        raise BadOption("pictures need matplotlib: pip install 'forerun[plots]'")
 
 
 def write_exhibit(exhibit: Exhibit, folder: Path) -> list[Path]:
@@ -274,7 +274,8 @@ def _plot(plot: Plot) -> Figure:
         _panel(axes, panel)
     if num_names:  # where dots may be anywhere
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), fontsize=8, frameon=False)
+        if len(labels) > 1:
+            figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), fontsize=8, frameon=False)
     return figure
 
 
