@@ -324,9 +324,7 @@ def table_5(found: Found, recipe: str) -> Exhibit:
             price = own[-1] - own[0] if setting == "T=1" else None
             rows.append((guess.name, setting, *own, price, *(beside or [None] * len(LENIENCES))))
     curves = [
-        Curve(f"{row[0]}, {row[1]}", LENIENCES, [float(str(value)) for value in row[2:6]])
-        for row in rows
-        if row[1] == "T=1"
+        Curve(str(row[0]), LENIENCES, [float(str(value)) for value in row[2:6]]) for row in rows if row[1] == "T=1"
     ]
     return Exhibit(
         "table-5",
