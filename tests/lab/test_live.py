@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from forerun import LLM, SamplingParams, verify
+from forerun.engine.request import Request
 from forerun.lab import live
-from forerun.lab.live import COUNTS, PER_POSITION, RATES, coins_of
+from forerun.lab.watching import COUNTS, PER_POSITION, RATES, coins_of
 from forerun.types import AcceptanceTest, RoundDetail, Toss
 from lab.serving import Event, of, read, serving_lab, watch
 from serve.running import wait_for
@@ -71,10 +72,12 @@ def test_a_stream_says_what_generate_does(llm: LLM, url: str, name: str) -> None
     assert "".join(token["text"] for token in tokens) + end["rest"] == end["text"] == out.text
     numbers = {key: getattr(out.report, key) for key in (*COUNTS, *PER_POSITION, *RATES)}
     assert {**numbers, "is_lossless": out.report.is_lossless} == end["report"]
-    assert rounds[-1]["so_far"] == numbers
+    counts = of(events, "counts")
+    assert counts[-1]["so_far"] == numbers
+    assert [one["so_far"]["num_steps"] for one in counts] == sorted(one["so_far"]["num_steps"] for one in counts)
     assert [one["number"] for one in rounds] == list(range(1, out.report.num_steps + 1))
     assert [(len(one["nodes"]), one["num_accepted"]) for one in rounds] == out.report.rounds
-    assert [kind for kind, _ in events] == ["begin", "prompt", *["round"] * len(rounds), "end"]
+    assert [kind for kind, _ in events if kind != "counts"] == ["begin", "prompt", *["round"] * len(rounds), "end"]
 
 
 def test_a_text_of_split_characters_is_whole(llm: LLM, url: str) -> None:
@@ -195,14 +198,10 @@ def test_nobody_listens_without_a_viewer(llm: LLM, url: str) -> None:
     httpx.get(f"{url}api/live")
     llm.generate(PROMPT, SamplingParams(max_tokens=4, temperature=0))
     assert listeners(llm) == 0
-    seen = []
-    with httpx.stream(
-        "POST", f"{url}api/live", json={"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
-    ) as stream:
-        for name, _ in read(stream):
-            if name == "round":
-                seen.append(listeners(llm))
-    assert seen[0] == 1
+    body = {"prompt": PROMPT, "max_tokens": 600, "ignore_eos": True}
+    with httpx.stream("POST", f"{url}api/live", json=body) as stream:
+        seen = {listeners(llm) for _ in read(stream)}
+    assert max(seen) == 1
     wait_for(lambda: listeners(llm) == 0)
 
 
@@ -213,22 +212,25 @@ def test_a_viewer_who_leaves_ends_the_request(llm: LLM, url: str, race: bool) ->
     body = {"prompt": PROMPT, "max_tokens": 1800, "temperature": 1, "ignore_eos": True, "draft": "none", "race": race}
     with httpx.stream("POST", f"{url}api/live", json=body) as stream:
         names = (name for name, _ in read(stream))
+        assert next(names) == "begin"
+        request = wait_for(lambda: next(iter(llm.engine.scheduler.running), None))
         while next(names) != "round":
             pass
-        (request,) = llm.engine.scheduler.running
     wait_for(lambda: listeners(llm) == 0 and is_idle(llm))
+    assert isinstance(request, Request)
     assert request.seq.finish_reason == "abort"
     assert request.seq.num_output_tokens < 1800
 
 
 def test_a_stream_that_is_not_read_listens_no_longer_than_its_request(llm: LLM) -> None:
     """A viewer who takes nothing holds no listener behind the end of the request; closing the stream ends one."""
-    wish = live.read_body(llm, {"prompt": PROMPT, "max_tokens": 64, "ignore_eos": True, "draft": "none"})
 
-    async def stall(num_read: int, waits: bool) -> str | None:
+    async def stall(max_tokens: int, waits: bool) -> str | None:
+        body = {"prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, "draft": "none"}
+        wish = live.read_body(llm, body)
         request = live.make_request(llm, wish)
         stream = live.events(llm, wish, request)
-        for _ in range(num_read):
+        for _ in range(2):
             await anext(stream)
         if waits:
             await asyncio.to_thread(wait_for, lambda: request.seq.finish_reason is not None and not listeners(llm))
@@ -237,8 +239,8 @@ def test_a_stream_that_is_not_read_listens_no_longer_than_its_request(llm: LLM) 
         assert listeners(llm) == 0
         return request.seq.finish_reason
 
-    assert asyncio.run(stall(2, waits=True)) == "length"
-    assert asyncio.run(stall(2, waits=False)) == "abort"
+    assert asyncio.run(stall(64, waits=True)) == "length"
+    assert asyncio.run(stall(1800, waits=False)) == "abort"
     wait_for(lambda: is_idle(llm))
 
 

@@ -80,6 +80,10 @@ export async function mount(element, lab) {
       else own.begin = data;
     }
     if (data.num_others > 0) own.wasAlone = false;
+    if (name === "counts" && data.lane === "draft") {
+      numbers.set({ rate: plot.format(data.tokens_per_s, 1) });
+      showCounts(data.so_far);
+    }
     if (name === "round") {
       if (data.lane === "draft") show(data);
       if (own.begin?.draft !== "none") race.add(data);
@@ -109,8 +113,6 @@ export async function mount(element, lab) {
     text.append(...round.tokens.filter((one) => one.text !== "").map((one) =>
       el("span", { class: `tok is-${one.origin}`, "data-round": round.number }, one.text)));
     if (round.number === 1) mark(1);
-    numbers.set({ rate: plot.format(round.tokens_per_s, 1) });
-    showCounts(round.so_far);
   }
 
   function showCounts(counts) {
@@ -119,7 +121,7 @@ export async function mount(element, lab) {
     const drafted = counts.drafted_per_position;
     if (drafted.length === 0) return;
     if (positions.childElementCount !== drafted.length + 1) {
-      positions.replaceChildren(el("h4", {}, "Accepted, by position in the draft"), ...drafted.map(() => el("div", { class: "position" })));
+      positions.replaceChildren(el("h3", { class: "small" }, "Accepted, by position in the draft"), ...drafted.map(() => el("div", { class: "position" })));
     }
     drafted.forEach((num, i) => {
       const accepted = counts.accepted_per_position[i];

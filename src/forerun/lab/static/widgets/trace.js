@@ -10,18 +10,20 @@ const ROW = 64;
 const TOP = 10;
 const AXIS = 26;
 const MOST_ZOOM = 400;
+const STEP_PIXELS = 48; // that a step gets in the beginning, on average
 
 export function mount(element, lab) {
   const { el, plot, controls } = lab;
   let runs = []; // { name, steps: [{ begin_s, end_s, seconds, kind, tokens, ... }] }
   let own = new Map(); // of the generation that runs: by lane
   let zoom = 1;
+  let isOwnZoom = false; // chosen by hand, which stays
   let chosen = null; // [run, step]
 
   const empty = el("p", { class: "note" }, "No step has run yet: generate something in Live.");
   const zoomer = controls.slider({
     label: "Zoom", min: 0, max: 1, step: 0.005, value: 0, format: (value) => `${plot.format(MOST_ZOOM ** value, 1)}×`,
-    onInput: (value) => setZoom(MOST_ZOOM ** value),
+    onInput: (value) => { isOwnZoom = true; setZoom(MOST_ZOOM ** value); },
   });
   const stage = el("div", { class: "trace-stage" });
   const wide = el("div", { class: "trace-wide" }, stage);
@@ -65,7 +67,7 @@ export function mount(element, lab) {
     const run = own.get(data.lane);
     const took = PARTS.reduce((sum, [part]) => sum + data.seconds[part], 0);
     run.steps.push({
-      kind, seconds: data.seconds, end_s: data.at_s, begin_s: data.at_s - took, passes: data.draft_depth ?? 0, rows: data.num_rows,
+      kind, seconds: data.seconds, end_s: data.at_s, begin_s: data.at_s - took, passes: data.draft_depth ?? 0,
       drafted: data.nodes?.length ?? 0, accepted: data.num_accepted ?? 0, tokens: data.tokens?.length ?? 0, prompt: data.num_tokens,
     });
     if (empty.isConnected) empty.remove();
@@ -79,8 +81,17 @@ export function mount(element, lab) {
     chosen ??= [runs.length - (runs.at(-1).isPlain && runs.length > 1 ? 2 : 1), 0];
     summary.replaceChildren(...runs.map((run) => el("li", {}, sentence(run))));
     if (tables.open) fillTables();
+    if (!isOwnZoom) startZoom();
     choose(chosen);
     again();
+  }
+
+  // So that the blocks of a step can be told apart.
+  function startZoom() {
+    const most = Math.max(...runs.filter((run) => !run.isPlain || runs.length === 1).map((run) => run.steps.length / (run.steps.at(-1)?.end_s ?? 1)));
+    zoomer.set(Math.log(plot.clamp((STEP_PIXELS * most * end()) / scroller.clientWidth, 1, MOST_ZOOM)) / Math.log(MOST_ZOOM));
+    setZoom(MOST_ZOOM ** zoomer.value);
+    scroller.scrollLeft = 0;
   }
 
   function sentence(run) {

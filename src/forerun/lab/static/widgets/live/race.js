@@ -17,7 +17,7 @@ export function makeRace(lab) {
   const element = el("div", { class: "card stack", hidden: true, "data-part": "race" },
     el("div", { class: "row wide live-race-head" }, el("h3", {}, "The race"), speed.element, replay),
     el("div", { class: "live-lanes" }, LANES.map(([lane, title, colour]) =>
-      el("div", {}, el("h4", {}, el("span", { class: "swatch", style: { "--swatch": `var(--${colour})` }, "aria-hidden": "true" }), `${title} `, clocks[lane]), texts[lane]))),
+      el("div", {}, el("h3", { class: "small" }, el("span", { class: "swatch", style: { "--swatch": `var(--${colour})` }, "aria-hidden": "true" }), `${title} `, clocks[lane]), texts[lane]))),
     chart, said);
   for (const [lane, title] of LANES) texts[lane].setAttribute("aria-label", `The text ${title}`);
 
@@ -73,9 +73,9 @@ export function makeRace(lab) {
       replay.disabled = true;
       said.textContent = "";
     },
-    add({ lane, at_s, tokens, num_tokens }) {
+    add({ lane, at_s, tokens }) {
       lanes[lane] ??= { points: [], pieces: [] };
-      lanes[lane].points.push([at_s, num_tokens]);
+      lanes[lane].points.push([at_s, (lanes[lane].points.at(-1)?.[1] ?? 0) + tokens.length]);
       lanes[lane].pieces.push([at_s, tokens.map((one) => one.text).join("")]);
       if (lane === "plain") { element.hidden = false; draw(); }
     },
@@ -83,7 +83,9 @@ export function makeRace(lab) {
     finish(ends, wasAlone) {
       const same = ends.draft.text === ends.plain.text ? "Both texts are the same. " : "The texts differ, as two samples do; their distribution is the same. ";
       const lossy = ends.draft.report.is_lossless ? same : "The rule is lossy: the text with a draft need not have the model's distribution. ";
-      said.textContent = `${lossy}The plain run came second, on the engine that was quiet again, because side by side each pass of the model would be shared by both and `
+      const rates = LANES.map(([lane]) => (ends[lane].token_ids.length - 1) / (ends[lane].seconds - lanes[lane].points[0][0]));
+      const behind = rates.every(Number.isFinite) ? `Behind the first round, and so without the prompt: ${plot.format(rates[0], 1)} against ${plot.format(rates[1], 1)} tokens per second, ${plot.format(rates[0] / rates[1])} times. ` : "";
+      said.textContent = `${lossy}${behind}The plain run came second, on the engine that was quiet again, because side by side each pass of the model would be shared by both and `
         + `neither would have a speed of its own; both clocks begin with the request, and both ran the prompt.${wasAlone ? "" : " Another request ran meanwhile: run it again for times that can be compared."}`;
       replay.disabled = false;
       draw();

@@ -94,20 +94,20 @@ function describe(lab, round) {
 
 function table(lab, round) {
   const { el } = lab;
-  const head = [["token"], ["draft q"], ["target p"], ["coin"], ["verdict"]];
+  const head = ["token", "verdict", "draft q", "target p", "coin"];
   return el("table", {},
-    el("thead", {}, el("tr", {}, head.map(([text]) => el("th", { scope: "col" }, text)))),
+    el("thead", {}, el("tr", {}, head.map((text) => el("th", { scope: "col" }, text)))),
     el("tbody", {}, round.nodes.map((node) => el("tr", { class: `is-${node.verdict}` },
       el("th", { scope: "row" }, el("code", {}, shown(node.text))),
+      el("td", { class: "verdict" }, node.verdict),
       probability(lab, node.draft_prob, "draft"),
       probability(lab, node.target_prob, "target"),
-      coin(lab, node),
-      el("td", {}, node.verdict === "untested" ? "never tested" : node.verdict)))));
+      coin(lab, node)))));
 }
 
 const probability = (lab, value, colour) => lab.el("td", { class: "prob" },
   lab.el("span", { class: "meter", "aria-hidden": "true", style: { "--share": value ?? 0, "--meter": `var(--${colour})` } }),
-  lab.el("span", {}, value > 0 && value < 0.0005 ? "<0.001" : lab.plot.format(value, 3)));
+  lab.el("span", {}, Number.isInteger(value) ? value : value < 0.0005 && value !== null ? "<0.001" : lab.plot.format(value, 3)));
 
 // The part of the line below the chance accepts; the tick is the coin.
 function coin(lab, node) {

@@ -40,7 +40,7 @@ export function makeSettings(lab, menu, { onRun, onStop }) {
   const about = el("p", { class: "note" });
   const draft = controls.select({
     label: "Method that drafts",
-    options: menu.drafters.map(({ name, shape }) => [name, name === "none" ? "none: plain decoding" : shape === "tree" ? `${name} (tree)` : name]),
+    options: menu.drafters.map(({ name, shape }) => [name, name === "none" ? "none: plain decoding" : shape === "tree" && name !== "tree" ? `${name}, a tree` : name]),
     value: byName[kept("draft", "")] ? kept("draft") : menu.drafters[0].name,
     onChange: (name) => { keep("draft")(name); showMethod(); },
   });
