@@ -134,6 +134,7 @@ def test_residual(pages: Pages) -> None:
     assert distance < mean + 6 * noise.l1_noise_deviation(target, 1001)
 
     page.locator("#residual summary").click()
+    until(page, "document.querySelectorAll('#residual tbody tr').length === 9")
     rows = page.locator("#residual tbody tr").evaluate_all(
         "(rows) => rows.map((row) => [...row.querySelectorAll('td')].map((cell) => Number(cell.innerText)))"
     )
@@ -321,6 +322,12 @@ def test_a_link_carries_the_settings(pages: Pages) -> None:
     until(page, "location.hash.includes('landscape.k=4')")
     again = pages.open(page.evaluate("location.hash"))
     check_landscape(again, 0.91, 4, 0.03, FREE)
+    with again.expect_navigation(wait_until="load"):  # changed by hand in an open page
+        again.evaluate("setTimeout(() => { location.hash = '#landscape.alpha=0.5&landscape.k=2&landscape.c=0.1'; })")
+    again.wait_for_url("**/lab/#*alpha=0.5*")
+    again.wait_for_selector("html[data-ready]")
+    until(again, "document.querySelector('#landscape [data-readout=tokens]').innerText === '1.7500'")
+    check_landscape(again, 0.5, 2, 0.1, FREE)
 
 
 def test_a_link_of_nonsense_is_the_usual_page(pages: Pages) -> None:

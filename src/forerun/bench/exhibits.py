@@ -200,7 +200,7 @@ def can_draw() -> bool:
 def check_can_draw() -> None:
     """Raise BadOption where no picture can be drawn."""
     if not can_draw():
-        raise BadOption("pictures need matplotlib: pip install 'forerun[plots]', or leave --out away")
+        raise BadOption("pictures need matplotlib: pip install 'forerun[plots]'")
 
 
 def write_exhibit(exhibit: Exhibit, folder: Path) -> list[Path]:
@@ -274,7 +274,8 @@ def _plot(plot: Plot) -> Figure:
         _panel(axes, panel)
     if num_names:  # where dots may be anywhere
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), fontsize=8, frameon=False)
+        if len(labels) > 1:
+            figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), fontsize=8, frameon=False)
     return figure
 
 
@@ -327,28 +328,31 @@ def _timeline(timeline: Timeline) -> Figure:
 
 
 LINE_CHARACTERS = 96  # of coloured text
+CHARACTER_IN, LINE_IN = 0.0765, 0.19  # inches, of the monospaced font at 9 points
 
 
 def _coloured(coloured: Coloured) -> Figure:
     """Draw tokens in a monospaced font, each line of tokens folded."""
     lines = [line for tokens in coloured.lines for line in _folded(tokens.tokens)]
-    height = 0.19
-    figure = _figure(0.105 * LINE_CHARACTERS, 0.9 + height * len(lines))
+    width = max(70, *(sum(len(token.text) for token in line) for line in lines))
+    figure = _figure(CHARACTER_IN * width, 0.9 + LINE_IN * len(lines))
     axes = figure.subplots()
-    axes.set_xlim(0, LINE_CHARACTERS)
+    axes.set_xlim(0, width)
     axes.set_ylim(len(lines), 0)
     axes.axis("off")
     for y, tokens in enumerate(lines):
         x = 0
         for token in tokens:
-            style = {"color": COLOURS[token.kind], "fontweight": "bold" if token.kind == "correction" else "normal"}
+            style = {
+                "color": COLOURS[token.kind],
+                "fontweight": "bold" if token.kind in ("correction", "bonus") else "normal",
+            }
             text = token.text.replace("$", r"\$")
             axes.text(x, y + 0.5, text, family="monospace", fontsize=9, va="center", **style)
             x += len(token.text)
-    kinds = dict.fromkeys(token.kind for line in lines for token in line if token.kind != "plain")
-    for kind in kinds:
-        axes.plot([], [], color=COLOURS[kind], linewidth=4, label=kind)
-    figure.legend(loc="outside lower right", ncols=max(1, len(kinds)), fontsize=8, frameon=False)
+    for kind in ("accepted", "rejected", "untested", "correction"):
+        axes.plot([], [], color=COLOURS[kind], linewidth=4, label="the target's own" if kind == "correction" else kind)
+    figure.legend(loc="outside lower right", ncols=4, fontsize=8, frameon=False)
     return figure
 
 

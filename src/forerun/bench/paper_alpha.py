@@ -34,6 +34,7 @@ from forerun.sampling.pipeline import probs
 from forerun.theory import formulas
 from forerun.theory.lenience import lenient_acceptance, lenient_greedy
 from forerun.theory.published import LENIENCES, TABLE_3, TABLE_5
+from forerun.theory.simulate import Estimate
 from forerun.types import Probs, SamplingParams
 
 Floats = npt.NDArray[np.float64]
@@ -90,14 +91,19 @@ class Acceptances:
         before, after = (np.concatenate([one[cut] for one in self.overlap]) for cut in (slice(-1), slice(1, None)))
         return float(np.corrcoef(before, after)[0, 1]) if before.std() > 0 and after.std() > 0 else math.nan
 
-    def tokens(self, gamma: int) -> float:
-        """Return the mean emitted tokens of rounds that begin anywhere in the texts, dependences included."""
+    def tokens(self, gamma: int) -> Estimate:
+        """Return the mean emitted tokens of rounds that begin anywhere in the texts, dependences included.
+
+        The standard error is from text to text.
+        """
         kept = [
             np.cumprod(np.lib.stride_tricks.sliding_window_view(one, gamma), axis=1)
             for one in self.ratio
             if len(one) >= gamma
         ]
-        return 1 + float(np.concatenate(kept).sum(axis=1).mean())
+        means = [float(one.sum(axis=1).mean()) for one in kept]
+        error = float(np.std(means, ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+        return Estimate(1 + float(np.concatenate(kept).sum(axis=1).mean()), error)
 
 
 Measured = Mapping[tuple[str, str], Acceptances]  # by setting and guesser
@@ -300,7 +306,8 @@ def table_3(found: Found, recipe: str) -> Exhibit:
         Plot([Panel("", "alpha", "", curves, [f"{row[0]}, {row[1]}" for row in rows], x_limit=1)]),
         f"alpha: mean of sum min(p, q) over {found.num_tokens:,} tokens that the target, of "
         f"{size_name(found.target_parameters)} parameters, wrote in each setting; +-: one standard error, from text to "
-        "text. Published: of other models and texts: unigram and bigram beside theirs, T5-small, base and large beside the draft models in the "
+        "text. Published: of other models and texts: unigram and bigram beside theirs, T5-small, base and large "
+        "beside the draft models in the "
         "order of their sizes, GPT-like 6M beside the one with the nearest ratio of sizes. The paper's LaMDA always "
         "samples through top-k 40: .57 to .74.",
         recipe,
@@ -317,9 +324,7 @@ def table_5(found: Found, recipe: str) -> Exhibit:
             price = own[-1] - own[0] if setting == "T=1" else None
             rows.append((guess.name, setting, *own, price, *(beside or [None] * len(LENIENCES))))
     curves = [
-        Curve(f"{row[0]}, {row[1]}", LENIENCES, [float(str(value)) for value in row[2:6]])
-        for row in rows
-        if row[1] == "T=1"
+        Curve(str(row[0]), LENIENCES, [float(str(value)) for value in row[2:6]]) for row in rows if row[1] == "T=1"
     ]
     return Exhibit(
         "table-5",
@@ -349,9 +354,8 @@ def independence(found: Found, spec_lengths: Seq[int], recipe: str) -> Exhibit:
             for gamma in spec_lengths:
                 by_formula, along = formulas.expected_tokens(one.alpha, gamma), one.tokens(gamma)
                 correlation = one.correlation() if gamma == spec_lengths[0] else None
-                rows.append(
-                    (guess.name, setting, gamma, one.alpha, by_formula, along, along / by_formula - 1, correlation)
-                )
+                more = along.mean / by_formula - 1
+                rows.append((guess.name, setting, gamma, one.alpha, by_formula, *along, more, correlation))
     curves = (dots("equation (1)", rows, 4), dots("along the texts", rows, 5))
     return Exhibit(
         "independence",
@@ -363,13 +367,14 @@ def independence(found: Found, spec_lengths: Seq[int], recipe: str) -> Exhibit:
             Column("alpha", "{:.3f}"),
             Column("equation\n(1)", "{:.3f}"),
             Column("along\ntexts", "{:.3f}"),
+            Column("+-", "{:.3f}"),
             Column("more", "{:+.1%}"),
             Column("neighbours'\ncorrelation", "{:+.2f}"),
         ),
         rows,
         Plot([Panel("", "tokens of a round", "", curves, [f"{row[0]}, {row[1]}, K={row[2]}" for row in rows])]),
         "along texts: mean, over rounds that begin anywhere in the texts of table 3, of products of min(1, q / p): it "
-        "assumes nothing. Acceptances of neighbouring tokens resemble each other, so long runs of accepted tokens are "
-        "likelier than alpha^i. Rounds of an engine begin behind rejections, in harder places, and have less.",
+        "assumes nothing; +-: one standard error, from text to text. correlation: of the acceptances of neighbouring "
+        "tokens. Rounds of an engine begin behind the token that ended the round before, not anywhere.",
         recipe,
     )

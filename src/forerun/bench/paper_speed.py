@@ -62,8 +62,8 @@ def table_2(found: Measured, sizes: Mapping[str, str], about: str, recipe: str) 
         rows,
         Plot([Panel("", "tokens/s over plain decoding's", "", curves, [f"{row[0]}, T={row[1]}" for row in rows])]),
         f"{about} K: the fastest of the measured lengths. alpha: accepted / tested tokens. c: seconds of a drafted "
-        "token / of a plain pass. speed: median over the prompts, with the least and the most. Published: T5-XXL, EnDe, one "
-        "TPU-v4, in the order of sizes.",
+        "token / of a plain pass. speed: median over the prompts, with the least and the most. Published: T5-XXL, "
+        "EnDe, one TPU-v4, in the order of sizes.",
         recipe,
     )
 

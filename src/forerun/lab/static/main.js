@@ -53,6 +53,12 @@ function go(id) {
   place.scrollIntoView({ block: "start" });
 }
 
+// An address that was changed by hand: other settings begin anew, a place is gone to.
+window.addEventListener("hashchange", () => {
+  if (location.hash.includes("=")) location.reload();
+  else go(location.hash.slice(1));
+});
+
 startToggle(document.getElementById("theme"));
 startNavigation();
 const anchor = settings.anchor();

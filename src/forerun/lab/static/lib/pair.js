@@ -27,7 +27,6 @@ function read() {
 }
 
 let current = read();
-settings.onChange(() => { current = read(); tell(); });
 
 function tell() {
   for (const listener of listeners) listener(current);

@@ -1,7 +1,6 @@
 // What a link to this page carries: #landscape.alpha=0.7&residual.draft=... A # without = is a place on the page.
 const values = new Map();
 const anchorOnStart = read();
-const listeners = new Set();
 let timer = 0;
 
 function read() {
@@ -17,11 +16,6 @@ function write() {
   history.replaceState(null, "", hash ? `#${hash}` : location.pathname + location.search);
 }
 
-window.addEventListener("hashchange", () => {
-  values.clear();
-  read();
-  for (const listener of listeners) listener();
-});
 
 export const settings = {
   anchor: () => anchorOnStart,
@@ -48,10 +42,5 @@ export const settings = {
     const hash = new URLSearchParams([...values].sort());
     if (at) hash.set("at", at);
     return `${location.origin}${location.pathname}#${hash}`;
-  },
-  // Called when the address is changed by hand.
-  onChange(listener) {
-    listeners.add(listener);
-    return () => listeners.delete(listener);
   },
 };

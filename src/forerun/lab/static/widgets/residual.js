@@ -200,7 +200,7 @@ export function mount(element, lab) {
     const line_ = (name, p, q, a, r, c) => el("tr", {}, el("th", { scope: "row" }, name), cell(p, "target"), cell(q, "draft"),
       cell(a, "accepted"), cell(r, "rejected"), cell(c, "correction"), cell(a + c, "target"));
     identity.replaceChildren(
-      el("thead", {}, el("tr", {}, ["word", "target p", "draft q", "min(p, q)", "(q − p)⁺", "(p − q)⁺", "emitted"].map((text) => el("th", { scope: "col" }, text)))),
+      el("thead", {}, el("tr", {}, ["word", "p", "q", "min(p, q)", "(q − p)⁺", "(p − q)⁺", "emitted"].map((text) => el("th", { scope: "col" }, text)))),
       el("tbody", {}, WORDS.map((word, x) => line_(word, target[x], draft[x], kept[x], lost[x], back[x])),
         line_("sum", 1, 1, sum(kept), sum(lost), sum(back))));
   }

@@ -2,6 +2,7 @@
 import { chiSquare, l1Distance, l1Noise } from "../lib/formulas.js";
 import { noiseStrip } from "../lib/noise.js";
 import { PRESETS, WORDS, pair } from "../lib/pair.js";
+import { drawCourse, drawDeviations } from "./unbiasedness/plots.js";
 
 const ROUNDS = 5000;
 const PART = 250; // rounds of one request
@@ -208,94 +209,13 @@ export async function mount(element, lab) {
   // ---------------------------------------------------------------------------------------------------------- the plots
 
   const deviationPlace = el("div", { class: "plot deviations" });
-  const deviations = plot.canvas(deviationPlace, drawDeviations, { role: "img", "aria-label": "Share minus probability of each word, with the band of a perfect sampler" });
+  const deviations = plot.canvas(deviationPlace, (context, width, height) =>
+    drawDeviations(context, width, height, { words: WORDS, probs: pair.target, counts: words(), usual: ROUNDS, colours: lab.colours() }),
+  { role: "img", "aria-label": "Share minus probability of each word, with the band of a perfect sampler" });
   const coursePlace = el("div", { class: "plot course" });
-  const course = plot.canvas(coursePlace, drawCourse, { role: "img", "aria-label": "L1 distance by tokens counted, with the band of a perfect sampler" });
-
-  function drawDeviations(context, width, height) {
-    const colours = lab.colours();
-    const num = sum(words());
-    const n = num || ROUNDS;
-    const [left, right, top, bottom] = [54, width - 6, 8, height - 26];
-    const found = words().map((one, x) => (num ? one / num - pair.target[x] : 0));
-    const bands = pair.target.map((p) => 2 * Math.sqrt((p * (1 - p)) / n));
-    const most = Math.max(0.004, 1.6 * Math.max(...bands), 1.1 * Math.max(...found.map(Math.abs)));
-    const y = plot.scale([-most, most], [bottom, top]);
-    const step = (right - left) / WORDS.length;
-    font(context);
-    for (const value of plot.ticks(-most, most, 4)) {
-      line(context, [[left, y(value)], [right, y(value)]], Math.abs(value) < 1e-9 ? colours.muted : colours.line);
-      label(context, `${value > 0 ? "+" : ""}${format(value, Math.max(2, Math.ceil(-Math.log10(most / 2))))}`, left - 6, y(value) + 4, colours.muted, "right");
-    }
-    WORDS.forEach((word, x) => {
-      const middle = left + step * (x + 0.5);
-      const wide = Math.min(46, step * 0.66);
-      context.globalAlpha = 0.3;
-      context.fillStyle = colours.accepted;
-      context.fillRect(middle - wide / 2, y(bands[x]), wide, Math.max(1, y(-bands[x]) - y(bands[x])));
-      context.globalAlpha = 1;
-      if (num) {
-        const isOut = Math.abs(found[x]) > 1.5 * bands[x];
-        context.fillStyle = isOut ? colours.rejected : colours.ink;
-        context.fillRect(middle - wide * 0.22, Math.min(y(0), y(found[x])), wide * 0.44, Math.max(1.5, Math.abs(y(found[x]) - y(0))));
-      }
-      label(context, word, middle, height - 8, colours.ink, "center");
-    });
-  }
-
-  function drawCourse(context, width, height) {
-    const colours = lab.colours();
-    const [left, right, top, bottom] = [54, width - 6, 8, height - 36];
-    const last = history.at(-1)?.[0] ?? ROUNDS;
-    const end = Math.max(ROUNDS, last);
-    const log = Math.log10;
-    const x = plot.scale([log(PART * 0.8), log(end * 1.1)], [left, right]);
-    const noiseAt = (n) => l1Noise(pair.target, n);
-    const values = history.map(([, value]) => value).filter((value) => value > 0);
-    const atEnd = noiseAt(end);
-    const lowest = Math.min(atEnd.mean / 2.5, ...values.map((value) => value * 0.8)) || 1e-4;
-    const highest = Math.max(noiseAt(PART).mean * 1.8, ...values.map((value) => value * 1.2), 1e-3);
-    const y = plot.scale([log(Math.max(lowest, 1e-5)), log(highest)], [bottom, top]);
-    font(context);
-    for (const value of [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1]) {
-      if (value < lowest || value > highest) continue;
-      line(context, [[left, y(log(value))], [right, y(log(value))]], colours.line);
-      label(context, String(value), left - 6, y(log(value)) + 4, colours.muted, "right");
-    }
-    for (const n of [200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 500000]) {
-      if (n < PART * 0.8 || n > end * 1.1) continue;
-      if (width < 500 && ![500, 2000, 5000, 20000, 100000].includes(n)) continue;
-      label(context, format(n, 0), x(log(n)), bottom + 16, colours.muted, x(log(n)) > right - 20 ? "right" : x(log(n)) < left + 16 ? "left" : "center");
-    }
-    label(context, "tokens counted", (left + right) / 2, height - 4, colours.muted, "center");
-    const grid = Array.from({ length: 40 }, (_, i) => 10 ** (log(PART * 0.8) + ((log(end * 1.1) - log(PART * 0.8)) * i) / 39));
-    const band = grid.map((n) => ({ n, ...noiseAt(n) }));
-    context.save();
-    context.beginPath();
-    context.rect(left, top, right - left, bottom - top);
-    context.clip();
-    context.beginPath();
-    band.forEach(({ n, mean, deviation }, i) => context[i ? "lineTo" : "moveTo"](x(log(n)), y(log(mean + 2 * deviation))));
-    [...band].reverse().forEach(({ n, mean, deviation }) => context.lineTo(x(log(n)), y(log(Math.max(mean - 2 * deviation, 1e-6)))));
-    context.globalAlpha = 0.3;
-    context.fillStyle = colours.accepted;
-    context.fill();
-    context.globalAlpha = 1;
-    const shown = history.filter(([, value]) => value > 0).map(([n, value]) => [x(log(n)), y(log(value))]);
-    context.lineWidth = 2;
-    const [n, value] = history.at(-1) ?? [1, 0];
-    const noise = noiseAt(n);
-    const colour = value > noise.mean + 2 * noise.deviation ? colours.rejected : colours.ink;
-    line(context, shown, colour);
-    if (shown.length) {
-      context.fillStyle = colour;
-      context.beginPath();
-      context.arc(...shown.at(-1), 4.5, 0, 7);
-      context.fill();
-    }
-    context.restore();
-    context.lineWidth = 1;
-  }
+  const course = plot.canvas(coursePlace, (context, width, height) =>
+    drawCourse(context, width, height, { probs: pair.target, history, first: PART, usual: ROUNDS, colours: lab.colours() }),
+  { role: "img", "aria-label": "L1 distance by tokens counted, with the band of a perfect sampler" });
 
   // ------------------------------------------------------------------------------------------------------------ in words
 
@@ -360,21 +280,3 @@ export async function mount(element, lab) {
 }
 
 const sum = (values) => values.reduce((total, one) => total + one, 0);
-
-function font(context) {
-  context.font = "12px system-ui, sans-serif";
-  context.lineWidth = 1;
-}
-
-function line(context, points, colour) {
-  context.strokeStyle = colour;
-  context.beginPath();
-  points.forEach(([x, y], i) => (i ? context.lineTo(x, y) : context.moveTo(x, y)));
-  context.stroke();
-}
-
-function label(context, said, x, y, colour, align) {
-  context.fillStyle = colour;
-  context.textAlign = align;
-  context.fillText(said, x, y);
-}

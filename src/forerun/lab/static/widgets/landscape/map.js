@@ -1,6 +1,7 @@
 // The map of speed-ups on a canvas: colours by value, the ridge of the best K, the break-even line, and points.
-import { breakEvenAlpha, optimalGamma, speedup } from "./formulas.js";
-import { scale } from "./plot.js";
+import { dot, label, polyline, within } from "../../lib/draw.js";
+import { breakEvenAlpha, optimalGamma, speedup } from "../../lib/formulas.js";
+import { scale } from "../../lib/plot.js";
 
 const COLUMNS = 200;
 const LOWEST = 0.25; // the ends of the colours, which do not depend on the knobs
@@ -27,21 +28,18 @@ export function makeMap(width, height, mostK) {
   };
 }
 
-export function drawMap(context, map, { c, v, colours, published, chosen, measured }) {
+// c, v: the costs; points: the published ones, of which number `published` is chosen; measured: one, or null.
+export function drawMap(context, map, { c, v, colours, points, published, measured }) {
   const palette = [colours.cold, colours.flat, colours.warm, colours.hot].map(rgb);
-  context.font = "12px system-ui, sans-serif";
   context.drawImage(heat(map, c, v, palette), map.left, map.top, map.right - map.left, map.bottom - map.top);
   drawAxes(context, map, colours);
-  context.save();
-  context.beginPath();
-  context.rect(map.left, map.top, map.right - map.left, map.bottom - map.top);
-  context.clip();
-  drawBreakEven(context, map, c, v, colours);
-  drawRidge(context, map, c, v, colours);
-  context.restore();
+  within(context, map, () => {
+    outlined(context, breakEvenLine(map, c, v), colours, 2, [6, 5]);
+    outlined(context, ridge(map, c, v), colours, 2.5);
+  });
   drawStripe(context, map, palette, colours);
-  published.forEach((point, i) => diamond(context, map.x(point.alpha), map.y(point.gamma), i === chosen ? 7 : 4.5, colours, i === chosen));
-  if (measured && measured.k <= map.mostK) dot(context, map.x(measured.alpha), map.y(measured.k), colours);
+  points.forEach((point, i) => diamond(context, map.x(point.alpha), map.y(point.gamma), colours, i === published));
+  if (measured && measured.k <= map.mostK) dot(context, map.x(measured.alpha), map.y(measured.k), 7, colours.target, colours.raised);
 }
 
 // One pixel for each alpha and K; the canvas stretches it.
@@ -63,49 +61,35 @@ function heat(map, c, v, palette) {
 }
 
 function drawAxes(context, map, colours) {
-  context.fillStyle = colours.muted;
-  context.textAlign = "right";
-  for (let k = 2; k <= map.mostK; k += 2) context.fillText(String(k), map.left - 7, map.y(k) + 4);
-  context.textAlign = "center";
-  for (const alpha of [0, 0.2, 0.4, 0.6, 0.8, 1]) context.fillText(alpha ? alpha.toFixed(1) : "0", map.x(alpha), map.bottom + 16);
-  context.fillText("acceptance α", (map.left + map.right) / 2, map.bottom + 32);
+  for (let k = 2; k <= map.mostK; k += 2) label(context, String(k), map.left - 7, map.y(k) + 4, colours.muted, "right");
+  for (const alpha of [0, 0.2, 0.4, 0.6, 0.8, 1]) label(context, alpha ? alpha.toFixed(1) : "0", map.x(alpha), map.bottom + 16, colours.muted);
+  label(context, "acceptance α", (map.left + map.right) / 2, map.bottom + 32, colours.muted);
   context.save();
   context.translate(11, (map.top + map.bottom) / 2);
   context.rotate(-Math.PI / 2);
-  context.fillText("drafted tokens K", 0, 0);
+  label(context, "drafted tokens K", 0, 0, colours.muted);
   context.restore();
 }
 
-function drawBreakEven(context, map, c, v, colours) {
+// Through the alphas at which each K breaks even, with a step at each.
+function breakEvenLine(map, c, v) {
   const points = [];
   for (let k = 1; k <= map.mostK; k += 1) {
     const alpha = breakEvenAlpha(k, c, v[k]);
     if (alpha !== null) points.push([map.x(alpha), map.y(k - 0.5)], [map.x(alpha), map.y(k + 0.5)]);
   }
-  context.setLineDash([6, 5]);
-  outlined(context, points, colours, 2);
-  context.setLineDash([]);
+  return points;
 }
 
-function drawRidge(context, map, c, v, colours) {
-  const points = [];
-  for (let i = 0; i <= COLUMNS; i += 1) {
-    const best = optimalGamma(i / COLUMNS, c, v);
-    if (best > 0) points.push([map.x(i / COLUMNS), map.y(best)]);
-  }
-  outlined(context, points, colours, 2.5);
+// Through the best K of each alpha, where one pays.
+function ridge(map, c, v) {
+  return Array.from({ length: COLUMNS + 1 }, (_, i) => [i / COLUMNS, optimalGamma(i / COLUMNS, c, v)])
+    .filter(([, best]) => best > 0).map(([alpha, best]) => [map.x(alpha), map.y(best)]);
 }
 
-function outlined(context, points, colours, width) {
-  if (points.length === 0) return;
-  context.lineJoin = "round";
-  for (const [colour, extra] of [[colours.raised, 2.5], [colours.ink, 0]]) {
-    context.strokeStyle = colour;
-    context.lineWidth = width + extra;
-    context.beginPath();
-    points.forEach(([x, y], i) => (i ? context.lineTo(x, y) : context.moveTo(x, y)));
-    context.stroke();
-  }
+function outlined(context, points, colours, width, dash = []) {
+  polyline(context, points, colours.raised, { width: width + 2.5, dash });
+  polyline(context, points, colours.ink, { width, dash });
 }
 
 function drawStripe(context, map, palette, colours) {
@@ -117,19 +101,16 @@ function drawStripe(context, map, palette, colours) {
     context.fillStyle = `rgb(${r} ${g} ${b})`;
     context.fillRect(stripe.x, map.top + i, stripe.width, 1.5);
   }
-  context.fillStyle = colours.muted;
-  context.textAlign = "right";
   for (const [value, name] of [[0.25, "¼"], [0.5, "½"], [1, "1"], [2, "2"], [4, "4"], [8, "8"]]) {
-    context.fillText(name, stripe.x - 4, stripe.y(stripeShare(value)) + (value === 8 ? 10 : value === 0.25 ? 0 : 4));
+    const shift = value === HIGHEST ? 10 : value === LOWEST ? 0 : 4; // the ends stay beside the stripe
+    label(context, name, stripe.x - 4, stripe.y(stripeShare(value)) + shift, colours.muted, "right");
   }
 }
 
-function diamond(context, x, y, size, colours, isChosen) {
+function diamond(context, x, y, colours, isChosen) {
+  const size = isChosen ? 7 : 4.5;
   context.beginPath();
-  context.moveTo(x, y - size);
-  context.lineTo(x + size, y);
-  context.lineTo(x, y + size);
-  context.lineTo(x - size, y);
+  [[0, -size], [size, 0], [0, size], [-size, 0]].forEach(([dx, dy], i) => (i ? context.lineTo(x + dx, y + dy) : context.moveTo(x + dx, y + dy)));
   context.closePath();
   context.lineWidth = 1.5;
   context.fillStyle = isChosen ? colours.ink : colours.raised;
@@ -138,17 +119,7 @@ function diamond(context, x, y, size, colours, isChosen) {
   context.stroke();
 }
 
-function dot(context, x, y, colours) {
-  context.beginPath();
-  context.arc(x, y, 7, 0, 7);
-  context.fillStyle = colours.target;
-  context.strokeStyle = colours.raised;
-  context.lineWidth = 2.5;
-  context.fill();
-  context.stroke();
-}
-
-// cold -> flat (1) -> warm (at the third root of the end) -> hot, by the logarithm of the value.
+// cold, flat at 1, warm at the middle of what is above, hot; by the logarithm of the value.
 function mixed([cold, flat, warm, hot], value) {
   const height = value < 1 ? Math.log(value) / Math.log(LOWEST) : Math.log(value) / Math.log(HIGHEST);
   const t = Math.min(1, Math.max(0, height));
