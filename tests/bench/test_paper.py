@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,6 +100,16 @@ def test_cells_are_written_once():
     assert exhibits.written(tokens, exhibits.Column("")) == "a[-b-]"
     assert exhibits.written((1.0, 2.0), exhibits.Column("", "{:.1f}")) == "1.0-2.0"
     assert exhibits.written(None, exhibits.Column("", "{:.1f}")) == "-"
+
+
+def test_recipes_name_what_was_measured():
+    from forerun.bench.paper_measured import recipe
+
+    plan = PaperPlan(drafts=("a b",), ngram=Path("n"), num_tokens=512, spec_lengths=(2,), seed=3)
+    said = (
+        "forerun paper independence --measure --target t --draft 'a b' --tokens 512 --ngram n --spec-length 2 --seed 3"
+    )
+    assert recipe(plan, "t", "independence") == said
 
 
 def test_what_is_refused(tmp_path):
@@ -217,6 +228,45 @@ def test_rounds_along_a_text_count_dependence():
     starts = [1 + sum(np.prod(text[s : s + i]) for i in (1, 2)) for s in range(len(text) - 1)]
     assert one.tokens(2).mean == pytest.approx(np.mean(starts))
     assert one.tokens(2).mean > formulas.expected_tokens(0.5, 2)
+
+
+def line(draft, spec_length, temperature, speedup, expected):
+    from forerun.bench.results import Line
+
+    return Line(
+        draft=draft,
+        spec_length=spec_length,
+        temperature=temperature,
+        tokens_per_s=10 * speedup,
+        speedup=speedup,
+        speedup_range=(speedup - 0.1, speedup + 0.1),
+        tokens_per_step=formulas.expected_tokens(0.8, spec_length) * 0.9,
+        alpha_hat=0.8,
+        acceptance_rate=0.5,
+        c=0.01,
+        v=1.1,
+        overhead_share=0.02,
+        theorem_3_8=formulas.speedup(0.8, spec_length, 0.01),
+        expected=expected,
+    )
+
+
+def test_tables_of_speeds():
+    from forerun.bench import paper_speed
+    from forerun.bench.latency import Measured
+
+    speeds = {("a", 3, 0.0): 2.0, ("a", 5, 0.0): 2.5, ("b", 3, 0.0): 1.5, ("a", 3, 1.0): 1.8, ("b", 3, 1.0): 1.2}
+    lines = [line("none", 0, 0.0, 1.0, None), *(line(*key, speed, 1.25 * speed) for key, speed in speeds.items())]
+    found = Measured(lines, None, [], None)
+    table = paper_speed.table_2(found, {"a": "0.3 M", "b": "1.9 M"}, "On paper.", "again")
+    best = [("0.3 M", 0, 5, 2.5), ("1.9 M", 0, 3, 1.5), ("0.3 M", 1, 3, 1.8), ("1.9 M", 1, 3, 1.2)]
+    assert [(*row[:3], row[5]) for row in table.rows] == best
+    assert [row[-1] for row in table.rows] == [3.4, 2.8, 2.6, 2.4], "published, EnDe, by the order of sizes"
+    all_lengths = paper_speed.table_4_measured(found, {"a": "0.3 M", "b": "1.9 M"}, "On paper.", "again")
+    assert len(all_lengths.rows) == 5
+    for row in all_lengths.rows:
+        assert row[6] == pytest.approx(-0.1), "tokens over equation (1)"
+        assert row[-1] == pytest.approx(-0.2), "measured over what costs let expect"
 
 
 def test_tables_as_guessers(tmp_path):

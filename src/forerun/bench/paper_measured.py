@@ -31,14 +31,14 @@ def exhibits(plan: PaperPlan, config: EngineConfig) -> Iterator[Exhibit]:
     if any(map(plan.wants, ("table-3", "table-5", "independence"))):
         found = paper_alpha.measure(target, list(drafts.values()), plan.ngram, plan.num_tokens, plan.seed)
         if plan.wants("table-3"):
-            yield paper_alpha.table_3(found, recipe(plan, "table-3"))
+            yield paper_alpha.table_3(found, recipe(plan, config.target, "table-3"))
         if plan.wants("table-5"):
-            yield paper_alpha.table_5(found, recipe(plan, "table-5"))
+            yield paper_alpha.table_5(found, recipe(plan, config.target, "table-5"))
         if plan.wants("independence"):
-            yield paper_alpha.independence(found, plan.spec_lengths, recipe(plan, "independence"))
+            yield paper_alpha.independence(found, plan.spec_lengths, recipe(plan, config.target, "independence"))
     if plan.wants("figure-1"):
         nearest = min(drafts.values(), key=lambda draft: abs(num_parameters(draft.model.config) - 1.9e6))
-        yield paper_speed.figure_1(target, nearest, plan.seed, recipe(plan, "figure-1"))
+        yield paper_speed.figure_1(target, nearest, plan.seed, recipe(plan, config.target, "figure-1"))
     if plan.wants("table-2"):
         yield from _speeds(plan, config, specs, drafts)
 
@@ -64,6 +64,7 @@ def _speeds(
         spec_lengths=plan.spec_lengths,
         num_prompts=plan.num_prompts,
         max_tokens=plan.max_tokens,
+        num_repeats=plan.num_repeats,
         seed=plan.seed,
     )
     found = latency.measured(replace(config, draft="none"), measured, make_console())
@@ -75,18 +76,22 @@ def _speeds(
         f"{model.ops.num_threads} threads, {found.ceiling.bytes_per_s / 1e9:.0f} GB/s; {plan.num_prompts} held-out "
         f"prompts of {plan.max_tokens} tokens."
     )
-    yield paper_speed.table_2(found, sizes, about, recipe(plan, "table-2"))
-    yield paper_speed.table_4_measured(found, sizes, about, recipe(plan, "table-2"))
+    yield paper_speed.table_2(found, sizes, about, recipe(plan, config.target, "table-2"))
+    yield paper_speed.table_4_measured(found, sizes, about, recipe(plan, config.target, "table-2"))
 
 
-def recipe(plan: PaperPlan, name: str) -> str:
+def recipe(plan: PaperPlan, target: str | None, name: str) -> str:
     """Return the command that measures this exhibit alone."""
     assert name in MEASURED
-    words = ["forerun", "paper", name, "--measure", *(word for draft in plan.drafts for word in ("--draft", draft))]
+    words = ["forerun", "paper", name, "--measure", *(["--target", str(target)] if target is not None else [])]
+    words += [word for draft in plan.drafts for word in ("--draft", draft)]
     if name == "table-2":
         words += ["--shape", plan.shape, "--prompts", str(plan.num_prompts), "--max-tokens", str(plan.max_tokens)]
+        words += ["--repeats", str(plan.num_repeats)]
     elif name != "figure-1":
         words += ["--tokens", str(plan.num_tokens)]
         words += ["--ngram", str(plan.ngram)] if plan.ngram is not None else []
+    if name in ("table-2", "independence"):
+        words += [word for length in plan.spec_lengths for word in ("--spec-length", str(length))]
     words += ["--seed", str(plan.seed)] if plan.seed != 1 else []
     return shlex.join(words)

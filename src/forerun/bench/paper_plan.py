@@ -14,7 +14,7 @@ class PaperPlan:
 
     names: of EXHIBITS and MEASURED, () = all. out: folder for files, None = text alone. drafts: draft models, () = the
     shipped one. ngram: a file of `forerun train ngram`, None = no unigram and bigram. num_tokens: that the target
-    writes for tables 3 and 5. shape, spec_lengths, num_prompts, max_tokens: of table 2, see latency.Plan.
+    writes for tables 3 and 5. shape, spec_lengths, num_prompts, max_tokens, num_repeats: of table 2, see latency.Plan.
     """
 
     names: tuple[str, ...] = ()
@@ -26,6 +26,7 @@ class PaperPlan:
     spec_lengths: tuple[int, ...] = (3, 5, 7)
     num_prompts: int = 5
     max_tokens: int = 64
+    num_repeats: int = 1
     seed: int = 1
 
     def wants(self, name: str) -> bool:

@@ -45,6 +45,7 @@ def paper(
     ] = None,
     num_prompts: Annotated[int, typer.Option("--prompts", help="of table 2", min=1)] = 5,
     max_tokens: Annotated[int, typer.Option(help="tokens per prompt of table 2", min=2)] = 64,
+    repeats: Annotated[int, typer.Option(help="times table 2 runs every prompt", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="of what is sampled")] = 1,
     dtype: flags.Dtype = None,
     ops: flags.Ops = None,
@@ -66,6 +67,7 @@ def paper(
         spec_lengths=tuple(spec_length or (3, 5, 7)),
         num_prompts=num_prompts,
         max_tokens=max_tokens,
+        num_repeats=repeats,
         seed=seed,
     )
     config = flags.engine_config({"target": target, "dtype": dtype, "ops": ops}, None) if measure else None
