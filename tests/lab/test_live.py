@@ -14,12 +14,14 @@ import httpx
 import pytest
 
 from forerun import LLM, SamplingParams, verify
+from forerun.config import EngineConfig
+from forerun.engine.factory import usable_drafts
 from forerun.engine.request import Request
 from forerun.lab import live
 from forerun.lab.watching import COUNTS, PER_POSITION, RATES, coins_of
 from forerun.types import AcceptanceTest, RoundDetail, Toss
 from lab.serving import Event, of, read, serving_lab, watch
-from serve.running import wait_for
+from serve.running import serving, wait_for
 
 PROMPT = "def fib(n):\n"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -188,6 +190,14 @@ def test_the_menu_is_what_the_engine_has(llm: LLM, url: str) -> None:
     assert found["examples"]
 
 
+def test_the_command_offers_every_drafter_that_can_be_had() -> None:
+    with serving(command="lab") as running:
+        offered = [one["name"] for one in running.http.get("/lab/api/live").json()["drafters"]]
+        assert set(offered) == {"model", *usable_drafts(EngineConfig(target="shipped"))}
+        assert offered[0] == "model"
+        assert running.terminate() == 0
+
+
 # ------------------------------------------------------------------------------------------------- viewers come and go
 
 
@@ -198,7 +208,7 @@ def test_nobody_listens_without_a_viewer(llm: LLM, url: str) -> None:
     httpx.get(f"{url}api/live")
     llm.generate(PROMPT, SamplingParams(max_tokens=4, temperature=0))
     assert listeners(llm) == 0
-    body = {"prompt": PROMPT, "max_tokens": 600, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
     with httpx.stream("POST", f"{url}api/live", json=body) as stream:
         seen = {listeners(llm) for _ in read(stream)}
     assert max(seen) == 1

@@ -91,6 +91,7 @@ def test_a_generation_is_watched_to_its_end(llm: LLM, pages: Pages, settings: di
     shares = page.locator("#live [role=option] .share").all_inner_texts()
     assert shares == [f"{accepted}/{drafted}" for drafted, accepted in report.rounds]
     part(page, "table").locator("summary").click()
+    until(page, "() => document.querySelector('#trace tbody tr')")
     rows = page.locator("#trace tbody tr")
     assert rows.count() == report.num_steps + 1, "the prompt is a step, too"
     cells = [row.split("\t")[-3:] for row in rows.all_inner_texts()[1:]]
@@ -209,6 +210,7 @@ def test_it_is_accessible_and_fits_in_use(pages: Pages, width: int, height: int,
     page = opened(pages, {**TREE, "race": 1}, width=width, height=height, theme=theme)
     run(page)
     part(page, "table").locator("summary").click()
+    until(page, "() => document.querySelector('#trace tbody tr')")
     found = axe.Axe().run(page, context="#live, #trace")
     assert found.violations_count == 0, found.generate_report()
     assert page.evaluate("() => document.documentElement.scrollWidth") <= width

@@ -306,8 +306,10 @@ def _detail(
     tosses: Seq[Toss],
     facts: Mapping[str, float],
 ) -> RoundDetail:
-    nodes = draft.nodes(b)
-    parents = [p - nodes.start if p >= 0 else -1 for p in (draft.parents[n] for n in nodes)]
+    nodes, tests = draft.nodes(b), verdict.tests[b]
+    if start := nodes.start:
+        tests = [dataclasses.replace(test, node=test.node - start) for test in tests]
+    parents = [p - start if p >= 0 else -1 for p in draft.parents[start : nodes.stop]]
     known = rows if isinstance(rows, list) else rows.known  # watching must not compute more
     judging = [known[parent + 1] for parent in parents]
     return RoundDetail(
@@ -317,8 +319,8 @@ def _detail(
         parents=parents,
         draft_probs=[draft.probs[n].at(draft.tokens[n]) for n in nodes],
         target_probs=[None if p is None else p.at(draft.tokens[n]) for n, p in zip(nodes, judging, strict=True)],
-        tests=[dataclasses.replace(test, node=test.node - nodes.start) for test in verdict.tests[b]],
-        accepted=[n - nodes.start for n in verdict.paths[b]],
+        tests=tests,
+        accepted=[n - start for n in verdict.paths[b]],
         next_token=verdict.next_tokens[b],
         granted=granted,
         tosses=tosses,

@@ -33,7 +33,7 @@ export function makeRace(lab) {
     const unit = end < 1 ? [1000, "ms"] : [1, "s"];
     const said = own.map(([lane, title]) => `${title} ${lanes[lane].points.at(-1)[1]} tokens in ${plot.format(lanes[lane].points.at(-1)[0])} s`).join(", ");
     return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Tokens over time: ${said}` },
-      plot.ticks(0, most, 4).map((n) => [
+      plot.ticks(0, most, 4).flatMap((n) => [
         svg("line", { class: "grid", x1: 44, x2: width - 16, y1: y(n), y2: y(n) }),
         svg("text", { class: "tick-text", x: 38, y: y(n) + 4, "text-anchor": "end" }, n)]),
       plot.ticks(0, end * unit[0], width < 500 ? 3 : 6).map((t) => svg("text", { class: "tick-text", x: x(t / unit[0]), y: height - 16, "text-anchor": "middle" }, `${plot.format(t, t % 1 ? 1 : 0)} ${unit[1]}`)),

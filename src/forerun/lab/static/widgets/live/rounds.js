@@ -116,7 +116,7 @@ function coin(lab, node) {
   if (node.chance === null) return el("td", {}, node.verdict === "accepted" ? "drawn by the target, too" : "not what the target drew");
   const text = node.coin === null
     ? (node.chance >= 1 ? "accepted for sure" : "rejected for sure")
-    : `${plot.format(node.coin, 2)} ${node.coin < node.chance ? "<" : "≥"} ${plot.format(node.chance, node.chance < 0.01 ? 4 : 2)}`;
+    : `${plot.format(node.coin, 2)} ${node.coin < node.chance ? "<" : "≥"} ${node.chance < 0.005 ? Number(node.chance.toPrecision(1)) : plot.format(node.chance, 2)}`;
   return el("td", { class: "prob" },
     el("span", { class: `coin is-${node.verdict}`, "aria-hidden": "true", style: { "--share": node.chance } },
       node.coin === null ? null : el("span", { class: "tick", style: { left: `${100 * node.coin}%` } })),
