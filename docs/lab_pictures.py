@@ -23,9 +23,9 @@ from playwright.sync_api import sync_playwright
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"wide": (1280, 800), "phone": (390, 844)}
 WIDGETS = ("residual", "landscape", "unbiasedness", "live", "trace")
-IN_DOCS = {"landscape": "lab-landscape.png", "unbiasedness": "lab-unbiasedness.png"}
+IN_DOCS = {"landscape": "lab-landscape.png", "live": "lab-live.png"}
 FRAMES = 240
-# What is shown: Residual with rounds, Landscape with a measured point, and a wrong rule that was caught.
+# What is shown: Residual with rounds, Landscape with a measured point, a wrong rule that was caught, and a generation.
 IN_USE = """async () => {
     const press = (widget, text) =>
         [...document.querySelectorAll(`#${widget} button`)].find((one) => one.innerText === text)?.click();
@@ -38,6 +38,9 @@ IN_USE = """async () => {
     await until(() => Number(document.querySelector("#unbiasedness [data-readout=exact]").innerText) > 0);
     press("unbiasedness", "Run 5000");
     await until(() => document.querySelector("#unbiasedness [data-readout=rounds]").innerText === "5,000");
+    document.querySelector("#live [data-part=run]").click();
+    await new Promise((done) => setTimeout(done, 200));
+    await until(() => !document.querySelector("#live [data-part=run]").disabled);
 }"""
 PAINT = """() => performance.getEntriesByName("first-contentful-paint")[0].startTime"""
 # Moves what is dragged from frame to frame, and returns the milliseconds of scripts in each.

@@ -19,9 +19,14 @@ export function speedup(alpha, gamma, c, verifyRatio = 1) {
 
 // The gamma of the largest speed-up; 0 where none pays. verifyRatios: v(gamma) by gamma.
 export function optimalGamma(alpha, c, verifyRatios) {
+  return bestOf(verifyRatios.map((_, gamma) => expectedTokens(alpha, gamma)), verifyRatios.map((v, gamma) => c * gamma + v));
+}
+
+// The same from the tokens and the cost of a round, by gamma; the least where several are equal.
+export function bestOf(tokens, costs) {
   let best = 0;
-  for (let gamma = 1; gamma < verifyRatios.length; gamma += 1) {
-    if (speedup(alpha, gamma, c, verifyRatios[gamma]) > speedup(alpha, best, c, verifyRatios[best]) + 1e-12) best = gamma;
+  for (let gamma = 1; gamma < costs.length; gamma += 1) {
+    if (tokens[gamma] / costs[gamma] > tokens[best] / costs[best] + 1e-12) best = gamma;
   }
   return best;
 }

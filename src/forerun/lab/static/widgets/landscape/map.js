@@ -1,9 +1,11 @@
 // The map of speed-ups on a canvas: colours by value, the ridge of the best K, the break-even line, and points.
 import { dot, label, polyline, within } from "../../lib/draw.js";
-import { breakEvenAlpha, optimalGamma, speedup } from "../../lib/formulas.js";
+import { bestOf, breakEvenAlpha, expectedTokens } from "../../lib/formulas.js";
 import { scale } from "../../lib/plot.js";
 
 const COLUMNS = 200;
+const ROW = 40; // pixels that a K is stretched to
+const SHADES = 256;
 const LOWEST = 0.25; // the ends of the colours, which do not depend on the knobs
 const HIGHEST = 8;
 const MARGIN = { left: 44, right: 88, top: 10, bottom: 36 };
@@ -30,33 +32,45 @@ export function makeMap(width, height, mostK) {
 
 // c, v: the costs; points: the published ones, of which number `published` is chosen; measured: one, or null.
 export function drawMap(context, map, { c, v, colours, points, published, measured }) {
-  const palette = [colours.cold, colours.flat, colours.warm, colours.hot].map(rgb);
-  context.drawImage(heat(map, c, v, palette), map.left, map.top, map.right - map.left, map.bottom - map.top);
+  const shades = shadesOf(colours);
+  context.drawImage(heat(map, c, v, shades), map.left, map.top, map.right - map.left, map.bottom - map.top);
   drawAxes(context, map, colours);
   within(context, map, () => {
     outlined(context, breakEvenLine(map, c, v), colours, 2, [6, 5]);
     outlined(context, ridge(map, c, v), colours, 2.5);
   });
-  drawStripe(context, map, palette, colours);
+  drawStripe(context, map, shades, colours);
   points.forEach((point, i) => diamond(context, map.x(point.alpha), map.y(point.gamma), colours, i === published));
   if (measured && measured.k <= map.mostK) dot(context, map.x(measured.alpha), map.y(measured.k), 7, colours.target, colours.raised);
 }
 
-// One pixel for each alpha and K; the canvas stretches it.
-function heat(map, c, v, palette) {
-  const image = new ImageData(COLUMNS, map.mostK);
-  for (let k = 1; k <= map.mostK; k += 1) {
-    for (let i = 0; i < COLUMNS; i += 1) {
-      const colour = mixed(palette, speedup((i + 0.5) / COLUMNS, k, c, v[k]));
-      image.data.set(colour, ((map.mostK - k) * COLUMNS + i) * 4);
-    }
+// Tokens per round, [COLUMNS][mostK + 1], at the middle of each column: neither c nor v changes them.
+const tables = new Map();
+
+function tokensOf(mostK) {
+  if (!tables.has(mostK)) {
+    tables.set(mostK, Array.from({ length: COLUMNS }, (_, i) =>
+      Array.from({ length: mostK + 1 }, (__, k) => expectedTokens((i + 0.5) / COLUMNS, k))));
   }
+  return tables.get(mostK);
+}
+
+// One pixel for each alpha and K; the canvas stretches it.
+function heat(map, c, v, shades) {
+  const tokens = tokensOf(map.mostK);
   const small = new OffscreenCanvas(COLUMNS, map.mostK);
+  const image = new ImageData(COLUMNS, map.mostK);
+  const pixels = new Uint32Array(image.data.buffer);
+  for (let k = 1; k <= map.mostK; k += 1) {
+    const cost = c * k + v[k];
+    const row = (map.mostK - k) * COLUMNS;
+    for (let i = 0; i < COLUMNS; i += 1) pixels[row + i] = shades.words[shadeOf(tokens[i][k] / cost)];
+  }
   small.getContext("2d").putImageData(image, 0, 0);
-  const tall = new OffscreenCanvas(COLUMNS, map.mostK * 40); // rows stay rows: only columns are smoothed
+  const tall = new OffscreenCanvas(COLUMNS, map.mostK * ROW); // rows stay rows: only columns are smoothed
   const context = tall.getContext("2d");
   context.imageSmoothingEnabled = false;
-  context.drawImage(small, 0, 0, COLUMNS, map.mostK * 40);
+  context.drawImage(small, 0, 0, COLUMNS, map.mostK * ROW);
   return tall;
 }
 
@@ -83,8 +97,11 @@ function breakEvenLine(map, c, v) {
 
 // Through the best K of each alpha, where one pays.
 function ridge(map, c, v) {
-  return Array.from({ length: COLUMNS + 1 }, (_, i) => [i / COLUMNS, optimalGamma(i / COLUMNS, c, v)])
-    .filter(([, best]) => best > 0).map(([alpha, best]) => [map.x(alpha), map.y(best)]);
+  const costs = v.map((ratio, k) => c * k + ratio);
+  return tokensOf(map.mostK).flatMap((tokens, i) => {
+    const best = bestOf(tokens, costs);
+    return best > 0 ? [[map.x((i + 0.5) / COLUMNS), map.y(best)]] : [];
+  });
 }
 
 function outlined(context, points, colours, width, dash = []) {
@@ -92,13 +109,11 @@ function outlined(context, points, colours, width, dash = []) {
   polyline(context, points, colours.ink, { width, dash });
 }
 
-function drawStripe(context, map, palette, colours) {
+function drawStripe(context, map, shades, colours) {
   const { stripe } = map;
   const height = map.bottom - map.top;
   for (let i = 0; i < height; i += 1) {
-    const value = LOWEST * (HIGHEST / LOWEST) ** (1 - i / height);
-    const [r, g, b] = mixed(palette, value);
-    context.fillStyle = `rgb(${r} ${g} ${b})`;
+    context.fillStyle = shades.names[shadeOf(LOWEST * (HIGHEST / LOWEST) ** (1 - i / height))];
     context.fillRect(stripe.x, map.top + i, stripe.width, 1.5);
   }
   for (const [value, name] of [[0.25, "¼"], [0.5, "½"], [1, "1"], [2, "2"], [4, "4"], [8, "8"]]) {
@@ -119,13 +134,25 @@ function diamond(context, x, y, colours, isChosen) {
   context.stroke();
 }
 
-// cold, flat at 1, warm at the middle of what is above, hot; by the logarithm of the value.
-function mixed([cold, flat, warm, hot], value) {
-  const height = value < 1 ? Math.log(value) / Math.log(LOWEST) : Math.log(value) / Math.log(HIGHEST);
-  const t = Math.min(1, Math.max(0, height));
-  if (value < 1) return mix(flat, cold, t);
-  return t < 0.5 ? mix(flat, warm, t * 2) : mix(warm, hot, t * 2 - 1);
+// Which of the shades a value has, by its logarithm.
+const shadeOf = (value) => Math.round(stripeShare(value) * (SHADES - 1));
+
+// The shades from LOWEST to HIGHEST: cold, flat at 1, warm at the middle of what is above, hot. As colours of a canvas,
+// and as words of its pixels.
+function shadesOf(colours) {
+  const [cold, flat, warm, hot] = [colours.cold, colours.flat, colours.warm, colours.hot].map(rgb);
+  const one = stripeShare(1);
+  const shade = (share) => {
+    if (share < one) return mix(cold, flat, share / one);
+    const height = (share - one) / (1 - one);
+    return height < 0.5 ? mix(flat, warm, height * 2) : mix(warm, hot, height * 2 - 1);
+  };
+  const all = Array.from({ length: SHADES }, (_, i) => shade(i / (SHADES - 1)));
+  return {
+    names: all.map(([r, g, b]) => `rgb(${r} ${g} ${b})`),
+    words: Uint32Array.from(all, ([r, g, b]) => new Uint32Array(Uint8Array.of(r, g, b, 255).buffer)[0]),
+  };
 }
 
-const mix = (a, b, t) => [0, 1, 2].map((i) => Math.round(a[i] + (b[i] - a[i]) * t)).concat(255);
+const mix = (a, b, t) => [0, 1, 2].map((i) => Math.round(a[i] + (b[i] - a[i]) * t));
 const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
