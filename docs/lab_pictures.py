@@ -23,7 +23,13 @@ from playwright.sync_api import sync_playwright
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"wide": (1280, 800), "phone": (390, 844)}
 WIDGETS = ("residual", "landscape", "unbiasedness", "live", "trace")
-IN_DOCS = {"landscape": "lab-landscape.png", "live": "lab-live.png"}
+# Picture of docs/lab.md -> the first and the last element that it shows.
+IN_DOCS = {
+    "lab-landscape.png": ("#landscape .card", "#landscape .card"),
+    "lab-live.png": ("#live .live-results .card", "#live .live-results .card + .card"),
+}
+MARGIN = 12  # pixels around it
+SETTINGS = "#live.temperature=0&landscape.k=3"
 FRAMES = 240
 # What is shown: Residual with rounds, Landscape with a measured point, a wrong rule that was caught, and a generation.
 IN_USE = """async () => {
@@ -100,15 +106,27 @@ def photographed(browser: Any, url: str, folder: Path) -> None:
             for widget in WIDGETS:
                 page.locator(f"#{widget}").screenshot(path=folder / f"{widget}-{size}-{theme}.png")
             if (size, theme) == ("wide", "light"):
-                for widget, name in IN_DOCS.items():
-                    page.locator(f"#{widget} .card").first.screenshot(path=ROOT / "docs" / name)
+                for name, (first, last) in IN_DOCS.items():
+                    page.screenshot(path=ROOT / "docs" / name, full_page=True, clip=around(page, first, last))
             page.context.close()
+
+
+def around(page: Any, first: str, last: str) -> dict[str, float]:
+    """The rectangle of the whole page that holds both elements."""
+    page.evaluate("scrollTo(0, 0)")
+    top, bottom = (page.locator(one).first.bounding_box() for one in (first, last))
+    return {
+        "x": top["x"] - MARGIN,
+        "y": top["y"] - MARGIN,
+        "width": top["width"] + 2 * MARGIN,
+        "height": bottom["y"] + bottom["height"] - top["y"] + 2 * MARGIN,
+    }
 
 
 def opened(browser: Any, url: str, width: int, height: int, theme: str) -> Any:
     """A page on which all widgets are there."""
     page = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme).new_page()
-    page.goto(url)
+    page.goto(url + SETTINGS)
     page.wait_for_selector("html[data-ready]")
     return page
 

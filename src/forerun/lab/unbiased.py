@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import threading
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ from pydantic import Field
 
 from forerun import testing, verify
 from forerun.engine.llm import LLM
-from forerun.errors import BadOption, ForerunError, shown
+from forerun.errors import BadOption, CapacityError, ForerunError, shown
 from forerun.sampling.random import PhiloxCoins
 from forerun.theory import formulas, joint, lenience
 from forerun.types import Coins, Draft, Probs
@@ -32,6 +33,7 @@ Weights = Annotated[list[float], Field(min_length=2, max_length=16)]
 MUTANTS = {mutant.name: mutant for mutant in (*testing.MUTANTS, testing.SECOND_DRAW)}
 MOST_ROUNDS = 1000  # of one request: less than a second
 MOST_DRAFTED = 8
+MOST_WAIT_S = 20.0
 MOST_ENUMERATED = 3  # siblings, all of whose outcomes are taken
 SHAPES = {"chain": "independent", "independent": "independent", "distinct": "distinct"}  # -> how siblings are drawn
 _TURN = threading.Lock()  # one request at a time: the engine needs the interpreter, too
@@ -74,13 +76,13 @@ def make_router(llm: LLM | None = None) -> APIRouter:
     @router.post("/rounds")
     def rounds(body: Rounds) -> dict[str, Any]:
         """Counts of some rounds; the page adds them up."""
-        with _TURN:
+        with _turn():
             return counted(body)
 
     @router.post("/expected")
     def expected(body: Setting) -> dict[str, Any]:
         """What theory says of a setting, and the exact error of its first tokens."""
-        with _TURN:
+        with _turn():
             return {
                 "mean_accepted": expected_accepted(dataclasses.replace(body, mutant=None)),
                 "exact_tv": exact_tv(body),
@@ -88,6 +90,17 @@ def make_router(llm: LLM | None = None) -> APIRouter:
             }
 
     return router
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Wait for the requests before this one. Raises CapacityError where that takes too long."""
+    if not _TURN.acquire(timeout=MOST_WAIT_S):
+        raise CapacityError(f"rounds of others have run for {MOST_WAIT_S:.0f} s: try again when they are over")
+    try:
+        yield
+    finally:
+        _TURN.release()
 
 
 def _described(rule: verify.Rule) -> dict[str, Any]:

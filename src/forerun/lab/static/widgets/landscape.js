@@ -122,7 +122,7 @@ export async function mount(element, lab) {
   function showMeasured(found) {
     set({ measured: found, alpha: found.alpha, k: found.k, check: "machine", ...(found.c === null ? {} : { c: clamp(found.c, 0, 1) }) });
     measureSaid.textContent = `Measured with the drafter ${found.draft}: α̂ = ${format(found.alpha, 2)}, ${format(found.tokens_per_round, 2)} tokens per round, `
-      + `${format(found.plain_tokens_per_s, 0)} → ${format(found.tokens_per_s, 0)} tokens/s: ${format(found.speedup, 2)}×. The formula, with this machine's costs, says ${format(gain(found.k), 2)}×. `
+      + `${format(found.plain_tokens_per_s, 0)} → ${format(found.tokens_per_s, 0)} tokens/s: ${format(found.speedup, 2)}×. The formula, with the passes that were measured here and nothing beside them, says ${format(gain(found.k), 2)}×. `
       + (found.is_same ? "Both texts are the same." : "The texts differ, which rounding between nearly tied tokens can explain.");
   }
 
