@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.bench import exhibits, paper, paper_formulas, paper_published
+from forerun.bench import exhibits, paper, paper_formulas
 from forerun.bench.paper_plan import PaperPlan
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, NotFound
 from forerun.text.terminal import make_console
 from forerun.theory import formulas
+from forerun.theory.published import TABLE_1, TABLE_4
 
 
 def test_every_number_of_table_1():
-    for row in paper_published.TABLE_1:
+    for row in TABLE_1:
         operations = formulas.operations_factor(row.alpha, row.gamma, 0.0)
         assert f"{operations:.2f}" == f"{row.operations:.2f}"
         assert f"{formulas.speedup(row.alpha, row.gamma, 0.0):.2f}" == f"{row.speed:.2f}"
@@ -33,7 +34,7 @@ def test_table_4_follows_from_its_inputs_but_in_three_cells():
     others = {key for key, verdict in verdicts.items() if verdict != "yes"}
     assert others == {("EnDe", "T5-base", 1), ("EnDe", "T5-large", 1), ("CNNDM", "T5-large", 1)}
     assert {verdicts[key] for key in others} == {"in the interval"}
-    for row, published in zip(table.rows, paper_published.TABLE_4, strict=True):
+    for row, published in zip(table.rows, TABLE_4, strict=True):
         low, high = row[7]
         assert low < row[6] < high
         assert low <= published.expected + 0.05, "rounding explains the printed digit"

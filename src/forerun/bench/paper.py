@@ -1,6 +1,6 @@
 """`forerun paper`: which tables and figures of Leviathan et al. 2023 (arXiv 2211.17192) are made, and where they go.
 
-paper_formulas.py makes those that follow from formulas, paper_measured.py those that are measured, paper_published.py
+paper_formulas.py makes those that follow from formulas, paper_measured.py those that are measured, theory/published.py
 has what the paper prints, and exhibits.py draws and writes all of them. torch is loaded to measure, and not before.
 """
 

@@ -23,7 +23,6 @@ import torch
 
 from forerun.bench import latency
 from forerun.bench.exhibits import Column, Curve, Exhibit, Panel, Plot, Value, dots
-from forerun.bench.paper_published import LENIENCES, TABLE_3, TABLE_5
 from forerun.bench.peers import say
 from forerun.bench.widen import num_parameters
 from forerun.drafters import artifacts, tables
@@ -34,6 +33,7 @@ from forerun.models.runner import Run, Runner
 from forerun.sampling.pipeline import probs
 from forerun.theory import formulas
 from forerun.theory.lenience import lenient_acceptance, lenient_greedy
+from forerun.theory.published import LENIENCES, TABLE_3, TABLE_5
 from forerun.theory.simulate import Estimate
 from forerun.types import Probs, SamplingParams
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from forerun.bench.exhibits import Bar, Column, Curve, Exhibit, Panel, Plot, Timeline, Value, dots
-from forerun.bench.paper_published import (
+from forerun.theory import formulas
+from forerun.theory.landscape import landscape
+from forerun.theory.published import (
     A_5,
     A_5_C,
     A_5_GAMMA,
@@ -14,8 +16,6 @@ from forerun.bench.paper_published import (
     TABLE_1,
     TABLE_4,
 )
-from forerun.theory import formulas
-from forerun.theory.landscape import landscape
 
 GAMMAS = (1, 2, 3, 5, 7, 10)  # of the figures' curves
 COSTS = (0.01, 0.02, 0.05, 0.1, 0.2)

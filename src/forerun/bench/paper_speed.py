@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence as Seq
 from forerun.bench.exhibits import Coloured, Column, Exhibit, Panel, Plot, Token, Tokens, Value, dots
 from forerun.bench.latency import Measured, Plan, read_prompts
 from forerun.bench.paper_alpha import T5
-from forerun.bench.paper_published import TABLE_4, Speed
 from forerun.bench.results import Line
 from forerun.engine.llm import LLM
 from forerun.models.loading import Checkpoint
 from forerun.text.rounds import round_pieces
 from forerun.text.tokenizer import token_text
 from forerun.theory import formulas
+from forerun.theory.published import TABLE_4, Speed
 from forerun.types import SamplingParams, StepReport
 
 FIGURE_TOKENS = 64
