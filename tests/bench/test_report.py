@@ -82,6 +82,13 @@ def test_plots_hold_the_numbers():
     assert report.picture_of(UNKNOWN) is None
 
 
+def test_tables_begin_with_what_names_a_row():
+    turned = {**LATENCY, "lines": [dict(reversed(row.items())) for row in LATENCY["lines"]]}
+    assert list(report.rows_of(turned)[0])[:3] == ["draft", "spec_length", "temperature"]
+    assert next(iter(report.rows_of(THROUGHPUT)[0])) == "concurrency"
+    assert report.rows_of(THROUGHPUT)[0]["auto_over_max.median"] == 1.1
+
+
 def test_every_picture_comes_back_from_its_record():
     for make in paper_formulas.EXHIBITS.values():
         record = json.loads(json.dumps(record_of(make())))
