@@ -1,5 +1,5 @@
 // The same prompt with a draft and plainly: tokens over time, each by its own clock, and both texts once more together.
-const SPEEDS = [[1, "real time"], [4, "4 times slower"], [16, "16 times slower"]];
+const SPEEDS = [[1, "real time"], [4, "4× slower"], [16, "16× slower"]];
 const LANES = [["draft", "with a draft", "accepted"], ["plain", "plainly", "target"]];
 
 export function makeRace(lab) {

@@ -30,7 +30,7 @@ export function makeSettings(lab, menu, { onRun, onStop }) {
   });
   const kind = controls.segments({
     label: "The model gets it as",
-    options: [["text", "the beginning of a text"], ["chat", "a message"]],
+    options: [["text", "text to go on"], ["chat", "a message"]],
     value: kept("chat", isChatUsual),
     onChange: keep("chat"),
   });
