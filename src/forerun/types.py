@@ -475,6 +475,20 @@ class CacheView:
 # ---------------------------------------------------------------------------------------------------- what was done
 
 
+class Toss(NamedTuple):
+    """One coin of a round: the probability to accept, and the uniform that had to be below it.
+
+    depth and lane: as in `Coins.accept`. coin: None where the probability was 0 or 1, for which none is tossed, and
+    where the coins are no random numbers.
+    """
+
+    depth: int
+    lane: int
+    prob: float
+    coin: float | None
+    is_accepted: bool
+
+
 @dataclass
 class RoundDetail:
     """One round of one sequence, for listeners that ask for detail. Probabilities are those of the drafted tokens."""
@@ -489,6 +503,7 @@ class RoundDetail:
     accepted: list[int]  # node indices within this round
     next_token: int
     granted: int  # the pacing policy's budget
+    tosses: Seq[Toss] = ()  # of the rule, in order; a rule that compares draws tosses none
     pacing: Mapping[str, float] = field(default_factory=dict)  # what the policy tells of the round
 
 

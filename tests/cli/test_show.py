@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from forerun.cli.show import LiveText, Piece, RoundPrinter, committed_pieces, round_pieces, token_text, wrap
+from forerun.cli.show import LiveText, RoundPrinter, wrap
 from forerun.text import Tokenizer
+from forerun.text.rounds import Piece, committed_pieces, round_pieces
+from forerun.text.tokenizer import token_text
 from forerun.types import AcceptanceTest, RoundDetail, StepReport
 
 

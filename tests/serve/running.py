@@ -60,15 +60,17 @@ def wait_for(what: Callable[[], object]) -> object:
 
 
 @contextmanager
-def serving(*options: str, target: str = "shipped", port: int = 0, **env: str) -> Iterator[Running]:
-    """A server, with these options; killed in the end where it still runs."""
+def serving(
+    *options: str, target: str = "shipped", port: int = 0, command: str = "serve", **env: str
+) -> Iterator[Running]:
+    """A server, with these options; killed in the end where it still runs. command: `serve`, or `lab`."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("FORERUN_") or k == "FORERUN_CACHE_DIR"}
-    command = [sys.executable, "-m", "forerun", "serve", target, "--port", str(port), *options]
+    arguments = [sys.executable, "-m", "forerun", command, target, "--port", str(port), *options]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as file:
             process = subprocess.Popen(
-                command, stderr=file, env={**kept, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **env}
+                arguments, stderr=file, env={**kept, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **env}
             )
         try:
             yield Running(process, log)

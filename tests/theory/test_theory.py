@@ -1,4 +1,4 @@
-"""Formulas against known answers and against simulation."""
+"""Formulas against known answers; test_simulation.py compares them with simulation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from forerun.theory import formulas, simulate
+from forerun.theory import formulas, lenience, simulate
+from forerun.theory.landscape import landscape
 
 # Best (gamma, speed-up) by alpha, for c = .02, .1, .333. At alpha = .7, c = .333 it is 2.19 / 1.666 = 1.31.
 BEST = {
@@ -108,18 +109,6 @@ def test_alpha_hat():
         formulas.alpha_hat(5, 4)
 
 
-@pytest.mark.parametrize(("alpha", "gamma"), [(0.0, 3), (0.3, 1), (0.7, 5), (0.9, 8), (1.0, 4), (0.5, 0)])
-def test_theory_is_simulation(alpha, gamma):
-    done = simulate.rounds(alpha, gamma, 200_000, seed=gamma)
-    error = 4.5 * done.tokens_per_round_error + 1e-12
-    assert done.tokens_per_round == pytest.approx(formulas.expected_tokens(alpha, gamma), abs=error)
-    if done.num_tested:
-        estimate = formulas.alpha_hat(done.num_accepted, done.num_tested)
-        assert estimate == pytest.approx(alpha, abs=4.5 * (alpha * (1 - alpha) / done.num_tested) ** 0.5 + 1e-12)
-    if (alpha, gamma) == (0.7, 5):
-        assert done.num_accepted / done.num_drafted == pytest.approx(0.388, abs=4e-3), "accepted / drafted is not alpha"
-
-
 @pytest.mark.parametrize("call", [lambda: formulas.expected_tokens(1.1, 2), lambda: formulas.expected_tokens(0.5, -1)])
 def test_impossible_arguments(call):
     with pytest.raises(ValueError, match="alpha must be in"):
@@ -131,7 +120,12 @@ def test_impossible_arguments(call):
 
 
 def test_theory_needs_numpy_alone():
-    code = "import sys, forerun.theory.formulas, forerun.theory.simulate; assert 'torch' not in sys.modules"
+    code = """
+import sys, pkgutil, importlib, forerun.theory
+for module in pkgutil.iter_modules(forerun.theory.__path__):
+    importlib.import_module(f"forerun.theory.{module.name}")
+assert "torch" not in sys.modules
+"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -144,3 +138,95 @@ def test_expected_tokens_of_counts_are_the_posterior_mean():
     assert formulas.expected_tokens_beta(3, 2, 5) == pytest.approx(sum((draws**i).mean() for i in range(6)), abs=0.01)
     with pytest.raises(ValueError, match="impossible"):
         formulas.expected_tokens_beta(-1, 2, 2)
+
+
+def test_divergence():
+    """Corollary 3.4: symmetric, in [0, 1], with both ends reached; Lemma 3.3 ties it to the acceptance."""
+    generator = np.random.default_rng(3)
+    for _ in range(50):
+        p, q = generator.dirichlet(np.full(5, 0.5), size=2)
+        found = formulas.lk_divergence(p, q)
+        assert 0 <= found <= 1
+        assert found == pytest.approx(formulas.lk_divergence(q, p), abs=1e-15)
+        assert found == pytest.approx(1 - formulas.acceptance(p, q), abs=1e-15)
+        assert formulas.rejection_acceptance(p, q) <= formulas.acceptance(p, q)
+    assert formulas.lk_divergence([0.25, 0.75], [0.25, 0.75]) == 0
+    assert formulas.lk_divergence([1, 0], [0, 1]) == 1
+
+
+def test_appendix_a2():
+    assert formulas.rejection_acceptance((0.5, 0.3, 0.2), (0.2, 0.6, 0.2)) == pytest.approx(0.4)
+    assert formulas.rejection_acceptance((0.5, 0.5), (1.0, 0.0)) == 0
+
+
+def test_mean_acceptance_is_corollary_3_6():
+    pairs = [((0.5, 0.3, 0.2), (0.2, 0.6, 0.2)), ((1, 0, 0), (0.25, 0.5, 0.25))]
+    assert formulas.mean_acceptance(pairs) == pytest.approx((0.7 + 0.25) / 2)
+    with pytest.raises(ValueError, match="no contexts"):
+        formulas.mean_acceptance([])
+
+
+def test_the_formula_that_counts_a_token_twice():
+    assert formulas.double_counted_tokens(0.7, 5) == pytest.approx(3.7731, abs=5e-5)
+    assert formulas.double_counted_tokens(0.7, 5) / 2 == pytest.approx(1.89, abs=5e-3)
+    for alpha, gamma in ((0.0, 3), (0.4, 2), (0.9, 7), (1.0, 4), (0.6, 0)):
+        more = formulas.double_counted_tokens(alpha, gamma) - formulas.expected_tokens(alpha, gamma)
+        assert more == pytest.approx(1 - alpha**gamma if gamma else 0, abs=1e-12)
+
+
+def test_corollary_3_9():
+    assert formulas.least_speedup(0.8, 0.2) == pytest.approx(1.5)
+    assert formulas.least_speedup(0.2, 0.2) == 1
+    assert formulas.least_speedup(0.1, 0.2) == 1
+
+
+def test_oracle_without_verification():
+    """Where rows are free it gains nothing beyond the bound; where they cost, it does (footnote 4)."""
+    assert formulas.oracle_speedup(0.8, 0.1, 0.0, is_verified=False) == formulas.oracle_speedup(0.8, 0.1)
+    assert formulas.oracle_speedup(0.8, 0.1, 0.5, is_verified=False) > formulas.oracle_speedup(0.8, 0.1, 0.5)
+    assert formulas.oracle_operations(0.8, 0.1) == pytest.approx(1.08)
+    assert formulas.oracle_operations(0.8, 0.1, is_verified=False) == pytest.approx(0.28)
+    assert formulas.oracle_tokens(1.0) == float("inf")
+    assert formulas.oracle_gain(0.93, 0.01) < 1.6
+
+
+def test_known_answers_of_several_draws():
+    p, q = (0.7, 0.3), (0.3, 0.7)
+    assert formulas.recursive_acceptance(p, q, 2) == pytest.approx(0.72)  # K4
+    assert formulas.kseq_rho(p, q, 2) == pytest.approx(1.5)
+    assert formulas.kseq_acceptance(p, q, 2) == pytest.approx(0.75)
+    assert formulas.recursive_acceptance((0.2, 0.5, 0.3), (0.8, 0.1, 0.1), 2) == pytest.approx(0.52)  # K5
+    assert formulas.recursive_acceptance(p, p, 3) == 1
+    assert formulas.kseq_rho(p, q, 1) == 1
+
+
+def test_k2_lenience():
+    p, q = (0.5, 0.3, 0.2), (0.2, 0.6, 0.2)
+    assert lenience.lenient_probs(p, q, 0.8) == pytest.approx([0.425, 0.375, 0.2])
+    assert lenience.lenience_price(p, q, 0.8) == pytest.approx(0.075)
+    assert lenience.lenient_probs(p, q, 1.0) == pytest.approx(p)
+    assert lenience.lenient_acceptance(p, q, 1.0) == pytest.approx(0.7)
+    generator = np.random.default_rng(4)
+    for _ in range(50):
+        p, q = generator.dirichlet(np.full(5, 0.5), size=2)
+        found = lenience.lenient_probs(p, q, 0.4)
+        assert found.sum() == pytest.approx(1)
+        assert (found <= p / 0.4 + 1e-12).all(), "no id has more than p / l"
+        assert np.abs(found - p).sum() / 2 == pytest.approx(lenience.lenience_price(p, q, 0.4), abs=1e-12)
+    with pytest.raises(ValueError, match="must be in"):
+        lenience.lenient_probs(p, q, 0)
+
+
+def test_lenience_at_temperature_zero():
+    """At l = 1 the largest alone, and more the more lenient: the opposite of the printed inequality."""
+    p = (0.5, 0.3, 0.2)
+    assert list(lenience.lenient_greedy(p, 1.0)) == [True, False, False]
+    assert list(lenience.lenient_greedy(p, 0.5)) == [True, True, False]
+    assert list(lenience.lenient_greedy(p, 0.1)) == [True, True, True]
+
+
+def test_impossible_lengths():
+    with pytest.raises(ValueError, match="at least one token"):
+        formulas.speedup_of_length(0.5, 2, 0.1, 0)
+    with pytest.raises(ValueError, match="must hold"):
+        landscape([1.2], 3, 0.1)

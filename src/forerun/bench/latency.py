@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from forerun import drafters, registry
 from forerun.bench.results import (
+    Ceiling,
     Line,
     Tally,
     Variant,
@@ -89,9 +90,28 @@ def planned(workload: str | None, **wanted: Any) -> tuple[Plan, dict[str, Any]]:
     return Plan(**{**measured, **given}), engine
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Every line of the tables, and what they were measured with."""
+
+    lines: list[Line]
+    target: Checkpoint
+    drafts: list[Decoder]
+    ceiling: Ceiling
+
+
 def run(config: EngineConfig, plan: Plan) -> dict[str, Any]:
     """Measure, print tables, and return all of it for JSON. Raises UserError for what cannot be measured."""
     console = make_console()
+    found = measured(config, plan, console)
+    print_tables(found.lines, found.ceiling, console)
+    shown = {**asdict(plan), "prompt_file": str(plan.prompt_file) if plan.prompt_file else None}
+    about = {"bench": "latency", "target": found.target.name, "widened": plan.shape != "none", "plan": shown}
+    return about | record_of(found.lines, found.target.model, found.drafts, found.ceiling)
+
+
+def measured(config: EngineConfig, plan: Plan, console: Console) -> Measured:
+    """Measure, and print what is measured. Raises UserError for what cannot be."""
     prompts = read_prompts(plan)
     if plan.draft_shape != "none":
         for name in _models(config, plan):
@@ -117,10 +137,7 @@ def run(config: EngineConfig, plan: Plan) -> dict[str, Any]:
         llm.generate(prompts[0][1], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))  # warm up
     with progress_bar() as progress:
         lines = _measure(llms, prompts, plan, progress)
-    print_tables(lines, ceiling, console)
-    shown = {**asdict(plan), "prompt_file": str(plan.prompt_file) if plan.prompt_file else None}
-    about = {"bench": "latency", "target": checkpoint.name, "widened": plan.shape != "none", "plan": shown}
-    return about | record_of(lines, checkpoint.model, drafts, ceiling)
+    return Measured(lines, checkpoint, drafts, ceiling)
 
 
 def read_prompts(plan: Plan) -> list[tuple[str, str]]:

@@ -77,7 +77,13 @@ def run(plan: ReplicasPlan) -> dict[str, Any]:
         f"Ray's are at {ratio:.3f} of the processes (each round against the one beside it: {min(ratios):.3f} to "
         f"{max(ratios):.3f})"
     )
-    return {**asdict(plan), "num_cores": len(cores), "tokens_per_s": rates, "ratio": round(ratio, 4)}
+    return {
+        "bench": "replicas",
+        **asdict(plan),
+        "num_cores": len(cores),
+        "tokens_per_s": rates,
+        "ratio": round(ratio, 4),
+    }
 
 
 @contextmanager

@@ -585,3 +585,16 @@ def serving(
         **({"variants": tuple(dict.fromkeys(variant))} if variant else {}),
     )
     _keep((serving_overhead if overhead else bench).run(engine, plan), json_file)
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="what benchmarks wrote with --json", show_default=False)],
+    out: Annotated[Path, typer.Option(help="the page to write", callback=_writable)] = Path("report.html"),
+) -> None:
+    """Collect what benchmarks measured into one HTML page with plots, which needs nothing else; needs matplotlib."""
+    from forerun.bench import report as bench
+    from forerun.text.terminal import visible
+
+    num_records = bench.run(files, out)
+    typer.echo(f"{visible(str(out))}: {num_records} record{'s' * (num_records != 1)}")

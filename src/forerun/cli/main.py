@@ -23,9 +23,12 @@ from forerun.cli.doctor import doctor
 from forerun.cli.elsewhere import on_command_line
 from forerun.cli.help import App
 from forerun.cli.inputs import read_requests
+from forerun.cli.lab import lab
+from forerun.cli.paper import paper
 from forerun.cli.plan import plan
 from forerun.cli.quantize import quantize
 from forerun.cli.serve import serve
+from forerun.cli.theory import theory
 from forerun.cli.train import app as train_app
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, ForerunError, NotFound, UserError
@@ -458,9 +461,12 @@ def _list_methods(package: str, what: str, name: str | None, how: str) -> None:
 
 app.command()(batch)
 app.command()(serve)
+app.command()(lab)
 app.command()(plan)
 app.command()(doctor)
 app.command()(quantize)
+app.command()(theory)
+app.command()(paper)
 
 
 # --------------------------------------------------------------------------------------------------------------- main

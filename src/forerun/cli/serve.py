@@ -47,6 +47,7 @@ def serve(
     log_format: Annotated[str, typer.Option(help="text or json, one line for each request")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
     log_texts: Annotated[bool, typer.Option("--log-texts", help="log what requests and answers say")] = False,
+    lab: Annotated[bool, typer.Option(help="whether the page of `forerun lab` is there, under /lab")] = True,
     ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
     use_speculative_decoding: flags.UseSpeculativeDecoding = None,
@@ -78,6 +79,7 @@ def serve(
             raise BadOption(f"--{name.replace('_', '-')}={given[name]} is not possible: it must be above 0")
     engine = flags.engine_config(given, config)
     try:
+        from forerun.lab.app import make_lab
         from forerun.serve.limits import Limits
         from forerun.serve.server import ServerOptions, run
     except ImportError as error:
@@ -102,10 +104,10 @@ def serve(
             stall_timeout_s=stall_timeout_s,
         ),
     )
-    raise typer.Exit(run(_with_target(engine), options))
+    raise typer.Exit(run(with_target(engine), options, {"/lab": make_lab} if lab else None))
 
 
-def _with_target(config: EngineConfig) -> EngineConfig:
+def with_target(config: EngineConfig) -> EngineConfig:
     """The first model where none is named and it is here; the shipped one, with a note of how to get it, where not."""
     from forerun.models.named import named_models
     from forerun.text.terminal import note

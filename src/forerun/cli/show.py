@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable, Iterator, Sequence as Seq
-from dataclasses import dataclass
 from queue import SimpleQueue
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -23,77 +22,21 @@ from forerun.cli.folding import folded
 from forerun.models.named import named_models
 from forerun.registry import load, names
 from forerun.text.detokenizer import Detokenizer
+from forerun.text.rounds import MARKS, STYLES, Kind, Piece, committed_pieces, round_pieces
 from forerun.text.terminal import PIPE_WIDTH, visible
-from forerun.text.tokenizer import BYTES, REPLACEMENT, Tokenizer
-from forerun.types import RoundDetail, SamplingParams, StepReport
+from forerun.text.tokenizer import Tokenizer, token_text
+from forerun.types import SamplingParams, StepReport
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
     from forerun.engine.request import Chunk
 
-Kind = Literal["accepted", "rejected", "untested", "correction", "bonus", "plain"]
-STYLES: dict[Kind, str] = {
-    "accepted": "green",
-    "rejected": "red",
-    "untested": "dim",
-    "correction": "bold blue",
-    "bonus": "bold blue",
-    "plain": "",
-}
-MARKS: dict[Kind, tuple[str, str]] = {
-    "rejected": ("[-", "-]"),
-    "untested": ("{", "}"),
-    "correction": ("[+", "+]"),
-    "bonus": ("[+", "+]"),
-}
 LEGEND: tuple[tuple[str, Kind], ...] = (
     ("accepted, ", "accepted"),
     ("[-rejected-], ", "rejected"),
     ("{never tested}, ", "untested"),
     ("[+the target's own+]", "correction"),
 )
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One token of a round and what became of it."""
-
-    token: int
-    kind: Kind
-
-
-def committed_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
-    """The tokens of a round that entered the output: stop conditions may have cut it short."""
-    pieces = [Piece(detail.tokens[node], "accepted") for node in detail.accepted]
-    drafted, rejected = bool(detail.tokens), any(not test.accepted for test in detail.tests)
-    last: Kind = "plain" if not drafted else "correction" if rejected else "bonus"
-    return [*pieces, Piece(detail.next_token, last)][:num_committed]
-
-
-def round_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
-    """Every drafted token of a round and what became of it, in the order of the draft, with the target's own token.
-
-    That one stands behind the tokens that it follows: where a token was rejected, between it and those behind it.
-    """
-    kept = committed_pieces(detail, num_committed)
-    at, accepted = len(detail.accepted), set(detail.accepted)
-    tested = {test.node for test in detail.tests}
-    rejected = [Piece(detail.tokens[test.node], "rejected") for test in detail.tests if not test.accepted]
-    behind = [Piece(t, "untested") for i, t in enumerate(detail.tokens) if i not in accepted and i not in tested]
-    return [*kept[:at], *rejected, *kept[at:], *behind]
-
-
-def token_text(tokenizer: Tokenizer, token: int, left: int | None) -> str:
-    """How one token reads behind `left`, control characters escaped; bytes that are part of a character as <E2>."""
-    before = "" if left is None else tokenizer.decode([left])
-    text = tokenizer.decode([token] if left is None else [left, token])
-    own = text[len(before) :] if text.startswith(before) else tokenizer.decode([token])
-    if REPLACEMENT in own or not own:
-        name = tokenizer.id_to_token.get(token)
-        if name is None:
-            return f"<{token}>"
-        own = "".join(f"<{BYTES[c]:02X}>" for c in name) if all(c in BYTES for c in name) else name
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in own)
 
 
 class RoundPrinter:

@@ -22,6 +22,7 @@ from forerun.engine.step import RequestFailed, Stepper
 from forerun.errors import BadOption, CapacityError, ForerunError, InternalError, PromptTooLong
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing
+from forerun.pacing.cost import Costs
 from forerun.sampling.random import PhiloxCoins, derived_seed
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Coins, Listener, SamplingParams, Sequence, StepReport
@@ -59,9 +60,10 @@ class Engine:
         max_num_batched_tokens: int = 1024,
         catchup_tokens: int = 512,
         coins: Callable[[Sequence], Coins] = philox_coins,
+        costs: Costs | None = None,
     ) -> None:
         self.tokenizer, self.end_ids, self.max_seq_len = tokenizer, end_ids, max_seq_len
-        self.runner, self.pacing = runner, pacing
+        self.runner, self.pacing, self.costs = runner, pacing, costs or Costs()
         self.drafter = drafter if isinstance(drafter, Router) else Router({"drafter": drafter})
         self.drafter.check_layers(runner.model.config.cache_shape.num_layers)
         runner.taps = self.drafter.hidden_layers

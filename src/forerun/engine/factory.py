@@ -18,7 +18,7 @@ from forerun import drafters, ops, pacing
 from forerun.config import EngineConfig, Quantization
 from forerun.engine import router
 from forerun.engine.engine import Engine
-from forerun.errors import BadOption, CapacityError, NotFound, shown
+from forerun.errors import BadOption, CapacityError, NotFound, UserError, shown
 from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
 from forerun.memory.plan import MemoryPlan, memory_plan, pool_tokens, resolve_max_seq_len
@@ -37,6 +37,7 @@ from forerun.models.outline import Outline
 from forerun.models.runner import Runner
 from forerun.ops.reference import ReferenceOps
 from forerun.pacing.cost import Costs
+from forerun.registry import names
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 
@@ -108,6 +109,32 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokeni
     for method, options in methods:
         drafters.check(method, options, tokenizer, config.ignored_config_keys)
     return tokenizer
+
+
+def usable_drafts(config: EngineConfig) -> list[str]:
+    """The methods that requests could be offered beside those that a configuration names, with their usual options.
+
+    They are those that the small files allow; and where memory does not hold all, those without a model of their own.
+    """
+    has_own = is_shipped(config.target)
+    named_already = {drafters.resolve(spec, has_own)[0] for spec in (config.draft, *config.extra_draft_specs)}
+    tokenizer, found = Tokenizer.load(target_files(config)), list[str]()
+    for method in names(drafters.__name__):
+        try:
+            parts = drafters.methods(method, has_own)
+            for part, options in parts:
+                drafters.check(part, options, tokenizer, config.ignored_config_keys)
+            if any(drafters.has_a_model(part) for part, _ in parts):
+                outlines(replace(config, draft=method, extra_drafts=None))
+        except UserError:
+            continue
+        if method not in named_already:
+            found.append(method)
+    whole = replace(config, extra_drafts=";".join((*config.extra_draft_specs, *found)))
+    device = device_of(config)
+    if plan_of(whole, outlines(whole), device, available_bytes(device)).fits:
+        return found
+    return [m for m in found if not any(drafters.has_a_model(part) for part, _ in drafters.methods(m, has_own))]
 
 
 def suggested_fields(config: EngineConfig) -> dict[str, Any]:
@@ -317,6 +344,7 @@ def build(checkpoint: Checkpoint, tokenizer: Tokenizer, config: EngineConfig, dr
         prefill_chunk_tokens=config.prefill_chunk_tokens,
         max_num_batched_tokens=config.max_num_batched_tokens,
         catchup_tokens=config.draft_catchup_tokens,
+        costs=costs,
     )
 
 

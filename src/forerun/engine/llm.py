@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence as Seq
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Unpack
 
 from forerun.config import EngineConfig
+from forerun.drafters import Drafter
 from forerun.engine.factory import build, check_loaded, load_target, refuse_early, refuse_what_does_not_fit
 from forerun.engine.loop import Loop
 from forerun.engine.options import LLMOptions, llm_signature
@@ -29,6 +31,7 @@ from forerun.engine.request import Chunk, Mark, Reader, Request, RequestOutput, 
 from forerun.errors import BadOption, UserError
 from forerun.models.generation import sampling_defaults
 from forerun.models.loading import Checkpoint
+from forerun.pacing.cost import PassTime
 from forerun.pacing.log import PacingLog
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
@@ -130,6 +133,11 @@ class LLM:
         requests = self._make(as_list(prompts), params, hear)
         self._loop.add(requests)
         return requests
+
+    @property
+    def drafters(self) -> Mapping[str, Drafter]:
+        """The drafters that requests may choose, by name; the first serves those that choose none."""
+        return self.engine.drafter.members
 
     @property
     def failure(self) -> BaseException | None:
@@ -240,6 +248,15 @@ class LLM:
             self._loop.behind = tuple(kept for kept in self._loop.behind if kept is not call)
 
         return end
+
+    def pass_times(self) -> dict[str, PassTime]:
+        """What passes take on this machine by their rows: of the target under "", of drafters by name.
+
+        They are measured before the first draft, if the pacing asks for them; until then `one_row_s` is None, and the
+        curve is a usual one.
+        """
+        costs = self.engine.costs
+        return {"": dataclasses.replace(costs.target), **{n: dataclasses.replace(t) for n, t in costs.drafts.items()}}
 
     def __repr__(self) -> str:
         model, config = self.checkpoint.model, self.config

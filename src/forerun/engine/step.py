@@ -28,6 +28,7 @@ from forerun.engine.scheduler import Plan
 from forerun.errors import InternalError
 from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
 from forerun.pacing import Pacing, overrides
+from forerun.sampling.random import WatchedCoins
 from forerun.types import (
     Budget,
     Coins,
@@ -40,6 +41,7 @@ from forerun.types import (
     SequenceStep,
     StepReport,
     TokenLogprob,
+    Toss,
     Verdict,
 )
 
@@ -85,15 +87,21 @@ class Stepper:
         scores = self._score(plan, draft, packed)
         clock.append(time.perf_counter())
         target_probs = _target_probs(seqs, draft, scores, packed)
+        watched = list(map(WatchedCoins, coins)) if self.wants_detail else []
         try:
-            verdict = verify.judge(draft, target_probs, coins, [seq.acceptance for seq in seqs])
+            verdict = verify.judge(draft, target_probs, watched or coins, [seq.acceptance for seq in seqs])
         except verify.RulingFailed as failure:
             raise RequestFailed(seqs[failure.b], failure.error) from failure
         for seq, token in zip(seqs, verdict.next_tokens, strict=True):
             if token == NO_NUMBERS:
                 raise RequestFailed(seq, InternalError("the model returned logits that are no numbers"))
         clock.append(time.perf_counter())
-        report = self._commit(plan, draft, packed, scores, target_probs, verdict, granted)
+        rounds = [
+            _detail(seqs[b], draft, target_probs[b], verdict, b, granted[b], own.tosses, self.pacing.facts(seqs[b]))
+            for b, own in enumerate(watched)
+        ]
+        report = self._commit(plan, draft, packed, scores, verdict)
+        report.rounds = rounds
         clock.append(time.perf_counter())
 
         report.schedule_s = schedule_s
@@ -157,19 +165,12 @@ class Stepper:
         draft: Draft,
         packed: Seq[Packed | None],
         scores: Scores,
-        target_probs: list[Rows],
         verdict: Verdict,
-        granted: list[int],
     ) -> StepReport:
         report = StepReport(num_decoding=len(plan.decode), num_drafted=len(draft.tokens))
         report.num_prefill_tokens = sum(take for _, take in plan.prefill)
         report.num_rows = scores.rows[-1].stop if scores.rows else 0
         report.num_context_tokens = sum([len(request.seq.tokens) for request in plan.decode]) - report.num_decoding
-        if self.wants_detail:
-            report.rounds = [
-                _detail(request.seq, draft, target_probs[b], verdict, b, granted[b], self.pacing.facts(request.seq))
-                for b, request in enumerate(plan.decode)
-            ]
         kept: dict[int, Seq[int]] = {request.seq.id: range(take) for request, take in plan.prefill}
         for b, request in enumerate(plan.decode):
             step, kept[request.seq.id] = self._commit_one(request, draft, packed[b], scores.logits[b], verdict, b)
@@ -296,10 +297,19 @@ def _origins(num_nodes: int, num_accepted: int, num_tested: int) -> list[Origin]
 
 
 def _detail(
-    seq: Sequence, draft: Draft, rows: Rows, verdict: Verdict, b: int, granted: int, facts: Mapping[str, float]
+    seq: Sequence,
+    draft: Draft,
+    rows: Rows,
+    verdict: Verdict,
+    b: int,
+    granted: int,
+    tosses: Seq[Toss],
+    facts: Mapping[str, float],
 ) -> RoundDetail:
-    nodes = draft.nodes(b)
-    parents = [p - nodes.start if p >= 0 else -1 for p in (draft.parents[n] for n in nodes)]
+    nodes, tests = draft.nodes(b), verdict.tests[b]
+    if start := nodes.start:
+        tests = [dataclasses.replace(test, node=test.node - start) for test in tests]
+    parents = [p - start if p >= 0 else -1 for p in draft.parents[start : nodes.stop]]
     known = rows if isinstance(rows, list) else rows.known  # watching must not compute more
     judging = [known[parent + 1] for parent in parents]
     return RoundDetail(
@@ -309,9 +319,10 @@ def _detail(
         parents=parents,
         draft_probs=[draft.probs[n].at(draft.tokens[n]) for n in nodes],
         target_probs=[None if p is None else p.at(draft.tokens[n]) for n, p in zip(nodes, judging, strict=True)],
-        tests=[dataclasses.replace(test, node=test.node - nodes.start) for test in verdict.tests[b]],
-        accepted=[n - nodes.start for n in verdict.paths[b]],
+        tests=tests,
+        accepted=[n - start for n in verdict.paths[b]],
         next_token=verdict.next_tokens[b],
         granted=granted,
+        tosses=tosses,
         pacing=facts,
     )

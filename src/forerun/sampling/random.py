@@ -24,7 +24,7 @@ import torch
 
 from forerun.errors import InternalError
 from forerun.sampling import arithmetic
-from forerun.types import Probs
+from forerun.types import Coins, Probs, Toss
 
 Words = npt.NDArray[np.uint32]
 Wide = npt.NDArray[np.uint64]
@@ -154,7 +154,11 @@ class PhiloxCoins:
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
         """U < prob: never for 0, always for 1, which no coin is tossed for."""
-        return prob >= 1 or (prob > 0 and self._uniform(PURPOSE_ACCEPT, depth, lane) < prob)
+        return prob >= 1 or (prob > 0 and self.coin(depth, lane) < prob)
+
+    def coin(self, depth: int, lane: int = 0) -> float:
+        """The uniform U in [0, 1) that `accept` compares with a probability."""
+        return self._uniform(PURPOSE_ACCEPT, depth, lane)
 
     def draw(self, probs: Probs, depth: int) -> int:
         """A correction or a bonus with the distribution `probs`."""
@@ -180,6 +184,22 @@ class PhiloxCoins:
             found.append(_pick(left, self._seed, self._position + depth))
             weights[found[-1] if ids is None else int(torch.searchsorted(ids, found[-1]))] = 0
         return found
+
+
+class WatchedCoins:
+    """The coins of a round, with a list of those that were tossed for acceptance, in order."""
+
+    def __init__(self, coins: Coins) -> None:
+        self.draw, self.draft, self.pick, self.picks = coins.draw, coins.draft, coins.pick, coins.picks
+        self._coins = coins
+        self.tosses: list[Toss] = []
+
+    def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
+        """What the coins say, noted."""
+        is_accepted, is_tossed = self._coins.accept(prob, depth, lane), 0 < prob < 1
+        coin = self._coins.coin(depth, lane) if is_tossed and isinstance(self._coins, PhiloxCoins) else None
+        self.tosses.append(Toss(depth, lane, min(1.0, prob), coin, is_accepted))
+        return is_accepted
 
 
 def _host(probs: Probs) -> tuple[Row, Ids | None]:

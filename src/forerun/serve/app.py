@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -60,10 +60,13 @@ APIS = {
 }
 
 
-def make_app(service: Service, *, api_key: str | None = None) -> FastAPI:
-    """The application. api_key: what requests must bring, but for OPEN_PATHS; None = nothing."""
+def make_app(service: Service, *, api_key: str | None = None, pages: Mapping[str, ASGIApp] | None = None) -> FastAPI:
+    """The application. api_key: what requests must bring, but for OPEN_PATHS and pages; None = nothing.
+
+    pages: path -> an application of its own; what lies below /api in it needs the key, too.
+    """
     app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(Door, service=service, api_key=api_key)
+    app.add_middleware(Door, service=service, api_key=api_key, pages=tuple(pages or ()))
     app.add_exception_handler(HTTPException, _http_error)
     bodies = {url: openapi.as_body(schema) for url, schema in openapi.bodies(service.llm, service.names).items()}
     for url, api in APIS.items():
@@ -71,6 +74,8 @@ def make_app(service: Service, *, api_key: str | None = None) -> FastAPI:
     _add_counting(app, service, bodies)
     _add_models(app, service)
     _add_state(app, service)
+    for path, page in (pages or {}).items():
+        app.mount(path, page)
     return app
 
 
@@ -178,8 +183,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 class Door:
     """Before every route: the request's id, the API key, and what the log says of the request when it is over."""
 
-    def __init__(self, app: ASGIApp, service: Service, api_key: str | None) -> None:
-        self._app, self._service = app, service
+    def __init__(self, app: ASGIApp, service: Service, api_key: str | None, pages: tuple[str, ...] = ()) -> None:
+        self._app, self._service, self._pages = app, service, pages
         self._api_key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -241,9 +246,14 @@ class Door:
 
     def _is_known(self, path: str, headers: dict[bytes, bytes]) -> bool:
         """Whether the request brings the key, compared in a time that says nothing of it."""
-        if self._api_key is None or path in OPEN_PATHS:
+        if self._api_key is None or path in OPEN_PATHS or self._is_page(path):
             return True
         kind, _, token = headers.get(b"authorization", b"").partition(b" ")
         bearer = token.strip() if kind.lower() == b"bearer" else b""
         given = [bearer, headers.get(b"x-api-key", b"")]
         return sum(hmac.compare_digest(one, self._api_key) for one in given) > 0
+
+    def _is_page(self, path: str) -> bool:
+        """Whether a path is a file of a page, or leads to one."""
+        page = next((page for page in self._pages if path == page or path.startswith(f"{page}/")), None)
+        return page is not None and not path.startswith(f"{page}/api/")

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from logging.handlers import QueueHandler, QueueListener
@@ -21,6 +21,7 @@ from queue import Full, Queue
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun.config import EngineConfig
@@ -39,6 +40,7 @@ WARM_UP_TOKENS = 8
 KEEP_ALIVE_S = 75  # an idle connection: longer than usual proxies keep theirs
 BACKLOG = 2048
 MOST_LOG_LINES = 10_000  # that wait to be written
+Pages = Mapping[str, Callable[[LLM], ASGIApp]]  # path, such as /lab -> what makes the application there
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,12 @@ class ServerOptions:
     limits: Limits = field(default_factory=Limits)
 
 
-def run(config: EngineConfig, options: ServerOptions) -> int:
-    """Serve until a signal. Returns the exit code. Raises UserError, and OSError for an address that cannot be had."""
+def run(config: EngineConfig, options: ServerOptions, pages: Pages | None = None) -> int:
+    """Serve until a signal. Returns the exit code. Raises UserError, and OSError for an address that cannot be had.
+
+    pages: more applications around the same engine. Below /api in one of them an API key is asked for, where there is
+    one; the rest of it is open.
+    """
     check(options)
     with bound(options.host, options.port) as listening, _logging(options):
         if not is_loopback(options.host) and options.api_key is None:
@@ -67,7 +73,7 @@ def run(config: EngineConfig, options: ServerOptions) -> int:
                 "use this server; give --api-key, or FORERUN_API_KEY"
             )
         llm = loaded(config)
-        return asyncio.run(_serve(llm, options, listening))
+        return asyncio.run(_serve(llm, options, listening, pages or {}))
 
 
 def check(options: ServerOptions) -> None:
@@ -137,16 +143,16 @@ def make_service(llm: LLM, options: ServerOptions) -> Service:
     )
 
 
-async def _serve(llm: LLM, options: ServerOptions, listening: socket.socket) -> int:
+async def _serve(llm: LLM, options: ServerOptions, listening: socket.socket, pages: Pages) -> int:
     service = make_service(llm, options)
-    server = _Server(_uvicorn_config(service, options))
+    server = _Server(_uvicorn_config(service, options, {path: make(llm) for path, make in pages.items()}))
     beside = [asyncio.create_task(_end_on_signals(service, server)), asyncio.create_task(service.watch_delay())]
     try:
         serving = asyncio.create_task(server.serve([listening]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         if server.started:
-            _say_where(llm, service.names, listening)
+            _say_where(llm, service.names, listening, pages)
         await serving
     finally:
         for task in beside:
@@ -155,7 +161,7 @@ async def _serve(llm: LLM, options: ServerOptions, listening: socket.socket) -> 
     return 0
 
 
-def _say_where(llm: LLM, names: Seq[str], listening: socket.socket) -> None:
+def _say_where(llm: LLM, names: Seq[str], listening: socket.socket, pages: Pages) -> None:
     host, port = listening.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     model = llm.checkpoint.model
@@ -163,14 +169,16 @@ def _say_where(llm: LLM, names: Seq[str], listening: socket.socket) -> None:
         f"{visible(names[0])} ({model.precision}, draft {llm.config.draft}, up to {llm.config.max_batch_size} requests "
         f"of {llm.engine.max_seq_len:,} tokens at once) is served on http://{where}"
     )
+    for path in pages:
+        note(f"{path.strip('/')}: http://{where}{path}/")
 
 
-def _uvicorn_config(service: Service, options: ServerOptions) -> uvicorn.Config:
+def _uvicorn_config(service: Service, options: ServerOptions, pages: Mapping[str, ASGIApp]) -> uvicorn.Config:
     class Protocol(_PatientProtocol):
         patience_s = options.limits.body_timeout_s
 
     return uvicorn.Config(
-        make_app(service, api_key=options.api_key),
+        make_app(service, api_key=options.api_key, pages=pages),
         http=Protocol,
         ws="none",
         loop="asyncio",

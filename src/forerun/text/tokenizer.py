@@ -189,3 +189,16 @@ def _byte_names() -> dict[str, int]:
 
 
 BYTES = _byte_names()
+
+
+def token_text(tokenizer: Tokenizer, token: int, left: int | None) -> str:
+    """How one token reads behind `left`, control characters escaped; bytes that are part of a character as <E2>."""
+    before = "" if left is None else tokenizer.decode([left])
+    text = tokenizer.decode([token] if left is None else [left, token])
+    own = text[len(before) :] if text.startswith(before) else tokenizer.decode([token])
+    if REPLACEMENT in own or not own:
+        name = tokenizer.id_to_token.get(token)
+        if name is None:
+            return f"<{token}>"
+        own = "".join(f"<{BYTES[c]:02X}>" for c in name) if all(c in BYTES for c in name) else name
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in own)

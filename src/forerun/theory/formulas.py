@@ -1,23 +1,55 @@
-"""Closed forms of speculative decoding.
+"""Closed forms of speculative decoding: what one position accepts, what a round emits, and what it gains.
 
 Theorems and equations are numbered as in Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via
 Speculative Decoding", arXiv 2211.17192. Notation: alpha = probability that a tested token is accepted, gamma = drafted
 tokens per round, c = seconds of one draft token / seconds of one target token. Acceptances are taken as independent
-with one alpha; where they are not, see `expected_tokens_varying`.
+with one alpha; where they are not, see `expected_tokens_varying`. Lossy rules are in lenience.py, grids of speed-ups in
+landscape.py, trees in trees.py, and what c and a wider pass cost on a machine in roofline.py. simulate.py has a
+simulation of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+# ----------------------------------------------------------------------------------------- one position: p and q
+
 
 def acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
     """Return beta = sum_x min(p, q) = 1 - TV(p, q), at which the ratio rule accepts a token of q (Theorem 3.5)."""
     return float(np.minimum(np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)).sum())
+
+
+def lk_divergence(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
+    """Return D_LK(p, q) = sum_x |p(x) - (p(x) + q(x)) / 2| = 1 - `acceptance` (Definition 3.2, Lemma 3.3).
+
+    It is symmetric, in [0, 1], 0 only for p = q, and 1 only where p and q have no id in common (Corollary 3.4). It is
+    the total variation distance.
+    """
+    p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
+    return float(np.abs(p - (p + q) / 2).sum())
+
+
+def mean_acceptance(pairs: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]]) -> float:
+    """Return alpha = E[sum_x min(p, q)] over the (p, q) of contexts (Corollary 3.6). Raises ValueError for none."""
+    found = [acceptance(p, q) for p, q in pairs]
+    if not found:
+        raise ValueError("alpha of no contexts is undefined: give at least one pair of distributions")
+    return float(np.mean(found))
+
+
+def rejection_acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
+    """Return the accept probability of one try of rejection sampling, min of q(x) / p(x) over p(x) > 0 (appendix A.2).
+
+    One try of classical rejection sampling, else a draw from p, is exact too, and accepts less: .40 against .70 for
+    p = (.5, .3, .2), q = (.2, .6, .2).
+    """
+    p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
+    return float((q[p > 0] / p[p > 0]).min())
 
 
 def match_acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
@@ -29,6 +61,80 @@ def match_acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
     p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
     both = np.flatnonzero((p > 0) & (q > 0))
     return float(sum(1.0 / np.maximum(p / p[x], q / q[x]).sum() for x in both))
+
+
+def optimal_acceptance(p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int) -> float:
+    """Return the largest probability that one of `num_draws` independent draws from q is accepted by an exact rule.
+
+    It is 1 + min_H [p(H) - q(H)^num_draws], where H runs over the prefixes of the ids in ascending order of p / q (Hu
+    et al. 2025, arXiv 2502.18779). With one draw it is `acceptance`.
+    """
+    p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
+    order = np.argsort(np.divide(p, q, out=np.full_like(p, np.inf), where=q > 0), kind="stable")
+    missing = np.cumsum(p[order]) - np.cumsum(q[order]) ** num_draws
+    return 1 + float(min(0.0, missing.min()))
+
+
+def recursive_acceptance(p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int) -> float:
+    """Return the probability that recursive rejection sampling accepts one of `num_draws` independent draws from q.
+
+    Each rejection leaves the residual norm((p - q)+) as the next draw's target: 1 - prod_k (1 - beta_k) (Miao et al.
+    2023, arXiv 2305.09781).
+    """
+    p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
+    rejected = 1.0
+    for _ in range(num_draws):
+        residual = np.maximum(p - q, 0)
+        missing = float(residual.sum())
+        if missing == 0:
+            return 1.0
+        rejected *= missing
+        p = residual / missing
+    return 1 - rejected
+
+
+def kseq_acceptance(p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int) -> float:
+    """Return the probability that K-SEQ accepts one of `num_draws` independent draws from q: 1 - (1 - beta)^num_draws.
+
+    beta = sum_x min(q, p / rho), at the least rho in [1, num_draws] with 1 - (1 - beta)^num_draws <= rho beta, below
+    which no residual exists (Sun et al. 2023, arXiv 2310.15141).
+    """
+    rho = kseq_rho(p, q, num_draws)
+    return 1 - (1 - _beta(p, q, rho)) ** num_draws
+
+
+def kseq_rho(p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int) -> float:
+    """Return the rho of `kseq_acceptance`, by bisection."""
+
+    def has_residual(rho: float) -> bool:
+        beta = _beta(p, q, rho)
+        return 1 - (1 - beta) ** num_draws <= rho * beta
+
+    low, high = 1.0, float(num_draws)
+    if has_residual(low):
+        return low
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if has_residual(middle) else (middle, high)
+    return high
+
+
+def _beta(p: npt.ArrayLike, q: npt.ArrayLike, rho: float) -> float:
+    """Return sum_x min(q, p / rho)."""
+    return acceptance(np.asarray(p, dtype=np.float64) / rho, q)
+
+
+# ------------------------------------------------------------------------------------------ one round: its tokens
+
+
+def accepted_length_probs(alpha: float, gamma: int) -> npt.NDArray[np.float64]:
+    """Return [gamma + 1] P(n accepted) of a round: alpha^n (1 - alpha) for n < gamma, alpha^gamma for n = gamma.
+
+    The round emits n + 1 tokens, a capped geometric variable (section 3.1).
+    """
+    _check(alpha, gamma)
+    reached = alpha ** np.arange(gamma + 1, dtype=np.float64)
+    return np.append(reached[:-1] * (1 - alpha), reached[-1])
 
 
 def expected_accepted(alpha: float, gamma: int) -> float:
@@ -46,6 +152,15 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     return 1 + expected_accepted(alpha, gamma)
 
 
+def double_counted_tokens(alpha: float, gamma: int) -> float:
+    """Return (1 - alpha^gamma) / (1 - alpha) + 1, which some texts give for `expected_tokens`.
+
+    It exceeds equation (1) by 1 - alpha^gamma, the chance of a rejection: its sum of accepted tokens, alpha^0 + ... to
+    alpha^(gamma-1), begins one term too early.
+    """
+    return 2 + expected_accepted(alpha, gamma - 1) if gamma else 1.0
+
+
 def expected_tokens_varying(alphas: Seq[float]) -> float:
     """Return the mean emitted tokens where position i, once it is tested, is accepted with probability alphas[i]."""
     return 1 + float(np.cumprod(alphas).sum()) if len(alphas) else 1.0
@@ -61,66 +176,6 @@ def expected_tokens_beta(num_accepted: float, num_rejected: float, gamma: int) -
         raise ValueError(f"Beta({num_accepted}, {num_rejected}) with gamma={gamma} is impossible")
     total = num_accepted + num_rejected
     return expected_tokens_varying([(num_accepted + j) / (total + j) for j in range(gamma)])
-
-
-def speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0, overhead: float = 0.0) -> float:
-    """Return the factor on tokens per second over plain decoding (Theorem 3.8): expected_tokens / (c gamma + v + o).
-
-    verify_ratio v: seconds of a target pass over gamma + 1 tokens / over one (the paper has 1). overhead o: seconds
-    outside the models per round / seconds of a target token.
-    """
-    cost = c * gamma + verify_ratio + overhead
-    if not (c >= 0 and verify_ratio > 0 and overhead >= 0):
-        raise ValueError(f"c={c}, verify_ratio={verify_ratio}, overhead={overhead} cannot be a cost")
-    return expected_tokens(alpha, gamma) / cost
-
-
-def optimal_gamma(alpha: float, c: float, max_gamma: int = 1024) -> int:
-    """Return the gamma in 0 .. max_gamma of largest speed-up by Theorem 3.8; 0 where drafting does not pay.
-
-    gamma + 1 beats gamma iff alpha^(gamma+1) (1 + c gamma) > c expected_tokens(alpha, gamma). Left minus right falls
-    strictly with gamma, so the first gamma that is not beaten is the best. It is 0 iff alpha <= c
-    (Corollary 3.9).
-    """
-    _check(alpha, max_gamma)
-    for gamma in range(max_gamma):
-        if alpha ** (gamma + 1) * (1 + c * gamma) <= c * expected_tokens(alpha, gamma):
-            return gamma
-    return max_gamma
-
-
-def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
-    """Return the factor on arithmetic operations per token (Theorem 3.11): (c_hat gamma + gamma + 1) / expected_tokens.
-
-    c_hat: operations of one draft token / of one target token.
-    """
-    return (c_hat * gamma + gamma + 1) / expected_tokens(alpha, gamma)
-
-
-def oracle_speedup(alpha: float, c: float) -> float:
-    """Return the speed-up of a drafter that drafts exactly the tokens that are accepted: 1 / (1 - alpha + c alpha).
-
-    It is infinite at alpha = 1, c = 0.
-    """
-    _check(alpha, 0)
-    cost = 1 - alpha + c * alpha
-    return float("inf") if cost == 0 else 1 / cost
-
-
-def alpha_hat(num_accepted: int, num_tested: int) -> float | None:
-    """Return the estimate accepted / tested of alpha; None without a test.
-
-    It is the maximum likelihood of a truncated geometric distribution. accepted / drafted is another number, because
-    tokens behind a rejection were drafted and never tested.
-    """
-    if not 0 <= num_accepted <= num_tested:
-        raise ValueError(f"{num_accepted} accepted of {num_tested} tested tokens is impossible")
-    return num_accepted / num_tested if num_tested else None
-
-
-def _check(alpha: float, gamma: int) -> None:
-    if not (0 <= alpha <= 1 and gamma >= 0):
-        raise ValueError(f"alpha={alpha}, gamma={gamma}: alpha must be in [0, 1] and gamma at least 0")
 
 
 class ChainTokens(NamedTuple):
@@ -147,13 +202,137 @@ def chain_tokens(ratios: Seq[float]) -> ChainTokens:
     return ChainTokens(by_ratio, by_block, bound)
 
 
-def optimal_acceptance(p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int) -> float:
-    """Return the largest probability that one of `num_draws` independent draws from q is accepted by an exact rule.
+# ------------------------------------------------------------------------------------------ what a round gains
 
-    It is 1 + min_H [p(H) - q(H)^num_draws], where H runs over the prefixes of the ids in ascending order of p / q (Hu
-    et al. 2025, arXiv 2502.18779). With one draw it is `acceptance`.
+
+def speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0, overhead: float = 0.0) -> float:
+    """Return the factor on tokens per second over plain decoding (Theorem 3.8): expected_tokens / (c gamma + v + o).
+
+    verify_ratio v: seconds of a target pass over gamma + 1 tokens / over one (the paper has 1). overhead o: seconds
+    outside the models per round / seconds of a target token.
     """
-    p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
-    order = np.argsort(np.divide(p, q, out=np.full_like(p, np.inf), where=q > 0), kind="stable")
-    missing = np.cumsum(p[order]) - np.cumsum(q[order]) ** num_draws
-    return 1 + float(min(0.0, missing.min()))
+    cost = c * gamma + verify_ratio + overhead
+    if not (c >= 0 and verify_ratio > 0 and overhead >= 0):
+        raise ValueError(f"c={c}, verify_ratio={verify_ratio}, overhead={overhead} cannot be a cost")
+    return expected_tokens(alpha, gamma) / cost
+
+
+def least_speedup(alpha: float, c: float) -> float:
+    """Return what the best gamma gains at least: (1 + alpha) / (1 + c) where alpha > c, else 1 (Corollary 3.9).
+
+    The bound is Theorem 3.8 at gamma = 1. Where alpha <= c no gamma gains anything.
+    """
+    return max(1.0, speedup(alpha, 1, c))
+
+
+def speedup_of_length(
+    alpha: float, gamma: int, c: float, num_tokens: int, verify_ratio: float = 1.0, overhead: float = 0.0
+) -> float:
+    """Return the factor of Theorem 3.8 for a text of `num_tokens` tokens, at most `num_tokens`.
+
+    The theorem is its limit for long texts. The last rounds draft no more than the tokens that are missing, less the
+    one that the target adds. By recursion over the n tokens left: cost(n) = c g + v + o + the mean of cost(n - k - 1)
+    over k accepted tokens, g = min(gamma, n - 1). A round that drafts nothing has v = 1.
+    """
+    _check(alpha, gamma)
+    if num_tokens < 1 or c < 0:
+        raise ValueError(f"num_tokens={num_tokens}, c={c}: a text has at least one token, and c is at least 0")
+    cost = np.zeros(num_tokens + 1)
+    for left in range(1, num_tokens + 1):
+        drafted = min(gamma, left - 1)
+        after = cost[left - 1 - np.arange(drafted + 1)]
+        own = c * drafted + (verify_ratio if drafted else 1.0) + overhead
+        cost[left] = own + accepted_length_probs(alpha, drafted) @ after
+    return num_tokens / float(cost[num_tokens])
+
+
+def break_even_alpha(gamma: int, c: float, verify_ratio: float = 1.0, overhead: float = 0.0) -> float | None:
+    """Return the alpha at which `speedup` is 1, by bisection; None where even alpha = 1 does not reach it."""
+    low, high = 0.0, 1.0
+    if speedup(high, gamma, c, verify_ratio, overhead) < 1:
+        return None
+    for _ in range(60):
+        middle = (low + high) / 2
+        pays = speedup(middle, gamma, c, verify_ratio, overhead) >= 1
+        low, high = (low, middle) if pays else (middle, high)
+    return high
+
+
+def optimal_gamma(alpha: float, c: float, max_gamma: int = 1024) -> int:
+    """Return the gamma in 0 .. max_gamma of largest speed-up by Theorem 3.8; 0 where drafting does not pay.
+
+    gamma + 1 beats gamma iff alpha^(gamma+1) (1 + c gamma) > c expected_tokens(alpha, gamma). Left minus right falls
+    strictly with gamma, so the first gamma that is not beaten is the best. It is 0 iff alpha <= c
+    (Corollary 3.9).
+    """
+    _check(alpha, max_gamma)
+    for gamma in range(max_gamma):
+        if alpha ** (gamma + 1) * (1 + c * gamma) <= c * expected_tokens(alpha, gamma):
+            return gamma
+    return max_gamma
+
+
+def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
+    """Return the factor on arithmetic operations per token (Theorem 3.11): (c_hat gamma + gamma + 1) / expected_tokens.
+
+    c_hat: operations of one draft token / of one target token.
+    """
+    return (c_hat * gamma + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+def memory_access_factor(alpha: float, gamma: int, draft_bytes_ratio: float = 0.0) -> float:
+    """Return the factor on reads of the weights and the cache per token: (1 + ratio gamma) / expected_tokens.
+
+    The paper leaves the draft model's reads out, draft_bytes_ratio = 0: the target's shrink by equation (1) (section
+    3.4). draft_bytes_ratio: bytes that a draft token reads / bytes that a target token reads.
+    """
+    return (1 + draft_bytes_ratio * gamma) / expected_tokens(alpha, gamma)
+
+
+def oracle_tokens(alpha: float) -> float:
+    """Return the mean emitted tokens where exactly the tokens that will be accepted are drafted: 1 / (1 - alpha).
+
+    Section 3.5; infinite at alpha = 1.
+    """
+    _check(alpha, 0)
+    return float("inf") if alpha == 1 else 1 / (1 - alpha)
+
+
+def oracle_speedup(alpha: float, c: float, row_cost: float = 0.0, *, is_verified: bool = True) -> float:
+    """Return the speed-up of drafting exactly the tokens that are accepted: 1 / (1 - alpha + (c + s) alpha).
+
+    row_cost s: what a further row adds to a target pass / a pass of one row. The paper has 0 (section 3.5). Without
+    verification (footnote 4) the target runs only where the draft is wrong, and s drops out: so the gain beyond the
+    bound is in rows, which are free in the paper's own cost model, and not in passes, of which there is one for each
+    wrong guess either way. Infinite at alpha = 1, c = s = 0.
+    """
+    _check(alpha, 0)
+    cost = 1 - alpha + (c + (row_cost if is_verified else 0.0)) * alpha
+    return float("inf") if cost == 0 else 1 / cost
+
+
+def oracle_operations(alpha: float, c_hat: float, *, is_verified: bool = True) -> float:
+    """Return operations per token of that drafter / of plain decoding: 1, or unverified 1 - alpha, + c_hat alpha."""
+    _check(alpha, 0)
+    return (1.0 if is_verified else 1 - alpha) + c_hat * alpha
+
+
+def oracle_gain(alpha: float, c: float) -> float:
+    """Return `oracle_speedup` / the speed-up of the best fixed gamma, up to about 1.6 (section 3.5)."""
+    return oracle_speedup(alpha, c) / speedup(alpha, optimal_gamma(alpha, c), c)
+
+
+def alpha_hat(num_accepted: int, num_tested: int) -> float | None:
+    """Return the estimate accepted / tested of alpha; None without a test.
+
+    It is the maximum likelihood of a truncated geometric distribution. accepted / drafted is another number, because
+    tokens behind a rejection were drafted and never tested.
+    """
+    if not 0 <= num_accepted <= num_tested:
+        raise ValueError(f"{num_accepted} accepted of {num_tested} tested tokens is impossible")
+    return num_accepted / num_tested if num_tested else None
+
+
+def _check(alpha: float, gamma: int) -> None:
+    if not (0 <= alpha <= 1 and gamma >= 0):
+        raise ValueError(f"alpha={alpha}, gamma={gamma}: alpha must be in [0, 1] and gamma at least 0")

@@ -1,11 +1,34 @@
-"""Simulation of rounds of speculative decoding, to compare with the formulas."""
+"""Simulation of speculative decoding, to compare with the formulas: coins are thrown, no formula is used.
+
+All rounds of a simulation run at once as numpy arrays; a million take about a second at most.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+
+from forerun.theory.trees import Node
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class Estimate(NamedTuple):
+    """A mean, and one standard error of it."""
+
+    mean: float
+    error: float
+
+    def agrees(self, value: float, num_errors: float = 4.0) -> bool:
+        """Return whether a value is within so many standard errors."""
+        return abs(self.mean - value) <= num_errors * self.error + 1e-12
 
 
 @dataclass(frozen=True)
@@ -18,23 +41,236 @@ class Simulated:
     num_accepted: int
     tokens_per_round: float
     tokens_per_round_error: float  # one standard error
+    num_rounds_by_accepted: Ints  # [gamma + 1] rounds that accepted 0, 1, ... gamma tokens
+
+    @property
+    def tokens(self) -> Estimate:
+        """Emitted tokens of a round."""
+        return Estimate(self.tokens_per_round, self.tokens_per_round_error)
+
+    def speedup(self, gamma: int, c: float, verify_ratio: float = 1.0, overhead: float = 0.0) -> Estimate:
+        """Return tokens per second over plain decoding's, where every round costs c gamma + v + o plain passes."""
+        cost = c * gamma + verify_ratio + overhead
+        return Estimate(self.tokens_per_round / cost, self.tokens_per_round_error / cost)
 
 
-def rounds(alpha: float, gamma: int, num_rounds: int, seed: int) -> Simulated:
+def rounds(alpha: float | Seq[float], gamma: int, num_rounds: int, seed: int) -> Simulated:
     """Simulate rounds that draft gamma tokens and accept each with probability alpha up to the first rejection.
 
-    Raises ValueError for alpha outside [0, 1], a negative gamma, and fewer than 2 rounds.
+    alpha: one number, or one of each position. Raises ValueError for alpha outside [0, 1], a negative gamma, and fewer
+    than 2 rounds.
     """
-    if not (0 <= alpha <= 1 and gamma >= 0 and num_rounds >= 2):
+    alphas = np.asarray(alpha, dtype=np.float64)
+    if not (((alphas >= 0) & (alphas <= 1)).all() and gamma >= 0 and num_rounds >= 2):
         raise ValueError(f"alpha={alpha}, gamma={gamma}, num_rounds={num_rounds} cannot be simulated")
-    coins = np.random.default_rng(seed).random((num_rounds, gamma)) < alpha
-    accepted = np.cumprod(coins, axis=1).sum(axis=1) if gamma else np.zeros(num_rounds, dtype=np.int64)
-    tested = np.minimum(accepted + 1, gamma)
+    generator = np.random.default_rng(seed)
+    accepted, going = np.zeros(num_rounds, dtype=np.int64), np.ones(num_rounds, dtype=np.bool_)
+    for a in np.broadcast_to(alphas, (gamma,)):
+        going &= generator.random(num_rounds) < a
+        accepted += going
+    mean = _estimate(accepted)
     return Simulated(
         num_rounds=num_rounds,
         num_drafted=num_rounds * gamma,
-        num_tested=int(tested.sum()),
+        num_tested=int(np.minimum(accepted + 1, gamma).sum()),
         num_accepted=int(accepted.sum()),
-        tokens_per_round=float(accepted.mean()) + 1,
-        tokens_per_round_error=float(accepted.std(ddof=1)) / math.sqrt(num_rounds),
+        tokens_per_round=mean.mean + 1,
+        tokens_per_round_error=mean.error,
+        num_rounds_by_accepted=np.bincount(accepted, minlength=gamma + 1),
     )
+
+
+def oracle(alpha: float, c: float, num_rounds: int, seed: int, row_cost: float = 0.0) -> Estimate:
+    """Simulate an oracle that drafts up to the first token that will be rejected; return its speed-up, for alpha < 1.
+
+    row_cost: what each drafted row adds to the target's pass; 0 also where nothing is verified.
+    """
+    lengths = np.random.default_rng(seed).geometric(1 - alpha, num_rounds) - 1
+    return _ratio(lengths + 1.0, 1 + (c + row_cost) * lengths)
+
+
+def texts(
+    alpha: float, gamma: int, c: float, num_tokens: int, num_texts: int, seed: int, verify_ratio: float = 1.0
+) -> Estimate:
+    """Simulate texts of `num_tokens` tokens, whose last rounds draft no more than is missing; return the speed-up."""
+    generator = np.random.default_rng(seed)
+    left, cost = np.full(num_texts, num_tokens), np.zeros(num_texts)
+    while (left > 0).any():
+        drafted = np.minimum(gamma, np.maximum(left - 1, 0))
+        accepted, going = np.zeros(num_texts, dtype=np.int64), left > 0
+        cost += going * (c * drafted + np.where(drafted > 0, verify_ratio, 1.0))
+        for position in range(gamma):
+            going = going & (position < drafted) & (generator.random(num_texts) < alpha)
+            accepted += going
+        left = np.maximum(left - accepted - 1, 0)
+    return _ratio(np.full(num_texts, float(num_tokens)), cost)
+
+
+# ---------------------------------------------------------------------------------------- one position: p and q
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What `num_rounds` tested positions emitted, with p and q the same at each."""
+
+    num_rounds: int
+    num_accepted: int
+    counts: Ints  # [V] emitted tokens by id
+
+    @property
+    def acceptance(self) -> Estimate:
+        """Share of accepted tokens."""
+        share = self.num_accepted / self.num_rounds
+        return Estimate(share, math.sqrt(share * (1 - share) / self.num_rounds))
+
+    def l1(self, probs: npt.ArrayLike) -> float:
+        """Return the L1 distance of the emitted shares to `probs`, which chance keeps above 0 (see `l1_noise`)."""
+        return float(np.abs(self.counts / self.num_rounds - np.asarray(probs)).sum())
+
+    def errors(self, probs: npt.ArrayLike) -> Floats:
+        """Return [V] how many standard errors each id's share is away from its probability in `probs`."""
+        p = np.asarray(probs, dtype=np.float64)
+        sigma = np.sqrt(np.maximum(p * (1 - p), 0) / self.num_rounds)
+        return np.abs(self.counts / self.num_rounds - p) / np.maximum(sigma, 1e-12)
+
+
+def l1_noise(probs: npt.ArrayLike, num_rounds: int) -> float:
+    """Return the mean L1 distance to `probs` of the shares of a perfect sampler, about .030 at V = 8 and 5000 rounds.
+
+    By the normal approximation: sum_x sqrt(2 p (1 - p) / (pi num_rounds)).
+    """
+    p = np.asarray(probs, dtype=np.float64)
+    return float(np.sqrt(2 * p * (1 - p) / (math.pi * num_rounds)).sum())
+
+
+def position(
+    p: npt.ArrayLike, q: npt.ArrayLike, num_rounds: int, seed: int, rule: str = "ratio", lenience: float = 1.0
+) -> Emitted:
+    """Simulate one drafted token and what is emitted at its place, by one of POSITION_RULES. p, q: [V].
+
+    ratio: speculative sampling, lenient below lenience = 1. rejection: one try of rejection sampling, else a draw from
+    p (appendix A.2). match: Gumbel-max draws from q and p under shared noise. Raises ValueError for another rule.
+    """
+    if rule not in POSITION_RULES:
+        raise ValueError(f"rule={rule!r} must be one of {', '.join(POSITION_RULES)}")
+    p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
+    accepted, tokens = POSITION_RULES[rule](p, q, num_rounds, np.random.default_rng(seed), lenience)
+    return Emitted(num_rounds, int(accepted.sum()), np.bincount(tokens, minlength=len(p)))
+
+
+def _by_ratio(p: Floats, q: Floats, num: int, generator: np.random.Generator, lenience: float) -> tuple[Bools, Ints]:
+    drafted = _draw(q, num, generator)
+    accepted = generator.random(num) * lenience * q[drafted] < p[drafted]
+    residual = np.maximum(p - q, 0)
+    return accepted, np.where(accepted, drafted, _draw(residual if residual.any() else p, num, generator))
+
+
+def _by_rejection(p: Floats, q: Floats, num: int, generator: np.random.Generator, _: float) -> tuple[Bools, Ints]:
+    drafted = _draw(q, num, generator)
+    largest = (p[q > 0] / q[q > 0]).max() if (q[p > 0] > 0).all() else math.inf
+    accepted = generator.random(num) * largest * q[drafted] < p[drafted]
+    return accepted, np.where(accepted, drafted, _draw(p, num, generator))
+
+
+def _by_match(p: Floats, q: Floats, num: int, generator: np.random.Generator, _: float) -> tuple[Bools, Ints]:
+    # argmax of log p + Gumbel noise = argmin of exponential noise / p
+    noise = generator.standard_exponential((num, len(p)))
+    with np.errstate(divide="ignore"):
+        drafted, tokens = ((noise / probs).argmin(axis=1) for probs in (q, p))
+    return drafted == tokens, tokens
+
+
+POSITION_RULES: dict[str, Callable[[Floats, Floats, int, np.random.Generator, float], tuple[Bools, Ints]]] = {
+    "ratio": _by_ratio,
+    "rejection": _by_rejection,
+    "match": _by_match,
+}
+
+
+# -------------------------------------------------------------------------------- several draws, chains and trees
+
+
+def several(
+    p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int, num_rounds: int, seed: int, rho: float = 0.0
+) -> Estimate:
+    """Simulate one position with independent draws from q; return the share of rounds that accept one of them.
+
+    rho > 0: K-SEQ tests every draw against p / rho. rho = 0: recursive rejection sampling tests each against what the
+    ones before it left of p.
+    """
+    left, probs = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
+    generator, accepted = np.random.default_rng(seed), np.zeros(num_rounds, dtype=np.bool_)
+    for _ in range(num_draws):
+        drafted = _draw(probs, num_rounds, generator)
+        accepted |= generator.random(num_rounds) * (rho or 1.0) * probs[drafted] < left[drafted]
+        residual = np.maximum(left - probs, 0)
+        if rho == 0 and residual.any():
+            left = residual / residual.sum()
+    return _estimate(accepted)
+
+
+def chains(
+    p: npt.ArrayLike, q: npt.ArrayLike, gamma: int, num_rounds: int, seed: int, *, block: bool = False
+) -> Estimate:
+    """Simulate rounds of a drafted chain with the same p and q at every position; return the emitted tokens of a round.
+
+    block: by block verification (Sun et al. 2024, arXiv 2403.10444), else token by token.
+    """
+    p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
+    generator = np.random.default_rng(seed)
+    accepted, kept = np.zeros(num_rounds, dtype=np.int64), np.ones(num_rounds)
+    going = np.ones(num_rounds, dtype=np.bool_)
+    for length in range(1, gamma + 1):
+        drafted = _draw(q, num_rounds, generator)
+        coins, ratios = generator.random(num_rounds), p[drafted] / q[drafted]
+        if not block:
+            going &= coins < ratios
+            accepted += going
+            continue
+        kept = np.minimum(1.0, kept * ratios)
+        room = np.maximum(kept[:, None] * p - q, 0).sum(axis=1)
+        below = room + 1 - kept
+        chance = np.divide(room, below, out=np.ones(num_rounds), where=below > 1e-15)
+        accepted[coins < (kept if length == gamma else chance)] = length
+    tokens = _estimate(accepted)
+    return Estimate(tokens.mean + 1, tokens.error)
+
+
+def trees(nodes: Seq[Node], a: Seq[float], num_rounds: int, seed: int) -> Estimate:
+    """Simulate rounds of a tree, whose child number k is the accepted one with probability a[k]; return their tokens.
+
+    A round ends where the accepted child is not in the tree, and where none is accepted.
+    """
+    children = np.full((len(nodes) + 1, len(a) + 1), -1, dtype=np.int64)  # row: parent + 1; last column: no child
+    for i, node in enumerate(nodes):
+        children[node.parent + 1, node.rank] = i
+    generator, bounds = np.random.default_rng(seed), np.cumsum(a)
+    at, accepted = np.full(num_rounds, -1, dtype=np.int64), np.zeros(num_rounds, dtype=np.int64)
+    going = np.ones(num_rounds, dtype=np.bool_)
+    while going.any():
+        found = children[at + 1, np.searchsorted(bounds, generator.random(num_rounds), side="right")]
+        going &= found >= 0
+        at = np.where(going, found, at)
+        accepted += going
+    tokens = _estimate(accepted)
+    return Estimate(tokens.mean + 1, tokens.error)
+
+
+# ------------------------------------------------------------------------------------------------------- helpers
+
+
+def _draw(weights: Floats, num: int, generator: np.random.Generator) -> Ints:
+    """Return [num] ids drawn in proportion to `weights`, never one of weight 0."""
+    bounds = np.cumsum(weights)
+    ids = np.searchsorted(bounds, generator.random(num) * bounds[-1], side="right")
+    return np.asarray(np.minimum(ids, np.flatnonzero(weights)[-1]), dtype=np.int64)
+
+
+def _estimate(values: npt.NDArray[np.generic]) -> Estimate:
+    return Estimate(float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values)))
+
+
+def _ratio(tokens: npt.NDArray[np.floating], costs: npt.NDArray[np.floating]) -> Estimate:
+    """Return the ratio of two sums, and its standard error by the delta method."""
+    mean = float(tokens.sum() / costs.sum())
+    return Estimate(mean, float((tokens - mean * costs).std(ddof=1)) / (float(costs.mean()) * math.sqrt(len(costs))))

@@ -1,0 +1,283 @@
+"""`forerun bench report`: what benchmarks wrote with --json, as one HTML page that needs nothing else.
+
+Every record gets what ran, a plot of its main numbers (inline SVG, by matplotlib), its table, and the record itself.
+VIEWS says which numbers of a benchmark are plotted; a record of another kind has its table alone. The tables and
+figures of `forerun paper --out`, which are records too, keep their own pictures.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from forerun.bench.exhibits import (
+    Bar,
+    Coloured,
+    Curve,
+    Exhibit,
+    Panel,
+    Plot,
+    Timeline,
+    Token,
+    Tokens,
+    check_can_draw,
+    draw,
+    save,
+)
+from forerun.errors import BadOption, NotFound, shown
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class View:
+    """How the rows of a benchmark are plotted.
+
+    rows: the key that holds them. labels: fields that name a row, or, with `x`, a curve over that field. values: of a
+    panel each. The range of a field is beside it, as field_range.
+    """
+
+    labels: tuple[str, ...]
+    values: tuple[str, ...]
+    x: str | None = None
+    rows: str = "lines"
+
+
+VIEWS = {
+    "latency": View(("draft", "spec_length", "temperature"), ("speedup", "tokens_per_s")),
+    "methods": View(("name", "temperature"), ("speedup", "tokens_per_pass"), rows="summaries"),
+    "throughput": View((), ("plain_tokens_per_s", "fixed_tokens_per_s", "auto_tokens_per_s"), "concurrency"),
+    "serving": View(("server", "load"), ("tokens_per_s", "ttft_s.p50")),
+    "serving overhead": View(("way",), ("tokens_per_s", "share"), rows="overheads"),
+    "kernels": View(("operator",), ("ratio",), "num_rows"),
+    "quality": View(("variant",), ("perplexity", "drafter_alpha")),
+    "gaps": View(("variant",), ("cold_s", "behind_median_s")),
+    "peers": View(("engine", "configuration"), ("tokens_per_s",)),
+    "peer forwards": View(("engine", "context"), ("seconds",), "num_rows"),
+}
+# Facts that say what a record was measured with, where it has them.
+FACTS = (
+    "target",
+    "shape",
+    "widened",
+    "num_parameters",
+    "precision",
+    "dtype",
+    "device",
+    "machine",
+    "build",
+    "num_threads",
+    "torch",
+    "bandwidth_bytes_per_s",
+    "ceiling_tokens_per_s",
+    "recipe",
+    "note",
+)
+MOST_CURVES = 6  # of one panel: colours repeat beyond
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8886; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+h1, h2 { line-height: 1.2; } section { margin: 3rem 0; }
+.plot { background: #fff; border-radius: 8px; overflow-x: auto; padding: .5rem; }
+.plot svg { max-width: 100%; height: auto; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .875rem; }
+th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 1rem; font-size: .875rem; } dd { margin: 0; }
+pre { font-size: .75rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+"""
+
+
+def run(files: Seq[Path], out: Path) -> int:
+    """Write the page, and return how many records it has. Raises NotFound, BadOption for files that hold none."""
+    check_can_draw()
+    records = [(f"{file.name}, record {i}", record) for file in files for i, record in enumerate(read(file), 1)]
+    out.write_text(page_of(records), encoding="utf-8")
+    return len(records)
+
+
+def read(file: Path) -> list[Record]:
+    """Return the records of a file: one JSON object, or one on each line. Raises NotFound, BadOption."""
+    if not file.is_file():
+        raise NotFound(f"there is no file {shown(str(file))}: name what a benchmark wrote with --json")
+    text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        records = [json.loads(text)]
+    except ValueError:
+        try:
+            records = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except ValueError as error:
+            raise BadOption(
+                f"{shown(str(file))} is no JSON ({error}): name what a benchmark wrote with --json"
+            ) from None
+    if not records or not all(isinstance(record, dict) for record in records):
+        raise BadOption(f"{shown(str(file))} holds no record: name what a benchmark wrote with --json")
+    return records
+
+
+# --------------------------------------------------------------------------------------------------------------- html
+
+
+def page_of(records: Seq[tuple[str, Record]]) -> str:
+    """Return the page of these records, each with a name of its own."""
+    titles = [_title(record) for _, record in records]
+    entries = "".join(f'<li><a href="#r{i}">{escape(title)}</a></li>' for i, title in enumerate(titles))
+    sections = "".join(
+        _section(i, title, source, record)
+        for i, (title, (source, record)) in enumerate(zip(titles, records, strict=True))
+    )
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    return (
+        f'<!doctype html><html lang="en"><head>{head}<title>forerun: benchmarks</title><style>{STYLE}</style></head>'
+        f"<body><h1>forerun: benchmarks</h1><ol>{entries}</ol>{sections}</body></html>\n"
+    )
+
+
+def _title(record: Record) -> str:
+    if "exhibit" in record:
+        return str(record.get("title", record["exhibit"]))
+    about = record.get("target") or record.get("shape") or ""
+    return f"{record.get('bench', 'unknown benchmark')}{f': {about}' if about else ''}"
+
+
+def _section(number: int, title: str, source: str, record: Record) -> str:
+    """Return one record: facts, plot, table, and all of it as JSON."""
+    facts = {"file": source} | {key: record[key] for key in FACTS if record.get(key) not in (None, "")}
+    listed = "".join(f"<dt>{escape(key)}</dt><dd>{escape(_number(value))}</dd>" for key, value in facts.items())
+    picture = picture_of(record)
+    plot = f'<div class="plot" role="img" aria-label="{escape(title)}">{svg_of(picture)}</div>' if picture else ""
+    raw = escape(json.dumps(record, indent=1, ensure_ascii=False))
+    return (
+        f'<section id="r{number}"><h2>{escape(title)}</h2><dl>{listed}</dl>{plot}'
+        f'<div class="wide">{table_of(rows_of(record))}</div>'
+        f"<details><summary>the record</summary><pre>{raw}</pre></details></section>"
+    )
+
+
+def rows_of(record: Record) -> list[dict[str, Any]]:
+    """Return the rows of a record, what names them first, and flat: fields of a nested object as object.field."""
+    view = VIEWS.get(str(record.get("bench")))
+    found = record.get("rows" if "exhibit" in record else view.rows if view else "lines") or []
+    rows = [dict(_flat(row)) for row in found if isinstance(row, dict)]
+    names = (*view.labels, *((view.x,) if view.x else ())) if view else ()
+    return [{**{name: row[name] for name in names if name in row}, **row} for row in rows]
+
+
+def _flat(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in row.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def table_of(rows: Seq[Mapping[str, Any]]) -> str:
+    """Return rows as an HTML table; lists of more than two values, which no cell has room for, are left out."""
+    names = [
+        name
+        for name in dict.fromkeys(name for row in rows for name in row)
+        if not any(isinstance(row.get(name), list) and not _is_short(row[name]) for row in rows)
+    ]
+    if not names:
+        return ""
+    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
+    body = "".join("<tr>" + "".join(f"<td>{escape(_number(row.get(n)))}</td>" for n in names) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _is_short(value: list[Any]) -> bool:
+    return len(value) == 2 and all(isinstance(one, int | float) for one in value)
+
+
+def _number(value: Any) -> str:
+    """Return a value for people: numbers with four digits, intervals with a dash."""
+    if isinstance(value, list):
+        return " - ".join(map(_number, value))
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+def svg_of(picture: Plot | Timeline | Coloured) -> str:
+    """Return a picture as inline SVG, without the names that another picture of the page would repeat."""
+    file = io.StringIO()
+    save(draw(Exhibit("", "", (), (), picture, "", "")), file, ".svg")
+    svg = file.getvalue()
+    return re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
+
+
+def picture_of(record: Record) -> Plot | Timeline | Coloured | None:
+    """Return the picture of a record; None where it has no numbers that VIEWS knows."""
+    if "exhibit" in record:
+        return _kept(record.get("picture") or {})
+    view, rows = VIEWS.get(str(record.get("bench"))), rows_of(record)
+    if view is None or not rows:
+        return None
+    if view.x is not None:
+        curves = list(_curves(view, rows, view.x))
+        return Plot([Panel("", view.x.replace("_", " "), _said(view), curves)]) if curves else None
+    names = [_name(row, view.labels) for row in rows]
+    panels = [
+        Panel(field.replace("_", " "), "", "", [_dots(field, rows)], names if i == 0 else [""] * len(names))
+        for i, field in enumerate(view.values)
+        if any(isinstance(row.get(field), int | float) for row in rows)
+    ]
+    return Plot(panels) if panels else None
+
+
+def _said(view: View) -> str:
+    return view.values[0].replace("_", " ") if view.labels else "tokens per s"
+
+
+def _curves(view: View, rows: Seq[Mapping[str, Any]], x: str) -> Iterator[Curve]:
+    """Yield a curve for each name of the rows, or, where rows have none, for each value."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(_name(row, view.labels), []).append(row)
+    for name, own in list(groups.items())[:MOST_CURVES]:
+        for field in view.values:
+            known = [row for row in own if isinstance(row.get(field), int | float)]
+            label = name or field.replace("_", " ")
+            yield Curve(label, [float(row[x]) for row in known], [float(row[field]) for row in known])
+
+
+def _name(row: Mapping[str, Any], labels: Seq[str]) -> str:
+    """Return what a row is called: its texts as they are, its numbers with what they are."""
+    known = {label: row[label] for label in labels if row.get(label) is not None}
+    said = (
+        value if isinstance(value, str) else f"{label.replace('_', ' ')} {value:g}" for label, value in known.items()
+    )
+    return ", ".join(said)
+
+
+def _dots(field: str, rows: Seq[Mapping[str, Any]]) -> Curve:
+    known = [(y, row) for y, row in enumerate(rows) if isinstance(row.get(field), int | float)]
+    beside = [row.get(f"{field}_range") for _, row in known]
+    spans = [(float(one[0]), float(one[1])) if isinstance(one, list) and _is_short(one) else None for one in beside]
+    return Curve(field, [float(row[field]) for _, row in known], [float(y) for y, _ in known], "dots", spans)
+
+
+def _kept(picture: Mapping[str, Any]) -> Plot | Timeline | Coloured | None:
+    """Return the picture that the record of an exhibit holds."""
+    if "panels" in picture:
+        return Plot(
+            [Panel(**{**panel, "curves": [Curve(**c) for c in panel["curves"]]}) for panel in picture["panels"]]
+        )
+    if "rows" in picture:
+        return Timeline([(name, [Bar(*bar) for bar in bars]) for name, bars in picture["rows"]], picture["unit"])
+    if "lines" in picture:
+        return Coloured([Tokens(tuple(Token(*token) for token in line)) for line in picture["lines"]])
+    return None

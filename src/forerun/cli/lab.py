@@ -1,0 +1,61 @@
+"""The command `forerun lab`, which parses and calls. torch and the web framework are imported when it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from forerun.cli import flags
+from forerun.cli.serve import FIRST_MODEL, TARGET_HELP, with_target
+from forerun.errors import BadOption
+
+VIEWERS = 4  # sequences that run together, where nothing else is said: a cache for each drafter with a model is made
+
+
+def lab(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"{TARGET_HELP} [default: {FIRST_MODEL} if it is here, else the shipped one]", show_default=False
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 = all of this machine")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 = one that is free")] = 8001,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="FORERUN_API_KEY", help="what the page asks for [default: nothing]", show_default=False),
+    ] = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
+    draft: flags.Draft = None,
+    extra_drafts: flags.ExtraDrafts = None,
+    spec_length: flags.SpecLength = None,
+    pacing: flags.Pacing = None,
+    calibrate: flags.Calibrate = None,
+    device: flags.Device = None,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    generation_config: flags.GenerationConfig = None,
+    chat_template: flags.ChatTemplate = None,
+    ops: flags.Ops = None,
+    kv_cache_backend: flags.CacheBackend = None,
+    kv_cache_tokens: flags.CacheTokens = None,
+    max_batch_size: flags.MaxBatchSize = None,
+    max_seq_len: flags.MaxSeqLen = None,
+    config: flags.ConfigFile = None,
+) -> None:
+    """Show a page in the browser that explains speculative decoding, with your model running live behind it."""
+    engine = with_target(flags.engine_config(dict(locals()), config, max_batch_size=VIEWERS))
+    try:
+        from forerun.engine.factory import usable_drafts
+        from forerun.lab.app import make_lab
+        from forerun.serve.server import ServerOptions, run
+    except ImportError as error:
+        raise BadOption(
+            f"forerun lab needs packages that are not here ({error.name}): pip install 'forerun[serve]'"
+        ) from None
+    options = ServerOptions(host=host, port=port, api_key=api_key or None)
+    if engine.extra_drafts is None:  # all that can be had, for the menu of the widget Live
+        engine = dataclasses.replace(engine, extra_drafts=";".join(usable_drafts(engine)))
+    raise typer.Exit(run(engine, options, {"/lab": make_lab}))

@@ -1,0 +1,113 @@
+"""What passes take on this machine, and a point of the landscape that is measured here."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from forerun.engine.factory import is_shipped
+from forerun.engine.llm import LLM
+from forerun.engine.request import RequestOutput
+from forerun.errors import CapacityError
+from forerun.theory import roofline
+from forerun.theory.published import TABLE_4
+from forerun.types import SamplingParams
+
+NUM_RUNS = 3  # each way, in turn; the fastest counts, because nothing makes a run faster than it can be
+_TURN = threading.Lock()
+
+
+@dataclass
+class Measuring:
+    """What to generate, plainly and with a drafter of the engine (None = its own choice) that drafts `spec_length`."""
+
+    prompt: Annotated[str, Field(min_length=1, max_length=4000)] = "def fibonacci(n):\n"
+    draft: str | None = None
+    spec_length: Annotated[int, Field(ge=1, le=64)] = 5
+    max_tokens: Annotated[int, Field(ge=16, le=256)] = 96
+
+
+def make_router(llm: LLM) -> APIRouter:
+    """The routes of the widget Landscape."""
+    router = APIRouter()
+
+    @router.get("/machine")
+    def machine() -> dict[str, Any]:
+        """The times of passes by their rows, the drafters, and what others have measured."""
+        target = llm.config.target
+        return {
+            "model": "the shipped model" if is_shipped(target) else Path(str(target)).name,
+            "precision": llm.checkpoint.model.precision,
+            "drafters": list(llm.drafters),
+            "passes": passes(llm),
+            "published": [point._asdict() for point in TABLE_4],
+            "shapes": list(roofline.SHAPES),
+            "machines": list(roofline.MACHINES),
+        }
+
+    @router.post("/measure")
+    def measure(body: Measuring) -> dict[str, Any]:
+        """A point of the landscape: alpha, K and the speed-up, greedy, each way several times in turn."""
+        if not _TURN.acquire(blocking=False):
+            raise CapacityError("another measurement is running: try again when it is over")
+        try:
+            return measured(llm, body)
+        finally:
+            _TURN.release()
+
+    return router
+
+
+def passes(llm: LLM) -> dict[str, Any]:
+    """Return the curve of the target, t(rows) / t(1), and c of each drafter that has been timed."""
+    times = llm.pass_times()
+    target = times.pop("")
+    return {
+        "rows": list(target.widths),
+        "ratios": list(target.ratios),
+        "one_row_s": target.one_row_s,
+        "c": {name: _cost(time.one_row_s, target.one_row_s) for name, time in times.items()},
+    }
+
+
+def _cost(draft_s: float | None, target_s: float | None) -> float | None:
+    return draft_s / target_s if draft_s is not None and target_s else None
+
+
+def measured(llm: LLM, body: Measuring) -> dict[str, Any]:
+    """Return the point. c is None where the drafter was not timed."""
+    common: dict[str, Any] = {"max_tokens": body.max_tokens, "temperature": 0, "ignore_eos": True}
+    plain = SamplingParams(**common, draft="none")
+    drafting = SamplingParams(**common, draft=body.draft, spec_length=body.spec_length)
+    runs = [[llm.generate(body.prompt, params)[0] for params in (plain, drafting)] for _ in range(NUM_RUNS)]
+    rates = [max(_tokens_per_s(run[i]) for run in runs) for i in range(2)]
+    output = runs[-1][1]
+    report = output.report
+    found = passes(llm)
+    return {
+        "alpha": report.alpha_hat,
+        "k": body.spec_length,
+        "tokens_per_round": report.mean_accepted_length,
+        "speedup": rates[1] / rates[0],
+        "plain_tokens_per_s": rates[0],
+        "tokens_per_s": rates[1],
+        "draft": report.draft,
+        "c": found["c"].get(report.draft),
+        "is_same": output.token_ids == runs[-1][0].token_ids,
+        "num_tokens": len(output.token_ids),
+    }
+
+
+def _tokens_per_s(output: RequestOutput) -> float:
+    """Tokens behind those of the first step, per second since it: the prompt is left out."""
+    report = output.report
+    first_s, last_s = report.first_token_at_s, report.last_token_at_s
+    assert first_s is not None
+    assert last_s is not None
+    num_first = 1 + (report.rounds[0][1] if report.rounds else 0)
+    return (len(output.token_ids) - num_first) / max(last_s - first_s, 1e-9)

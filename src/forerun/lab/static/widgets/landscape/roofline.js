@@ -1,0 +1,48 @@
+// The knobs of the roofline: which models on which machine, and how many requests share a pass.
+const BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
+const CONTEXTS = [["0", "none"], ["1000", "1,000"], ["8000", "8,000"], ["32000", "32,000"]];
+const USUAL = { target: "llama-3.1-8b", draft: "llama-3.2-1b", machine: "h100", context: "1000" };
+
+// shapes, machines: the names that theory knows. onChange({ c, verify_ratios, free_rows }): for the batch that is set.
+// Returns { element, batch, load(), setBatch(number) }.
+export function makeRoofline(lab, { shapes, machines, mostK, onChange }) {
+  const { el, controls, settings } = lab;
+  let roofs = null; // by batch
+  const named = (list) => list.map((name) => [name, name]);
+  const chosen = (name, options) => {
+    const value = settings.get(`landscape.${name}`, USUAL[name]);
+    return options.some(([one]) => one === value) ? value : options[0][0];
+  };
+  const choice = (name, label, options) => controls.select({
+    label, options, value: chosen(name, options),
+    onChange: () => { settings.set(`landscape.${name}`, choices[name].value); load(); },
+  });
+  const choices = {
+    target: choice("target", "target", named(shapes)),
+    draft: choice("draft", "draft", named(shapes)),
+    machine: choice("machine", "machine", named(machines)),
+    context: choice("context", "context, tokens", CONTEXTS),
+  };
+  const knob = controls.slider({
+    label: "requests in a batch", min: 0, max: BATCHES.length - 1, step: 1, format: (i) => String(BATCHES[i]),
+    value: Math.max(0, BATCHES.indexOf(settings.number("landscape.batch", 1))),
+    onInput: (i) => { settings.set("landscape.batch", BATCHES[i]); tell(); },
+  });
+
+  // All batches at once, so that the knob moves with the hand.
+  async function load() {
+    const { target, draft, machine } = choices;
+    const given = { target: target.value, draft: draft.value, machine: machine.value, context: Number(choices.context.value) };
+    [roofs] = await lab.theory({ function: "roofline", arguments: { ...given, batch: BATCHES, max_gamma: mostK } });
+    tell();
+  }
+
+  const tell = () => { if (roofs) onChange(roofs[knob.value]); };
+
+  return {
+    element: el("div", { class: "stack" }, knob.element, el("div", { class: "pairs" }, Object.values(choices).map((one) => one.element))),
+    get batch() { return BATCHES[knob.value]; },
+    load,
+    setBatch(batch) { knob.set(BATCHES.indexOf(batch)); settings.set("landscape.batch", batch); tell(); },
+  };
+}

@@ -1,0 +1,295 @@
+"""Rounds of the real verification rules on two small distributions, for people to count.
+
+Position t of a chain has the distributions of the page with their ids turned on by t, so that every position accepts
+as often as the first, while a rule that reads a wrong row is seen. The rounds are those of the engine: a Draft, rows of
+the target, production coins, and a rule of forerun.verify, or what forerun.testing makes of it to be refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter
+from pydantic import Field
+
+from forerun import testing, verify
+from forerun.engine.llm import LLM
+from forerun.errors import BadOption, CapacityError, ForerunError, shown
+from forerun.sampling.random import PhiloxCoins
+from forerun.theory import formulas, joint, lenience
+from forerun.types import Coins, Draft, Probs
+
+Floats = npt.NDArray[np.float64]
+Weights = Annotated[list[float], Field(min_length=2, max_length=16)]
+MUTANTS = {mutant.name: mutant for mutant in (*testing.MUTANTS, testing.SECOND_DRAW)}
+MOST_ROUNDS = 1000  # of one request: less than a second
+MOST_DRAFTED = 8
+MOST_WAIT_S = 20.0
+MOST_ENUMERATED = 3  # siblings, all of whose outcomes are taken
+SHAPES = {"chain": "independent", "independent": "independent", "distinct": "distinct"}  # -> how siblings are drawn
+_TURN = threading.Lock()  # one request at a time: the engine needs the interpreter, too
+
+
+@dataclass
+class Setting:
+    """What judges what. rule: as SamplingParams.acceptance. mutant: a name of MUTANTS, None = the right rule.
+
+    target, draft: weights of V words. shape: a chain of `size` tokens, or so many siblings at the first position.
+    """
+
+    target: Weights
+    draft: Weights
+    rule: str = "ratio"
+    mutant: str | None = None
+    shape: str = "chain"
+    size: Annotated[int, Field(ge=1, le=MOST_DRAFTED)] = 4
+
+
+@dataclass
+class Rounds(Setting):
+    """Which rounds to run: their coins are a function of the seed and of the number of the round."""
+
+    first_round: Annotated[int, Field(ge=0, le=10**9)] = 0
+    num_rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)] = 250
+    seed: Annotated[int, Field(ge=0, le=2**53)] = 0
+
+
+def make_router(llm: LLM | None = None) -> APIRouter:
+    """The routes of the widget Unbiasedness."""
+    router = APIRouter()
+
+    @router.get("/rules")
+    def rules() -> dict[str, Any]:
+        """The verification rules, as they are found by scanning, and the wrong ones."""
+        found = [_described(verify.find(name)) for name in verify.rules()]
+        return {"rules": found, "mutants": [{"name": m.name, "needs": m.needs} for m in MUTANTS.values()]}
+
+    @router.post("/rounds")
+    def rounds(body: Rounds) -> dict[str, Any]:
+        """Counts of some rounds; the page adds them up."""
+        with _turn():
+            return counted(body)
+
+    @router.post("/expected")
+    def expected(body: Setting) -> dict[str, Any]:
+        """What theory says of a setting, and the exact error of its first tokens."""
+        with _turn():
+            return {
+                "mean_accepted": expected_accepted(dataclasses.replace(body, mutant=None)),
+                "exact_tv": exact_tv(body),
+                "is_lossless": _checked(body).is_lossless,
+            }
+
+    return router
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Wait for the requests before this one. Raises CapacityError where that takes too long."""
+    if not _TURN.acquire(timeout=MOST_WAIT_S):
+        raise CapacityError(f"rounds of others have run for {MOST_WAIT_S:.0f} s: try again when they are over")
+    try:
+        yield
+    finally:
+        _TURN.release()
+
+
+def _described(rule: verify.Rule) -> dict[str, Any]:
+    hints = typing.get_type_hints(rule.module.Options)
+    options = [
+        {"name": f.name, "default": f.default, "is_integer": hints[f.name] is int, **f.metadata}
+        for f in dataclasses.fields(rule.module.Options)
+    ]
+    shapes = [shape for shape, draws in SHAPES.items() if rule.judges("chain" if shape == "chain" else "tree", draws)]
+    about = str(rule.module.__doc__).partition("\n\n")[0].replace("\n", " ")
+    return {"name": rule.name, "is_lossless": rule.is_lossless, "shapes": shapes, "about": about, "options": options}
+
+
+# ------------------------------------------------------------------------------------------------------------- rounds
+
+
+def counted(body: Rounds) -> dict[str, Any]:
+    """Return the words [positions][V] emitted at each position of a round, and how many rounds accepted 0, 1, ...
+
+    The words of position t are turned back by t. Raises BadOption.
+    """
+    rule, target, draw, depth = _judge(body), _table(body.target), _drafter(body), _depth(body)
+    rows = [testing.dense(target((0,) * d)) for d in range(depth + 1)]
+    words = np.zeros((depth + 1, len(body.target)), dtype=np.int64)
+    accepted = np.zeros(depth + 1, dtype=np.int64)
+    num_words = len(body.target)
+    for number in range(body.first_round, body.first_round + body.num_rounds):
+        # The match noise knows the position alone, so that each round has positions of its own.
+        coins = PhiloxCoins(body.seed, number * (MOST_DRAFTED + 1), number)
+        path, tokens = _round(rule, draw, rows, coins)
+        accepted[path] += 1
+        for position, token in enumerate(tokens):
+            words[position, (token - position) % num_words] += 1
+    return {"words": words.tolist(), "accepted": accepted.tolist(), "num_rounds": body.num_rounds}
+
+
+def _round(
+    rule: testing.RuleFunction, draw: Callable[[Coins], Draft], rows: list[Probs], coins: Coins
+) -> tuple[int, list[int]]:
+    """Return how many drafted tokens one round accepts, and what it emits."""
+    draft = draw(coins)
+    depths = [0, *(len(draft.path(node)) for node in draft.nodes(0))]
+    try:
+        path, token, _ = rule(draft, 0, [rows[depth] for depth in depths], coins)
+    except ForerunError:
+        raise
+    except Exception as error:  # a wrong rule is made of this one, which need not be possible
+        raise BadOption(f"this wrong rule cannot be made of that one ({error!r:.100}): choose another rule") from error
+    return len(path), [*(draft.tokens[node] for node in path), token]
+
+
+class _SharedNoise:
+    """Coins of a drafter that draws with the noise of the target, as drafters do for requests of `match`."""
+
+    def __init__(self, coins: Coins) -> None:
+        self._coins = coins
+
+    def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
+        """Pick by the noise of the position."""
+        return self._coins.pick(probs, depth)
+
+
+def _table(weights: list[float]) -> testing.Table:
+    """Return the distribution behind so many tokens, whatever they are."""
+    probs = _probs(weights)
+
+    def table(tokens: tuple[int, ...]) -> Floats:
+        return np.roll(probs, len(tokens))
+
+    return table
+
+
+def _probs(weights: list[float]) -> Floats:
+    probs = np.asarray(weights, dtype=np.float64)
+    if not (np.isfinite(probs).all() and (probs >= 0).all() and probs.sum() > 0):
+        raise BadOption(f"{shown(weights)} are no weights: they must be numbers of at least 0, not all of them 0")
+    return np.asarray(probs / probs.sum())
+
+
+def _depth(body: Setting) -> int:
+    return body.size if body.shape == "chain" else 1
+
+
+def _parents(body: Setting) -> list[int]:
+    return list(range(-1, body.size - 1)) if body.shape == "chain" else [-1] * body.size
+
+
+def _drafter(body: Setting) -> Callable[[Coins], Draft]:
+    draw = testing.drawn_tree(_parents(body), _table(body.draft), SHAPES[body.shape])
+    if verify.find(body.rule).name == "match" and body.shape == "chain":
+        return lambda coins: draw(_SharedNoise(coins))  # type: ignore[arg-type]  # a drafter asks for nothing else
+    return draw
+
+
+def _checked(body: Setting) -> verify.Rule:
+    """Return the rule of a setting that is possible. Raises BadOption."""
+    if body.shape not in SHAPES:
+        raise BadOption(f"shape={shown(body.shape)} must be one of {', '.join(SHAPES)}")
+    if len(body.target) != len(body.draft):
+        raise BadOption(f"{len(body.target)} target and {len(body.draft)} draft weights: both must have one per word")
+    rule = verify.find(body.rule)
+    rule.check(body.shape, "chain" if body.shape == "chain" else "tree", SHAPES[body.shape])
+    return rule
+
+
+def _judge(body: Setting) -> testing.RuleFunction:
+    """Return the rule, or the wrong rule, that judges. Raises BadOption."""
+    rule = _checked(body)
+    if body.mutant is None:
+        return rule.rule
+    mutant = MUTANTS.get(body.mutant)
+    if mutant is None:
+        raise BadOption(f"mutant={shown(body.mutant)} is not here: it must be one of {', '.join(MUTANTS)}")
+    if mutant.needs not in (body.shape, rule.name):
+        raise BadOption(f"the mutant {mutant.name!r} needs {mutant.needs}: choose that shape, or that rule")
+    return mutant.apply(rule.rule)
+
+
+# ------------------------------------------------------------------------------------------------------------- theory
+
+
+def expected_accepted(body: Setting) -> float | None:
+    """Return the mean accepted tokens of a round: by a formula, else by taking all outcomes of one position."""
+    rule, p, q = _checked(body), _probs(body.target), _probs(body.draft)
+    if body.shape != "chain":
+        if body.shape == "independent" and rule.name in ("ratio", "kseq"):
+            by = formulas.recursive_acceptance if rule.name == "ratio" else formulas.kseq_acceptance
+            return by(p, q, body.size)
+        return _enumerated_acceptance(*_key(body), body.shape, body.size) if body.size <= MOST_ENUMERATED else None
+    if rule.name in ("block", "traversal"):
+        return joint.block_tokens(p, q, body.size) - 1
+    if rule.name in ("ratio", "kseq"):
+        alpha = formulas.acceptance(p, q)
+    elif rule.name == "match":
+        alpha = formulas.match_acceptance(p, q)
+    elif rule.name == "lenience":
+        alpha = lenience.lenient_acceptance(p, q, rule.options.l)
+    else:
+        alpha = _enumerated_acceptance(*_key(body), "chain", 1)
+    return formulas.expected_accepted(min(1.0, alpha), body.size)
+
+
+def _key(body: Setting) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
+    return body.rule, tuple(body.target), tuple(body.draft)
+
+
+class _WithoutDraws:
+    """Coins that take every outcome but that of the last draw, where only what is accepted is wanted."""
+
+    def __init__(self, coins: Coins) -> None:
+        self.accept, self.draft, self.pick, self.picks = coins.accept, coins.draft, coins.pick, coins.picks
+
+    def draw(self, probs: Probs, depth: int) -> int:
+        """Take the likeliest id alone."""
+        return int(probs.weights.argmax()) if probs.point is None else probs.point
+
+
+@functools.lru_cache(64)
+def _enumerated_acceptance(
+    rule: str, target: tuple[float, ...], draft: tuple[float, ...], shape: str, size: int
+) -> float:
+    """Return the probability that something is accepted of one position, by taking all outcomes."""
+    body = Setting(list(target), list(draft), rule, None, shape, size)
+    judge, draw, table = _judge(body), _drafter(body), _table(body.target)
+    rows = [testing.dense(table((0,) * d)) for d in range(2)]
+    outcomes = testing.enumerate_outcomes(lambda coins: _round(judge, draw, rows, _WithoutDraws(coins))[0])
+    return sum(weight * num for weight, num in outcomes)
+
+
+def exact_tv(body: Setting) -> float | None:
+    """Return the total variation between the target and what a round emits, by taking all outcomes; None if too many.
+
+    Of a chain that is the distribution of two tokens behind one drafted token, of siblings that of one token.
+    """
+    if verify.find(body.rule).name == "match" or (body.shape != "chain" and body.size > MOST_ENUMERATED):
+        return None
+    return _exact_tv(*_key(body), body.mutant, body.shape, 1 if body.shape == "chain" else body.size)
+
+
+@functools.lru_cache(64)
+def _exact_tv(
+    rule: str, target: tuple[float, ...], draft: tuple[float, ...], mutant: str | None, shape: str, size: int
+) -> float:
+    body = Setting(list(target), list(draft), rule, mutant, shape, size)
+    horizon, table = (2 if shape == "chain" else 1), _table(body.target)
+    try:
+        said = testing.emitted(_judge(body), table, _drafter(body), horizon)
+    except ForerunError:
+        raise
+    except Exception as error:
+        raise BadOption(f"this wrong rule cannot be made of that one ({error!r:.100}): choose another rule") from error
+    return testing.total_variation(said, testing.plain(table, horizon))

@@ -1,0 +1,55 @@
+"""What became of every token of a round: accepted, rejected, never tested, or the target's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from forerun.types import RoundDetail
+
+Kind = Literal["accepted", "rejected", "untested", "correction", "bonus", "plain"]
+# What a terminal makes of them, and marks that survive without colour.
+STYLES: dict[Kind, str] = {
+    "accepted": "green",
+    "rejected": "red",
+    "untested": "dim",
+    "correction": "bold blue",
+    "bonus": "bold blue",
+    "plain": "",
+}
+MARKS: dict[Kind, tuple[str, str]] = {
+    "rejected": ("[-", "-]"),
+    "untested": ("{", "}"),
+    "correction": ("[+", "+]"),
+    "bonus": ("[+", "+]"),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token of a round and what became of it."""
+
+    token: int
+    kind: Kind
+
+
+def committed_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
+    """The tokens of a round that entered the output: stop conditions may have cut it short."""
+    pieces = [Piece(detail.tokens[node], "accepted") for node in detail.accepted]
+    drafted, rejected = bool(detail.tokens), any(not test.accepted for test in detail.tests)
+    last: Kind = "plain" if not drafted else "correction" if rejected else "bonus"
+    return [*pieces, Piece(detail.next_token, last)][:num_committed]
+
+
+def round_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
+    """Every drafted token of a round and what became of it, in the order of the draft, with the target's own token.
+
+    That one stands behind the tokens that it follows: where a token was rejected, between it and those behind it.
+    """
+    kept = committed_pieces(detail, num_committed)
+    at, accepted = len(detail.accepted), set(detail.accepted)
+    tested = {test.node for test in detail.tests}
+    rejected = [Piece(detail.tokens[test.node], "rejected") for test in detail.tests if not test.accepted]
+    behind = [Piece(t, "untested") for i, t in enumerate(detail.tokens) if i not in accepted and i not in tested]
+    return [*kept[:at], *rejected, *kept[at:], *behind]

@@ -1,0 +1,197 @@
+"""Seconds of a forward pass of a decoder from its shape and the machine: bytes moved or operations done.
+
+The roofline of Williams, Waterman, Patterson 2009: a kernel takes the longer of bytes / bandwidth and operations /
+peak. Matrix products and attention are taken apart, because a large batch makes the former bound by arithmetic while
+each sequence's cache is still read for itself. Not counted: norms, activations, sampling, launches, and the rows of the
+embedding table; a measured pass is never faster. What an engine will allocate is another question, which
+`forerun.memory` answers to the byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Shape(Protocol):
+    """What decides the cost of a pass; `forerun.models.layers.DecoderConfig` has all of it. Sizes in elements."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn_size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """A decoder with gated feed-forward layers, as Llama, Mistral and Qwen are. Sizes in elements."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+
+
+SHAPES = {
+    "smollm2-135m": DecoderShape(49152, 576, 30, 9, 3, 64, 1536),
+    "llama-3.2-1b": DecoderShape(128256, 2048, 16, 32, 8, 64, 8192),
+    "llama-3.2-3b": DecoderShape(128256, 3072, 28, 24, 8, 128, 8192),
+    "llama-3.1-8b": DecoderShape(128256, 4096, 32, 32, 8, 128, 14336),
+    "llama-3.1-70b": DecoderShape(128256, 8192, 80, 64, 8, 128, 28672),
+}
+
+
+class Machine(NamedTuple):
+    """The most bytes that a machine reads per second, and the most operations it does; a multiply-add is two."""
+
+    bytes_per_s: float
+    operations_per_s: float
+
+
+# H100 SXM, A100 SXM 80 GB, GeForce RTX 4090: the vendor's data sheets, bfloat16 without sparsity. The CPU: two AVX-512
+# cores with BF16, as `forerun bench kernels` measures them.
+MACHINES = {
+    "h100": Machine(3.35e12, 989.4e12),
+    "a100": Machine(2.039e12, 312e12),
+    "rtx-4090": Machine(1.008e12, 165.2e12),
+    "cpu-2-cores": Machine(46e9, 0.4e12),
+}
+
+
+class Precision(NamedTuple):
+    """Bytes of one weight (scales included) and of one number of the cache."""
+
+    weight_bytes: float = 2.0
+    cache_bytes: float = 2.0
+
+
+BF16 = Precision()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass: `batch` sequences with `rows` new tokens each, behind `context` cached ones."""
+
+    rows: int = 1
+    batch: int = 1
+    context: int = 0
+
+
+class Work(NamedTuple):
+    """Bytes moved and operations done."""
+
+    bytes: float
+    operations: float
+
+    def seconds(self, machine: Machine) -> float:
+        """Return the longer of the two times."""
+        return max(self.bytes / machine.bytes_per_s, self.operations / machine.operations_per_s)
+
+
+class PassWork(NamedTuple):
+    """The two kinds of work of a pass, which run one after another."""
+
+    products: Work
+    attention: Work
+
+    @property
+    def total(self) -> Work:
+        """Their sum."""
+        return Work(self.products.bytes + self.attention.bytes, self.products.operations + self.attention.operations)
+
+    def seconds(self, machine: Machine) -> float:
+        """Return the seconds of the pass."""
+        return self.products.seconds(machine) + self.attention.seconds(machine)
+
+
+def layer_weights(shape: Shape) -> int:
+    """Return the weights of all layers' matrices: query, key, value, output, gate, up and down."""
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return shape.num_layers * shape.hidden_size * (2 * q + 2 * kv + 3 * shape.ffn_size)
+
+
+def weights_read(shape: Shape) -> int:
+    """Return the weights that every pass reads: all layers' matrices and the LM head."""
+    return layer_weights(shape) + shape.vocab_size * shape.hidden_size
+
+
+def cache_elements(shape: Shape) -> int:
+    """Return the numbers that one token has in the cache: keys and values of all layers."""
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+
+
+def pass_work(shape: Shape, step: Step, precision: Precision = BF16) -> PassWork:
+    """Return the work of a pass. Every row's logits are wanted, as verification wants them.
+
+    A row attends to the context, the rows before it, and itself. Raises ValueError for a step without rows.
+    """
+    if not (step.rows >= 1 and step.batch >= 1 and step.context >= 0):
+        raise ValueError(f"{step}: rows and batch are at least 1, context at least 0")
+    num_rows, weights = step.rows * step.batch, weights_read(shape)
+    seen = step.context + (step.rows + 1) / 2  # keys of a row, on average
+    per_key = 4 * shape.num_layers * shape.num_heads * shape.head_dim  # operations: a score, and a weighted value
+    moved = step.batch * (step.context + 2 * step.rows) * cache_elements(shape)  # new keys are written and read
+    return PassWork(
+        Work(weights * precision.weight_bytes, 2.0 * weights * num_rows),
+        Work(moved * precision.cache_bytes, num_rows * seen * per_key),
+    )
+
+
+def pass_seconds(shape: Shape, step: Step, machine: Machine, precision: Precision = BF16) -> float:
+    """Return the least seconds of a pass on a machine."""
+    return pass_work(shape, step, precision).seconds(machine)
+
+
+def verify_ratios(
+    shape: Shape, step: Step, machine: Machine, max_gamma: int, precision: Precision = BF16
+) -> npt.NDArray[np.float64]:
+    """Return [max_gamma + 1] v(gamma): seconds of a pass over gamma + 1 rows of each sequence / over one."""
+    passes = [pass_seconds(shape, replace(step, rows=gamma + 1), machine, precision) for gamma in range(max_gamma + 1)]
+    return np.array(passes) / passes[0]
+
+
+def cost_ratio(
+    draft: Shape,
+    target: Shape,
+    step: Step,
+    machine: Machine,
+    draft_precision: Precision = BF16,
+    target_precision: Precision = BF16,
+) -> float:
+    """Return c: seconds of a pass of the draft model / of the target, both over one row of each sequence of `step`."""
+    one = replace(step, rows=1)
+    return pass_seconds(draft, one, machine, draft_precision) / pass_seconds(target, one, machine, target_precision)
+
+
+def ridge_rows(machine: Machine, precision: Precision = BF16) -> float:
+    """Return the rows of a pass at which products take as long in arithmetic as in reading weights: F / B x bytes / 2.
+
+    Up to so many rows (batch x (gamma + 1)), a further one is free.
+    """
+    return machine.operations_per_s / machine.bytes_per_s * precision.weight_bytes / 2
+
+
+def encoder_operations(shape: Shape, num_tokens: int) -> float:
+    """Return the operations of an encoder of this size over `num_tokens` tokens: each attends to all of them.
+
+    One round over gamma + 1 rows behind a context does at most as many as the encoder's one run over context and rows
+    (section 3.4 of Leviathan et al. 2023): fewer rows go through the matrices, and none attends to what follows it.
+    """
+    per_key = 4 * shape.num_layers * shape.num_heads * shape.head_dim
+    return 2.0 * weights_read(shape) * num_tokens + float(num_tokens) ** 2 * per_key

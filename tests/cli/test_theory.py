@@ -1,0 +1,56 @@
+"""`forerun theory` and `forerun paper` as commands."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.theory import formulas
+
+
+def test_the_worked_example(cli):
+    """2.9412 tokens and 1.4706 at K = 5; the best K is 3."""
+    done = cli("theory", "--alpha", "0.7", "--c", "0.2", "--spec-length", "5")
+    assert done.returncode == 0
+    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines()[1:7]}
+    assert rows["5"][1:4] == ["2.9412", "2.00", "1.4706"]
+    assert rows["3"][1] == "best"
+    assert f"{formulas.oracle_speedup(0.7, 0.2):.2f}" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_machine_in_place_of_costs(cli):
+    shapes = ("--target-shape", "llama-3.1-8b", "--draft-shape", "llama-3.2-1b", "--machine", "h100")
+    alone = cli("theory", *shapes, "--context", "500")
+    many = cli("theory", *shapes, "--context", "500", "--batch", "512")
+    assert "v(8) = 1.00" in alone.stdout
+    assert "K = 4 is the best" in alone.stdout
+    assert "K = 1 is the best" in many.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--c", "-1"), "cannot be costs"),
+        (("--machine", "h100"), "belong together"),
+        (
+            ("--machine", "h10", "--target-shape", "llama-3.1-8b", "--draft-shape", "llama-3.2-1b"),
+            "did you mean 'h100'",
+        ),
+        (("--machine", "h100", "--target-shape", "x", "--draft-shape", "llama-3.2-1b", "--c", "1"), "follow from"),
+        (("--alpha", "2"), "alpha"),
+    ],
+    ids=["cost", "alone", "machine", "both", "alpha"],
+)
+def test_refusals(cli, arguments, message):
+    done = cli("theory", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_paper_prints_what_is_asked(cli):
+    done = cli("paper", "table-1", "lenience")
+    assert done.returncode == 0
+    assert "Table 1" in done.stdout
+    assert "A.5" in done.stdout
+    assert "Figure" not in done.stdout
+    assert cli("paper", "table-2").returncode == 2

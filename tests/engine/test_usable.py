@@ -1,0 +1,37 @@
+"""Which drafters an engine could be started with as well: the menu of `forerun lab`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from forerun import LLM, BadOption, EngineConfig
+from forerun.drafters import has_a_model, methods
+from forerun.engine import factory
+from forerun.engine.factory import usable_drafts
+from forerun.registry import names
+
+pytestmark = pytest.mark.once("about what can be built, not about drafts")
+
+CONFIG = EngineConfig(max_batch_size=2, max_seq_len=256)
+
+
+def test_all_of_them_can_be_had() -> None:
+    """Of the shipped model: an engine starts with all; each of the others is named already, or refused."""
+    found = usable_drafts(CONFIG)
+    llm = LLM.from_config(replace(CONFIG, extra_drafts=";".join(found)))
+    assert set(llm.drafters) == {"model", *found}
+    refused = set(names("forerun.drafters")) - {"model", *found}
+    assert refused
+    for method in refused:
+        with pytest.raises(BadOption):
+            LLM.from_config(replace(CONFIG, extra_drafts=method))
+
+
+def test_without_memory_they_have_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = usable_drafts(CONFIG)
+    monkeypatch.setattr(factory, "available_bytes", lambda device: 1)
+    left = usable_drafts(CONFIG)
+    assert {"lookup", "suffix", "recycle"} <= set(left) < set(everything)
+    assert not any(has_a_model(part) for method in left for part, _ in methods(method, True))

@@ -1,0 +1,216 @@
+"""Live and Trace in a real browser: a generation is watched to its end, and the page says what `LLM.generate` says.
+
+The engine is in this process, so that a test can ask it; `pages` asserts that no console had an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+from forerun import LLM, SamplingParams, verify
+from forerun.engine.request import RequestOutput
+from lab.conftest import Pages, until
+from lab.serving import serving_lab
+from lab.test_live import is_idle, listeners
+from serve.running import wait_for
+
+PROMPT = "class Stack:\n    def push(self, item):\n"
+CHAIN = {"draft": "model", "k": 4, "temperature": 0, "tokens": 48}
+TREE = {"draft": "tree", "k": 8, "temperature": 0.8, "tokens": 48, "seed": 11, "rule": "ratio"}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(extra_drafts="tree", max_batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def url(llm: LLM) -> Iterator[str]:
+    with serving_lab(llm) as found:
+        yield found
+
+
+@pytest.fixture
+def pages(url: str, browser: Any) -> Iterator[Pages]:
+    made = Pages(browser, url.removesuffix("/lab/"))
+    yield made
+    made.close()
+    assert not made.problems, made.problems
+
+
+def opened(pages: Pages, settings: dict[str, Any], **window: Any) -> Any:
+    """The page with these settings of Live."""
+    chosen = {"prompt": PROMPT, "race": 0, **settings}
+    return pages.open("#" + urlencode({f"live.{name}": value for name, value in chosen.items()}), **window)
+
+
+def part(page: Any, name: str) -> Any:
+    return page.locator(f"[data-part={name}]")
+
+
+def run(page: Any) -> None:
+    """Press Run and wait for the end."""
+    part(page, "run").click()
+    until(page, "() => !document.querySelector('[data-part=run]').disabled")
+
+
+def said(llm: LLM, settings: dict[str, Any], **more: Any) -> RequestOutput:
+    """What `generate` says of the settings of a page."""
+    names = {"draft": "draft", "k": "spec_length", "temperature": "temperature", "tokens": "max_tokens", "seed": "seed"}
+    params = {names[name]: value for name, value in settings.items() if name in names}
+    params = {**params, "acceptance": settings.get("rule"), "ignore_eos": True, **more}
+    return llm.generate(PROMPT, SamplingParams(**params))[0]
+
+
+def readout(page: Any, name: str) -> str:
+    text: str = page.locator(f"#live [data-readout={name}]").inner_text()
+    return text
+
+
+@pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_generation_is_watched_to_its_end(llm: LLM, pages: Pages, settings: dict[str, Any]) -> None:
+    """The text, the colour of each token, every number of the report, a row per round, and a step per pass."""
+    page, out = opened(pages, settings), said(llm, settings)
+    run(page)
+    assert part(page, "text").text_content() == out.text
+    kinds = page.eval_on_selector_all("#live .tok", "all => all.map((one) => one.className.split(' ')[1])")
+    assert set(kinds) == {f"is-{origin}" for origin in out.report.origins}
+    report = out.report
+    assert readout(page, "passes") == str(report.num_steps)
+    assert readout(page, "accepted") == f"{report.num_accepted} / {report.num_drafted}"
+    assert readout(page, "alpha") == f"{report.alpha_hat:.2f}"
+    assert readout(page, "per-pass") == f"{report.mean_accepted_length:.2f}"
+    positions = page.locator(".position span:last-child").all_inner_texts()
+    pairs = zip(report.accepted_per_position, report.drafted_per_position, strict=True)
+    assert positions == [f"{accepted} / {drafted}" for accepted, drafted in pairs]
+    shares = page.locator("#live [role=option] .share").all_inner_texts()
+    assert shares == [f"{accepted}/{drafted}" for drafted, accepted in report.rounds]
+    part(page, "table").locator("summary").click()
+    until(page, "() => document.querySelector('#trace tbody tr')")
+    rows = page.locator("#trace tbody tr")
+    assert rows.count() == report.num_steps + 1, "the prompt is a step, too"
+    cells = [row.split("\t")[-3:] for row in rows.all_inner_texts()[1:]]
+    assert [(int(drafted), int(accepted)) for drafted, accepted, _ in cells] == report.rounds
+    assert sum(int(tokens) for *_, tokens in cells) == len(out.token_ids)
+    assert f"{report.num_steps + 1} steps and {len(out.token_ids)} tokens" in part(page, "summary").inner_text()
+
+
+def test_the_race(llm: LLM, pages: Pages) -> None:
+    """Plain decoding behind it: both texts, the quotient of their speeds, and two rows in the trace."""
+    page = opened(pages, {**CHAIN, "race": 1})
+    run(page)
+    plain = said(llm, CHAIN, draft="none", spec_length=None)
+    for lane in ("draft", "plain"):
+        assert page.locator(f"[data-lane={lane}]").text_content() == plain.text
+    assert "Both texts are the same." in part(page, "race-says").inner_text()
+    rates = [float(x) for x in re.findall(r"([\d.]+) tokens per second", part(page, "status").inner_text())]
+    quotient = float(readout(page, "speedup"))
+    assert quotient == pytest.approx(float(readout(page, "rate")) / rates[-1], rel=0.05)
+    assert part(page, "summary").locator("li").count() == 2
+    assert page.locator("#trace .trace-stage canvas").bounding_box()["height"] > 120
+
+
+def test_a_round_in_full(llm: LLM, pages: Pages) -> None:
+    """By the keyboard and by pointing: its drafted tokens, probabilities, coins, verdict; a tree is drawn as one."""
+    page, out = opened(pages, TREE), said(llm, TREE)
+    run(page)
+    rounds = part(page, "rounds")
+    rounds.focus()
+    rounds.press("End")
+    assert part(page, "round").locator("h3").inner_text() == f"Round {out.report.num_steps}"
+    rounds.press("Home")
+    rounds.press("ArrowDown")
+    assert page.locator("#live [aria-selected=true] .number").inner_text() == "2"
+    drafted, accepted = out.report.rounds[1]
+    assert part(page, "round").locator("tbody tr").count() == drafted == page.locator(".live-tree .node").count()
+    assert part(page, "round").locator("tbody tr.is-accepted").count() == accepted
+    coins = re.findall(r"(0\.\d+) ([<≥]) (0\.\d+)", part(page, "round").inner_text())
+    assert all(
+        (float(coin) <= float(chance)) if sign == "<" else (float(coin) >= float(chance))
+        for coin, sign, chance in coins
+    )
+    token = page.locator("#live .tok").last
+    number = token.get_attribute("data-round")
+    token.hover()
+    assert part(page, "round").locator("h3").inner_text() == f"Round {number}"
+    trace = part(page, "trace")
+    trace.focus()
+    trace.press("End")
+    steps = out.report.num_steps + 1
+    assert trace.get_attribute("aria-valuenow") == trace.get_attribute("aria-valuemax") == str(steps)
+    assert f"step {steps} of {steps}" in part(page, "step").inner_text()
+
+
+def test_stop_ends_the_request(llm: LLM, pages: Pages) -> None:
+    page = opened(pages, {"draft": "none", "temperature": 1, "tokens": 512})
+    part(page, "run").click()
+    until(page, "() => document.querySelectorAll('#live [role=option]').length > 2")
+    part(page, "stop").click()
+    until(page, "() => !document.querySelector('[data-part=run]').disabled")
+    assert part(page, "status").inner_text() == "Stopped."
+    wait_for(lambda: is_idle(llm) and listeners(llm) == 0)
+    assert page.locator("#live [role=option]").count() < 512
+
+
+def test_what_cannot_be_honoured_is_said(pages: Pages) -> None:
+    """By the page where it can see it, by the server where it cannot."""
+    page = opened(pages, {"seed": "abc"})
+    part(page, "run").click()
+    assert "whole number" in part(page, "status").inner_text()
+    page.locator("#live-seed").fill("99999999999999999999")
+    pages.problems.clear()
+    run(page)
+    assert "seed=99999999999999999999" in part(page, "status").inner_text()
+    assert [problem for problem in pages.problems if "400" not in problem] == []
+    pages.problems.clear()  # the console's own note of the answer's status
+
+
+def test_the_menu_and_what_a_rule_can_judge(llm: LLM, pages: Pages) -> None:
+    page = opened(pages, {"draft": "tree", "rule": "block"})
+    methods, rules = (
+        page.locator("#live").get_by_label(name, exact=True) for name in ("Method that drafts", "Acceptance")
+    )
+    values = "all => all.map((one) => one.value)"
+    assert methods.locator("option").evaluate_all(values) == list(llm.drafters)
+    assert rules.locator("option").evaluate_all(values) == ["", *verify.rules()]
+    assert rules.input_value() == "", "block judges no trees"
+    judges = rules.locator("option:not(:disabled)").evaluate_all(values)[1:]
+    tree = llm.drafters["tree"]
+    assert judges == [rule for rule in verify.rules() if verify.find(rule).judges(tree.shape, tree.draws)]
+    methods.select_option("model")
+    assert rules.locator("option:disabled").count() == 0
+
+
+def test_a_link_repeats_a_generation(llm: LLM, pages: Pages) -> None:
+    """The settings of one page, opened as another: the same text."""
+    page = opened(pages, {})
+    page.locator("#live-prompt").fill(PROMPT)
+    live = page.locator("#live")
+    live.get_by_label("Method that drafts", exact=True).select_option("tree")
+    live.get_by_label("Acceptance", exact=True).select_option("match")
+    for label, value in (("Drafted tokens K", 3), ("Temperature", 1.2), ("Tokens at most", 32)):
+        live.get_by_label(label, exact=True).fill(str(value))
+    page.locator("#live-seed").fill("18446744073709551615")
+    part(page, "share").click()
+    other = pages.open("#" + page.evaluate("() => location.hash.slice(1)"))
+    run(other)
+    wanted = said(llm, {"draft": "tree", "k": 3, "temperature": 1.2, "tokens": 32, "rule": "match", "seed": 2**64 - 1})
+    assert part(other, "text").text_content() == wanted.text
+    assert str(2**64 - 1) in part(other, "status").inner_text()
+
+
+@pytest.mark.parametrize(("width", "height", "theme"), [(1280, 800, "light"), (390, 844, "dark")])
+def test_it_is_accessible_and_fits_in_use(pages: Pages, width: int, height: int, theme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    page = opened(pages, {**TREE, "race": 1}, width=width, height=height, theme=theme)
+    run(page)
+    part(page, "table").locator("summary").click()
+    until(page, "() => document.querySelector('#trace tbody tr')")
+    found = axe.Axe().run(page, context="#live, #trace")
+    assert found.violations_count == 0, found.generate_report()
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width

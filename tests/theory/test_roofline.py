@@ -1,0 +1,94 @@
+"""The roofline against counts made by hand, and its limits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from forerun.models.layers import DecoderConfig, parameter_shapes
+from forerun.theory import formulas, roofline
+from forerun.theory.landscape import landscape
+from forerun.theory.roofline import MACHINES, SHAPES, Machine, Precision, Step
+
+TINY = roofline.DecoderShape(
+    vocab_size=10, hidden_size=4, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, ffn_size=6
+)
+H100, ONE_B, EIGHT_B = MACHINES["h100"], SHAPES["llama-3.2-1b"], SHAPES["llama-3.1-8b"]
+
+
+def test_counts_by_hand():
+    """A layer: q 4x4, k 2x4, v 2x4, o 4x4, three of 6x4 = 120 weights; two of them and a head of 40: 280."""
+    assert roofline.weights_read(TINY) == 280
+    assert roofline.cache_elements(TINY) == 2 * 2 * 2
+    work = roofline.pass_work(TINY, Step(rows=3, batch=2, context=5), Precision(2.0, 4.0))
+    assert work.products == (560, 2 * 280 * 6)
+    # Keys and values of 5 old and 3 new positions are read and the new ones written, for two sequences.
+    assert work.attention.bytes == 2 * (5 + 3 + 3) * 8 * 4
+    # Rows see 6, 7 and 8 keys; a key takes 2 x 2 operations for its score, and as many for its value, in 2 heads.
+    assert work.attention.operations == 2 * (6 + 7 + 8) * 2 * 2 * 4 * 2
+    machine = Machine(bytes_per_s=100.0, operations_per_s=1000.0)
+    assert work.seconds(machine) == pytest.approx(max(5.6, 3.36) + max(7.04, 1.344))
+
+
+def test_weights_are_those_of_the_decoder():
+    config = DecoderConfig("llama", 128256, 2048, 16, 32, 8, 64, 8192, 1e-5, 131072, tie_embeddings=True)
+    matrices = sum(int(np.prod(shape)) for shape in parameter_shapes(config).values() if len(shape) == 2)
+    assert roofline.weights_read(config) == roofline.weights_read(ONE_B) == matrices
+
+
+def test_the_ridge():
+    """Below it rows are free, far beyond it each costs its arithmetic."""
+    ridge = roofline.ridge_rows(H100)
+    assert ridge == pytest.approx(989.4e12 / 3.35e12)
+    free = roofline.verify_ratios(EIGHT_B, Step(), H100, 15)
+    assert free[0] == 1
+    assert free[-1] == pytest.approx(1, abs=1e-3)
+    bound = roofline.verify_ratios(EIGHT_B, Step(batch=round(4 * ridge)), H100, 3)
+    assert bound == pytest.approx([1, 2, 3, 4], rel=1e-3)
+
+
+def best_speedup(batch: int, context: int) -> float:
+    step = Step(batch=batch, context=context)
+    c = roofline.cost_ratio(SHAPES["llama-3.2-1b"], EIGHT_B, step, H100)
+    return float(landscape([0.8], 8, c, roofline.verify_ratios(EIGHT_B, step, H100, 8)).best_speedups[0])
+
+
+def test_a_large_batch_takes_the_gain_away():
+    """Bound by arithmetic it never pays: gamma + 1 rows give at most gamma + 1 tokens."""
+    gains = [best_speedup(batch, 0) for batch in (1, 64, 256, 1024)]
+    assert gains[0] > 1.7
+    assert gains == sorted(gains, reverse=True)
+    assert gains[-1] == 1.0
+
+
+def test_long_contexts_pay_in_large_batches_too():
+    """Each sequence has a cache of its own, which a round reads once for all of its rows."""
+    assert 1 < best_speedup(1024, 500) < best_speedup(1024, 8000) < 2
+
+
+def test_cost_ratio_is_that_of_the_bytes_at_batch_one():
+    weights = roofline.weights_read(ONE_B) / roofline.weights_read(EIGHT_B)
+    assert roofline.cost_ratio(ONE_B, EIGHT_B, Step(), H100) == pytest.approx(weights, rel=1e-3)
+    four_bit = roofline.cost_ratio(ONE_B, EIGHT_B, Step(), H100, Precision(0.5625))
+    assert four_bit == pytest.approx(weights * 0.5625 / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("context", [0, 1, 100, 10_000])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_a_round_is_bound_by_one_run_of_an_encoder(rows, context):
+    """Section 3.4 of the paper, without the runs of the draft model."""
+    step = Step(rows=rows, context=context)
+    operations = roofline.pass_work(ONE_B, step).total.operations
+    assert operations <= roofline.encoder_operations(ONE_B, context + rows)
+
+
+def test_impossible_steps():
+    with pytest.raises(ValueError, match="rows and batch are at least 1"):
+        roofline.pass_work(TINY, Step(rows=0))
+
+
+def test_break_even():
+    alpha = formulas.break_even_alpha(4, 0.1, 1.2, 0.05)
+    assert formulas.speedup(alpha, 4, 0.1, 1.2, 0.05) == pytest.approx(1)
+    assert formulas.break_even_alpha(2, 1.0) == pytest.approx(1)
+    assert formulas.break_even_alpha(2, 1.1) is None
