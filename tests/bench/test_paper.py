@@ -259,7 +259,7 @@ def line(draft, spec_length, temperature, speedup, expected):
     )
 
 
-def test_tables_of_speeds():
+def test_tables_of_speeds(capsys):
     from forerun.bench import paper_speed
     from forerun.bench.latency import Measured
 
@@ -272,6 +272,11 @@ def test_tables_of_speeds():
     assert [row[-1] for row in table.rows] == [3.4, 2.8, 2.6, 2.4], "published, EnDe, by the order of sizes"
     all_lengths = paper_speed.table_4_measured(found, {"a": "0.3 M", "b": "1.9 M"}, "On paper.", "again")
     assert len(all_lengths.rows) == 5
+    for one in (table, all_lengths):
+        exhibits.print_exhibit(one, make_console())
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    assert "…" not in said
     assert exhibits.record_of(table)["rows"][0]["published alpha"] == 0.75
     assert exhibits.record_of(all_lengths)["rows"][0]["measured"] == 2.0
     for row in all_lengths.rows:
