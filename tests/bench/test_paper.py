@@ -95,6 +95,14 @@ def test_tables_fit_a_terminal(width, capsys, monkeypatch):
     assert not any("…" in line for line in lines), "a cell was cut"
 
 
+def test_records_keep_every_column():
+    for make in paper_formulas.EXHIBITS.values():
+        one = make()
+        assert all(len(row) == len(one.columns) for row in exhibits.record_of(one)["rows"])
+    (first, *_) = exhibits.record_of(paper_formulas.table_1())["rows"]
+    assert (first["operations published"], first["speed published"]) == (1.53, 1.96)
+
+
 def test_cells_are_written_once():
     tokens = exhibits.Tokens((exhibits.Token("a", "accepted"), exhibits.Token("b", "rejected")))
     assert exhibits.written(tokens, exhibits.Column("")) == "a[-b-]"
@@ -251,7 +259,7 @@ def line(draft, spec_length, temperature, speedup, expected):
     )
 
 
-def test_tables_of_speeds():
+def test_tables_of_speeds(capsys):
     from forerun.bench import paper_speed
     from forerun.bench.latency import Measured
 
@@ -264,6 +272,13 @@ def test_tables_of_speeds():
     assert [row[-1] for row in table.rows] == [3.4, 2.8, 2.6, 2.4], "published, EnDe, by the order of sizes"
     all_lengths = paper_speed.table_4_measured(found, {"a": "0.3 M", "b": "1.9 M"}, "On paper.", "again")
     assert len(all_lengths.rows) == 5
+    for one in (table, all_lengths):
+        exhibits.print_exhibit(one, make_console())
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    assert "…" not in said
+    assert exhibits.record_of(table)["rows"][0]["published alpha"] == 0.75
+    assert exhibits.record_of(all_lengths)["rows"][0]["measured"] == 2.0
     for row in all_lengths.rows:
         assert row[6] == pytest.approx(-0.1), "tokens over equation (1)"
         assert row[-1] == pytest.approx(-0.2), "measured over what costs let expect"

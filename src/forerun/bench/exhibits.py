@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forerun.errors import BadOption
+from forerun.errors import BadOption, InternalError
 from forerun.text.rounds import MARKS, STYLES, Kind
 
 if TYPE_CHECKING:
@@ -216,8 +216,10 @@ def write_exhibit(exhibit: Exhibit, folder: Path) -> list[Path]:
 
 
 def record_of(exhibit: Exhibit) -> dict[str, Any]:
-    """Return an exhibit as JSON: its rows by the names of the columns."""
+    """Return an exhibit as JSON: its rows by the names of the columns, of which no two may be one."""
     names = [" ".join(column.name.split()) for column in exhibit.columns]
+    if len(set(names)) < len(names):
+        raise InternalError(f"{exhibit.name} has columns of one name: {', '.join(names)}")
     rows = [dict(zip(names, map(_plain, row), strict=True)) for row in exhibit.rows]
     about = {"exhibit": exhibit.name, "title": exhibit.title, "recipe": exhibit.recipe, "note": exhibit.note}
     return {**about, "rows": rows, "picture": _plain(asdict(exhibit.picture))}
