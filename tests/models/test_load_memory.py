@@ -28,7 +28,7 @@ MAX_RATIO = 1.10
 MAX_ROUNDED_RATIO = (
     1.25  # of quantised weights; the peak counts pages of mapped files, too, which the system could drop
 )
-SLACK_BYTES = 8 << 20  # what no size of the model changes: pages of the allocator, code that is run for the first time
+SLACK_BYTES = 12 << 20  # what no size of the model changes: pages of the allocator, code that is run for the first time
 OPS = ["reference"] + (["native"] if native.isa() != "reference" else [])
 
 

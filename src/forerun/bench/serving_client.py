@@ -171,6 +171,7 @@ class Door:
 
     @classmethod
     def to(cls, server: Server, path: str) -> Door:
+        """The door of a path of a server, with its headers."""
         url = httpx.URL(server.url)
         headers = {
             "host": url.netloc.decode(),
