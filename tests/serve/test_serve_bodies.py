@@ -25,6 +25,13 @@ def message(**body: Any) -> Job:
     return messages.read_body({"messages": HELLO, "max_tokens": 5, **body}, "small", served_names=("small",))
 
 
+def test_a_developer_is_the_system_of_templates() -> None:
+    conversation = [{"role": "developer", "content": "Be brief."}, *HELLO]
+    body = {"model": "small", "messages": conversation}
+    job = openai.read_body(openai.CHAT, body, "small", served_names=("small",))
+    assert job.messages == [{"role": "system", "content": "Be brief."}, *HELLO]
+
+
 def test_what_responses_honour() -> None:
     job = respond(
         instructions="Be brief.",

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
+import uvicorn
 from hypothesis import HealthCheck, given, seed, settings
 
 from forerun import LLM, SamplingParams
@@ -24,7 +25,7 @@ from forerun.serve import server
 from forerun.serve.app import APIS, make_app
 from forerun.serve.events import KEEP_ALIVE
 from forerun.serve.limits import Limits, Patience
-from forerun.serve.server import is_loopback
+from forerun.serve.server import PatientProtocol, _Server, is_loopback
 from forerun.serve.service import Service
 from serve.running import CODE, Running
 from speculation import llm_options
@@ -166,6 +167,70 @@ def events(stream: bytes) -> list[dict[str, Any]]:
     """Those with JSON, without what differs between two requests that are alike."""
     made = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith(b"data: {")]
     return [{name: value for name, value in one.items() if name not in ("id", "created")} for one in made]
+
+
+def test_connections_whose_clients_stand_still_are_cut() -> None:
+    """Readers that take nothing, first requests and later ones whose headers do not end; a slow one stays."""
+
+    class Impatient(PatientProtocol):
+        headers_s, stall_s = 0.2, 0.3
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        size = 64 << 20 if scope["path"] == "/large" else 2
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        await send({"type": "http.response.body", "body": b"x" * size})
+
+    async def test() -> None:
+        config = uvicorn.Config(app, http=Impatient, lifespan="off", log_config=None)
+        server, listening = _Server(config), socket.create_server(("127.0.0.1", 0))
+        serving = asyncio.create_task(server.serve([listening]))
+        port, streams = listening.getsockname()[1], []
+
+        async def ask(data: bytes) -> asyncio.StreamReader:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 10)
+            writer.write(data)
+            streams.append((reader, writer))
+            return reader
+
+        small = b"GET /small HTTP/1.1\r\nhost: a\r\n\r\n"
+        await ask(small.replace(b"small", b"large"))
+        assert await (await ask(small[:20])).read() == b""
+        again = await ask(small + small[:20])
+        assert (await again.read()).endswith(b"xx")
+        idle = await ask(small)
+        assert (await idle.readuntil(b"xx")).startswith(b"HTTP/1.1 200")
+        while len(server.server_state.connections) > 1:
+            await asyncio.sleep(0.02)
+        streams[-1][1].write(small)
+        assert (await idle.readuntil(b"xx")).startswith(b"HTTP/1.1 200")
+        server.should_exit = True
+        await serving
+
+    run(test)
+
+
+def test_a_stream_gives_signs_of_life_while_its_prompt_is_read() -> None:
+    llm = LLM("shipped", **llm_options(), max_num_batched_tokens=16, max_batch_size=4)
+    sent: list[bytes] = []
+
+    async def test() -> None:
+        service = Service(llm, ("small",), limits=Limits(keep_alive_s=0.05))
+        body = json.dumps({"prompt": CODE * 60, "max_tokens": 1, "ignore_eos": True, "stream": True}).encode()
+        messages = asyncio.Queue[dict[str, Any]]()
+        messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message.get("body", b""))
+
+        try:
+            await make_app(service)(scope, messages.get, send)  # type: ignore[arg-type]
+        finally:
+            service.close()
+
+    run(test)
+    assert KEEP_ALIVE in sent  # though each chunk of the prompt woke the stream
+    assert b"".join(sent).rstrip().endswith(b"data: [DONE]")
 
 
 def test_a_reader_that_takes_nothing_loses_its_request(caplog: pytest.LogCaptureFixture) -> None:

@@ -53,6 +53,14 @@ def test_a_key_is_wanted_where_there_is_one(strict: Running) -> None:
         assert httpx.get(f"{strict.url}{path}").status_code == 200
 
 
+def test_the_lab_has_the_limits_of_the_server(strict: Running) -> None:
+    asked = {"calls": [{"function": "speedup", "arguments": {"alpha": 0.7, "gamma": 5, "c": 0.2}}]}
+    assert httpx.post(f"{strict.url}/lab/api/theory", json=asked).status_code == 401
+    assert strict.http.post("/lab/api/theory", json=asked).json()["results"] == [pytest.approx(2.94117 / 2)]
+    assert strict.http.post("/lab/api/theory", json={**asked, "more": " " * 20_000}).status_code == 413
+    assert strict.http.post("/lab/api/theory", content=iter([json.dumps(asked).encode()])).status_code == 411
+
+
 def test_agents_are_told_what_was_ignored(strict: Running) -> None:
     answer = strict.http.post("/v1/responses", json={**CODEX, "max_output_tokens": 4})
     assert (answer.status_code, answer.headers["x-forerun-ignored"]) == (200, "tools, reasoning")
@@ -71,6 +79,7 @@ def test_bodies_that_are_no_bodies(strict: Running) -> None:
     for content, sentence in (
         (b"", "not valid JSON"),
         (b"{", "not valid JSON"),
+        (b'{"prompt": "x", "metadata": NaN}', "not valid JSON"),
         (b"[1]", "it must be a JSON object"),
         (b"\xff\xfe", "not UTF-8"),
         (b"[" * 5000 + b"]" * 5000, "nested too deeply"),
@@ -216,6 +225,10 @@ def test_sigterm_lets_accepted_requests_finish() -> None:
             turned = running.http.post("/v1/completions", json=asked)
             assert code(turned) == (503, "draining")
             assert int(turned.headers["retry-after"]) >= 1
+            turned = running.http.post("/lab/api/theory", json={"calls": []})
+            assert code(turned) == (503, "draining")
+            assert int(turned.headers["retry-after"]) >= 1
+            assert running.http.get("/lab/").status_code == 200
             assert running.http.get("/health").status_code == 200
             assert [answer.result() for answer in answers] == [alone] * 12
         assert running.process.wait(60) == 0

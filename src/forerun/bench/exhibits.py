@@ -292,7 +292,7 @@ def _panel(axes: Axes, panel: Panel) -> None:
         for y, span in zip(curve.ys, curve.spans, strict=False):
             if span is not None:
                 axes.plot(span, (y, y), color=colour, linewidth=5, alpha=0.25, solid_capstyle="butt", zorder=1)
-        marker = {"marker": "oxs^d"[i % 5], "markerfacecolor": "none", "markeredgewidth": 1.5}
+        marker: dict[str, Any] = {"marker": "oxs^d"[i % 5], "markerfacecolor": "none", "markeredgewidth": 1.5}
         axes.plot(curve.xs, curve.ys, label=curve.label, color=colour, linestyle="none", **marker)
     axes.set_title(panel.title, fontsize=10, loc="left")
     axes.set_xlabel(panel.x_label, fontsize=9)
@@ -345,7 +345,7 @@ def _coloured(coloured: Coloured) -> Figure:
     for y, tokens in enumerate(lines):
         x = 0
         for token in tokens:
-            style = {
+            style: dict[str, Any] = {
                 "color": COLOURS[token.kind],
                 "fontweight": "bold" if token.kind in ("correction", "bonus") else "normal",
             }

@@ -100,6 +100,7 @@ class Exchange:
         self._headers = Request(scope).headers
         self._ends_s = time.monotonic() + service.limits.request_timeout_s
         self._patience = Patience()
+        self._wrote_s = time.monotonic()  # when something was last sent
         self._is_sent = False  # the last byte is on its way: that the client goes then is as it should be
 
     async def run(self) -> None:
@@ -167,11 +168,12 @@ class Exchange:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         await self._start(200, headers, job)
         try:
-            await self._write(events.begin())
+            await self._write(await self._guarded(events.begin, in_loop=True))
             is_over = False
             while not is_over:
                 try:
-                    await self._wait(generation, self._service.limits.keep_alive_s)
+                    silent_s = time.monotonic() - self._wrote_s  # chunks of a prompt wake this task, too
+                    await self._wait(generation, max(0.0, self._service.limits.keep_alive_s - silent_s))
                 except TimeoutError:
                     await self._write(KEEP_ALIVE)
                     continue
@@ -270,6 +272,7 @@ class Exchange:
         self._is_sent |= not more
         if data or not more:
             await self._within(self._send({"type": "http.response.body", "body": data, "more_body": more}))
+            self._wrote_s = time.monotonic()
 
     async def _within(self, sending: Awaitable[None]) -> None:
         """Raises ClientGone where the client takes nothing for too long."""
@@ -315,10 +318,14 @@ async def read_body(headers: Any, receive: Receive, service: Service) -> bytes:
     return b"".join(parts)
 
 
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def parse(body: bytes) -> Any:
     """A body as JSON. Raises Refused."""
     try:
-        return json.loads(body.decode())
+        return json.loads(body.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError:
         raise Refused("the body is not UTF-8: encode it so") from None
     except ValueError as error:

@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -208,13 +209,16 @@ class Door:
 
         with span(scope["path"], record, headers):
             try:
-                refused = self._refused(scope, headers)
-                if refused is None:
-                    await self._app(scope, receive, sending)
-                else:
+                with ExitStack() as room:
+                    refused = self._refused(scope, headers, room)
+                    if refused is None:
+                        await self._app(scope, receive, sending)
+                if refused is not None:
                     is_messages = scope["path"].startswith(messages.MESSAGES)
                     code, body = (messages if is_messages else openai).error_answer(refused)
-                    more = {"www-authenticate": "Bearer"} if code == 401 else None
+                    more = {"www-authenticate": "Bearer"} if code == 401 else {}
+                    if refused.retry_after_s is not None:
+                        more["retry-after"] = str(refused.retry_after_s)
                     await JSONResponse(body, code, more)(scope, receive, sending)
             except Exception as error:
                 LOG.exception("request %s failed", request_id)
@@ -227,22 +231,38 @@ class Door:
                 self._service.metrics.answered(route, status)
                 record |= {"method": scope["method"], "path": scope["path"], "status": status}
                 record["seconds"] = round(time.monotonic() - started_s, 4)
-                LOG.log(logging.DEBUG if route in OPEN_PATHS else logging.INFO, "%s", record)
+                LOG.log(logging.DEBUG if route in OPEN_PATHS else logging.INFO, "%s", dict(record))
 
     def _request_id(self, headers: dict[bytes, bytes]) -> str:
         """The client's own, if it is one that a log can hold, else a new one."""
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
-    def _refused(self, scope: Scope, headers: dict[bytes, bytes]) -> Refused | None:
-        """Why a request does not come in, if it does not."""
+    def _refused(self, scope: Scope, headers: dict[bytes, bytes], room: ExitStack) -> Refused | None:
+        """Why a request does not come in, if it does not. room: gets the place that one of a page's API takes."""
         most = self._service.limits.max_header_bytes
         if sum(len(name) + len(value) for name, value in scope["headers"]) > most:
             return Refused(f"the headers have more than {most:,} bytes: send fewer", status=431)
         if self._is_known(scope["path"], headers):
-            return None
+            return self._refused_by_page(scope, headers, room) if self._asks_page(scope["path"]) else None
         message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         return Refused(message, code="invalid_api_key", status=401)
+
+    def _asks_page(self, path: str) -> bool:
+        return any(path.startswith(f"{page}/api/") for page in self._pages)
+
+    def _refused_by_page(self, scope: Scope, headers: dict[bytes, bytes], room: ExitStack) -> Refused | None:
+        """Routes of the server count bytes and take their places themselves; pages know neither limits nor gate."""
+        length, most = headers.get(b"content-length", b""), self._service.limits.max_body_bytes
+        if scope["method"] == "POST" and not length.isdigit():
+            return Refused("the length of the body is missing: send content-length", status=411)
+        if length and int(length) > most:
+            return Refused(f"the body has more than {most:,} bytes: send a shorter one", status=413)
+        try:
+            room.enter_context(self._service.gate.enter())
+        except Refused as error:
+            return error
+        return None
 
     def _is_known(self, path: str, headers: dict[bytes, bytes]) -> bool:
         """Whether the request brings the key, compared in a time that says nothing of it."""

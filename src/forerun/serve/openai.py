@@ -185,8 +185,8 @@ def _messages(messages: Any) -> list[Message]:
             if kind != "text":
                 problem = f"messages[{i}] has a part of type {shown(kind)}: the model reads texts alone"
                 raise Refused(problem, f"messages[{i}].content")
-    made: list[Message] = messages
-    return made
+    # Templates know the older name of this role alone, and would leave such a message out without a word.
+    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
 
 
 # ---------------------------------------------------------------------------------------------------------- answers

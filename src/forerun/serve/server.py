@@ -9,6 +9,7 @@ import asyncio
 import ipaddress
 import json
 import logging
+import math
 import signal
 import socket
 import sys
@@ -20,6 +21,7 @@ from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -38,6 +40,7 @@ LOG = logging.getLogger(__name__)
 LOG_FORMATS = ("text", "json")
 WARM_UP_TOKENS = 8
 KEEP_ALIVE_S = 75  # an idle connection: longer than usual proxies keep theirs
+STALL_MARGIN_S = 1.0  # a route that has a limit of its own says first why it ends
 BACKLOG = 2048
 MOST_LOG_LINES = 10_000  # that wait to be written
 Pages = Mapping[str, Callable[[LLM], ASGIApp]]  # path, such as /lab -> what makes the application there
@@ -174,8 +177,8 @@ def _say_where(llm: LLM, names: Seq[str], listening: socket.socket, pages: Pages
 
 
 def _uvicorn_config(service: Service, options: ServerOptions, pages: Mapping[str, ASGIApp]) -> uvicorn.Config:
-    class Protocol(_PatientProtocol):
-        patience_s = options.limits.body_timeout_s
+    class Protocol(PatientProtocol):
+        headers_s, stall_s = options.limits.body_timeout_s, options.limits.stall_timeout_s + STALL_MARGIN_S
 
     return uvicorn.Config(
         make_app(service, api_key=options.api_key, pages=pages),
@@ -189,22 +192,63 @@ def _uvicorn_config(service: Service, options: ServerOptions, pages: Mapping[str
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         h11_max_incomplete_event_size=options.limits.max_header_bytes,
+        # Behind the last answer: connections whose readers take nothing must not keep the server from its end.
+        timeout_graceful_shutdown=math.ceil(options.limits.stall_timeout_s + STALL_MARGIN_S),
     )
 
 
-class _PatientProtocol(H11Protocol):
-    """uvicorn's, which would wait forever for the headers of a connection's first request."""
+class PatientProtocol(H11Protocol):
+    """uvicorn's, which would wait forever for headers that do not end, and for a reader that takes nothing.
 
-    patience_s: float
+    headers_s: from the first byte of a request's headers, or from the connection, to their end. stall_s: without a byte
+    taken; then the connection is cut, because closing it would wait for what is not sent yet.
+    """
+
+    headers_s: float
+    stall_s: float
+    _late: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Give the headers their time."""
         super().connection_made(transport)
-        self.loop.call_later(self.patience_s, self._lose_patience)
+        self._late = self.loop.call_later(self.headers_s, transport.abort)
 
-    def _lose_patience(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.close()
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a request."""
+        super().data_received(data)
+        self._watch_headers()
+
+    def on_response_complete(self) -> None:
+        """The next request may have begun while this one was answered."""
+        super().on_response_complete()
+        self._watch_headers()
+
+    def _watch_headers(self) -> None:
+        has_begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+        if has_begun and self._late is None:
+            self._late = self.loop.call_later(self.headers_s, self.transport.abort)
+        elif not has_begun and self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def pause_writing(self) -> None:
+        """More waits to be sent than is good."""
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self.stall_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The reader has taken something."""
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is waited for any more."""
+        super().connection_lost(exc)
+        for timer in (self._late, self._stalled):
+            if timer is not None:
+                timer.cancel()
 
 
 class _Server(uvicorn.Server):
@@ -231,6 +275,8 @@ async def _end_on_signals(service: Service, server: uvicorn.Server) -> None:
         LOG.warning("ended by a second signal: %d choices were not made", service.gate.num_taken)
         server.force_exit = True
     server.should_exit = True
+    await again  # while connections end, too
+    server.force_exit = True
 
 
 # ---------------------------------------------------------------------------------------------------------- logging
