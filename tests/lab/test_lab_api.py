@@ -78,6 +78,17 @@ REFUSED = {
     "far": ({"function": "optimal_gamma", "arguments": {"alpha": 1, "c": 0, "max_gamma": 10**9}}, "at most 256"),
     "text": ({"function": "expected_tokens", "arguments": {"alpha": "much", "gamma": 1}}, "must be a number"),
     "ragged": ({"function": "acceptance", "arguments": {"p": [[1], [1, 2]], "q": [1]}}, "must be a number"),
+    "endless": ({"function": "expected_tokens", "arguments": {"alpha": 10**400, "gamma": 1}}, "must be a number"),
+    "unlike": ({"function": "optimal_acceptance", "arguments": {"p": [1, 0], "q": [1], "num_draws": 1}}, "acceptance"),
+    "chains": ({"function": "block_tokens", "arguments": {"p": [1], "q": [1], "gamma": 17}}, "at most 16"),
+    "slow": (
+        {
+            "function": "roofline",
+            "arguments": {"target": "llama-3.1-8b", "draft": "llama-3.2-1b", "machine": "h100", "max_gamma": 256}
+            | {"batch": [1] * 10_000, "context": 9},
+        },
+        "more than 2 s",
+    ),
     "machine": (
         {
             "function": "roofline",

@@ -111,6 +111,12 @@ def test_headers_and_bodies_that_do_not_come_are_not_waited_for(strict: Running)
         no_headers.settimeout(30)
         assert b" 408 " in no_body.recv(4096)
         assert no_headers.recv(4096) == b""
+    with contextlib.ExitStack() as held:  # nor do those of a page keep their places
+        for _ in range(4):
+            no_body = held.enter_context(socket.create_connection(address))
+            no_body.sendall(head.replace(b"/v1/completions", b"/lab/api/theory"))
+        wait_for(lambda: strict.http.post("/lab/api/theory", json={"calls": []}).status_code == 429)
+        wait_for(lambda: strict.http.post("/lab/api/theory", json={"calls": []}).status_code == 200)
 
 
 def test_beyond_the_queue_is_429_and_beyond_the_time_504(strict: Running) -> None:

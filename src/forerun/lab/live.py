@@ -156,7 +156,7 @@ def read_body(llm: LLM, body: Mapping[str, Any]) -> Wish:
     if not isinstance(race, bool):
         raise BadOption(f"race={shown(race)} is not possible: it must be true or false")
     given = {name: value for name, value in body.items() if name in FIELDS}
-    if isinstance(seed := given.get("seed"), str) and seed.isdecimal():
+    if isinstance(seed := given.get("seed"), str) and seed.isdecimal() and len(seed) <= 20:
         given["seed"] = int(seed)  # a page cannot write an integer of 64 bits
     own: dict[str, Any] = {"max_tokens": 128, **given, "cache_salt": _new_salt()}
     return Wish(_prompt_ids(llm, body), dataclasses.replace(llm.default_params, **own), race)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -62,6 +64,8 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 }
 MOST_VALUES = 10_000  # of one call
 MOST_CALLS = 64
+MOST_SECONDS = 2
+MOST_OF_FUNCTION = {"block_tokens": 16}  # instead of MOST_COUNTED: what one value costs grows by a factor with each
 MOST_INTEGER = 10**7
 MOST_COUNTED = 256  # of an argument that functions count up to
 COUNTED = ("gamma", "max_gamma", "num_draws", "num_free")
@@ -85,20 +89,25 @@ class Calls:
 
 def make_router(llm: LLM | None = None) -> APIRouter:
     """The route of the formulas."""
-    router = APIRouter()
+    router, turn = APIRouter(), Lock()
 
     @router.post("/theory")
     def theory(body: Calls) -> dict[str, Any]:
         """The results in the order of the calls; a value that is no finite number is null."""
         if len(body.calls) > MOST_CALLS:
             raise BadOption(f"{len(body.calls)} calls are too many: send at most {MOST_CALLS} at once")
-        return {"results": [evaluated(call) for call in body.calls]}
+        with turn:  # one request at a time, for numpy on small arrays holds the interpreter that the engine needs
+            ends_s = time.monotonic() + MOST_SECONDS
+            return {"results": [evaluated(call, ends_s) for call in body.calls]}
 
     return router
 
 
-def evaluated(call: Call) -> Any:
-    """Return a number, or nested lists of the arguments' common shape. Raises BadOption."""
+def evaluated(call: Call, ends_s: float = math.inf) -> Any:
+    """Return a number, or nested lists of the arguments' common shape.
+
+    ends_s: on the monotonic clock, when it is too late for more values. Raises BadOption.
+    """
     function = FUNCTIONS.get(call.function)
     if function is None:
         raise BadOption(f"function={shown(call.function)} is not here: it must be one of {', '.join(FUNCTIONS)}")
@@ -106,7 +115,7 @@ def evaluated(call: Call) -> Any:
     try:
         bound = signature.bind(**call.arguments).arguments
     except TypeError as error:
-        raise BadOption(f"{call.function}: {error}; it is {call.function}{_names(signature)}") from None
+        raise BadOption(f"{call.function}: {shown(str(error))}; it is {call.function}{_names(signature)}") from None
     whole = {name: _whole(call, name, value) for name, value in bound.items() if _is_whole(signature, name)}
     whole |= {name: _name(call, name, value) for name, value in bound.items() if _annotation(signature, name) == "str"}
     scalars = {name: _numbers(call, name, value) for name, value in bound.items() if name not in whole}
@@ -121,10 +130,12 @@ def evaluated(call: Call) -> Any:
     kinds = [_is_integer(signature, name) for name in scalars]
     found = []
     for values in zip(*(array.flat for array in arrays), strict=True) if arrays else [()]:
+        if time.monotonic() > ends_s:
+            raise BadOption(f"{call.function}: this takes more than {MOST_SECONDS} s: ask for less at once")
         given = [int(v) if is_integer else float(v) for v, is_integer in zip(values, kinds, strict=True)]
         try:
             found.append(_finite(function(**whole, **dict(zip(scalars, given, strict=True)))))
-        except (ValueError, OverflowError, ZeroDivisionError) as error:
+        except (ValueError, ArithmeticError, IndexError) as error:
             raise BadOption(f"{call.function}: {error}") from None
     return _nested(found, arrays[0].shape) if arrays else found[0]
 
@@ -149,7 +160,7 @@ def _is_integer(signature: inspect.Signature, name: str) -> bool:
 def _array(call: Call, name: str, value: Any) -> Any:
     try:
         array = np.asarray(value, dtype=np.float64)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         raise BadOption(f"{call.function}: {name}={shown(value)} must be a number or an array of numbers") from None
     if not np.isfinite(array).all():
         raise BadOption(f"{call.function}: {name} must be finite")
@@ -171,7 +182,7 @@ def _name(call: Call, name: str, value: Any) -> str:
 
 def _numbers(call: Call, name: str, value: Any) -> Any:
     array = _array(call, name, value)
-    most = MOST_COUNTED if name in COUNTED else MOST_INTEGER
+    most = MOST_OF_FUNCTION.get(call.function, MOST_COUNTED) if name in COUNTED else MOST_INTEGER
     if _is_integer(inspect.signature(FUNCTIONS[call.function]), name) and (
         (array != np.floor(array)).any() or (np.abs(array) > most).any()
     ):

@@ -231,7 +231,10 @@ def expected_accepted(body: Setting) -> float | None:
             return by(p, q, body.size)
         return _enumerated_acceptance(*_key(body), body.shape, body.size) if body.size <= MOST_ENUMERATED else None
     if rule.name in ("block", "traversal"):
-        return joint.block_tokens(p, q, body.size) - 1
+        try:
+            return joint.block_tokens(p, q, body.size) - 1
+        except ValueError:  # too many chains to count
+            return None
     if rule.name in ("ratio", "kseq"):
         alpha = formulas.acceptance(p, q)
     elif rule.name == "match":

@@ -6,6 +6,7 @@ request's id in the header x-request-id, and in request-id, where the client of 
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -212,7 +213,8 @@ class Door:
                 with ExitStack() as room:
                     refused = self._refused(scope, headers, room)
                     if refused is None:
-                        await self._app(scope, receive, sending)
+                        is_page = self._asks_page(scope["path"])
+                        await self._app(scope, self._in_time(receive) if is_page else receive, sending)
                 if refused is not None:
                     is_messages = scope["path"].startswith(messages.MESSAGES)
                     code, body = (messages if is_messages else openai).error_answer(refused)
@@ -263,6 +265,24 @@ class Door:
         except Refused as error:
             return error
         return None
+
+    def _in_time(self, receive: Receive) -> Receive:
+        """What gives a page's body its time, as routes of the server do: a slow one must not keep its place."""
+        ends_s, is_read = asyncio.get_running_loop().time() + self._service.limits.body_timeout_s, False
+
+        async def receiving() -> Message:
+            nonlocal is_read
+            if is_read:
+                return await receive()  # until the client has gone
+            try:
+                async with asyncio.timeout_at(ends_s):
+                    message = await receive()
+            except TimeoutError:
+                return {"type": "http.disconnect"}
+            is_read = not message.get("more_body", False)
+            return message
+
+        return receiving
 
     def _is_known(self, path: str, headers: dict[bytes, bytes]) -> bool:
         """Whether the request brings the key, compared in a time that says nothing of it."""

@@ -63,6 +63,7 @@ export async function mount(element, lab) {
         lab.events.dispatchEvent(new CustomEvent("live", { detail: { name, data } }));
         hear(name, data, ends, own);
       }
+      if (!ends.draft || (body.race && !ends.plain)) throw new Error("The connection ended early: is the server shutting down?");
     } catch (error) {
       say(error.name === "AbortError" ? "Stopped." : error.message, error.name !== "AbortError");
     } finally {

@@ -60,6 +60,16 @@ export async function mount(element, lab) {
     if (!settings.get("unbiased.seed")) seed = Math.floor(Math.random() * 2 ** 31);
   }
 
+  // The probability of so large a chi-square of what is counted now; there is none until it is known.
+  async function findTail() {
+    const now = words();
+    const value = chiSquare(now, pair.target);
+    const [probability] = Number.isFinite(value) ? await lab.theory({ function: "chi_square_tail", arguments: { value, num_free: numFree() } }) : [0];
+    if (String(now) !== String(words())) return;
+    tail = probability;
+    show();
+  }
+
   async function play(num) {
     const mine = (run += 1);
     isRunning = true;
@@ -69,11 +79,8 @@ export async function mount(element, lab) {
         const found = await lab.fetchJson("rounds", { ...setting(), first_round: numRounds(), num_rounds: Math.min(PART, left), seed });
         if (mine !== run) return;
         add(found);
-        const value = chiSquare(words(), pair.target);
-        const [probability] = Number.isFinite(value) ? await lab.theory({ function: "chi_square_tail", arguments: { value, num_free: numFree() } }) : [0];
+        await findTail();
         if (mine !== run) return;
-        tail = probability;
-        show();
       }
     } catch (error) {
       if (mine === run) problem.textContent = error.message;
@@ -136,7 +143,13 @@ export async function mount(element, lab) {
     options: [["chain", "Chain"], ["independent", "Siblings"], ["distinct", "Distinct"]] });
   const size = controls.slider({ label: "drafted tokens K", min: 1, max: MOST_SIZE.chain, step: 1, value: state.size, onInput: (value) => change({ size: value }) });
   const countedChoice = controls.segments({ label: "Counted", value: state.counted, options: [["first", "First tokens"], ["all", "All tokens"]],
-    onChange: (counted) => { state.counted = counted; history = []; show(); } });
+    onChange: (counted) => {
+      state.counted = counted;
+      history = [];
+      tail = null;
+      show();
+      if (sum(words())) findTail().catch((error) => { problem.textContent = error.message; });
+    } });
   const wrong = controls.toggle({ label: "Use a wrong rule", value: state.mutant !== null, onChange: (isOn) => change({ mutant: isOn ? mutantChoice.value : null }) });
   const mutantChoice = controls.select({ label: "What is wrong with it", options: mutants.map((one) => [one.name, one.name.replace(/^m\d+ /, "")]), value: state.mutant ?? mutants[0].name,
     onChange: (mutant) => change({ mutant }) });
@@ -224,7 +237,7 @@ export async function mount(element, lab) {
     const rule = named[state.rule];
     const b = (text, kind) => el("b", { class: `is-${kind}` }, text);
     if (!num) return [moved || (rule.is_lossless ? "" : "This rule is lossy on purpose: expect it to leave the band.")];
-    const isFar = tail < 1e-3;
+    const isFar = tail !== null && tail < 1e-3;
     if (state.mutant && isFar) return [moved, " ", b("Caught.", "rejected"), ` A perfect sampler is as far off with probability ${chance(tail)}.`];
     if (state.mutant) return [moved, " Not caught so far: ", expected?.exact_tv > WRONG ? "the mistake is small on this pair, and needs more rounds." : "on this pair the mistake changes nothing."];
     if (!rule.is_lossless && isFar) return [b("Lossy, and it shows.", "rejected"), " More tokens are accepted, and the distribution is another one."];

@@ -83,7 +83,7 @@ export function makeRace(lab) {
     finish(ends, wasAlone) {
       const same = ends.draft.text === ends.plain.text ? "Both texts are the same. " : "The texts differ, as two samples do; their distribution is the same. ";
       const lossy = ends.draft.report.is_lossless ? same : "The rule is lossy: the text with a draft need not have the model's distribution. ";
-      const rates = LANES.map(([lane]) => (ends[lane].token_ids.length - 1) / (ends[lane].seconds - lanes[lane].points[0][0]));
+      const rates = LANES.map(([lane]) => (ends[lane].token_ids.length - lanes[lane].points[0][1]) / (ends[lane].seconds - lanes[lane].points[0][0]));
       const behind = rates.every(Number.isFinite) ? `Behind the first round, and so without the prompt: ${plot.format(rates[0], 1)} against ${plot.format(rates[1], 1)} tokens per second, ${plot.format(rates[0] / rates[1])} times. ` : "";
       said.textContent = `${lossy}${behind}The plain run came second, on the engine that was quiet again, because side by side each pass of the model would be shared by both and `
         + `neither would have a speed of its own; both clocks begin with the request, and both ran the prompt.${wasAlone ? "" : " Another request ran meanwhile: run it again for times that can be compared."}`;
