@@ -112,10 +112,14 @@ def test_headers_and_bodies_that_do_not_come_are_not_waited_for(strict: Running)
         assert b" 408 " in no_body.recv(4096)
         assert no_headers.recv(4096) == b""
     with contextlib.ExitStack() as held:  # nor do those of a page keep their places
-        for _ in range(4):
-            no_body = held.enter_context(socket.create_connection(address))
-            no_body.sendall(head.replace(b"/v1/completions", b"/lab/api/theory"))
-        wait_for(lambda: strict.http.post("/lab/api/theory", json={"calls": []}).status_code == 429)
+
+        def is_full() -> bool:
+            for _ in range(4):
+                no_body = held.enter_context(socket.create_connection(address))
+                no_body.sendall(head.replace(b"/v1/completions", b"/lab/api/theory"))
+            return strict.http.post("/lab/api/theory", json={"calls": []}).status_code == 429
+
+        wait_for(is_full)
         wait_for(lambda: strict.http.post("/lab/api/theory", json={"calls": []}).status_code == 200)
 
 
