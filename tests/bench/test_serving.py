@@ -15,7 +15,17 @@ import pytest
 from typer.testing import CliRunner
 
 from forerun.bench.serving import ServingPlan, bodies_of, read_prompts
-from forerun.bench.serving_client import CHAT, COMPLETION, Answered, Load, Run, Server, due_times_s, read_stream
+from forerun.bench.serving_client import (
+    CHAT,
+    COMPLETION,
+    Answered,
+    Load,
+    Run,
+    Server,
+    due_times_s,
+    read_answer,
+    read_stream,
+)
 from forerun.bench.serving_overhead import Timed, compare, overhead_of
 from forerun.bench.serving_results import Limits, lines_of, quiet_gaps_s
 from forerun.bench.serving_servers import forerun_command, free_port, of_variant, peer_command, started
@@ -188,6 +198,24 @@ def test_a_stream_in_pieces_that_end_anywhere() -> None:
     answer = Answered(0, 0.0, 0.0)
     read_stream(answer, [(1.0, role), (2.0, text("a") + text("b")), (3.0, text("c") + DONE)])
     assert (answer.arrivals_s, answer.num_tokens) == ([2.0, 3.0], 3)  # without usage pieces are counted
+
+
+def test_answers_are_read_from_their_bytes_wherever_they_were_cut() -> None:
+    """A stream in chunks, byte by byte; one that breaks off; and a refusal."""
+    form = text("a") + text("b") + DONE
+    whole = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(form), form)
+    answer = Answered(0, 0.0, 0.0, reads=[(float(i), whole[i : i + 1]) for i in range(len(whole))])
+    read_answer(answer)
+    assert (answer.status, answer.text, answer.num_tokens, answer.error) == (200, "ab", 2, None)
+    begin = len(whole) - len(form) - len(b"\r\n0\r\n\r\n")
+    assert answer.arrivals_s == [float(begin + len(text("a")) - 1), float(begin + len(text("a") + text("b")) - 1)]
+    answer = Answered(0, 0.0, 0.0, reads=[(1.0, whole[:-5])])
+    read_answer(answer)
+    assert answer.error is not None
+    assert answer.error.startswith("RemoteProtocolError: ")
+    answer = Answered(0, 0.0, 0.0, reads=[(1.0, b"HTTP/1.1 429 Busy\r\ncontent-length: 4\r\n\r\nwait")])
+    read_answer(answer)
+    assert (answer.status, answer.error) == (429, "status 429: wait")
 
 
 @pytest.mark.parametrize(

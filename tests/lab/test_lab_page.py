@@ -282,6 +282,11 @@ def test_unbiasedness_of_a_right_rule(pages: Pages) -> None:
     assert "Within the noise" in page.locator("#unbiasedness .verdict").inner_text()
     said = page.locator("#unbiasedness .strip").inner_text()
     assert float(re.search(r"mean (\d\.\d+)", said)[1]) == pytest.approx(0.028, abs=0.001)  # type: ignore[index]
+    first = number(page, "unbiasedness", "tail")
+    page.get_by_label("All tokens").check()
+    until(page, "document.querySelector('#unbiasedness [data-readout=tail]').innerText !== '–'")
+    tail = number(page, "unbiasedness", "tail")
+    assert tail == pytest.approx(noise.chi_square_tail(number(page, "unbiasedness", "chi"), 7), abs=0.005) != first
 
 
 def test_unbiasedness_of_a_wrong_rule(pages: Pages) -> None:

@@ -5,6 +5,7 @@ The engine is in this process, so that a test can ask it; `pages` asserts that n
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -103,7 +104,8 @@ def test_a_generation_is_watched_to_its_end(llm: LLM, pages: Pages, settings: di
 def test_the_race(llm: LLM, pages: Pages) -> None:
     """Plain decoding behind it: both texts, the quotient of their speeds, and two rows in the trace."""
     page = opened(pages, {**CHAIN, "race": 1})
-    run(page)
+    with page.expect_response("**/api/live") as answer:
+        run(page)
     plain = said(llm, CHAIN, draft="none", spec_length=None)
     for lane in ("draft", "plain"):
         assert page.locator(f"[data-lane={lane}]").text_content() == plain.text
@@ -111,6 +113,18 @@ def test_the_race(llm: LLM, pages: Pages) -> None:
     rates = [float(x) for x in re.findall(r"([\d.]+) tokens per second", part(page, "status").inner_text())]
     quotient = float(readout(page, "speedup"))
     assert quotient == pytest.approx(float(readout(page, "rate")) / rates[-1], rel=0.05)
+    told = re.findall(r"event: (\w+)\ndata: (.*)", answer.value.text())
+    begun: dict[str, Any] = {}
+    behind = []  # tokens per second of each lane behind its first round, whose tokens took the prompt's time, too
+    for name, data in ((name, json.loads(data)) for name, data in told):
+        if name == "round":
+            begun.setdefault(data["lane"], (data["at_s"], len(data["tokens"])))
+        if name == "end":
+            at_s, num = begun[data["lane"]]
+            behind.append((len(data["token_ids"]) - num) / (data["seconds"] - at_s))
+    shown = re.search(r"prompt: ([\d.]+) against ([\d.]+) tokens", part(page, "race-says").inner_text())
+    assert shown is not None
+    assert [float(one) for one in shown.groups()] == pytest.approx(behind, abs=0.06)
     assert part(page, "summary").locator("li").count() == 2
     assert page.locator("#trace .trace-stage canvas").bounding_box()["height"] > 120
 

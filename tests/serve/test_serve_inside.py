@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,8 +26,8 @@ from forerun.errors import InternalError
 from forerun.serve import server
 from forerun.serve.app import APIS, make_app
 from forerun.serve.events import KEEP_ALIVE
-from forerun.serve.limits import Limits, Patience
-from forerun.serve.server import PatientProtocol, _Server, is_loopback
+from forerun.serve.limits import Gate, Limits, Patience
+from forerun.serve.server import PatientProtocol, _end_on_signals, _Server, is_loopback
 from forerun.serve.service import Service
 from serve.running import CODE, Running
 from speculation import llm_options
@@ -169,42 +171,104 @@ def events(stream: bytes) -> list[dict[str, Any]]:
     return [{name: value for name, value in one.items() if name not in ("id", "created")} for one in made]
 
 
-def test_connections_whose_clients_stand_still_are_cut() -> None:
-    """Readers that take nothing, first requests and later ones whose headers do not end; a slow one stays."""
+class Impatient(PatientProtocol):
+    headers_s, stall_s = 1.0, 1.0
 
-    class Impatient(PatientProtocol):
-        headers_s, stall_s = 0.2, 0.3
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        size = 64 << 20 if scope["path"] == "/large" else 2
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
-        await send({"type": "http.response.body", "body": b"x" * size})
+async def large_or_small(scope: Any, receive: Any, send: Any) -> None:
+    size = 64 << 20 if scope["path"] == "/large" else 2
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+    await send({"type": "http.response.body", "body": b"x" * size})
 
-    async def test() -> None:
-        config = uvicorn.Config(app, http=Impatient, lifespan="off", log_config=None)
-        server, listening = _Server(config), socket.create_server(("127.0.0.1", 0))
-        serving = asyncio.create_task(server.serve([listening]))
-        port, streams = listening.getsockname()[1], []
 
-        async def ask(data: bytes) -> asyncio.StreamReader:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 10)
-            writer.write(data)
-            streams.append((reader, writer))
-            return reader
+SMALL = b"GET /small HTTP/1.1\r\nhost: a\r\n\r\n"
+LARGE = SMALL.replace(b"small", b"large")
 
-        small = b"GET /small HTTP/1.1\r\nhost: a\r\n\r\n"
-        await ask(small.replace(b"small", b"large"))
-        assert await (await ask(small[:20])).read() == b""
-        again = await ask(small + small[:20])
-        assert (await again.read()).endswith(b"xx")
-        idle = await ask(small)
-        assert (await idle.readuntil(b"xx")).startswith(b"HTTP/1.1 200")
-        while len(server.server_state.connections) > 1:
-            await asyncio.sleep(0.02)
-        streams[-1][1].write(small)
-        assert (await idle.readuntil(b"xx")).startswith(b"HTTP/1.1 200")
+
+@asynccontextmanager
+async def impatient() -> AsyncIterator[tuple[_Server, Callable[[bytes], Coroutine[Any, Any, socket.socket]]]]:
+    """A running server, and what sends bytes to it on a connection that takes little at once."""
+    config = uvicorn.Config(large_or_small, http=Impatient, lifespan="off", log_config=None, timeout_keep_alive=60)
+    server, listening = _Server(config), socket.create_server(("127.0.0.1", 0))
+    listening.setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10
+    )  # what the system holds looks as if it were taken
+    serving, made = asyncio.create_task(server.serve([listening])), list[socket.socket]()
+
+    async def ask(data: bytes) -> socket.socket:
+        client = socket.socket()
+        made.append(client)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, listening.getsockname())
+        await asyncio.get_running_loop().sock_sendall(client, data)
+        return client
+
+    try:
+        yield server, ask
         server.should_exit = True
         await serving
+    finally:
+        for client in made:
+            client.close()
+
+
+async def until_cut(client: socket.socket) -> bytes:
+    """All that comes before the server cuts the connection."""
+    got = b""
+    with suppress(ConnectionResetError):
+        while data := await asyncio.get_running_loop().sock_recv(client, 1 << 20):
+            got += data
+    return got
+
+
+def test_connections_whose_clients_stand_still_are_cut() -> None:
+    """Readers that take nothing, first requests and later ones whose headers do not end; a slow reader stays."""
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        async with impatient() as (server, ask):
+            silent, slow, idle = await ask(LARGE), await ask(LARGE), await ask(SMALL)
+            again = await ask(SMALL + SMALL[:20])
+            assert await until_cut(await ask(SMALL[:20])) == b""
+            assert (await until_cut(again)).endswith(b"xx")
+            taken = 0
+            for _ in range(30):  # three times as long as a reader may take nothing
+                taken += len(await loop.sock_recv(slow, 1 << 20))
+                await asyncio.sleep(0.1)
+            while len(server.server_state.connections) > 2:  # the silent one is cut
+                await asyncio.sleep(0.02)
+            assert len(await until_cut(silent)) < 64 << 20
+            while taken < 64 << 20:
+                data = await loop.sock_recv(slow, 1 << 20)
+                assert data
+                taken += len(data)
+            assert (await loop.sock_recv(idle, 1 << 20)).endswith(b"xx")
+            await loop.sock_sendall(idle, SMALL)
+            assert (await loop.sock_recv(idle, 1 << 20)).endswith(b"xx")
+            slow.close()
+            idle.close()
+
+    run(test)
+
+
+def test_a_second_signal_ends_a_server_that_waits_for_a_reader_alone() -> None:
+    async def test() -> None:
+        gate, loop = Gate(1, 1), asyncio.get_running_loop()
+        async with impatient() as (server, ask):
+            ending = asyncio.create_task(_end_on_signals(SimpleNamespace(gate=gate), server))  # type: ignore[arg-type]
+            reader = await ask(LARGE)
+            while not server.server_state.connections:
+                await asyncio.sleep(0.01)
+            signal.raise_signal(signal.SIGTERM)
+            while not server.should_exit:
+                await asyncio.sleep(0.01)
+            signal.raise_signal(signal.SIGTERM)
+            await ending
+            assert server.force_exit
+            assert reader.fileno() > 0
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
 
     run(test)
 

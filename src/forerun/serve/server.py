@@ -235,10 +235,18 @@ class PatientProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """More waits to be sent than is good."""
         super().pause_writing()
-        self._stalled = self.loop.call_later(self.stall_s, self.transport.abort)
+        self._watch_reader()
+
+    def _watch_reader(self, before: float = math.inf) -> None:
+        """before: bytes that waited when it last looked. Nobody adds to them while writing is paused."""
+        waiting = self.transport.get_write_buffer_size()
+        if waiting < before:
+            self._stalled = self.loop.call_later(self.stall_s, self._watch_reader, waiting)
+        else:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
-        """The reader has taken something."""
+        """The reader has taken nearly all of it."""
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
