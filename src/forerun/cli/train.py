@@ -44,7 +44,7 @@ def lm(
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json to use instead of training one.")] = None,
     text: Annotated[Path | None, typer.Option(help="Folder of Python sources; default: the standard library.")] = None,
-    samples: Annotated[Path | None, typer.Option(help="Target's own text: .npy of ids (`train sample`).")] = None,
+    samples: Annotated[Path | None, typer.Option(help="Target's own text: a file of `train sample`.")] = None,
     samples_share: Annotated[float, typer.Option(help="Share of each batch taken from samples, 0 to 1.")] = 0.5,
     validate_every_steps: Annotated[int, typer.Option(help="Validation interval, steps.")] = 100,
     validation_windows: Annotated[int, typer.Option(help="Sequences of one validation.")] = 16,
@@ -89,29 +89,74 @@ def lm(
 
 @app.command()
 def sample(
-    target: Annotated[Path, typer.Option(help="Checkpoint folder whose own text is wanted.")],
-    out: Annotated[Path, typer.Option(help="File to write: .npy of uint16 ids, for `train lm --samples`.")],
-    num_tokens: Annotated[int, typer.Option(help="Tokens to make, prompts included.")] = 300_000,
-    batch_size: Annotated[int, typer.Option(help="Prompts continued at once.")] = 128,
-    new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 224,
-    text: Annotated[Path | None, typer.Option(help="Folder of Python sources; default: the standard library.")] = None,
+    out: Annotated[Path, typer.Option(help="File to append to; where it is there already, sampling goes on.")],
+    target: Annotated[str | None, typer.Option(help="Folder, GGUF file, name or hub id; default: shipped.")] = None,
+    num_tokens: Annotated[int, typer.Option(help="Tokens in the file when it is done, prompts included.")] = 300_000,
+    batch_size: Annotated[int, typer.Option(help="Texts that are written at once.", min=1)] = 32,
+    chat: Annotated[
+        float | None, typer.Option(help="Share of conversations; none = 0.7, or 0 where there is no chat template.")
+    ] = None,
+    task: Annotated[
+        float | None, typer.Option(help="Share of instructions with a passage; none = half of what is left.")
+    ] = None,
+    passage_tokens: Annotated[int, typer.Option(help="Tokens of a passage of a given text at most.", min=16)] = 160,
+    question_tokens: Annotated[int, typer.Option(help="Tokens of a question at most.", min=2)] = 160,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer or a continuation at most.", min=1)] = 320,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="File, or folder of files, to cut passages from; default: those of installed packages."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    ops: Annotated[str, typer.Option(help="auto, native or reference.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of prompts and draws.")] = 0,
+    quiet: Annotated[bool, typer.Option(help="No progress line.")] = False,
 ) -> None:
-    """Write continuations of training prompts by the target, half greedy and half at temperature 1."""
-    import numpy as np
+    """Let the target write conversations, answers and continuations, half of them greedily."""
+    import time
 
-    from forerun.ops.reference import ReferenceOps
-    from forerun.train.model import load_decoder
-    from forerun.train.samples import own_text
-    from forerun.train.tokenizer import load_tokenizer
+    from rich.progress import Progress, TextColumn
 
-    with refusals():
-        model, tokenizer = load_decoder(target, ReferenceOps()), load_tokenizer(target)
-        stream = own_text(
-            model, tokenizer, num_tokens, text=text, batch_size=batch_size, new_tokens=new_tokens, seed=seed
+    from forerun.engine.llm import LLM
+    from forerun.errors import NotFound
+    from forerun.train.samples import SampleWriter
+    from forerun.train.texts import packaged_texts, read_texts
+    from forerun.train.writing import Lengths, Shares, Writer, longest
+
+    with refusals(), Progress(TextColumn("{task.description}"), transient=True, disable=quiet) as progress:
+        lengths = Lengths((16, passage_tokens), question_tokens, answer_tokens)
+        llm = LLM(
+            target,
+            draft="none",
+            max_batch_size=batch_size,
+            max_seq_len=longest(lengths),
+            max_num_batched_tokens=max(1024, batch_size),
+            calibrate=False,
+            dtype=dtype,
+            ops=ops,
         )
-        np.save(out, stream)
-    _say(f"{len(stream)} tokens in {out}")
+        if chat is None:
+            try:
+                chat = 0.7 if llm.chat_template else 0.0
+            except NotFound:
+                chat = 0.0
+        if task is None:
+            task = (1 - chat) / 2 if chat > 0 else 0.0
+        texts = list(read_texts(text, 10**8)) if text else packaged_texts()
+        writer = Writer(llm, texts, seed=seed, shares=Shares(chat, task, 1 - chat - task), lengths=lengths)
+        file = SampleWriter(out, writer.options())
+        row, start, had = progress.add_task(""), time.perf_counter(), file.num_tokens
+
+        def show(file: SampleWriter) -> None:
+            speed = (file.num_tokens - had) / (time.perf_counter() - start)
+            progress.update(row, description=f"{file.num_tokens:,} tokens, {speed:,.0f} per second")
+
+        try:
+            writer.write(file, num_tokens, batch_size, show)
+        finally:
+            file.close()
+    seconds = time.perf_counter() - start
+    size = out.stat().st_size / 1e6
+    _say(f"{file.num_tokens:,} tokens, {size:.1f} MB, in {out}; {(file.num_tokens - had) / seconds:.0f} tokens/s")
 
 
 @app.command()

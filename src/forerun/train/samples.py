@@ -1,102 +1,199 @@
-"""Draws the target's own text for a draft model to learn from: continuations of training prompts, in batches.
+"""A file of texts that a target wrote itself, as token ids: `forerun train sample` appends to it, training reads it.
 
-A draft model must predict what the target writes, not what people wrote (Zhou et al. 2024, "DistillSpec", section 4:
-on-policy data). Half of the samples are greedy and half are drawn at temperature 1, because both are used later.
+The file begins with one line that names the format and one of JSON: which tokenizer and weights wrote it, with which
+options. Records follow, each with a checksum. A process that is killed leaves at most a last record that is cut short,
+which is dropped when the file is opened to go on. Records are in the order of their numbers, and what a number becomes
+depends on the options alone, so a file that was interrupted ends as one that was not, byte by byte.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
-import torch
-from tokenizers import Tokenizer
-from torch import Tensor
+from numpy.typing import NDArray
 
-from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder
-from forerun.train.batches import Tokens, encode_documents
-from forerun.train.corpus import load_corpus
-from forerun.train.tokenizer import END_OF_TEXT
-from forerun.types import RaggedBatch
+from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
+from forerun.text.files import unreadable
 
-
-@torch.inference_mode()
-def continuations(
-    model: Decoder, prompts: list[list[int]], num_new_tokens: int, temperature: float, seed: int = 0
-) -> list[list[int]]:
-    """Return num_new_tokens ids after each prompt, past an end of text; temperature 0 takes the most likely."""
-    longest = max(map(len, prompts)) + num_new_tokens
-    cache = BlockCache.create(
-        model.config.cache_shape, "contiguous", max_batch_size=len(prompts), max_seq_len=longest, device=model.device
-    )
-    for slot in range(len(prompts)):
-        cache.open(slot)
-    generator = torch.Generator(device=model.device).manual_seed(seed)
-    runs = prompts
-    outputs: list[list[int]] = [[] for _ in prompts]
-    for _ in range(num_new_tokens):
-        logits = next_logits(model, cache, runs)
-        runs = [[token] for token in draw(logits, temperature, generator)]
-        for output, run in zip(outputs, runs, strict=True):
-            output += run
-    return outputs
+MAGIC = b"forerun samples 1\n"
+HEAD = struct.Struct("<IBBHHI")  # number, kind, temperature * 100, ids given, where the answer begins, ids
+KINDS = ("chat", "task", "text")
+HELD_OUT_EVERY = 16  # every 16th number is held out
+MOST_HEADER_BYTES = 1 << 16
+MOST_IDS = 1 << 20  # of one record
 
 
-def next_logits(model: Decoder, cache: BlockCache, runs: list[list[int]]) -> Tensor:
-    """Run the new tokens of every slot and keep them. Returns the logits [B, V] after the last token of each."""
-    cached = [cache.length(slot) for slot in range(len(runs))]
-    starts = [0]
-    for slot, run in enumerate(runs):
-        cache.reserve(slot, len(run))
-        starts.append(starts[-1] + len(run))
-    positions = [p for c, run in zip(cached, runs, strict=True) for p in range(c, c + len(run))]
-    tokens = [token for run in runs for token in run]
-    batch = RaggedBatch(
-        tokens,
-        positions,
-        starts,
-        list(range(len(runs))),
-        cached,
-    )
-    hidden = model.forward(batch, cache)
-    cache.keep({slot: range(len(run)) for slot, run in enumerate(runs)})
-    return model.logits(hidden[[stop - 1 for stop in starts[1:]]])
+@dataclass(frozen=True)
+class Sample:
+    """One text. ids: all of it; the first `num_given` were given to the target, the others it wrote.
 
-
-def draw(logits: Tensor, temperature: float, generator: torch.Generator) -> list[int]:
-    """Draw one id per row of logits [B, V]."""
-    if temperature == 0:
-        return logits.argmax(-1).tolist()
-    probs = (logits / temperature).softmax(-1)
-    return torch.multinomial(probs, 1, generator=generator)[:, 0].tolist()
-
-
-def own_text(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    num_tokens: int,
-    *,
-    text: Path | None = None,
-    batch_size: int = 128,
-    prompt_tokens: tuple[int, int] = (16, 96),
-    new_tokens: int = 224,
-    seed: int = 0,
-) -> Tokens:
-    """Return prompts and the target's continuations, about num_tokens ids in all, uint16 [N].
-
-    Half of the continuations are greedy, half are drawn at temperature 1. Prompts are spans of the train split at
-    random places; an end-of-text id follows each continuation.
+    answer_at: where the answer begins; what is between is the question that the target wrote for itself, and what the
+    chat template puts behind it. temperature: of the answer. number: its place in the order of all samples.
     """
-    rng = np.random.default_rng(seed)
-    source = encode_documents(load_corpus(text).train, tokenizer)
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    stream: list[int] = []
-    turn = 0
-    while len(stream) < num_tokens:
-        starts = rng.integers(0, len(source) - prompt_tokens[1], batch_size)
-        prompts = [source[s : s + int(rng.integers(*prompt_tokens))].tolist() for s in starts]
-        outputs = continuations(model, prompts, new_tokens, float(turn % 2), seed + turn)
-        stream += [i for prompt, output in zip(prompts, outputs, strict=True) for i in (*prompt, *output, end)]
-        turn += 1
-    return np.asarray(stream, dtype=np.uint16)
+
+    number: int
+    kind: str
+    temperature: float
+    num_given: int
+    answer_at: int
+    ids: NDArray[np.uint32]
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether training must not see it."""
+        return self.number % HELD_OUT_EVERY == 0
+
+    @property
+    def key(self) -> bytes:
+        """What is equal where two samples have the same beginning, of which one is enough."""
+        return self.ids[: max(self.answer_at, self.num_given)].tobytes()
+
+
+class SampleWriter:
+    """Appends samples to a file, whose options it checks where the file is there already.
+
+    options: what decides what a number becomes; a file that was begun with others is refused. num_tokens: ids so far.
+    next_number: behind the last sample; those that were left out as duplicates at the end are made once more. Raises
+    BadOption for a file of other options, UnsupportedModel for one that is no such file or is broken inside.
+    """
+
+    def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
+        self.path, self.num_tokens, self.num_samples, self.next_number = path, 0, 0, 0
+        self._keys: set[bytes] = set()
+        self._width = 2 if options["num_ids"] <= 1 << 16 else 4
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_size:
+            end = self._read_on(options)
+            self._file = path.open("r+b")
+            self._file.truncate(end)
+            self._file.seek(end)
+        else:
+            self._file = path.open("wb")
+            self._file.write(MAGIC + json.dumps(dict(options), sort_keys=True).encode() + b"\n")
+            self._file.flush()
+
+    def append(self, sample: Sample) -> bool:
+        """Write one sample, unless an earlier one has its beginning. Returns whether it was written."""
+        self.next_number = sample.number + 1
+        if sample.key in self._keys:
+            return False
+        ids = sample.ids.astype(f"<u{self._width}").tobytes()
+        head = HEAD.pack(
+            sample.number,
+            KINDS.index(sample.kind),
+            round(sample.temperature * 100),
+            sample.num_given,
+            sample.answer_at,
+            len(sample.ids),
+        )
+        self._file.write(head + ids + struct.pack("<I", zlib.crc32(head + ids)))
+        self._file.flush()
+        self._count(sample)
+        return True
+
+    def close(self) -> None:
+        """Bring it to the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _read_on(self, options: Mapping[str, Any]) -> int:
+        """Read what is there; returns where its last whole record ends."""
+        with self.path.open("rb") as file:
+            had = _read_header(file, self.path)
+            wanted = json.loads(json.dumps(dict(options)))
+            for name in [*wanted, *had]:
+                if had.get(name) != wanted.get(name):
+                    raise BadOption(
+                        f"{shown(str(self.path))} was begun with {name}={shown(str(had.get(name)))}, and this is "
+                        f"{shown(str(wanted.get(name)))}: take the same options and model to go on, or another file"
+                    )
+            end = file.tell()
+            for sample in _records(file, self.path, self._width):
+                self._count(sample)
+                end = file.tell()
+        return end
+
+    def _count(self, sample: Sample) -> None:
+        self._keys.add(sample.key)
+        self.num_tokens += len(sample.ids)
+        self.num_samples += 1
+        self.next_number = sample.number + 1
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A whole file. options: what it was made with."""
+
+    options: Mapping[str, Any]
+    samples: tuple[Sample, ...]
+
+    def split(self, held_out: bool) -> list[Sample]:
+        """Those that training may see, or the others."""
+        return [sample for sample in self.samples if sample.is_held_out == held_out]
+
+
+def read_samples(path: Path) -> Samples:
+    """Read a file; a last record that is cut short is left out, for the file may still grow.
+
+    Raises NotFound where there is none, UnsupportedModel for another file or one that is broken inside.
+    """
+    if not path.is_file():
+        raise NotFound(f"there is no file {shown(str(path))}: `forerun train sample` makes it")
+    with path.open("rb") as file:
+        options = _read_header(file, path)
+        return Samples(options, tuple(_records(file, path, 2 if options["num_ids"] <= 1 << 16 else 4)))
+
+
+def stream(samples: Iterable[Sample], end: int) -> NDArray[np.uint32]:
+    """All ids as one stream, each sample followed by the id `end`, if that is not its last one already."""
+    parts: list[NDArray[np.uint32]] = []
+    for sample in samples:
+        parts.append(sample.ids)
+        if not len(sample.ids) or sample.ids[-1] != end:
+            parts.append(np.array([end], dtype=np.uint32))
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint32)
+
+
+def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
+    what = "a file of `forerun train sample`"
+    if file.read(len(MAGIC)) != MAGIC:
+        raise unreadable(path, "it begins with other bytes", what)
+    line = file.readline(MOST_HEADER_BYTES)
+    try:
+        options = json.loads(line)
+        if not line.endswith(b"\n") or not isinstance(options["num_ids"], int):
+            raise ValueError("its header is cut short")
+    except (ValueError, KeyError, TypeError) as error:
+        raise unreadable(path, error, what) from None
+    return dict(options)
+
+
+def _records(file: BinaryIO, path: Path, width: int) -> Iterator[Sample]:
+    """Yield every whole record. Raises UnsupportedModel for a broken one that is not the last."""
+    size = path.stat().st_size
+    while True:
+        head = file.read(HEAD.size)
+        if len(head) < HEAD.size:
+            return
+        number, kind, temperature, num_given, answer_at, num = HEAD.unpack(head)
+        if file.tell() + num * width + 4 > size and num <= MOST_IDS:
+            return  # cut short
+        body = file.read(num * width) if num <= MOST_IDS else b""
+        crc = file.read(4)
+        if kind >= len(KINDS) or crc != struct.pack("<I", zlib.crc32(head + body)):
+            if file.tell() >= size and num <= MOST_IDS:
+                return  # the last one, of which some pages did not reach the disk
+            raise UnsupportedModel(
+                f"{shown(str(path))} is damaged behind sample {number}: cut it there, or sample into another file"
+            )
+        ids = np.frombuffer(body, dtype=f"<u{width}").astype(np.uint32)
+        yield Sample(number, KINDS[kind], temperature / 100, num_given, answer_at, ids)

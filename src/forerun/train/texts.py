@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import random
 from collections.abc import Iterator, Sequence as Seq
 from pathlib import Path
+from pydoc_data import topics
 
 from forerun.errors import BadOption, NotFound, shown
 from forerun.train.corpus import load_corpus
@@ -49,6 +52,26 @@ def read_texts(paths: Seq[Path], max_bytes: int) -> Iterator[str]:
             yield text
         elif file in paths:
             raise BadOption(f"the file {shown(str(file))} is not UTF-8 text: convert it first")
+
+
+def packaged_texts(code_bytes: int = 2 * 10**6) -> list[str]:
+    """Texts that come with what is installed: descriptions of packages, Python's own help, and some of its modules.
+
+    The order depends on what is installed alone. code_bytes: characters of modules, about.
+    """
+    described: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        name, text = distribution.metadata["Name"], distribution.metadata.get_payload()
+        if name and isinstance(text, str) and len(text) > 200:
+            described[name.lower()] = text
+    modules = [document.text for document in load_corpus().train]
+    random.Random(0).shuffle(modules)
+    num = 0
+    while num < len(modules) and code_bytes > 0:
+        code_bytes -= len(modules[num])
+        num += 1
+    helped = [text for _, text in sorted(topics.topics.items())]
+    return [*(text for _, text in sorted(described.items())), *helped, *modules[:num]]
 
 
 def _decoded(data: bytes, is_cut: bool) -> str | None:

@@ -1,0 +1,254 @@
+"""The target writes what a drafter learns from, for a drafter must guess what the target writes and not what people do.
+
+Three kinds of text. *chat*: the target gets only the opening of a user's turn, writes the question at temperature 1, and
+then the answer (Xu et al. 2024, "Magpie", arXiv 2406.08464). *task*: an instruction with a passage of a given text.
+*text*: a continuation of such a passage. Half of the answers and continuations are greedy, the others are drawn at
+temperatures of 0.5 and 1, for all are asked for later (Zhou et al. 2024, "DistillSpec", section 4: on-policy data). What
+repeats itself ends with the third repetition: small models go on so for ever, and nothing is to be learned from it.
+
+All of them run in one continuous batch. What number i becomes is a function of the options alone: its seed draws kind,
+passage and temperature, and the engine's draws depend on no neighbour where its operators are row-invariant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.engine.llm import LLM
+from forerun.engine.request import Request
+from forerun.errors import BadOption
+from forerun.models.runner import Model
+from forerun.text.chat import ChatTemplate
+from forerun.train.samples import Sample, SampleWriter
+from forerun.types import SamplingParams
+
+INSTRUCTIONS = (
+    "Summarise this text in a few sentences.\n\n{}",
+    "What are the main points of this text? Make a list.\n\n{}",
+    "Explain this to a beginner.\n\n{}",
+    "Rewrite this text in simpler words.\n\n{}",
+    "{}\n\nWhat does this mean, and when would I need it?",
+    "Read the text and write three questions about it, with their answers.\n\n{}",
+    "Write a table of the names in this text and what each of them is.\n\n{}",
+    "Print this again and correct what is wrong in it.\n\n{}",
+    "Continue this text.\n\n{}",
+    "Write a short story in which this text plays a part.\n\n{}",
+)
+MARK = "FORERUN-PLACE-OF-THE-QUESTION"
+TEMPERATURES = (0.0, 0.0, 0.5, 1.0)  # of answers and continuations, each as often as it stands here
+PERIODS = range(1, 65)  # tokens of what repeats itself
+REPEATED = 3  # times, and
+LEAST_REPEATED = 32  # tokens of it at least, end a text
+LOOK_EVERY = 16  # tokens, while a text is written
+WINDOW = 8  # numbers that may be under way for each place in the batch, while the first of them is not finished
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How many of the samples are of which kind; together 1."""
+
+    chat: float = 0.7
+    task: float = 0.15
+    text: float = 0.15
+
+    def __post_init__(self) -> None:
+        parts = (self.chat, self.task, self.text)
+        if min(parts) < 0 or abs(sum(parts) - 1) > 1e-6:
+            raise BadOption(f"the shares of chat, task and text are {parts}: they must be at least 0, and 1 together")
+
+    def kind(self, drawn: float) -> str:
+        """The kind that a number drawn from [0, 1) means."""
+        return "chat" if drawn < self.chat else "task" if drawn < self.chat + self.task else "text"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens at most: of a passage (a least one, too), a question and an answer."""
+
+    passage: tuple[int, int] = (16, 160)
+    question: int = 160
+    answer: int = 320
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a chat template puts around the first question, as ids; () where there is no template."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, template: ChatTemplate, encode: Callable[[str], list[int]]) -> Frame:
+        """Render one conversation and cut it. Raises BadOption where the template changes the user's text."""
+        text = template.render([{"role": "user", "content": MARK}], add_generation_prompt=True)
+        before, found, after = text.partition(MARK)
+        if not found:
+            raise BadOption("the chat template does not print a user's text as it is: sample with --chat 0 --task 0")
+        return cls(tuple(encode(before)), tuple(encode(after)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one number is to become. prompt: the ids that the target is given first."""
+
+    number: int
+    kind: str
+    temperature: float
+    seed: int
+    prompt: tuple[int, ...]
+
+
+class Writer:
+    """Plans the samples of a target, and writes them.
+
+    texts: where passages are cut from. Raises BadOption where there are none to cut from.
+    """
+
+    def __init__(self, llm: LLM, texts: Seq[str], *, seed: int, shares: Shares, lengths: Lengths) -> None:
+        self.llm, self.seed, self.shares, self.lengths = llm, seed, shares, lengths
+        self.frame = Frame()
+        if shares.chat + shares.task > 0:
+            self.frame = Frame.of(llm.chat_template, lambda text: llm.tokenizer.encode(text, add_special_tokens=False))
+        self.texts = texts
+        self._sizes = np.cumsum([len(text) for text in texts])
+        if shares.task + shares.text > 0 and not len(self._sizes):
+            raise BadOption("there is no text to cut passages from: name some with --text, or sample with --chat 1")
+
+    def options(self) -> dict[str, Any]:
+        """What decides what a number becomes, for the file."""
+        llm = self.llm
+        return {
+            "num_ids": llm.tokenizer.num_ids,
+            "tokenizer": llm.tokenizer.fingerprint,
+            "weights": fingerprint(llm.checkpoint.model),
+            "precision": llm.checkpoint.model.precision,
+            "seed": self.seed,
+            "chat": self.shares.chat,
+            "task": self.shares.task,
+            "text": self.shares.text,
+            "passage_tokens": list(self.lengths.passage),
+            "question_tokens": self.lengths.question,
+            "answer_tokens": self.lengths.answer,
+            "texts": hashlib.sha256("\0".join(self.texts).encode("utf-8", "surrogatepass")).hexdigest(),
+        }
+
+    def plan(self, number: int) -> Plan:
+        """What this number is to become; a function of the options."""
+        rng = random.Random(f"{self.seed} {number}")
+        kind = self.shares.kind(rng.random())
+        temperature = rng.choice(TEMPERATURES)
+        seed = rng.getrandbits(63)
+        prompt = self.frame.before
+        if kind != "chat":
+            num = rng.randint(*self.lengths.passage)
+            passage = self._passage(rng, num)
+            prompt = tuple(passage)
+            if kind == "task":
+                tokenizer = self.llm.tokenizer
+                whole = rng.choice(INSTRUCTIONS).format(tokenizer.decode(passage))
+                inside = tokenizer.encode(whole, add_special_tokens=False)
+                prompt = (*self.frame.before, *inside, *self.frame.after)
+        return Plan(number, kind, temperature, seed, prompt)
+
+    def write(
+        self, out: SampleWriter, num_tokens: int, batch_size: int, say: Callable[[SampleWriter], None] = lambda w: None
+    ) -> None:
+        """Append samples until the file holds `num_tokens` ids. say: is told after each of them."""
+        ended = SimpleQueue[tuple[int, Request]]()
+        planned, answers, done = dict[int, Plan](), dict[int, int](), dict[int, Sample]()
+        going = dict[int, Request]()
+        next_number = out.next_number
+        places = batch_size + -(-batch_size // 4)  # some wait, so that no place in the batch is empty for a step
+
+        def start(number: int, prompt: Seq[int], params: SamplingParams) -> None:
+            def hear(request: Request) -> None:
+                seq = request.seq
+                if seq.finish_reason is not None:
+                    ended.put((number, request))
+                elif len(seq.tokens) % LOOK_EVERY == 0 and looped(seq.tokens, seq.num_prompt_tokens) is not None:
+                    self.llm.end([request])
+
+            (going[number],) = self.llm.submit([list(prompt)], params, hear=hear)
+
+        try:
+            while out.num_tokens < num_tokens:
+                while len(going) < places and next_number < out.next_number + WINDOW * batch_size:
+                    plan = planned[next_number] = self.plan(next_number)
+                    start(next_number, plan.prompt, self._first(plan))
+                    next_number += 1
+                number, request = ended.get()
+                del going[number]
+                if request.error is not None:
+                    raise request.error
+                plan, ids = planned[number], request.seq.tokens
+                ids = ids[: looped(ids, request.seq.num_prompt_tokens)]
+                if plan.kind == "chat" and number not in answers and request.seq.finish_reason == "stop":
+                    answers[number] = len(ids) - 1 + len(self.frame.after)
+                    start(number, [*ids[:-1], *self.frame.after], self._answer(plan))
+                    continue
+                given = len(plan.prompt)
+                answer_at = answers.pop(number, len(ids) if plan.kind == "chat" else given)
+                del planned[number]
+                done[number] = Sample(
+                    number, plan.kind, plan.temperature, given, answer_at, np.array(ids, dtype=np.uint32)
+                )
+                while out.next_number in done and out.num_tokens < num_tokens:
+                    out.append(done.pop(out.next_number))
+                    say(out)
+        finally:
+            self.llm.end(list(going.values()))
+
+    def _first(self, plan: Plan) -> SamplingParams:
+        answer = self._answer(plan)
+        if plan.kind != "chat":
+            return answer
+        return replace(answer, max_tokens=self.lengths.question, min_tokens=2, temperature=1.0)
+
+    def _answer(self, plan: Plan) -> SamplingParams:
+        return SamplingParams(max_tokens=self.lengths.answer, temperature=plan.temperature, seed=plan.seed)
+
+    def _passage(self, rng: random.Random, num: int) -> list[int]:
+        """`num` ids of the given texts, or fewer where one ends, from the beginning of a line."""
+        at = rng.randrange(int(self._sizes[-1]))
+        which = int(np.searchsorted(self._sizes, at, side="right"))
+        text = self.texts[which]
+        start = text.rfind("\n", 0, at - int(self._sizes[which]) + len(text)) + 1
+        return self.llm.tokenizer.encode(text[start : start + 12 * num], add_special_tokens=False)[:num] or [0]
+
+
+def looped(ids: Seq[int], start: int) -> int | None:
+    """Return where the ids from `start` on have said the same REPEATED times, as an end index; None where they never do."""
+    own = np.asarray(ids[start:])
+    ends = [end for period in PERIODS if (end := _repeats(own, period)) is not None]
+    return start + min(ends) if ends else None
+
+
+def _repeats(ids: NDArray[np.int64], period: int) -> int | None:
+    """The end of the first REPEATED repetitions of so many ids."""
+    wanted = max((REPEATED - 1) * period, LEAST_REPEATED - period)  # equal neighbours, in a row
+    if len(ids) < period + wanted:
+        return None
+    is_same = np.concatenate(([0], np.cumsum(ids[period:] == ids[:-period])))
+    found = np.flatnonzero(is_same[wanted:] - is_same[:-wanted] == wanted)
+    return int(found[0]) + period + wanted if len(found) else None
+
+
+def fingerprint(model: Model) -> str:
+    """What identifies weights as they are computed with, hexadecimal: some embeddings and the final norm."""
+    rows = model.embed(range(min(64, model.config.vocab_size))).float()
+    norm = model.norm(rows[:1].new_ones(1, rows.shape[1])).float()
+    digest = hashlib.sha256(rows.cpu().numpy().tobytes() + norm.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def longest(lengths: Lengths) -> int:
+    """A length that no sequence of these lengths exceeds, tokens; what a template adds is small beside it."""
+    return max(lengths.question, 2 * lengths.passage[1] + 64) + lengths.answer + 256
