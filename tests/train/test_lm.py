@@ -7,19 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from forerun.errors import BadOption
 from forerun.models.layers import Decoder
-from forerun.ops.reference import ReferenceOps
-from forerun.train import lm
+from forerun.train import batches, lm, loop
 from forerun.train.config import TrainConfig
 from forerun.train.model import ModelShape, deepen, initial_weights, load_decoder, read_shape, run_windows
 from forerun.train.ops import TrainingOps
-from forerun.train.samples import continuations, own_text
+from forerun.train.samples import SampleWriter
 from forerun.train.tokenizer import load_tokenizer
+from train.written import writer_of
 
 Make = Callable[..., TrainConfig]
 
@@ -42,18 +41,18 @@ def test_resumed_run_equals_an_uninterrupted_one(tiny: Make, monkeypatch: pytest
     whole, parts = tiny("whole"), tiny("parts")
     lm.train(whole, quiet=True)
 
-    real_step = lm.train_step
+    real_step = loop.train_step
 
-    def stop_at_17(run: lm.Run) -> tuple[float, float]:
+    def stop_at_17(run: loop.Run) -> tuple[float, float]:
         if run.step == 17:
-            lm.save_state(run)
+            loop.save_state(run)
             raise KeyboardInterrupt
         return real_step(run)
 
-    monkeypatch.setattr(lm, "train_step", stop_at_17)
+    monkeypatch.setattr(loop, "train_step", stop_at_17)
     with pytest.raises(KeyboardInterrupt):
         lm.train(parts, quiet=True)
-    monkeypatch.setattr(lm, "train_step", real_step)
+    monkeypatch.setattr(loop, "train_step", real_step)
     torch.manual_seed(123)  # whatever happened in between
     lm.train(parts, resume=True, quiet=True)
 
@@ -97,23 +96,17 @@ def test_exported_folder_is_a_llama_for_transformers(tiny: Make) -> None:
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_samples_continue_prompts_as_the_model_would(tiny: Make, sources: Path, tmp_path: Path) -> None:
+def test_a_draft_learns_from_what_its_target_wrote(tiny: Make, sources: Path, tmp_path: Path) -> None:
     config = tiny()
     lm.train(config, quiet=True)
-    folder = config.out / "model"
-    model = load_decoder(folder, TrainingOps(12))
-    serving = load_decoder(folder, ReferenceOps())
-    prompts = [[5, 6, 7, 8], [9, 10]]
-    greedy = continuations(serving, prompts, 8, 0.0)
-    tokens = torch.tensor([prompts[0] + greedy[0]])
-    predicted = model.logits(run_windows(model, tokens)).argmax(-1)[3:-1]
-    assert predicted.tolist() == greedy[0]
+    folder, path = config.out / "model", tmp_path / "samples"
+    writer = writer_of(folder, [path.read_text(encoding="utf-8") for path in sorted(sources.iterdir())])
+    file = SampleWriter(path, writer.options())
+    writer.write(file, 300, 4)
+    file.close()
     tokenizer = load_tokenizer(folder)
-    stream = own_text(serving, tokenizer, 300, text=sources, batch_size=4, prompt_tokens=(4, 8), new_tokens=20)
-    assert stream.dtype == np.uint16
-    assert len(stream) >= 300
-    path = tmp_path / "samples.npy"
-    np.save(path, stream)
+    stream = batches.load_samples(path, tokenizer)
+    assert len(stream) >= 250
     draft = tiny("draft", teacher=folder, loss="kl", samples=path, samples_share=0.5, steps=3)
     assert lm.prepare(draft).data.num_sample_rows == 2
     lm.train(draft, quiet=True)

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from forerun.errors import BadOption, NotFound
+from forerun.errors import BadOption
 from forerun.train.corpus import Document
+from forerun.train.samples import read_samples, stream
 from forerun.train.tokenizer import END_OF_TEXT
 
 Tokens = NDArray[np.uint16]
@@ -97,11 +98,13 @@ def validation_windows(tokens: Tokens, seq_len_tokens: int, most: int) -> Tensor
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def load_samples(path: Path) -> Tokens:
-    """Read a stream of token ids that was saved with numpy as uint16 [N]. Raises BadOption for any other array."""
-    if not path.exists():
-        raise NotFound(f"there is no {path}: `forerun train sample` makes it")
-    tokens = np.load(path)
-    if tokens.dtype != np.uint16 or tokens.ndim != 1:
-        raise BadOption(f"{path} holds {tokens.dtype} {list(tokens.shape)}: a uint16 array of one dimension is needed")
-    return tokens  # type: ignore[no-any-return]
+def load_samples(path: Path, tokenizer: Tokenizer) -> Tokens:
+    """Read a file of `forerun train sample` as one stream, with the end-of-text token behind each text, uint16 [N].
+
+    Raises BadOption where its ids are those of another number of tokens, or do not fit 16 bits.
+    """
+    found = read_samples(path)
+    num_ids = tokenizer.get_vocab_size()
+    if found.options["num_ids"] != num_ids or num_ids > 1 << 16:
+        raise BadOption(f"{path} holds ids of {found.options['num_ids']} tokens, and the tokenizer has {num_ids}")
+    return stream(found.split(held_out=False), tokenizer.token_to_id(END_OF_TEXT)).astype(np.uint16)

@@ -1,0 +1,319 @@
+"""The one training loop: steps, learning rate, log, checkpoints that are resumed bit for bit, curves.
+
+What is trained is a `Task`: a language model (lm.py) or a drafter's head (heads/). The out folder gets `log.jsonl` (one
+object per logged step), `run.json` (options and data), `state.pt` (to resume from) and, where matplotlib is installed,
+`curves.png`. The task exports what it has learned beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from forerun.errors import BadOption
+
+Autocast = Literal["auto", "bf16", "off"]
+LOG_EVERY_STEPS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """How long and how fast one run learns. Sizes in tokens, times in seconds."""
+
+    out: Path
+    steps: int
+    tokens_per_step: int = 4096
+    seq_len_tokens: int = 512
+    lr: float = 2e-3  # peak
+    warmup_steps: int = 50
+    decay_share: float = 0.4  # last share of the steps, in which the rate falls linearly to 0
+    weight_decay: float = 0.1  # of matrices; norms are left alone
+    grad_clip: float = 1.0  # largest norm of the gradient
+    seed: int = 0
+    validate_every_steps: int = 100
+    checkpoint_every_s: float = 300.0
+    autocast: Autocast = "auto"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name, is_possible in self.checks().items():
+            if not is_possible:
+                raise BadOption(f"{name}={getattr(self, name)} is out of range")
+
+    def checks(self) -> dict[str, bool]:
+        """Whether the value of each of these fields is possible."""
+        return {
+            "steps": self.steps >= 1,
+            "tokens_per_step": self.tokens_per_step >= self.seq_len_tokens,
+            "seq_len_tokens": self.seq_len_tokens >= 2,
+            "lr": self.lr > 0,
+            "decay_share": 0 <= self.decay_share <= 1,
+        }
+
+    @property
+    def rows_per_step(self) -> int:
+        """The number of sequences of one batch."""
+        return self.tokens_per_step // self.seq_len_tokens
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of step 0 .. steps-1: linear warm-up, constant, linear decay to (nearly) 0."""
+        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        decay_steps = max(1, round(self.steps * self.decay_share))
+        return self.lr * min(warm, (self.steps - step) / decay_steps)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options as plain values, with paths as text."""
+        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+
+
+class Task(Protocol):
+    """What is trained. weights: by name, trained in place.
+
+    identity: what must be equal where a run goes on from a saved state. facts: for run.json.
+    """
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]: ...
+    @property
+    def identity(self) -> Any: ...
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+
+    def loss(self, step: int) -> Tensor:
+        """The loss of the batch of one step, which depends on seed and step alone."""
+
+    def validate(self) -> dict[str, float]:
+        """Numbers on held-out data."""
+
+    def export(self, log: Iterable[Mapping[str, Any]]) -> None:
+        """Write what was learned so far. log: the lines of log.jsonl."""
+
+
+@dataclass
+class Run:
+    """The state of a run in memory. `step` counts finished steps, `elapsed_s` the seconds of all its sessions."""
+
+    config: LoopConfig
+    task: Task
+    optimizer: torch.optim.AdamW
+    step: int = 0
+    elapsed_s: float = 0.0
+
+
+def train(config: LoopConfig, task: Task, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
+    """Train until config.steps, save along the way, and export. Returns the last validation's numbers.
+
+    With resume=True it goes on from the state in the out folder (from the beginning where there is none). Every loss
+    after that is bit for bit the one of an uninterrupted run on the same machine with the same number of threads.
+    Raises BadOption where the out folder's state belongs to something else.
+    """
+    config.out.mkdir(parents=True, exist_ok=True)
+    for weight in task.weights.values():
+        weight.requires_grad_(True)
+    run = Run(config, task, make_optimizer(config, task.weights))
+    if resume and (config.out / "state.pt").exists():
+        load_state(run)
+    else:
+        (config.out / "log.jsonl").write_text("", encoding="utf-8")
+    describe_run(run)
+    with deterministic(), progress_bar(quiet) as progress:
+        row = progress.add_task("training", total=config.steps, completed=run.step, note="")
+        for note in steps_of(run):
+            progress.update(row, completed=run.step, note=note)
+    numbers = task.validate()
+    log(run, {"final": True, **numbers})
+    save(run)
+    return numbers
+
+
+def make_optimizer(config: LoopConfig, weights: Mapping[str, Tensor]) -> torch.optim.AdamW:
+    """Make AdamW (Loshchilov and Hutter 2019) with betas 0.9 and 0.95, and weight decay on matrices only."""
+    groups = [
+        {"params": [w for w in weights.values() if w.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [w for w in weights.values() if w.ndim == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+def steps_of(run: Run) -> Iterator[str]:
+    """Run the remaining steps, and yield a line for the progress bar after each."""
+    config = run.config
+    note, last_saved_s = "", time.perf_counter()
+    while run.step < config.steps:
+        started_s = time.perf_counter()
+        loss, grad_norm = train_step(run)
+        run.step += 1
+        step_s = time.perf_counter() - started_s
+        run.elapsed_s += step_s
+        tokens_per_s = config.rows_per_step * config.seq_len_tokens / step_s
+        if run.step % LOG_EVERY_STEPS == 0 or run.step <= LOG_EVERY_STEPS:
+            log(run, {"train_loss": loss, "grad_norm": grad_norm, "tokens_per_s": round(tokens_per_s)})
+        if run.step % config.validate_every_steps == 0 and run.step < config.steps:
+            numbers = run.task.validate()
+            log(run, numbers)
+            note = " ".join(f"{key} {value:.4f}" for key, value in numbers.items())
+        if time.perf_counter() - last_saved_s >= config.checkpoint_every_s:
+            save(run)
+            last_saved_s = time.perf_counter()
+        yield f"loss {loss:.4f} {tokens_per_s:.0f} tok/s {note}"
+
+
+def train_step(run: Run) -> tuple[float, float]:
+    """Train on one batch: forward, backward, clip, update. Returns the loss and the gradient's norm before clipping."""
+    loss = run.task.loss(run.step)
+    loss.backward()  # type: ignore[no-untyped-call]
+    grad_norm = torch.nn.utils.clip_grad_norm_(run.task.weights.values(), run.config.grad_clip)
+    for group in run.optimizer.param_groups:
+        group["lr"] = run.config.lr_at(run.step)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return float(loss.detach()), float(grad_norm)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Make sums repeatable: otherwise threads add up the embedding's gradient in an order that changes."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def autocast(config: LoopConfig) -> AbstractContextManager[Any]:
+    """Return the context of bfloat16 products where asked for, or with `auto` where the device has instructions."""
+    device = torch.device(config.device).type
+    if config.autocast == "off" or (config.autocast == "auto" and not has_bf16(device)):
+        return nullcontext()
+    return torch.autocast(device, dtype=torch.bfloat16)
+
+
+def has_bf16(device: str) -> bool:
+    """Return whether the device is CUDA or a processor with AVX512-BF16 or AMX.
+
+    Other processors emulate bfloat16, which is slower than float32.
+    """
+    if device == "cuda":
+        return True
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+# ------------------------------------------------------------------------------------------------------ what is kept
+
+
+def log(run: Run, numbers: Mapping[str, Any]) -> None:
+    """Append one JSON line with the step, tokens seen and seconds so far."""
+    tokens = run.step * run.config.rows_per_step * run.config.seq_len_tokens
+    head = {"step": run.step, "tokens": tokens, "elapsed_s": round(run.elapsed_s, 1)}
+    with (run.config.out / "log.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**head, **numbers}) + "\n")
+
+
+def read_log(out: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log."""
+    path = out / "log.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def save(run: Run) -> None:
+    """Write the state, what was learned, and the curves."""
+    save_state(run)
+    lines = read_log(run.config.out)
+    run.task.export(lines)
+    draw_curves(lines, run.config.out / "curves.png")
+
+
+def save_state(run: Run) -> None:
+    """Write weights, optimizer, position and random state to out/state.pt; the old file stays until that is done."""
+    state = {
+        "identity": run.task.identity,
+        "weights": {name: weight.detach() for name, weight in run.task.weights.items()},
+        "optimizer": run.optimizer.state_dict(),
+        "step": run.step,
+        "elapsed_s": run.elapsed_s,
+        "rng": torch.get_rng_state(),
+    }
+    partial = run.config.out / "state.pt.partial"
+    torch.save(state, partial)
+    partial.replace(run.config.out / "state.pt")
+
+
+def load_state(run: Run) -> None:
+    """Read what `save_state` wrote, and drop later lines of the log."""
+    # This command wrote the file itself; weights_only would refuse the record of the shape.
+    state = torch.load(run.config.out / "state.pt", map_location=run.config.device, weights_only=False)
+    if state["identity"] != run.task.identity:
+        raise BadOption(f"{run.config.out} holds a run of {state['identity']}, asked for is {run.task.identity}")
+    with torch.no_grad():
+        for name, weight in run.task.weights.items():
+            weight.copy_(state["weights"][name])
+    run.optimizer.load_state_dict(state["optimizer"])
+    run.step, run.elapsed_s = state["step"], state["elapsed_s"]
+    torch.set_rng_state(state["rng"].cpu())
+    kept = [line for line in read_log(run.config.out) if line["step"] <= run.step and "final" not in line]
+    text = "".join(json.dumps(line) + "\n" for line in kept)
+    (run.config.out / "log.jsonl").write_text(text, encoding="utf-8")
+
+
+def describe_run(run: Run) -> None:
+    """Write out/run.json: options, data and versions, for the model card."""
+    record = {
+        "options": run.config.to_json(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        **run.task.facts,
+    }
+    (run.config.out / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def draw_curves(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Draw the training loss, and each number of the validations, over the steps; nothing without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    known = {"step", "tokens", "elapsed_s", "final", "tokens_per_s", "grad_norm"}
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name in line.keys() - known:
+            curves.setdefault(name, []).append((line["step"], line[name]))
+    losses = sorted(name for name in curves if "loss" in name or name == "kl")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    parts = [("nats per token", losses), ("held out, share", sorted(curves.keys() - set(losses)))]
+    for axes, (label, names) in zip(figure.subplots(1, 2), parts, strict=True):
+        for name in names:
+            axes.plot(*zip(*curves[name], strict=True), label=name, marker="." if len(curves[name]) < 20 else None)
+        axes.set_xlabel("step")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        if names:
+            axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def progress_bar(quiet: bool) -> Progress:
+    """Make the progress bar of steps done, loss, speed and time left."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        disable=quiet,
+    )
