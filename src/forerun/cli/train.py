@@ -182,7 +182,9 @@ def head(
     validate_every_steps: Annotated[int, typer.Option(help="Validation interval, steps.")] = 100,
     validation_rows: Annotated[int, typer.Option(help="Rows of held-out texts of one validation.")] = 8,
     checkpoint_every_s: Annotated[float, typer.Option(help="Checkpoint interval, seconds.")] = 300.0,
-    autocast: Annotated[str, typer.Option(help="auto, bf16 or off (float32).")] = "auto",
+    autocast: Annotated[
+        str, typer.Option(help="auto, bf16 or off (float32, which torch computes faster on many CPUs).")
+    ] = "off",
     dtype: Annotated[str, typer.Option(help="Of the target: auto, float32 or bfloat16.")] = "auto",
     ops: Annotated[str, typer.Option(help="Of the target: auto, native or reference.")] = "auto",
     resume: Annotated[bool, typer.Option(help="Go on from the state in the out folder.")] = False,

@@ -1,7 +1,7 @@
 """EAGLE-3: one decoder layer that reads inner hidden states of the target and runs ahead of it (arXiv 2503.01840).
 
-Row i pairs what the target has computed for token i, its residual stream behind a few layers joined by one product, with
-the embedding of token i+1, and guesses token i+2. Where the target has not been, the row's own output of the step
+Row i pairs what the target has computed for token i, its residual stream behind a few layers joined by one product,
+with the embedding of token i+1, and guesses token i+2. Where the target has not been, the row's own output of the step
 before stands for the features. After a round these rows are dropped, and the accepted tokens are run with the target's
 features (`forerun train head --method eagle` makes a head).
 
@@ -24,7 +24,7 @@ from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_fi
 from forerun.drafters.model import Chain, Space, cache_for
 from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
 from forerun.kv.cache import BlockCache, CacheShape
-from forerun.models.configs import size
+from forerun.models.configs import flag, size
 from forerun.models.layers import DecoderConfig, Rope
 from forerun.models.llama import read_config
 from forerun.models.runner import Model, Run, Runner
@@ -57,12 +57,14 @@ class Options:
 class EagleConfig:
     """The sizes of a head. decoder: those of its layer. layers: behind which of the target's layers it reads.
 
-    vocab_size and hidden_size: of the head as a model, whose ids are those that it drafts.
+    has_fc_norm: whether each of these rows is normed before they are joined (EAGLE 3.1). vocab_size and hidden_size: of
+    the head as a model, whose ids are those that it drafts.
     """
 
     decoder: DecoderConfig
     layers: tuple[int, ...]
     draft_vocab: int
+    has_fc_norm: bool = True
 
     @property
     def vocab_size(self) -> int:
@@ -83,6 +85,7 @@ class EagleConfig:
     def to_json(self) -> dict[str, Any]:
         """As published heads have it; a layer id is that of the layer whose input is read."""
         own = {"draft_vocab_size": self.draft_vocab, "eagle_aux_hidden_state_layer_ids": list(self.layers)}
+        own["fc_norm"] = self.has_fc_norm
         return {**config_to_dict(self.decoder), "architectures": ["LlamaForCausalLMEagle3"], **own}
 
     @classmethod
@@ -90,12 +93,14 @@ class EagleConfig:
         """Read what `to_json` wrote. Raises UnsupportedModel for what would be computed wrongly."""
         rest = dict(raw)
         layers, draft_vocab = rest.pop("eagle_aux_hidden_state_layer_ids", None), size(rest, "draft_vocab_size")
-        del rest["draft_vocab_size"]
+        has_fc_norm = flag(rest, "fc_norm")
+        for key in ("draft_vocab_size", "fc_norm"):
+            rest.pop(key, None)
         if not isinstance(layers, list) or not layers or not all(type(k) is int and k >= 0 for k in layers):
             raise UnsupportedModel(
                 f"config.json has eagle_aux_hidden_state_layer_ids={shown(str(layers))}: it must list layers"
             )
-        return cls(read_config(rest), tuple(layers), draft_vocab)
+        return cls(read_config(rest), tuple(layers), draft_vocab, has_fc_norm)
 
 
 def parameter_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
@@ -103,6 +108,7 @@ def parameter_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     c = config.decoder
     h, q, kv = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (h, h * len(config.layers)), "norm.weight": (h,)}
+    shapes |= {f"fc_norm.{i}.weight": (h,) for i in range(len(config.layers) * config.has_fc_norm)}
     shapes |= {f"{LAYER}{name}.weight": (h,) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
     shapes |= {f"{ATTENTION}{name}_proj.weight": (rows, 2 * h) for name, rows in (("q", q), ("k", kv), ("v", kv))}
     shapes |= {f"{ATTENTION}o_proj.weight": (h, q), f"{LAYER}mlp.down_proj.weight": (h, c.ffn_size)}
@@ -125,7 +131,7 @@ class EagleModel:
         self.cache_dtype, self._quantization = target.cache_dtype, quantization
         self._eps = config.decoder.norm_eps
         own = {name: weight.to(self.device, self.weight_dtype) for name, weight in weights.items()}
-        self._norms = {n: w.to(self.activation_dtype) for n, w in own.items() if n.endswith("norm.weight")}
+        self._norms = {n: w.to(self.activation_dtype) for n, w in own.items() if w.ndim == 1}
         self._fc = self._matrix(own["fc.weight"])
         self._qkv = self._matrix(torch.cat([own[f"{ATTENTION}{name}_proj.weight"] for name in "qkv"]))
         self._o = self._matrix(own[f"{ATTENTION}o_proj.weight"])
@@ -142,7 +148,13 @@ class EagleModel:
 
     def joined(self, features: Tensor) -> Tensor:
         """The target's features [n, layers * H] as rows for the layer [n, H]."""
-        return self.ops.linear(features.to(self.activation_dtype), self._fc)
+        rows = features.to(self.activation_dtype).clamp(-head_files.LARGEST, head_files.LARGEST)
+        if self.config.has_fc_norm:
+            parts = rows.split(self.config.hidden_size, -1)
+            norms = [self._norms[f"fc_norm.{i}.weight"] for i in range(len(parts))]
+            normed = [self.ops.rms_norm(part, norm, self._eps) for part, norm in zip(parts, norms, strict=True)]
+            rows = torch.cat(normed, -1)
+        return self.ops.linear(rows, self._fc)
 
     def forward(
         self,
@@ -375,6 +387,8 @@ class EagleDrafter(Drafter):
 
     def _grow(self, chain: Chain, logits: Tensor, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
         """Draw one more token, unless the pacing policy stops here or masks leave none; whether more may follow."""
+        if not bool(logits.max().isfinite()):
+            return False
         depth = len(chain.tokens)
         is_best = takes_the_best(seq.params, seq.bad_word_ids)
         whole = None if is_best and not budget.reads_logits else self._spread(logits)

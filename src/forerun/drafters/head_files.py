@@ -26,6 +26,7 @@ CONFIG, WEIGHTS, PROBE = "config.json", "model.safetensors", "target_probe"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 NUM_PROBES = 8  # embeddings of the target, spread over its ids
 MOST_UNLIKE = 0.25  # of the probe's norm; rounding to 4 bits changes about 0.1
+LARGEST = 6e4  # of what a head reads of hidden states: an infinite number would make all that follow no numbers
 
 
 def probe(embed: Callable[[Seq[int]], Tensor], num_ids: int) -> Tensor:

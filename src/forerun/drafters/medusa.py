@@ -65,7 +65,7 @@ class Heads:
         """hidden [B, H] -> by row and head, the `num` likeliest ids, best first."""
         rows = []
         for blocks in self._blocks[:num_heads]:
-            x = hidden.to(self._dtype)
+            x = hidden.to(self._dtype).clamp(-head_files.LARGEST, head_files.LARGEST)
             for matrix, bias in blocks:
                 x = x + torch.nn.functional.silu(self._ops.linear(x, matrix, bias))
             rows.append(x)

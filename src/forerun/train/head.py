@@ -57,16 +57,16 @@ class HeadTask:
     def loss(self, step: int) -> Tensor:
         """See `Task`."""
         with autocast(self.config):
-            return self.head.loss(self.data.batch(step))[0]
+            return self.head.loss(self.data.batch(step))
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Measure, on held-out texts, what the head's `loss` counts, by position."""
+        """Measure on held-out texts, by position."""
         sums: dict[str, tuple[float, float]] = {}
         rows = self.held_out.epoch()[: self.config.validation_rows]
         for start in range(0, len(rows), self.config.rows_per_step):
             with autocast(self.config):
-                _, numbers = self.head.loss(self.held_out.joined(rows[start : start + self.config.rows_per_step]))
+                numbers = self.head.measure(self.held_out.joined(rows[start : start + self.config.rows_per_step]))
             for name, (total, count) in numbers.items():
                 had = sums.get(name, (0.0, 0.0))
                 sums[name] = had[0] + total, had[1] + count

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun import registry
@@ -76,6 +77,48 @@ class Batch:
         return same
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What a head guesses at one position, over all rows [S, L].
+
+    wanted: rows that have such a token. learned: those of which there are logits. ids [n]: what is drafted. best: the
+    target's likeliest id there; mass: see Features.
+    """
+
+    wanted: Tensor
+    learned: Tensor
+    ids: Tensor
+    best: Tensor
+    mass: Tensor
+
+    def found(self, own: Tensor) -> Tensor:
+        """[S, L] bool: where the likeliest id is the target's. own [R, n]: logits of the learned rows."""
+        found = torch.zeros_like(self.wanted)
+        found[self.learned] = self.ids[own.argmax(-1)] == self.best[self.learned]
+        return found
+
+    def numbers(self, at: str, own: Tensor, target: Tensor, reached: Tensor) -> dict[str, tuple[float, float]]:
+        """Return agreement, overlap and loss, with `at` behind their names.
+
+        agreement: the share of rows whose likeliest id is the target's, of those in which all earlier positions agreed
+        (reached): alpha at temperature 0. overlap: the mean of sum min(p, q), alpha at temperature 1, of all rows.
+        target [R, n]: the target's logits.
+        """
+        probs = (target - self.mass[self.learned].unsqueeze(-1)).exp()
+        overlap = torch.minimum(probs, own.softmax(-1)).sum()
+        here, ce = self.wanted & reached, cross_entropy(own, target)
+        return {
+            f"agreement{at}": (float((self.found(own) & here).sum()), float(here.sum())),
+            f"overlap{at}": (float(overlap), float(self.wanted.sum())),
+            f"loss{at}": (float(ce.sum()), float(len(ce))),
+        }
+
+
+def cross_entropy(own: Tensor, target: Tensor) -> Tensor:
+    """Nats of each row [R]: between the target's distribution over these ids and the head's, logits [R, n]."""
+    return F.cross_entropy(own, target.softmax(-1), reduction="none")
+
+
 def shifted(rows: Tensor, num: int) -> Tensor:
     """rows [S, L, ...] moved `num` places to the front; the last ones are repeated, and mean nothing."""
     return torch.cat((rows[:, num:], rows[:, -1:].expand(-1, num, *rows.shape[2:])), 1) if num else rows
@@ -86,8 +129,11 @@ class Head(Protocol):
 
     weights: dict[str, Tensor]
 
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, tuple[float, float]]]:
-        """The loss, and numbers for the log as sums with their counts."""
+    def loss(self, batch: Batch) -> Tensor:
+        """The loss of a batch, with its gradient."""
+
+    def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
+        """Numbers for the log, each as a sum and what to divide it by: those of `Rows` by position."""
 
     def save(self, folder: Path, tokenizer: str) -> None:
         """Write the files that the drafter of this name reads. tokenizer: a fingerprint of drafters/artifacts.py."""

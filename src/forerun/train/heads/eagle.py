@@ -1,16 +1,16 @@
 """EAGLE-3 with training-time test (Li et al. 2025, arXiv 2503.01840); the drafter is drafters/eagle.py.
 
-Row m has the target's features of token m and the embedding of token m+1, and learns the target's distribution of token
-m+2. Then it goes on as it will when it drafts: step j takes its own output of the step before in place of features and
-the embedding of token m+j+1, and sees the rows of true features up to m and its own of steps 1 to j. The loss is the sum
-over steps of decay^j times the cross entropy to the target's distribution over the ids that are drafted; where the
-target's likeliest id is not one of them, a row is left out.
+Row m has the target's features of token m and the embedding of token m+1, and learns the target's distribution of
+token m+2. Then it goes on as it will when it drafts: step j takes its own output of the step before in place of
+features and the embedding of token m+j+1, and sees the rows of true features up to m and its own of steps 1 to j. The
+loss is the sum over steps of decay^j times the cross entropy to the target's distribution over the ids that are
+drafted; where the target's likeliest id is not one of them, a row is left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from forerun.drafters import head_files
 from forerun.drafters.eagle import EagleConfig, parameter_shapes
 from forerun.models.layers import DecoderConfig, inverse_frequencies
 from forerun.registry import parse_list
-from forerun.train.heads import Batch, Teacher, shifted
+from forerun.train.heads import Batch, Rows, Teacher, cross_entropy, shifted
 
 
 @dataclass(frozen=True)
@@ -77,37 +77,39 @@ class Head:
         self._place = torch.full((target.vocab_size,), -1)
         self._place[self.ids] = torch.arange(len(self.ids))
 
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, tuple[float, float]]]:
+    def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
+        total = torch.zeros(())
+        for j, (_, own, target) in enumerate(self._steps(batch)):
+            if len(own):
+                total = total + self.options.decay**j * cross_entropy(own, target).mean()
+        return total
+
+    def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
+        """See `Head` in this package."""
+        numbers, reached = dict[str, tuple[float, float]](), torch.ones_like(batch.is_written)
+        for j, (learned, own, target) in enumerate(self._steps(batch)):
+            rows = Rows(batch.ahead(j + 2), learned, self.ids, shifted(batch.best, j + 1), shifted(batch.mass, j + 1))
+            numbers |= rows.numbers(f"_{j + 1}", own, target, reached)
+            reached = reached & rows.found(own)
+        return numbers
+
+    def _steps(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of each step: which rows are learned [S, L], and own and target logits of those, float32 [R, draft_vocab]."""
         w, eps = self.weights, self.config.decoder.norm_eps
-        feature = F.linear(batch.layers.flatten(2).float(), w["fc.weight"])
-        mask = _visible(batch)
-        memory = list[tuple[Tensor, Tensor]]()
-        total, numbers = feature.new_zeros(()), dict[str, tuple[float, float]]()
-        reached = torch.ones_like(batch.is_written)
+        rows = batch.layers.float()
+        if self.config.has_fc_norm:
+            rows = _norm(rows, torch.stack([w[f"fc_norm.{i}.weight"] for i in range(rows.shape[2])]), eps)
+        feature = F.linear(rows.flatten(2), w["fc.weight"])
+        mask, memory = _visible(batch), list[tuple[Tensor, Tensor]]()
         for j in range(self.options.steps):
             embedded = F.embedding(shifted(batch.ids, j + 1), self._teacher.embeddings)
             feature = self._layer(embedded, feature, batch.at + j, memory, mask)
-            rows = batch.ahead(j + 2)
-            best = shifted(batch.best, j + 1)
-            is_known = self._place[best] >= 0
-            learned = rows & is_known
-            logits = F.linear(_norm(feature[learned], w["norm.weight"], eps), self._rows).float()
+            learned = batch.ahead(j + 2) & (self._place[shifted(batch.best, j + 1)] >= 0)
+            own = F.linear(_norm(feature[learned], w["norm.weight"], eps), self._rows).float()
             with torch.no_grad():
                 target = F.linear(shifted(batch.hidden, j + 1)[learned].to(self._rows.dtype), self._rows).float()
-            own = logits.log_softmax(-1)
-            ce = -(target.softmax(-1) * own).sum(-1)
-            total = total + self.options.decay**j * ce.mean() if len(ce) else total
-            with torch.no_grad():
-                found = torch.zeros_like(rows)
-                found[learned] = self.ids[own.argmax(-1)] == best[learned]
-                probs = (target - shifted(batch.mass, j + 1)[learned].unsqueeze(-1)).exp()
-                overlap = torch.minimum(probs, own.exp()).sum()
-                numbers[f"agreement_{j + 1}"] = (float((found & reached).sum()), float((rows & reached).sum()))
-                numbers[f"overlap_{j + 1}"] = (float(overlap), float(rows.sum()))
-                numbers[f"loss_{j + 1}"] = (float(ce.sum()), float(len(ce)))
-                reached = reached & found
-        return total, numbers
+            yield learned, own, target
 
     def save(self, folder: Path, tokenizer: str) -> None:
         """See `Head` in this package."""
@@ -144,16 +146,13 @@ class Head:
 
 
 def _first_weights(config: EagleConfig, teacher: Teacher, seed: int) -> dict[str, Tensor]:
-    """Normal(0, 0.02), norms 1; features begin as the last of the hidden states, the final norm as the target's."""
+    """Normal(0, 0.02), and norms 1; the final norm begins as half of the target's, whose rows of the LM head follow."""
     generator = torch.Generator().manual_seed(seed)
     weights = dict[str, Tensor]()
     for name, shape in parameter_shapes(config).items():
         scale = 0.02 / 2**0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
         weights[name] = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * scale
-    width = config.hidden_size
-    weights["fc.weight"] *= 0.1
-    weights["fc.weight"][:, -width:] += torch.eye(width)
-    weights["norm.weight"] = teacher.norm.clone()
+    weights["norm.weight"] = teacher.norm / 2
     return weights
 
 

@@ -7,6 +7,7 @@ entropy to the target's distribution over the ids that are drafted.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from forerun.drafters import head_files
 from forerun.models.layers import DecoderConfig
-from forerun.train.heads import Batch, Teacher, shifted
+from forerun.train.heads import Batch, Rows, Teacher, cross_entropy, shifted
 
 
 @dataclass(frozen=True)
@@ -54,25 +55,31 @@ class Head:
             for part in ("weight", "bias")
         }
 
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, tuple[float, float]]]:
+    def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
-        total, numbers = torch.zeros(()), dict[str, tuple[float, float]]()
-        reached = torch.ones_like(batch.is_written)
+        total = torch.zeros(())
+        for head, (_, own, target) in enumerate(self._heads(batch)):
+            if len(own):
+                total = total + self.options.decay**head * cross_entropy(own, target).mean()
+        return total
+
+    def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
+        """See `Head` in this package."""
+        numbers, reached = dict[str, tuple[float, float]](), torch.ones_like(batch.is_written)
+        for k, (learned, own, target) in enumerate(self._heads(batch)):
+            rows = Rows(batch.ahead(k + 2), learned, self.ids, shifted(batch.best, k + 1), shifted(batch.mass, k + 1))
+            numbers |= rows.numbers(f"_{k + 1}", own, target, reached)
+            reached = reached & rows.found(own)
+        return numbers
+
+    def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of each head: which rows are learned [S, L], and own and target logits of those, float32 [R, draft_vocab]."""
         for head in range(self.options.heads):
-            rows, best = batch.ahead(head + 2), shifted(batch.best, head + 1)
-            learned = rows & (self._place[best] >= 0)
-            own = self._logits(head, batch.hidden[learned].float()).log_softmax(-1)
+            learned = batch.ahead(head + 2) & (self._place[shifted(batch.best, head + 1)] >= 0)
+            own = self._logits(head, batch.hidden[learned].float())
             with torch.no_grad():
                 target = F.linear(shifted(batch.hidden, head + 1)[learned].to(self._rows.dtype), self._rows).float()
-            ce = -(target.softmax(-1) * own).sum(-1)
-            total = total + self.options.decay**head * ce.mean() if len(ce) else total
-            with torch.no_grad():
-                found = torch.zeros_like(rows)
-                found[learned] = self.ids[own.argmax(-1)] == best[learned]
-                numbers[f"agreement_{head + 1}"] = (float((found & reached).sum()), float((rows & reached).sum()))
-                numbers[f"loss_{head + 1}"] = (float(ce.sum()), float(len(ce)))
-                reached = reached & found
-        return total, numbers
+            yield learned, own, target
 
     def save(self, folder: Path, tokenizer: str) -> None:
         """See `Head` in this package."""
