@@ -150,7 +150,7 @@ class EagleModel:
         """The target's features [n, layers * H] as rows for the layer [n, H]."""
         rows = features.to(self.activation_dtype).clamp(-head_files.LARGEST, head_files.LARGEST)
         if self.config.has_fc_norm:
-            parts = rows.split(self.config.hidden_size, -1)
+            parts = torch.split(rows, self.config.hidden_size, -1)
             norms = [self._norms[f"fc_norm.{i}.weight"] for i in range(len(parts))]
             normed = [self.ops.rms_norm(part, norm, self._eps) for part, norm in zip(parts, norms, strict=True)]
             rows = torch.cat(normed, -1)
@@ -187,9 +187,9 @@ class EagleModel:
             window=None,
         )
         x = self._fed_forward(x, out.flatten(1))
-        for k, tap in (taps or {}).items():
-            if k != 1:
-                raise InternalError(f"a head has one layer, and no tap {k}")
+        for behind, tap in (taps or {}).items():
+            if behind != 1:
+                raise InternalError(f"a head has one layer, and no tap {behind}")
             tap.copy_(x)
         return self.norm(x)
 

@@ -71,7 +71,7 @@ class Heads:
             rows.append(x)
         logits = self._ops.linear(torch.stack(rows, 1).flatten(0, 1), self._head)
         best = logits.topk(min(num, logits.shape[-1]), dim=-1).indices
-        found: list[list[list[int]]] = self._ids[best.cpu()].unflatten(0, (len(hidden), -1)).tolist()
+        found: list[list[list[int]]] = torch.unflatten(self._ids[best.cpu()], 0, (len(hidden), -1)).tolist()
         return found
 
     def _linear(self, weights: Mapping[str, Tensor], name: str, target: Model) -> tuple[Any, Tensor | None]:

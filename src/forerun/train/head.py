@@ -12,8 +12,8 @@ from torch import Tensor
 
 from forerun.drafters import artifacts
 from forerun.errors import BadOption, shown
+from forerun.models.layers import Decoder
 from forerun.models.loading import Checkpoint
-from forerun.models.runner import Model
 from forerun.train import heads, loop
 from forerun.train.features import FeatureSource, Recomputed, Stored
 from forerun.train.heads import Packing, Teacher
@@ -31,7 +31,6 @@ class HeadConfig(LoopConfig):
     num_tokens: int | None = None  # of the samples, the first ones; None = all
     features: Path | None = None  # folder to store the target's hidden states in; None = recompute them
     validation_rows: int = 8
-    only: str | None = None  # kind of samples to learn from; None = all
 
 
 @dataclass
@@ -97,7 +96,7 @@ def prepare(config: HeadConfig, checkpoint: Checkpoint, say: Callable[[int], Non
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     if tokenizer is None:
         raise BadOption("a head needs its target's tokenizer: load the checkpoint with it")
-    samples, options = _samples(config, model, tokenizer.fingerprint)
+    samples, options = _samples(config, tokenizer.fingerprint)
     _, module, made = heads.load(config.method, model.config)
     source = _source(config, model, module.layers(made, model.config), samples, options, say)
     parts = [[s for s in samples if s.is_held_out == is_held_out] for is_held_out in (False, True)]
@@ -118,7 +117,7 @@ def prepare(config: HeadConfig, checkpoint: Checkpoint, say: Callable[[int], Non
     return HeadTask(config, head, data, held_out, artifacts.fingerprint(tokenizer, tokenizer.num_ids), facts)
 
 
-def _samples(config: HeadConfig, model: Model, tokenizer: str) -> tuple[list[Sample], Mapping[str, Any]]:
+def _samples(config: HeadConfig, tokenizer: str) -> tuple[list[Sample], Mapping[str, Any]]:
     """The samples that the run sees. Raises BadOption for those of another target."""
     found = read_samples(config.samples)
     if found.options["tokenizer"] != tokenizer:
@@ -131,14 +130,13 @@ def _samples(config: HeadConfig, model: Model, tokenizer: str) -> tuple[list[Sam
         if config.num_tokens is not None and num_tokens >= config.num_tokens:
             break
         num_tokens += len(sample.ids)
-        if config.only is None or sample.kind == config.only:
-            chosen.append(sample)
+        chosen.append(sample)
     return chosen, found.options
 
 
 def _source(
     config: HeadConfig,
-    model: Model,
+    model: Decoder,
     layers: tuple[int, ...],
     samples: list[Sample],
     options: Mapping[str, Any],
@@ -147,11 +145,9 @@ def _source(
     source = Recomputed(model, layers, max((len(sample.ids) for sample in samples), default=1))
     if config.features is None:
         return source
-    wanted = [*samples] if config.only is None else list(samples)
     facts = {
         "weights": fingerprint(model),
         "precision": model.precision,
         "samples": [options["weights"], options["seed"], options["texts"]],
-        "only": config.only,
     }
-    return Stored(config.features, wanted, source, facts, say)
+    return Stored(config.features, samples, source, facts, say)

@@ -132,7 +132,8 @@ class Head:
             -1,
         )
         q, k, v = (
-            F.linear(x, w[f"{own}{name}_proj.weight"]).unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for name in "qkv"
+            torch.unflatten(F.linear(x, w[f"{own}{name}_proj.weight"]), -1, (-1, c.head_dim)).transpose(1, 2)
+            for name in "qkv"
         )
         rotation = _rotation(at, self._inv_freq)
         q, k = _rope(q, rotation), _rope(k, rotation)
@@ -173,7 +174,7 @@ def _attend(q: Tensor, memory: Seq[tuple[Tensor, Tensor]], mask: Tensor) -> Tens
     own = [(q * k).sum(-1, keepdim=True).float() for k, _ in later]
     weights = (torch.cat((scores, *own), -1) * scale).softmax(-1).to(q.dtype)
     length = keys.shape[2]
-    out = weights[..., :length] @ values
+    out: Tensor = weights[..., :length] @ values
     for i, (_, v) in enumerate(later):
         out = out + weights[..., length + i, None] * v
     return out
