@@ -198,17 +198,22 @@ class EagleModel:
 class _Text:
     """What the head knows of one sequence.
 
-    first: index of the token whose features come first. waiting: joined features that were not run yet. num_run: rows
-    in the cache with true features.
+    first: index of the token whose features come first. waiting: features that were not run yet, joined; seen: those
+    behind them, each as the target's rows behind its layers. num_run: rows in the cache with true features.
     """
 
     first: int = -1
     waiting: list[Tensor] = field(default_factory=list)
+    seen: list[list[Tensor]] = field(default_factory=list)
     num_run: int = 0
 
     @property
+    def num_seen(self) -> int:
+        return sum(len(rows[0]) for rows in self.seen)
+
+    @property
     def num_waiting(self) -> int:
-        return sum(len(rows) for rows in self.waiting)
+        return sum(len(rows) for rows in self.waiting) + self.num_seen
 
     @property
     def num_known(self) -> int:
@@ -248,7 +253,11 @@ class EagleDrafter(Drafter):
             if own.start != text.num_known:
                 raise InternalError(f"features of token {own.start} came where those of {text.num_known} were to come")
             if len(own.kept):
-                text.waiting.append(self.model.joined([own.layer(k) for k in self.hidden_layers]))
+                text.seen.append([own.layer(k) for k in self.hidden_layers])
+            if (
+                text.num_seen > ROUND_ROWS
+            ):  # joined they take less memory; one by one it would cost those who never draft
+                self._join(text)
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         """Run features that wait, but for those that a round may run."""
@@ -285,6 +294,11 @@ class EagleDrafter(Drafter):
             state = dict(zip(going, rows, strict=True))
         return Draft.chains([c.tokens for c in chains], [c.probs for c in chains])
 
+    def _join(self, text: _Text) -> None:
+        if text.seen:
+            parts = [torch.cat(rows) for rows in zip(*text.seen, strict=True)]
+            text.waiting, text.seen = [*text.waiting, self.model.joined(parts)], []
+
     def _waits(self, seq: Sequence) -> int:
         return self._texts[seq.id].num_waiting
 
@@ -314,6 +328,7 @@ class EagleDrafter(Drafter):
         runs = []
         for seq, num in feeds:
             text = self._texts[seq.id]
+            self._join(text)
             features = text.waiting[0] if len(text.waiting) == 1 else torch.cat(text.waiting)
             at = text.first + text.num_run + 1
             vectors = dict(enumerate(features[:num]))
