@@ -79,7 +79,8 @@ class Recomputed:
                 scores = runner.forward([Run(SLOT, chunk)])
                 runner.cache.keep({SLOT: range(len(chunk))})
                 logits = scores.logits[0].float()
-                taps = torch.stack([scores.taps[k] for k in self.layers], 1)
+                rows = [scores.taps[k] for k in self.layers]
+                taps = torch.stack(rows, 1) if rows else scores.hidden.new_empty(len(chunk), 0, self.width)
                 parts.append(
                     Features(
                         taps.bfloat16().cpu(),
