@@ -48,7 +48,7 @@ PERIODS = range(1, 65)  # tokens of what repeats itself
 REPEATED = 3  # times, and
 LEAST_REPEATED = 32  # tokens of it at least, end a text
 LOOK_EVERY = 16  # tokens, while a text is written
-MOST_REPEATED = 256  # samples in a row whose beginnings were there before
+MOST_REPEATED = 64  # samples in a row whose beginnings were there before
 WINDOW = 8  # numbers that may be under way for each place in the batch, while the first of them is not finished
 
 
