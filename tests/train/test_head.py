@@ -134,6 +134,14 @@ def test_stored_features_are_the_recomputed_ones(tiny: Make, checkpoint: Checkpo
     rows.write_bytes(data[: len(data) // 3 - 7])  # as a kill leaves it
     training.prepare(stored, checkpoint)
     assert rows.read_bytes() == data
+    fewer = training.prepare(tiny(features=tmp_path / "features", method="eagle:layers=1+2"), checkpoint)
+    assert torch.equal(fewer.data.batch(3).layers, batches[0].layers)
+    assert (
+        training.prepare(tiny(features=tmp_path / "features", method=METHODS[1]), checkpoint)
+        .data.batch(0)
+        .layers.shape[2]
+        == 0
+    )
     with pytest.raises(BadOption, match="are of layers="):
         training.prepare(tiny(features=tmp_path / "features", method="eagle:layers=0+1"), checkpoint)
 
