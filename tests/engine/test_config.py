@@ -71,8 +71,9 @@ def test_suffix_decoding_of_speculative_config_is_suffix():
         ("draft_model", "name the draft model itself, by its folder or hub id"),
         *[
             (name, "there is no such drafter yet, and forerun drafters lists those there are")
-            for name in ("eagle3", "EAGLE", "medusa", "mtp", "qwen3_next_mtp", "draft-eagle3")
+            for name in ("hydra", "mtp", "qwen3_next_mtp", "draft-nextn")
         ],
+        *[(name, "write eagle:path=FOLDER") for name in ("eagle3", "EAGLE", "MEDUSA", "draft-eagle3")],
     ],
 )
 def test_a_drafter_of_another_engine_is_answered(spec, words):
@@ -119,7 +120,7 @@ def test_no_value_that_works_here_is_answered_as_a_peers():
         ({"generation_config": "./folder"}, "there is no generation_config called './folder'"),
         (
             {"speculative_config": {"method": "eagle3", "model": "x"}},
-            "draft='eagle3' is not possible: there is no such",
+            "draft='eagle3' is not possible: eagle and medusa read heads that",
         ),
         ({"speculative_config": {"model": "x", "prompt_lookup_max": 4}}, 'prompt_lookup_max is draft="lookup:max_n=N"'),
         ({"speculative_config": {"method": "ngram", "model": "x"}}, "drop one of them"),
