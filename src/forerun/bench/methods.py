@@ -281,7 +281,7 @@ def _draft_models(llms: Mapping[str, LLM]) -> list[Decoder]:
     return list(models.values())  # type: ignore[arg-type]  # the models of this benchmark are decoders
 
 
-def _chats(llm: LLM) -> bool:
+def chats(llm: LLM) -> bool:
     """Whether the model has a chat template."""
     try:
         return bool(llm.chat_template.names)
@@ -291,7 +291,7 @@ def _chats(llm: LLM) -> bool:
 
 def _ids(llm: LLM, prompt: WorkPrompt) -> list[int]:
     """The prompt as the model's chat template writes it; joined where the model has none."""
-    if _chats(llm):
+    if chats(llm):
         return llm.apply_chat_template(prompt.messages)
     return llm.tokenizer.encode("\n\n".join(message["content"] for message in prompt.messages) + "\n\n")
 
@@ -311,7 +311,7 @@ def _measure(
     ids = {prompt.id: _ids(llm, prompt) for prompt in prompts}
     for prompt_ids in ids.values():
         llm.engine.make(prompt_ids, plan.params(plan.temperatures[0], plain[0], ""))  # refuses one that is too long
-    goes_on = not _chats(llm)  # a model that does not know turns may end at once, which measures nothing
+    goes_on = not chats(llm)  # a model that does not know turns may end at once, which measures nothing
     built = {way: _serving(llms[way.pacing], way) for way in every}
     clocks = {id(drafter): _clock(llms[way.pacing], drafter) for way, drafter in built.items()}
     kinds = dict.fromkeys(prompt.kind for prompt in prompts)

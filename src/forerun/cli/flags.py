@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,7 +89,12 @@ UseSpeculativeDecoding = Annotated[
 DraftCatchupTokens = Annotated[int | None, _engine("draft_catchup_tokens")]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", help="TOML file with engine options.", show_default=False, rich_help_panel=ENGINE_OPTION),
+    typer.Option(
+        "--config",
+        help="file with engine options, TOML, or JSON where it ends in .json.",
+        show_default=False,
+        rich_help_panel=ENGINE_OPTION,
+    ),
 ]
 
 TEMPERATURE_HELP = "0 = greedy"
@@ -173,16 +178,17 @@ def _text_or_file(value: str) -> str:
     return read_file(Path(value[1:]), "file of --prediction")
 
 
-def requests(text: str, defaults: SamplingParams) -> list[Request]:
+def requests(text: str, defaults: SamplingParams, ignored: Collection[str] = ()) -> list[Request]:
     """Read one request per line of a JSON Lines text: {"prompt": a text or ids, and any field of SamplingParams}.
 
-    A field that a line does not have is taken from `defaults`. Raises BadOption with the number of the line.
+    A field that a line does not have is taken from `defaults`. ignored: names that are no fields. Raises BadOption with
+    the number of the line.
     """
     made = []
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON may contain other line separators
         if line.strip():
             try:
-                made.append(_request(json.loads(line), defaults))
+                made.append(_request(json.loads(line), defaults, ignored))
             except (ValueError, RecursionError) as error:
                 raise BadOption(f"line {number} is not valid JSON: {error}") from None
             except BadOption as error:
@@ -190,12 +196,12 @@ def requests(text: str, defaults: SamplingParams) -> list[Request]:
     return made
 
 
-def _request(line: Any, defaults: SamplingParams) -> Request:
+def _request(line: Any, defaults: SamplingParams, ignored: Collection[str]) -> Request:
     if not isinstance(line, dict) or not line.keys() & {"prompt", "messages"}:
         raise BadOption('there is no prompt: write {"prompt": "a text or a list of ids"}, or "messages" with a list')
     if line.keys() >= {"prompt", "messages"}:
         raise BadOption("there is a prompt and there are messages: drop one of them")
-    fields = {k: v for k, v in line.items() if k not in ("prompt", "messages")}
+    fields = {k: v for k, v in line.items() if k not in ("prompt", "messages", *ignored)}
     for name in fields:
         if name not in _SAMPLING:
             known = ["prompt", "messages", *_SAMPLING]

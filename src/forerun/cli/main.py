@@ -30,6 +30,7 @@ from forerun.cli.quantize import quantize
 from forerun.cli.serve import serve
 from forerun.cli.theory import theory
 from forerun.cli.train import app as train_app
+from forerun.cli.tune import tune
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, ForerunError, NotFound, UserError
 from forerun.types import SamplingParams
@@ -462,6 +463,7 @@ def _list_methods(package: str, what: str, name: str | None, how: str) -> None:
 app.command()(batch)
 app.command()(serve)
 app.command()(lab)
+app.command()(tune)
 app.command()(plan)
 app.command()(doctor)
 app.command()(quantize)

@@ -79,6 +79,12 @@ class Engine:
         self._ids = itertools.count()
         self._behind_s = 0.0  # of the last step, after its report
 
+    def use_pacing(self, pacing: Pacing) -> None:
+        """Take another policy. Raises InternalError while there are requests, which the old one knows."""
+        if self.scheduler.waiting or self.scheduler.running:
+            raise InternalError("another pacing policy can be taken between requests only")
+        self.pacing = self.stepper.pacing = pacing
+
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
         """Call `listener` with every StepReport; `detail` fills its `rounds`. Returns a function that ends it.
 

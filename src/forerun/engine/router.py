@@ -236,13 +236,15 @@ def _groups(seqs: Seq[Sequence], granted: Seq[int]) -> dict[str, list[int]]:
 def make(specs: Seq[str], target: Target) -> Router:
     """The engine's drafter, extra ones behind it, and those that cost nothing: lookup, prediction, none.
 
-    Each is called by its method's name, or by its whole text where two are of one method. Raises BadOption.
+    Each is called by its method's name; of several of one method the first, or the one that is written as that name
+    alone, and the others by their whole text. Raises BadOption.
     """
     members: dict[str, Drafter] = {}
     aliases: dict[str, str] = {}
     for text in specs:
         method, _ = drafters.resolve(text, target.shipped_draft is not None or target.loaded_draft is not None)
-        name = text if method in members else method
+        is_taken = method in members or (method in specs and text != method)
+        name = text if is_taken else method
         members[name], aliases[text] = drafters.make(text, target), name
     for name in (LOOKUP, PREDICTION):
         members.setdefault(name, drafters.make(name, target))

@@ -1,0 +1,279 @@
+"""What `forerun tune` predicts: tokens of a pass and speed-up at any draft length, from one run at the longest.
+
+A run with drafts of at most LONGEST nodes says which of them the target took. How a run with K nodes goes on the same
+text is counted by walking along it: a draft of K nodes is the first K of the recorded one, which come best first;
+where it ends inside of an accepted path, the next draft begins there, and its nodes are those of the recorded draft
+below that place, in their order. The mean of min(accepted, K) + 1 over the recorded rounds would be 10 to 20 % too low
+at small K: what is easy to guess is passed by few long rounds, and by many short ones (docs/tuning.md).
+
+    speed-up   plain / (steps * (pass * v(rows) + draft + rest)), all in seconds
+
+The seconds of a pass are the median of plain decoding's on the same prompt in the same turn, v is the measured curve of
+pacing/cost.py, made right for rows behind a long text; draft and rest are those of the recorded run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, median
+from typing import NamedTuple
+
+from forerun.bench.results import Tally
+from forerun.types import StepReport
+
+LONGEST = 16  # nodes of the recorded drafts, and the longest length that is predicted
+FAR_OFF = 3.0  # times the median: a step that took longer was held up by another process
+
+
+@dataclass(frozen=True)
+class Round:
+    """The draft of one sequence in one step. parents: of each node, -1 = the last committed token; accepted: nodes."""
+
+    parents: Seq[int]
+    accepted: Seq[int]
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """The number of nodes on the path down to each node."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def ranks(self, root: int) -> dict[int, int]:
+        """Return the places of the nodes below `root` among these: what is drafted first from there."""
+        ranks, below = dict[int, int](), {root}
+        for node, parent in enumerate(self.parents):
+            if parent in below:
+                ranks[node] = len(ranks)
+                below.add(node)
+        return ranks
+
+    @property
+    def ends_open(self) -> bool:
+        """Whether all of a path was accepted, so that it is not known whether one more node would have been."""
+        return bool(self.parents) and (self.accepted[-1] if self.accepted else -1) not in self.parents
+
+
+class _Token(NamedTuple):
+    """A token that a round emitted. place: among the accepted nodes; behind them for the one of the target itself."""
+
+    round: Round
+    place: int
+
+    @property
+    def node(self) -> int | None:
+        return self.round.accepted[self.place] if self.place < len(self.round.accepted) else None
+
+    @property
+    def parent(self) -> int:
+        return self.round.accepted[self.place - 1] if self.place else -1
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A run at one draft length, as it is counted. num_passes: of a draft model, one behind another."""
+
+    num_tokens: int
+    num_rounds: int
+    num_nodes: int
+    num_passes: int
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.num_tokens / self.num_rounds
+
+
+def replay(texts: Seq[Seq[Round]], spec_length: int) -> Replayed:
+    """Count the rounds of a run with drafts of at most `spec_length` nodes. texts: the recorded rounds of each output.
+
+    spec_length: at most that of the recorded run, with which these very rounds are counted.
+    """
+    deepest = max((depth for text in texts for round_ in text for depth in round_.depths), default=0)
+    num_tokens = num_rounds = num_nodes = num_passes = 0
+    for text in texts:
+        for stretch in _stretches(text):
+            start = 0
+            while start < len(stretch):
+                depths = stretch[start].round.depths[:spec_length]
+                num_rounds, num_nodes, num_passes = (
+                    num_rounds + 1,
+                    num_nodes + len(depths),
+                    num_passes + max(depths, default=0),
+                )
+                start += _num_accepted(stretch, start, spec_length, deepest) + 1
+            num_tokens += len(stretch)
+    return Replayed(num_tokens, num_rounds, num_nodes, num_passes)
+
+
+def _stretches(text: Seq[Round]) -> list[list[_Token]]:
+    """Cut what was emitted behind each rejection, where a draft of any length has to begin anew."""
+    found: list[list[_Token]] = [[]]
+    for round_ in text:
+        found[-1] += [_Token(round_, place) for place in range(len(round_.accepted) + 1)]
+        if not round_.ends_open:
+            found.append([])
+    return found if found[-1] else found[:-1]
+
+
+def _num_accepted(stretch: Seq[_Token], start: int, spec_length: int, deepest: int) -> int:
+    """Return how many tokens from `start` on a draft of so many nodes has.
+
+    A draft that begins where a recorded one did has no more than that one. Of another the target's own tokens between
+    two recorded drafts count as likely nodes: it is only known that the drafter was right before and behind them.
+    """
+    is_recorded = stretch[start].place == 0
+    num = used = 0  # used: nodes of the draft down to the last token that was behind a recorded path
+    ranks: dict[int, int] | None = None
+    for token in stretch[start : start + deepest]:
+        if token.node is None:
+            need = used = used + 1
+            ranks = None
+            if is_recorded:
+                break
+        else:
+            ranks = token.round.ranks(token.parent) if ranks is None else ranks
+            need = used + ranks[token.node] + 1
+            if token.place == len(token.round.accepted) - 1:
+                used = need
+        if need > spec_length:
+            break
+        num += 1
+    return num
+
+
+def alphas(texts: Seq[Seq[Round]]) -> list[float]:
+    """Return by position how often a token was accepted where one was tested; as far as any was."""
+    found = []
+    rounds = [round_ for text in texts for round_ in text]
+    for depth in range(LONGEST):
+        num_accepted = sum(len(r.accepted) > depth for r in rounds)
+        num_rejected = sum(len(r.accepted) == depth and bool(r.parents) and not r.ends_open for r in rounds)
+        if not num_accepted + num_rejected:
+            break
+        found.append(num_accepted / (num_accepted + num_rejected))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- seconds
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One group of prompts, by plain decoding and by one drafter at LONGEST, one behind the other."""
+
+    plain: Tally
+    drafted: Tally
+
+    @cached_property
+    def texts(self) -> list[list[Round]]:
+        """The rounds of each output."""
+        texts: dict[int, list[Round]] = {}
+        for step in self.drafted.steps:
+            for detail in step.rounds:
+                texts.setdefault(detail.sequence_id, []).append(Round(detail.parents, detail.accepted))
+        return list(texts.values())
+
+    @cached_property
+    def plain_pass_s(self) -> float:
+        return median(step.target_forward_s for step in self.plain.steps)
+
+
+def usual(values: Seq[float]) -> float:
+    """Return the mean, in which what is far off counts as FAR_OFF medians; 0 of nothing."""
+    return fmean(min(value, FAR_OFF * median(values)) for value in values) if values else 0.0
+
+
+def rest_s(step: StepReport) -> float:
+    """Return the seconds of a step outside of the target's pass and of drafting."""
+    return step.seconds - step.target_forward_s - step.draft_s
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one drafter would do at one length. c: seconds of a drafted token, in plain passes; v: of its pass."""
+
+    spec_length: int
+    tokens_per_pass: float
+    c: float
+    v: float
+    speedup: float
+
+
+@dataclass
+class Predictor:
+    """Predicts one drafter from its turns. curve(rows) -> v of a pass; runs_model: whether it drafts by passes."""
+
+    turns: Seq[Turn]
+    curve: Callable[[float], float]
+    runs_model: bool
+
+    @cached_property
+    def steps(self) -> list[StepReport]:
+        """The steps of the drafter, those of no prompt."""
+        return [step for turn in self.turns for step in turn.drafted.steps if not step.num_prefill_tokens]
+
+    @cached_property
+    def plain_rest_s(self) -> float:
+        return usual([rest_s(step) for turn in self.turns for step in turn.plain.steps])
+
+    @cached_property
+    def num_together(self) -> float:
+        """Sequences of a step."""
+        return fmean(step.num_decoding for step in self.steps)
+
+    @cached_property
+    def rest_per_token_s(self) -> float:
+        """Seconds that each token more of a step takes outside of passes."""
+        more = fmean(step.num_emitted for step in self.steps) - self.num_together
+        return max(0.0, usual([rest_s(step) for step in self.steps]) - self.plain_rest_s) / more if more > 0 else 0.0
+
+    @cached_property
+    def draft_s(self) -> float:
+        """Seconds of drafting: of a pass of the draft model, or of a step."""
+        if not self.runs_model:
+            return usual([step.draft_s for step in self.steps])
+        drafts = [draft for step in self.steps for draft in step.drafts.values()]
+        return usual([d.seconds / d.depth for d in drafts if d.depth and not d.num_catchup_tokens])
+
+    @cached_property
+    def row_error(self) -> float:
+        """What each row adds to v that the curve lacks, which was measured without a text before the rows."""
+        found = []
+        for turn in self.turns:
+            for step in turn.drafted.steps:
+                more = step.num_rows - step.num_decoding
+                if more > 0 and not step.num_prefill_tokens:
+                    found.append((step.target_forward_s / turn.plain_pass_s - self._curve(step.num_rows)) / more)
+        return median(found) if found else 0.0
+
+    def _curve(self, rows: float) -> float:
+        return self.curve(rows) / self.curve(self.num_together)
+
+    def v(self, rows: float) -> float:
+        """Return the seconds of a pass, over those of one of plain decoding."""
+        return max(1.0, self._curve(rows) + self.row_error * (rows - self.num_together))
+
+    def at(self, spec_length: int) -> Prediction:
+        """Predict one length: all prompts' seconds of plain decoding over those of drafting."""
+        both = [(turn, replay(turn.texts, spec_length)) for turn in self.turns if turn.texts]
+        total = replay([text for turn, _ in both for text in turn.texts], spec_length)
+        plain_s = drafted_s = 0.0
+        for turn, found in both:
+            num_steps = found.num_rounds / self.num_together
+            draft_s = self.draft_s * (found.num_passes / found.num_rounds if self.runs_model else 1.0)
+            pass_s = turn.plain_pass_s * self.v(self.num_together * (1 + found.num_nodes / found.num_rounds))
+            rest = self.plain_rest_s + self.rest_per_token_s * self.num_together * (found.tokens_per_pass - 1)
+            plain_s += found.num_tokens / self.num_together * (turn.plain_pass_s + self.plain_rest_s)
+            drafted_s += num_steps * (pass_s + draft_s + rest)
+        rows = self.num_together * (1 + total.num_nodes / total.num_rounds)
+        pass_s = fmean(turn.plain_pass_s for turn in self.turns)
+        passes = total.num_passes if self.runs_model else total.num_rounds
+        c = self.draft_s * passes / self.num_together / pass_s / max(1, total.num_nodes)
+        return Prediction(spec_length, total.tokens_per_pass, c, self.v(rows), plain_s / drafted_s)
+
+    def all(self) -> list[Prediction]:
+        """Predict every length."""
+        return [self.at(spec_length) for spec_length in range(1, LONGEST + 1)]
