@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from forerun import drafters, pacing
 from forerun.bench.latency import Plan as LatencyPlan, progress_bar, read_prompts, run_together
@@ -56,10 +56,11 @@ USUAL = ("suffix:shape=tree", "suffix", "lookup", "ngram", "prediction", "recycl
 SHIPPED = ("model", "tree", "suffix:shape=tree", "suffix", "lookup", "ngram", "recycle")
 PROMPTS_PER_KIND = 2
 WARM_UP_TOKENS = 8
-PROBE_SHARE = 0.45  # of the time, for step 1
+PROBE_SHARE = 0.35  # of the time, for step 1
 FEWEST_ROUNDS = 2  # of step 3, whatever the time
 MOST_ROUNDS = 15
 NUM_FIXED, NUM_AUTO = 4, 2  # ways that are measured, with fixed lengths and with auto
+HOPELESS = 0.85  # predicted speed-up below which a fixed length is not measured
 CLOSE = 0.97  # of the best prediction: another length of the same drafter is measured, too
 OUT = 0.9  # of the best measurement: what is slower after FEWEST_ROUNDS is measured no more
 
@@ -122,8 +123,7 @@ def run(config: EngineConfig, plan: TunePlan) -> dict[str, Any]:
 def print_use(options: Mapping[str, Any], out: Path | None, console: Console) -> None:
     """Say how the options are used."""
     if out is None:
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
-        console.print(f"As flags: {flags}; --out FILE writes a config file.")
+        console.print(f"Options: {', '.join(f'{k}={v}' for k, v in options.items())}; --out FILE writes a config file.")
     else:
         console.print(f'Written to {out}: forerun generate --config {out} "..." uses it, as every command does.')
 
@@ -318,7 +318,7 @@ def tuned(bench: Bench, console: Console) -> Found:
             for spec, own in turns.items()
         }
         predictions = {spec: predictor.all() for spec, predictor in predictors.items()}
-        contenders = [Contender(way, _predicted(way, predictions)) for way in contenders_of(predictions)]
+        contenders = [Contender(way, prediction_of(way, predictions)) for way in contenders_of(predictions)]
         _race(bench, contenders, begun + 60 * plan.minutes, progress)
     return Found(
         predictions=predictions,
@@ -361,16 +361,17 @@ def _probe(bench: Bench, until: float, progress: Progress) -> dict[str, list[Tur
 def contenders_of(predictions: Mapping[str, Seq[Prediction]]) -> list[Way]:
     """The ways that are measured: plain decoding, the fixed lengths that promise most, and auto with their drafters.
 
-    Each drafter's best length, then the length of the best drafter that is farthest from its best and as good.
+    Each drafter's best length, then the length of the best drafter that is farthest from its best and as good. A
+    drafter that was never right is not measured.
     """
-    best = {spec: max(own, key=lambda one: one.speedup) for spec, own in predictions.items()}
+    is_right = {spec for spec, own in predictions.items() if any(one.tokens_per_pass > 1 for one in own)}
+    best = {spec: max(predictions[spec], key=lambda one: one.speedup) for spec in predictions if spec in is_right}
     order = sorted(best, key=lambda spec: -best[spec].speedup)
-    first = order[0]
-    fixed = [Way(spec, best[spec].spec_length) for spec in order[: NUM_FIXED - 1]]
-    close = [one.spec_length for one in predictions[first] if one.speedup > CLOSE * best[first].speedup]
-    other = max(close, key=lambda length: (abs(length - best[first].spec_length), -length))
-    if other != best[first].spec_length:
-        fixed.append(Way(first, other))
+    fixed = [Way(spec, best[spec].spec_length) for spec in order if best[spec].speedup > HOPELESS][: NUM_FIXED - 1]
+    for first in order[:1]:
+        close = [one.spec_length for one in predictions[first] if one.speedup > CLOSE * best[first].speedup]
+        other = max(close, key=lambda length: (abs(length - best[first].spec_length), -length))
+        fixed += [Way(first, other)] if fixed and other != best[first].spec_length else []
     return [Way(PLAIN, 0), *fixed, *(Way(spec, None) for spec in order[:NUM_AUTO])]
 
 
@@ -379,7 +380,8 @@ def _alpha_hat(turns: Seq[Turn]) -> float | None:
     return accepted / tested if tested else None
 
 
-def _predicted(way: Way, predictions: Mapping[str, Seq[Prediction]]) -> Prediction | None:
+def prediction_of(way: Way, predictions: Mapping[str, Seq[Prediction]]) -> Prediction | None:
+    """Return what was predicted of a way; None of plain decoding and of auto."""
     if way.spec_length is None or way.draft == PLAIN:
         return None
     return next(one for one in predictions[way.draft] if one.spec_length == way.spec_length)
@@ -393,15 +395,7 @@ def _race(bench: Bench, contenders: Seq[Contender], until: float, progress: Prog
             bench.warm_up(contender.way)
     for number in range(MOST_ROUNDS):
         begun = time.monotonic()
-        running = [one for one in contenders if not one.is_out]
-        for group in range(len(bench.groups)):
-            for one in _rotated(running, number + group):
-                progress.update(task, description=f"measuring: {one.way}")
-                tally = Tally(Variant(one.way.draft, 0), bench.plan.temperature)
-                bench.once(one.way, group, f"round {number} of {one.way}", tally)
-                one.seconds.setdefault(group, []).append(tally.seconds_per_token[0])
-                one.tally.steps += tally.steps
-                progress.advance(task)
+        one_round(bench, contenders, number, progress, task)
         now = time.monotonic()
         if number + 1 >= FEWEST_ROUNDS:
             if now + (now - begun) > until:
@@ -412,6 +406,19 @@ def _race(bench: Bench, contenders: Seq[Contender], until: float, progress: Prog
     progress.remove_task(task)
     for one in contenders:
         one.measured = measured_of(one.seconds, contenders[0].seconds)
+
+
+def one_round(bench: Bench, contenders: Seq[Contender], number: int, progress: Progress, task: TaskID) -> None:
+    """Run all prompts with each contender that is not out, in turns."""
+    running = [one for one in contenders if not one.is_out]
+    for group in range(len(bench.groups)):
+        for one in _rotated(running, number + group):
+            progress.update(task, description=f"measuring: {one.way}")
+            tally = Tally(Variant(one.way.draft, 0), bench.plan.temperature)
+            bench.once(one.way, group, f"round {number} of {one.way}", tally)
+            one.seconds.setdefault(group, []).append(tally.seconds_per_token[0])
+            one.tally.steps += tally.steps
+            progress.advance(task)
 
 
 def drop_slow(contenders: Seq[Contender]) -> None:

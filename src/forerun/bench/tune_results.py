@@ -140,6 +140,8 @@ def reason_of(found: Found) -> str:
     """Return in one sentence what was chosen and why."""
     plain, *others = found.contenders
     order = sorted(others, key=lambda one: -one.measured.speedup)
+    if not others:
+        return "Chosen: plain decoding, for no drafted token was ever right."
     if found.chosen is plain:
         best = f"{order[0].way}, made {order[0].measured.speedup:.2f} times its tokens per second"
         return f"Chosen: plain decoding, for nothing was faster by {PLAIN_MARGIN - 1:.0%}: the best, {best}."

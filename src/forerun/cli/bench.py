@@ -588,6 +588,53 @@ def serving(
 
 
 @app.command()
+def tune(
+    target: flags.Target = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(help="drafter beside those that need no file; may be repeated", show_default=False),
+    ] = None,
+    only: Annotated[bool, typer.Option("--only", help="those of --draft alone")] = False,
+    shape: Annotated[str, typer.Option(help=f"the target is widened to it in memory: {SHAPE_NAMES}, or none")] = "none",
+    temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
+    concurrency: Annotated[int, typer.Option(help="requests at once", min=1)] = 1,
+    minutes: Annotated[float, typer.Option(help="of the tuning, about")] = 5.0,
+    max_tokens: Annotated[int, typer.Option(help="tokens per prompt at most", min=2)] = 64,
+    spec_length: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="length of the grid; may be repeated [default: 1, 2, 3, 4, 6, 8, 12 and 16]",
+            min=1,
+            max=16,
+            show_default=False,
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="rounds of the grid", min=1)] = 3,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    ops: flags.Ops = None,
+    config: flags.ConfigFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Check `forerun tune`: measure every drafter at every length beside what it predicted and chose."""
+    engine = flags.engine_config({k: v for k, v in locals().items() if k not in ("draft", "spec_length")}, config)
+    from forerun.bench import tune as tuning, tune_grid as bench
+
+    plan = tuning.TunePlan(
+        drafts=tuple(draft or ()),
+        only=only,
+        temperature=temperature,
+        concurrency=concurrency,
+        minutes=minutes,
+        max_tokens=max_tokens,
+        shape=shape,
+    )
+    lengths = {"lengths": tuple(dict.fromkeys(spec_length))} if spec_length else {}
+    keep(bench.run(engine, bench.GridPlan(plan, num_rounds=repeats, **lengths)), json_file)
+
+
+@app.command()
 def report(
     files: Annotated[list[Path], typer.Argument(help="what benchmarks wrote with --json", show_default=False)],
     out: Annotated[Path, typer.Option(help="the page to write", callback=writable)] = Path("report.html"),

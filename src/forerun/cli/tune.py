@@ -10,7 +10,7 @@ import typer
 from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep, writable
 from forerun.cli.inputs import read_prompt_file
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 
 PROMPTS_HELP = (
     "prompts like yours: one text, or JSON lines with prompt or messages, as forerun generate --prompt-file reads them "
@@ -60,6 +60,8 @@ def tune(
         raise BadOption(f"--minutes {minutes:g} is not possible: it must be above 0")
     defaults = flags.sampling_params({"temperature": temperature, "max_tokens": max_tokens, "seed": seed})
     requests = read_prompt_file(prompts, defaults, ignored=("id", "kind")) if prompts is not None else []
+    if prompts is not None and not any(prompt for prompt, _ in requests):
+        raise BadOption(f"--prompts {shown(str(prompts))} holds no prompt: write one, or leave the option out")
     from forerun.bench import tune as bench
 
     plan = bench.TunePlan(
