@@ -178,6 +178,7 @@ class Turn:
 
     @cached_property
     def plain_pass_s(self) -> float:
+        """Seconds of a pass of plain decoding on these prompts."""
         return median(step.target_forward_s for step in self.plain.steps)
 
 
@@ -217,6 +218,7 @@ class Predictor:
 
     @cached_property
     def plain_rest_s(self) -> float:
+        """Seconds of a step of plain decoding outside of its pass."""
         return usual([rest_s(step) for turn in self.turns for step in turn.plain.steps])
 
     @cached_property

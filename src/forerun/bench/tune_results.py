@@ -69,6 +69,7 @@ class Contender:
 
     @property
     def tokens_per_pass(self) -> float:
+        """Tokens that a pass brings each request, as they were counted."""
         num_decoded = sum(step.num_decoding for step in self.tally.steps)
         return self.tally.total("num_emitted") / num_decoded if num_decoded else 1.0
 
