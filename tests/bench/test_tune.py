@@ -18,9 +18,19 @@ from typer.testing import CliRunner
 
 from forerun.bench import tune_grid
 from forerun.bench.results import Tally, Variant
-from forerun.bench.tune import TunePlan, candidates_of, contenders_of, drop_slow, run
-from forerun.bench.tune_prediction import LONGEST, Prediction, Predictor, Round, Turn, alphas, replay
-from forerun.bench.tune_results import Contender, Found, Way, chosen_of, config_of, measured_of, reason_of, write_config
+from forerun.bench.tune import TunePlan, candidates_of, contenders_of, drop_slow, further, run
+from forerun.bench.tune_prediction import LONGEST, Passes, Prediction, Predictor, Round, Turn, alphas, replay
+from forerun.bench.tune_results import (
+    Contender,
+    Found,
+    Measured,
+    Way,
+    chosen_of,
+    config_of,
+    measured_of,
+    reason_of,
+    write_config,
+)
 from forerun.cli.main import app
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
@@ -167,33 +177,41 @@ def test_every_second_of_a_prediction_is_counted_once() -> None:
     rounds = [detail(16, 16), detail(16, 2), detail(0, 0)]
     steps = [step(1 + 0.1 * len(one.tokens), draft_s=0.2, rest_s=0.01, rounds=[one]) for one in rounds]
     drafted = Tally(Variant("lookup", 0), 0.0, [1.0], steps)
-    predictor = Predictor([Turn(plain, drafted)], lambda rows: 1 + 0.08 * (rows - 1), runs_model=False)
-    assert predictor.row_error == pytest.approx(0.02)
-    found = predictor.at(LONGEST)
+    passes = Passes(lambda rows: 1 + 0.08 * (rows - 1))
+    assert passes.v(17) == pytest.approx(1 + 0.08 * 16)
+    for _ in range(6):
+        passes.add(plain.steps, [step(1 + 0.1 * 11, rounds=[detail(11, 0)])])
+        passes.add(plain.steps, steps[:2])
+    assert passes.v(17) == pytest.approx(1 + 0.1 * 16)
+    found = Predictor([Turn(plain, drafted)], passes, runs_model=False).at(LONGEST)
     num_tokens, seconds = 17 + 3 + 1, 3 * (0.2 + 0.01) + 3 * (1 + 0.1 * 32 / 3)
     assert found.tokens_per_pass == 7
     assert found.speedup == pytest.approx(num_tokens * 1.01 / seconds)
     assert found.v == pytest.approx(1 + 0.1 * 32 / 3)
     assert found.c == pytest.approx(3 * 0.2 / 32)
-    assert [one.spec_length for one in predictor.all()] == list(range(1, LONGEST + 1))
+
+
+def by_round(*seconds: float) -> dict[int, float]:
+    return dict(enumerate(seconds))
 
 
 def test_a_prompt_that_is_slow_for_a_minute_cancels_out() -> None:
-    plain = {0: [1.0, 1.0, 10.0], 1: [2.0, 2.0, 2.0]}
-    own = {0: [0.5, 0.5, 5.0], 1: [1.0, 9.0, 1.0]}
+    plain = {0: by_round(1.0, 1.0, 10.0), 1: by_round(2.0, 2.0, 2.0)}
+    own = {0: by_round(0.5, 0.5, 5.0), 1: by_round(1.0, 9.0, 1.0)}
     found = measured_of(own, plain)
     assert found.speedup == pytest.approx(2.0)
     assert (found.num_rounds, found.most) == (3, pytest.approx(2.0))
     assert found.least == pytest.approx(3 / (0.5 + 2 * 4.5))
-    assert measured_of({0: [0.25]}, {0: [1.0, 9.0]}).speedup == pytest.approx(1.0 * 5 / (5 * 0.25))  # its own round
+    later = measured_of({0: {1: 4.5}}, {0: by_round(1.0, 9.0)})
+    assert (later.speedup, later.num_rounds) == (2.0, 1), "against plain decoding's second round"
 
 
 # -------------------------------------------------------------------------------------------------------------- choice
 
 
 def contender(way: Way, *seconds: float) -> Contender:
-    made = Contender(way, None, {0: list(seconds)})
-    made.measured = measured_of(made.seconds, {0: [1.0] * len(seconds)})
+    made = Contender(way, None, {0: by_round(*seconds)})
+    made.measured = measured_of(made.seconds, {0: by_round(*[1.0] * len(seconds))})
     return made
 
 
@@ -221,17 +239,23 @@ def test_the_most_promising_ways_are_measured() -> None:
     assert contenders_of({"a": predictions(1.5, tokens=1.0)}) == [PLAIN], "it was never right"
 
 
+def test_a_length_that_promises_more_than_all_that_were_measured_is_measured_too() -> None:
+    plain, first = contender(PLAIN, 1.0), contender(Way("a", 2), 0.5)
+    guesses = {"a": predictions(1.2, 1.6, 1.7, 1.5), "b": predictions(9.0)}  # a turned out to be 2 / 1.6 times as fast
+    assert further([plain, first], guesses) == [Way("a", 3)]
+    second = contender(Way("a", 3), 0.45)
+    assert further([plain, first, second], guesses) == []
+    assert further([plain], guesses) == []
+
+
 def found_with(contenders: Seq[Contender]) -> Found:
     return Found({}, contenders, chosen_of(contenders), {}, {}, None, {}, {}, 1, 1.0)
 
 
 def test_the_config_file_has_what_starts_the_engine_again(tiny: Path, tmp_path: Path) -> None:
     given = EngineConfig(target=os.path.relpath(tiny), dtype="float32", draft="lookup", prefix_caching=False)
-    fixed, auto, plain = (
-        contender(Way("lookup:max_n=2", 3), 0.5),
-        contender(Way("suffix", None), 0.5),
-        contender(PLAIN, 1),
-    )
+    fixed, auto = contender(Way("lookup:max_n=2", 3), 0.5), contender(Way("suffix", None), 0.5)
+    plain, same = contender(PLAIN, 1.0), contender(Way("a", 1), 1.0)
     common = {"target": str(tiny), "dtype": "float32", "prefix_caching": False}
     wanted = [
         (fixed, {**common, "draft": "lookup:max_n=2", "spec_length": 3, "pacing": "fixed"}),
@@ -245,9 +269,7 @@ def test_the_config_file_has_what_starts_the_engine_again(tiny: Path, tmp_path: 
             assert EngineConfig.from_sources({}, str(tmp_path / name)) == EngineConfig(**options)
     assert config_of(auto, given, 40)["max_batch_size"] == 40
     assert "Chosen: lookup:max_n=2 with K = 3, for it made 2.00 times" in reason_of(found_with([plain, fixed]))
-    assert "Chosen: plain decoding, for nothing was faster by 3%" in reason_of(
-        found_with([plain, contender(Way("a", 1), 1)])
-    )
+    assert "Chosen: plain decoding, for nothing was faster by 3%" in reason_of(found_with([plain, same]))
     assert reason_of(found_with([plain])) == "Chosen: plain decoding, for no drafted token was ever right."
 
 

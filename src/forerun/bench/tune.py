@@ -5,7 +5,8 @@
 2. The time of passes by their rows is measured (pacing/cost.py), and every length of every drafter is predicted from
    both (tune_prediction.py).
 3. Those that promise most, some of them with `pacing=auto`, and plain decoding run in turns until the time is over.
-   The one that was fastest is chosen; plain decoding, where nothing was faster by PLAIN_MARGIN.
+   What their passes took makes the predictions better: a length that then promises more than all that were measured
+   is measured, too. The fastest is chosen; plain decoding, where nothing was faster by PLAIN_MARGIN.
 
 One engine holds all drafters over the same target, so that the ways differ in nothing else.
 """
@@ -16,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -27,7 +29,7 @@ from forerun.bench.methods import MethodsPlan, chats, read_work
 from forerun.bench.methods_picture import check_picture
 from forerun.bench.results import Tally, Variant
 from forerun.bench.tune_picture import draw
-from forerun.bench.tune_prediction import LONGEST, Prediction, Predictor, Turn, alphas
+from forerun.bench.tune_prediction import LONGEST, Passes, Prediction, Predictor, Turn, alphas
 from forerun.bench.tune_results import (
     PLAIN,
     Contender,
@@ -59,6 +61,7 @@ WARM_UP_TOKENS = 8
 PROBE_SHARE = 0.35  # of the time, for step 1
 FEWEST_ROUNDS = 2  # of step 3, whatever the time
 MOST_ROUNDS = 15
+SEARCH_ROUNDS = 4  # of these, behind which further lengths may come in
 NUM_FIXED, NUM_AUTO = 4, 2  # ways that are measured, with fixed lengths and with auto
 HOPELESS = 0.85  # predicted speed-up below which a fixed length is not measured
 CLOSE = 0.97  # of the best prediction: another length of the same drafter is measured, too
@@ -313,22 +316,20 @@ def tuned(bench: Bench, console: Console) -> Found:
         engine = bench.llm.engine
         engine.costs.ready()
         curve = engine.costs.target
-        predictors = {
-            spec: Predictor(own, lambda rows: float(curve.ratio(rows)), bench.runs_model(spec))
-            for spec, own in turns.items()
-        }
-        predictions = {spec: predictor.all() for spec, predictor in predictors.items()}
-        contenders = [Contender(way, prediction_of(way, predictions)) for way in contenders_of(predictions)]
-        _race(bench, contenders, begun + 60 * plan.minutes, progress)
+        passes = Passes(lambda rows: float(curve.ratio(rows)), _together(turns))
+        for turn in (turn for own in turns.values() for turn in own):
+            passes.add(turn.plain.steps, turn.drafted.steps)
+        predictors = {spec: Predictor(own, passes, bench.runs_model(spec)) for spec, own in turns.items()}
+        contenders = _race(bench, predictors, passes, begun + 60 * plan.minutes, progress)
     return Found(
-        predictions=predictions,
+        predictions={spec: predictor.all() for spec, predictor in predictors.items()},
         contenders=contenders,
         chosen=chosen_of(contenders),
         alphas={spec: alphas([text for turn in own for text in turn.texts]) for spec, own in turns.items()},
         alpha_hats={spec: _alpha_hat(own) for spec, own in turns.items()},
         pass_s=curve.one_row_s,
         curve={int(rows): float(ratio) for rows, ratio in zip(curve.widths, curve.ratios, strict=True)},
-        row_errors={spec: predictor.row_error for spec, predictor in predictors.items()},
+        v={int(rows): passes.v(rows) for rows in curve.widths if rows <= 2 * LONGEST},
         num_prompts=sum(len(group) for group in bench.groups),
         seconds=time.monotonic() - begun,
     )
@@ -387,46 +388,93 @@ def prediction_of(way: Way, predictions: Mapping[str, Seq[Prediction]]) -> Predi
     return next(one for one in predictions[way.draft] if one.spec_length == way.spec_length)
 
 
-def _race(bench: Bench, contenders: Seq[Contender], until: float, progress: Progress) -> None:
+def _race(
+    bench: Bench, predictors: Mapping[str, Predictor], passes: Passes, until: float, progress: Progress
+) -> list[Contender]:
     """Step 3: whole rounds in turns, as long as another one fits into the time."""
+    predictions = {spec: predictor.all() for spec, predictor in predictors.items()}
+    contenders = [Contender(way, prediction_of(way, predictions)) for way in contenders_of(predictions)]
     task = progress.add_task("measuring", total=FEWEST_ROUNDS * len(contenders) * len(bench.groups))
     for contender in contenders:
         if contender.way.spec_length is None:
             bench.warm_up(contender.way)
     for number in range(MOST_ROUNDS):
         begun = time.monotonic()
-        one_round(bench, contenders, number, progress, task)
+        one_round(bench, contenders, number, progress, task, passes)
         now = time.monotonic()
-        if number + 1 >= FEWEST_ROUNDS:
-            if now + (now - begun) > until:
-                break
-            drop_slow(contenders)
-            left = min(MOST_ROUNDS - number - 1, int((until - now) / (now - begun)))
-            progress.update(task, completed=0, total=max(1, left * sum(not o.is_out for o in contenders)))
+        for one in contenders:
+            one.measured = measured_of(one.seconds, contenders[0].seconds)
+        is_late = now + (now - begun) > until
+        if is_late and all(one.is_out or one.measured.num_rounds >= FEWEST_ROUNDS for one in contenders):
+            break
+        drop_slow(contenders)
+        if number == 0 or (number < SEARCH_ROUNDS and not is_late):
+            predictions = {spec: predictor.all() for spec, predictor in predictors.items()}
+            contenders += [Contender(way, prediction_of(way, predictions)) for way in further(contenders, predictions)]
+        left = max(1, min(MOST_ROUNDS - number - 1, int((until - now) / (now - begun))))
+        total = left * len(bench.groups) * sum(not one.is_out for one in contenders)
+        progress.update(task, completed=0, total=total)
     progress.remove_task(task)
-    for one in contenders:
-        one.measured = measured_of(one.seconds, contenders[0].seconds)
+    return contenders
 
 
-def one_round(bench: Bench, contenders: Seq[Contender], number: int, progress: Progress, task: TaskID) -> None:
-    """Run all prompts with each contender that is not out, in turns."""
+def further(contenders: Seq[Contender], predictions: Mapping[str, Seq[Prediction]]) -> list[Way]:
+    """Return a length that promises more than all that were measured, if there is one.
+
+    Predictions of a drafter are corrected by how much faster it was, at the lengths that were measured, than is
+    predicted of these now.
+    """
+    known = {one.way for one in contenders}
+    best = max(one.measured.speedup for one in contenders)
+    found = list[tuple[float, Way]]()
+    for spec, own in predictions.items():
+        fixed = [one for one in contenders if one.way.draft == spec and one.way.spec_length]
+        if fixed:
+            now = [prediction_of(one.way, predictions) for one in fixed]
+            errors = [one.measured.speedup / guess.speedup for one, guess in zip(fixed, now, strict=True) if guess]
+            ways = [(one.speedup * median(errors), Way(spec, one.spec_length)) for one in own]
+            found += [(speedup, way) for speedup, way in ways if speedup > best and way not in known]
+    return [max(found, key=lambda pair: pair[0])[1]] if found else []
+
+
+def one_round(
+    bench: Bench,
+    contenders: Seq[Contender],
+    number: int,
+    progress: Progress,
+    task: TaskID,
+    passes: Passes | None = None,
+) -> None:
+    """Run all prompts with each contender that is not out, in turns. passes: learns what they took."""
     running = [one for one in contenders if not one.is_out]
     for group in range(len(bench.groups)):
+        tallies = dict[Way, Tally]()
         for one in _rotated(running, number + group):
             progress.update(task, description=f"measuring: {one.way}")
-            tally = Tally(Variant(one.way.draft, 0), bench.plan.temperature)
-            bench.once(one.way, group, f"round {number} of {one.way}", tally)
-            one.seconds.setdefault(group, []).append(tally.seconds_per_token[0])
-            one.tally.steps += tally.steps
+            tallies[one.way] = Tally(Variant(one.way.draft, 0), bench.plan.temperature)
+            bench.once(one.way, group, f"round {number} of {one.way}", tallies[one.way])
+            one.seconds.setdefault(group, {})[number] = tallies[one.way].seconds_per_token[0]
+            one.tally.steps += tallies[one.way].steps
             progress.advance(task)
+        if passes is not None:
+            for way, tally in tallies.items():
+                if way.draft != PLAIN:
+                    passes.add(tallies[contenders[0].way].steps, tally.steps)
+
+
+def _together(turns: Mapping[str, Seq[Turn]]) -> float:
+    """Return how many requests ran at once, on average, in steps that read no prompt."""
+    steps = [step for own in turns.values() for turn in own for step in turn.plain.steps if not step.num_prefill_tokens]
+    return sum(step.num_decoding for step in steps) / len(steps) if steps else 1.0
 
 
 def drop_slow(contenders: Seq[Contender]) -> None:
-    """Take those out of the race that are far behind."""
-    found = {one.way: measured_of(one.seconds, contenders[0].seconds) for one in contenders if not one.is_out}
-    best = max(measured.speedup for measured in found.values())
-    for one in contenders[1:]:
-        if not one.is_out and found[one.way].speedup < OUT * best:
+    """Take those out of the race that are far behind, once they had their rounds."""
+    running = [one for one in contenders if not one.is_out]
+    best = max(one.measured.speedup for one in running)
+    for one in running:
+        is_plain = one is contenders[0]
+        if not is_plain and one.measured.num_rounds >= FEWEST_ROUNDS and one.measured.speedup < OUT * best:
             one.is_out = True
 
 

@@ -8,22 +8,27 @@ at small K: what is easy to guess is passed by few long rounds, and by many shor
 
     speed-up   plain / (steps * (pass * v(rows) + draft + rest)), all in seconds
 
-The seconds of a pass are the median of plain decoding's on the same prompt in the same turn, v is the measured curve of
-pacing/cost.py, made right for rows behind a long text; draft and rest are those of the recorded run.
+The seconds of a pass are the median of plain decoding's on the same prompt in the same turn; v is the measured curve of
+pacing/cost.py, made right by what passes behind these texts took; draft and rest are those of the recorded run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
 from typing import NamedTuple
 
+import numpy as np
+
 from forerun.bench.results import Tally
 from forerun.types import StepReport
 
 LONGEST = 16  # nodes of the recorded drafts, and the longest length that is predicted
+ROW_EDGES = (1, 2, 3, 4, 6, 9, 13, 17)  # of the rows whose passes are taken together, for each sequence
+FEWEST_PASSES = 6  # of these, for a median
 FAR_OFF = 3.0  # times the median: a step that took longer was held up by another process
 
 
@@ -203,12 +208,50 @@ class Prediction:
     speedup: float
 
 
+class Passes:
+    """The seconds of a pass by its rows, over those of a pass of plain decoding in the same turn.
+
+    curve(rows): as it was calibrated, without a text before the rows. What passes took behind the texts comes in by
+    `add`: the curve is moved to the medians over a few rows each, and between them by what lies between.
+    """
+
+    def __init__(self, curve: Callable[[float], float], num_together: float = 1.0) -> None:
+        self.curve, self.num_together = curve, num_together
+        self._found = list[tuple[int, float]]()  # rows, and seconds over those of a plain pass
+        self._moved: list[tuple[float, float]] = []  # rows, and how far the curve is too low there; [] = not known yet
+
+    def add(self, plain: Seq[StepReport], steps: Iterable[StepReport]) -> None:
+        """Add steps of a turn that had these plain ones; those that run prompts are left out."""
+        plain_s = [step.target_forward_s for step in plain if not step.num_prefill_tokens]
+        if plain_s:
+            one_s = median(plain_s)
+            more = [step for step in steps if step.num_rows > step.num_decoding and not step.num_prefill_tokens]
+            self._found += [(step.num_rows, step.target_forward_s / one_s) for step in more]
+            self._moved = []
+
+    def v(self, rows: float) -> float:
+        """Return the seconds of a pass over those of a plain one; at least 1."""
+        self._moved = self._moved or [(self.num_together, 0.0), *self._errors()]
+        places, errors = zip(*self._moved, strict=True)
+        return max(1.0, self._of_curve(rows) + float(np.interp(rows, places, errors)))
+
+    def _of_curve(self, rows: float) -> float:
+        return self.curve(rows) / self.curve(self.num_together)
+
+    def _errors(self) -> Iterator[tuple[float, float]]:
+        for least, most in itertools.pairwise(self.num_together * edge for edge in ROW_EDGES):
+            own = [(rows, ratio) for rows, ratio in self._found if least < rows <= most]
+            if len(own) >= FEWEST_PASSES:
+                error = median(ratio - self._of_curve(rows) for rows, ratio in own)
+                yield fmean(rows for rows, _ in own), error
+
+
 @dataclass
 class Predictor:
-    """Predicts one drafter from its turns. curve(rows) -> v of a pass; runs_model: whether it drafts by passes."""
+    """Predicts one drafter from its turns. runs_model: whether it drafts by passes of a model."""
 
     turns: Seq[Turn]
-    curve: Callable[[float], float]
+    passes: Passes
     runs_model: bool
 
     @cached_property
@@ -233,30 +276,24 @@ class Predictor:
         return max(0.0, usual([rest_s(step) for step in self.steps]) - self.plain_rest_s) / more if more > 0 else 0.0
 
     @cached_property
-    def draft_s(self) -> float:
-        """Seconds of drafting: of a pass of the draft model, or of a step."""
+    def draft_s(self) -> tuple[float, float, float]:
+        """Seconds of drafting: of a step, of each pass of a draft model in it, and of each node beside that.
+
+        The last two come from least squares: the last drafts of a text are shorter, by what is left of it.
+        """
         if not self.runs_model:
-            return usual([step.draft_s for step in self.steps])
-        drafts = [draft for step in self.steps for draft in step.drafts.values()]
-        return usual([d.seconds / d.depth for d in drafts if d.depth and not d.num_catchup_tokens])
-
-    @cached_property
-    def row_error(self) -> float:
-        """What each row adds to v that the curve lacks, which was measured without a text before the rows."""
-        found = []
-        for turn in self.turns:
-            for step in turn.drafted.steps:
-                more = step.num_rows - step.num_decoding
-                if more > 0 and not step.num_prefill_tokens:
-                    found.append((step.target_forward_s / turn.plain_pass_s - self._curve(step.num_rows)) / more)
-        return median(found) if found else 0.0
-
-    def _curve(self, rows: float) -> float:
-        return self.curve(rows) / self.curve(self.num_together)
-
-    def v(self, rows: float) -> float:
-        """Return the seconds of a pass, over those of one of plain decoding."""
-        return max(1.0, self._curve(rows) + self.row_error * (rows - self.num_together))
+            return usual([step.draft_s for step in self.steps]), 0.0, 0.0
+        drafts = [d for step in self.steps for d in step.drafts.values() if d.depth and not d.num_catchup_tokens]
+        if not drafts:
+            return usual([step.draft_s for step in self.steps]), 0.0, 0.0
+        of_pass = usual([draft.seconds / draft.depth for draft in drafts])
+        sizes = np.array([(draft.depth, draft.num_nodes) for draft in drafts], dtype=float)
+        most_s = FAR_OFF * median(draft.seconds for draft in drafts)
+        seconds = np.minimum([draft.seconds for draft in drafts], most_s)
+        (both, node), _, rank, _ = np.linalg.lstsq(sizes, seconds, rcond=1e-6)
+        if rank < 2 or node <= 0:
+            return 0.0, of_pass, 0.0
+        return (0.0, float(both), float(node)) if both > 0 else (0.0, 0.0, float(seconds.sum() / sizes[:, 1].sum()))
 
     def at(self, spec_length: int) -> Prediction:
         """Predict one length: all prompts' seconds of plain decoding over those of drafting."""
@@ -265,16 +302,21 @@ class Predictor:
         plain_s = drafted_s = 0.0
         for turn, found in both:
             num_steps = found.num_rounds / self.num_together
-            draft_s = self.draft_s * (found.num_passes / found.num_rounds if self.runs_model else 1.0)
-            pass_s = turn.plain_pass_s * self.v(self.num_together * (1 + found.num_nodes / found.num_rounds))
+            pass_s = turn.plain_pass_s * self.passes.v(self.num_together * (1 + found.num_nodes / found.num_rounds))
             rest = self.plain_rest_s + self.rest_per_token_s * self.num_together * (found.tokens_per_pass - 1)
             plain_s += found.num_tokens / self.num_together * (turn.plain_pass_s + self.plain_rest_s)
-            drafted_s += num_steps * (pass_s + draft_s + rest)
+            drafted_s += num_steps * (pass_s + self._draft_s(found) + rest)
         rows = self.num_together * (1 + total.num_nodes / total.num_rounds)
         pass_s = fmean(turn.plain_pass_s for turn in self.turns)
-        passes = total.num_passes if self.runs_model else total.num_rounds
-        c = self.draft_s * passes / self.num_together / pass_s / max(1, total.num_nodes)
-        return Prediction(spec_length, total.tokens_per_pass, c, self.v(rows), plain_s / drafted_s)
+        num_drafted = self.num_together * total.num_nodes / total.num_rounds
+        c = self._draft_s(total) / pass_s / num_drafted if num_drafted else 0.0
+        return Prediction(spec_length, total.tokens_per_pass, c, self.passes.v(rows), plain_s / drafted_s)
+
+    def _draft_s(self, found: Replayed) -> float:
+        """Return the seconds of drafting in a step."""
+        step_s, pass_s, node_s = self.draft_s
+        num_nodes = self.num_together * found.num_nodes
+        return step_s + (pass_s * found.num_passes + node_s * num_nodes) / found.num_rounds
 
     def all(self) -> list[Prediction]:
         """Predict every length."""

@@ -26,7 +26,7 @@ from forerun.config import EngineConfig
 PLAIN, AUTO = "none", "auto"
 PLAIN_MARGIN = 1.03  # drafting has to be faster than plain decoding by this to be chosen
 
-Seconds = dict[int, list[float]]  # by group of prompts: of each round, per token
+Seconds = dict[int, dict[int, float]]  # by group of prompts and round: per token
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,10 @@ class Measured:
 
 @dataclass
 class Contender:
-    """A way that was measured. predicted: None of plain decoding and of auto. is_out: far behind, measured no more."""
+    """A way that was measured.
+
+    predicted: before it was measured; None of plain decoding and of auto. is_out: far behind, measured no more.
+    """
 
     way: Way
     predicted: Prediction | None
@@ -90,8 +93,8 @@ class Found:
     """All that was found.
 
     predictions: of each drafter, by length. alphas: by position; alpha_hats: accepted / tested. pass_s: seconds of a
-    pass of one row, and curve: of others over it, by rows, without a text before them; row_errors: what each row more
-    adds to that behind the prompts. seconds: that it took.
+    pass of one row, and curve: of others over it, by rows, without a text before them; v: behind the prompts. seconds:
+    that it took.
     """
 
     predictions: Mapping[str, Seq[Prediction]]
@@ -101,7 +104,7 @@ class Found:
     alpha_hats: Mapping[str, float | None]
     pass_s: float | None
     curve: Mapping[int, float]
-    row_errors: Mapping[str, float]
+    v: Mapping[int, float]
     num_prompts: int
     seconds: float
 
@@ -118,9 +121,9 @@ class Found:
 
 def measured_of(seconds: Seconds, plain: Seconds) -> Measured:
     """Compare a way with plain decoding, over the rounds that it ran. Both: seconds per token."""
-    num_rounds = min(map(len, seconds.values()))
-    ratios = {group: [a / b for a, b in zip(own, plain[group], strict=False)] for group, own in seconds.items()}
-    weights = {group: median(plain[group]) for group in seconds}
+    ratios = {group: [own[i] / plain[group][i] for i in own] for group, own in seconds.items()}
+    weights = {group: median(plain[group].values()) for group in seconds}
+    num_rounds = min(map(len, ratios.values()))
     total = sum(weights.values())
 
     def speedup(parts: Mapping[int, float]) -> float:
@@ -198,7 +201,7 @@ def _costs(one: Prediction | None) -> tuple[str, str, str]:
 def print_found(found: Found, console: Console) -> None:
     """Print what passes take, the table, how it is read, and what is chosen."""
     if found.pass_s is not None:
-        rows = ", ".join(f"{rows} {ratio:.2f}" for rows, ratio in found.curve.items() if rows > 1)
+        rows = ", ".join(f"{rows} {ratio:.2f}" for rows, ratio in found.v.items() if rows > 1)
         console.print(f"A pass of 1 row takes {1e3 * found.pass_s:.2f} ms here; of more rows, times that: {rows}")
     console.print(table_of(found))
     console.print(NOTE)
