@@ -23,7 +23,6 @@ from forerun.bench.tune_prediction import LONGEST, Passes, Prediction, Predictor
 from forerun.bench.tune_results import (
     Contender,
     Found,
-    Measured,
     Way,
     chosen_of,
     config_of,

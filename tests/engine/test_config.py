@@ -222,6 +222,22 @@ def test_a_config_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     (tmp_path / "latin.toml").write_bytes(b"draft = '\xe9'")
     with pytest.raises(BadOption, match="is not valid TOML"):
         EngineConfig.from_sources({}, str(tmp_path / "latin.toml"))
+    for text, why in {
+        '{"draft":': "is not valid JSON",
+        '["draft"]': "holds no options",
+        "[" * 10_000: "not valid",
+    }.items():
+        (tmp_path / "forerun.json").write_text(text)
+        with pytest.raises(BadOption, match=why):
+            EngineConfig.from_sources({}, str(tmp_path / "forerun.json"))
+
+
+@pytest.mark.usefixtures("no_variables")
+def test_a_config_file_may_be_json(tmp_path):
+    file = tmp_path / "forerun.json"
+    file.write_text('{"draft": "suffix:shape=tree", "spec_length": 7, "prefix_caching": false}')
+    config = EngineConfig.from_sources({"spec_length": 3}, str(file))
+    assert config == EngineConfig(draft="suffix:shape=tree", spec_length=3, prefix_caching=False)
 
 
 def test_keys_to_ignore_are_a_text_or_a_list():

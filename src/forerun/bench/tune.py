@@ -2,8 +2,8 @@
 
 1. Each drafter runs the prompts once with the longest drafts, in turns with plain decoding: that shows which of its
    guesses are right, and what drafting takes.
-2. The time of passes by their rows is measured (pacing/cost.py), and every length of every drafter is predicted from
-   both (tune_prediction.py).
+2. The time of passes by their rows is measured (as in pacing/cost.py, and finer), and every length of every drafter is
+   predicted from both (tune_prediction.py).
 3. Those that promise most, some of them with `pacing=auto`, and plain decoding run in turns until the time is over.
    What their passes took makes the predictions better: a length that then promises more than all that were measured
    is measured, too. The fastest is chosen; plain decoding, where nothing was faster by PLAIN_MARGIN.
@@ -50,6 +50,7 @@ from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.loading import Checkpoint
 from forerun.pacing import Pacing
+from forerun.pacing.cost import PassTime, calibrated
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams
 
@@ -59,6 +60,8 @@ SHIPPED = ("model", "tree", "suffix:shape=tree", "suffix", "lookup", "ngram", "r
 PROMPTS_PER_KIND = 2
 WARM_UP_TOKENS = 8
 PROBE_SHARE = 0.35  # of the time, for step 1
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 17)  # rows of the passes of step 2, for each request
+CALIBRATION_SHARE, LEAST_CALIBRATION_S = 0.05, 0.5  # of the time, for step 2
 FEWEST_ROUNDS = 2  # of step 3, whatever the time
 MOST_ROUNDS = 15
 SEARCH_ROUNDS = 4  # of these, behind which further lengths may come in
@@ -249,6 +252,15 @@ class Bench:
         self.once(way, 0, "warm-up", Tally(Variant(way.draft, 0), 0.0))
         self.groups = kept
 
+    def pass_times(self) -> PassTime:
+        """Measure what passes of the target take by their rows, finely: kernels take rows by the few."""
+        engine, size = self.llm.engine, self.plan.concurrency
+        if not self.llm.config.calibrate:
+            return engine.costs.target
+        widths = sorted({1, *(size * width for width in WIDTHS)})
+        limit_s = max(LEAST_CALIBRATION_S, 60 * self.plan.minutes * CALIBRATION_SHARE)
+        return calibrated(engine.runner.try_pass, widths=widths, least_limit_s=limit_s)
+
     def runs_model(self, spec: str) -> bool:
         """Whether a drafter runs a model of its own, or one of those that it is made of does."""
         methods = drafters.methods(spec, is_shipped(self.llm.checkpoint.folder))
@@ -313,9 +325,8 @@ def tuned(bench: Bench, console: Console) -> Found:
     )
     with progress_bar() as progress:
         turns = _probe(bench, begun + 60 * plan.minutes * PROBE_SHARE, progress)
-        engine = bench.llm.engine
-        engine.costs.ready()
-        curve = engine.costs.target
+        progress.add_task("what passes take", total=None)
+        curve = bench.pass_times()
         passes = Passes(lambda rows: float(curve.ratio(rows)), _together(turns))
         for turn in (turn for own in turns.values() for turn in own):
             passes.add(turn.plain.steps, turn.drafted.steps)
@@ -329,7 +340,7 @@ def tuned(bench: Bench, console: Console) -> Found:
         alpha_hats={spec: _alpha_hat(own) for spec, own in turns.items()},
         pass_s=curve.one_row_s,
         curve={int(rows): float(ratio) for rows, ratio in zip(curve.widths, curve.ratios, strict=True)},
-        v={int(rows): passes.v(rows) for rows in curve.widths if rows <= 2 * LONGEST},
+        v={int(rows): passes.v(rows) for rows in curve.widths if rows >= plan.concurrency},
         num_prompts=sum(len(group) for group in bench.groups),
         seconds=time.monotonic() - begun,
     )

@@ -15,7 +15,8 @@ pacing/cost.py, made right by what passes behind these texts took; draft and res
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
@@ -79,15 +80,28 @@ class _Token(NamedTuple):
 
 @dataclass(frozen=True)
 class Replayed:
-    """A run at one draft length, as it is counted. num_passes: of a draft model, one behind another."""
+    """A run at one draft length, as it is counted. num_passes: of a draft model, one behind another.
+
+    sizes: how many rounds draft so many nodes.
+    """
 
     num_tokens: int
-    num_rounds: int
-    num_nodes: int
     num_passes: int
+    sizes: Mapping[int, int]
+
+    @cached_property
+    def num_rounds(self) -> int:
+        """Rounds of all sequences, those without a draft among them."""
+        return sum(self.sizes.values())
+
+    @cached_property
+    def num_nodes(self) -> int:
+        """Drafted nodes."""
+        return sum(size * num for size, num in self.sizes.items())
 
     @property
     def tokens_per_pass(self) -> float:
+        """The mean accepted length, with the target's own token."""
         return self.num_tokens / self.num_rounds
 
 
@@ -97,20 +111,17 @@ def replay(texts: Seq[Seq[Round]], spec_length: int) -> Replayed:
     spec_length: at most that of the recorded run, with which these very rounds are counted.
     """
     deepest = max((depth for text in texts for round_ in text for depth in round_.depths), default=0)
-    num_tokens = num_rounds = num_nodes = num_passes = 0
+    num_tokens, num_passes, sizes = 0, 0, Counter[int]()
     for text in texts:
         for stretch in _stretches(text):
             start = 0
             while start < len(stretch):
                 depths = stretch[start].round.depths[:spec_length]
-                num_rounds, num_nodes, num_passes = (
-                    num_rounds + 1,
-                    num_nodes + len(depths),
-                    num_passes + max(depths, default=0),
-                )
+                sizes[len(depths)] += 1
+                num_passes += max(depths, default=0)
                 start += _num_accepted(stretch, start, spec_length, deepest) + 1
             num_tokens += len(stretch)
-    return Replayed(num_tokens, num_rounds, num_nodes, num_passes)
+    return Replayed(num_tokens, num_passes, sizes)
 
 
 def _stretches(text: Seq[Round]) -> list[list[_Token]]:
@@ -302,15 +313,20 @@ class Predictor:
         plain_s = drafted_s = 0.0
         for turn, found in both:
             num_steps = found.num_rounds / self.num_together
-            pass_s = turn.plain_pass_s * self.passes.v(self.num_together * (1 + found.num_nodes / found.num_rounds))
+            pass_s = turn.plain_pass_s * self._v(found)
             rest = self.plain_rest_s + self.rest_per_token_s * self.num_together * (found.tokens_per_pass - 1)
             plain_s += found.num_tokens / self.num_together * (turn.plain_pass_s + self.plain_rest_s)
             drafted_s += num_steps * (pass_s + self._draft_s(found) + rest)
-        rows = self.num_together * (1 + total.num_nodes / total.num_rounds)
         pass_s = fmean(turn.plain_pass_s for turn in self.turns)
         num_drafted = self.num_together * total.num_nodes / total.num_rounds
         c = self._draft_s(total) / pass_s / num_drafted if num_drafted else 0.0
-        return Prediction(spec_length, total.tokens_per_pass, c, self.passes.v(rows), plain_s / drafted_s)
+        return Prediction(spec_length, total.tokens_per_pass, c, self._v(total), plain_s / drafted_s)
+
+    def _v(self, found: Replayed) -> float:
+        """Return the mean time of a pass, over a plain one's: rows cost little up to some number, and then much."""
+        mean = found.num_nodes / found.num_rounds
+        others = (self.num_together - 1) * (1 + mean)  # rows of the other sequences of the step
+        return sum(num * self.passes.v(others + 1 + size) for size, num in found.sizes.items()) / found.num_rounds
 
     def _draft_s(self, found: Replayed) -> float:
         """Return the seconds of drafting in a step."""

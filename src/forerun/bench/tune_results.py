@@ -201,7 +201,7 @@ def _costs(one: Prediction | None) -> tuple[str, str, str]:
 def print_found(found: Found, console: Console) -> None:
     """Print what passes take, the table, how it is read, and what is chosen."""
     if found.pass_s is not None:
-        rows = ", ".join(f"{rows} {ratio:.2f}" for rows, ratio in found.v.items() if rows > 1)
+        rows = ", ".join(f"{rows} {ratio:.2f}" for rows, ratio in found.v.items() if ratio > 1)
         console.print(f"A pass of 1 row takes {1e3 * found.pass_s:.2f} ms here; of more rows, times that: {rows}")
     console.print(table_of(found))
     console.print(NOTE)
