@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from forerun.bench import tune_grid
@@ -304,9 +305,22 @@ def test_a_whole_run_writes_a_config_that_commands_take(tiny: Path, tmp_path: Pa
     options = json.loads(out.read_text(encoding="utf-8"))
     assert options == record["config"]
     assert options["target"] == str(tiny)
-    for command in (["generate", "x", "--max-tokens", "2", "--temperature", "0"], ["plan"]):
+    asked = {"model": "m", "prompt": "x", "max_tokens": 2, "temperature": 0}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": asked}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    batch = ["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")]
+    for command in (["generate", "x", "--max-tokens", "2", "--temperature", "0"], ["plan"], batch):
         done = CliRunner().invoke(app, [*command, "--config", str(out)])
         assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["response"]["status_code"] == 200
+
+
+def test_every_command_that_runs_an_engine_takes_a_config_file() -> None:
+    top = typer.main.get_command(app)
+    commands = {**top.commands, **{f"bench {k}": v for k, v in top.commands["bench"].commands.items()}}  # type: ignore[attr-defined]
+    takers = {name for name, command in commands.items() if any(param.name == "config" for param in command.params)}
+    assert {"generate", "chat", "serve", "batch", "lab", "plan", "tune", "bench latency", "bench methods"} <= takers
+    assert {"bench throughput", "bench serving", "bench gaps", "bench quality", "bench peers", "bench tune"} <= takers
 
 
 def test_two_requests_at_once_and_sampled(tiny: Path, tmp_path: Path) -> None:

@@ -205,6 +205,8 @@ def print_found(found: Found, console: Console) -> None:
         console.print(f"A pass of 1 row takes {1e3 * found.pass_s:.2f} ms here; of more rows, times that: {rows}")
     console.print(table_of(found))
     console.print(NOTE)
+    for spec in [found.chosen.way.draft] if found.alphas.get(found.chosen.way.draft) else []:
+        console.print(f"alpha of {spec} by position: {' '.join(f'{alpha:.2f}' for alpha in found.alphas[spec])}")
     console.print(reason_of(found), style="bold")
 
 
