@@ -11,13 +11,14 @@ import random
 import tomllib
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from forerun.bench import tune_grid
+from forerun.bench import report, tune_grid
 from forerun.bench.results import Tally, Variant
 from forerun.bench.tune import TunePlan, candidates_of, contenders_of, drop_slow, further, run
 from forerun.bench.tune_prediction import LONGEST, Passes, Prediction, Predictor, Round, Turn, alphas, replay
@@ -136,6 +137,9 @@ def test_counts_are_those_of_a_real_run_with_shorter_drafts() -> None:
             assert found.num_tokens == sum(len(detail.accepted) + 1 for detail in rounds[k])
             assert found.num_rounds == pytest.approx(len(rounds[k]), rel=0.06)
             assert found.num_nodes == pytest.approx(sum(len(detail.tokens) for detail in rounds[k]), rel=0.12)
+        if draft == "model":  # the mean over the long rounds has too few of the good ones (docs/tuning.md)
+            mean = fmean(1 + min(2, len(detail.accepted)) for detail in rounds[LONGEST])
+            assert mean < 0.95 * found.tokens_per_pass
 
 
 def run_rounds(llm: LLM, prompt: str, draft: str, spec_length: int) -> list[RoundDetail]:
@@ -299,6 +303,7 @@ def test_a_whole_run_writes_a_config_that_commands_take(tiny: Path, tmp_path: Pa
     assert picture.read_bytes().startswith(b"\x89PNG")
     record = json.loads(record_file.read_text(encoding="utf-8"))
     assert set(record["predictions"]) == {str(tiny), f"tree:of=(model:path={tiny})", "lookup", "suffix:shape=tree"}
+    assert report.run([record_file], tmp_path / "report.html") == 1
     own = record["predictions"][str(tiny)]
     assert record["alpha_hats"][str(tiny)] == 1.0, "the target drafts for itself"
     assert [one["tokens_per_pass"] for one in own][:3] == [2.0, pytest.approx(8 / 3), 4.0]

@@ -80,9 +80,10 @@ class Contender:
         """Return what is kept in JSON."""
         return {
             **asdict(self.way),
+            "length": self.way.length,
             "predicted": None if self.predicted is None else self.predicted.speedup,
             "measured": self.measured.speedup,
-            "range": [self.measured.least, self.measured.most],
+            "measured_range": [self.measured.least, self.measured.most],
             "num_rounds": self.measured.num_rounds,
             "tokens_per_pass": self.tokens_per_pass,
         }
