@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from rich.console import Console
@@ -29,7 +29,7 @@ from forerun.bench.methods import MethodsPlan, chats, read_work
 from forerun.bench.methods_picture import check_picture
 from forerun.bench.results import Tally, Variant
 from forerun.bench.tune_picture import draw
-from forerun.bench.tune_prediction import LONGEST, Passes, Prediction, Predictor, Turn, alphas
+from forerun.bench.tune_prediction import LONGEST, Passes, Prediction, Predictor, Turn, alphas, full_steps, per_token_s
 from forerun.bench.tune_results import (
     PLAIN,
     Contender,
@@ -58,12 +58,14 @@ from forerun.types import SamplingParams
 USUAL = ("suffix:shape=tree", "suffix", "lookup", "ngram", "prediction", "recycle", "lookahead", "self")
 SHIPPED = ("model", "tree", "suffix:shape=tree", "suffix", "lookup", "ngram", "recycle")
 PROMPTS_PER_KIND = 2
+GROUP_REQUESTS = 4  # prompts that are run one behind the other in each place of a batch, where several run at once
 WARM_UP_TOKENS = 8
 PROBE_SHARE = 0.35  # of the time, for step 1
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 17)  # rows of the passes of step 2, for each request
 CALIBRATION_SHARE, LEAST_CALIBRATION_S = 0.05, 0.5  # of the time, for step 2
 FEWEST_ROUNDS = 2  # of step 3, whatever the time
 MOST_ROUNDS = 15
+PLAIN_EVERY = 8  # ways of a turn: behind so many plain decoding runs once more
 SEARCH_ROUNDS = 4  # of these, behind which further lengths may come in
 NUM_FIXED, NUM_AUTO = 4, 2  # ways that are measured, with fixed lengths and with auto
 HOPELESS = 0.85  # predicted speed-up below which a fixed length is not measured
@@ -166,7 +168,7 @@ def candidates_of(config: EngineConfig, plan: TunePlan) -> list[str]:
 
 @dataclass
 class Bench:
-    """One engine with all candidates, and the prompts in groups of those that run at once."""
+    """One engine with all candidates, and the prompts in groups, which all ways run in turns."""
 
     llm: LLM
     plan: TunePlan
@@ -198,7 +200,7 @@ class Bench:
         )
         spare_what_is_loaded()
         prompts = encoded(llm, config, plan)
-        size = plan.concurrency
+        size = plan.concurrency * (1 if plan.concurrency == 1 else GROUP_REQUESTS)
         groups = [prompts[i : i + size] for i in range(0, len(prompts), size)]
         bench = cls(llm, plan, [], groups)
         for spec in candidates:
@@ -240,8 +242,8 @@ class Bench:
         else:
             engine.use_pacing(pacing.make("fixed", LONGEST))
         ids = [ids for ids, _ in self.groups[group]]
-        size = self.plan.concurrency
-        params = [self.params(own, way, salt, group * size + i) for i, (_, own) in enumerate(self.groups[group])]
+        first = sum(map(len, self.groups[:group]))
+        params = [self.params(own, way, salt, first + i) for i, (_, own) in enumerate(self.groups[group])]
         run_together(self.llm, ids, params, tally, detail=detail)
         if way.draft != PLAIN and self.serving(way.draft) is not self.built[way.draft]:
             raise InternalError(f"the drafter {shown(way.draft)} failed: what it raised is logged above")
@@ -457,26 +459,29 @@ def one_round(
     passes: Passes | None = None,
 ) -> None:
     """Run all prompts with each contender that is not out, in turns. passes: learns what they took."""
-    running = [one for one in contenders if not one.is_out]
+    plain, running = contenders[0], [one for one in contenders if not one.is_out]
     for group in range(len(bench.groups)):
-        tallies = dict[Way, Tally]()
-        for one in _rotated(running, number + group):
+        order = _rotated(running, number + group)
+        for place in reversed(range(PLAIN_EVERY, len(order), PLAIN_EVERY)):
+            order.insert(place, plain)  # all speed-ups hang on it, and the machine drifts
+        tallies: dict[Way, list[Tally]] = {one.way: [] for one in running}
+        for one in order:
             progress.update(task, description=f"measuring: {one.way}")
-            tallies[one.way] = Tally(Variant(one.way.draft, 0), bench.plan.temperature)
-            bench.once(one.way, group, f"round {number} of {one.way}", tallies[one.way])
-            one.seconds.setdefault(group, {})[number] = tallies[one.way].seconds_per_token[0]
-            one.tally.steps += tallies[one.way].steps
+            tally = Tally(Variant(one.way.draft, 0), bench.plan.temperature)
+            bench.once(one.way, group, f"round {number} of {one.way}", tally)
+            tallies[one.way].append(tally)
+            one.tally.steps += tally.steps
             progress.advance(task)
-        if passes is not None:
-            for way, tally in tallies.items():
-                if way.draft != PLAIN:
-                    passes.add(tallies[contenders[0].way].steps, tally.steps)
+        plain_steps = [step for tally in tallies[plain.way] for step in tally.steps]
+        for one in running:
+            one.seconds.setdefault(group, {})[number] = median(per_token_s(t.steps) for t in tallies[one.way])
+            if passes is not None and one is not plain:
+                passes.add(plain_steps, tallies[one.way][0].steps)
 
 
 def _together(turns: Mapping[str, Seq[Turn]]) -> float:
-    """Return how many requests ran at once, on average, in steps that read no prompt."""
-    steps = [step for own in turns.values() for turn in own for step in turn.plain.steps if not step.num_prefill_tokens]
-    return sum(step.num_decoding for step in steps) / len(steps) if steps else 1.0
+    """Return how many requests ran at once."""
+    return fmean(step.num_decoding for own in turns.values() for t in own for step in full_steps(t.plain.steps))
 
 
 def drop_slow(contenders: Seq[Contender]) -> None:

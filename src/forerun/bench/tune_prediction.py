@@ -176,6 +176,13 @@ def alphas(texts: Seq[Seq[Round]]) -> list[float]:
 # ------------------------------------------------------------------------------------------------------------- seconds
 
 
+def full_steps(steps: Iterable[StepReport]) -> list[StepReport]:
+    """Return the steps that read no prompt and in which the most requests decode: others are of the ends of a run."""
+    own = [step for step in steps if step.num_decoding and not step.num_prefill_tokens]
+    most = max((step.num_decoding for step in own), default=0)
+    return [step for step in own if step.num_decoding == most]
+
+
 @dataclass(frozen=True)
 class Turn:
     """One group of prompts, by plain decoding and by one drafter at LONGEST, one behind the other."""
@@ -195,12 +202,18 @@ class Turn:
     @cached_property
     def plain_pass_s(self) -> float:
         """Seconds of a pass of plain decoding on these prompts."""
-        return median(step.target_forward_s for step in self.plain.steps)
+        return median(step.target_forward_s for step in full_steps(self.plain.steps))
 
 
 def usual(values: Seq[float]) -> float:
     """Return the mean, in which what is far off counts as FAR_OFF medians; 0 of nothing."""
     return fmean(min(value, FAR_OFF * median(values)) for value in values) if values else 0.0
+
+
+def per_token_s(steps: Iterable[StepReport]) -> float:
+    """Return the seconds of a token while nothing but decoding is done."""
+    own = full_steps(steps)
+    return sum(step.seconds for step in own) / sum(step.num_committed for step in own)
 
 
 def rest_s(step: StepReport) -> float:
@@ -232,13 +245,11 @@ class Passes:
         self._moved: list[tuple[float, float]] = []  # rows, and how far the curve is too low there; [] = not known yet
 
     def add(self, plain: Seq[StepReport], steps: Iterable[StepReport]) -> None:
-        """Add steps of a turn that had these plain ones; those that run prompts are left out."""
-        plain_s = [step.target_forward_s for step in plain if not step.num_prefill_tokens]
-        if plain_s:
-            one_s = median(plain_s)
-            more = [step for step in steps if step.num_rows > step.num_decoding and not step.num_prefill_tokens]
-            self._found += [(step.num_rows, step.target_forward_s / one_s) for step in more]
-            self._moved = []
+        """Add steps of a turn that had these plain ones."""
+        one_s = median(step.target_forward_s for step in full_steps(plain))
+        more = [step for step in full_steps(steps) if step.num_rows > step.num_decoding]
+        self._found += [(step.num_rows, step.target_forward_s / one_s) for step in more]
+        self._moved = []
 
     def v(self, rows: float) -> float:
         """Return the seconds of a pass over those of a plain one; at least 1."""
@@ -267,13 +278,13 @@ class Predictor:
 
     @cached_property
     def steps(self) -> list[StepReport]:
-        """The steps of the drafter, those of no prompt."""
-        return [step for turn in self.turns for step in turn.drafted.steps if not step.num_prefill_tokens]
+        """The steps of the drafter."""
+        return [step for turn in self.turns for step in full_steps(turn.drafted.steps)]
 
     @cached_property
     def plain_rest_s(self) -> float:
         """Seconds of a step of plain decoding outside of its pass."""
-        return usual([rest_s(step) for turn in self.turns for step in turn.plain.steps])
+        return usual([rest_s(step) for turn in self.turns for step in full_steps(turn.plain.steps)])
 
     @cached_property
     def num_together(self) -> float:
