@@ -97,6 +97,10 @@ def test_bodies_that_are_no_bodies(strict: Running) -> None:
     assert code(chunked) == (413, "body_too_large")
     assert strict.http.get("/nothing").status_code == 404
     assert strict.http.get("/v1/completions").status_code == 405
+    for method, path, status in (("GET", "/v1/messages", 405), ("POST", "/v1/messages/nothing", 404)):
+        answer = strict.http.request(method, path)
+        kind, own = answer.json()["type"], answer.headers["request-id"]
+        assert (answer.status_code, kind, answer.json()["request_id"]) == (status, "error", own)
     answer = strict.http.get("/health", headers={"x-large": "y" * 100_000})
     assert answer.status_code == 431
 
