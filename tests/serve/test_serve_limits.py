@@ -256,7 +256,8 @@ def test_killed_and_started_again_and_ended_twice() -> None:
         wait_for(lambda: first.metric("forerun:num_requests_running"))
         first.process.kill()
         first.process.wait()
-        with serving("--host", "127.0.0.1", port=port) as second:
+        with serving("--host", "127.0.0.1", "--no-lab", port=port) as second:
+            assert second.http.get("/lab/").status_code == 404
             assert second.http.post("/v1/completions", json={"prompt": CODE, "max_tokens": 2}).status_code == 200
             threading.Thread(target=_ask_and_lose, args=(second.url,), daemon=True).start()
             wait_for(lambda: second.metric("forerun:num_requests_running"))
