@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 
 from forerun.bench import report, tune_grid
 from forerun.bench.results import Tally, Variant
-from forerun.bench.tune import TunePlan, candidates_of, contenders_of, drop_slow, further, run
+from forerun.bench.tune import contenders_of, drop_slow, further, run
+from forerun.bench.tune_engine import TunePlan, candidates_of
 from forerun.bench.tune_prediction import LONGEST, Passes, Prediction, Predictor, Round, Turn, alphas, replay
 from forerun.bench.tune_results import (
     Contender,

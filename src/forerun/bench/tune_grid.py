@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from forerun.bench.latency import progress_bar
-from forerun.bench.tune import Bench, TunePlan, candidates_of, one_round, prediction_of, tuned
+from forerun.bench.tune import one_round, prediction_of, tuned
+from forerun.bench.tune_engine import TunePlan, TuningEngine, candidates_of
 from forerun.bench.tune_results import PLAIN, Contender, Found, Way, measured_of, print_found
 from forerun.bench.widen import load_widened
 from forerun.config import EngineConfig
@@ -38,7 +39,7 @@ def run(config: EngineConfig, plan: GridPlan) -> dict[str, Any]:
     console = make_console()
     candidates = candidates_of(config, plan.tune)
     checkpoint = load_widened(config, plan.tune.shape, console)
-    bench = Bench.of(checkpoint, config, plan.tune, candidates, console)
+    bench = TuningEngine.of(checkpoint, config, plan.tune, candidates, console)
     found = tuned(bench, console)
     print_found(found, console)
     grid = _measured(bench, found, plan)
@@ -57,7 +58,7 @@ def run(config: EngineConfig, plan: GridPlan) -> dict[str, Any]:
     }
 
 
-def _measured(bench: Bench, found: Found, plan: GridPlan) -> list[Contender]:
+def _measured(bench: TuningEngine, found: Found, plan: GridPlan) -> list[Contender]:
     """Every way of the grid, plain decoding first, and what was chosen."""
     ways = [Way(spec, k) for spec in bench.candidates for k in (*plan.lengths, None)]
     every = dict.fromkeys([Way(PLAIN, 0), found.chosen.way, *ways])

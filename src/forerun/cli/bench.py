@@ -619,9 +619,10 @@ def tune(
 ) -> None:
     """Check `forerun tune`: measure every drafter at every length beside what it predicted and chose."""
     engine = flags.engine_config({k: v for k, v in locals().items() if k not in ("draft", "spec_length")}, config)
-    from forerun.bench import tune as tuning, tune_grid as bench
+    from forerun.bench import tune_grid as bench
+    from forerun.bench.tune_engine import TunePlan
 
-    plan = tuning.TunePlan(
+    plan = TunePlan(
         drafts=tuple(draft or ()),
         only=only,
         temperature=temperature,

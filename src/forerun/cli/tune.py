@@ -63,8 +63,9 @@ def tune(
     if prompts is not None and not any(prompt for prompt, _ in requests):
         raise BadOption(f"--prompts {shown(str(prompts))} holds no prompt: write one, or leave the option out")
     from forerun.bench import tune as bench
+    from forerun.bench.tune_engine import TunePlan
 
-    plan = bench.TunePlan(
+    plan = TunePlan(
         requests=tuple(requests),
         drafts=tuple(draft or ()),
         only=only,
