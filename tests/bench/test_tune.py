@@ -300,6 +300,7 @@ def test_a_whole_run_writes_a_config_that_commands_take(tiny: Path, tmp_path: Pa
     drafts = ("--draft", str(tiny), "--draft", "lookup", "--draft", "suffix:shape=tree", "--only")
     printed = tune(str(tiny), "--prompts", str(prompt_file(tmp_path)), *drafts, *files, *SMALL)
     assert "Chosen: " in printed
+    assert "There was time for the first 1 of them" in printed
     assert f"Written to {out}" in printed.replace("\n", "")
     assert picture.read_bytes().startswith(b"\x89PNG")
     record = json.loads(record_file.read_text(encoding="utf-8"))
@@ -333,7 +334,7 @@ def test_two_requests_at_once_and_sampled(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "forerun.toml"
     given = ("--draft", "lookup", "--draft", "random", "--only", "--concurrency", "2", "--temperature", "0.8")
     printed = tune(str(tiny), "--prompts", str(prompt_file(tmp_path)), *given, "--out", str(out), *SMALL)
-    assert "temperature 0.8, 2 requests at a time" in " ".join(printed.split())
+    assert "2 prompts, at most 8 tokens, temperature 0.8, 2 requests at a time" in " ".join(printed.split())
     record = json.loads(printed.splitlines()[-1])
     assert record["num_prompts"] == 2
     options = tomllib.loads(out.read_text(encoding="utf-8"))

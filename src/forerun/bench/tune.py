@@ -106,6 +106,8 @@ def tuned(bench: TuningEngine, console: Console) -> Found:
     )
     with progress_bar() as progress:
         turns = _probe(bench, begun + 60 * plan.minutes * PROBE_SHARE, progress)
+        if (num_used := sum(map(len, bench.groups))) < num_prompts:
+            console.print(f"There was time for the first {num_used} of them: more --minutes, or fewer prompts, use all")
         progress.add_task("what passes take", total=None)
         curve = bench.pass_times()
         passes = Passes(lambda rows: float(curve.ratio(rows)), _together(turns))
