@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, median
 from typing import NamedTuple
@@ -89,6 +89,12 @@ class Replayed:
     num_passes: int
     sizes: Mapping[int, int]
 
+    @staticmethod
+    def joined(parts: Seq[Replayed]) -> Replayed:
+        """Return the counts of several together."""
+        sizes = sum((Counter(part.sizes) for part in parts), Counter[int]())
+        return Replayed(sum(p.num_tokens for p in parts), sum(p.num_passes for p in parts), sizes)
+
     @cached_property
     def num_rounds(self) -> int:
         """Rounds of all sequences, those without a draft among them."""
@@ -105,12 +111,18 @@ class Replayed:
         return self.num_tokens / self.num_rounds
 
 
-def replay(texts: Seq[Seq[Round]], spec_length: int) -> Replayed:
+def deepest_of(texts: Iterable[Seq[Round]]) -> int:
+    """Return the number of nodes on the longest path that a draft had."""
+    return max((depth for text in texts for round_ in text for depth in round_.depths), default=0)
+
+
+def replay(texts: Seq[Seq[Round]], spec_length: int, deepest: int | None = None) -> Replayed:
     """Count the rounds of a run with drafts of at most `spec_length` nodes. texts: the recorded rounds of each output.
 
-    spec_length: at most that of the recorded run, with which these very rounds are counted.
+    spec_length: at most that of the recorded run, with which these very rounds are counted. deepest: the longest path
+    that the drafter makes, None = the longest in these texts.
     """
-    deepest = max((depth for text in texts for round_ in text for depth in round_.depths), default=0)
+    deepest = deepest_of(texts) if deepest is None else deepest
     num_tokens, num_passes, sizes = 0, 0, Counter[int]()
     for text in texts:
         for stretch in _stretches(text):
@@ -275,6 +287,7 @@ class Predictor:
     turns: Seq[Turn]
     passes: Passes
     runs_model: bool
+    _replays: dict[int, list[tuple[Turn, Replayed]]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def steps(self) -> list[StepReport]:
@@ -319,8 +332,12 @@ class Predictor:
 
     def at(self, spec_length: int) -> Prediction:
         """Predict one length: all prompts' seconds of plain decoding over those of drafting."""
-        both = [(turn, replay(turn.texts, spec_length)) for turn in self.turns if turn.texts]
-        total = replay([text for turn, _ in both for text in turn.texts], spec_length)
+        if spec_length not in self._replays:  # passes are learned, counts stay
+            own = [turn for turn in self.turns if turn.texts]
+            deepest = deepest_of(text for turn in own for text in turn.texts)
+            self._replays[spec_length] = [(turn, replay(turn.texts, spec_length, deepest)) for turn in own]
+        both = self._replays[spec_length]
+        total = Replayed.joined([found for _, found in both])
         plain_s = drafted_s = 0.0
         for turn, found in both:
             num_steps = found.num_rounds / self.num_together
