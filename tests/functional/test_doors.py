@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +57,7 @@ def test_refused(error: type[UserError], sentence: str, options: dict[str, Any])
     TARGET.calls.clear()
     with pytest.raises(error, match=sentence):
         speculative_generate(**given)
-    assert not TARGET.calls or options.get("inputs") == [[1], []]
+    assert not TARGET.calls
 
 
 def test_an_input_too_long_for_an_encoder_is_refused() -> None:
@@ -78,7 +79,7 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: MultinomialProcessor(0.0), "temperature=0"),
+        (lambda: MultinomialProcessor(0.0), "has the temperature 0.0"),
         (lambda: MultinomialProcessor(-1.0), "temperature=-1.0"),
         (lambda: NucleusProcessor(1.0, 0.0), "top_p=0.0"),
     ],
@@ -96,6 +97,21 @@ def test_a_processor_must_keep_the_shape() -> None:
 
     with pytest.raises(BadOption, match="must keep the shape"):
         autoregressive_generate([1], TARGET, logits_processor=Short())
+
+
+def test_a_processor_without_a_temperature_is_refused() -> None:
+    class Bare(GreedyProcessor):
+        def __init__(self) -> None:
+            """Forget the temperature."""
+
+    with pytest.raises(BadOption, match=r"super\(\).__init__"):
+        autoregressive_generate([1], TARGET, logits_processor=Bare())
+
+
+def test_transformers_is_imported_by_those_who_use_it() -> None:
+    code = "import sys, forerun.functional; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout == "False\n"
 
 
 def test_a_drafter_that_raises_is_heard() -> None:

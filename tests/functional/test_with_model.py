@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tiny import byte_tokenizer
 
 NUM = 20
 GREEDY = SamplingParams(max_tokens=NUM, temperature=0.0, ignore_eos=True)
-PREDICTION = SamplingParams(max_tokens=NUM, temperature=0.0, ignore_eos=True, prediction=[9, 12])
+PREDICTION = dataclasses.replace(GREEDY, prediction=PROMPT)
 WITHOUT_MODEL = [
     name
     for name in registry.names(drafters.__name__)
@@ -53,6 +54,15 @@ def test_drafters_that_are_made_of_a_module(draft: str) -> None:
     ).generate(PROMPT, GREEDY)
     assert out.token_ids == generated(target(), PROMPT, NUM)
     assert out.report.num_accepted > 0
+
+
+@pytest.mark.parametrize("draft", ["suffix", "suffix:shape=tree", "prediction", "ngram"])
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_drafters_without_a_model_beside_an_encoder(kind: str, draft: str) -> None:
+    """They read what the decoder said, and a prediction, which may be the input."""
+    speculating = speculate_with(target(kind), draft=draft, pacing_policy="fixed")
+    for params in (GREEDY, PREDICTION):
+        assert speculating.generate(PROMPT, params).token_ids == generated(target(kind), PROMPT, NUM)
 
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])

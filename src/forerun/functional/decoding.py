@@ -219,14 +219,17 @@ class _Task:
             )
         many = several(inputs)
         texts = [as_ids(each) for each in inputs] if many else [as_ids(inputs)]
+        rooms = [self._room(ids) for ids in texts]
         assembly = assembled(
             self.target, self.spec, self.draft, self.policy, end_ids=self._end_ids(), coins=self._coins(law)
         )
-        found = [self._generate(assembly, ids, law) for ids in texts]
+        found = [self._generate(assembly, *each, law) for each in zip(texts, rooms, strict=True)]
         return ([ids for ids, _ in found], [rate for _, rate in found]) if many else found[0]
 
-    def _generate(self, assembly: Assembly, inputs: list[int], law: Law) -> tuple[list[int], float]:
-        self.target.check(inputs)
+    def _room(self, inputs: list[int]) -> int:
+        """Return how many tokens may be generated. Raises UserError for an input that cannot be taken."""
+        for model in (self.target, *([self.draft] if self.draft is not None else [])):
+            model.check(inputs)
         room = self.target.max_positions - len(self.target.prompt(inputs, self.pad_token_id))
         if room < 0:
             raise PromptTooLong(
@@ -235,7 +238,10 @@ class _Task:
             )
         if self.max_gen_len < 0:
             raise BadOption(f"max_gen_len={self.max_gen_len} is not possible: it must be at least 0")
-        if not (num := min(room, self.max_gen_len)):
+        return min(room, self.max_gen_len)
+
+    def _generate(self, assembly: Assembly, inputs: list[int], num: int, law: Law) -> tuple[list[int], float]:
+        if num == 0:
             return [], 0.0
         rule = "match" if law.sample is not None else UNADJUSTED if self.is_unadjusted else "ratio"
         seed = int(torch.randint(2**62, ()))

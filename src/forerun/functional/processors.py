@@ -43,9 +43,13 @@ class LogitsProcessor(abc.ABC):
 
     def law(self) -> dict[str, Any]:
         """Return the sampling parameters that stand for this processor, apart from `_process`."""
-        if self.temperature == 0:
-            raise BadOption("temperature=0 is not possible for a processor: GreedyProcessor takes the largest logit")
-        return {"temperature": self.temperature}
+        temperature = getattr(self, "temperature", None)
+        if not temperature:
+            raise BadOption(
+                f"a {type(self).__name__} has the temperature {temperature}: give super().__init__ one above 0; a "
+                "GreedyProcessor takes the largest logit"
+            )
+        return {"temperature": temperature}
 
     @abc.abstractmethod
     def _process(self, logits: Tensor) -> Tensor:
