@@ -16,6 +16,7 @@ from forerun.errors import BadOption, NotFound, UserError
 from forerun.functional import autoregressive_generate, speculate_with
 from forerun.models.toy import ToyModel, ToyTable
 from functional.modules import PROMPT, ToyModule, generated, module_of, noisy
+from methods import NEEDS
 from tiny import byte_tokenizer
 
 NUM = 20
@@ -25,7 +26,7 @@ WITHOUT_MODEL = [
     name
     for name in registry.names(drafters.__name__)
     if not any(drafters.has_a_model(method) for method, _ in drafters.methods(name, has_shipped_draft=False))
-    and name != "datastore"  # needs a file
+    and name not in NEEDS  # such as a file
 ]
 
 
