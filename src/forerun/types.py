@@ -416,7 +416,7 @@ class RaggedBatch:
     slots [B] (cache slot of each run), cached [B] (rows of the slot that every row of the run sees, in order).
     parents [B]: None for a run whose rows follow each other, else the parent of each *pending* row of the slot (written
     behind the cached ones, not kept) and then of each row of the run, as an index into these; -1 = the cached rows.
-    An empty list of parents says that no run has any.
+    An empty list of parents says that no run has any. silent: runs of which no logits are wanted, as of a prompt's.
     """
 
     tokens: list[int] | Tensor
@@ -425,6 +425,7 @@ class RaggedBatch:
     slots: list[int]
     cached: list[int]
     parents: Seq[Seq[int] | None] = ()
+    silent: frozenset[int] = frozenset()
 
     def ids(self) -> tuple[list[int], list[int]]:
         """Return tokens and positions as lists on the host."""

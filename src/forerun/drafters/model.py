@@ -395,8 +395,14 @@ def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: 
     )
 
 
-def cache_for(model: Model, target: Target, layers: Seq[int] | None = None) -> BlockCache:
-    """Make a cache for a draft model, as large as the target's. layers: those that have rows; None = all."""
+def cache_for(model: Model, target: Target, layers: Seq[int] | None = None) -> KVCache:
+    """Make a cache for a draft model, as large as the target's. layers: those that have rows; None = all.
+
+    A model that reads no BlockCache makes its own (`own_cache`).
+    """
+    if (own_cache := getattr(model, "own_cache", None)) is not None:
+        made: KVCache = own_cache()
+        return made
     shape = model.config.cache_shape
     return BlockCache.create(
         shape if layers is None else dataclasses.replace(shape, layers=tuple(layers)),

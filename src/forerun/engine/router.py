@@ -43,8 +43,11 @@ class Router(Drafter):
 
     members: by name, the first of them for requests that choose none. aliases: other names of theirs. is_auto: nobody
     chose the first, so that a request whose rule cannot judge its drafts is served by `lookup`. shares_s: of this step
-    so far, what catching up took for each sequence.
+    so far, what catching up took for each sequence. spares: whether a drafter that raises is left out; where it is
+    False, what it raises is raised.
     """
+
+    spares = True
 
     def __init__(
         self, members: Mapping[str, Drafter], aliases: Mapping[str, str] | None = None, is_auto: bool = False
@@ -170,6 +173,8 @@ class Router(Drafter):
         except AssertionError:
             raise
         except Exception:
+            if not self.spares:
+                raise
             LOG.exception("the drafter %r failed and is not asked again: its requests are decoded plainly", name)
             self.members[name] = _Silent()
 
