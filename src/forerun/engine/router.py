@@ -15,7 +15,7 @@ from forerun import drafters, verify
 from forerun.drafters import Drafter, Seen, Target
 from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.registry import unknown
-from forerun.types import Budget, Coins, Draft, DraftStep, Sequence
+from forerun.types import Budget, Coins, Draft, DraftStep, Next, Sequence
 
 LOG = logging.getLogger(__name__)
 NONE = "none"  # the drafter of requests that are decoded plainly; there is always one
@@ -182,6 +182,20 @@ class Router(Drafter):
         step.depth = max(step.depth, *depths)
         self._count(name, begun)
         return step
+
+    def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
+        found: list[list[Next | None]] = [[None] * len(level) for level in levels]
+        for name, members in _groups(seqs, list(map(len, levels))).items():
+            drafter, own, begun = self.members[name], [levels[b] for b in members], time.perf_counter()
+            with self._spared(name):
+                nexts = drafter.branch([seqs[b] for b in members], own, catchup_tokens)
+                for b, each in zip(members, nexts, strict=True):
+                    found[b] = each
+            catchup_tokens -= sum(drafter.caught_up.values())
+            step = self._steps.setdefault(name, DraftStep())
+            step.depth, step.num_nodes = step.depth + 1, step.num_nodes + sum(map(len, own))
+            self._count(name, begun)
+        return found
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         for name, members in _groups(seqs, [num_tokens] * len(seqs)).items():

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+BEAM_LEVELS = 2  # that a beam search drafts; docs/methods/beam.md says what more of them gained
+
+
 class Pacing:
     """A policy decides how many tokens to draft, before drafting and before each draw.
 
@@ -43,6 +46,10 @@ class Pacing:
     def wanted(self, seq: Sequence) -> int:
         """Return the most nodes of a sequence whose request names no `spec_length` of its own."""
         raise NotImplementedError
+
+    def levels(self, seq: Sequence) -> int:
+        """Return how many levels a beam search drafts whose request names no `spec_length` of its own."""
+        return BEAM_LEVELS
 
     def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Tensor | None = None) -> bool:
         """Return whether to draw the token at `depth` (0 = first) from `draft_probs`.

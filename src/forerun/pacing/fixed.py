@@ -24,6 +24,9 @@ class FixedPacing(Pacing):
     def wanted(self, seq: Sequence) -> int:
         return self.spec_length
 
+    def levels(self, seq: Sequence) -> int:
+        return self.spec_length
+
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
     """Return a policy that always grants as many tokens: the request's spec_length, else the engine's, else 5."""
