@@ -81,18 +81,22 @@ class SamplingParams:
         """Raise BadOption for what a beam search cannot honour, and for its options without one."""
         if not self.searches:
             for name in ("length_penalty", "early_stopping"):
-                if getattr(self, name) != _DEFAULTS[name]:
-                    raise BadOption(f"{name} belongs to a beam search: add num_beams, or drop it")
+                if (value := getattr(self, name)) != _DEFAULTS[name]:
+                    raise BadOption(f"{name}={shown(value)} belongs to a beam search: add num_beams, or drop it")
             return
-        search = f"num_beams={self.num_beams}"
+        width = f"num_beams={self.num_beams}"
+        search = width if self.num_beams > 1 else f"draft_beams={self.draft_beams}"
         if not self.greedy:
-            raise BadOption(f"{search} searches for the likeliest texts and draws nothing: add temperature=0")
-        _require(self.n <= self.num_beams, "n", self.n, f"at most {search}")
+            raise BadOption(
+                f"{search} is not possible with temperature={self.temperature}: a beam search draws nothing; add "
+                "temperature=0"
+            )
+        _require(self.n <= self.num_beams, "n", self.n, f"at most {width}")
         draft_beams = self.draft_beams or self.num_beams
-        _require(draft_beams >= self.num_beams, "draft_beams", draft_beams, f"at least {search}")
+        _require(draft_beams >= self.num_beams, "draft_beams", draft_beams, f"at least {width}")
         for name, why in _NOT_WITH_BEAMS.items():
-            if getattr(self, name) is not None:
-                raise BadOption(f"{name} does not go together with {search}: {why}; drop one of them")
+            if (value := getattr(self, name)) is not None:
+                raise BadOption(f"{name}={shown(value)} is not possible with {search}: {why}; drop one of them")
 
     def _accept(self, name: str, value: Any, optional: bool) -> None:
         """Convert one field and check its range."""

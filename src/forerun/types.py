@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 Origin = Literal["accepted", "correction", "bonus", "plain"]
 
+BEAM = "beam"  # in place of a rule, of a request that is a beam search
 NO_TOKEN = -2  # in place of the next token of a verdict that has none
 ROUND_TOKENS = 2  # committed tokens that a round leaves a draft model to run: one, or two after a fully accepted draft
 

@@ -16,13 +16,17 @@ from forerun import BadOption, SamplingParams
 from forerun.drafters import Drafter
 from forerun.drafters.lookup import LookupDrafter, Options
 from forerun.drafters.model import ModelDrafter
+from forerun.engine.beams import BeamSearch
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.engine.router import Router
+from forerun.kv import Held
 from forerun.kv.cache import BlockCache
+from forerun.models.branches import Branches
 from forerun.models.runner import Runner
 from forerun.models.toy import ToyModel, ToyTable
 from forerun.pacing.fixed import FixedPacing
+from forerun.verify import beams
 
 pytestmark = pytest.mark.once("beam searches choose their drafters and levels themselves")
 
@@ -92,9 +96,8 @@ def searched(model: ToyModel, prompt: Seq[int], params: SamplingParams, end: int
             row = model.logits_after([*prompt, *tokens]).numpy()
             top = row.max()
             log_mass = float(top) + math.log(float(np.exp(row - top).sum()))
-            for token in range(V):
-                if row[token] > -np.inf and not (token == end and length <= params.min_tokens):
-                    candidates.append((-(score + (float(row[token]) - log_mass)), place, token, tokens))
+            ids = [i for i in range(V) if row[i] > -np.inf and not (i == end and length <= params.min_tokens)]
+            candidates += [(-(score + (float(row[i]) - log_mass)), place, i, tokens) for i in ids]
         candidates.sort()
         is_end = [c[2] == end or length == most for c in candidates]
         ended = [(-c[0], (*c[3], c[2])) for c, over in list(zip(candidates, is_end, strict=True))[:width] if over]
@@ -183,3 +186,265 @@ def test_1080_configurations_find_what_the_target_alone_finds() -> None:
         assert engine.scheduler.free_kv_tokens == free
     means = {draft: emitted / passes for draft, (emitted, passes) in steps.items()}
     assert means["good"] > means["bad"] > means["reversed"] > 1, means
+
+
+# -------------------------------------------------------------------------------------------------- beside one another
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=30, ignore_eos=True)
+
+
+def mixture() -> list[tuple[list[int], SamplingParams]]:
+    """Searches of all kinds, and requests that are none."""
+    made: list[tuple[list[int], SamplingParams]] = []
+    for i, draft in enumerate(("good", "none", "lookup", "bad", "reversed", "good")):
+        width = 2 + i % 3
+        made.append(
+            (
+                [1, 2, 3, 1, 2] + [i % V] * (1 + 7 * (i % 3)),
+                search(num_beams=width, n=1 + i % 2, draft=draft, max_tokens=25, spec_length=1 + i % 3, priority=i % 2),
+            )
+        )
+        made.append(([2, 1, i % V], [GREEDY, DRAWN][i % 2]))
+    return made
+
+
+def answers(engine: Engine, wanted: Seq[tuple[list[int], SamplingParams]]) -> list[list[list[int]]]:
+    """Of requests in one batch, whose caches are sound behind each step, and empty at the end."""
+    free = engine.scheduler.free_kv_tokens
+    requests = [engine.add_all(prompt, params) for prompt, params in wanted]
+    run(engine, [request for outputs in requests for request in outputs])
+    assert engine.scheduler.free_kv_tokens == free
+    assert not engine.scheduler.running
+    return [[request.seq.output_ids for request in outputs] for outputs in requests]
+
+
+@pytest.mark.parametrize("backend", ["paged", "contiguous"])
+def test_searches_and_other_requests_in_one_batch_are_what_they_are_alone(backend: str) -> None:
+    model = target(7)
+    alone = [answers(engine_of(model), [one])[0] for one in mixture()]
+    for (prompt, params), texts in zip(mixture(), alone, strict=True):
+        if params.searches:
+            assert texts == [list(found.tokens) for found in searched(model, prompt, params)[: params.n]]
+    assert answers(engine_of(model, backend=backend, max_batch_size=16), mixture()) == alone
+
+
+def test_what_was_preempted_goes_on_where_it_was() -> None:
+    """A cache of a few blocks, for more than fits into it."""
+    model = target(7)
+    alone = [answers(engine_of(model), [one])[0] for one in mixture()]
+    engine = engine_of(model, num_tokens=16 * 8, max_num_batched_tokens=24, prefill_chunk_tokens=8)
+    assert answers(engine, [*mixture(), *mixture()]) == [*alone, *alone]
+    assert engine.scheduler.num_preemptions > 3
+
+
+def test_a_lost_tree_is_fed_in_parts() -> None:
+    """Without room for more, a pass feeds as many nodes as there are beams, and no step is taken until all are there."""
+    model, params = target(5), search(n=3, max_tokens=20, draft="none", ignore_eos=True)
+    engine = engine_of(model)
+    outputs = engine.add_all([1, 2, 3], params)
+    for _ in range(6):
+        engine.step()
+    (searcher,) = engine.scheduler.running
+    num_live = len(searcher.search.tree.live())  # type: ignore[union-attr]
+    assert num_live > 4, "the beams have little in common"
+    engine.scheduler._preempt(searcher)
+    rows: list[tuple[int, int]] = []
+    engine.listen(lambda report: rows.append((report.num_rows - report.num_prefill_tokens, report.num_emitted)))
+    run(engine, outputs)
+    assert_found(outputs, searched(model, [1, 2, 3], params, end=None))
+    fed = [pair for pair in rows if pair[0]]
+    assert fed[0] == (3, 0), "too few rows for a step"
+    assert all(num_rows <= 3 for num_rows, _ in fed)
+    assert outputs[0].report.num_emitted == 20
+
+
+def test_an_ended_search_gives_everything_back() -> None:
+    model = target(3)
+    engine = engine_of(model)
+    free = engine.scheduler.free_kv_tokens
+    first = engine.add_all([1, 2, 3], search(n=3, max_tokens=30, draft="good", ignore_eos=True))
+    other = engine.add([1, 2, 3], GREEDY)
+    for _ in range(5):
+        engine.step()
+    engine.abort(first[1])
+    assert len(engine.scheduler.running) == 2, "two outputs are still waited for"
+    engine.abort(first[0])
+    engine.abort(first[2])
+    assert [request.seq for request in engine.scheduler.running] == [other.seq]
+    run(engine, [other])
+    assert [request.output().finish_reason for request in first] == ["abort"] * 3
+    assert engine.scheduler.free_kv_tokens == free
+
+
+def test_no_draft_is_one_step_in_each_pass_and_rows_are_counted() -> None:
+    engine = engine_of(target(4), end_ids=frozenset())
+    plain, drafted = (engine.add_all([1, 2], search(max_tokens=20, draft=draft))[0] for draft in ("none", "good"))
+    run(engine, [plain, drafted])
+    assert plain.report.mean_accepted_length == 1
+    assert plain.report.num_rows == 1 + 3 * 19, "the prompt's last token, then three beams"
+    report = drafted.report
+    assert report.mean_accepted_length is not None
+    assert report.rows_per_pass is not None
+    assert 1.3 < report.mean_accepted_length <= 3
+    assert 3 < report.rows_per_pass <= 3 + 2 * 3
+    assert report.num_accepted == report.num_emitted - report.num_steps
+    assert plain.output().token_ids == drafted.output().token_ids
+
+
+def test_rules_of_a_text_hold_for_every_beam() -> None:
+    """min_tokens here; the repetition penalty and biases are compared with transformers (models/test_beams.py)."""
+    model = target(11)
+    engine = engine_of(model)
+    for draft in ("none", "good", "reversed"):
+        params = search(n=3, min_tokens=4, max_tokens=9, draft=draft, length_penalty=-1.0)
+        outputs = engine.add_all([3, 1], params)
+        run(engine, outputs)
+        assert_found(outputs, searched(model, [3, 1], params))
+        assert min(len(request.seq.output_ids) for request in outputs) == 5
+        penalised = search(n=3, repetition_penalty=1.5, presence_penalty=0.5, max_tokens=9, draft=draft)
+        outputs = engine.add_all([3, 1], penalised)
+        run(engine, outputs)
+        if draft == "none":
+            plain = [request.output().token_ids for request in outputs]
+        assert [request.output().token_ids for request in outputs] == plain
+
+
+def test_fewer_texts_than_beams() -> None:
+    """Where masks leave one token, there is one text; the output that has none is aborted, and says so."""
+    only = {token: -math.inf for token in range(V) if token != END}
+    engine = engine_of(target(2))
+    outputs = engine.add_all([1], search(n=2, logit_bias=only))
+    run(engine, outputs)
+    assert [(o.output().token_ids, o.output().finish_reason) for o in outputs] == [([END], "stop"), ([], "abort")]
+    nothing = engine.add_all([1], search(n=2, logit_bias=dict.fromkeys(range(V), -math.inf)))
+    beside = engine.add([1], GREEDY)
+    run(engine, [*nothing, beside])
+    assert all("no token is left" in str(request.error) for request in nothing)
+    assert len(beside.seq.output_ids) == 30
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "num_beams=2 is not possible with temperature=1.0": {"temperature": 1.0},
+    "n=3 is not possible: it must be at most num_beams=2": {"n": 3},
+    "draft_beams=1 is not possible: it must be at least num_beams=2": {"draft_beams": 1},
+    "logprobs=1 is not possible with num_beams=2": {"logprobs": 1},
+    "acceptance='match' is not possible with num_beams=2": {"acceptance": "match"},
+    "prediction='x' is not possible with num_beams=2": {"prediction": "x"},
+    "length_penalty=17.0 is not possible: it must be in": {"length_penalty": 17},
+    "early_stopping='always' is not possible: it must be True, False or 'never'": {"early_stopping": "always"},
+    "length_penalty=2.0 belongs to a beam search": {"num_beams": 1, "length_penalty": 2},
+    "early_stopping=True belongs to a beam search": {"num_beams": 1, "early_stopping": True},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_does_not_go_together_is_refused_in_a_sentence(sentence: str) -> None:
+    with pytest.raises(BadOption) as refusal:
+        search(**{"num_beams": 2, **REFUSED[sentence]})
+    assert str(refusal.value).startswith(sentence)
+
+
+def test_a_drafter_that_knows_one_text_is_refused() -> None:
+    model = target(1)
+    engine = Engine(
+        runner_of(model, None), Router({"own": Drafter(), "lookup": LookupDrafter(Options())}), FixedPacing(2)
+    )
+    with pytest.raises(
+        BadOption, match="draft='own' cannot draft for the beams of num_beams=3: ask for draft='lookup'"
+    ):
+        engine.add([1], search())
+    with pytest.raises(BadOption, match="num_beams=3 is more than max_num_batched_tokens=2"):
+        engine_of(model, max_batch_size=2, max_num_batched_tokens=2).add([1], search())
+    with pytest.raises(Exception, match="may grow to"):
+        engine_of(model, num_tokens=32).add([1], search(max_tokens=20))
+
+
+# ------------------------------------------------------------------------------------------------------------- mutants
+
+
+def _no_subset_check(search_: beams.Search, scored: Any) -> int:
+    """Goes on with the live texts that happen to be scored."""
+    num_steps = 0
+    while not search_.is_over:
+        nexts = [scored(tip) for tip in search_.tree.tips]
+        if not any(nexts):
+            break
+        search_._step([known or (lambda num: ((), ())) for known in nexts])
+        num_steps += 1
+    return num_steps
+
+
+def _wrong_parent(*given: Any, **named: Any) -> Any:
+    live, ended = STEP(*given, **named)
+    return [made._replace(beam=(made.beam + 1) % len(given[0])) for made in live], ended
+
+
+def _any_rank_ends(scores: Any, nexts: Any, width: int, ends: Any, num: int, is_last: bool = False) -> Any:
+    live, _ = STEP(scores, nexts, width, ends, num, is_last)
+    candidates = itertools.islice(beams.best_first(scores, nexts, num), 3 * width)
+    return live, [made for made in candidates if is_last or ends(made.beam, made.token)][
+        : None if not is_last else width
+    ]
+
+
+def _draft_scores(search_: BeamSearch, nexts: Any) -> None:
+    GROW(search_, nexts)
+    search_.__dict__.setdefault("drafted", {}).update(zip(search_._level, search_._scores, strict=True))
+
+
+def _scored_by_the_draft(search_: BeamSearch, *given: Any) -> Any:
+    took = search_.search._step
+
+    def step(nexts: Any) -> None:
+        took(nexts)
+        drafted, tips = search_.__dict__.get("drafted", {}), search_.tree.tips
+        search_.search.scores = [drafted.get(tip, own) for tip, own in zip(tips, search_.search.scores, strict=True)]
+
+    search_.search._step = step  # type: ignore[method-assign]
+    try:
+        return RULE(search_, *given)
+    finally:
+        del search_.search._step
+
+
+def _lost_ancestors(branches: Branches, tree: Any) -> Any:
+    kept, held = SETTLE(branches, tree)
+    return kept, Held(held.rows, [min(parent, 0) for parent in held.parents])
+
+
+STEP, GROW, RULE, SETTLE = beams.step, BeamSearch.grow, BeamSearch.rule, Branches.settle
+MUTANTS: dict[str, list[tuple[Any, str, Any]]] = {
+    "no subset check": [(beams.Search, "replay", _no_subset_check)],
+    "wrong parent on replay": [(beams, "step", _wrong_parent)],
+    "the pool is not compared": [(beams.Pool, "is_final", lambda pool, best, length: best is None)],
+    "the pool ends the search": [
+        (beams.Pool, "is_final", lambda pool, best, length: best is None or len(pool.texts) == pool.rules.num_beams)
+    ],
+    "scores of the draft": [(BeamSearch, "grow", _draft_scores), (BeamSearch, "rule", _scored_by_the_draft)],
+    "texts end at any rank": [(beams, "step", _any_rank_ends)],
+    "ancestors are lost": [(Branches, "settle", _lost_ancestors)],
+}
+
+
+def _disagreements() -> int:
+    """Of a few dozen searches, how many do not find what the target alone finds."""
+    model, num = target(0), 0
+    for i, draft in enumerate(("good", "bad", "good", "reversed") * 8):
+        width, prompt = 2 + i % 2, [1 + i % 4, i % V, 2]
+        options = {"num_beams": width, "draft_beams": 2 * width, "draft": draft, "n": width, "max_tokens": 8}
+        params = search(**options, length_penalty=(0.0, 1.0, 2.0)[i % 3], early_stopping=STOPPINGS[i % 3])
+        engine = engine_of(model)
+        outputs = engine.add_all(prompt, params)
+        while any(request.seq.finish_reason is None for request in outputs):
+            engine.step()
+        expected = searched(model, prompt, params)
+        num += [(tuple(r.seq.output_ids), r.score) for r in outputs] != [(f.tokens, f.penalised) for f in expected]
+    return num
+
+
+@pytest.mark.parametrize("mutant", [None, *MUTANTS])
+def test_broken_searches_are_caught(mutant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name, broken in MUTANTS.get(mutant or "", []):
+        monkeypatch.setattr(owner, name, broken)
+    assert (_disagreements() > 0) == (mutant is not None)

@@ -13,9 +13,7 @@ from forerun.errors import ForerunError
 from forerun.sampling import takes_the_best
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import Tokenizer
-from forerun.types import FinishReason, Origin, Sequence, TokenLogprob
-
-BEAM = "beam"  # in place of a rule, of a request that is a beam search
+from forerun.types import BEAM, FinishReason, Origin, Sequence, TokenLogprob
 
 
 @dataclass(slots=True)

@@ -96,6 +96,10 @@ class Job:
     ignored: tuple[str, ...] = ()  # fields without which it is served
     given: Mapping[str, Any] = field(default_factory=dict)  # the body, for APIs whose answers repeat parts of it
 
+    def __post_init__(self) -> None:
+        if self.stream and self.params.searches:
+            raise Refused("stream=True is not possible with beams: which text is best is known at the end", "stream")
+
     @property
     def num_choices(self) -> int:
         """How many texts it asks for."""
@@ -339,7 +343,8 @@ def report_of(outputs: Seq[RequestOutput]) -> dict[str, Any]:
 
     Sums over all choices, and their ratios; a ratio is None where nothing was counted. See RequestReport.
     """
-    sums = {name: sum(getattr(output.report, name) for output in outputs) for name in _REPORTED}
+    reports = {id(output.report): output.report for output in outputs}.values()  # those of one beam search share theirs
+    sums = {name: sum(getattr(report, name) for report in reports) for name in _REPORTED}
 
     def ratio(above: str, below: str) -> float | None:
         return sums[above] / sums[below] if sums[below] else None
