@@ -235,11 +235,11 @@ def test_what_was_preempted_goes_on_where_it_was() -> None:
     alone = [answers(engine_of(model), [one])[0] for one in mixture()]
     engine = engine_of(model, num_tokens=16 * 8, max_num_batched_tokens=24, prefill_chunk_tokens=8)
     assert answers(engine, [*mixture(), *mixture()]) == [*alone, *alone]
-    assert engine.scheduler.num_preemptions > 3
+    assert engine.scheduler.num_preemptions > 1
 
 
 def test_a_lost_tree_is_fed_in_parts() -> None:
-    """Without room for more, a pass feeds as many nodes as there are beams, and no step is taken until all are there."""
+    """Without room for more, a pass feeds as many nodes as there are beams; a step is taken when all are there."""
     model, params = target(5), search(n=3, max_tokens=20, draft="none", ignore_eos=True)
     engine = engine_of(model)
     outputs = engine.add_all([1, 2, 3], params)
@@ -252,7 +252,8 @@ def test_a_lost_tree_is_fed_in_parts() -> None:
     rows: list[tuple[int, int]] = []
     engine.listen(lambda report: rows.append((report.num_rows - report.num_prefill_tokens, report.num_emitted)))
     run(engine, outputs)
-    assert_found(outputs, searched(model, [1, 2, 3], params, end=None))
+    expected = searched(model, [1, 2, 3], params, end=None)
+    assert [request.seq.output_ids for request in outputs] == [list(found.tokens) for found in expected]
     fed = [pair for pair in rows if pair[0]]
     assert fed[0] == (3, 0), "too few rows for a step"
     assert all(num_rows <= 3 for num_rows, _ in fed)
