@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from forerun import sampling
+from forerun.engine.router import NONE
 from forerun.kv import Held
 from forerun.models.branches import Branches
 from forerun.models.runner import Run
+from forerun.pacing import Pacing
 from forerun.types import NO_TOKEN, Coins, Draft, Hypotheses, Next, Origin, Probs, Sequence, SequenceStep
 from forerun.verify import Ruling
 from forerun.verify.beams import Ends, Rules, Search
@@ -167,6 +169,16 @@ class BeamSearch:
             tokens = self.tree.text(text.node)
             output.score, output.cumulative_logprob = text.penalised, text.score
             output.commit(tokens, self.origins[: len(tokens)], ())
+
+
+def num_levels(seqs: Seq[Sequence], pacing: Pacing, num_rows: int) -> dict[int, int]:
+    """By sequence, the levels that its search drafts: the request's spec_length, else what the pacing policy says.
+
+    num_rows: of the pass, beside those of searches.
+    """
+    paced = [seq for seq in seqs if seq.params.spec_length is None and seq.draft != NONE]
+    levels = pacing.levels(paced, num_rows + len(seqs) - len(paced)) if paced else 0
+    return {seq.id: 0 if seq.draft == NONE else seq.params.spec_length or levels for seq in seqs}
 
 
 def propose(searches: Seq[BeamSearch], branch: Branch) -> list[Draft]:

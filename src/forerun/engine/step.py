@@ -25,7 +25,7 @@ from forerun.engine import beams
 from forerun.engine.beams import BeamSearch
 from forerun.engine.catchup import CatchUp
 from forerun.engine.request import Request
-from forerun.engine.router import NONE, Router
+from forerun.engine.router import Router
 from forerun.engine.scheduler import Plan
 from forerun.errors import InternalError
 from forerun.kv import Held
@@ -37,6 +37,7 @@ from forerun.types import (
     Budget,
     Coins,
     Draft,
+    Next,
     Origin,
     Packed,
     Probs,
@@ -151,16 +152,18 @@ class Stepper:
 
     def _with_searches(self, draft: Draft, searches: Mapping[int, BeamSearch], limits: Seq[int]) -> Draft:
         """The draft with the trees of beam searches put in. limits [B]: rows that each may have."""
+        num_levels = beams.num_levels(
+            [search.seq for search in searches.values()], self.pacing, _num_rows(draft, searches)
+        )
         for b, search in searches.items():
-            seq = search.seq
-            levels = self.pacing.levels(seq) if seq.params.spec_length is None else seq.params.spec_length
-            search.begin(limits[b], 0 if seq.draft == NONE else levels)
-        catchup_tokens = self.catchup.tokens(
-            {search.seq.draft for search in searches.values()}, self.drafter.num_caught_up
-        )
-        trees = beams.propose(
-            list(searches.values()), lambda seqs, levels: self.drafter.branch(seqs, levels, catchup_tokens)
-        )
+            search.begin(limits[b], num_levels[search.seq.id])
+        drafts = {seq.draft for seq in seqs}
+        catchup_tokens = self.catchup.tokens(drafts, self.drafter.num_caught_up)
+
+        def branch(seqs: Seq[Sequence], levels: Seq[Seq[int]]) -> list[list[Next | None]]:
+            return self.drafter.branch(seqs, levels, catchup_tokens)
+
+        trees = beams.propose(list(searches.values()), branch)
         parts = dict(zip(searches, trees, strict=True))
         return Draft.joined([parts[b] if b in parts else draft.only(b) for b in range(draft.num_sequences)])
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-BEAM_LEVELS = 2  # that a beam search drafts; docs/methods/beam.md says what more of them gained
+BEAM_LEVELS = 2  # that a beam search drafts, where the policy does not say
 
 
 class Pacing:
@@ -47,8 +47,11 @@ class Pacing:
         """Return the most nodes of a sequence whose request names no `spec_length` of its own."""
         raise NotImplementedError
 
-    def levels(self, seq: Sequence) -> int:
-        """Return how many levels a beam search drafts whose request names no `spec_length` of its own."""
+    def levels(self, seqs: Seq[Sequence], num_rows: int) -> int:
+        """Return how many levels these beam searches draft, whose requests name no `spec_length` of their own.
+
+        num_rows: of the target's pass, beside those of these searches.
+        """
         return BEAM_LEVELS
 
     def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Tensor | None = None) -> bool:

@@ -1,0 +1,65 @@
+"""What drafts gain for beam search: `python docs/beam_speed.py [target] [draft] [shape]`.
+
+Each prompt is searched without drafts and with them, in turn; the texts and scores must be the same in every bit. A
+line has the widths of the searches, steps and rows of a pass of the target, and the median of the ratios of times.
+target, draft: as for `forerun generate`; shape: of `forerun bench methods --shape`, as demo, or none.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+
+from forerun import LLM, RequestOutput, SamplingParams
+from forerun.bench.methods import PROMPTS
+from forerun.bench.widen import load_widened
+from forerun.config import EngineConfig
+from forerun.text.terminal import make_console
+
+WIDTHS = ((4, 4, 2), (4, 8, 2), (2, 4, 3), (4, 8, None))  # num_beams, draft_beams, levels; None = as auto paces
+NUM_PROMPTS, MAX_TOKENS, WARM_UP_TOKENS = 3, 48, 8
+
+
+def searched(llm: LLM, prompt: list[int], **given: object) -> tuple[float, list[RequestOutput]]:
+    """Return the seconds of a search, and its texts."""
+    params = SamplingParams(temperature=0, ignore_eos=True, **{"max_tokens": MAX_TOKENS, **given})  # type: ignore[arg-type]
+    start = time.perf_counter()
+    outputs = llm.generate(prompt, params)
+    return time.perf_counter() - start, outputs
+
+
+def main(target: str, draft: str, shape: str = "none") -> None:
+    """Measure, and print a table."""
+    console = make_console()
+    config = EngineConfig.make(target=None if target == "shipped" else target, max_seq_len=1024)
+    llm = LLM(load_widened(config, shape, console), draft=draft, max_seq_len=1024)
+    lines = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    texts = [line["messages"][-1]["content"] for line in lines[:: len(lines) // NUM_PROMPTS]][:NUM_PROMPTS]
+    prompts = [llm.tokenizer.encode(text) for text in texts]
+    console.print(f"{llm!r}\n{NUM_PROMPTS} prompts, {MAX_TOKENS} tokens")
+    console.print("beams  drafted  levels  steps/pass  rows/pass  plain s  drafted s  speed-up")
+    for width, wide, levels in WIDTHS:
+        options = {"num_beams": width, "draft_beams": wide, "spec_length": levels, "n": width}
+        searched(llm, prompts[0], **options, max_tokens=WARM_UP_TOKENS)
+        times: list[tuple[float, float]] = []
+        reports = []
+        for i, prompt in enumerate(prompts):
+            runs = {}
+            for name in (("none", None), (None, "none"))[i % 2]:
+                runs[name] = searched(llm, prompt, **options, draft=name)
+            (plain_s, plain), (drafted_s, drafted) = runs["none"], runs[None]
+            assert [(o.token_ids, o.score) for o in plain] == [(o.token_ids, o.score) for o in drafted]
+            times.append((plain_s, drafted_s))
+            reports.append(drafted[0].report)
+        passes = sum(report.num_steps for report in reports)
+        steps, rows = (sum(getattr(r, name) for r in reports) / passes for name in ("num_emitted", "num_rows"))
+        ratio = statistics.median(plain_s / drafted_s for plain_s, drafted_s in times)
+        sums = "  ".join(f"{sum(column):7.2f}" for column in zip(*times, strict=True))
+        named = "auto" if levels is None else levels
+        console.print(f"{width:5}  {wide:7}  {named:>6}  {steps:10.2f}  {rows:9.1f}  {sums}  {ratio:8.2f}")
+
+
+if __name__ == "__main__":
+    main(*(sys.argv[1:] or ["shipped", "model"]))
