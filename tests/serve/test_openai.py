@@ -92,7 +92,7 @@ def test_prompts_and_conversations() -> None:
 
 
 def test_what_changes_nothing_is_taken() -> None:
-    chat = {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "modalities": ["text"]}
+    chat = {"response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "modalities": ["text"]}
     assert read(CHAT, **chat).params == SamplingParams(max_tokens=None)
     assert read(COMPLETIONS, echo=False, suffix="", best_of=2, n=2).params == SamplingParams(max_tokens=16, n=2)
     job = read(CHAT, stream=True, stream_options={"include_usage": True})
@@ -127,10 +127,11 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "the template's own variables"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools", "calls none"),
-    (CHAT, {"tool_choice": "auto"}, "tool_choice", "calls none"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice", "calls none"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "grammar or schema"),
     (CHAT, {"logprobs": 3}, "logprobs", "must be true or false"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs", "needs logprobs=true"),
+    (CHAT, {"top_logprobs": False}, "top_logprobs", "needs logprobs=true"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs=21 is not possible"),
     (CHAT, {"prompt": "x"}, "prompt", "a field of /v1/completions"),
     (CHAT, {"reasoning_effort": "low"}, "reasoning_effort", "there is no field 'reasoning_effort'"),
