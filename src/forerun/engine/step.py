@@ -152,9 +152,8 @@ class Stepper:
 
     def _with_searches(self, draft: Draft, searches: Mapping[int, BeamSearch], limits: Seq[int]) -> Draft:
         """The draft with the trees of beam searches put in. limits [B]: rows that each may have."""
-        num_levels = beams.num_levels(
-            [search.seq for search in searches.values()], self.pacing, _num_rows(draft, searches)
-        )
+        seqs, num_rows = [search.seq for search in searches.values()], len(draft.tokens) + draft.num_sequences
+        num_levels = beams.num_levels(seqs, self.pacing, num_rows - len(searches))
         for b, search in searches.items():
             search.begin(limits[b], num_levels[search.seq.id])
         drafts = {seq.draft for seq in seqs}
