@@ -145,7 +145,7 @@ class Engine:
             bad_word_ids=self._bad_word_ids(params),
             prediction_ids=prediction_ids,
         )
-        seq.draft = self.drafter.chosen(params.draft, bool(prediction_ids), seq.acceptance)
+        seq.draft = self.drafter.chosen(params.draft, bool(prediction_ids), seq.acceptance, params.searches)
         return seq
 
     def step(self) -> list[Request]:

@@ -71,11 +71,13 @@ class Router(Drafter):
         """The drafter of requests that choose none."""
         return self.members[self.main]
 
-    def chosen(self, wanted: str | None, has_prediction: bool = False, acceptance: str = "ratio") -> str:
+    def chosen(
+        self, wanted: str | None, has_prediction: bool = False, acceptance: str = "ratio", searches: bool = False
+    ) -> str:
         """The name of the drafter that a request asks for. Raises BadOption for one that the engine has not.
 
         A request that asks for none is served by the first, or by `prediction` where it brings one; but an engine
-        whose first is `none` decodes it plainly. acceptance: the request's rule.
+        whose first is `none` decodes it plainly. acceptance: the request's rule. searches: whether it is a beam search.
         """
         usual = PREDICTION if has_prediction and self.main != NONE and PREDICTION in self.members else self.main
         name = usual if wanted is None else self._aliases.get(wanted, wanted)
@@ -84,7 +86,8 @@ class Router(Drafter):
             raise BadOption(f"{known}{_how_to_add(name)}")
         found = self.members[name]
         is_free_to_choose = self._is_auto and name == self.main and wanted in (None, "auto")
-        if is_free_to_choose and not verify.find(acceptance).judges(found.shape, found.draws):
+        serves = found.branches if searches else verify.find(acceptance).judges(found.shape, found.draws)
+        if is_free_to_choose and not serves:
             return LOOKUP
         return name
 
