@@ -32,8 +32,8 @@ work; each page has its numbers. This page is written by `python docs/methods_ta
 
 SEARCH = """## Search
 
-It finds the likeliest texts instead of drawing one: a request asks for it by `num_beams`, with a drafter that can say what
-follows several texts.
+It finds the likeliest texts instead of drawing one: a request asks for it by `num_beams`, with a drafter that can say
+what follows several texts.
 
 | name | in a sentence |
 |---|---|
