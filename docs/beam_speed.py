@@ -19,7 +19,7 @@ from forerun.config import EngineConfig
 from forerun.text.terminal import make_console
 
 WIDTHS = ((4, 4, 2), (4, 8, 2), (2, 4, 3), (4, 8, None))  # num_beams, draft_beams, levels; None = as auto paces
-NUM_PROMPTS, MAX_TOKENS, WARM_UP_TOKENS = 3, 48, 8
+NUM_PROMPTS, MAX_TOKENS, WARM_UP_TOKENS = 3, 32, 8
 
 
 def searched(llm: LLM, prompt: list[int], **given: object) -> tuple[float, list[RequestOutput]]:

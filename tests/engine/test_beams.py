@@ -325,6 +325,23 @@ def test_fewer_texts_than_beams() -> None:
     assert len(beside.seq.output_ids) == 30
 
 
+def test_a_step_that_fails_for_another_request_is_taken_again() -> None:
+    """A request that may emit nothing ends the step; the searches beside it go on as if it had not been."""
+    model = target(9)
+    engine = engine_of(model)
+    params = search(n=3, max_tokens=12, ignore_eos=True, draft="good")
+    outputs = engine.add_all([1, 2, 3], params)
+    nothing = SamplingParams(temperature=0.0, max_tokens=9, logit_bias=dict.fromkeys(range(V), -math.inf))
+    failing = [engine.add([2, i], nothing) for i in range(3)]
+    run(engine, [*outputs, *failing])
+    assert all(request.error is not None for request in failing)
+    expected = searched(model, [1, 2, 3], params, end=None)
+    assert [(request.seq.output_ids, request.score) for request in outputs] == [
+        (list(found.tokens), found.penalised) for found in expected
+    ]
+    assert all(len(request.seq.origins) == 12 for request in outputs)
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "num_beams=2 is not possible with temperature=1.0": {"temperature": 1.0},
     "n=3 is not possible: it must be at most num_beams=2": {"n": 3},
@@ -364,16 +381,13 @@ def test_a_drafter_that_knows_one_text_is_refused() -> None:
 # ------------------------------------------------------------------------------------------------------------- mutants
 
 
-def _no_subset_check(search_: beams.Search, scored: Any) -> int:
+def _no_subset_check(before: beams.Search, scored: Any) -> Any:
     """Goes on with the live texts that happen to be scored."""
-    num_steps = 0
-    while not search_.is_over:
-        nexts = [scored(tip) for tip in search_.tree.tips]
-        if not any(nexts):
-            break
-        search_._step([known or (lambda num: ((), ())) for known in nexts])
+    after, num_steps = REPLAYED(before, scored)
+    while not after.is_over and any(nexts := [scored(tip) for tip in after.tips]):
+        after._step([known or (lambda num: ((), ())) for known in nexts])
         num_steps += 1
-    return num_steps
+    return after, num_steps
 
 
 def _wrong_parent(*given: Any, **named: Any) -> Any:
@@ -395,18 +409,14 @@ def _draft_scores(search_: BeamSearch, nexts: Any) -> None:
 
 
 def _scored_by_the_draft(search_: BeamSearch, *given: Any) -> Any:
-    took = search_.search._step
+    def took(after: beams.Search, nexts: Any) -> None:
+        TOOK(after, nexts)
+        drafted = search_.__dict__.get("drafted", {})
+        after.scores = [drafted.get(tip, own) for tip, own in zip(after.tips, after.scores, strict=True)]
 
-    def step(nexts: Any) -> None:
-        took(nexts)
-        drafted, tips = search_.__dict__.get("drafted", {}), search_.tree.tips
-        search_.search.scores = [drafted.get(tip, own) for tip, own in zip(tips, search_.search.scores, strict=True)]
-
-    search_.search._step = step  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(beams.Search, "_step", took)
         return RULE(search_, *given)
-    finally:
-        del search_.search._step
 
 
 def _lost_ancestors(branches: Branches, tree: Any) -> Any:
@@ -415,8 +425,9 @@ def _lost_ancestors(branches: Branches, tree: Any) -> Any:
 
 
 STEP, GROW, RULE, SETTLE = beams.step, BeamSearch.grow, BeamSearch.rule, Branches.settle
+TOOK, REPLAYED = beams.Search._step, beams.Search.replayed
 MUTANTS: dict[str, list[tuple[Any, str, Any]]] = {
-    "no subset check": [(beams.Search, "replay", _no_subset_check)],
+    "no subset check": [(beams.Search, "replayed", _no_subset_check)],
     "wrong parent on replay": [(beams, "step", _wrong_parent)],
     "the pool is not compared": [(beams.Pool, "is_final", lambda pool, best, length: best is None)],
     "the pool ends the search": [

@@ -48,6 +48,9 @@ class BeamSearch:
         self.branches = Branches()
         self.fed, self.guesses, self.num_levels, self.num_steps = list[int](), list[int](), 0, 0
         self._logits: dict[int, Tensor] = {}
+        self._wanted, self._level, self._scores = 0, list[int](), list[float]()  # of the draft while it grows
+        self._nodes = list[int]()  # of the tree, by node of the draft
+        self._after = self.search  # what judging has made of the search, which a step that fails does not commit
 
     @property
     def is_over(self) -> bool:
@@ -75,7 +78,7 @@ class BeamSearch:
             levels, (allowed - len(missing)) // self.width, self.search.rules.most_tokens - self.search.length - 1
         )
         self._wanted = max(0, most) if len(self.fed) == len(missing) else 0
-        self._level, self._scores = self.tree.tips, self.search.scores
+        self._level, self._scores = self.search.tips, self.search.scores
 
     @property
     def level(self) -> Seq[int]:
@@ -114,13 +117,13 @@ class BeamSearch:
     # ---------------------------------------------------------------------------------------------------------- judge
 
     def rule(self, draft: Draft, b: int, target_probs: object, coins: Coins) -> Ruling:
-        """Replay the steps of the search: (drafted or known nodes that all live texts share now, the token behind)."""
-        self.num_steps = self.search.replay(self._next)
-        if self.search.is_over:
+        """Replay the steps of the search: (drafted or known nodes that all live texts share then, the token behind)."""
+        self._after, self.num_steps = self.search.replayed(self._next)
+        if self._after.is_over:
             return [], NO_TOKEN, []
         first = draft.node_starts[b]
         places = {node: first + i for i, node in enumerate(self._nodes)}
-        path = self.tree.path(self.search.shared(), self.tree.base)
+        path = self.tree.path(self._after.shared(), self.tree.base)
         inside = [places[node] for node in path if node in places]
         return inside, self.tree.tokens[path[-1]] if len(path) > len(inside) else NO_TOKEN, []
 
@@ -135,6 +138,7 @@ class BeamSearch:
 
     def settle(self) -> tuple[SequenceStep, list[int], Held]:
         """Follow what was committed. Returns the counts of the step, and the rows to keep and to hold in the cache."""
+        self.search = self._after
         is_whole = self.num_steps == self.num_levels + 1
         last: Origin = "plain" if not self.num_levels else "bonus" if is_whole or self.search.is_over else "correction"
         self.origins += ["accepted"] * (self.num_steps - 1)
@@ -152,9 +156,9 @@ class BeamSearch:
         if self.search.is_over:
             return step, [], Held([], [])
         self.branches.add([*self.fed, *self.guesses])
-        self.tree.base = self.search.shared()
+        self.tree.base, self.tree.tips = self.search.shared(), self.search.tips
         kept, held = self.branches.settle(self.tree)
-        self._logits = {tip: self._logits[tip] for tip in self.tree.tips if tip in self._logits}
+        self._logits = {tip: self._logits[tip] for tip in self.search.tips if tip in self._logits}
         return step, kept, held
 
     def conclude(self) -> None:

@@ -9,6 +9,7 @@ request is a beam search by num_beams.
 
 from __future__ import annotations
 
+import copy
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
@@ -121,47 +122,48 @@ class Pool:
 class Search:
     """One beam search: its live texts and their scores, the pool, and how far it is.
 
-    tree.tips are the live texts, best first, all `length` tokens behind the prompt; scores: theirs, float64 sums of
-    log-probabilities in the order of the tokens. ends(tokens): whether a text ends with the last of these tokens, which
-    follow the prompt.
+    tips: the live texts as nodes of the tree, best first, all `length` tokens behind the prompt. scores: theirs,
+    float64 sums of log-probabilities in the order of the tokens. ends(tokens): whether a text ends with the last of
+    these tokens, which follow the prompt.
     """
 
     def __init__(self, rules: Rules, tree: Hypotheses, end_ids: Collection[int], ends: Ends | None = None) -> None:
         self.rules, self.tree, self.end_ids = rules, tree, end_ids
-        self.scores, self.length, self.is_over, self.pool = [0.0], 0, False, Pool(rules)
+        self.tips, self.scores, self.length, self.is_over, self.pool = [-1], [0.0], 0, False, Pool(rules)
         self._ends = ends
 
-    def replay(self, scored: Callable[[int], Next | None]) -> int:
-        """Take steps while the next tokens of all live texts are scored, and return how many were taken.
+    def replayed(self, scored: Callable[[int], Next | None]) -> tuple[Search, int]:
+        """Take steps while the next tokens of all live texts are scored: (the search behind them, how many they were).
 
         scored(node): what may follow a node of the tree, None where that is not known. A step whose live texts are all
-        known is the step of a search without drafts; the first whose texts are not, is the last.
+        known is the step of a search without drafts; the first whose texts are not, is the last. This search stays as
+        it is, but for nodes that its tree gets.
         """
-        num_steps = 0
-        while not self.is_over:
-            nexts = [scored(tip) for tip in self.tree.tips]
+        after, num_steps = copy.copy(self), 0
+        after.pool = Pool(self.rules, self.pool.texts)
+        while not after.is_over:
+            nexts = [scored(tip) for tip in after.tips]
             if any(known is None for known in nexts):
                 break
-            self._step([known for known in nexts if known is not None])
+            after._step([known for known in nexts if known is not None])
             num_steps += 1
-        return num_steps
+        return after, num_steps
 
     def _step(self, nexts: Seq[Next]) -> None:
-        tree, tips, width = self.tree, self.tree.tips, self.rules.num_beams
+        tree, tips, width = self.tree, self.tips, self.rules.num_beams
         self.length += 1
-        is_last = self.length >= self.rules.most_tokens
         live, ended = step(
             self.scores,
             lambda beam, num: nexts[beam](num),
             width,
             lambda beam, token: self.ends_with(tips[beam], token),
             width + len(self.end_ids),
-            is_last,
+            is_last=self.length >= self.rules.most_tokens,
         )
         if not live and not ended and not self.pool.texts:
             raise BadOption("no token is left to a beam: logit_bias, bad_words and min_tokens forbid every id")
         self.pool.add([(made.score, tree.add(tips[made.beam], made.token)) for made in ended], self.length)
-        tree.tips = [tree.add(tips[made.beam], made.token) for made in live]
+        self.tips = [tree.add(tips[made.beam], made.token) for made in live]
         self.scores = [made.score for made in live]
         self.is_over = self.pool.is_final(self.scores[0] if live else None, self.length)
 
@@ -188,7 +190,7 @@ class Search:
 
     def shared(self) -> int:
         """Return the last node that all live texts have in common."""
-        first, *others = (self.tree.path(tip, self.tree.base) for tip in self.tree.tips)
+        first, *others = (self.tree.path(tip, self.tree.base) for tip in self.tips)
         num = len(first)
         for path in others:
             num = next((i for i, pair in enumerate(zip(first[:num], path, strict=False)) if pair[0] != pair[1]), num)
