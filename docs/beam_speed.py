@@ -1,7 +1,8 @@
 """What drafts gain for beam search: `python docs/beam_speed.py [target] [draft] [shape]`.
 
 Each prompt is searched without drafts and with them, in turn; the texts and scores must be the same in every bit. A
-line has the widths of the searches, steps and rows of a pass of the target, and the median of the ratios of times.
+line has the widths of the searches, steps and rows of a pass of the target, seconds, and the medians of the ratios: of
+seconds, and of CPU seconds, which with one thread are what a machine without other work would show.
 target, draft: as for `forerun generate`; shape: of `forerun bench methods --shape`, as demo, or none.
 """
 
@@ -22,12 +23,12 @@ WIDTHS = ((4, 4, 2), (4, 8, 2), (2, 4, 3), (4, 8, None))  # num_beams, draft_bea
 NUM_PROMPTS, MAX_TOKENS, WARM_UP_TOKENS = 3, 32, 8
 
 
-def searched(llm: LLM, prompt: list[int], **given: object) -> tuple[float, list[RequestOutput]]:
-    """Return the seconds of a search, and its texts."""
+def searched(llm: LLM, prompt: list[int], **given: object) -> tuple[tuple[float, float], list[RequestOutput]]:
+    """Return the seconds of a search and its CPU seconds, and its texts."""
     params = SamplingParams(temperature=0, ignore_eos=True, **{"max_tokens": MAX_TOKENS, **given})  # type: ignore[arg-type]
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     outputs = llm.generate(prompt, params)
-    return time.perf_counter() - start, outputs
+    return (time.perf_counter() - start, time.process_time() - cpu_start), outputs
 
 
 def main(target: str, draft: str, shape: str = "none") -> None:
@@ -39,26 +40,29 @@ def main(target: str, draft: str, shape: str = "none") -> None:
     texts = [line["messages"][-1]["content"] for line in lines[:: len(lines) // NUM_PROMPTS]][:NUM_PROMPTS]
     prompts = [llm.tokenizer.encode(text) for text in texts]
     console.print(f"{llm!r}\n{NUM_PROMPTS} prompts, {MAX_TOKENS} tokens")
-    console.print("beams  drafted  levels  steps/pass  rows/pass  plain s  drafted s  speed-up")
+    console.print("beams  drafted  levels  steps/pass  rows/pass  plain s  drafted s  speed-up  by CPU")
     for width, wide, levels in WIDTHS:
         options = {"num_beams": width, "draft_beams": wide, "spec_length": levels, "n": width}
         searched(llm, prompts[0], **options, max_tokens=WARM_UP_TOKENS)
-        times: list[tuple[float, float]] = []
+        times: list[tuple[float, float, float, float]] = []
         reports = []
         for i, prompt in enumerate(prompts):
             runs = {}
             for name in (("none", None), (None, "none"))[i % 2]:
                 runs[name] = searched(llm, prompt, **options, draft=name)
-            (plain_s, plain), (drafted_s, drafted) = runs["none"], runs[None]
+            (plain_times, plain), (drafted_times, drafted) = runs["none"], runs[None]
             assert [(o.token_ids, o.score) for o in plain] == [(o.token_ids, o.score) for o in drafted]
-            times.append((plain_s, drafted_s))
+            times.append((*plain_times, *drafted_times))
             reports.append(drafted[0].report)
         passes = sum(report.num_steps for report in reports)
         steps, rows = (sum(getattr(r, name) for r in reports) / passes for name in ("num_emitted", "num_rows"))
-        ratio = statistics.median(plain_s / drafted_s for plain_s, drafted_s in times)
-        sums = "  ".join(f"{sum(column):7.2f}" for column in zip(*times, strict=True))
+        ratios = [statistics.median(row[i] / row[i + 2] for row in times) for i in (0, 1)]
+        plain_s, drafted_s = (sum(row[i] for row in times) for i in (0, 2))
         named = "auto" if levels is None else levels
-        console.print(f"{width:5}  {wide:7}  {named:>6}  {steps:10.2f}  {rows:9.1f}  {sums}  {ratio:8.2f}")
+        console.print(
+            f"{width:5}  {wide:7}  {named:>6}  {steps:10.2f}  {rows:9.1f}  {plain_s:7.2f}"
+            f"  {drafted_s:9.2f}  {ratios[0]:8.2f}  {ratios[1]:6.2f}"
+        )
 
 
 if __name__ == "__main__":

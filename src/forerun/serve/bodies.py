@@ -341,7 +341,8 @@ def status_of(error: ForerunError) -> tuple[int, str | None, str | None]:
 def report_of(outputs: Seq[RequestOutput]) -> dict[str, Any]:
     """The seed that makes the same choices again, and how speculation went for all of them together.
 
-    Sums over all choices, and their ratios; a ratio is None where nothing was counted. See RequestReport.
+    Sums over all choices, and their ratios; a ratio is None where nothing was counted. See RequestReport. scores: of
+    the texts of a beam search.
     """
     reports = {id(output.report): output.report for output in outputs}.values()  # those of one beam search share theirs
     sums = {name: sum(getattr(report, name) for report in reports) for name in _REPORTED}
@@ -349,6 +350,7 @@ def report_of(outputs: Seq[RequestOutput]) -> dict[str, Any]:
     def ratio(above: str, below: str) -> float | None:
         return sums[above] / sums[below] if sums[below] else None
 
+    scores = {"scores": [o.score for o in outputs]} if any(o.score is not None for o in outputs) else {}
     first, prices = outputs[0].report, [price for output in outputs for price in output.report.prices]
     return {
         "seed": outputs[0].seed,
@@ -360,4 +362,5 @@ def report_of(outputs: Seq[RequestOutput]) -> dict[str, Any]:
         "acceptance_rate": ratio("num_accepted", "num_drafted"),
         "mean_accepted_length": ratio("num_emitted", "num_steps"),
         "alpha_hat": ratio("num_accepted", "num_tested"),
+        **scores,
     }
