@@ -1,9 +1,9 @@
-"""What drafts gain for beam search: `python docs/beam_speed.py [target] [draft] [shape]`.
+"""What drafts gain for beam search: `python docs/beam_speed.py [target] [draft] [shape] [dtype]`.
 
 Each prompt is searched without drafts and with them, in turn; the texts and scores must be the same in every bit. A
 line has the widths of the searches, steps and rows of a pass of the target, seconds, and the medians of the ratios: of
 seconds, and of CPU seconds, which with one thread are what a machine without other work would show.
-target, draft: as for `forerun generate`; shape: of `forerun bench methods --shape`, as demo, or none.
+target, draft: as for `forerun generate`; shape: of `forerun bench methods --shape`, as demo, or none. dtype: of the weights.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def searched(llm: LLM, prompt: list[int], **given: object) -> tuple[tuple[float,
     return (time.perf_counter() - start, time.process_time() - cpu_start), outputs
 
 
-def main(target: str, draft: str, shape: str = "none") -> None:
+def main(target: str, draft: str, shape: str = "none", dtype: str = "auto") -> None:
     """Measure, and print a table."""
     console = make_console()
-    config = EngineConfig.make(target=None if target == "shipped" else target, max_seq_len=1024)
-    llm = LLM(load_widened(config, shape, console), draft=draft, max_seq_len=1024)
+    config = EngineConfig.make(target=None if target == "shipped" else target, max_seq_len=1024, dtype=dtype)
+    llm = LLM(load_widened(config, shape, console), draft=draft, max_seq_len=1024, dtype=dtype)
     lines = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     texts = [line["messages"][-1]["content"] for line in lines[:: len(lines) // NUM_PROMPTS]][:NUM_PROMPTS]
     prompts = [llm.tokenizer.encode(text) for text in texts]
