@@ -38,7 +38,7 @@ class BeamSearch:
 
     def __init__(self, seq: Sequence, outputs: Seq[Request], ends: Ends | None) -> None:
         params, self.seq, self.outputs = seq.params, seq, outputs
-        self.tree = seq.hypotheses = Hypotheses()
+        self.tree = seq.hypotheses = seq.hypotheses or Hypotheses()
         rules = Rules(
             params.num_beams, params.length_penalty, params.early_stopping, seq.max_len - seq.num_prompt_tokens
         )
@@ -60,7 +60,12 @@ class BeamSearch:
     @property
     def num_rows(self) -> int:
         """The least rows of the next pass: nodes without one, at most one for each beam."""
-        return max(1, min(len(self.branches.missing(self.tree)), self.search.rules.num_beams))
+        return max(1, min(self.num_unrun, self.search.rules.num_beams))
+
+    @property
+    def num_unrun(self) -> int:
+        """Nodes of live texts that have no row, the base included."""
+        return len(self.branches.missing(self.tree))
 
     def restart(self) -> None:
         """Forget all rows: the cache was given up."""

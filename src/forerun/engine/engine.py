@@ -313,7 +313,7 @@ class Engine:
         if self.scheduler.blocks_for(seq) > self.runner.cache.num_blocks:
             cache = self.runner.cache
             raise CapacityError(
-                f"the request may grow to {seq.max_len} tokens and the whole KV cache holds "
+                f"the request may grow to {self.scheduler.most_tokens(seq)} tokens and the whole KV cache holds "
                 f"{cache.num_blocks * cache.block_tokens}: raise kv_cache_tokens or lower max_tokens"
             )
 

@@ -237,12 +237,17 @@ class Request:
         return 1 if self.search is None else self.search.num_rows
 
     @property
+    def num_unrun(self) -> int:
+        """Tokens behind its prompt and output, the last one included, that the cache has no rows of."""
+        return 1 if self.search is None else self.search.num_unrun
+
+    @property
     def num_places(self) -> int:
         """How many sequences of the batch it counts as."""
         return 1 if self.search is None else self.seq.params.num_beams
 
     def restart(self) -> None:
-        """Take note that its cache is new."""
+        """Take note that its cache was given up."""
         if self.search is not None:
             self.search.restart()
 

@@ -94,10 +94,12 @@ class Scheduler:
 
     def blocks_for(self, seq: Sequence) -> int:
         """Blocks that a sequence may come to need: a draft never reaches beyond its longest output."""
-        num_tokens = seq.max_len
-        if seq.hypotheses is not None:  # at worst its texts have nothing but the prompt in common
-            num_tokens += (seq.params.num_beams - 1) * (seq.max_len - seq.num_prompt_tokens)
-        return -(-num_tokens // self.cache.block_tokens)
+        return -(-self.most_tokens(seq) // self.cache.block_tokens)
+
+    def most_tokens(self, seq: Sequence) -> int:
+        """Tokens that a sequence may come to hold; a beam search those of texts that share nothing but the prompt."""
+        num_more = 0 if seq.hypotheses is None else seq.params.num_beams - 1
+        return seq.max_len + num_more * (seq.max_len - seq.num_prompt_tokens)
 
     @property
     def free_kv_tokens(self) -> int:
@@ -125,7 +127,7 @@ class Scheduler:
         All of them have a worse priority; None where it would not fit without all of these. Alone, every request fits.
         claims: what is known of `_claim`; it is asked for when there is a place in the batch, which many may wait for.
         """
-        needed = -(-len(request.seq.tokens) // self.cache.block_tokens)
+        needed = -(-(len(request.seq.tokens) - 1 + request.num_unrun) // self.cache.block_tokens)
         num_worse = sum([other.seq.params.priority > request.seq.params.priority for other in self.running])
 
         def fits(num_victims: int) -> bool:
@@ -152,12 +154,12 @@ class Scheduler:
         if not request.report.num_preemptions:
             request.report.num_cached_tokens, request.report.scheduled_at_s = found, time.monotonic()
         self.drafter.begin(seq)
-        request.restart()
         bisect.insort(self.running, request, key=_rank)
 
     def _stop(self, request: Request) -> None:
         self.running.remove(request)
         self.cache.release(request.seq.id)
+        request.restart()
         self.drafter.end(request.seq)
 
     def _preempt(self, request: Request) -> None:
@@ -190,7 +192,7 @@ class Scheduler:
         """
         seq, room = request.seq, self.cache.room(request.seq.id)
         num_remaining = len(seq.tokens) - 1 - room.length
-        blocks = self.cache.missing_blocks(seq.id, max(0, num_remaining) + request.num_rows)
+        blocks = self.cache.missing_blocks(seq.id, max(0, num_remaining) + request.num_unrun)
         return blocks + (room.length + room.slack < seq.max_len)
 
     def _free_blocks(self, without: Collection[int] = ()) -> int:
