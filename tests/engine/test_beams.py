@@ -230,12 +230,25 @@ def test_searches_and_other_requests_in_one_batch_are_what_they_are_alone(backen
 
 
 def test_what_was_preempted_goes_on_where_it_was() -> None:
-    """A cache of a few blocks, for more than fits into it."""
+    """A cache of a few blocks, for more than fits into it; and now and then the last in rank loses its place."""
     model = target(7)
     alone = [answers(engine_of(model), [one])[0] for one in mixture()]
     engine = engine_of(model, num_tokens=16 * 8, max_num_batched_tokens=24, prefill_chunk_tokens=8)
-    assert answers(engine, [*mixture(), *mixture()]) == [*alone, *alone]
-    assert engine.scheduler.num_preemptions > 1
+    scheduler, free = engine.scheduler, engine.scheduler.free_kv_tokens
+    requests = [engine.add_all(prompt, params) for prompt, params in mixture()]
+    lost: set[bool] = set()
+    for step in itertools.count(1):
+        if all(request.seq.finish_reason is not None for outputs in requests for request in outputs):
+            break
+        engine.step()
+        check(engine)
+        if step % 4 == 0 and scheduler.running:
+            lost.add(scheduler.running[-1].search is not None)
+            scheduler._preempt(scheduler.running[-1])
+    assert [[request.seq.output_ids for request in outputs] for outputs in requests] == alone
+    assert lost == {True, False}
+    assert scheduler.num_preemptions > 10
+    assert scheduler.free_kv_tokens == free
 
 
 def test_a_lost_tree_is_fed_in_parts() -> None:
