@@ -30,7 +30,10 @@ class Levels:
         self._num_plain = 0  # passes in a row without drafts
 
     def wanted(self, seqs: Seq[Sequence], num_rows: int) -> int:
-        """Return the levels that all of these searches draft. num_rows: of the pass, beside their own."""
+        """Return the levels that all of these searches draft.
+
+        num_rows: of the pass, beside their own; each counts as a token, which a longer pass delays.
+        """
         self.costs.ready()
         keys = [(s.draft, s.params.num_beams, s.params.draft_beams or s.params.num_beams) for s in seqs]
         self._keys |= zip((seq.id for seq in seqs), keys, strict=True)
@@ -54,8 +57,8 @@ class Levels:
         self._keys.pop(seq.id, None)
 
     def _rate(self, keys: Seq[Key], num_rows: int, num_levels: int) -> float:
-        """Steps per second of all searches with so many levels."""
-        num_steps = sum(sum(self._share(key) ** i for i in range(num_levels + 1)) for key in keys)
+        """Tokens and steps per second of all requests, with so many levels."""
+        num_steps = num_rows + sum(sum(self._share(key) ** i for i in range(num_levels + 1)) for key in keys)
         rows = num_rows + sum(width + num_levels * wide for _, width, wide in keys)
         seconds = float(self.costs.target.ratio(rows)) * (self.costs.target.one_row_s or 1.0)
         for name in {draft for draft, _, _ in keys}:
