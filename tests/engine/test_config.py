@@ -334,8 +334,8 @@ def test_sampling_parameters_become_plain_values():
 def test_a_name_of_another_engine_is_answered_with_ours():
     with pytest.raises(BadOption, match="max_new_tokens is max_tokens here"):
         SamplingParams(max_new_tokens=5)
-    with pytest.raises(BadOption, match="num_beams has no counterpart here"):
-        SamplingParams(temperature=0.5, num_beams=4)
+    with pytest.raises(BadOption, match="num_beam_groups has no counterpart here"):
+        SamplingParams(temperature=0.5, num_beam_groups=4)
     with pytest.raises(BadOption, match="there is no sampling parameter 'nonsense'"):
         SamplingParams(nonsense=1)
     params = SamplingParams(temperature=0.5, stop="x")

@@ -50,6 +50,10 @@ HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"bad_words": ["x"], "stop_token_ids": [5]}, {"bad_words": ("x",), "stop_token_ids": (5,)}),
     ({"acceptance": "ratio", "draft": "none"}, {"acceptance": "ratio", "draft": "none"}),
     ({"spec_length": 2}, {"spec_length": 2}),
+    (
+        {"num_beams": 3, "draft_beams": 4, "temperature": 0, "early_stopping": "never", "length_penalty": 0.5},
+        {"num_beams": 3, "draft_beams": 4, "temperature": 0, "early_stopping": "never", "length_penalty": 0.5},
+    ),
     ({"priority": 3, "cache_salt": "s"}, {"priority": 3, "cache_salt": "s"}),
     ({"prediction": {"type": "content", "content": "ab"}}, {"prediction": "ab"}),
     (
@@ -117,6 +121,9 @@ def test_names_of_a_model(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"model": "gpt-4o"}, "model", "it must be 'small' or 'models/small', or left out"),
+    (CHAT, {"num_beams": 2, "temperature": 0, "stream": True}, "stream", "which text is best is known at the end"),
+    (COMPLETIONS, {"num_beams": 2}, "num_beams", "a beam search draws nothing; add temperature=0"),
+    (COMPLETIONS, {"num_beams": 2, "temperature": 0, "n": 3}, "n", "at most num_beams=2"),
     (CHAT, {"messages": []}, "messages", "must be a list such as"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages", "must be a list such as"),
     (

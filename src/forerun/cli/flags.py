@@ -129,6 +129,15 @@ Logprobs = Annotated[
 Seed = Annotated[int | None, _sampling("seed", "the same seed, the same text; without one a seed is drawn and shown")]
 Stop = Annotated[list[str] | None, _sampling("stop", "text that ends the output and is cut from it; may be repeated")]
 NumOutputs = Annotated[int | None, _sampling("n", "outputs for each prompt, with seeds of their own")]
+NumBeams = Annotated[int | None, _sampling("num_beams", "width of a beam search; needs --temperature 0")]
+DraftBeams = Annotated[int | None, _sampling("draft_beams", "width of the drafter's own search, at least --num-beams")]
+LengthPenalty = Annotated[
+    float | None, _sampling("length_penalty", "of a beam search: scores are divided by length to this power")
+]
+EarlyStopping = Annotated[
+    str | None,
+    _sampling("early_stopping", "of a beam search: true = when --num-beams texts are finished; or false, or never"),
+]
 Priority = Annotated[int | None, _sampling("priority", "lower numbers are served first")]
 CacheSalt = Annotated[
     str | None, _sampling("cache_salt", "share what is in the cache only with prompts of the same salt")
@@ -156,9 +165,16 @@ def sampling_params(flags: Mapping[str, Any], fields: Mapping[str, Any] | None =
     given = {k: v for k, v in flags.items() if k in _SAMPLING - _ENGINE and v is not None}
     if "logit_bias" in given:
         given["logit_bias"] = _biases(given["logit_bias"])
+    if "early_stopping" in given:
+        given["early_stopping"] = _yes_or_no(given["early_stopping"])
     if "prediction" in given:
         given["prediction"] = _text_or_file(given["prediction"])
     return SamplingParams(**{**(fields or {}), **given})
+
+
+def _yes_or_no(value: str) -> bool | str:
+    """True and false as texts; any other text as it is, which SamplingParams knows or refuses."""
+    return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def read_file(file: Path, what: str) -> str:
