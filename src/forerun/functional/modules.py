@@ -26,7 +26,7 @@ from forerun.config import Quantization
 from forerun.errors import BadOption, InternalError, NotFound, PromptTooLong, shown
 from forerun.functional.caching import cached_tokens, prune_cache
 from forerun.functional.processors import Law
-from forerun.kv import Room
+from forerun.kv import Held, Room
 from forerun.kv.cache import CacheShape
 from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch
@@ -357,13 +357,13 @@ class ModuleCache:
     def reserve(self, slot: int, num_tokens: int) -> None:
         """Set nothing aside."""
 
-    def keep(self, kept: Mapping[int, Seq[int]]) -> list[int]:
-        """Keep the tokens of a path; the module's cache is cut by the next pass."""
+    def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held] | None = None) -> list[int]:
+        """Keep the tokens of a path, and those that stay pending; the module's cache is cut by the next pass."""
         for slot, rows in kept.items():
-            text = self.texts[slot]
+            text, stay = self.texts[slot], (held or {}).get(slot, Held((), ()))
             text.kept += [text.nodes[row] for row in rows]
-            text.num_pending = 0
-            text.cut(0)
+            text.nodes, text.parents = [text.nodes[row] for row in stay.rows], list(stay.parents)
+            text.num_pending = len(text.nodes)
         return []
 
     def hold(self, slot: int, parents: Seq[int]) -> None:
