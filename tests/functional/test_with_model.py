@@ -57,6 +57,20 @@ def test_drafters_that_are_made_of_a_module(draft: str) -> None:
     assert out.report.num_accepted > 0
 
 
+@pytest.mark.parametrize("uses_cache", [True, False])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "t5"])
+def test_beams_of_a_module_are_those_of_generate(kind: str, uses_cache: bool) -> None:
+    """The texts that still compete are open rows of the module's cache from pass to pass."""
+    beams = dataclasses.replace(GREEDY, max_tokens=10, num_beams=3, draft_beams=6, n=3, spec_length=2)
+    inputs = torch.tensor([PROMPT])
+    settings = {"num_beams": 3, "num_return_sequences": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = target(kind).generate(inputs, max_new_tokens=10, **settings)[:, -10:].tolist()
+    for draft in ("none", noisy(target(kind))):
+        outputs: Any = speculate_with(target(kind), draft=draft, use_cache=uses_cache).generate(PROMPT, beams)
+        assert [output.token_ids for output in outputs] == wanted
+    assert outputs[0].report.num_accepted > 0
+
+
 @pytest.mark.parametrize("draft", ["suffix", "suffix:shape=tree", "prediction", "ngram"])
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_drafters_without_a_model_beside_an_encoder(kind: str, draft: str) -> None:

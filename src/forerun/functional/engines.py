@@ -48,17 +48,19 @@ class Assembly:
             model.check(inputs)
         prompt = self.target.prompt(inputs, pad_token_id)
         requests = self.engine.make(prompt, params)
+        run = {(request.searcher or request).seq.id for request in requests}  # outputs of a beam search share one
         try:
-            for request in requests:
+            for slot in run:
                 for model in self.models:
-                    model.begin(request.seq.id, inputs)
+                    model.begin(slot, inputs)
             self.engine.queue(requests)
             yield requests
         finally:
             for request in requests:
                 self.engine.abort(request)
+            for slot in run:
                 for model in self.models:
-                    model.end(request.seq.id)
+                    model.end(slot)
 
     def run(self, requests: Seq[Request]) -> None:
         """Step until these requests have ended. Raises what ended one before its time."""
