@@ -45,9 +45,7 @@ class SamplingParams:
     n: int = 1  # outputs for the prompt, 1 to 16384, with seeds derived from `seed`, or the n best of a beam search
     num_beams: int = 1  # width of a beam search, 1 to 64; needs temperature=0
     draft_beams: int | None = None  # width of the drafter's own search, from num_beams to 64; None = num_beams
-    length_penalty: float = (
-        1.0  # of a beam search, in [-16, 16]: a text's score is sum of log-probabilities / length^it
-    )
+    length_penalty: float = 1.0  # of a beam search, -16 to 16: a score is the sum of log-probabilities / length^it
     early_stopping: bool | str = False  # True = at num_beams finished texts; False, "never" = while one may get better
     acceptance: str | None = None  # a verification rule; None = match for a seed and temperature > 0, else ratio
     draft: str | None = None  # a drafter that the engine was started with, or none; None = the engine's own choice

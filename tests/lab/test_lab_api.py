@@ -217,3 +217,5 @@ def test_few_wait_for_their_turn(client: TestClient) -> None:
             wait_for(lambda: sum(post.done() for post in posts) == 2)
         codes = Counter(post.result().status_code for post in posts)
     assert codes == {200: unbiased.MOST_WAITING + 1, 503: 2}
+    for _ in range(unbiased.MOST_WAITING + 2):
+        assert client.post("/api/rounds", json=asked).status_code == 200, "a place was not given back"

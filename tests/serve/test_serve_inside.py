@@ -292,6 +292,23 @@ def test_a_second_signal_ends_a_server_that_waits_for_a_reader_alone() -> None:
     run(test)
 
 
+def test_when_to_come_again_is_told_by_requests_that_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting tokens takes a moment, and so does a refusal."""
+
+    async def test() -> None:
+        gate, now_s = Gate(8, 1), 0.0
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
+        for num, seconds in [(1, 10.0)] * 60 + [(None, 0.0)] * 60:
+            with gate.enter() as place:
+                if num is not None:
+                    place.grow(num)
+                now_s += seconds
+        assert gate.retry_after_s() == 10
+        monkeypatch.undo()
+
+    run(test)
+
+
 def test_a_stream_gives_signs_of_life_while_its_prompt_is_read() -> None:
     llm = LLM("shipped", **llm_options(), max_num_batched_tokens=16, max_batch_size=4)
     sent: list[bytes] = []

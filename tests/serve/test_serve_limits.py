@@ -69,6 +69,9 @@ def test_agents_are_told_what_was_ignored(strict: Running) -> None:
     ignored = "tools, thinking, context_management, output_config, max_tokens"
     assert (answer.status_code, answer.headers["x-forerun-ignored"]) == (200, ignored)
     assert answer.text.rstrip().endswith('{"type":"message_stop"}')
+    long = {"prompt": CODE, "max_tokens": 10**6, "min_tokens": 2, "stop": [" "], "temperature": 0}
+    answer = strict.http.post("/v1/completions", json=long)
+    assert (answer.status_code, answer.headers["x-forerun-ignored"]) == (200, "max_tokens, min_tokens")
     body = {name: CLAUDE_CODE[name] for name in ("model", "messages", "system", "tools")}
     answer = strict.http.post("/v1/messages/count_tokens?beta=true", json=body)
     assert answer.json()["input_tokens"] > 20
