@@ -23,7 +23,7 @@ JSON_HELP = "file for all that was measured, one line of JSON [default: standard
 Size = Annotated[int | None, typer.Option(help="elements; overrides the preset's", show_default=False)]
 
 
-def _writable(option: typer.CallbackParam, file: Path | None) -> Path | None:
+def writable(option: typer.CallbackParam, file: Path | None) -> Path | None:
     """The file of an option. Raises BadOption for one that cannot be written, before anything is measured."""
     if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
         raise BadOption(
@@ -42,7 +42,7 @@ Kinds = Annotated[
         help="chat, summary, edit, question, list or story; may be repeated [default: all]", show_default=False
     ),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", help=JSON_HELP, show_default=False, callback=_writable)]
+JsonFile = Annotated[Path | None, typer.Option("--json", help=JSON_HELP, show_default=False, callback=writable)]
 
 
 def _keep(record: Mapping[str, Any], file: Path | None) -> None:
@@ -153,7 +153,7 @@ def methods(
         typer.Option(
             help="file for a picture, .svg or .png; both where its name ends in neither; needs matplotlib",
             show_default=False,
-            callback=_writable,
+            callback=writable,
         ),
     ] = None,
     device: flags.Device = None,
@@ -534,7 +534,7 @@ def serving(
     ] = False,
     picture: Annotated[
         Path | None,
-        typer.Option(help="file for a plot, .svg or .png; needs matplotlib", show_default=False, callback=_writable),
+        typer.Option(help="file for a plot, .svg or .png; needs matplotlib", show_default=False, callback=writable),
     ] = None,
     draft: flags.Draft = None,
     spec_length: flags.SpecLength = None,
@@ -590,7 +590,7 @@ def serving(
 @app.command()
 def report(
     files: Annotated[list[Path], typer.Argument(help="what benchmarks wrote with --json", show_default=False)],
-    out: Annotated[Path, typer.Option(help="the page to write", callback=_writable)] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="the page to write", callback=writable)] = Path("report.html"),
 ) -> None:
     """Collect what benchmarks measured into one HTML page with plots, which needs nothing else; needs matplotlib."""
     from forerun.bench import report as bench

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from forerun.testing.coins import spelled_out
-from forerun.testing.rules import Floats, RuleFunction, dense
+from forerun.testing.rules import RuleFunction, dense
 from forerun.types import Coins, Draft, Probs
 from forerun.verify import Ruling
 
