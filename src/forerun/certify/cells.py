@@ -11,13 +11,13 @@ import numpy as np
 
 from forerun.certify.checks import ETA, Check, Clock, Test
 from forerun.certify.pair import Pair, Source, listed, run
+from forerun.sampling import probs
 from forerun.theory.significance import g_test, weissman
 from forerun.types import SamplingParams
 
 BIAS = 1000.0  # added to the logits of the ids that stay: the others then have probability 0 in float32
 SIZES = ((4, 3), (8, 2), (2, 6))  # ids, and output tokens: 64 cells each
 TEMPERATURES, LENGTHS = (1.0, 0.7, 1.3), (2, 4, 1)
-NUM_TRIED = 8  # prompts, of which the one with the least certain outputs is taken
 FIRST_SAMPLES, MOST_SAMPLES = 64, 4096  # of one request for several outputs
 MOST_TESTS = 12
 
@@ -150,10 +150,9 @@ def _settings(pair: Pair) -> Iterator[Setting]:
 def _least_certain(pair: Pair, setting: Setting) -> tuple[list[int], list[int]]:
     """Return the prompt whose next token is least certain among the ids that stay, and these: its likeliest ones."""
     best = (-1.0, list[int](), list[int]())
-    for prompt in pair.prompts()[:NUM_TRIED]:
-        row = pair.plain.logits(prompt, len(prompt))[-1]
-        allowed = sorted(row.double().numpy().argsort(kind="stable")[::-1][: setting.size[0]].tolist())
-        law = listed(pair.plain.next(prompt, len(prompt), setting.params(allowed)))
+    for prompt, row in pair.last_rows:
+        allowed = sorted(row.double().cpu().numpy().argsort(kind="stable")[::-1][: setting.size[0]].tolist())
+        law = listed(probs(row, setting.params(allowed)))
         entropy = -sum(p * float(np.log(p)) for p in law.values())
         if entropy > best[0]:
             best = (entropy, prompt, allowed)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from forerun.sampling import History, probs
 from forerun.types import Probs, SamplingParams
 
 PROMPT_TOKENS = 24
+NUM_TRIED = 8  # prompts, of which cells take the one with the least certain outputs
 MAX_SEQ_LEN = 512  # prompts and outputs are short
 WARMER, RANDOM = "model:draft_temperature=0.6", "random"
 BAD = "random ids"  # a drafter that is nearly always wrong
@@ -88,6 +90,11 @@ class Pair:
     def failed_drafters(self) -> list[str]:
         """Name the drafters that raised: their engine goes on by plain decoding, which would prove nothing."""
         return [source.name for source in self.sources if source.drafter is not self._built[source.name]]
+
+    @cached_property
+    def last_rows(self) -> list[tuple[list[int], torch.Tensor]]:
+        """Some prompts, and the logits of what follows each."""
+        return [(prompt, self.plain.logits(prompt, len(prompt))[-1]) for prompt in self.prompts()[:NUM_TRIED]]
 
     def prompts(self) -> list[list[int]]:
         """Return the beginnings of the shipped held-out texts and tasks, as ids of the target's tokenizer."""
