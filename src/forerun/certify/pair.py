@@ -110,7 +110,7 @@ class Pair:
 
 def _refuse_no_draft(config: EngineConfig) -> None:
     if config.draft == "none":
-        raise BadOption("draft='none' is plain decoding, which there is nothing to certify of: name a drafter")
+        raise BadOption("draft='none' is plain decoding, so there is nothing to certify: name a drafter")
 
 
 def _opened(config: EngineConfig, longest: int) -> LLM:

@@ -24,7 +24,9 @@ SPOILED = 5  # one of so many tokens of the plain text is replaced, for a draft 
 MODES: dict[str, SamplingParams] = {
     "greedy": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
     "match": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, ignore_eos=True),
-    "match, top-p": SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, top_p=0.9, ignore_eos=True),
+    "match, top-p, penalties": SamplingParams(
+        max_tokens=NUM_TOKENS, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.3, ignore_eos=True
+    ),
 }
 LEAST_ALPHA = 0.98  # of a perfect copy, where rows of a pass may round differently
 ADVERSARY = "the text with errors"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from forerun.models.runner import Run, Runner
-from forerun.sampling import probs
+from forerun.sampling import History, probs
 from forerun.sampling.random import gumbel
 from forerun.types import SamplingParams
 
@@ -44,15 +44,16 @@ def measured_tau(runner: Runner, texts: Seq[Seq[int]]) -> float:
     return 2 * deviation
 
 
-def best_two(oracle: Runner, ids: Seq[int], params: SamplingParams) -> tuple[set[int], float]:
+def best_two(oracle: Runner, ids: Seq[int], num_prompt_tokens: int, params: SamplingParams) -> tuple[set[int], float]:
     """Return the two best ids of the next position, and how far apart their scores are.
 
-    The score is the logit, and of sampled requests log p + Gumbel noise of the seed. Penalties are not looked at.
+    The score is the logit, which greedy requests without penalties choose by; of sampled requests it is log p + Gumbel
+    noise of the seed.
     """
     logits = last_logits(oracle, ids, PASSES[-1])
     scores = logits.cpu().numpy()
     if not params.greedy:
-        law = probs(logits, params)
+        law = probs(logits, params, History(ids, num_prompt_tokens))
         kept = np.arange(len(law.weights)) if law.ids is None else law.ids.numpy()
         scores = np.full(len(logits), -np.inf)
         with np.errstate(divide="ignore"):
@@ -66,7 +67,7 @@ def why_no_tie(
 ) -> str | None:
     """Say why the place where two outputs part is no tie; None where it is one."""
     at = next(i for i, (a, b) in enumerate(zip(plain, ours, strict=False)) if a != b)
-    pair, gap = best_two(oracle, [*prompt, *plain[:at]], params)
+    pair, gap = best_two(oracle, [*prompt, *plain[:at]], len(prompt), params)
     limit = tau if params.greedy else tau / params.temperature
     if pair != {plain[at], ours[at]}:
         return f"token {at} is {ours[at]} and not {plain[at]}, and these are not the two best"

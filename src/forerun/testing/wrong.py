@@ -17,7 +17,6 @@ import torch
 
 from forerun import sampling
 from forerun.drafters import model as model_drafter
-from forerun.drafters.model import ModelDrafter
 from forerun.engine import request as engine_request
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
@@ -165,9 +164,9 @@ def _frozen_penalties() -> AbstractContextManager[None]:
 
 def _stale_draft_cache() -> AbstractContextManager[None]:
     """Count the last drafted token as fed, which it was not; an old row of the cache is read in its place."""
-    right = ModelDrafter._forget_rejected
+    right = model_drafter.ModelDrafter._forget_rejected
 
-    def extend_upward(self: ModelDrafter, seq: Sequence) -> None:
+    def extend_upward(self: model_drafter.ModelDrafter, seq: Sequence) -> None:
         fed, cache = self._fed[seq.id], self.runner.cache
         if fed.tokens and len(fed.tokens) == len(seq.tokens) - 2:
             cache.reserve(seq.id, 1)
@@ -175,7 +174,7 @@ def _stale_draft_cache() -> AbstractContextManager[None]:
             fed.tokens.append(seq.tokens[-2])
         right(self, seq)
 
-    return replaced((ModelDrafter, "_forget_rejected", extend_upward))
+    return replaced((model_drafter.ModelDrafter, "_forget_rejected", extend_upward))
 
 
 def cache_errors(case: Case) -> int:
