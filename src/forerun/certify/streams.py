@@ -23,6 +23,7 @@ from forerun.types import Probs, SamplingParams
 BINS, COARSE = 64, 8  # of u; of pairs of neighbours, in each direction
 RARE = 1e-4  # the probability below which a token counts as rare
 NUM_TOKENS = 48  # of an output
+LEAST_BATCHES = 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "T=1": {},
     "T=0.8, top-p 0.95, penalties": {
@@ -167,7 +168,7 @@ def checks(clock: Clock, pair: Pair, seed: int) -> list[Check]:
     rng, prompts = np.random.default_rng(seed), pair.prompts()
     for number in itertools.count():
         stream = streams[number % len(streams)]
-        if not clock.look(stream.setting.about) and number >= len(streams):
+        if not clock.look(stream.setting.about) and number >= LEAST_BATCHES:
             break
         _write(pair, stream, prompts, seed, number, rng)
     found = [stream for stream in streams if stream.series]

@@ -31,6 +31,12 @@ def certify(
     minutes: Annotated[float, typer.Option(help="that it may take; more find smaller deviations")] = 10.0,
     seed: Annotated[int, typer.Option(help="of everything that is drawn")] = 1,
     mutant: Annotated[str | None, typer.Option(help=MUTANT_HELP, show_default=False)] = None,
+    part: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="toys, texts, cells or streams: these alone; may be repeated [default: all]", show_default=False
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", help="file for the whole certificate", show_default=False, callback=writable),
@@ -50,11 +56,11 @@ def certify(
     Exact enumeration on toy models, wrong versions that must be found, equal texts, and statistics of the pair itself.
     """
     engine = flags.engine_config(dict(locals()), config, max_batch_size=BATCH)
-    from forerun.certify.certificate import Plan, certify as run
+    from forerun.certify.certificate import PARTS, Plan, certify as run
     from forerun.cli.certificate import print_certificate
     from forerun.text.terminal import make_console
 
-    plan = Plan(minutes=minutes, seed=seed, mutant=mutant)
+    plan = Plan(minutes, seed, mutant, tuple(part) if part else tuple(PARTS))
     with _progress() as tell:
         found = run(with_target(engine), plan, tell)
     print_certificate(found, make_console())
