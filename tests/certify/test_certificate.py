@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -20,6 +21,7 @@ from forerun.certify.texts import spoiled
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, ForerunError
 from forerun.models.named import named_models
+from forerun.testing.engines import Case
 from forerun.testing.wrong import WRONG
 from forerun.theory.significance import g_test
 from forerun.types import Probs, SamplingParams
@@ -77,10 +79,22 @@ def test_rows_that_may_round_differently_need_tie_certificates(models: Path) -> 
     assert made.facts["row_invariant"] is False
 
 
+def test_a_mutant_that_nothing_finds_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are found: one by its outputs, one because it raises; the third changes nothing."""
+    raising = dataclasses.replace(WRONG["m3"], name="raises", case=Case("none", SamplingParams(max_tokens=None)))
+    harmless = dataclasses.replace(WRONG["m3"], name="harmless", switched_in=contextlib.nullcontext)
+    monkeypatch.setattr(toys, "WRONG", {w.name: w for w in (WRONG["m3"], raising, harmless)})
+    suite = toys.wrong_versions(Clock(1))
+    assert suite.result == "2 of 3 found"
+    assert suite.problems == [f"harmless ({harmless.about}) was not found"]
+
+
 @pytest.mark.parity
-def test_every_engine_of_the_first_part() -> None:
-    every = toys.enumeration(Clock(60), None)
-    assert every.passed, every.problems
+def test_every_check_on_toys() -> None:
+    checks = toys.checks(Clock(60), None)
+    assert [one.name for one in checks] == ["every outcome", "wrong versions", "float32 sampling", "caches"]
+    assert all(one.passed for one in checks), [one.problems for one in checks]
+    every = checks[0]
     assert every.num_samples > 250
     assert every.facts["drafters_left_out"] == ["datastore"], "it needs a file of texts"
 

@@ -20,7 +20,8 @@ from forerun.registry import unknown
 from forerun.testing.wrong import find
 from forerun.theory.significance import holm
 
-PARTS = {"toys": 0.25, "texts": 0.45, "cells": 0.72, "streams": 1.0}  # by what share of the time each is over
+# By what share of the time each is over; the last batch of the last one has the rest.
+PARTS = {"toys": 0.2, "texts": 0.4, "cells": 0.68, "streams": 0.96}
 NOT_PROVEN = (
     "that the target computes what its makers meant: it is compared with this package's own plain decoding",
     "anything of another model, machine, instruction set, build, type of weights or device",
@@ -127,7 +128,6 @@ def certify(config: EngineConfig, plan: Plan, tell: Tell | None = None) -> Certi
     clock = Clock(plan.minutes, tell)
     clock.part("loading", 0.0)
     pair = Pair(config)
-    clock.deadline_s += clock.taken_s
     found = Certificate(plan, _facts(pair, plan))
     mutant = None if plan.mutant is None else find(plan.mutant)
     parts: dict[str, Callable[[], list[Check]]] = {

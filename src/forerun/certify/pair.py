@@ -67,10 +67,10 @@ class Pair:
         self.llm = _opened(dataclasses.replace(config, extra_drafts=RANDOM, max_seq_len=longest, **limits), longest)
         checkpoint = dataclasses.replace(self.llm.checkpoint, tokenizer=self.llm.tokenizer)
         own = dataclasses.replace(
-            self.llm.config, target=None, draft="none", extra_drafts=f"{WARMER}", dtype="auto", quantization=None
+            self.llm.config, target=None, draft="none", extra_drafts=WARMER, dtype="auto", quantization=None
         )
         twin = LLM(checkpoint, **{**own.options(), "draft": checkpoint})
-        self.own = Source(config.draft, self.llm, self.llm.engine.drafter.main)
+        self.own = Source(self.llm.engine.drafter.main, self.llm, self.llm.engine.drafter.main)
         self.warmer = Source("itself at T=0.6", twin, WARMER)
         self.copy = Source("a perfect copy", twin, "model")
         self.bad = Source(BAD, self.llm, RANDOM)

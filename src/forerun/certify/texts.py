@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,16 +59,22 @@ def checks(clock: Clock, pair: Pair, seed: int) -> list[Check]:
         unit="tokens",
     )
     compared = _Compared(pair, equal)
-    for number, prompt in enumerate(itertools.cycle(pair.prompts())):
-        if not clock.look(f"{equal.num_samples} texts") and number:
+    for number, (prompt, (mode, usual)) in enumerate(_endless(pair.prompts())):
+        if not clock.look(f"{equal.num_samples} texts") and number >= len(MODES):
             break
-        for mode, usual in MODES.items():
-            params = usual if usual.greedy else dataclasses.replace(usual, seed=seed + number)
-            (alone,) = run(pair.llm.engine, [(prompt, dataclasses.replace(params, draft="none"))])
-            compared.look(prompt, mode, params, alone)
+        params = usual if usual.greedy else dataclasses.replace(usual, seed=seed + number)
+        (alone,) = run(pair.llm.engine, [(prompt, dataclasses.replace(params, draft="none"))])
+        compared.look(prompt, mode, params, alone)
     compared.conclude()
     _judge_copies(copies, compared, pair.row_invariant)
     return [equal, copies]
+
+
+def _endless(prompts: Seq[list[int]]) -> Iterator[tuple[list[int], tuple[str, SamplingParams]]]:
+    """Yield each prompt in each mode, round and round."""
+    for prompt in itertools.cycle(prompts):
+        for mode in MODES.items():
+            yield prompt, mode
 
 
 def _judge_copies(check: Check, compared: _Compared, row_invariant: bool) -> None:
