@@ -81,7 +81,7 @@ def test_rows_that_may_round_differently_need_tie_certificates(models: Path) -> 
 
 def test_a_mutant_that_nothing_finds_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two are found: one by its outputs, one because it raises; the third changes nothing."""
-    raising = dataclasses.replace(WRONG["m3"], name="raises", case=Case("none", SamplingParams(max_tokens=None)))
+    raising = dataclasses.replace(WRONG["m3"], name="raises", case=Case("nowhere", SamplingParams(max_tokens=1)))
     harmless = dataclasses.replace(WRONG["m3"], name="harmless", switched_in=contextlib.nullcontext)
     monkeypatch.setattr(toys, "WRONG", {w.name: w for w in (WRONG["m3"], raising, harmless)})
     suite = toys.wrong_versions(Clock(1))
