@@ -26,6 +26,7 @@ from forerun.types import Probs, SamplingParams
 
 PROMPT_TOKENS = 24
 NUM_TRIED = 8  # prompts, of which cells take the one with the least certain outputs
+CELL_TOKENS = 17  # of such a prompt: all but the last are one block of the cache, which the outputs share
 MAX_SEQ_LEN = 512  # prompts and outputs are short
 WARMER, RANDOM = "model:draft_temperature=0.6", "random"
 BAD = "random ids"  # a drafter that is nearly always wrong
@@ -93,8 +94,9 @@ class Pair:
 
     @cached_property
     def last_rows(self) -> list[tuple[list[int], torch.Tensor]]:
-        """Some prompts, and the logits of what follows each."""
-        return [(prompt, self.plain.logits(prompt, len(prompt))[-1]) for prompt in self.prompts()[:NUM_TRIED]]
+        """Some short prompts, and the logits of what follows each."""
+        prompts = [prompt[:CELL_TOKENS] for prompt in self.prompts()[:NUM_TRIED]]
+        return [(prompt, self.plain.logits(prompt, len(prompt))[-1]) for prompt in prompts]
 
     def prompts(self) -> list[list[int]]:
         """Return the beginnings of the shipped held-out texts and tasks, as ids of the target's tokenizer."""
