@@ -97,6 +97,10 @@ def test_bodies_that_are_no_bodies(strict: Running) -> None:
     assert code(chunked) == (413, "body_too_large")
     assert strict.http.get("/nothing").status_code == 404
     assert strict.http.get("/v1/completions").status_code == 405
+    for method, path, status in (("GET", "/v1/messages", 405), ("POST", "/v1/messages/nothing", 404)):
+        answer = strict.http.request(method, path)
+        kind, own = answer.json()["type"], answer.headers["request-id"]
+        assert (answer.status_code, kind, answer.json()["request_id"]) == (status, "error", own)
     answer = strict.http.get("/health", headers={"x-large": "y" * 100_000})
     assert answer.status_code == 431
 
@@ -252,7 +256,8 @@ def test_killed_and_started_again_and_ended_twice() -> None:
         wait_for(lambda: first.metric("forerun:num_requests_running"))
         first.process.kill()
         first.process.wait()
-        with serving("--host", "127.0.0.1", port=port) as second:
+        with serving("--host", "127.0.0.1", "--no-lab", port=port) as second:
+            assert second.http.get("/lab/").status_code == 404
             assert second.http.post("/v1/completions", json={"prompt": CODE, "max_tokens": 2}).status_code == 200
             threading.Thread(target=_ask_and_lose, args=(second.url,), daemon=True).start()
             wait_for(lambda: second.metric("forerun:num_requests_running"))
