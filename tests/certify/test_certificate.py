@@ -115,10 +115,10 @@ def test_every_wrong_version_fails(models: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["m5", "m17"])
 def test_the_pair_shows_wrong_versions_too(models: Path, name: str) -> None:
-    """m5 in texts of `match`; m17 where a perfect copy is no longer always right."""
+    """m5 in texts of `match`; m17 where a copy errs, or reads rows that were never written."""
     made = found(models, Plan(SHORT, mutant=name, parts=("texts",)))
-    expected = "equal texts" if name == "m5" else "a perfect copy"
-    assert expected in [one.name for one in made.checks if one.passed is False], made.record()
+    expected = {"equal texts"} if name == "m5" else {"a perfect copy", "drafters"}
+    assert expected & {one.name for one in made.checks if one.passed is False}, made.record()
 
 
 def test_counted_outputs_show_a_wrong_rule(models: Path) -> None:
