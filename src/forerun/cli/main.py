@@ -19,6 +19,7 @@ import typer
 from forerun.cli import flags
 from forerun.cli.batch import batch
 from forerun.cli.bench import SHAPE_NAMES, app as bench_app
+from forerun.cli.certify import certify
 from forerun.cli.doctor import doctor
 from forerun.cli.elsewhere import on_command_line
 from forerun.cli.help import App
@@ -479,6 +480,7 @@ app.command()(doctor)
 app.command()(quantize)
 app.command()(theory)
 app.command()(paper)
+app.command()(certify)
 
 
 # --------------------------------------------------------------------------------------------------------------- main
