@@ -3,7 +3,7 @@
 Each prompt is searched without drafts and with them, in turn; the texts and scores must be the same in every bit. A
 line has the widths of the searches, steps and rows of a pass of the target, seconds, and the medians of the ratios: of
 seconds, and of CPU seconds, which with one thread are what a machine without other work would show.
-target, draft: as for `forerun generate`; shape: of `forerun bench methods --shape`, as demo, or none. dtype: of weights.
+target, draft: as for `forerun generate`; shape: as for `forerun bench methods`, or none; dtype: of the weights.
 """
 
 from __future__ import annotations
