@@ -1,6 +1,6 @@
 """The speed of docs/functional.md: the shipped pair as modules of transformers, in processor seconds of one thread.
 
-    python docs/functional_speed.py
+python docs/functional_speed.py
 """
 
 import json
