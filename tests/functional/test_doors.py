@@ -18,6 +18,7 @@ from forerun.functional import (
     MultinomialProcessor,
     NucleusProcessor,
     autoregressive_generate,
+    beam_search_generate,
     max_fn,
     prune_cache,
     prune_dynamic_cache,
@@ -57,6 +58,25 @@ def test_refused(error: type[UserError], sentence: str, options: dict[str, Any])
     TARGET.calls.clear()
     with pytest.raises(error, match=sentence):
         speculative_generate(**given)
+    assert not TARGET.calls
+
+
+@pytest.mark.parametrize(
+    ("sentence", "options"),
+    [
+        ("draft_beams=4 belongs to a drafter", {"draft_beams": 4}),
+        ("num_return_sequences=5 is not in 1 .. num_beams=4", {"num_return_sequences": 5}),
+        ("num_beams=65", {"num_beams": 65}),
+        ("early_stopping=2", {"early_stopping": 2}),
+        ("length_penalty=17", {"length_penalty": 17}),
+        ("draft_beams=3 is not possible: it must be at least num_beams=4", {"drafter": TARGET, "draft_beams": 3}),
+        ("gamma=0", {"gamma": 0}),
+    ],
+)
+def test_beam_search_refuses(sentence: str, options: dict[str, Any]) -> None:
+    TARGET.calls.clear()
+    with pytest.raises(BadOption, match=re.escape(sentence)):
+        beam_search_generate([1], TARGET, **options)
     assert not TARGET.calls
 
 

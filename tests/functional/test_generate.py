@@ -11,6 +11,7 @@ import torch
 
 from forerun.functional import (
     autoregressive_generate,
+    beam_search_generate,
     ngram_assisted_speculative_generate,
     speculative_generate,
 )
@@ -221,3 +222,47 @@ def test_torch_seeds_the_draws() -> None:
         torch.manual_seed(5)
         said.append(speculative_generate([1], target, target, logits_processor=MultinomialProcessor(1.0)))
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("settings", [{}, {"length_penalty": 0.0, "early_stopping": True}, {"early_stopping": "never"}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_beam_search_is_that_of_generate(kind: str, settings: dict[str, Any]) -> None:
+    """With an end that texts reach, so that penalty and stopping matter; with and without drafts and a cache."""
+    module, drafter = pair(kind)
+    end = expected(kind)[4]
+    wanted = [
+        behind_start(module, row, end)
+        for row in module.generate(
+            torch.tensor([PROMPT]),
+            max_new_tokens=12,
+            do_sample=False,
+            num_beams=3,
+            num_return_sequences=2,
+            eos_token_id=end,
+            pad_token_id=0,
+            **settings,
+        )
+    ]
+    options = {"max_gen_len": 12, "num_beams": 3, "eos_tokens_id": end, **settings}
+    for more in ({}, {"use_cache": True}, {"use_cache": True, "drafter": drafter, "draft_beams": 5, "gamma": 3}):
+        assert beam_search_generate(PROMPT, module, num_return_sequences=2, **options, **more) == wanted
+    both = beam_search_generate([PROMPT, [7]], module, use_cache=True, **options)
+    assert both == [wanted[0], beam_search_generate([7], module, **options)]
+
+
+def test_drafts_save_passes_of_a_beam_search() -> None:
+    toy = ToyModule(ToyModel(7, 1, ToyTable(scale=2.0)))
+    said, passes = [], []
+    for drafter in (None, ToyModule(ToyModel(7, 1, ToyTable(scale=2.0)))):
+        toy.calls.clear()
+        options: dict[str, Any] = {"max_gen_len": 12, "eos_tokens_id": None, "use_cache": True, "drafter": drafter}
+        said.append(beam_search_generate([1, 2], toy, num_beams=2, gamma=3, **options))
+        passes.append(len(toy.calls))
+    assert said[0] == said[1]
+    assert passes[1] < passes[0]
+
+
+def behind_start(module: Any, row: torch.Tensor, end: int) -> list[int]:
+    """The tokens that were generated, the end included and the padding not."""
+    ids: list[int] = row[1 if module.config.is_encoder_decoder else len(PROMPT) :].tolist()
+    return ids[: ids.index(end) + 1] if end in ids else ids

@@ -1,7 +1,7 @@
 """Speculation with modules and functions that you bring along (extra `hf`; docs/functional.md).
 
 Generate with any module in the form of Hugging Face transformers, given as an object: `speculative_generate`,
-`autoregressive_generate`, `ngram_assisted_speculative_generate`, with logits processors of your own; or in one line:
+`autoregressive_generate`, `beam_search_generate`, `ngram_assisted_speculative_generate`, with logits processors of your own; or in one line:
 
     from forerun.functional import speculate_with
     print(speculate_with(model, tokenizer, draft="suffix").generate("def fib(n):").text)
@@ -13,6 +13,7 @@ function will ask it for.
 from forerun.functional.caching import prune_cache, prune_dynamic_cache, prune_tuple_cache
 from forerun.functional.decoding import (
     autoregressive_generate,
+    beam_search_generate,
     ngram_assisted_speculative_generate,
     speculative_generate,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "TopKNucleusProcessor",
     "TopKProcessor",
     "autoregressive_generate",
+    "beam_search_generate",
     "max_fn",
     "ngram_assisted_speculative_generate",
     "prune_cache",

@@ -1,4 +1,4 @@
-"""Generate with modules that were given as objects: speculative, autoregressive, and with n-grams of the text.
+"""Generate with modules that were given as objects: speculative, autoregressive, with n-grams, and by beam search.
 
 The signatures are those of a published toolkit for speculative decoding. Behind them is the engine: one step for all,
 its rules, its pipeline, its policies; a module stands behind the engine's interface for models (modules.py). Where the
@@ -9,8 +9,8 @@ on the length of an encoder's input. The acceptance rate is accepted / drafted, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -174,6 +174,64 @@ def ngram_assisted_speculative_generate(
     ).run(inputs)
 
 
+def beam_search_generate(
+    inputs: Seq[int] | Seq[Seq[int]],
+    model: Any,
+    max_gen_len: int = 40,
+    num_beams: int = 4,
+    *,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    num_return_sequences: int = 1,
+    drafter: Any = None,
+    draft_beams: int | None = None,
+    gamma: int = 2,
+    eos_tokens_id: int | Seq[int] | None = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = False,
+    tokenizer: Any = None,
+) -> Any:
+    """Generate by beam search, as transformers defines it, with drafts if there is a drafter (docs/methods/beam.md).
+
+    Args:
+        num_beams: texts that compete, 1 to 64. num_return_sequences: how many of the best are returned.
+        length_penalty: a text's score is the sum of its log-probabilities / length^length_penalty.
+        early_stopping: True = end at num_beams finished texts; False and "never" = while one may still get better.
+        drafter: a module that searches ahead, `gamma` tokens per pass with draft_beams texts, at least num_beams and
+            None = as many (Leviathan et al. 2023, appendix A.4); None = no drafts. The output is the same.
+
+    Other arguments are those of `speculative_generate`. Returns the ids of the best text, or a list of the best ones
+    where num_return_sequences is more than 1; lists of these for several inputs.
+    """
+    if drafter is None and draft_beams is not None:
+        raise BadOption(f"draft_beams={shown(draft_beams)} belongs to a drafter: give one, or drop it")
+    if not 1 <= num_return_sequences <= num_beams:
+        raise BadOption(f"num_return_sequences={shown(num_return_sequences)} is not in 1 .. num_beams={num_beams}")
+    texts, _ = _Task(
+        target=ModuleModel(model, "model", **_shape(tokenizer, GreedyProcessor(), use_cache)),
+        draft=None
+        if drafter is None
+        else ModuleModel(drafter, "drafter", **_shape(tokenizer, GreedyProcessor(), use_cache)),
+        spec="none" if drafter is None else "model",
+        policy=_fixed(gamma),
+        processor=GreedyProcessor(),
+        max_gen_len=max_gen_len,
+        eos=eos_tokens_id,
+        pad_token_id=pad_token_id,
+        tokenizer=tokenizer,
+        debug=False,
+        coins=None,
+        beams={
+            "num_beams": num_beams,
+            "draft_beams": num_beams if draft_beams is None else draft_beams,
+            "length_penalty": length_penalty,
+            "early_stopping": early_stopping,
+            "n": num_return_sequences,
+        },
+    ).run(inputs)
+    return texts
+
+
 def _shape(tokenizer: Any, processor: LogitsProcessor, use_cache: bool) -> dict[str, Any]:
     return {"uses_cache": use_cache, "num_ids": num_ids_of(tokenizer), "law": Law.of(processor)}
 
@@ -208,6 +266,7 @@ class _Task:
     debug: bool
     coins: CoinsOf | None
     is_unadjusted: bool = False
+    beams: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters of a beam search
 
     def run(self, inputs: Any) -> tuple[Any, Any]:
         """Return ids and rate, or lists of both."""
@@ -240,23 +299,26 @@ class _Task:
             raise BadOption(f"max_gen_len={self.max_gen_len} is not possible: it must be at least 0")
         return min(room, self.max_gen_len)
 
-    def _generate(self, assembly: Assembly, inputs: list[int], num: int, law: Law) -> tuple[list[int], float]:
-        if num == 0:
-            return [], 0.0
+    def _generate(self, assembly: Assembly, inputs: list[int], num: int, law: Law) -> tuple[Any, float]:
         rule = "match" if law.sample is not None else UNADJUSTED if self.is_unadjusted else "ratio"
-        seed = int(torch.randint(2**62, ()))
-        params = SamplingParams(max_tokens=num, acceptance=rule, seed=seed, **law.params)
+        how = self.beams or {"acceptance": rule}
+        params = SamplingParams(max_tokens=max(num, 1), seed=int(torch.randint(2**62, ())), **law.params, **how)
+        if num == 0:
+            return self._one_or_many([[] for _ in range(params.n)]), 0.0
         with assembly.request(inputs, params, self.pad_token_id) as requests:
-            (request,) = requests
             end = None
             if self.debug:
-                end = assembly.engine.listen(DebugPrinter(self.tokenizer, request.seq), detail=True)
+                end = assembly.engine.listen(DebugPrinter(self.tokenizer, requests[0].seq), detail=True)
             try:
                 assembly.run(requests)
             finally:
                 if end is not None:
                     end()
-            return request.seq.output_ids, request.report.acceptance_rate or 0.0
+            rate = requests[0].report.acceptance_rate or 0.0
+            return self._one_or_many([request.seq.output_ids for request in requests]), rate
+
+    def _one_or_many(self, outputs: list[list[int]]) -> Any:
+        return outputs if self.beams.get("n", 1) > 1 else outputs[0]
 
     def _end_ids(self) -> frozenset[int]:
         ids = frozenset(as_ids([self.eos] if isinstance(self.eos, int) else self.eos or ()))
