@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "methods").glob("*.md")]
+PAGES = [page for folder in ("", "methods", "tutorials") for page in (ROOT / "docs" / folder).glob("*.md")]
 DOCUMENTS = [ROOT / "README.md", *sorted(PAGES)]
 HISTORY = sorted((ROOT / "docs" / "history").glob("*.md"))  # read, and not run: its commands are of their time
 FENCE = re.compile(
