@@ -1,7 +1,8 @@
 """Speculation with modules and functions that you bring along (extra `hf`; docs/functional.md).
 
 Generate with any module in the form of Hugging Face transformers, given as an object: `speculative_generate`,
-`autoregressive_generate`, `beam_search_generate`, `ngram_assisted_speculative_generate`, with logits processors of your own; or in one line:
+`autoregressive_generate`, `beam_search_generate`, `ngram_assisted_speculative_generate`, with logits processors of your
+own; or in one line:
 
     from forerun.functional import speculate_with
     print(speculate_with(model, tokenizer, draft="suffix").generate("def fib(n):").text)
