@@ -129,6 +129,10 @@ class ModuleModel:
         """Raise BadOption: what a module is given are ids."""
         raise BadOption(f"the {self.role} is a module, which takes ids and no vectors: use another drafter")
 
+    def head(self, ids: Seq[int]) -> Tensor:
+        """Raise BadOption: what a module is given are ids."""
+        return self.embed(ids)
+
     def rounded(self, quantization: Quantization) -> ModuleModel:
         """Raise BadOption: the weights of a module are its own."""
         raise BadOption(
