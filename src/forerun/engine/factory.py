@@ -56,7 +56,7 @@ def auto_draft(target: str | Path | None) -> str:
     if is_shipped(target):
         return drafters.BY_MODEL
     known = named.of(target)
-    return drafters.WITHOUT_MODEL if known is None or known.draft is None else known.draft
+    return drafters.WITHOUT_MODEL if known is None or known.auto is None else known.auto
 
 
 def auto_of(checkpoint: Checkpoint, config: EngineConfig) -> str:

@@ -29,7 +29,7 @@ class NamedModel:
     file: str | None = None
     hub: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    draft: str | None = None
+    auto: str | None = None
 
     def path(self) -> Path | None:
         """Where it is on this machine: in this package, or in its installed wheel, which is not imported.
