@@ -166,7 +166,7 @@ def check(out: Path, num_images: int, num_beginnings: int, spec_length: int) -> 
 # ------------------------------------------------------------------------------------------------------------ picture
 
 
-def picture(out: Path, file: Path, spec_length: int, lines: int = 6) -> None:
+def picture(out: Path, file: Path, spec_length: int, lines: int) -> None:
     """Draw images of plain decoding, of speculative decoding with its drafted pixels, and of the draft model alone."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -214,10 +214,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for data, models and numbers")
     parser.add_argument("--picture", type=Path, help="file for the picture [default: OUT/digits.png]")
     parser.add_argument("--target-steps", type=int, default=1500)
-    parser.add_argument("--draft-steps", type=int, default=2000)
+    parser.add_argument("--draft-steps", type=int, default=1000)
     parser.add_argument("--own", type=int, default=2000, help="images of the target that the draft model learns from")
     parser.add_argument("--images", type=int, default=200, help="images that are compared one by one")
     parser.add_argument("--beginnings", type=int, default=20_000, help="draws of three pixels that are counted")
+    parser.add_argument("--lines", type=int, default=6, help="of ten images in each part of the picture")
     parser.add_argument("--spec-length", type=int, action="append", help="pixels drafted per pass; may be repeated")
     parser.add_argument("--trained", action="store_true", help="take the models that are in OUT already")
     given = parser.parse_args(arguments)
@@ -232,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     numbers["check"] = check(given.out, given.images, given.beginnings, lengths[len(lengths) // 2])
     (given.out / "numbers.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(numbers, indent=2))
-    picture(given.out, given.picture or given.out / "digits.png", lengths[len(lengths) // 2])
+    picture(given.out, given.picture or given.out / "digits.png", lengths[len(lengths) // 2], given.lines)
     prompts = [{"id": f"digit {digit}", "ids": [class_id(digit)]} for digit in range(CLASSES)]
     text = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
     (given.out / "prompts.jsonl").write_text(text, encoding="utf-8")

@@ -169,7 +169,8 @@ def load_rows(path: Path, vocab_size: int, seq_len_tokens: int) -> NDArray[np.in
             f"--seq-len-tokens {ids.shape[1] - 1}: all ids of a row but its first are predicted"
         )
     if ids.min() < 0 or ids.max() >= vocab_size:
-        raise BadOption(f"{path} holds ids {ids.min()} .. {ids.max()}: give --vocab-size, such as {ids.max() + 1}")
+        way_out = "no id is negative" if ids.min() < 0 else f"give --vocab-size, such as {ids.max() + 1}"
+        raise BadOption(f"{path} holds ids {ids.min()} .. {ids.max()}: {way_out}")
     return ids.astype(np.int64)
 
 
