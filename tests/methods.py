@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from forerun.drafters import Target, artifacts
+import torch
+
+from forerun.drafters import Target, artifacts, eagle, head_files
+from forerun.models.layers import DecoderConfig
 from forerun.models.named import DATA
 from forerun.train import datastore
 
@@ -29,9 +32,45 @@ def small_datastore(target: Target, folder: Path) -> Mapping[str, Any]:
     return {"path": str(folder / "datastore")}
 
 
+def random_eagle(target: Target, folder: Path) -> Mapping[str, Any]:
+    """A head of random weights that reads all layers of a target and drafts all of its ids."""
+    width, num_ids = target.model.config.hidden_size, target.num_ids
+    decoder = DecoderConfig("llama", num_ids, width, 1, 2, 1, 4, 8, 1e-5, target.model.config.max_positions)
+    config = eagle.EagleConfig(decoder, (0, _num_layers(target)), num_ids)
+    weights = _random(eagle.parameter_shapes(config), width)
+    return _saved(target, folder, "eagle", weights, config.to_json())
+
+
+def random_medusa(target: Target, folder: Path) -> Mapping[str, Any]:
+    """Two heads of random weights."""
+    width = target.model.config.hidden_size
+    shapes = {f"{head}.0.linear.{part}": (width, width)[: 1 + (part == "weight")] for head in (0, 1) for part in PARTS}
+    sizes = {"medusa_num_heads": 2, "medusa_num_layers": 1, "draft_vocab_size": target.num_ids}
+    return _saved(target, folder, "medusa", _random(shapes, width), sizes)
+
+
+PARTS = ("weight", "bias")
+
+
+def _random(shapes: Mapping[str, tuple[int, ...]], width: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) / width**0.5 for name, shape in shapes.items()}
+
+
+def _saved(
+    target: Target, folder: Path, method: str, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    whole = {**weights, "d2t": torch.zeros(target.num_ids, dtype=torch.int64)}
+    whole[head_files.PROBE] = head_files.probe(target.model.embed, target.num_ids)
+    head_files.save(folder / method, method, whole, config, artifacts.fingerprint(target.tokenizer, target.num_ids))
+    return {"path": str(folder / method)}
+
+
 # By drafter: (target, an empty folder) -> the options that it cannot do without, such as a file fitted for the target.
 NEEDS: dict[str, Callable[[Target, Path], Mapping[str, Any]]] = {
     "datastore": small_datastore,
+    "eagle": random_eagle,
+    "medusa": random_medusa,
     # The toy's only layer is the whole target, which a draft temperature makes wrong sometimes.
     "early_exit": lambda target, _: {"draft_temperature": 0.5} if _num_layers(target) == 1 else {},
     # Small decoders have rows of 48 weights, and the toy rounds its logits.
@@ -69,6 +108,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"of": "(model:draft_temperature=0.4,draft_top_k=2)", "inner": "mixed", "inner_length": 2},
         {"inner": "(cascade:of=(model:draft_temperature=0.5))"},
     ],
+    "medusa": [{"shape": "2x1"}, {"shape": "1x1"}],
     "early_exit": [{"draft_temperature": 0.0}, {"draft_temperature": None, "draft_top_k": 2}],
     "self": [{"quantization": "int8", "draft_temperature": 0.6}],
 }

@@ -17,7 +17,7 @@ from ops.native_cases import needs_native
 from parity.bitwise import Models, cut_prompts
 from parity.mixtures import DRAFTERS, LOSSLESS, Place, compare_mixed, leaks, lose_nothing, small_engine
 
-SMALL = Place("fixed", 4, 16, "paged", 5, 256)
+SMALL = Place("fixed", 4, 16, "paged", 5, 208)
 
 
 @needs_native

@@ -80,7 +80,7 @@ def engine_on(ops: str, draft: str = "none", **options) -> Engine:
     weights = {name: weight.to(getattr(torch, ops)) for name, weight in model.weights.items()}
     engine = engine_for(Decoder(model.config, weights, model.ops), draft, **options)
     for runner in {engine.runner, *(each.runner for each in everyone(engine.drafter.first))}:
-        if runner is not None:
+        if runner is not None and isinstance(runner.model, Decoder):  # a head computes with its target's operators
             runner.model = Decoder(runner.model.config, runner.model.weights, CpuOps())
     return engine
 

@@ -164,6 +164,67 @@ def sample(
 
 
 @app.command()
+def head(
+    method: Annotated[
+        str, typer.Option(help="A method that can be trained, with its options, as in eagle:draft_vocab=4096,steps=3.")
+    ],
+    samples: Annotated[Path, typer.Option(help="File of `train sample`, of the same target.")],
+    out: Annotated[Path, typer.Option(help="Folder for log, curves, state and the head (out/head).")],
+    target: Annotated[str | None, typer.Option(help="Folder, GGUF file, name or hub id; default: shipped.")] = None,
+    max_steps: Annotated[int, typer.Option(help="Steps in all; the learning rate reaches 0 at the last.")] = 1000,
+    tokens_per_step: Annotated[int, typer.Option(help="Tokens of one batch.")] = 2048,
+    seq_len_tokens: Annotated[int, typer.Option(help="Tokens of a row, into which whole texts are packed.")] = 512,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of AdamW.")] = 1e-3,
+    warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 50,
+    decay_share: Annotated[float, typer.Option(help="Share of the steps, at the end, with falling rate.")] = 0.6,
+    num_tokens: Annotated[int | None, typer.Option(help="Tokens of the samples, the first ones; none = all.")] = None,
+    features: Annotated[
+        Path | None,
+        typer.Option(help="Folder to store the target's hidden states in; none = recompute them at every step."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of first weights and data order.")] = 0,
+    validate_every_steps: Annotated[int, typer.Option(help="Validation interval, steps.")] = 100,
+    validation_rows: Annotated[int, typer.Option(help="Rows of held-out texts of one validation.")] = 8,
+    checkpoint_every_s: Annotated[float, typer.Option(help="Checkpoint interval, seconds.")] = 300.0,
+    autocast: Annotated[
+        str, typer.Option(help="auto, bf16 or off (float32, which torch computes faster on many CPUs).")
+    ] = "off",
+    dtype: Annotated[str, typer.Option(help="Of the target: auto, float32 or bfloat16.")] = "auto",
+    ops: Annotated[str, typer.Option(help="Of the target: auto, native or reference.")] = "auto",
+    resume: Annotated[bool, typer.Option(help="Go on from the state in the out folder.")] = False,
+    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+) -> None:
+    """Train a drafter that reads its target's hidden states, on what the target wrote itself."""
+    from forerun.config import EngineConfig
+    from forerun.engine.factory import load_target
+    from forerun.train import head as training
+
+    with refusals():
+        config = training.HeadConfig(
+            out=out,
+            steps=max_steps,
+            tokens_per_step=tokens_per_step,
+            seq_len_tokens=seq_len_tokens,
+            lr=lr,
+            warmup_steps=warmup_steps,
+            decay_share=decay_share,
+            weight_decay=0.01,
+            seed=seed,
+            validate_every_steps=validate_every_steps,
+            checkpoint_every_s=checkpoint_every_s,
+            autocast=autocast,  # type: ignore[arg-type]
+            method=method,
+            samples=samples,
+            num_tokens=num_tokens,
+            features=features,
+            validation_rows=validation_rows,
+        )
+        checkpoint = load_target(EngineConfig(target=target, dtype=dtype, ops=ops))
+        numbers = training.train(config, checkpoint, resume=resume, quiet=quiet)
+    typer.echo(" ".join(f"{key}={value:.4f}" for key, value in numbers.items()))
+
+
+@app.command()
 def prompts(
     tokenizer: Annotated[Path, typer.Option(help="tokenizer.json, or a folder with one, that counts the tokens.")],
     out: Annotated[Path, typer.Option(help="File to write: one JSON object per line with id, module, text.")],

@@ -110,7 +110,7 @@ class Chain:
     probs: list[Probs] = field(default_factory=list)
 
 
-class _Room:
+class Space:
     """The blocks that a pass may still reserve, counted over all its sequences."""
 
     def __init__(self, cache: KVCache) -> None:
@@ -162,7 +162,7 @@ class ModelDrafter(Drafter):
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         """Run committed tokens, all but the last: the round runs that one, because it needs the logits after it."""
-        room, feeds = _Room(self.runner.cache), Feeds()
+        room, feeds = Space(self.runner.cache), Feeds()
         for b, seq in enumerate(seqs):
             self._forget_rejected(seq)
             start = len(self._fed[seq.id].tokens)
@@ -201,7 +201,7 @@ class ModelDrafter(Drafter):
         Only sequences that can be drafted for are fed: those whose committed tokens a round can run. There is room in
         the cache for what is fed first and for all but one of the drafted tokens.
         """
-        room = _Room(self.runner.cache)
+        room = Space(self.runner.cache)
         limits = [self._limit(seq, budget.num_tokens[b], room) for b, seq in enumerate(seqs)]
         missing = {b: self._missing(seq) for b, seq in enumerate(seqs) if limits[b] > 0}
         self.caught_up, self.catchup_s = {}, 0.0
@@ -287,7 +287,7 @@ class ModelDrafter(Drafter):
         chain.probs.append(draft_probs)
         return budget.go_behind(b, depth, token, draft_probs, logits)
 
-    def _limit(self, seq: Sequence, granted: int, room: _Room) -> int:
+    def _limit(self, seq: Sequence, granted: int, room: Space) -> int:
         """Return how many tokens to draft, at most `granted`, within the model's positions and the room in the cache.
 
         Drafted token i (from 1) is fed at index L + i - 1, where L is the number of committed tokens.

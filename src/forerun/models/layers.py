@@ -385,6 +385,12 @@ class Decoder:
             return self.compiled.embed(ids)  # type: ignore[no-any-return]
         return F.embedding(torch.tensor(ids, dtype=torch.int64, device=self.device), self._embedding)
 
+    def head(self, ids: Seq[int]) -> Tensor:
+        """Rows of the LM head, float32 [n, H], as they were before packing."""
+        if self.compiled is not None:
+            return self.compiled.matrices["head"].unpack(ids).float()  # type: ignore[no-any-return]
+        return self._head[list(ids)].float()
+
     def norm(self, hidden: Tensor) -> Tensor:
         """The final norm of rows of the residual stream [R, H]: what `logits` reads of an inner layer."""
         if self.compiled is not None:

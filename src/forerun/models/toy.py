@@ -123,6 +123,10 @@ class ToyModel:
         """One row for each id [n, V]."""
         return torch.eye(self.config.vocab_size, dtype=self.activation_dtype)[list(ids)]
 
+    def head(self, ids: Seq[int]) -> Tensor:
+        """Rows of the LM head, which is the identity [n, V]."""
+        return self.embed(ids)
+
     def norm(self, hidden: Tensor) -> Tensor:
         """hidden [R, V], a copy."""
         return hidden.clone()

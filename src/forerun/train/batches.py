@@ -147,7 +147,9 @@ def load_samples(path: Path, tokenizer: Tokenizer) -> Tokens:
     num_ids = tokenizer.get_vocab_size()
     if found.options["num_ids"] != num_ids or num_ids > 1 << 16:
         raise BadOption(f"{path} holds ids of {found.options['num_ids']} tokens, and the tokenizer has {num_ids}")
-    return stream(found.split(held_out=False), tokenizer.token_to_id(END_OF_TEXT)).astype(np.uint16)
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    assert end is not None
+    return stream(found.split(held_out=False), end).astype(np.uint16)
 
 
 def load_rows(path: Path, vocab_size: int, seq_len_tokens: int) -> NDArray[np.int64]:

@@ -143,7 +143,9 @@ def make_optimizer(config: LoopConfig, weights: Mapping[str, Tensor]) -> torch.o
         {"params": [w for w in weights.values() if w.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [w for w in weights.values() if w.ndim == 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=(0.9, 0.95), fused=True
+    )
 
 
 def steps_of(run: Run) -> Iterator[str]:

@@ -72,7 +72,7 @@ class SampleWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
             end = self._read_on(options)
-            self._file = path.open("r+b")
+            self._file: BinaryIO = path.open("r+b")
             self._file.truncate(end)
             self._file.seek(end)
         else:

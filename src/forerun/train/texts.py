@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence as Seq
 from pathlib import Path
 from pydoc_data import topics
+from typing import Any
 
 from forerun.errors import BadOption, NotFound, shown
 from forerun.train.corpus import load_corpus
@@ -61,7 +62,8 @@ def packaged_texts(code_bytes: int = 2 * 10**6) -> list[str]:
     """
     described: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
-        name, text = distribution.metadata["Name"], distribution.metadata.get_payload()
+        metadata: Any = distribution.metadata  # a Message, which its protocol hides
+        name, text = metadata["Name"], metadata.get_payload()
         if name and isinstance(text, str) and len(text) > 200:
             described[name.lower()] = text
     modules = [document.text for document in load_corpus().train]

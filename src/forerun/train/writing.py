@@ -1,10 +1,10 @@
-"""The target writes what a drafter learns from, for a drafter must guess what the target writes and not what people do.
+"""The target writes what a drafter learns from, for a drafter must guess what the target writes, not what people do.
 
-Three kinds of text. *chat*: the target gets only the opening of a user's turn, writes the question at temperature 1, and
-then the answer (Xu et al. 2024, "Magpie", arXiv 2406.08464). *task*: an instruction with a passage of a given text.
+Three kinds of text. *chat*: the target gets only the opening of a user's turn, writes the question at temperature 1,
+and then the answer (Xu et al. 2024, "Magpie", arXiv 2406.08464). *task*: an instruction with a passage of a given text.
 *text*: a continuation of such a passage. Half of the answers and continuations are greedy, the others are drawn at
-temperatures of 0.5 and 1, for all are asked for later (Zhou et al. 2024, "DistillSpec", section 4: on-policy data). What
-repeats itself ends with the third repetition: small models go on so for ever, and nothing is to be learned from it.
+temperatures of 0.5 and 1, for all are asked for later (Zhou et al. 2024, "DistillSpec", section 4: on-policy data).
+What repeats itself ends with the third repetition: small models go on so for ever, and there is nothing to learn.
 
 All of them run in one continuous batch. What number i becomes is a function of the options alone: its seed draws kind,
 passage and temperature, and the engine's draws depend on no neighbour where its operators are row-invariant.
@@ -225,7 +225,7 @@ class Writer:
 
 
 def looped(ids: Seq[int], start: int) -> int | None:
-    """Return where the ids from `start` on have said the same REPEATED times, as an end index; None where they never do."""
+    """Return the index at which the ids from `start` on have said the same REPEATED times; None where they do not."""
     own = np.asarray(ids[start:])
     ends = [end for period in PERIODS if (end := _repeats(own, period)) is not None]
     return start + min(ends) if ends else None

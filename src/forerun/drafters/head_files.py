@@ -1,0 +1,125 @@
+"""Folders of trained heads: config.json, and model.safetensors under the names that published heads use.
+
+`forerun train head` writes them. config.json has under "forerun" which method reads the folder and which tokenizer its
+ids are of; the tensor `target_probe` holds some embeddings of the target that it was trained on. A head of another
+target would draft what is rejected, so it is refused; one of the same target with weights of fewer bits is not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
+from forerun.models.runner import Model
+from forerun.text.files import unreadable
+from forerun.text.json_files import read_json
+
+CONFIG, WEIGHTS, PROBE = "config.json", "model.safetensors", "target_probe"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+NUM_PROBES = 8  # embeddings of the target, spread over its ids
+MOST_UNLIKE = 0.25  # of the probe's norm; rounding to 4 bits changes about 0.1
+LARGEST = 6e4  # of what a head reads of hidden states: an infinite number would make all that follow no numbers
+
+
+def probe(embed: Callable[[Seq[int]], Tensor], num_ids: int) -> Tensor:
+    """Some embeddings of a target, bfloat16 [n, H]."""
+    step = max(1, num_ids // NUM_PROBES)
+    return embed(list(range(0, num_ids, step))[:NUM_PROBES]).bfloat16().cpu()
+
+
+def save(folder: Path, method: str, weights: Mapping[str, Tensor], config: Mapping[str, Any], tokenizer: str) -> None:
+    """Write a head; the old files stay until the new ones are whole. tokenizer: a fingerprint of `artifacts`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**config, "forerun": {"method": method, "tokenizer": tokenizer}}, indent=2) + "\n"
+    partial = folder / f"{WEIGHTS}.partial"
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, partial, metadata={"format": "pt"})
+    partial.replace(folder / WEIGHTS)
+    (folder / f"{CONFIG}.partial").write_text(text, encoding="utf-8")
+    (folder / f"{CONFIG}.partial").replace(folder / CONFIG)
+
+
+def read_config(path: str, method: str, tokenizer: str | None = None) -> dict[str, Any]:
+    """The config.json of a head, less what is forerun's own. tokenizer: the fingerprint that it must have.
+
+    Raises NotFound where there is none, BadOption for a head of another method or tokenizer, UnsupportedModel for a
+    file that cannot be read or a pickle.
+    """
+    folder = Path(path)
+    if folder.suffix in PICKLES or (not (folder / WEIGHTS).is_file() and any(_pickles(folder))):
+        raise UnsupportedModel(
+            f"{shown(path)} is a pickle, which runs code when it is loaded: convert it to {WEIGHTS} where it was "
+            "made (safetensors.torch.save_file), and name that folder"
+        )
+    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+        raise NotFound(
+            f"{shown(path)} is no folder with {CONFIG} and {WEIGHTS}: make one with `forerun train head --method "
+            f"{method} --out FOLDER`, which writes FOLDER/head"
+        )
+    config = dict(read_json(folder / CONFIG))
+    own = config.pop("forerun", None)
+    if not isinstance(own, dict) or own.get("method") != method:
+        what = own.get("method") if isinstance(own, dict) else None
+        raise BadOption(
+            f"{shown(path)} is a head of {shown(str(what))} and not of {method}: name it as the drafter that it is for"
+        )
+    if tokenizer is not None and own.get("tokenizer") != tokenizer:
+        raise BadOption(f"{shown(path)} holds ids of another tokenizer than the target's: train a head for this target")
+    return config
+
+
+def read_weights(path: str, shapes: Mapping[str, tuple[int, ...]], target: Model, num_ids: int) -> dict[str, Tensor]:
+    """The weights of a head as they are stored, by name.
+
+    shapes: those that it must have. Raises UnsupportedModel for a file that is cut short, lacks a tensor, or has one of
+    another shape or one that is not known; BadOption for a head of another target.
+    """
+    file = Path(path) / WEIGHTS
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+    except (SafetensorError, OSError) as error:
+        raise unreadable(file, error, "a safetensors file") from None
+    had = found.pop(PROBE, None)
+    if had is not None:
+        _check_probe(path, had.float(), probe(target.embed, num_ids).float())
+    for name, shape in shapes.items():
+        if name not in found:
+            raise UnsupportedModel(f"{shown(str(file))} has no tensor {name}: train the head again")
+        if tuple(found[name].shape) != shape:
+            raise UnsupportedModel(
+                f"{shown(str(file))} has {name} of shape {list(found[name].shape)}, and its config.json and the target "
+                f"ask for {list(shape)}: name a head of this target"
+            )
+    if more := sorted(found.keys() - shapes.keys()):
+        raise UnsupportedModel(f"{shown(str(file))} holds the tensor {shown(more[0])}, which no such head has")
+    return found
+
+
+def draft_ids(path: str, d2t: Tensor, num_ids: int) -> Tensor:
+    """The ids that a head drafts, ascending, int64 [n]. d2t: what is to be added to its own ids [n].
+
+    Raises UnsupportedModel where they are no different ids of the target.
+    """
+    ids = torch.arange(len(d2t)) + d2t.long()
+    if len(ids) == 0 or int(ids[0]) < 0 or int(ids[-1]) >= num_ids or not bool((ids[1:] > ids[:-1]).all()):
+        raise UnsupportedModel(f"{shown(path)}: d2t must lead to ascending ids below {num_ids}: train the head again")
+    return ids
+
+
+def _check_probe(path: str, had: Tensor, own: Tensor) -> None:
+    if had.shape != own.shape or float((had - own).norm()) > MOST_UNLIKE * float(had.norm()):
+        raise BadOption(
+            f"{shown(path)} was trained for a target with other weights than this one: train a head for this target"
+        )
+
+
+def _pickles(folder: Path) -> list[Path]:
+    return [file for file in folder.glob("*") if file.suffix in PICKLES] if folder.is_dir() else []

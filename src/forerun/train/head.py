@@ -1,0 +1,153 @@
+"""`forerun train head` trains a drafter that reads its target's hidden states, on what the target wrote itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.drafters import artifacts
+from forerun.errors import BadOption, shown
+from forerun.models.layers import Decoder
+from forerun.models.loading import Checkpoint
+from forerun.train import heads, loop
+from forerun.train.features import FeatureSource, Recomputed, Stored
+from forerun.train.heads import Packing, Teacher
+from forerun.train.loop import LoopConfig, autocast
+from forerun.train.samples import Sample, read_samples
+from forerun.train.writing import fingerprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(LoopConfig):
+    """One run of `forerun train head`. method: name[:option=value,...], of a file in heads/."""
+
+    method: str
+    samples: Path
+    num_tokens: int | None = None  # of the samples, the first ones; None = all
+    features: Path | None = None  # folder to store the target's hidden states in; None = recompute them
+    validation_rows: int = 8
+
+
+@dataclass
+class HeadTask:
+    """A head that is trained, as the loop wants it."""
+
+    config: HeadConfig
+    head: heads.Head
+    data: Packing
+    held_out: Packing
+    tokenizer: str
+    facts: Mapping[str, Any]
+    weights: Mapping[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.weights = self.head.weights
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """See `Task`: the method, and the texts."""
+        return (self.config.method, self.facts["samples"], self.facts["num_samples"], self.config.seed)
+
+    def loss(self, step: int) -> Tensor:
+        """See `Task`."""
+        with autocast(self.config):
+            return self.head.loss(self.data.batch(step))
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Measure on held-out texts, by position."""
+        sums: dict[str, tuple[float, float]] = {}
+        rows = self.held_out.epoch()[: self.config.validation_rows]
+        for start in range(0, len(rows), self.config.rows_per_step):
+            with autocast(self.config):
+                numbers = self.head.measure(self.held_out.joined(rows[start : start + self.config.rows_per_step]))
+            for name, (total, count) in numbers.items():
+                had = sums.get(name, (0.0, 0.0))
+                sums[name] = had[0] + total, had[1] + count
+        return {name: total / max(count, 1) for name, (total, count) in sums.items()}
+
+    def export(self, log: Iterable[Mapping[str, Any]]) -> None:
+        """Write the folder out/head."""
+        self.head.save(self.config.out / "head", self.tokenizer)
+
+
+def train(
+    config: HeadConfig,
+    checkpoint: Checkpoint,
+    *,
+    resume: bool = False,
+    quiet: bool = False,
+    say: Callable[[int], None] = lambda num: None,
+) -> dict[str, Any]:
+    """Train a head for a target. Returns the last validation's numbers.
+
+    say: is told how many texts' features were stored. Raises BadOption for samples of another target, or too few.
+    """
+    return loop.train(config, prepare(config, checkpoint, say), resume=resume, quiet=quiet)
+
+
+def prepare(config: HeadConfig, checkpoint: Checkpoint, say: Callable[[int], None] = lambda num: None) -> HeadTask:
+    """Read the samples, compute what is to be stored, and make the head."""
+    model, tokenizer = checkpoint.model, checkpoint.tokenizer
+    if tokenizer is None:
+        raise BadOption("a head needs its target's tokenizer: load the checkpoint with it")
+    samples, options = _samples(config, tokenizer.fingerprint)
+    _, module, made = heads.load(config.method, model.config)
+    source = _source(config, model, module.layers(made, model.config), samples, options, say)
+    parts = [[s for s in samples if s.is_held_out == is_held_out] for is_held_out in (False, True)]
+    data, held_out = (Packing(part, source, config.seq_len_tokens, config.rows_per_step, config.seed) for part in parts)
+    counts = torch.zeros(model.config.vocab_size)
+    for sample in parts[0]:
+        written = torch.from_numpy(sample.ids[sample.num_given :].astype("int64"))
+        counts += torch.bincount(written, minlength=len(counts))
+    head = module.Head(made, Teacher.of(model, counts, tokenizer.num_ids), config.seed)
+    facts = {
+        "num_parameters": sum(weight.numel() for weight in head.weights.values()),
+        "samples": {key: options[key] for key in ("seed", "weights", "precision", "texts")},
+        "num_samples": len(samples),
+        "num_tokens": sum(len(sample.ids) for sample in samples),
+        "target": checkpoint.name,
+        "share_drafted": float(counts[head.ids].sum() / counts.sum()) if hasattr(head, "ids") else 1.0,
+    }
+    return HeadTask(config, head, data, held_out, artifacts.fingerprint(tokenizer, tokenizer.num_ids), facts)
+
+
+def _samples(config: HeadConfig, tokenizer: str) -> tuple[list[Sample], Mapping[str, Any]]:
+    """The samples that the run sees. Raises BadOption for those of another target."""
+    found = read_samples(config.samples)
+    if found.options["tokenizer"] != tokenizer:
+        raise BadOption(
+            f"{shown(str(config.samples))} holds ids of another tokenizer than the target's: let this target write "
+            "its own with `forerun train sample`"
+        )
+    chosen, num_tokens = list[Sample](), 0
+    for sample in found.samples:
+        if config.num_tokens is not None and num_tokens >= config.num_tokens:
+            break
+        num_tokens += len(sample.ids)
+        chosen.append(sample)
+    return chosen, found.options
+
+
+def _source(
+    config: HeadConfig,
+    model: Decoder,
+    layers: tuple[int, ...],
+    samples: list[Sample],
+    options: Mapping[str, Any],
+    say: Callable[[int], None],
+) -> FeatureSource:
+    source = Recomputed(model, layers, max((len(sample.ids) for sample in samples), default=1))
+    if config.features is None:
+        return source
+    facts = {
+        "weights": fingerprint(model),
+        "precision": model.precision,
+        "samples": [options["weights"], options["seed"], options["texts"]],
+    }
+    return Stored(config.features, samples, source, facts, say)

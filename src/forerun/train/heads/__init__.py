@@ -1,0 +1,249 @@
+"""Heads that can be trained: each is one file, named as the drafter that reads what it writes, found by scanning.
+
+A file has `Options` (a frozen dataclass; fields with help and range in `metadata`) and `Head(options, teacher, seed)`
+with what the protocol below says. loop.py trains it, batches come from here, and `forerun train head` finds it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun import registry
+from forerun.drafters import head_files
+from forerun.errors import BadOption
+from forerun.models.layers import Decoder, DecoderConfig
+from forerun.train.features import FeatureSource
+from forerun.train.samples import Sample
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What a head may know of its target. embeddings, head: float32 [V, H], frozen; norm [H].
+
+    counts [V]: how often each id was written in the texts that training sees. probe: see head_files.py.
+    """
+
+    config: DecoderConfig
+    embeddings: Tensor
+    head: Tensor
+    norm: Tensor
+    counts: Tensor
+    probe: Tensor
+
+    @classmethod
+    def of(cls, model: Decoder, counts: Tensor, num_ids: int) -> Teacher:
+        """Read them from a model in memory. num_ids: ids that have a token."""
+        ids = range(model.config.vocab_size)
+        embeddings, head = model.embed(ids).float(), model.head(ids).float()
+        ones = torch.ones(1, model.config.hidden_size, dtype=embeddings.dtype)
+        norm = model.norm(ones).float()[0] * (1 + model.config.norm_eps) ** 0.5
+        return cls(model.config, embeddings, head, norm, counts, head_files.probe(model.embed, num_ids))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts, packed into S rows of L tokens.
+
+    ids [S, L] int64; text [S, L] int64: which text of its row a token is of, -1 = none; at [S, L]: the index in its
+    text; is_written [S, L] bool: whether the target wrote it. layers [S, L, k, H] and hidden [S, L, H] bfloat16, best
+    [S, L] int64, mass [S, L] float32: the target's features of each token.
+    """
+
+    ids: Tensor
+    text: Tensor
+    at: Tensor
+    is_written: Tensor
+    layers: Tensor
+    hidden: Tensor
+    best: Tensor
+    mass: Tensor
+
+    def ahead(self, num: int) -> Tensor:
+        """[S, L] bool: whether the token `num` places on is of the same text, and was written by the target."""
+        same = torch.zeros_like(self.is_written)
+        if num < same.shape[1]:
+            end = same.shape[1] - num
+            same[:, :end] = (self.text[:, :end] == self.text[:, num:]) & (self.text[:, :end] >= 0)
+            same[:, :end] &= self.is_written[:, num:]
+        return same
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a head guesses at one position, over all rows [S, L].
+
+    wanted: rows that have such a token. learned: those of which there are logits. ids [n]: what is drafted. best: the
+    target's likeliest id there; mass: see Features.
+    """
+
+    wanted: Tensor
+    learned: Tensor
+    ids: Tensor
+    best: Tensor
+    mass: Tensor
+
+    def found(self, own: Tensor) -> Tensor:
+        """[S, L] bool: where the likeliest id is the target's. own [R, n]: logits of the learned rows."""
+        found = torch.zeros_like(self.wanted)
+        found[self.learned] = self.ids[own.argmax(-1)] == self.best[self.learned]
+        return found
+
+    def numbers(self, at: str, own: Tensor, target: Tensor, reached: Tensor) -> dict[str, tuple[float, float]]:
+        """Return agreement, overlap and loss, with `at` behind their names.
+
+        agreement: the share of rows whose likeliest id is the target's, of those in which all earlier positions agreed
+        (reached): alpha at temperature 0. overlap: the mean of sum min(p, q), alpha at temperature 1, of all rows.
+        target [R, n]: the target's logits.
+        """
+        probs = (target - self.mass[self.learned].unsqueeze(-1)).exp()
+        overlap = torch.minimum(probs, own.softmax(-1)).sum()
+        here, ce = self.wanted & reached, cross_entropy(own, target)
+        return {
+            f"agreement{at}": (float((self.found(own) & here).sum()), float(here.sum())),
+            f"overlap{at}": (float(overlap), float(self.wanted.sum())),
+            f"loss{at}": (float(ce.sum()), float(len(ce))),
+        }
+
+
+def cross_entropy(own: Tensor, target: Tensor) -> Tensor:
+    """Nats of each row [R]: between the target's distribution over these ids and the head's, logits [R, n]."""
+    return F.cross_entropy(own, target.softmax(-1), reduction="none")
+
+
+def shifted(rows: Tensor, num: int) -> Tensor:
+    """rows [S, L, ...] moved `num` places to the front; the last ones are repeated, and mean nothing."""
+    return torch.cat((rows[:, num:], rows[:, -1:].expand(-1, num, *rows.shape[2:])), 1) if num else rows
+
+
+class Head(Protocol):
+    """A head that is trained. weights: by the names of its file."""
+
+    weights: dict[str, Tensor]
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The loss of a batch, with its gradient."""
+
+    def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
+        """Numbers for the log, each as a sum and what to divide it by: those of `Rows` by position."""
+
+    def save(self, folder: Path, tokenizer: str) -> None:
+        """Write the files that the drafter of this name reads. tokenizer: a fingerprint of drafters/artifacts.py."""
+
+
+def load(spec: str, config: DecoderConfig) -> tuple[str, Any, Any]:
+    """Name, module and options of `method[:option=value,...]`. Raises BadOption."""
+    name, options = registry.parse_spec(spec)
+    module = registry.load(__name__, name, "method that can be trained")
+    made = registry.make_options(module.Options, options, name)
+    if wrong := [k for k in module.layers(made, config) if not 0 <= k <= config.num_layers]:
+        raise BadOption(f"{name}: the target has {config.num_layers} layers, so none has {wrong[0]} before it")
+    return name, module, made
+
+
+class Packing:
+    """Batches of whole texts, packed into rows. A batch depends on (seed, step) alone.
+
+    Texts are shuffled anew in every epoch and put, in that order, into the first open row with room for them; longer
+    ones are cut. Raises BadOption where there is nothing to pack.
+    """
+
+    def __init__(self, samples: Seq[Sample], source: FeatureSource, length: int, rows: int, seed: int) -> None:
+        if not samples:
+            raise BadOption("there are too few samples to learn from: let `forerun train sample` go on")
+        self.samples, self._source, self._length, self._rows, self._seed = samples, source, length, rows, seed
+        self._packed = cache(self._pack)
+        self._firsts = [0]
+
+    def batch(self, step: int) -> Batch:
+        """The batch of one step."""
+        wanted = range(step * self._rows, (step + 1) * self._rows)
+        return self.joined([self._row(i) for i in wanted])
+
+    def epoch(self) -> list[list[int]]:
+        """All rows once, in the first epoch's order, as indices of samples."""
+        return self._packed(0)
+
+    def joined(self, rows: Seq[Seq[int]]) -> Batch:
+        """A batch of these rows."""
+        return _joined([self._filled(row) for row in rows])
+
+    def _row(self, number: int) -> list[int]:
+        epoch = 0
+        while True:
+            rows = self._packed(epoch)
+            if number < len(rows):
+                return rows[number]
+            number, epoch = number - len(rows), epoch + 1
+
+    def _pack(self, epoch: int) -> list[list[int]]:
+        order = list(range(len(self.samples)))
+        random.Random(f"{self._seed} {epoch}").shuffle(order)
+        rows: list[list[int]] = []
+        waiting: list[tuple[int, list[int]]] = []  # room that is left, and the row
+        for i in order:
+            size = min(len(self.samples[i].ids), self._length)
+            place = next((n for n, (room, _) in enumerate(waiting) if room >= size), None)
+            if place is None:
+                rows.append([])
+                waiting.append((self._length, rows[-1]))
+                place = len(waiting) - 1
+                if len(waiting) > 8:
+                    waiting.pop(0)
+                    place -= 1
+            room, row = waiting[place]
+            row.append(i)
+            waiting[place] = (room - size, row)
+        return rows
+
+    def _filled(self, row: Seq[int]) -> Batch:
+        parts: list[Batch] = []
+        left = self._length
+        for number, i in enumerate(row):
+            sample = self.samples[i]
+            n = min(left, len(sample.ids))
+            found = self._source.of(sample)
+            index = torch.arange(n)
+            parts.append(
+                Batch(
+                    torch.from_numpy(sample.ids[:n].astype("int64")),
+                    torch.full((n,), number),
+                    index,
+                    index >= sample.num_given,
+                    found.layers[:n],
+                    found.hidden[:n],
+                    found.best[:n],
+                    found.mass[:n],
+                )
+            )
+            left -= n
+        first = parts[0]
+        if left:
+            parts.append(
+                Batch(
+                    torch.zeros(left, dtype=torch.int64),
+                    torch.full((left,), -1),
+                    torch.zeros(left, dtype=torch.int64),
+                    torch.zeros(left, dtype=torch.bool),
+                    torch.zeros(left, *first.layers.shape[1:], dtype=torch.bfloat16),
+                    torch.zeros(left, *first.hidden.shape[1:], dtype=torch.bfloat16),
+                    torch.zeros(left, dtype=torch.int64),
+                    torch.zeros(left),
+                )
+            )
+        return Batch(*(torch.cat([getattr(part, name) for part in parts]) for name in _FIELDS))
+
+
+_FIELDS = tuple(Batch.__dataclass_fields__)
+
+
+def _joined(rows: Seq[Batch]) -> Batch:
+    return Batch(*(torch.stack([getattr(row, name) for row in rows]) for name in _FIELDS))

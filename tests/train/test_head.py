@@ -1,0 +1,268 @@
+"""`forerun train head`: features, resuming, what the drafters make of the files, and files that are refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forerun import LLM, SamplingParams
+from forerun.config import EngineConfig
+from forerun.drafters import eagle
+from forerun.engine.factory import load_target
+from forerun.errors import BadOption, NotFound, UnsupportedModel
+from forerun.models.loading import Checkpoint
+from forerun.train import head as training, heads, loop
+from forerun.train.head import HeadConfig
+from forerun.train.samples import read_samples
+from tiny import write_tiny
+from train.written import write, writer_of
+
+METHODS = ["eagle:draft_vocab=200,steps=3", "medusa:draft_vocab=200,heads=2"]
+Make = Callable[..., HeadConfig]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("target") / "model")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder: Path) -> Checkpoint:
+    return load_target(EngineConfig(target=str(folder), ops="reference"))
+
+
+@pytest.fixture(scope="module")
+def samples(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("samples") / "samples"
+    write(writer_of(folder, ops="reference"), path, 2500)
+    return path
+
+
+@pytest.fixture
+def tiny(samples: Path, tmp_path: Path) -> Make:
+    """Makes the configuration of a tiny run; keyword arguments override its fields."""
+
+    def make(out: str = "run", **overrides: Any) -> HeadConfig:
+        options: dict[str, Any] = {
+            "out": tmp_path / out,
+            "steps": 8,
+            "tokens_per_step": 128,
+            "seq_len_tokens": 64,
+            "lr": 5e-3,
+            "warmup_steps": 2,
+            "validate_every_steps": 4,
+            "autocast": "off",
+            "method": METHODS[0],
+            "samples": samples,
+        }
+        return HeadConfig(**{**options, **overrides})
+
+    return make
+
+
+def log_of(config: HeadConfig) -> list[dict[str, Any]]:
+    return [
+        {k: v for k, v in line.items() if k not in ("elapsed_s", "tokens_per_s")} for line in loop.read_log(config.out)
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_learns_and_drafts_what_the_target_says(
+    tiny: Make, checkpoint: Checkpoint, folder: Path, method: str
+) -> None:
+    config = tiny(method=method, steps=80)
+    numbers = training.train(config, checkpoint, quiet=True)
+    losses = [line["train_loss"] for line in log_of(config) if "train_loss" in line]
+    assert losses[-1] < losses[0] - 0.2
+    assert 0 <= numbers["agreement_1"] <= 1
+    assert (config.out / "curves.png").stat().st_size > 5000
+    name = method.partition(":")[0]
+    llm = LLM(str(folder), draft=f"{name}:path={config.out / 'head'}", spec_length=3, ops="reference", max_seq_len=128)
+    prompts = [[5, 9, 40, 8], [70, 71, 72]]
+    for params in (SamplingParams(max_tokens=20, temperature=0), SamplingParams(max_tokens=20, seed=4)):
+        plain = llm.generate(prompts, replace(params, draft="none"))
+        drafted = llm.generate(prompts, params)
+        assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
+        assert sum(out.report.num_drafted for out in drafted) > 10
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    tiny: Make, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    whole, parts = tiny("whole", method=method), tiny("parts", method=method)
+    training.train(whole, checkpoint, quiet=True)
+    real_step = loop.train_step
+
+    def stop_at_5(run: loop.Run) -> tuple[float, float]:
+        if run.step == 5:
+            loop.save_state(run)
+            raise KeyboardInterrupt
+        return real_step(run)
+
+    monkeypatch.setattr(loop, "train_step", stop_at_5)
+    with pytest.raises(KeyboardInterrupt):
+        training.train(parts, checkpoint, quiet=True)
+    monkeypatch.setattr(loop, "train_step", real_step)
+    training.train(parts, checkpoint, resume=True, quiet=True)
+    assert log_of(parts) == log_of(whole)
+    files = [config.out / "head" / "model.safetensors" for config in (parts, whole)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    with pytest.raises(BadOption, match="holds a run of"):
+        training.train(tiny("parts", method=method, seed=1), checkpoint, resume=True, quiet=True)
+
+
+def test_stored_features_are_the_recomputed_ones(tiny: Make, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    stored = tiny(features=tmp_path / "features")
+    tasks = [training.prepare(config, checkpoint) for config in (tiny(), stored)]
+    batches = [task.data.batch(3) for task in tasks]
+    for name in heads.Batch.__dataclass_fields__:
+        assert torch.equal(getattr(batches[0], name), getattr(batches[1], name)), name
+    rows = tmp_path / "features" / "features.bin"
+    data = rows.read_bytes()
+    rows.write_bytes(data[: len(data) // 3 - 7])  # as a kill leaves it
+    training.prepare(stored, checkpoint)
+    assert rows.read_bytes() == data
+    with pytest.raises(BadOption, match="are of layers="):
+        training.prepare(tiny(features=tmp_path / "features", method="eagle:layers=0+1"), checkpoint)
+
+
+def test_features_are_those_of_the_target(tiny: Make, checkpoint: Checkpoint) -> None:
+    """Row i is of token i: the rows behind the final norm give the token that the target says next."""
+    task = training.prepare(tiny(), checkpoint)
+    batch = task.data.batch(0)
+    logits = checkpoint.model.logits(batch.hidden[0].float())
+    near = logits.topk(2).values.diff().abs()[:, 0] > 0.1  # bfloat16 may turn nearly tied ones around
+    inside = (batch.text[0] >= 0) & near
+    assert torch.equal(logits.argmax(-1)[inside], batch.best[0][inside])
+    greedy = next(s for s in read_samples(task.config.samples).samples if s.temperature == 0 and len(s.ids) > 20)
+    found = task.data._source.of(greedy)
+    written = np.arange(greedy.num_given, len(greedy.ids))
+    assert (found.best.numpy()[written - 1] == greedy.ids[written]).mean() > 0.95
+
+
+def test_the_drafter_computes_what_was_trained(tiny: Make, checkpoint: Checkpoint, folder: Path) -> None:
+    """A draft is the chain of the training's own steps: row, position and token are paired in the same way in both."""
+    config = tiny(steps=40)
+    training.train(config, checkpoint, quiet=True)
+    task = training.prepare(config, checkpoint)
+    loop.load_state(loop.Run(config, task, loop.make_optimizer(config, task.weights)))
+    llm = LLM(str(folder), draft=f"eagle:path={config.out / 'head'}", spec_length=3, ops="reference", max_seq_len=128)
+    rounds = list[Any]()
+    llm.listen(lambda report: rounds.extend(report.rounds), detail=True)
+    out = llm.generate([[5, 9, 40, 8, 100, 3]], SamplingParams(max_tokens=12, temperature=0))[0]
+    tokens = [5, 9, 40, 8, 100, 3, *out.token_ids]
+    num = num_equal = 0
+    for one in rounds:
+        ids = [*tokens[: one.position], *one.tokens]
+        with torch.no_grad():
+            trained = chain_of(task, ids, len(one.tokens))
+        num, num_equal = num + len(trained), num_equal + sum(a == b for a, b in zip(one.tokens, trained, strict=True))
+    assert num > 10
+    assert num_equal >= 0.9 * num  # the file's bfloat16 weights turn nearly tied ids around
+
+
+def chain_of(task: training.HeadTask, ids: list[int], num: int) -> list[int]:
+    """The training's guesses for the last `num` of these ids, each step given the ids before it."""
+    sample = replace(read_samples(task.config.samples).samples[0], ids=np.array(ids, dtype=np.uint32), num_given=0)
+    batch = heads.Packing([sample], task.data._source, 64, 1, 0).joined([[0]])
+    batch = replace(batch, best=torch.full_like(batch.best, int(task.head.ids[0])))  # so that every row is learned
+    guesses, anchor = [], len(ids) - num - 2
+    for _, (learned, own, _) in zip(range(num), task.head._steps(batch), strict=False):
+        guesses.append(int(task.head.ids[own[int(learned[0, :anchor].sum())].argmax()]))
+    return guesses
+
+
+@pytest.fixture(scope="module")
+def trained(samples: Path, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained")
+    sizes: dict[str, Any] = {"steps": 1, "tokens_per_step": 64, "seq_len_tokens": 64, "autocast": "off"}
+    training.train(HeadConfig(out=out, method=METHODS[0], samples=samples, **sizes), checkpoint, quiet=True)
+    return out / "head"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "said"),
+    [
+        ("truncated", UnsupportedModel, "not a safetensors file"),
+        ("pickle", UnsupportedModel, "is a pickle"),
+        ("missing", NotFound, "no folder with config.json"),
+        ("method", BadOption, "is a head of 'medusa'"),
+        ("tokenizer", BadOption, "another tokenizer"),
+        ("target", BadOption, "other weights"),
+        ("sizes", UnsupportedModel, "of shape"),
+        ("layers", BadOption, "hidden states behind 9 layers"),
+        ("ids", UnsupportedModel, "d2t"),
+    ],
+)
+def test_wrong_files_are_refused(
+    trained: Path, folder: Path, tmp_path: Path, spoil: str, error: type, said: str
+) -> None:
+    path, target = tmp_path / "head", folder
+    shutil.copytree(trained, path)
+    weights, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
+    if spoil == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif spoil == "pickle":
+        weights.unlink()
+        (path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    elif spoil == "missing":
+        shutil.rmtree(path)
+    elif spoil == "method":
+        config["forerun"]["method"] = "medusa"
+    elif spoil == "tokenizer":
+        config["forerun"]["tokenizer"] = "0" * 64
+    elif spoil == "target":
+        target = write_tiny(tmp_path / "other", seed=1)
+    elif spoil == "sizes":
+        config["intermediate_size"] += 1
+    elif spoil == "layers":
+        config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 9]
+    elif spoil == "ids":
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(weights)
+        tensors["d2t"] = tensors["d2t"] + 1000
+        save_file(tensors, weights)
+    if path.exists():
+        (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=said):
+        LLM(str(target), draft=f"eagle:path={path}", ops="reference")
+
+
+def test_samples_of_another_target_are_refused(tiny: Make, tmp_path: Path) -> None:
+    other = load_target(EngineConfig(target=str(write_tiny(tmp_path / "other", end_token="<|stop|>")), ops="reference"))
+    with pytest.raises(BadOption, match="another tokenizer"):
+        training.prepare(tiny(), other)
+
+
+def test_layers_of_eagle_3() -> None:
+    config = replace(eagle_target(), num_layers=30)
+    module = heads.load("eagle", config)[1]
+    assert module.layers(module.Options(), config) == (2, 15, 27)
+    with pytest.raises(BadOption, match="the target has 30 layers"):
+        heads.load("eagle:layers=2+31", config)
+    with pytest.raises(BadOption, match="method that can be trained"):
+        heads.load("egale", config)
+
+
+def eagle_target() -> Any:
+    from tiny import tiny_config
+
+    return tiny_config("llama")
+
+
+def test_a_head_without_a_file_says_how_to_make_one(folder: Path) -> None:
+    for name in ("eagle", "medusa"):
+        with pytest.raises(BadOption, match=f"train head --method {name}"):
+            LLM(str(folder), draft=name)
+    assert eagle.hidden_layers(eagle.Options()) == ()

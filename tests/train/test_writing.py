@@ -1,0 +1,113 @@
+"""`forerun train sample`: what the target writes, and the file that it is written to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.errors import BadOption, NotFound, UnsupportedModel
+from forerun.train.samples import SampleWriter, read_samples, stream
+from forerun.train.writing import TEMPERATURES, Shares, Writer, looped
+from train.written import chatting, write, writer_of
+
+NUM_TOKENS = 900
+ALL_KINDS = Shares(0.5, 0.25, 0.25)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chatting(tmp_path_factory.mktemp("target") / "model")
+
+
+@pytest.fixture(scope="module")
+def writer(folder: Path) -> Writer:
+    """On operators whose rows do not depend on the batch."""
+    return writer_of(folder, shares=ALL_KINDS, ops="reference_row_by_row")
+
+
+@pytest.fixture(scope="module")
+def whole(writer: Writer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("samples") / "whole"
+    write(writer, path, NUM_TOKENS)
+    return path
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.97])
+def test_a_killed_run_goes_on_to_the_same_bytes(writer: Writer, whole: Path, tmp_path: Path, share: float) -> None:
+    """A kill leaves any number of the bytes behind the header, the last record cut short; the batch may be another."""
+    data, path = whole.read_bytes(), tmp_path / "cut"
+    header = data.index(b"}\n") + 2
+    path.write_bytes(data[: header + int(share * (len(data) - header))])
+    assert write(writer, path, NUM_TOKENS, batch_size=3) == data
+
+
+def test_every_kind_is_what_the_target_says(writer: Writer, whole: Path, folder: Path) -> None:
+    found = read_samples(whole)
+    assert {sample.kind for sample in found.samples} == {"chat", "task", "text"}
+    assert {sample.temperature for sample in found.samples} == set(TEMPERATURES)
+    assert [s.number for s in found.samples] == sorted(s.number for s in found.samples)
+    llm = LLM(str(folder), draft="none", max_seq_len=256, calibrate=False, ops="reference_row_by_row")
+    greedy = [s for s in found.samples if s.temperature == 0 and 0 < s.answer_at < len(s.ids)]
+    assert {sample.kind for sample in greedy} >= {"chat", "text"}
+    for sample in greedy[:6]:
+        ids, params = sample.ids.tolist(), SamplingParams(max_tokens=24, temperature=0)
+        out = llm.generate([ids[: sample.answer_at]], params)[0].token_ids
+        assert out[: len(ids) - sample.answer_at] == ids[sample.answer_at :]
+    chat = next(s for s in greedy if s.kind == "chat")
+    text = llm.tokenizer.decode(chat.ids.tolist())
+    assert text.startswith("<user>")
+    assert text[: len(llm.tokenizer.decode(chat.ids[: chat.answer_at].tolist()))].endswith("<|end|><A>")
+
+
+def test_held_out_samples_are_apart_and_beginnings_differ(whole: Path) -> None:
+    found = read_samples(whole)
+    held_out, seen = found.split(True), found.split(False)
+    assert len(held_out) + len(seen) == len(found.samples)
+    assert {s.number % 16 for s in held_out} == {0}
+    keys = [s.key for s in found.samples]
+    assert len(set(keys)) == len(keys)
+    tokens = stream(seen, end=0)
+    assert tokens[-1] == 0
+    assert sum(len(s.ids) for s in seen) < len(tokens) <= sum(len(s.ids) + 1 for s in seen)
+
+
+def test_a_beginning_that_was_there_is_left_out(writer: Writer, whole: Path, tmp_path: Path) -> None:
+    first, second = read_samples(whole).samples[:2]
+    file = SampleWriter(tmp_path / "twice", writer.options())
+    assert [file.append(s) for s in (first, first, second)] == [True, False, True]
+    file.close()
+    assert len(read_samples(tmp_path / "twice").samples) == 2
+
+
+def test_other_options_and_broken_files_are_refused(writer: Writer, whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="was begun with seed='0'"):
+        SampleWriter(whole, {**writer.options(), "seed": 1})
+    with pytest.raises(BadOption, match="weights"):
+        SampleWriter(whole, {**writer.options(), "weights": "another target's"})
+    with pytest.raises(NotFound, match="train sample"):
+        read_samples(tmp_path / "none")
+    path, data = tmp_path / "broken", whole.read_bytes()
+    for broken, said in ((b"PK\3\4" + data, "not a file of"), (data[:60], "not a file of")):
+        path.write_bytes(broken)
+        with pytest.raises(UnsupportedModel, match=said):
+            read_samples(path)
+    header = data.index(b"}\n") + 2
+    path.write_bytes(data[: header + 20] + bytes([data[header + 20] ^ 1]) + data[header + 21 :])
+    with pytest.raises(UnsupportedModel, match="is damaged behind"):
+        read_samples(path)
+
+
+def test_repetition_is_found_at_its_third_time() -> None:
+    assert looped(list(range(100)), 0) is None
+    assert looped([7, *[1, 2, 3] * 20], 0) == 1 + 32  # short ones: 32 tokens of them
+    assert looped([5] * 9 + list(range(40)), 9) is None
+    long = list(range(30))
+    assert looped([*range(100, 120), *long, *long, *long, 1], 0) == 20 + 3 * 30
+    assert looped([*long, *long, 99, *long], 0) is None
+
+
+def test_shares_must_be_shares() -> None:
+    with pytest.raises(BadOption, match="1 together"):
+        Shares(0.5, 0.5, 0.5)
