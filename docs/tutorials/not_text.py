@@ -5,7 +5,7 @@ line by line. Two llamas learn such rows, without a tokenizer: a target, and a d
 the target drew itself. Then the promise is checked on images: with the same seeds speculative decoding draws the very
 images of plain decoding, and under the rule `ratio` pixels have the target's distribution. not_text.md explains it.
 
-It needs scikit-learn, and matplotlib for the picture.
+It needs scikit-learn, and matplotlib for the picture, which is left out where that is not installed.
 """
 
 from __future__ import annotations
@@ -168,9 +168,12 @@ def check(out: Path, num_images: int, num_beginnings: int, spec_length: int) -> 
 
 def picture(out: Path, file: Path, spec_length: int, lines: int) -> None:
     """Draw images of plain decoding, of speculative decoding with its drafted pixels, and of the draft model alone."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"no {file}, which needs matplotlib: pip install matplotlib")
+        return
     num = lines * CLASSES
     plain = draw(opened(out, "none"), num)
     fast = draw(opened(out, "draft", spec_length=spec_length), num)

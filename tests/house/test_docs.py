@@ -26,8 +26,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "methods").glob("*.md")]
-DOCUMENTS = [ROOT / "README.md", *sorted(PAGES)]
+FOLDERS = ("docs", "docs/methods", "docs/tutorials")
+DOCUMENTS = [ROOT / "README.md", *sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))]
 HISTORY = sorted((ROOT / "docs" / "history").glob("*.md"))  # read, and not run: its commands are of their time
 FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[a-z]+)(?:: (?P<value>.+?))? -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S

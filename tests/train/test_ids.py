@@ -124,9 +124,8 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_the_tutorial_of_images_runs(tmp_path: Path) -> None:
-    """docs/tutorials/not_text.py at a hundredth of its size or less: its claims of exactness hold for models of any quality."""
-    for package in ("sklearn", "matplotlib"):
-        pytest.importorskip(package, reason="the tutorial needs: pip install scikit-learn matplotlib")
+    """docs/tutorials/not_text.py at a hundredth of its size: what it says of exactness holds for models of any quality."""
+    pytest.importorskip("sklearn", reason="the images come with scikit-learn: pip install scikit-learn")
     script = Path(__file__).parents[2] / "docs" / "tutorials" / "not_text.py"
     spec = importlib.util.spec_from_file_location("not_text", script)
     assert spec is not None
@@ -138,5 +137,6 @@ def test_the_tutorial_of_images_runs(tmp_path: Path) -> None:
     assert numbers["check"]["num_equal"] == numbers["check"]["num_images"] == 10
     assert numbers["check"]["p_value"] > 1e-4
     assert numbers["speculation"][3]["tokens_per_pass"] > 1
-    assert (tmp_path / "digits.png").stat().st_size > 5_000
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (tmp_path / "digits.png").stat().st_size > 5_000
     assert len((tmp_path / "prompts.jsonl").read_text().splitlines()) == 10
