@@ -35,9 +35,10 @@ def small_datastore(target: Target, folder: Path) -> Mapping[str, Any]:
 def random_eagle(target: Target, folder: Path) -> Mapping[str, Any]:
     """A head of random weights that reads all layers of a target and drafts all of its ids."""
     width, num_ids = target.model.config.hidden_size, target.num_ids
-    decoder = DecoderConfig("llama", num_ids, width, 1, 2, 1, 4, 8, 1e-5, target.model.config.max_positions)
-    config = eagle.EagleConfig(decoder, (0, _num_layers(target)), num_ids)
-    weights = _random(eagle.parameter_shapes(config), width)
+    positions = target.model.config.max_positions
+    decoder = DecoderConfig("llama", num_ids, width, 1, 2, 1, 4, 8, 1e-5, positions, tie_embeddings=True)
+    config = eagle.EagleConfig(decoder, (0, _num_layers(target)))
+    weights = _random({**eagle.input_shapes(config), **eagle.layer_shapes(config)}, width)
     return _saved(target, folder, "eagle", weights, config.to_json())
 
 

@@ -1,13 +1,15 @@
-"""EAGLE-3: one decoder layer that reads inner hidden states of the target and runs ahead of it (arXiv 2503.01840).
+"""EAGLE: one decoder layer that reads hidden states of the target and runs ahead of it (Li et al., arXiv 2503.01840).
 
 Row i pairs what the target has computed for token i, its residual stream behind a few layers joined by one product,
 with the embedding of token i+1, and guesses token i+2. Where the target has not been, the row's own output of the step
 before stands for the features. After a round these rows are dropped, and the accepted tokens are run with the target's
 features (`forerun train head --method eagle` makes a head).
 
-The layer reads the normed embedding and the normed features side by side, so its q, k and v have twice the width. Its
-LM head are rows of the target's: only the ids that the target writes most often are drafted. A prefix that the target
-finds in its cache is not run again; the head then begins behind it.
+As in EAGLE-3 the features come from several layers, and the head learns on its own outputs. Unlike there, one product
+makes the layer's input of embedding and features, as in EAGLE-1, so that the layer is one of any decoder: it can begin
+as the target's last one, and native operators run it in one call. Its LM head are rows of the target's: only the ids
+that the target writes most often are drafted. A prefix that the target finds in its cache is not run again; the head
+then begins behind it.
 """
 
 from __future__ import annotations
@@ -21,20 +23,20 @@ from torch import Tensor
 
 from forerun.config import Quantization
 from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_files
-from forerun.drafters.model import Chain, Space, cache_for
+from forerun.drafters.model import Chain, Row, Space, cache_for
 from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
-from forerun.kv.cache import BlockCache, CacheShape
-from forerun.models.configs import flag, size
-from forerun.models.layers import DecoderConfig, Rope
-from forerun.models.llama import read_config
-from forerun.models.runner import Model, Run, Runner
+from forerun.kv.cache import BlockCache
+from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
+from forerun.models.loading import read_config
+from forerun.models.runner import NO_NUMBERS, Model, Run, Runner, Scores
 from forerun.models.saving import config_to_dict
 from forerun.ops.quantised import QuantisedMatrix
 from forerun.ops.quantising import quantise, scheme_of
 from forerun.sampling import History, probs, takes_the_best
 from forerun.types import Budget, Coins, Draft, Probs, RaggedBatch, Sequence
 
-LAYER, ATTENTION = "midlayer.", "midlayer.self_attn."
+EMBEDDING = "model.embed_tokens.weight"  # of a decoder: here the LM head's rows, for nothing is looked up
+SIDES = ("embedding_norm", "hidden_norm")
 ROUND_ROWS = 32  # rows that a round may leave to run; more of them are catching up
 
 
@@ -55,106 +57,83 @@ class Options:
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """The sizes of a head. decoder: those of its layer. layers: behind which of the target's layers it reads.
+    """The sizes of a head. decoder: its layer, as a decoder over the ids that it drafts, tied to its LM head.
 
-    has_fc_norm: whether each of these rows is normed before they are joined (EAGLE 3.1). vocab_size and hidden_size: of
-    the head as a model, whose ids are those that it drafts.
+    layers: behind which of the target's layers it reads.
     """
 
     decoder: DecoderConfig
     layers: tuple[int, ...]
-    draft_vocab: int
-    has_fc_norm: bool = True
-
-    @property
-    def vocab_size(self) -> int:
-        return self.draft_vocab
-
-    @property
-    def hidden_size(self) -> int:
-        return self.decoder.hidden_size
-
-    @property
-    def max_positions(self) -> int:
-        return self.decoder.max_positions
-
-    @property
-    def cache_shape(self) -> CacheShape:
-        return self.decoder.cache_shape
 
     def to_json(self) -> dict[str, Any]:
-        """As published heads have it; a layer id is that of the layer whose input is read."""
-        own = {"draft_vocab_size": self.draft_vocab, "eagle_aux_hidden_state_layer_ids": list(self.layers)}
-        own["fc_norm"] = self.has_fc_norm
-        return {**config_to_dict(self.decoder), "architectures": ["LlamaForCausalLMEagle3"], **own}
+        """For config.json; a layer id is that of the layer whose input is read, as published EAGLE-3 heads count."""
+        own = {"architectures": ["ForerunEagle"], "eagle_aux_hidden_state_layer_ids": list(self.layers)}
+        return {**config_to_dict(self.decoder), **own}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> EagleConfig:
         """Read what `to_json` wrote. Raises UnsupportedModel for what would be computed wrongly."""
         rest = dict(raw)
-        layers, draft_vocab = rest.pop("eagle_aux_hidden_state_layer_ids", None), size(rest, "draft_vocab_size")
-        has_fc_norm = flag(rest, "fc_norm")
-        for key in ("draft_vocab_size", "fc_norm"):
-            rest.pop(key, None)
+        layers = rest.pop("eagle_aux_hidden_state_layer_ids", None)
         if not isinstance(layers, list) or not layers or not all(type(k) is int and k >= 0 for k in layers):
             raise UnsupportedModel(
                 f"config.json has eagle_aux_hidden_state_layer_ids={shown(str(layers))}: it must list layers"
             )
-        return cls(read_config(rest), tuple(layers), draft_vocab, has_fc_norm)
+        config = cls(read_config(rest), tuple(layers))
+        if config.decoder.num_layers != 1:
+            raise UnsupportedModel(f"config.json has num_hidden_layers={config.decoder.num_layers}: a head has 1")
+        return config
 
 
-def parameter_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every trained weight, under the names of published heads."""
-    c = config.decoder
-    h, q, kv = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (h, h * len(config.layers)), "norm.weight": (h,)}
-    shapes |= {f"fc_norm.{i}.weight": (h,) for i in range(len(config.layers) * config.has_fc_norm)}
-    shapes |= {f"{LAYER}{name}.weight": (h,) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
-    shapes |= {f"{ATTENTION}{name}_proj.weight": (rows, 2 * h) for name, rows in (("q", q), ("k", kv), ("v", kv))}
-    shapes |= {f"{ATTENTION}o_proj.weight": (h, q), f"{LAYER}mlp.down_proj.weight": (h, c.ffn_size)}
-    return shapes | {f"{LAYER}mlp.{name}_proj.weight": (c.ffn_size, h) for name in ("gate", "up")}
+def input_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the weights before the layer.
+
+    fc_norm: of each of the target's rows, before `fc` joins them. embedding_norm, hidden_norm: of what `input` joins.
+    """
+    h, num = config.decoder.hidden_size, len(config.layers)
+    norms = {f"{name}.weight": (h,) for name in (*(f"fc_norm.{i}" for i in range(num)), *SIDES)}
+    return {**norms, "fc.weight": (h, h * num), "input.weight": (h, 2 * h)}
+
+
+def layer_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the weights of the layer and of the norm behind it."""
+    return {name: shape for name, shape in parameter_shapes(config.decoder).items() if name != EMBEDDING}
 
 
 class EagleModel:
     """A head as a model that Runner runs: a token's row is its embedding beside the features given in its place.
 
-    `forward` returns the rows behind the final norm, and the residual stream as the tap behind its one layer: what the
-    next step takes for features. ids [n]: the target's ids of its own.
+    The batch's tokens are the target's ids. `forward` returns the rows behind the final norm, and the residual stream
+    as the tap behind its one layer: what the next step takes for features. ids [n]: the target's ids of its own.
     """
 
     def __init__(
         self, config: EagleConfig, weights: Mapping[str, Tensor], ids: Tensor, target: Model, quantization: str
     ) -> None:
-        self.config, self.ids, self._target = config, ids, target
-        self.device, self.ops = target.device, target.ops
+        self.head_config, self.config, self.ids, self._target = config, config.decoder, ids, target
+        self.device, self.ops, self.cache_dtype = target.device, target.ops, target.cache_dtype
         self.weight_dtype, self.activation_dtype = target.weight_dtype, target.activation_dtype
-        self.cache_dtype, self._quantization = target.cache_dtype, quantization
-        self._eps = config.decoder.norm_eps
         own = {name: weight.to(self.device, self.weight_dtype) for name, weight in weights.items()}
+        rounded = None if quantization == "none" else Quantization.parse(quantization)
         self._norms = {n: w.to(self.activation_dtype) for n, w in own.items() if w.ndim == 1}
-        self._fc = self._matrix(own["fc.weight"])
-        self._qkv = self._matrix(torch.cat([own[f"{ATTENTION}{name}_proj.weight"] for name in "qkv"]))
-        self._o = self._matrix(own[f"{ATTENTION}o_proj.weight"])
-        self._down = self._matrix(own[f"{LAYER}mlp.down_proj.weight"])
-        self._gate_up = self._matrix(own[f"{LAYER}mlp.gate_proj.weight"], own[f"{LAYER}mlp.up_proj.weight"])
-        self._head = self._matrix(target.head(ids.tolist()).to(self.weight_dtype))
-        self._rope = Rope(config.decoder.rope, config.decoder.head_dim, self.device, self.activation_dtype)
+        self._fc, self._input = (self._matrix(own[f"{name}.weight"], rounded) for name in ("fc", "input"))
+        rows = target.head(ids.tolist()).to(self.weight_dtype)
+        layer = Decoder(config.decoder, {EMBEDDING: rows, **{n: own[n] for n in layer_shapes(config)}}, self.ops)
+        self.layer = layer if rounded is None else layer.rounded(rounded)
+        self.compiled = self.layer.compiled
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes that a pass reads, about: its weights."""
-        parts = (self._qkv, self._o, self._down, self._gate_up, self._head)
-        return sum(int(part.nbytes) for part in parts)
+        """Bytes that a pass reads, about: the weights of its layer."""
+        return self.layer.bytes_per_pass
 
-    def joined(self, features: Tensor) -> Tensor:
-        """The target's features [n, layers * H] as rows for the layer [n, H]."""
-        rows = features.to(self.activation_dtype).clamp(-head_files.LARGEST, head_files.LARGEST)
-        if self.config.has_fc_norm:
-            parts = torch.split(rows, self.config.hidden_size, -1)
-            norms = [self._norms[f"fc_norm.{i}.weight"] for i in range(len(parts))]
-            normed = [self.ops.rms_norm(part, norm, self._eps) for part, norm in zip(parts, norms, strict=True)]
-            rows = torch.cat(normed, -1)
-        return self.ops.linear(rows, self._fc)
+    def joined(self, features: Seq[Tensor]) -> Tensor:
+        """The target's rows [n, H] behind each of the layers, as features of the head [n, H]."""
+        parts = []
+        for i, rows in enumerate(features):
+            rows = rows.to(self.activation_dtype).clamp(-head_files.LARGEST, head_files.LARGEST)
+            parts.append(self._normed(rows, f"fc_norm.{i}"))
+        return self.ops.linear(torch.cat(parts, -1), self._fc)
 
     def forward(
         self,
@@ -164,34 +143,13 @@ class EagleModel:
         hidden: Tensor | None = None,
         taps: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
-        """hidden [T, H]: features of each row; None = zeros. The batch's tokens are the target's ids."""
-        c, ops, norms = self.config.decoder, self.ops, self._norms
-        tokens, positions = batch.ids()
-        num = len(tokens)
-        x = self.embed(tokens) if hidden is None else hidden.to(self.activation_dtype)
+        """hidden [T, H]: features of each row; None = zeros."""
+        tokens = batch.ids()[0]
+        features = self.embed(tokens) if hidden is None else hidden.to(self.activation_dtype)
         embedded = self._target.embed(tokens).to(self.activation_dtype)
-        sides = (
-            ops.rms_norm(embedded, norms[f"{LAYER}input_layernorm.weight"], c.norm_eps),
-            ops.rms_norm(x, norms[f"{LAYER}hidden_norm.weight"], c.norm_eps),
-        )
-        sizes = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
-        q, k, v = torch.split_with_sizes(ops.linear(torch.cat(sides, -1), self._qkv), sizes, dim=-1)
-        rotation = self._rope.at(torch.tensor(positions, device=self.device), max(positions, default=0) + 1)
-        out = ops.attention(
-            ops.rope(q.reshape(num, c.num_heads, c.head_dim), *rotation),
-            ops.rope(k.reshape(num, c.num_kv_heads, c.head_dim), *rotation),
-            v.reshape(num, c.num_kv_heads, c.head_dim),
-            keys=cache.keys[0],
-            values=cache.values[0],
-            view=ops.plan(cache.view(batch)),
-            window=None,
-        )
-        x = self._fed_forward(x, out.flatten(1))
-        for behind, tap in (taps or {}).items():
-            if behind != 1:
-                raise InternalError(f"a head has one layer, and no tap {behind}")
-            tap.copy_(x)
-        return self.norm(x)
+        sides = self._normed(embedded, SIDES[0]), self._normed(features, SIDES[1])
+        x = self.ops.linear(torch.cat(sides, -1), self._input)
+        return self.layer.forward(replace(batch, tokens=[0] * len(tokens)), cache, None, x, taps)
 
     def rounded(self, quantization: Quantization) -> Model:
         """A head is rounded when it is made."""
@@ -203,47 +161,37 @@ class EagleModel:
 
     def norm(self, hidden: Tensor) -> Tensor:
         """The final norm of rows [R, H]."""
-        return self.ops.rms_norm(hidden.to(self.activation_dtype), self._norms["norm.weight"], self._eps)
+        return self.layer.norm(hidden)
 
     def head(self, ids: Seq[int]) -> Tensor:
         """Rows of its LM head, by its own ids, float32 [n, H]."""
-        return self._target.head(self.ids[list(ids)].tolist())
+        return self.layer.head(ids)
 
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
-        """hidden [R, H] -> logits of its own ids [R, draft_vocab]."""
-        return self.ops.linear(hidden, self._head)[:, :num_ids]
+        """hidden [R, H] -> logits of its own ids [R, n]."""
+        return self.layer.logits(hidden, num_ids)
 
-    def _fed_forward(self, x: Tensor, attended: Tensor) -> Tensor:
-        ops, norm = self.ops, self._norms[f"{LAYER}post_attention_layernorm.weight"]
-        eps = self.config.decoder.norm_eps
-        if ops.packs:
-            native = cast(Any, ops)
-            x = native.add_linear(x, attended, self._o)
-            return cast(Tensor, native.add_gated(x, ops.rms_norm(x, norm, eps), self._gate_up, self._down))
-        x = x + ops.linear(attended, self._o)
-        gate, up = ops.linear(ops.rms_norm(x, norm, eps), self._gate_up).chunk(2, -1)
-        return x + ops.linear(ops.silu_mul(gate, up), self._down)
+    def best(self, hidden: Tensor, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
+        """Its own id and value of the largest logit of each of these rows; only with native operators."""
+        return self.layer.best(hidden, rows, num_ids)
 
-    def _matrix(self, *parts: Tensor) -> Any:
-        """A matrix as the operators take it; several parts: gate and up."""
-        made: list[Tensor | QuantisedMatrix] = [self._rounded(part) for part in parts]
-        if self.ops.packs:
-            return cast(Any, self.ops).pack(made, paired=len(made) > 1)
-        return torch.cat([cast(Tensor, part) for part in made])
+    def _normed(self, rows: Tensor, name: str) -> Tensor:
+        return self.ops.rms_norm(rows, self._norms[f"{name}.weight"], self.config.norm_eps)
 
-    def _rounded(self, part: Tensor) -> Tensor | QuantisedMatrix:
-        if self._quantization == "none":
-            return part
-        wanted = Quantization.parse(self._quantization)
-        if part.shape[1] % wanted.group:
+    def _matrix(self, weight: Tensor, rounded: Quantization | None) -> Any:
+        """A matrix as the operators take it."""
+        if rounded is None:
+            return cast(Any, self.ops).pack(weight) if self.ops.packs else weight
+        if weight.shape[1] % rounded.group:
             raise BadOption(
-                f"quantization={shown(self._quantization)} is not possible: the head has rows of {part.shape[1]} "
-                "weights; choose a group that divides them, or none"
+                f"quantization={str(rounded)!r} is not possible: the head has rows of {weight.shape[1]} weights; "
+                "choose a group that divides them, or none"
             )
-        scheme = scheme_of(wanted.bits, wanted.group)
+        scheme = scheme_of(rounded.bits, rounded.group)
         if self.ops.packs:
-            return QuantisedMatrix(scheme, (part.shape[0], part.shape[1]), lambda: iter([quantise(part, scheme)]))
-        return quantise(part, scheme).dequantise().to(part.dtype)
+            shape = weight.shape[0], weight.shape[1]
+            return cast(Any, self.ops).pack(QuantisedMatrix(scheme, shape, lambda: iter([quantise(weight, scheme)])))
+        return quantise(weight, scheme).dequantise().to(weight.dtype)
 
 
 @dataclass
@@ -272,7 +220,7 @@ class EagleDrafter(Drafter):
     """Runs a head ahead of the target, batched over sequences."""
 
     def __init__(self, model: EagleModel, cache: BlockCache, num_ids: int) -> None:
-        self.model, self.hidden_layers = model, model.config.layers
+        self.model, self.hidden_layers = model, model.head_config.layers
         self.runner: Runner = Runner(cast(Model, model), cache, taps=(1,))
         self.caught_up: dict[int, int] = {}
         self._num_ids = num_ids
@@ -300,8 +248,7 @@ class EagleDrafter(Drafter):
             if own.start != text.num_known:
                 raise InternalError(f"features of token {own.start} came where those of {text.num_known} were to come")
             if len(own.kept):
-                rows = torch.cat([own.layer(k) for k in self.hidden_layers], -1)
-                text.waiting.append(self.model.joined(rows))
+                text.waiting.append(self.model.joined([own.layer(k) for k in self.hidden_layers]))
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         """Run features that wait, but for those that a round may run."""
@@ -326,16 +273,15 @@ class EagleDrafter(Drafter):
         limits = self._limits(seqs, budget)
         chains = [Chain() for _ in seqs]
         fed = [b for b in range(len(seqs)) if limits[b] > 0]
-        rows = self._feed([(seqs[b], self._waits(seqs[b])) for b in fed], "last")
+        rows = self._feed([(seqs[b], self._waits(seqs[b])) for b in fed], "last", budget.reads_logits)
         state = dict(zip(fed, rows, strict=True))
         depth = 0
         while state:
-            grown = [
-                b for b, (logits, _) in state.items() if self._grow(chains[b], logits, seqs[b], b, budget, coins[b])
-            ]
+            grown = [b for b, (row, _) in state.items() if self._grow(chains[b], row, seqs[b], b, budget, coins[b])]
             depth += 1
             going = [b for b in grown if depth < limits[b]]
-            rows = self._step([(seqs[b], chains[b].tokens[-1], state[b][1]) for b in going])
+            feeds = [(seqs[b], chains[b].tokens[-1], state[b][1]) for b in going]
+            rows = self._step(feeds, budget.reads_logits)
             state = dict(zip(going, rows, strict=True))
         return Draft.chains([c.tokens for c in chains], [c.probs for c in chains])
 
@@ -356,10 +302,12 @@ class EagleDrafter(Drafter):
             limits.append(max(0, space.take(seq.id, waits + limit - 1) - waits + 1))
         return limits
 
-    def _feed(self, feeds: Seq[tuple[Sequence, int]], wanted: str) -> list[tuple[Tensor, Tensor]]:
+    def _feed(
+        self, feeds: Seq[tuple[Sequence, int]], wanted: str, reads_logits: bool = False
+    ) -> list[tuple[Row, Tensor]]:
         """Run the first waiting features of sequences, each with the token behind it, and keep the rows.
 
-        Returns the logits and the output of the last row of each, if wanted="last".
+        Returns what follows the last row of each, and its output, if wanted="last".
         """
         if not feeds:
             return []
@@ -368,37 +316,48 @@ class EagleDrafter(Drafter):
             text = self._texts[seq.id]
             features = text.waiting[0] if len(text.waiting) == 1 else torch.cat(text.waiting)
             at = text.first + text.num_run + 1
-            runs.append(Run(seq.id, seq.tokens[at : at + num], wanted, vectors=dict(enumerate(features[:num]))))
+            vectors = dict(enumerate(features[:num]))
+            best_only = self._takes_the_best(seq, reads_logits)
+            runs.append(Run(seq.id, seq.tokens[at : at + num], wanted, best_only=best_only, vectors=vectors))
             text.waiting = [features[num:]] if num < len(features) else []
             text.num_run += num
         scores = self.runner.forward(runs)
         self.runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})
         if wanted == "none":
             return []
-        return [(scores.logits[i][-1], scores.taps[1][rows[-1]]) for i, rows in enumerate(scores.rows)]
+        return _last(scores)
 
-    def _step(self, feeds: Seq[tuple[Sequence, int, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    def _step(self, feeds: Seq[tuple[Sequence, int, Tensor]], reads_logits: bool) -> list[tuple[Row, Tensor]]:
         """Run one drafted token of each sequence with the output of the step before."""
         if not feeds:
             return []
-        scores = self.runner.forward([Run(seq.id, [token], "last", vectors={0: row}) for seq, token, row in feeds])
+        runs = [
+            Run(seq.id, [token], "last", best_only=self._takes_the_best(seq, reads_logits), vectors={0: row})
+            for seq, token, row in feeds
+        ]
+        scores = self.runner.forward(runs)
         self.runner.cache.keep({seq.id: range(1) for seq, _, _ in feeds})
-        return [(scores.logits[i][-1], scores.taps[1][rows[-1]]) for i, rows in enumerate(scores.rows)]
+        return _last(scores)
 
-    def _grow(self, chain: Chain, logits: Tensor, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
+    def _takes_the_best(self, seq: Sequence, reads_logits: bool) -> bool:
+        """Whether the largest logit is all that a draw needs, and can be had alone."""
+        return self.runner.finds_best and not reads_logits and takes_the_best(seq.params, seq.bad_word_ids)
+
+    def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
         """Draw one more token, unless the pacing policy stops here or masks leave none; whether more may follow."""
-        if not bool(logits.max().isfinite()):
-            return False
-        depth = len(chain.tokens)
-        is_best = takes_the_best(seq.params, seq.bad_word_ids)
-        whole = None if is_best and not budget.reads_logits else self._spread(logits)
-        try:
-            if is_best:
-                law = Probs.of_point(self._ids[int(logits.argmax())])
-            else:
-                law = probs(cast(Tensor, whole), replace(seq.params, logprobs=None), History.of(seq, chain.tokens))
-        except BadOption:
-            return False
+        depth, whole = len(chain.tokens), None
+        if isinstance(row, int):
+            if row == NO_NUMBERS:
+                return False
+            law = Probs.of_point(self._ids[row])
+        else:
+            if not bool(row.max().isfinite()):
+                return False
+            whole = self._spread(row)
+            try:
+                law = probs(whole, replace(seq.params, logprobs=None), History.of(seq, chain.tokens))
+            except BadOption:
+                return False
         if not budget.go_on(b, depth, law, whole):
             return False
         token = (coins.pick if seq.acceptance == "match" else coins.draft)(law, depth)
@@ -411,6 +370,12 @@ class EagleDrafter(Drafter):
         whole = torch.full((self._num_ids,), -torch.inf, dtype=logits.dtype)
         whole[self.model.ids] = logits.cpu()
         return whole
+
+
+def _last(scores: Scores) -> list[tuple[Row, Tensor]]:
+    """What follows the last row of each run, and the output of that row."""
+    found = [best[-1] if best else logits[-1] for best, logits in zip(scores.best, scores.logits, strict=True)]
+    return [(row, scores.taps[1][rows[-1]]) for row, rows in zip(found, scores.rows, strict=True)]
 
 
 def _config(options: Options, tokenizer: str | None) -> EagleConfig:
@@ -441,12 +406,13 @@ def build(options: Options, target: Target) -> Drafter:
     """Read a head. Raises what head_files.py raises, and BadOption for a target of another shape."""
     config = _config(options, artifacts.fingerprint(target.tokenizer, target.num_ids))
     assert options.path is not None
-    if config.hidden_size != target.model.config.hidden_size:
+    width = target.model.config.hidden_size
+    if config.decoder.hidden_size != width:
         raise BadOption(
-            f"{shown(options.path)} reads rows of {config.hidden_size}, and the target has rows of "
-            f"{target.model.config.hidden_size}: name a head of this target"
+            f"{shown(options.path)} reads rows of {config.decoder.hidden_size}, and the target has rows of {width}: "
+            "name a head of this target"
         )
-    shapes = {**parameter_shapes(config), "d2t": (config.draft_vocab,)}
+    shapes = {**input_shapes(config), **layer_shapes(config), "d2t": (config.decoder.vocab_size,)}
     weights = head_files.read_weights(options.path, shapes, target.model, target.num_ids)
     ids = head_files.draft_ids(options.path, weights.pop("d2t"), target.num_ids)
     quantization = options.quantization

@@ -385,6 +385,15 @@ class Decoder:
             return self.compiled.embed(ids)  # type: ignore[no-any-return]
         return F.embedding(torch.tensor(ids, dtype=torch.int64, device=self.device), self._embedding)
 
+    def weight(self, name: str) -> Tensor:
+        """A weight by its name in a checkpoint, float32, as it was before packing."""
+        if self.compiled is None:
+            return self.weights[name].float()
+        shape = parameter_shapes(self.config)[name]
+        if len(shape) == 1:
+            return self.compiled.vector(name).float()  # type: ignore[no-any-return]
+        return self.compiled.matrix_rows(name, range(shape[0])).float()  # type: ignore[no-any-return]
+
     def head(self, ids: Seq[int]) -> Tensor:
         """Rows of the LM head, float32 [n, H], as they were before packing."""
         if self.compiled is not None:

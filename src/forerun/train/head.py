@@ -21,6 +21,8 @@ from forerun.train.loop import LoopConfig, autocast
 from forerun.train.samples import Sample, read_samples
 from forerun.train.writing import fingerprint
 
+FIT_TOKENS = 32768  # that first weights are made of
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(LoopConfig):
@@ -106,6 +108,7 @@ def prepare(config: HeadConfig, checkpoint: Checkpoint, say: Callable[[int], Non
         written = torch.from_numpy(sample.ids[sample.num_given :].astype("int64"))
         counts += torch.bincount(written, minlength=len(counts))
     head = module.Head(made, Teacher.of(model, counts, tokenizer.num_ids), config.seed)
+    head.begin(data.batch(step) for step in range(max(1, FIT_TOKENS // config.tokens_per_step)))
     facts = {
         "num_parameters": sum(weight.numel() for weight in head.weights.values()),
         "samples": {key: options[key] for key in ("seed", "weights", "precision", "texts")},

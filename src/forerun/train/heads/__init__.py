@@ -7,7 +7,7 @@ with what the protocol below says. loop.py trains it, batches come from here, an
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,33 +20,38 @@ from torch import Tensor
 from forerun import registry
 from forerun.drafters import head_files
 from forerun.errors import BadOption
-from forerun.models.layers import Decoder, DecoderConfig
+from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
 from forerun.train.features import FeatureSource
 from forerun.train.samples import Sample
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """What a head may know of its target. embeddings, head: float32 [V, H], frozen; norm [H].
+    """What a head may know of its target. embeddings, head: float32 [V, H], frozen.
 
-    counts [V]: how often each id was written in the texts that training sees. probe: see head_files.py.
+    counts [V]: how often each id was written in the texts that training sees. probe: see head_files.py. last: the
+    weights of the last layer, as those of layer 0, and the final norm.
     """
 
     config: DecoderConfig
     embeddings: Tensor
     head: Tensor
-    norm: Tensor
     counts: Tensor
     probe: Tensor
+    last: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, model: Decoder, counts: Tensor, num_ids: int) -> Teacher:
         """Read them from a model in memory. num_ids: ids that have a token."""
         ids = range(model.config.vocab_size)
         embeddings, head = model.embed(ids).float(), model.head(ids).float()
-        ones = torch.ones(1, model.config.hidden_size, dtype=embeddings.dtype)
-        norm = model.norm(ones).float()[0] * (1 + model.config.norm_eps) ** 0.5
-        return cls(model.config, embeddings, head, norm, counts, head_files.probe(model.embed, num_ids))
+        at, final = f"model.layers.{model.config.num_layers - 1}.", "model.norm.weight"
+        names = [name for name in parameter_shapes(model.config) if name.startswith(at)]
+        last = {name.replace(at, "model.layers.0."): model.weight(name) for name in names} | {
+            final: model.weight(final)
+        }
+        probe = head_files.probe(model.embed, num_ids)
+        return cls(model.config, embeddings, head, counts, probe, last)
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,9 @@ class Head(Protocol):
     """A head that is trained. weights: by the names of its file."""
 
     weights: dict[str, Tensor]
+
+    def begin(self, batches: Iterable[Batch]) -> None:
+        """Make better first weights of some batches, before the first step."""
 
     def loss(self, batch: Batch) -> Tensor:
         """The loss of a batch, with its gradient."""

@@ -1,16 +1,20 @@
-"""EAGLE-3 with training-time test (Li et al. 2025, arXiv 2503.01840); the drafter is drafters/eagle.py.
+"""A head as in EAGLE-3, with training-time test (Li et al. 2025, arXiv 2503.01840); drafters/eagle.py draws with it.
 
 Row m has the target's features of token m and the embedding of token m+1, and learns the target's distribution of
 token m+2. Then it goes on as it will when it drafts: step j takes its own output of the step before in place of
 features and the embedding of token m+j+1, and sees the rows of true features up to m and its own of steps 1 to j. The
 loss is the sum over steps of decay^j times the cross entropy to the target's distribution over the ids that are
 drafted; where the target's likeliest id is not one of them, a row is left out.
+
+The layer begins as the target's last one, behind which come the target's final norm and LM head. So all that is missing
+is what that layer would read, had the target run token m+1. A least squares fit makes it of the features of token m and
+the embedding of token m+1, before the first step (`begin`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,33 +23,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters import head_files
-from forerun.drafters.eagle import EagleConfig, parameter_shapes
+from forerun.drafters.eagle import SIDES, EagleConfig, input_shapes, layer_shapes
 from forerun.models.layers import DecoderConfig, inverse_frequencies
 from forerun.registry import parse_list
 from forerun.train.heads import Batch, Rows, Teacher, cross_entropy, shifted
 
+LAYER = "model.layers.0."
+RIDGE = 1e-3  # of the mean square of the inputs, added to the fit's normal equations
+
 
 @dataclass(frozen=True)
 class Options:
-    """What the head reads, how wide it is, and how it learns."""
+    """What the head reads, and how it learns."""
 
     layers: str | None = field(
-        default=None, metadata={"help": "layers of the target behind which it reads, as in 2+15+27; none = of EAGLE-3"}
-    )
+        default=None,
+        metadata={"help": "layers of the target behind which it reads, ascending, as in 15+29+30; none = half of them, "
+                  "all but one, and all"},
+    )  # fmt: skip
     draft_vocab: int = field(
         default=8192, metadata={"help": "ids that it drafts, those that the target wrote most often", "min": 2}
     )
-    ffn: int | None = field(default=None, metadata={"help": "width of its feed-forward block; none = the target's"})
     steps: int = field(default=4, metadata={"help": "tokens that it learns to draft one after another", "min": 1})
     decay: float = field(default=0.8, metadata={"help": "weight of a step's loss over that of the step before"})
 
 
 def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
-    """Return the layers whose residual streams are read; by default behind 2, half, and all but 3 of them."""
+    """Return the layers whose residual streams are read."""
     if options.layers is not None:
         return tuple(int(part) if part.isdigit() else -1 for part in parse_list(options.layers))
     num = config.num_layers
-    return (min(2, num), num // 2, max(num - 3, num // 2))
+    return tuple(dict.fromkeys((num // 2, num - 1, num)))
 
 
 class Head:
@@ -55,27 +63,36 @@ class Head:
         target = teacher.config
         self.options, self._teacher = options, teacher
         self.ids = teacher.counts.argsort(descending=True, stable=True)[: options.draft_vocab].sort().values
-        self.config = EagleConfig(
-            dataclasses.replace(
-                target,
-                model_type="llama",
-                num_layers=1,
-                ffn_size=options.ffn or target.ffn_size,
-                tie_embeddings=False,
-                qkv_bias=False,
-                o_bias=False,
-                mlp_bias=False,
-                qk_norm=False,
-                windows=(),
-            ),
-            layers(options, target),
-            len(self.ids),
-        )
-        self.weights = _first_weights(self.config, teacher, seed)
+        decoder = dataclasses.replace(target, vocab_size=len(self.ids), num_layers=1, tie_embeddings=True, windows=())
+        self.config = EagleConfig(decoder, layers(options, target))
+        self.weights = _first_weights(self.config, teacher)
         self._rows = teacher.head[self.ids]
         self._inv_freq = inverse_frequencies(target.rope, target.head_dim)
         self._place = torch.full((target.vocab_size,), -1)
         self._place[self.ids] = torch.arange(len(self.ids))
+
+    @torch.no_grad()
+    def begin(self, batches: Iterable[Batch]) -> None:
+        """Fit `input` by least squares: what the target's last layer reads at the next token, on these batches.
+
+        Rows are weighted by one over the mean square of what is fitted. Without that layer's input among the features
+        the weights stay as they are.
+        """
+        wanted = self._teacher.config.num_layers - 1
+        if wanted not in self.config.layers:
+            return
+        place, width = self.config.layers.index(wanted), self.config.decoder.hidden_size
+        squares, products = torch.zeros(2 * width, 2 * width), torch.zeros(2 * width, width)
+        for batch in batches:
+            inputs = self._inputs(F.embedding(shifted(batch.ids, 1), self._teacher.embeddings), self._features(batch))
+            rows = (batch.text == shifted(batch.text, 1)) & (batch.text >= 0)
+            rows[:, -1] = False
+            x, y = inputs[rows], shifted(batch.layers[:, :, place], 1)[rows].float()
+            weight = y.pow(2).mean(-1, keepdim=True).clamp(min=1e-6).rsqrt()
+            squares += (x * weight).T @ (x * weight)
+            products += (x * weight).T @ (y * weight)
+        ridge = RIDGE * squares.diagonal().mean() * torch.eye(2 * width)
+        self.weights["input.weight"].copy_(torch.linalg.solve(squares + ridge, products).T)
 
     def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
@@ -94,23 +111,6 @@ class Head:
             reached = reached & rows.found(own)
         return numbers
 
-    def _steps(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of each step: which rows are learned [S, L], and own and target logits of those, float32 [R, draft_vocab]."""
-        w, eps = self.weights, self.config.decoder.norm_eps
-        rows = batch.layers.float()
-        if self.config.has_fc_norm:
-            rows = _norm(rows, torch.stack([w[f"fc_norm.{i}.weight"] for i in range(rows.shape[2])]), eps)
-        feature = F.linear(rows.flatten(2), w["fc.weight"])
-        mask, memory = _visible(batch), list[tuple[Tensor, Tensor]]()
-        for j in range(self.options.steps):
-            embedded = F.embedding(shifted(batch.ids, j + 1), self._teacher.embeddings)
-            feature = self._layer(embedded, feature, batch.at + j, memory, mask)
-            learned = batch.ahead(j + 2) & (self._place[shifted(batch.best, j + 1)] >= 0)
-            own = F.linear(_norm(feature[learned], w["norm.weight"], eps), self._rows).float()
-            with torch.no_grad():
-                target = F.linear(shifted(batch.hidden, j + 1)[learned].to(self._rows.dtype), self._rows).float()
-            yield learned, own, target
-
     def save(self, folder: Path, tokenizer: str) -> None:
         """See `Head` in this package."""
         weights = {name: weight.detach().bfloat16() for name, weight in self.weights.items()}
@@ -118,42 +118,69 @@ class Head:
         weights[head_files.PROBE] = self._teacher.probe
         head_files.save(folder, "eagle", weights, self.config.to_json(), tokenizer)
 
-    def _layer(
-        self, embedded: Tensor, feature: Tensor, at: Tensor, memory: list[tuple[Tensor, Tensor]], mask: Tensor
-    ) -> Tensor:
+    def _steps(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of each step: which rows are learned [S, L], and own and target logits of those, float32 [R, draft ids]."""
+        norm, eps = self.weights["model.norm.weight"], self.config.decoder.norm_eps
+        feature = self._features(batch)
+        mask, memory = _visible(batch), list[tuple[Tensor, Tensor]]()
+        for j in range(self.options.steps):
+            embedded = F.embedding(shifted(batch.ids, j + 1), self._teacher.embeddings)
+            feature = self._layer(self._inputs(embedded, feature), batch.at + j, memory, mask)
+            learned = batch.ahead(j + 2) & (self._place[shifted(batch.best, j + 1)] >= 0)
+            own = F.linear(_norm(feature[learned], norm, eps), self._rows).float()
+            with torch.no_grad():
+                target = F.linear(shifted(batch.hidden, j + 1)[learned].to(self._rows.dtype), self._rows).float()
+            yield learned, own, target
+
+    def _features(self, batch: Batch) -> Tensor:
+        """The target's rows of each token, joined [S, L, H]."""
+        w, num = self.weights, batch.layers.shape[2]
+        rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST)
+        norms = torch.stack([w[f"fc_norm.{i}.weight"] for i in range(num)])
+        return F.linear(_norm(rows, norms, self.config.decoder.norm_eps).flatten(2), w["fc.weight"])
+
+    def _inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
+        """What `input` joins [S, L, 2 H], unjoined."""
+        eps = self.config.decoder.norm_eps
+        sides = zip((embedded, feature), SIDES, strict=True)
+        return torch.cat([_norm(rows, self.weights[f"{name}.weight"], eps) for rows, name in sides], -1)
+
+    def _layer(self, inputs: Tensor, at: Tensor, memory: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
         """One step of all rows [S, L, H]. memory: keys and values of the steps before, to which this step's come."""
-        w, c, own = self.weights, self.config.decoder, "midlayer.self_attn."
-        eps = c.norm_eps
-        x = torch.cat(
-            (
-                _norm(embedded, w["midlayer.input_layernorm.weight"], eps),
-                _norm(feature, w["midlayer.hidden_norm.weight"], eps),
-            ),
-            -1,
-        )
+        c, eps = self.config.decoder, self.config.decoder.norm_eps
+        x = F.linear(inputs, self.weights["input.weight"])
+        y = _norm(x, self.weights[f"{LAYER}input_layernorm.weight"], eps)
         q, k, v = (
-            torch.unflatten(F.linear(x, w[f"{own}{name}_proj.weight"]), -1, (-1, c.head_dim)).transpose(1, 2)
+            torch.unflatten(self._linear(y, f"self_attn.{name}_proj"), -1, (-1, c.head_dim)).transpose(1, 2)
             for name in "qkv"
         )
+        if c.qk_norm:
+            q, k = (
+                _norm(rows, self.weights[f"{LAYER}self_attn.{name}_norm.weight"], eps)
+                for rows, name in ((q, "q"), (k, "k"))
+            )
         rotation = _rotation(at, self._inv_freq)
         q, k = _rope(q, rotation), _rope(k, rotation)
         k, v = (rows.repeat_interleave(c.num_heads // c.num_kv_heads, dim=1) for rows in (k, v))
         memory.append((k, v))
-        out = _attend(q, memory, mask)
-        x = feature + F.linear(out.transpose(1, 2).flatten(2), w[f"{own}o_proj.weight"])
-        y = _norm(x, w["midlayer.post_attention_layernorm.weight"], eps)
-        gate, up = (F.linear(y, w[f"midlayer.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
-        return x + F.linear(F.silu(gate) * up, w["midlayer.mlp.down_proj.weight"])
+        x = x + self._linear(_attend(q, memory, mask).transpose(1, 2).flatten(2), "self_attn.o_proj")
+        y = _norm(x, self.weights[f"{LAYER}post_attention_layernorm.weight"], eps)
+        return x + self._linear(
+            F.silu(self._linear(y, "mlp.gate_proj")) * self._linear(y, "mlp.up_proj"), "mlp.down_proj"
+        )
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.weights[f"{LAYER}{name}.weight"], self.weights.get(f"{LAYER}{name}.bias"))
 
 
-def _first_weights(config: EagleConfig, teacher: Teacher, seed: int) -> dict[str, Tensor]:
-    """Normal(0, 0.02), and norms 1; the final norm begins as half of the target's, whose rows of the LM head follow."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = dict[str, Tensor]()
-    for name, shape in parameter_shapes(config).items():
-        scale = 0.02 / 2**0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-        weights[name] = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * scale
-    weights["norm.weight"] = teacher.norm / 2
+def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:
+    """The target's last layer and final norm; features are those behind the last of the layers; norms 1."""
+    width = config.decoder.hidden_size
+    weights = {name: torch.ones(shape) for name, shape in input_shapes(config).items() if len(shape) == 1}
+    weights["fc.weight"] = torch.cat((torch.zeros(width, width * (len(config.layers) - 1)), torch.eye(width)), 1)
+    weights["input.weight"] = torch.eye(width).repeat(1, 2)
+    for name in layer_shapes(config):
+        weights[name] = teacher.last[name].clone()
     return weights
 
 

@@ -7,7 +7,7 @@ entropy to the target's distribution over the ids that are drafted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,6 +54,9 @@ class Head:
             for block in range(options.blocks)
             for part in ("weight", "bias")
         }
+
+    def begin(self, batches: Iterable[Batch]) -> None:
+        """See `Head` in this package: nothing."""
 
     def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
