@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for data, models and numbers")
     parser.add_argument("--picture", type=Path, help="file for the picture [default: OUT/digits.png]")
     parser.add_argument("--target-steps", type=int, default=1500)
-    parser.add_argument("--draft-steps", type=int, default=1000)
+    parser.add_argument("--draft-steps", type=int, default=2000)
     parser.add_argument("--own", type=int, default=2000, help="images of the target that the draft model learns from")
     parser.add_argument("--images", type=int, default=200, help="images that are compared one by one")
     parser.add_argument("--beginnings", type=int, default=20_000, help="draws of three pixels that are counted")

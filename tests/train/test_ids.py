@@ -124,7 +124,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_the_tutorial_of_images_runs(tmp_path: Path) -> None:
-    """docs/tutorials/not_text.py at a hundredth of its size: what it says of exactness holds for models of any quality."""
+    """docs/tutorials/not_text.py at a hundredth of its size: what it says of exactness holds for any two models."""
     pytest.importorskip("sklearn", reason="the images come with scikit-learn: pip install scikit-learn")
     script = Path(__file__).parents[2] / "docs" / "tutorials" / "not_text.py"
     spec = importlib.util.spec_from_file_location("not_text", script)
