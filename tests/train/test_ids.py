@@ -68,7 +68,12 @@ def test_the_checkpoint_runs_without_a_tokenizer(trained: TrainConfig) -> None:
 
 
 def test_a_draft_learns_from_its_target(trained: TrainConfig, tmp_path: Path) -> None:
-    options = {"shape": ModelShape(16, 1, 2, 1, 32, NUM_IDS), "teacher": trained.out / "model", "loss": "kl"}
+    options = {
+        "shape": ModelShape(16, 1, 2, 1, 32, NUM_IDS),
+        "teacher": trained.out / "model",
+        "loss": "kl",
+        "steps": 80,
+    }
     numbers = lm.train(config_for(tmp_path / "draft", ids=trained.ids, **options), quiet=True)
     assert numbers["alpha"] > 0.9
 
