@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from forerun.drafters import Target, artifacts, eagle, head_files
+from forerun.drafters import Target, artifacts, eagle_model, head_files
 from forerun.models.layers import DecoderConfig
 from forerun.models.named import DATA
 from forerun.train import datastore
@@ -37,8 +37,8 @@ def random_eagle(target: Target, folder: Path) -> Mapping[str, Any]:
     width, num_ids = target.model.config.hidden_size, target.num_ids
     positions = target.model.config.max_positions
     decoder = DecoderConfig("llama", num_ids, width, 1, 2, 1, 4, 8, 1e-5, positions, tie_embeddings=True)
-    config = eagle.EagleConfig(decoder, (0, _num_layers(target)))
-    weights = _random({**eagle.input_shapes(config), **eagle.layer_shapes(config)}, width)
+    config = eagle_model.EagleConfig(decoder, (0, _num_layers(target)))
+    weights = _random({**eagle_model.input_shapes(config), **eagle_model.layer_shapes(config)}, width)
     return _saved(target, folder, "eagle", weights, config.to_json())
 
 

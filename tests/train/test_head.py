@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pickle
 import shutil
@@ -84,7 +85,8 @@ def test_a_head_learns_and_drafts_what_the_target_says(
     losses = [line["train_loss"] for line in log_of(config) if "train_loss" in line]
     assert losses[-1] < losses[0] - 0.2
     assert 0 <= numbers["agreement_1"] <= 1
-    assert (config.out / "curves.png").stat().st_size > 5000
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (config.out / "curves.png").stat().st_size > 5000
     name = method.partition(":")[0]
     llm = LLM(str(folder), draft=f"{name}:path={config.out / 'head'}", spec_length=3, ops="reference", max_seq_len=128)
     prompts = [[5, 9, 40, 8], [70, 71, 72]]
@@ -132,6 +134,14 @@ def test_stored_features_are_the_recomputed_ones(tiny: Make, checkpoint: Checkpo
     rows.write_bytes(data[: len(data) // 3 - 7])  # as a kill leaves it
     training.prepare(stored, checkpoint)
     assert rows.read_bytes() == data
+    fewer = training.prepare(tiny(features=tmp_path / "features", method="eagle:layers=1+2"), checkpoint)
+    assert torch.equal(fewer.data.batch(3).layers, batches[0].layers)
+    assert (
+        training.prepare(tiny(features=tmp_path / "features", method=METHODS[1]), checkpoint)
+        .data.batch(0)
+        .layers.shape[2]
+        == 0
+    )
     with pytest.raises(BadOption, match="are of layers="):
         training.prepare(tiny(features=tmp_path / "features", method="eagle:layers=0+1"), checkpoint)
 
@@ -226,7 +236,7 @@ def test_wrong_files_are_refused(
     elif spoil == "sizes":
         config["intermediate_size"] += 1
     elif spoil == "layers":
-        config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 9]
+        config["eagle_aux_hidden_state_layer_ids"] = [0, 9]
     elif spoil == "ids":
         from safetensors.torch import load_file, save_file
 
@@ -245,10 +255,10 @@ def test_samples_of_another_target_are_refused(tiny: Make, tmp_path: Path) -> No
         training.prepare(tiny(), other)
 
 
-def test_layers_of_eagle_3() -> None:
+def test_layers_that_are_read() -> None:
     config = replace(eagle_target(), num_layers=30)
     module = heads.load("eagle", config)[1]
-    assert module.layers(module.Options(), config) == (2, 15, 27)
+    assert module.layers(module.Options(), config) == (15, 29, 30)
     with pytest.raises(BadOption, match="the target has 30 layers"):
         heads.load("eagle:layers=2+31", config)
     with pytest.raises(BadOption, match="method that can be trained"):

@@ -81,6 +81,11 @@ def test_a_beginning_that_was_there_is_left_out(writer: Writer, whole: Path, tmp
     assert len(read_samples(tmp_path / "twice").samples) == 2
 
 
+def test_texts_that_are_used_up_are_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="too few different passages"):
+        write(writer_of(folder, ["one line"], ops="reference"), tmp_path / "samples", 10**6)
+
+
 def test_other_options_and_broken_files_are_refused(writer: Writer, whole: Path, tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="was begun with seed='0'"):
         SampleWriter(whole, {**writer.options(), "seed": 1})

@@ -12,7 +12,10 @@ from forerun.train.samples import SampleWriter
 from forerun.train.writing import Lengths, Shares, Writer
 from tiny import write_tiny
 
-TEXTS = ["The river rose in the night.\n" * 8, "def area(width, height):\n    return width * height\n" * 8]
+TEXTS = [
+    "".join(f"{i * i} rivers rose in {i} nights.\n" for i in range(400)),
+    "def area(w, h):\n    return w * h\n" * 8,
+]
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
 TEMPLATE = TURNS + "{% if add_generation_prompt %}<A>{% endif %}"
 CONTINUATIONS = Shares(0, 0, 1)

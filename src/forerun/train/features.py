@@ -21,7 +21,7 @@ from torch import Tensor
 from forerun.errors import BadOption, shown
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Model, Run, Runner
-from forerun.text.files import unreadable
+from forerun.text.json_files import read_json
 from forerun.train.samples import Sample
 
 CHUNK_TOKENS = 128  # of a text, whose logits are in memory at a time
@@ -79,7 +79,8 @@ class Recomputed:
                 scores = runner.forward([Run(SLOT, chunk)])
                 runner.cache.keep({SLOT: range(len(chunk))})
                 logits = scores.logits[0].float()
-                taps = torch.stack([scores.taps[k] for k in self.layers], 1)
+                rows = [scores.taps[k] for k in self.layers]
+                taps = torch.stack(rows, 1) if rows else scores.hidden.new_empty(len(chunk), 0, self.width)
                 parts.append(
                     Features(
                         taps.bfloat16().cpu(),
@@ -98,8 +99,9 @@ class Recomputed:
 class Stored:
     """Features in a folder: what is missing is computed first, what is there is read.
 
-    samples: in the order in which they are stored. facts: what the features depend on; a folder with others is refused.
-    A process that was killed goes on where it was. say: is told of each text that was added.
+    samples: in the order in which they are stored. layers: of those that `source` reads, which are wanted. facts: what
+    the features depend on; a folder with others is refused. A process that was killed goes on where it was. say: is
+    told of each text that was added.
     """
 
     def __init__(
@@ -107,10 +109,12 @@ class Stored:
         folder: Path,
         samples: Seq[Sample],
         source: Recomputed,
+        layers: Seq[int],
         facts: Mapping[str, Any],
         say: Callable[[int], None] = lambda number: None,
     ) -> None:
         self._num, self._width = len(source.layers), source.width
+        self._wanted = [source.layers.index(k) for k in layers]
         self._record = np.dtype(
             [
                 ("layers", "<u2", (self._num, self._width)),
@@ -135,7 +139,7 @@ class Stored:
         start = self._starts[sample.number]
         rows = self._rows[start : start + len(sample.ids)]
         return Features(
-            _bfloat16(rows["layers"]),
+            _bfloat16(rows["layers"][:, self._wanted]),
             _bfloat16(rows["hidden"]),
             torch.from_numpy(rows["best"].astype(np.int64)),
             torch.from_numpy(rows["mass"].copy()),
@@ -157,14 +161,18 @@ class Stored:
                 say(sample.number)
 
 
+def stored_layers(folder: Path, wanted: Seq[int]) -> tuple[int, ...]:
+    """The layers of a folder, where all that are wanted are among them; else those that are wanted."""
+    path = folder / "features.json"
+    had = read_json(path).get("layers") if path.exists() else None
+    return tuple(had) if isinstance(had, list) and set(wanted) <= set(had) else tuple(wanted)
+
+
 def _check_facts(path: Path, facts: Mapping[str, Any]) -> None:
     if not path.exists():
         path.write_text(json.dumps(dict(facts), indent=2) + "\n", encoding="utf-8")
         return
-    try:
-        had = dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise unreadable(path, error, "a file of `forerun train head --features`") from None
+    had = read_json(path)
     for name in [*facts, *had]:
         if had.get(name) != facts.get(name):
             raise BadOption(

@@ -15,7 +15,7 @@ from forerun.errors import BadOption, shown
 from forerun.models.layers import Decoder
 from forerun.models.loading import Checkpoint
 from forerun.train import heads, loop
-from forerun.train.features import FeatureSource, Recomputed, Stored
+from forerun.train.features import FeatureSource, Recomputed, Stored, stored_layers
 from forerun.train.heads import Packing, Teacher
 from forerun.train.loop import LoopConfig, autocast
 from forerun.train.samples import Sample, read_samples
@@ -145,12 +145,13 @@ def _source(
     options: Mapping[str, Any],
     say: Callable[[int], None],
 ) -> FeatureSource:
-    source = Recomputed(model, layers, max((len(sample.ids) for sample in samples), default=1))
+    longest = max((len(sample.ids) for sample in samples), default=1)
     if config.features is None:
-        return source
+        return Recomputed(model, layers, longest)
+    source = Recomputed(model, stored_layers(config.features, layers), longest)
     facts = {
         "weights": fingerprint(model),
         "precision": model.precision,
         "samples": [options["weights"], options["seed"], options["texts"]],
     }
-    return Stored(config.features, samples, source, facts, say)
+    return Stored(config.features, samples, source, layers, facts, say)

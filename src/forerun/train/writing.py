@@ -48,6 +48,7 @@ PERIODS = range(1, 65)  # tokens of what repeats itself
 REPEATED = 3  # times, and
 LEAST_REPEATED = 32  # tokens of it at least, end a text
 LOOK_EVERY = 16  # tokens, while a text is written
+MOST_REPEATED = 64  # samples in a row whose beginnings were there before
 WINDOW = 8  # numbers that may be under way for each place in the batch, while the first of them is not finished
 
 
@@ -161,11 +162,14 @@ class Writer:
     def write(
         self, out: SampleWriter, num_tokens: int, batch_size: int, say: Callable[[SampleWriter], None] = lambda w: None
     ) -> None:
-        """Append samples until the file holds `num_tokens` ids. say: is told after each of them."""
+        """Append samples until the file holds `num_tokens` ids. say: is told after each of them.
+
+        Raises BadOption where the texts have too few different passages for that.
+        """
         ended = SimpleQueue[tuple[int, Request]]()
         planned, answers, done = dict[int, Plan](), dict[int, int](), dict[int, Sample]()
         going = dict[int, Request]()
-        next_number = out.next_number
+        next_number, num_repeated = out.next_number, 0
         places = batch_size + -(-batch_size // 4)  # some wait, so that no place in the batch is empty for a step
 
         def start(number: int, prompt: Seq[int], params: SamplingParams) -> None:
@@ -189,8 +193,9 @@ class Writer:
                 if request.error is not None:
                     raise request.error
                 plan, ids = planned[number], request.seq.tokens
-                ids = ids[: looped(ids, request.seq.num_prompt_tokens)]
-                if plan.kind == "chat" and number not in answers and request.seq.finish_reason == "stop":
+                end = looped(ids, request.seq.num_prompt_tokens)
+                ids, has_ended = ids[:end], end is None and request.seq.finish_reason == "stop"
+                if plan.kind == "chat" and number not in answers and has_ended:
                     answers[number] = len(ids) - 1 + len(self.frame.after)
                     start(number, [*ids[:-1], *self.frame.after], self._answer(plan))
                     continue
@@ -201,8 +206,10 @@ class Writer:
                     number, plan.kind, plan.temperature, given, answer_at, np.array(ids, dtype=np.uint32)
                 )
                 while out.next_number in done and out.num_tokens < num_tokens:
-                    out.append(done.pop(out.next_number))
+                    num_repeated = 0 if out.append(done.pop(out.next_number)) else num_repeated + 1
                     say(out)
+                if num_repeated > MOST_REPEATED:
+                    raise BadOption("the texts have too few different passages: name more of them, or lower num_tokens")
         finally:
             self.llm.end(list(going.values()))
 

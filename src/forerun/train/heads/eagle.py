@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters import head_files
-from forerun.drafters.eagle import SIDES, EagleConfig, input_shapes, layer_shapes
+from forerun.drafters.eagle_model import SIDES, EagleConfig, input_shapes, layer_shapes
 from forerun.models.layers import DecoderConfig, inverse_frequencies
 from forerun.registry import parse_list
 from forerun.train.heads import Batch, Rows, Teacher, cross_entropy, shifted
