@@ -18,6 +18,7 @@ from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import UserError
 from forerun.models.loading import load_checkpoint
 from forerun.registry import names
+from forerun.verify import beams
 
 PAGE = Path(__file__).resolve().parent / "methods" / "README.md"
 
@@ -26,6 +27,17 @@ HEAD = """# Methods
 Every method is one file of the package, exact unless its line says otherwise. A request has a drafter, a verification
 rule and a pacing policy, in any combination that fits. `forerun bench methods` compares all drafters on six kinds of
 work; each page has its numbers. This page is written by `python docs/methods_table.py`.
+"""
+
+
+SEARCH = """## Search
+
+It finds the likeliest texts instead of drawing one: a request asks for it by `num_beams`, with a drafter that can say
+what follows several texts.
+
+| name | in a sentence |
+|---|---|
+| [beam](beam.md) | {} |
 """
 
 
@@ -98,7 +110,7 @@ def page() -> str:
             module = importlib.import_module(f"forerun.{room}.{name}")
             rows.append("| " + " | ".join((f"[{name}]({name}.md)", *facts(module), first_sentence(module))) + " |")
         parts.append(f"## {title}\n\n{what}\n\n" + "\n".join(rows) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, SEARCH.format(first_sentence(beams))])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ from forerun.drafters import Drafter, Target
 from forerun.engine.engine import Engine
 from forerun.kv.cache import BlockCache
 from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
-from forerun.models.loading import Checkpoint
 from forerun.models.runner import Runner
 from forerun.ops.reference import ReferenceOps
 from forerun.registry import load, make_options
+from forerun.testing.engines import checkpoint_of, everyone
 from methods import NEEDS
 from speculation import draft_of, pacing_of
 
+__all__ = ["checkpoint_of", "everyone"]  # the tests take them from here, too
 VOCAB = 61
 
 
@@ -58,28 +59,16 @@ def drafter_for(name: str, model: Decoder, backend: str = "paged", **options: An
     return built(name, Target(model, None, frozenset(), VOCAB, (), 8, 256, backend, loaded_draft=draft), options)
 
 
-def checkpoint_of(model: Any) -> Checkpoint:
-    """Return a model as if it had been loaded."""
-    return Checkpoint("draft", Path(), model, {}, frozenset())
-
-
-def everyone(drafter: Drafter) -> Iterator[Drafter]:
-    """Yield a drafter and all drafters that it is made of."""
-    yield drafter
-    for member in getattr(drafter, "members", ()):
-        yield from everyone(member)
-
-
 def built(name: str, target: Target, options: Mapping[str, Any]) -> Drafter:
     """Build a drafter with these options, and with what it cannot do without (methods.py)."""
     module = load("forerun.drafters", name, "drafter")
-    return module.build(make_options(module.Options, {**_needed(name, target), **options}, name), target)
+    return module.build(make_options(module.Options, {**needed(name, target), **options}, name), target)
 
 
 _made: dict[tuple[str, int, int], tuple[Any, Mapping[str, Any]]] = {}  # the models are kept, so that ids stay theirs
 
 
-def _needed(name: str, target: Target) -> Mapping[str, Any]:
+def needed(name: str, target: Target) -> Mapping[str, Any]:
     """Return what a drafter of this target cannot do without; enumeration asks for it thousands of times."""
     key = (name, id(target.model), target.num_ids)
     if name in NEEDS and key not in _made:

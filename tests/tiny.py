@@ -40,12 +40,13 @@ def write_tiny(
     for name, shape in parameter_shapes(config).items():
         weights[name] = torch.randn(shape, generator=generator) * 0.3 + (1.0 if name.endswith("norm.weight") else 0.0)
     folder.mkdir(parents=True)
-    _tokenizer(end_token).save(str(folder / "tokenizer.json"))
+    byte_tokenizer(end_token).save(str(folder / "tokenizer.json"))
     save_checkpoint(folder, config, weights, torch.float32, end_ids=[0], tokenizer_folder=folder)
     return folder
 
 
-def _tokenizer(end_token: str) -> Tokenizer:
+def byte_tokenizer(end_token: str) -> Tokenizer:
+    """Return a tokenizer of the 256 bytes, behind one special token."""
     vocab = {end_token: 0} | {char: i + 1 for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

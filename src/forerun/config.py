@@ -6,6 +6,7 @@ Precedence: request > command-line flag > FORERUN_* variable > config file > def
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import tomllib
@@ -187,9 +188,9 @@ class EngineConfig:
     def from_sources(
         cls, flags: Mapping[str, Any], config_file: str | None = None, usual: Mapping[str, Any] | None = None
     ) -> EngineConfig:
-        """Merge flags (None = not given) over FORERUN_* variables over a TOML file over `usual` over the defaults.
+        """Merge flags (None = not given) over FORERUN_* variables over a file over `usual` over the defaults.
 
-        usual: what a command has in place of a default.
+        usual: what a command has in place of a default. The file is TOML, or JSON where its name ends in .json.
 
         Aliases are resolved within each source, so options contradict each other only within a source. Without
         `config_file`, FORERUN_CONFIG names the file. Raises BadOption and NotFound.
@@ -199,7 +200,7 @@ class EngineConfig:
         given = {k: v for k, v in flags.items() if v is not None}
         merged: dict[str, Any] = dict(usual or {})
         needs_draft = False
-        for source in (_read_toml(file) if file else {}, variables, given):
+        for source in (_read_file(file) if file else {}, variables, given):
             values = _resolve_aliases(source)
             on = values.pop(_USE, None)
             if on and merged.get("draft") == _OFF:
@@ -333,18 +334,24 @@ def _read_environment() -> dict[str, Any]:
     return {name: os.environ[variable] for variable, name in names.items() if variable in os.environ}
 
 
-def _read_toml(path: str) -> dict[str, Any]:
+def _read_file(path: str) -> dict[str, Any]:
+    """Return the options in a config file. Raises NotFound and BadOption."""
     file = Path(path)
+    form = "JSON" if file.suffix == ".json" else "TOML"
     try:
         if not file.exists():
             raise NotFound(f"the config file {path!r} does not exist")
         if not file.is_file() or file.stat().st_size > MOST_CONFIG_BYTES:
-            raise BadOption(f"the config file {path!r} cannot be read (no file of at most 1 MB): name a TOML file")
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+            raise BadOption(f"the config file {path!r} cannot be read (no file of at most 1 MB): name a {form} file")
+        text = file.read_text(encoding="utf-8")
+        options = json.loads(text) if form == "JSON" else tomllib.loads(text)
     except OSError as error:
-        raise BadOption(f"the config file {path!r} cannot be read ({error.strerror}): name a TOML file") from None
-    except ValueError as error:  # not TOML, or not UTF-8
-        raise BadOption(f"the config file {path!r} is not valid TOML: {error}") from None
+        raise BadOption(f"the config file {path!r} cannot be read ({error.strerror}): name a {form} file") from None
+    except (ValueError, RecursionError) as error:  # of another form, or not UTF-8
+        raise BadOption(f"the config file {path!r} is not valid {form}: {error}") from None
+    if not isinstance(options, dict):
+        raise BadOption(f'the config file {path!r} holds no options: write {{"option": value}}')
+    return options
 
 
 # Of the fields, for help() and completion: that of __new__ would say nothing.

@@ -42,7 +42,11 @@ class SamplingParams:
     ignore_eos: bool = False  # go on past the model's end-of-sequence ids
     seed: int | None = None  # 64 bit; None = one is drawn and reported
     logprobs: int | None = None  # per token: its log-probability and this many alternatives, 0 to 20
-    n: int = 1  # outputs for the prompt, 1 to 16384, with seeds derived from `seed`; they share the prompt's cache
+    n: int = 1  # outputs for the prompt, 1 to 16384, with seeds derived from `seed`, or the n best of a beam search
+    num_beams: int = 1  # width of a beam search, 1 to 64; needs temperature=0
+    draft_beams: int | None = None  # width of the drafter's own search, from num_beams to 64; None = num_beams
+    length_penalty: float = 1.0  # of a beam search, -16 to 16: a score is the sum of log-probabilities / length^it
+    early_stopping: bool | str = False  # True = at num_beams finished texts; False, "never" = while one may get better
     acceptance: str | None = None  # a verification rule; None = match for a seed and temperature > 0, else ratio
     draft: str | None = None  # a drafter that the engine was started with, or none; None = the engine's own choice
     prediction: str | Sequence[int] | None = (
@@ -69,6 +73,28 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             ok = 0 <= token < _NUM_IDS and (bias == -math.inf or abs(bias) <= 1e20)
             _require(ok, "logit_bias", {token: bias}, "from ids in 0 .. 2**31 - 1 to numbers in [-1e20, 1e20], or -inf")
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        """Raise BadOption for what a beam search cannot honour, and for its options without one."""
+        if not self.searches:
+            for name in ("length_penalty", "early_stopping"):
+                if (value := getattr(self, name)) != _DEFAULTS[name]:
+                    raise BadOption(f"{name}={shown(value)} belongs to a beam search: add num_beams, or drop it")
+            return
+        width = f"num_beams={self.num_beams}"
+        search = width if self.num_beams > 1 else f"draft_beams={self.draft_beams}"
+        if not self.greedy:
+            raise BadOption(
+                f"{search} is not possible with temperature={self.temperature}: a beam search draws nothing; add "
+                "temperature=0"
+            )
+        _require(self.n <= self.num_beams, "n", self.n, f"at most {width}")
+        draft_beams = self.draft_beams or self.num_beams
+        _require(draft_beams >= self.num_beams, "draft_beams", draft_beams, f"at least {width}")
+        for name, why in _NOT_WITH_BEAMS.items():
+            if (value := getattr(self, name)) is not None:
+                raise BadOption(f"{name}={shown(value)} is not possible with {search}: {why}; drop one of them")
 
     def _accept(self, name: str, value: Any, optional: bool) -> None:
         """Convert one field and check its range."""
@@ -89,6 +115,17 @@ class SamplingParams:
         """True where the next token is the argmax."""
         return self.temperature == 0
 
+    @property
+    def searches(self) -> bool:
+        """True where the output is found by a beam search; one beam is one where draft_beams is given."""
+        return self.num_beams > 1 or self.draft_beams is not None
+
+
+_NOT_WITH_BEAMS = {
+    "logprobs": "an output has its score and the sum of its log-probabilities",
+    "acceptance": "all beams are compared, no token is accepted or rejected by itself",
+    "prediction": "it is one text, and beams are several",
+}
 
 # Of the fields, for help() and completion: that of __new__ would say nothing.
 SamplingParams.__signature__ = Signature(list(signature(SamplingParams.__init__).parameters.values())[1:])  # type: ignore[attr-defined]
@@ -156,7 +193,9 @@ def _biases(value: Any) -> dict[int, float]:
 # What a field takes: how it becomes a plain Python value, and the words for a value that does not.
 _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "logprobs"), (_wide, "an integer of 64 bits")),
-    **dict.fromkeys(("n", "spec_length", "priority"), (_wide, "an integer of 64 bits")),
+    **dict.fromkeys(("n", "spec_length", "priority", "num_beams", "draft_beams"), (_wide, "an integer of 64 bits")),
+    "length_penalty": (_number, "a number"),
+    "early_stopping": (lambda value: value if value == "never" else _instance(value, bool), "True, False or 'never'"),
     "seed": (_integer, "an integer"),
     **dict.fromkeys(("temperature", "top_p", "min_p"), (_number, "a number")),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), (_number, "a number")),
@@ -168,6 +207,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     **dict.fromkeys(("acceptance", "draft", "cache_salt"), (lambda value: _instance(value, str), "a text")),
 }
 
+MAX_BEAMS = 64
 _NUM_IDS = 2**31  # no vocabulary is larger; which ids a model has is checked when a request is added
 
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -188,6 +228,8 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("stop", "bad_words"), (all, "texts that are not empty")),
     "seed": (lambda n: 0 <= n < 2**64, "in 0 .. 2**64 - 1, or left out for one that is drawn"),
     "n": (lambda n: 1 <= n <= 16384, "in 1 .. 16384"),
+    **dict.fromkeys(("num_beams", "draft_beams"), (lambda n: 1 <= n <= MAX_BEAMS, f"in 1 .. {MAX_BEAMS}")),
+    "length_penalty": (lambda x: -16 <= x <= 16, "in [-16, 16]"),
     "spec_length": (lambda k: 1 <= k <= 64, "in 1 .. 64"),
     "logprobs": (lambda n: 0 <= n <= 20, "in 0 .. 20"),
 }

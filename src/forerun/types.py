@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 Origin = Literal["accepted", "correction", "bonus", "plain"]
 
+BEAM = "beam"  # in place of a rule, of a request that is a beam search
+NO_TOKEN = -2  # in place of the next token of a verdict that has none
 ROUND_TOKENS = 2  # committed tokens that a round leaves a draft model to run: one, or two after a fully accepted draft
 
 
@@ -69,6 +71,52 @@ class TokenCounts:
         self._num_counted = len(tokens)
 
 
+# What may follow a text: num -> its `num` likeliest tokens, or fewer, best first, and their log-probabilities.
+Next = Callable[[int], tuple[Seq[int], Seq[float]]]
+
+
+class Hypotheses:
+    """The texts that a beam search looks at, as a tree that only grows: each node is a token behind its parent.
+
+    tokens, parents: by node; -1 = the prompt. base: node of the last committed token, which all live texts share. tips:
+    the last nodes of the live texts, best first. Drafters read it, and add the nodes that they guess.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.base, self.tips = -1, [-1]
+        self._children: dict[tuple[int, int], int] = {}
+
+    def child(self, parent: int, token: int) -> int | None:
+        """Return the node of `token` behind a node; None where there is none."""
+        return self._children.get((parent, token))
+
+    def add(self, parent: int, token: int) -> int:
+        """Return that node, made where there is none."""
+        node = self._children.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+        return node
+
+    def path(self, node: int, above: int = -1) -> list[int]:
+        """Return the nodes behind `above`, an ancestor, down to `node`, which is among them unless it is `above`."""
+        path = []
+        while node != above:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def text(self, node: int, above: int = -1) -> list[int]:
+        """Return the tokens of `path`."""
+        return [self.tokens[n] for n in self.path(node, above)]
+
+    def live(self) -> list[int]:
+        """Return the base and all nodes between it and the tips, these included; each behind its parent."""
+        return sorted({self.base}.union(*(self.path(tip, self.base) for tip in self.tips)))
+
+
 @dataclass(slots=True)
 class Sequence:
     """The committed tokens of one request. Only `commit` appends to them; drafted tokens never enter.
@@ -90,6 +138,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
+    hypotheses: Hypotheses | None = None  # of a beam search; what all of its live texts begin with is committed
     acceptance: str = field(init=False)
     counts: TokenCounts = field(init=False, default_factory=TokenCounts, repr=False, compare=False)
 
@@ -228,7 +277,8 @@ class Draft:
     committed token; parents come before children), node_starts [B+1], probs [N] (the distribution each token was drawn
     from). A chain is a tree in which the parent of each node is the node before it. A sequence may have no nodes: it
     then decodes plainly. Siblings come in the order in which they were drawn, and a sequence's nodes best first.
-    extra: by sequence, rows that are scored as well.
+    extra: by sequence, rows that are scored as well. known: by sequence, how many of its first nodes are no guesses,
+    but the open ends of a beam search.
     """
 
     tokens: list[int]
@@ -236,6 +286,7 @@ class Draft:
     node_starts: list[int]
     probs: list[Probs]
     extra: Mapping[int, Extra] = field(default_factory=dict)
+    known: Mapping[int, int] = field(default_factory=dict)
 
     @staticmethod
     def empty(num_sequences: int) -> Draft:
@@ -258,14 +309,16 @@ class Draft:
         parents: list[int] = []
         starts, probs = [0], list[Probs]()
         extra: dict[int, Extra] = {}
+        known: dict[int, int] = {}
         for draft in drafts:
             first = len(tokens)
             extra |= {len(starts) - 1 + b: rows for b, rows in draft.extra.items()}
+            known |= {len(starts) - 1 + b: num for b, num in draft.known.items()}
             tokens += draft.tokens
             parents += [p if p < 0 else first + p for p in draft.parents]
             starts += [first + start for start in draft.node_starts[1:]]
             probs += draft.probs
-        return Draft(tokens, parents, starts, probs, extra)
+        return Draft(tokens, parents, starts, probs, extra, known)
 
     def only(self, b: int) -> Draft:
         """Return the draft of sequence b as a draft of one sequence, its nodes numbered from 0."""
@@ -273,11 +326,17 @@ class Draft:
         parents = [p if p < 0 else p - own.start for p in self.parents[own.start : own.stop]]
         cut = slice(own.start, own.stop)
         extra = {0: self.extra[b]} if b in self.extra else {}
-        return Draft(self.tokens[cut], parents, [0, len(own)], self.probs[cut], extra)
+        known = {0: self.known[b]} if b in self.known else {}
+        return Draft(self.tokens[cut], parents, [0, len(own)], self.probs[cut], extra, known)
 
     @property
     def num_sequences(self) -> int:
         return len(self.node_starts) - 1
+
+    @property
+    def num_guesses(self) -> int:
+        """The nodes that were drafted."""
+        return len(self.tokens) - sum(self.known.values())
 
     def nodes(self, b: int) -> range:
         """Return the flat indices of sequence b's nodes."""
@@ -388,7 +447,9 @@ class Verdict:
     """The ruling on a Draft. Lists over the B sequences; a step emits len(paths[b]) + 1 tokens."""
 
     paths: list[list[int]]  # accepted nodes, flat indices, root to tip
-    next_tokens: list[int]  # a correction after a rejection, a bonus after none, plain where nothing was drafted
+    # A correction after a rejection, a bonus after none, plain where nothing was drafted; NO_TOKEN = the path alone is
+    # emitted, by a beam search whose texts differ behind it.
+    next_tokens: list[int]
     tests: list[list[AcceptanceTest]]  # of every child that was tested, in order
 
     def num_tested(self, b: int) -> int:
@@ -402,7 +463,8 @@ class Verdict:
     def emitted(self, draft: Draft, b: int) -> list[int]:
         """Return the tokens that the step emits for sequence b: the accepted ones, then the next token."""
         path, next_token = self.paths[b], self.next_tokens[b]
-        return [*[draft.tokens[n] for n in path], next_token] if path else [next_token]
+        behind = [] if next_token == NO_TOKEN else [next_token]
+        return [*[draft.tokens[n] for n in path], *behind] if path else behind
 
 
 # ------------------------------------------------------------------------------------------------ one forward pass
@@ -416,7 +478,7 @@ class RaggedBatch:
     slots [B] (cache slot of each run), cached [B] (rows of the slot that every row of the run sees, in order).
     parents [B]: None for a run whose rows follow each other, else the parent of each *pending* row of the slot (written
     behind the cached ones, not kept) and then of each row of the run, as an index into these; -1 = the cached rows.
-    An empty list of parents says that no run has any.
+    An empty list of parents says that no run has any. silent: runs of which no logits are wanted, as of a prompt's.
     """
 
     tokens: list[int] | Tensor
@@ -425,6 +487,7 @@ class RaggedBatch:
     slots: list[int]
     cached: list[int]
     parents: Seq[Seq[int] | None] = ()
+    silent: frozenset[int] = frozenset()
 
     def ids(self) -> tuple[list[int], list[int]]:
         """Return tokens and positions as lists on the host."""

@@ -55,6 +55,24 @@ def test_json_has_text_tokens_and_report(cli: Any) -> None:
         assert set(report) >= {"acceptance_rate", "mean_accepted_length", "alpha_hat", "acceptance_per_position"}
 
 
+def test_a_beam_search_prints_its_texts_and_scores(cli: Any) -> None:
+    base = ("generate", "--target", "llama", "--draft", "./draft", *GREEDY, "--num-beams", "3", "a")
+    one = cli(*base, "--early-stopping", "true", "--draft-beams", "4", "--verbose")
+    assert one.returncode == 0, one.stderr
+    assert re.search(r"score -\d+\.\d{4}, .*3 beams", one.stderr)
+    assert re.search(r"\d+\.\d rows per target pass", one.stderr)
+    both = [json.loads(line) for line in cli(*base, "--n", "2", "--json").stdout.splitlines()]
+    assert both[0]["score"] >= both[1]["score"]
+    assert both[0]["score"] == pytest.approx(both[0]["cumulative_logprob"] / len(both[0]["token_ids"]))
+    assert both[0]["report"]["rows_per_pass"] >= 1
+    plain = [json.loads(line) for line in cli(*base, "--n", "2", "--json", "--draft", "none").stdout.splitlines()]
+    assert [text["text"] for text in plain] == [text["text"] for text in both]
+    several = cli(*base, "--n", "2").stdout
+    assert (several.count("==> 1: a <=="), several.count("==> 2: a <==")) == (1, 1)
+    assert "--rounds shows how one text grows" in cli(*base, "--rounds").stderr
+    assert "add temperature=0" in cli("generate", "--target", "llama", "--num-beams", "3", "a").stderr
+
+
 def test_a_lossy_rule_is_named_with_its_price(cli: Any) -> None:
     base = (
         "generate",

@@ -79,8 +79,8 @@ SENTENCES = {
     f"here: {SEE}",
     "generate --prompt-lookup-num-tokens 3": "transformers' --prompt-lookup-num-tokens is --draft lookup and "
     f"--spec-length here: {SEE}",
-    "generate x --num-beams 4": "transformers' and OpenVINO GenAI's --num-beams has no counterpart here: "
-    f"there is no beam search; {SEE}",
+    "generate x --num-beam-groups 4": "transformers' and OpenVINO GenAI's --num-beam-groups has no counterpart here: "
+    f"a beam search has one group; {SEE}",
     "generate x --rng-seed 1": "OpenVINO GenAI's --rng-seed is --seed here: without one a seed is drawn and shown; "
     + SEE,
 }

@@ -227,3 +227,12 @@ def test_auto_chooses_the_tree_and_lookup_for_rules_of_chains() -> None:
 def test_a_shape_that_does_not_exist_is_refused() -> None:
     with pytest.raises(BadOption, match="must be path or tree"):
         Options(shape="star")
+
+
+def test_two_of_one_method_are_both_there_in_either_order() -> None:
+    target = Target(MODEL, None, frozenset(), 61, (), 4, 128, "paged")
+    for specs in (["none", "suffix", "suffix:shape=tree"], ["none", "suffix:shape=tree", "suffix"]):
+        found = router.make(specs, target)
+        assert [found.members[found.chosen(spec)].shape for spec in specs[1:]] == [
+            "tree" if spec != "suffix" else "chain" for spec in specs[1:]
+        ]

@@ -71,8 +71,9 @@ def test_suffix_decoding_of_speculative_config_is_suffix():
         ("draft_model", "name the draft model itself, by its folder or hub id"),
         *[
             (name, "there is no such drafter yet, and forerun drafters lists those there are")
-            for name in ("eagle3", "EAGLE", "medusa", "mtp", "qwen3_next_mtp", "draft-eagle3")
+            for name in ("hydra", "mtp", "qwen3_next_mtp", "draft-nextn")
         ],
+        *[(name, "write eagle:path=FOLDER") for name in ("eagle3", "EAGLE", "MEDUSA", "draft-eagle3")],
     ],
 )
 def test_a_drafter_of_another_engine_is_answered(spec, words):
@@ -119,7 +120,7 @@ def test_no_value_that_works_here_is_answered_as_a_peers():
         ({"generation_config": "./folder"}, "there is no generation_config called './folder'"),
         (
             {"speculative_config": {"method": "eagle3", "model": "x"}},
-            "draft='eagle3' is not possible: there is no such",
+            "draft='eagle3' is not possible: eagle and medusa read heads that",
         ),
         ({"speculative_config": {"model": "x", "prompt_lookup_max": 4}}, 'prompt_lookup_max is draft="lookup:max_n=N"'),
         ({"speculative_config": {"method": "ngram", "model": "x"}}, "drop one of them"),
@@ -222,6 +223,22 @@ def test_a_config_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     (tmp_path / "latin.toml").write_bytes(b"draft = '\xe9'")
     with pytest.raises(BadOption, match="is not valid TOML"):
         EngineConfig.from_sources({}, str(tmp_path / "latin.toml"))
+    for text, why in {
+        '{"draft":': "is not valid JSON",
+        '["draft"]': "holds no options",
+        "[" * 10_000: "not valid",
+    }.items():
+        (tmp_path / "forerun.json").write_text(text)
+        with pytest.raises(BadOption, match=why):
+            EngineConfig.from_sources({}, str(tmp_path / "forerun.json"))
+
+
+@pytest.mark.usefixtures("no_variables")
+def test_a_config_file_may_be_json(tmp_path):
+    file = tmp_path / "forerun.json"
+    file.write_text('{"draft": "suffix:shape=tree", "spec_length": 7, "prefix_caching": false}')
+    config = EngineConfig.from_sources({"spec_length": 3}, str(file))
+    assert config == EngineConfig(draft="suffix:shape=tree", spec_length=3, prefix_caching=False)
 
 
 def test_keys_to_ignore_are_a_text_or_a_list():
@@ -318,8 +335,8 @@ def test_sampling_parameters_become_plain_values():
 def test_a_name_of_another_engine_is_answered_with_ours():
     with pytest.raises(BadOption, match="max_new_tokens is max_tokens here"):
         SamplingParams(max_new_tokens=5)
-    with pytest.raises(BadOption, match="num_beams has no counterpart here"):
-        SamplingParams(temperature=0.5, num_beams=4)
+    with pytest.raises(BadOption, match="num_beam_groups has no counterpart here"):
+        SamplingParams(temperature=0.5, num_beam_groups=4)
     with pytest.raises(BadOption, match="there is no sampling parameter 'nonsense'"):
         SamplingParams(nonsense=1)
     params = SamplingParams(temperature=0.5, stop="x")

@@ -111,7 +111,7 @@ def test_an_unknown_sampling_parameter_is_answered_with_the_nearest(named, words
         ({"temperature": 0}, "takes no temperature: use SamplingParams(temperature=0), given as params"),
         ({"max_token": 3}, "takes no max_token: use SamplingParams(max_tokens=3), given as params"),
         ({"max_new_tokens": 3}, "takes no max_new_tokens: use SamplingParams(max_tokens=3), given as params"),
-        ({"num_beams": 3}, "num_beams has no counterpart here"),
+        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size has no counterpart here"),
         ({"sampling_params": SamplingParams()}, "takes no sampling_params: it is called params here"),
         ({"prompt": "x"}, "there is no argument of LLM.generate called 'prompt' (did you mean 'prompts'?)"),
     ],

@@ -1,203 +1,50 @@
-"""Exact enumeration of the real engine (docs/exactness.md): every outcome of every coin, with its probability.
-
-`spoken` runs the engine through Branching coins and sums the probability of each output. `plain_outputs` is the product
-of the target's own probabilities, by a pipeline that is written a second time in plain Python. A rule is lossless if
-both agree to the last bits of float64.
-"""
+"""Exact enumeration of the real engine (forerun.testing.engines), with the drafters that need a file (methods.py)."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field, replace
-from typing import Any
 
-from forerun import pacing
-from forerun.drafters import Drafter, Target
-from forerun.engine.engine import Engine
-from forerun.kv.cache import BlockCache
-from forerun.models.runner import Runner
-from forerun.models.toy import ToyModel, ToyTable
-from forerun.testing import Branching, enumerate_outcomes
-from forerun.types import Coins, SamplingParams, StepReport
-from support import built, checkpoint_of, everyone
+from forerun.testing import engines
+from forerun.testing.engines import (
+    HORIZON,
+    PROMPT,
+    SPACE_TOKENS,
+    TARGET,
+    Outputs,
+    V,
+    drafter_for,
+    engine_for,
+    error,
+    every_way,
+    plain_outputs,
+    resembling,
+    runner_for,
+    second_pipeline,
+    spoken,
+    summed,
+    total_variation,
+)
+from support import needed
 
-V, HORIZON = 3, 3
-PROMPT = (0, 1, 2, 0, 1)  # its last two tokens occurred before, so lookup has a guess
-Outputs = Mapping[tuple[int, ...], float]
-SPACE_TOKENS = 32
+__all__ = [
+    "HORIZON",
+    "PROMPT",
+    "SPACE_TOKENS",
+    "TARGET",
+    "Case",
+    "Outputs",
+    "V",
+    "drafter_for",
+    "engine_for",
+    "error",
+    "every_way",
+    "plain_outputs",
+    "resembling",
+    "runner_for",
+    "second_pipeline",
+    "spoken",
+    "summed",
+    "total_variation",
+]
 
-
-TARGET = ToyModel(V, 1)  # shared by most cases: its table is made once
-
-
-@dataclass(frozen=True)
-class Case:
-    """One engine and one request."""
-
-    drafter: str
-    params: SamplingParams
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the drafter
-    target: ToyModel = TARGET
-    near: ToyModel | None = None  # the draft model, where the drafter wants one; None = resembling(target)
-    gamma: int = 2
-    pacing: str = "fixed"
-    end_ids: frozenset[int] = frozenset()
-    prompt: tuple[int, ...] = PROMPT
-    tokenizers: tuple[Any, Any] = (None, None)  # of target and draft model
-
-
-@functools.cache
-def resembling(target: ToyModel, seed: int = 2, distance: float = 0.7) -> ToyModel:
-    """A draft model that is right most of the time."""
-    return ToyModel(target.config.vocab_size, seed, ToyTable(distance=distance), near=target)
-
-
-def runner_for(model: ToyModel) -> Runner:
-    cache = BlockCache.create(
-        model.config.cache_shape, "paged", max_batch_size=2, max_seq_len=SPACE_TOKENS, dtype=model.cache_dtype
-    )
-    spoil(cache)
-    return Runner(model, cache)
-
-
-def spoil(cache: Any) -> None:
-    """Fill a new cache: its memory may have the rows of an earlier engine, which hide rows that were never written."""
-    for pool in (*cache.keys, *cache.values):
-        pool.fill_(-1)
-
-
-def drafter_for(case: Case) -> Drafter:
-    """Return any drafter by name; a draft model, by itself or within another drafter, is a toy model."""
-    near = case.near or resembling(case.target)
-    size = case.target.config.vocab_size
-    texts, own_texts = case.tokenizers
-    draft = replace(checkpoint_of(near), tokenizer=own_texts)
-    target = Target(case.target, texts, case.end_ids, size, (), 2, SPACE_TOKENS, "paged", loaded_draft=draft)
-    drafter = built(case.drafter, target, case.options)
-    for each in everyone(drafter):
-        ticks = itertools.count()
-        each.clock = lambda: next(ticks) * 1e-3  # the same coins must lead to the same draft  # noqa: B023
-        if each.runner is not None:
-            spoil(each.runner.cache)
-    return drafter
-
-
-def steady(policy: pacing.Pacing) -> pacing.Pacing:
-    """Return the policy with constant step times, so that the same coins lead to the same lengths."""
-    observe = policy.observe
-
-    def told(report: StepReport) -> None:
-        seconds = {name: 1e-4 * (1 + step.num_nodes) for name, step in report.drafts.items()}
-        drafts = {name: replace(step, seconds=seconds[name], catchup_s=0.0) for name, step in report.drafts.items()}
-        times = {"score_s": 1e-3 * (4 + report.num_rows), "judge_s": 1e-4, "commit_s": 1e-4}
-        observe(replace(report, draft_s=sum(seconds.values()), drafts=drafts, **times))
-
-    policy.observe = told  # type: ignore[method-assign]
-    return policy
-
-
-def engine_for(case: Case, coins: Callable[..., Coins]) -> Engine:
-    return Engine(
-        runner_for(case.target),
-        drafter_for(case),
-        steady(pacing.make(case.pacing, case.gamma)),
-        end_ids=case.end_ids,
-        max_seq_len=SPACE_TOKENS,
-        max_batch_size=2,
-        coins=coins,
-    )
-
-
-def generate(case: Case, coins: Callable[..., Coins]) -> tuple[tuple[int, ...], list[StepReport]]:
-    """Run one request from prompt to end on a new engine."""
-    engine = engine_for(case, coins)
-    reports: list[StepReport] = []
-    engine.listen(reports.append)
-    request = engine.add(case.prompt, case.params)
-    while request.seq.finish_reason is None:
-        engine.step()
-    if request.error is not None:
-        raise request.error
-    return tuple(request.seq.output_ids), [r for r in reports if r.num_decoding]
-
-
-Wrap = Callable[[Coins], Coins]
-
-
-def every_way(case: Case, wrap: Wrap = lambda coins: coins) -> list[tuple[float, tuple[tuple[int, ...], Any]]]:
-    """Return (probability, (output, reports)) of every way the engine can go."""
-
-    def run(way: Branching) -> tuple[tuple[int, ...], list[StepReport]]:
-        return generate(case, lambda seq: wrap(way.at(len(seq.tokens))))
-
-    return enumerate_outcomes(run)
-
-
-def spoken(case: Case, wrap: Wrap = lambda coins: coins) -> Outputs:
-    """Return the probability of each output, by the real engine."""
-    return summed(every_way(case, wrap))
-
-
-def summed(ways: list[tuple[float, tuple[tuple[int, ...], Any]]]) -> Outputs:
-    """Return the probability of each output, from the result of `every_way`."""
-    outputs: dict[tuple[int, ...], float] = defaultdict(float)
-    for weight, (output, _) in ways:
-        outputs[output] += weight
-    return outputs
-
-
-def total_variation(a: Outputs, b: Outputs) -> float:
-    """Return the total variation: half the sum of absolute differences over the outputs of both."""
-    return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b}) / 2
-
-
-# ------------------------------------------------------------------------------------------------ the second pipeline
-
-
-def plain_outputs(case: Case) -> Outputs:
-    """Return the probability of each output of plain decoding: the product of the target's probabilities to an end."""
-    assert case.params.max_tokens is not None
-    outputs: dict[tuple[int, ...], float] = {}
-    open_outputs: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
-    while open_outputs:
-        output, weight = open_outputs.pop()
-        if len(output) == case.params.max_tokens or (output and output[-1] in case.end_ids):
-            outputs[output] = weight
-            continue
-        logits = case.target.logits_after([*case.prompt, *output]).tolist()
-        probs = second_pipeline(logits, case.params, case.prompt, output, case.end_ids)
-        open_outputs += [((*output, x), weight * p) for x, p in enumerate(probs) if p > 0]
-    return outputs
-
-
-def second_pipeline(
-    logits: Seq[float], params: SamplingParams, prompt: Seq[int], output: Seq[int], end_ids: Seq[int] | frozenset[int]
-) -> list[float]:
-    """Compute `forerun.sampling.probs` a second time, with lists and full sorts, as weights [V]."""
-    z = list(logits)
-    for x, bias in (params.logit_bias or {}).items():
-        z[x] += bias
-    for x in {*prompt, *output}:
-        z[x] = z[x] / params.repetition_penalty if z[x] > 0 else z[x] * params.repetition_penalty
-    for x in set(output):
-        z[x] -= params.presence_penalty + params.frequency_penalty * list(output).count(x)
-    for x in end_ids:
-        z[x] = -math.inf if len(output) < params.min_tokens else z[x]
-    largest = max(z)
-    z = [value - largest for value in z]  # first, as the pipeline does: it may make ties of logits that differ by a bit
-    order = sorted(range(len(z)), key=lambda x: (-z[x], x))
-    if params.temperature == 0:
-        return [float(x == order[0]) for x in range(len(z))]
-    weight = [math.exp(value / params.temperature) for value in z]
-    kept = order[: params.top_k or None]
-    kept = [x for x in kept if weight[x] >= params.min_p * weight[order[0]]]
-    mass, prefix = 0.0, []
-    for x in kept:
-        if mass < params.top_p * sum(weight[y] for y in kept) or params.top_p == 1:
-            prefix.append(x)
-            mass += weight[x]
-    return [weight[x] / mass if x in prefix else 0.0 for x in range(len(z))]
+Case = functools.partial(engines.Case, needs=needed)

@@ -26,8 +26,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("docs", "docs/methods", "docs/tutorials")
-DOCUMENTS = [ROOT / "README.md", *sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))]
+PAGES = [page for folder in ("", "methods", "tutorials") for page in (ROOT / "docs" / folder).glob("*.md")]
+DOCUMENTS = [ROOT / "README.md", *sorted(PAGES)]
 HISTORY = sorted((ROOT / "docs" / "history").glob("*.md"))  # read, and not run: its commands are of their time
 FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[a-z]+)(?:: (?P<value>.+?))? -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S

@@ -117,8 +117,8 @@ def test_everything_public_has_a_docstring() -> None:
 # ---------------------------------------------------------------------------------------------- words, prints, paths
 
 
-# Only what is a command, or prints for one, writes to the terminal.
-MAY_PRINT = ("cli", "bench", "show", "train/command")
+# Only what is a command, or prints for one, writes to the terminal; and what a caller asks for by debug=True.
+MAY_PRINT = ("cli", "bench", "show", "train/command", "functional/printing")
 
 
 def test_only_commands_print() -> None:

@@ -6,17 +6,21 @@ import dataclasses
 import importlib
 import importlib.util
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forerun import verify
 from forerun.registry import names
+from forerun.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "methods"
 ROOMS = ("drafters", "verify", "pacing")
 METHODS = [(room, name) for room in ROOMS for name in names(f"forerun.{room}")]
+SEARCH, SEARCH_OPTIONS = "beam", ("num_beams", "draft_beams", "length_penalty", "early_stopping")
 HEADINGS = ["When it wins", "When it loses", "Cost", "Exactness", "Options", "Source", "Measured"]
 ROW = re.compile(r"^\| `(\w+)` \| (.+?) \| (.+) \|$", re.M)
 spec = importlib.util.spec_from_file_location("methods_table", ROOT / "docs" / "methods_table.py")
@@ -34,16 +38,23 @@ def test_the_table_is_that_of_the_code() -> None:
 def test_pages_and_methods_are_the_same() -> None:
     """Names are unique over the rooms, for a page is found by its name."""
     pages = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "README")
-    assert pages == sorted(name for _, name in METHODS)
+    assert pages == sorted([*(name for _, name in METHODS), SEARCH])
 
 
 @pytest.mark.parametrize(("room", "name"), METHODS, ids=[name for _, name in METHODS])
 def test_a_page_has_the_form_of_all_and_the_options_of_its_file(room: str, name: str) -> None:
+    check_page(name, dataclasses.fields(importlib.import_module(f"forerun.{room}.{name}").Options))
+
+
+def test_the_page_of_the_search_has_the_form_and_the_parameters_of_a_request() -> None:
+    check_page(SEARCH, [field for field in dataclasses.fields(SamplingParams) if field.name in SEARCH_OPTIONS])
+
+
+def check_page(name: str, fields: Sequence[dataclasses.Field[Any]]) -> None:
     page = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
     assert page.startswith(f"# {name}\n")
     assert re.findall(r"^## (.+)$", page, re.M) == HEADINGS
     assert not re.search(r"^## .+\n\s*(?=^#|\Z)", page, re.M), "a section is empty"
-    fields = dataclasses.fields(importlib.import_module(f"forerun.{room}.{name}").Options)
     section = page.partition("## Options\n")[2].partition("\n## ")[0]
     told = ROW.findall(section)
     assert [option for option, _, _ in told] == [field.name for field in fields]

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from forerun.errors import CapacityError, InternalError
+from forerun.kv import Held
 from forerun.kv.cache import PAGED_BLOCK_TOKENS, BlockCache, CacheShape
 from forerun.models.runner import Run, pack
 from forerun.types import RaggedBatch
@@ -83,16 +84,22 @@ class CacheFuzz(RuleBasedStateMachine):
     @precondition(lambda self: any(s.run for s in self.slots.values()))
     @rule(data=st.data())
     def keep_paths(self, data: st.DataObject) -> None:
-        """Keep rows of several slots in one call."""
+        """Keep rows of several slots in one call; of some of them, rows behind the kept ones stay pending."""
         slots = data.draw(st.sets(st.sampled_from([n for n, s in self.slots.items() if s.run]), min_size=1))
-        kept = {}
+        kept, held = {}, {}
         for slot in sorted(slots):
             state = self.slots[slot]
             written = [*state.pending, *state.run]
-            kept[slot] = sorted(data.draw(st.sets(st.integers(0, len(written) - 1))))
+            rows = sorted(data.draw(st.sets(st.integers(0, len(written) - 1))))
+            num_kept = data.draw(st.integers(0, len(rows)))
+            kept[slot] = rows[:num_kept]
             state.kept += [written[i] for i in kept[slot]]
-            state.pending, state.run = [], []
-        self.cache.keep(kept)
+            state.pending, state.run = [written[i] for i in rows[num_kept:]], []
+            if state.pending or data.draw(st.booleans()):
+                parents = [data.draw(st.integers(-1, i - 1)) for i in range(len(state.pending))]
+                held[slot] = Held(rows[num_kept:], parents)
+        self.cache.keep(kept, held)
+        assert all(self.cache.pending(slot) == rows.parents for slot, rows in held.items())
 
     @precondition(lambda self: any(s.run for s in self.slots.values()))
     @rule(data=st.data())
@@ -181,6 +188,16 @@ def test_a_path_moves_across_block_boundaries() -> None:
     assert contents(cache, 0) == [*range(12), 100, 103, 104, 109, 120, 121, 129]
     assert contents(cache, 1) == list(range(12))
     cache.check_integrity()
+
+
+def test_what_is_held_comes_behind_what_is_kept() -> None:
+    cache = make()
+    cache.open(0)
+    write(cache, 0, [1, 2, 3])
+    with pytest.raises(InternalError, match="they must ascend"):
+        cache.keep({0: [1]}, {0: Held([0], [-1])})
+    cache.keep({0: [0]}, {0: Held([2], [-1])})
+    assert (contents(cache, 0), cache.pending(0)) == ([1], [-1])
 
 
 def test_blocks_behind_the_length_are_freed() -> None:

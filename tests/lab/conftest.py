@@ -12,7 +12,7 @@ import pytest
 
 from serve.running import Running, serving
 
-KEY = "open sesame"
+KEY = "Сезам, открой"  # in UTF-8, wherever a header has it
 REFUSED = "status of 401"  # what a console says of the first request, which had no key
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")  # names of the system's browser
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from forerun.lab.app import add_error_answers
 from forerun.lab.unbiased import MUTANTS, Rounds, Setting, counted, exact_tv, expected_accepted
 from forerun.theory import formulas, roofline
 from forerun.theory.noise import chi_square, chi_square_tail
+from serve.running import wait_for
 
 TARGET = [0.3, 0.2, 0.15, 0.12, 0.09, 0.07, 0.04, 0.03]
 DRAFT = [0.14, 0.28, 0.1, 0.2, 0.06, 0.12, 0.06, 0.04]
@@ -203,3 +206,16 @@ def test_settings_that_are_impossible_are_refused(client: TestClient) -> None:
         answer = client.post("/api/rounds", json={**good, **change})
         assert answer.status_code == 400, (change, answer.text)
         assert said in answer.json()["error"]["message"], (change, answer.text)
+
+
+def test_few_wait_for_their_turn(client: TestClient) -> None:
+    """Each that waits holds a thread, of which the server has some tens."""
+    asked = {"target": TARGET, "draft": DRAFT, "num_rounds": 1}
+    with ThreadPoolExecutor(unbiased.MOST_WAITING + 3) as pool:
+        with unbiased._TURN:
+            posts = [pool.submit(client.post, "/api/rounds", json=asked) for _ in range(unbiased.MOST_WAITING + 3)]
+            wait_for(lambda: sum(post.done() for post in posts) == 2)
+        codes = Counter(post.result().status_code for post in posts)
+    assert codes == {200: unbiased.MOST_WAITING + 1, 503: 2}
+    for _ in range(unbiased.MOST_WAITING + 2):
+        assert client.post("/api/rounds", json=asked).status_code == 200, "a place was not given back"

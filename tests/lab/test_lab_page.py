@@ -19,7 +19,7 @@ from forerun.theory.published import TABLE_4
 from lab.conftest import KEY, Pages, until
 from serve.running import Running
 
-BEARER = {"authorization": f"Bearer {KEY}"}
+BEARER = {"authorization": f"Bearer {KEY}".encode()}
 ALPHAS = [0.0, 0.1, 0.35, 0.5, 0.7, 0.83, 0.99, 1.0]
 PAIRS = [
     ([0.3, 0.2, 0.15, 0.12, 0.09, 0.07, 0.04, 0.03], [0.14, 0.28, 0.1, 0.2, 0.06, 0.12, 0.06, 0.04]),

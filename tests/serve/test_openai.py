@@ -50,6 +50,10 @@ HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"bad_words": ["x"], "stop_token_ids": [5]}, {"bad_words": ("x",), "stop_token_ids": (5,)}),
     ({"acceptance": "ratio", "draft": "none"}, {"acceptance": "ratio", "draft": "none"}),
     ({"spec_length": 2}, {"spec_length": 2}),
+    (
+        {"num_beams": 3, "draft_beams": 4, "temperature": 0, "early_stopping": "never", "length_penalty": 0.5},
+        {"num_beams": 3, "draft_beams": 4, "temperature": 0, "early_stopping": "never", "length_penalty": 0.5},
+    ),
     ({"priority": 3, "cache_salt": "s"}, {"priority": 3, "cache_salt": "s"}),
     ({"prediction": {"type": "content", "content": "ab"}}, {"prediction": "ab"}),
     (
@@ -92,7 +96,7 @@ def test_prompts_and_conversations() -> None:
 
 
 def test_what_changes_nothing_is_taken() -> None:
-    chat = {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "modalities": ["text"]}
+    chat = {"response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "modalities": ["text"]}
     assert read(CHAT, **chat).params == SamplingParams(max_tokens=None)
     assert read(COMPLETIONS, echo=False, suffix="", best_of=2, n=2).params == SamplingParams(max_tokens=16, n=2)
     job = read(CHAT, stream=True, stream_options={"include_usage": True})
@@ -117,6 +121,9 @@ def test_names_of_a_model(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"model": "gpt-4o"}, "model", "it must be 'small' or 'models/small', or left out"),
+    (CHAT, {"num_beams": 2, "temperature": 0, "stream": True}, "stream", "which text is best is known at the end"),
+    (COMPLETIONS, {"num_beams": 2}, "num_beams", "a beam search draws nothing; add temperature=0"),
+    (COMPLETIONS, {"num_beams": 2, "temperature": 0, "n": 3}, "n", "at most num_beams=2"),
     (CHAT, {"messages": []}, "messages", "must be a list such as"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages", "must be a list such as"),
     (
@@ -127,10 +134,11 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "the template's own variables"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools", "calls none"),
-    (CHAT, {"tool_choice": "auto"}, "tool_choice", "calls none"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice", "calls none"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "grammar or schema"),
     (CHAT, {"logprobs": 3}, "logprobs", "must be true or false"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs", "needs logprobs=true"),
+    (CHAT, {"top_logprobs": False}, "top_logprobs", "needs logprobs=true"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs=21 is not possible"),
     (CHAT, {"prompt": "x"}, "prompt", "a field of /v1/completions"),
     (CHAT, {"reasoning_effort": "low"}, "reasoning_effort", "there is no field 'reasoning_effort'"),

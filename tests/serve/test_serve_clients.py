@@ -141,6 +141,16 @@ def test_penalties_and_biases_are_honoured(client: openai.OpenAI, plain: LLM) ->
     )
 
 
+def test_a_beam_search_answers_with_its_best_texts(client: openai.OpenAI, plain: LLM) -> None:
+    body = {"num_beams": 4, "draft_beams": 6, "speculation": {"report": True}}
+    got = client.completions.create(model="shipped", prompt=CODE, n=2, extra_body=body, **GREEDY)
+    expected = plain.generate(CODE, SamplingParams(num_beams=4, n=2, **GREEDY))
+    assert [choice.text for choice in got.choices] == [output.text for output in expected]
+    report = (got.model_extra or {})["forerun"]
+    assert (report["acceptance"], report["num_emitted"]) == ("beam", expected[0].report.num_emitted)
+    assert report["scores"] == [output.score for output in expected]
+
+
 def test_a_prediction_is_counted(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="shipped", messages=HELLO, temperature=0, max_tokens=40)
     text = whole.choices[0].message.content or ""

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, seed, settings
 
 from forerun import LLM, SamplingParams
 from forerun.engine.request import Request
-from forerun.errors import InternalError
+from forerun.errors import ForerunError, InternalError
 from forerun.serve import server
 from forerun.serve.app import APIS, make_app
 from forerun.serve.events import KEEP_ALIVE
@@ -80,6 +80,24 @@ def test_an_engine_that_fails_takes_all_with_it_and_is_not_ready(monkeypatch: py
                 assert (answer.status_code, answer.json()["status"]) == (503, "failed")
             assert (await client.post("/v1/completions", **asked())).status_code == 500
             assert service.gate.num_taken == 0
+            metrics = (await client.get("/metrics")).text
+            assert 'request_success_total{finished_reason="error",model_name="small"} 4.0' in metrics
+
+    run(test)
+
+
+def test_an_engine_that_fails_on_what_no_route_asked_for_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM("shipped", max_batch_size=2, **llm_options())
+
+    def step(*_: Any) -> Any:
+        raise RuntimeError("the machine is on fire")
+
+    async def test() -> None:
+        async with served(llm) as (client, _):
+            monkeypatch.setattr(llm.engine.stepper, "step", step)
+            with pytest.raises(ForerunError):
+                await asyncio.to_thread(llm.generate, CODE, SamplingParams(max_tokens=4))
+            assert (await client.get("/ready")).status_code == 503
 
     run(test)
 
@@ -148,9 +166,10 @@ def test_a_stream_whose_steps_take_long_says_that_it_lives_and_one_that_takes_to
     llm.generate("a")  # the first request of an engine may wait until the times of passes are measured
 
     async def test() -> None:
-        async with served(llm, keep_alive_s=0.05) as (client, _):
-            wanted = asked(max_tokens=8, stream=True, seed=1, temperature=1.0)
+        wanted = asked(max_tokens=8, stream=True, seed=1, temperature=1.0)
+        async with served(llm) as (client, _):
             at_once = await client.post("/v1/completions", **wanted)
+        async with served(llm, keep_alive_s=0.05) as (client, _):
             end = llm.listen(lambda _: time.sleep(0.1))
             slow = await client.post("/v1/completions", **wanted)
             end()
@@ -269,6 +288,23 @@ def test_a_second_signal_ends_a_server_that_waits_for_a_reader_alone() -> None:
             assert reader.fileno() > 0
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+
+    run(test)
+
+
+def test_when_to_come_again_is_told_by_requests_that_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting tokens takes a moment, and so does a refusal."""
+
+    async def test() -> None:
+        gate, now_s = Gate(8, 1), 0.0
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
+        for num, seconds in [(1, 10.0)] * 60 + [(None, 0.0)] * 60:
+            with gate.enter() as place:
+                if num is not None:
+                    place.grow(num)
+                now_s += seconds
+        assert gate.retry_after_s() == 10
+        monkeypatch.undo()
 
     run(test)
 

@@ -69,6 +69,9 @@ def test_agents_are_told_what_was_ignored(strict: Running) -> None:
     ignored = "tools, thinking, context_management, output_config, max_tokens"
     assert (answer.status_code, answer.headers["x-forerun-ignored"]) == (200, ignored)
     assert answer.text.rstrip().endswith('{"type":"message_stop"}')
+    long = {"prompt": CODE, "max_tokens": 10**6, "min_tokens": 2, "stop": [" "], "temperature": 0}
+    answer = strict.http.post("/v1/completions", json=long)
+    assert (answer.status_code, answer.headers["x-forerun-ignored"]) == (200, "max_tokens, min_tokens")
     body = {name: CLAUDE_CODE[name] for name in ("model", "messages", "system", "tools")}
     answer = strict.http.post("/v1/messages/count_tokens?beta=true", json=body)
     assert answer.json()["input_tokens"] > 20
@@ -97,6 +100,10 @@ def test_bodies_that_are_no_bodies(strict: Running) -> None:
     assert code(chunked) == (413, "body_too_large")
     assert strict.http.get("/nothing").status_code == 404
     assert strict.http.get("/v1/completions").status_code == 405
+    for method, path, status in (("GET", "/v1/messages", 405), ("POST", "/v1/messages/nothing", 404)):
+        answer = strict.http.request(method, path)
+        kind, own = answer.json()["type"], answer.headers["request-id"]
+        assert (answer.status_code, kind, answer.json()["request_id"]) == (status, "error", own)
     answer = strict.http.get("/health", headers={"x-large": "y" * 100_000})
     assert answer.status_code == 431
 
@@ -252,7 +259,8 @@ def test_killed_and_started_again_and_ended_twice() -> None:
         wait_for(lambda: first.metric("forerun:num_requests_running"))
         first.process.kill()
         first.process.wait()
-        with serving("--host", "127.0.0.1", port=port) as second:
+        with serving("--host", "127.0.0.1", "--no-lab", port=port) as second:
+            assert second.http.get("/lab/").status_code == 404
             assert second.http.post("/v1/completions", json={"prompt": CODE, "max_tokens": 2}).status_code == 200
             threading.Thread(target=_ask_and_lose, args=(second.url,), daemon=True).start()
             wait_for(lambda: second.metric("forerun:num_requests_running"))

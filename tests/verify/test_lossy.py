@@ -19,12 +19,12 @@ from forerun.verify import lenience, typical
 from verify.cases import CHAINS, EXACT, HORIZON, TABLES
 
 
-def judged(p: Probs, q: Probs, share: float):
+def judged(p: Probs, q: Probs, share: float, correction: str = "residual"):
     """Every way of a round with one drafted token: (probability, (first token, acceptance tests))."""
 
     def run(coins):
         draft = Draft.chains([[coins.draft(q, 0)]], [[q]])
-        path, token, tests = lenience.rule(draft, 0, [p, p], coins, lenience.Options(share))
+        path, token, tests = lenience.rule(draft, 0, [p, p], coins, lenience.Options(share, correction))
         return draft.tokens[0] if path else token, tests
 
     return enumerate_outcomes(run)
@@ -39,16 +39,28 @@ def test_k2_lenience():
     assert {round(tests[0].price, 12) for _, (_, tests) in ways} == {0.075}
 
 
-def test_the_price_is_the_total_variation():
+@pytest.mark.parametrize("correction", ["residual", "target"])
+def test_the_price_is_the_total_variation(correction):
     for seed in range(60):
         weights = np.random.default_rng(seed).dirichlet(np.full(4, 0.5), 2)
         weights[:, seed % 4] *= seed % 3 > 0
         p, q = (row / row.sum() for row in weights)
         share = 0.1 + 0.9 * (seed % 7) / 6
-        ways = judged(dense(p), dense(q), share)
+        ways = judged(dense(p), dense(q), share, correction)
         said = np.array([sum(w for w, (token, _) in ways if token == x) for x in range(4)])
         assert ways[0][1][1][0].price == pytest.approx(np.abs(said - p).sum() / 2, abs=EXACT)
-        assert (said <= p / share + EXACT).all()
+        if correction == "residual":
+            assert (said <= p / share + EXACT).all()
+
+
+def test_a_correction_from_the_target_is_biased_also_without_lenience():
+    """p = (.5, .3, .2), q = (.2, .6, .2): min(p, q) + .3 p = (.35, .39, .26), and not p."""
+    ways = judged(dense(np.array([0.5, 0.3, 0.2])), dense(np.array([0.2, 0.6, 0.2])), 1.0, "target")
+    said = [sum(w for w, (token, _) in ways if token == x) for x in range(3)]
+    assert said == pytest.approx([0.35, 0.39, 0.26], abs=EXACT)
+    assert {round(tests[0].price, 12) for _, (_, tests) in ways} == {0.15}
+    with pytest.raises(BadOption, match="correction='p'"):
+        lenience.Options(1.0, "p")
 
 
 @pytest.mark.parametrize("kind", TABLES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -286,9 +286,22 @@ def _runs(plan: Plan, prompts: list[tuple[str, Prompt]]) -> Iterator[tuple[int, 
 
 
 def run_once(llm: LLM, prompt: Prompt, params: SamplingParams, tally: Tally, clock: ForwardClock | None) -> list[int]:
-    """Run one prompt and return the ids of its output.
+    """Run one prompt and return the ids of its output; see `run_together`."""
+    return run_together(llm, [prompt], [params], tally, clock)[0]
 
-    The clock runs from the end of the prompt's prefill, which both sides pay alike.
+
+def run_together(
+    llm: LLM,
+    prompts: Seq[Prompt],
+    params: Seq[SamplingParams],
+    tally: Tally,
+    clock: ForwardClock | None = None,
+    *,
+    detail: bool = False,
+) -> list[list[int]]:
+    """Run prompts at once and return the ids of their outputs. detail: whether the steps have their rounds.
+
+    The clock runs from the end of the prefill of the first prompts, which both sides pay alike.
     """
     if clock is not None:
         clock.take()
@@ -303,14 +316,14 @@ def run_once(llm: LLM, prompt: Prompt, params: SamplingParams, tally: Tally, clo
         tally.steps.append(report)
         tally.draft_forward_s.append(draft_forward_s)
 
-    end = llm.listen(note)
+    end = llm.listen(note, detail=detail)
     try:
-        (output,) = llm.generate(prompt, params)
+        outputs = llm.generate(prompts, params)
     finally:
         end()
     seconds = time.perf_counter() - (begun[0] if begun else start)
-    tally.seconds_per_token.append(seconds / len(output.token_ids))
-    return output.token_ids
+    tally.seconds_per_token.append(seconds / sum(len(output.token_ids) for output in outputs))
+    return [output.token_ids for output in outputs]
 
 
 def progress_bar() -> Progress:

@@ -28,6 +28,7 @@ from forerun.config import EngineConfig
 from forerun.drafters import Drafter
 from forerun.engine.factory import is_shipped
 from forerun.engine.llm import LLM
+from forerun.engine.prompts import Message
 from forerun.errors import BadOption, InternalError, NotFound, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models import named
@@ -281,7 +282,7 @@ def _draft_models(llms: Mapping[str, LLM]) -> list[Decoder]:
     return list(models.values())  # type: ignore[arg-type]  # the models of this benchmark are decoders
 
 
-def _chats(llm: LLM) -> bool:
+def chats(llm: LLM) -> bool:
     """Whether the model has a chat template."""
     try:
         return bool(llm.chat_template.names)
@@ -289,11 +290,11 @@ def _chats(llm: LLM) -> bool:
         return False
 
 
-def _ids(llm: LLM, prompt: WorkPrompt) -> list[int]:
-    """The prompt as the model's chat template writes it; joined where the model has none."""
-    if _chats(llm):
-        return llm.apply_chat_template(prompt.messages)
-    return llm.tokenizer.encode("\n\n".join(message["content"] for message in prompt.messages) + "\n\n")
+def conversation_ids(llm: LLM, messages: Seq[Message]) -> list[int]:
+    """A conversation as the model's chat template writes it; joined where the model has none."""
+    if chats(llm):
+        return llm.apply_chat_template(messages)
+    return llm.tokenizer.encode("\n\n".join(str(message["content"]) for message in messages) + "\n\n")
 
 
 # ------------------------------------------------------------------------------------------------------ measurement
@@ -308,10 +309,10 @@ def _measure(
     first_pacing, llm = next(iter(llms.items()))
     plain = [Way(name, PLAIN, first_pacing) for name in (PLAIN, AGAIN)]  # which no policy and no rule changes
     every = [*plain, *ways]
-    ids = {prompt.id: _ids(llm, prompt) for prompt in prompts}
+    ids = {prompt.id: conversation_ids(llm, prompt.messages) for prompt in prompts}
     for prompt_ids in ids.values():
         llm.engine.make(prompt_ids, plan.params(plan.temperatures[0], plain[0], ""))  # refuses one that is too long
-    goes_on = not _chats(llm)  # a model that does not know turns may end at once, which measures nothing
+    goes_on = not chats(llm)  # a model that does not know turns may end at once, which measures nothing
     built = {way: _serving(llms[way.pacing], way) for way in every}
     clocks = {id(drafter): _clock(llms[way.pacing], drafter) for way, drafter in built.items()}
     kinds = dict.fromkeys(prompt.kind for prompt in prompts)

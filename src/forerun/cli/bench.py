@@ -23,7 +23,7 @@ JSON_HELP = "file for all that was measured, one line of JSON [default: standard
 Size = Annotated[int | None, typer.Option(help="elements; overrides the preset's", show_default=False)]
 
 
-def _writable(option: typer.CallbackParam, file: Path | None) -> Path | None:
+def writable(option: typer.CallbackParam, file: Path | None) -> Path | None:
     """The file of an option. Raises BadOption for one that cannot be written, before anything is measured."""
     if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
         raise BadOption(
@@ -46,10 +46,10 @@ Kinds = Annotated[
         help="chat, summary, edit, question, list or story; may be repeated [default: all]", show_default=False
     ),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", help=JSON_HELP, show_default=False, callback=_writable)]
+JsonFile = Annotated[Path | None, typer.Option("--json", help=JSON_HELP, show_default=False, callback=writable)]
 
 
-def _keep(record: Mapping[str, Any], file: Path | None) -> None:
+def keep(record: Mapping[str, Any], file: Path | None) -> None:
     """Write what was measured where programs look for it; a table is all that a terminal gets."""
     if file is not None:
         file.write_text(f"{json.dumps(record)}\n", encoding="utf-8")
@@ -113,7 +113,7 @@ def latency(
         prompt_file=prompt_file,
         seed=seed,
     )
-    _keep(
+    keep(
         bench.run(flags.engine_config({**options, **{k: v for k, v in given.items() if v is not None}}, config), plan),
         json_file,
     )
@@ -157,7 +157,7 @@ def methods(
         typer.Option(
             help="file for a picture, .svg or .png; both where its name ends in neither; needs matplotlib",
             show_default=False,
-            callback=_writable,
+            callback=writable,
         ),
     ] = None,
     device: flags.Device = None,
@@ -187,7 +187,7 @@ def methods(
         picture=picture,
         seed=seed,
     )
-    _keep(bench.run(engine, plan), json_file)
+    keep(bench.run(engine, plan), json_file)
 
 
 @app.command()
@@ -302,9 +302,9 @@ def peers(
     }
     if forward:
         options = {"draft": draft, **of_prompts}
-        _keep(peer_forwards.run(engine, peer_forwards.planned(forward, context, both, options)), json_file)
+        keep(peer_forwards.run(engine, peer_forwards.planned(forward, context, both, options)), json_file)
     else:
-        _keep(bench.run(engine, bench.planned(context, both, of_prompts)), json_file)
+        keep(bench.run(engine, bench.planned(context, both, of_prompts)), json_file)
 
 
 @app.command()
@@ -352,7 +352,7 @@ def throughput(
         seed=seed,
         **{name: values for name, values in lists.items() if values},
     )
-    _keep(bench.run(engine, plan), json_file)
+    keep(bench.run(engine, plan), json_file)
 
 
 @app.command()
@@ -371,7 +371,7 @@ def replicas(
     from forerun.bench import replicas as bench
 
     plan = bench.ReplicasPlan(target, replicas, concurrency, max_tokens, seconds, repeats)
-    _keep(bench.run(plan), json_file)
+    keep(bench.run(plan), json_file)
 
 
 @app.command()
@@ -413,7 +413,7 @@ def gaps(
         num_repeats=repeats,
         prompt_file=prompt_file,
     )
-    _keep(bench.run(engine, plan), json_file)
+    keep(bench.run(engine, plan), json_file)
 
 
 @app.command()
@@ -444,7 +444,7 @@ def quality(
     engine = flags.engine_config(dict(locals()), config)
     from forerun.bench import quality as bench
 
-    _keep(
+    keep(
         bench.run(
             engine, bench.QualityPlan(tuple(variant or ()), num_tokens, window, num_prompts, max_tokens, text_file)
         ),
@@ -470,7 +470,7 @@ def kernels(
     from forerun.bench import kernels as bench
 
     config = bench.config_named(shape)
-    _keep(
+    keep(
         bench.run(bench.KernelsPlan(config=config, dtype=dtype, isa=isa, num_threads=num_threads, num_repeats=repeats)),
         json_file,
     )
@@ -538,7 +538,7 @@ def serving(
     ] = False,
     picture: Annotated[
         Path | None,
-        typer.Option(help="file for a plot, .svg or .png; needs matplotlib", show_default=False, callback=_writable),
+        typer.Option(help="file for a plot, .svg or .png; needs matplotlib", show_default=False, callback=writable),
     ] = None,
     draft: flags.Draft = None,
     spec_length: flags.SpecLength = None,
@@ -588,13 +588,61 @@ def serving(
         picture=picture,
         **({"variants": tuple(dict.fromkeys(variant))} if variant else {}),
     )
-    _keep((serving_overhead if overhead else bench).run(engine, plan), json_file)
+    keep((serving_overhead if overhead else bench).run(engine, plan), json_file)
+
+
+@app.command()
+def tune(
+    target: flags.Target = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(help="drafter beside those that need no file; may be repeated", show_default=False),
+    ] = None,
+    only: Annotated[bool, typer.Option("--only", help="those of --draft alone")] = False,
+    shape: Annotated[str, typer.Option(help=f"the target is widened to it in memory: {SHAPE_NAMES}, or none")] = "none",
+    temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
+    concurrency: Annotated[int, typer.Option(help="requests at once", min=1)] = 1,
+    minutes: Annotated[float, typer.Option(help="of the tuning, about")] = 5.0,
+    max_tokens: Annotated[int, typer.Option(help="tokens per prompt at most", min=2)] = 64,
+    spec_length: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="length of the grid; may be repeated [default: 1, 2, 3, 4, 6, 8, 12 and 16]",
+            min=1,
+            max=16,
+            show_default=False,
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="rounds of the grid", min=1)] = 3,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    ops: flags.Ops = None,
+    config: flags.ConfigFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Check `forerun tune`: measure every drafter at every length beside what it predicted and chose."""
+    engine = flags.engine_config({k: v for k, v in locals().items() if k not in ("draft", "spec_length")}, config)
+    from forerun.bench import tune_grid as bench
+    from forerun.bench.tune_engine import TunePlan
+
+    plan = TunePlan(
+        drafts=tuple(draft or ()),
+        only=only,
+        temperature=temperature,
+        concurrency=concurrency,
+        minutes=minutes,
+        max_tokens=max_tokens,
+        shape=shape,
+    )
+    lengths = {"lengths": tuple(dict.fromkeys(spec_length))} if spec_length else {}
+    keep(bench.run(engine, bench.GridPlan(plan, num_rounds=repeats, **lengths)), json_file)
 
 
 @app.command()
 def report(
     files: Annotated[list[Path], typer.Argument(help="what benchmarks wrote with --json", show_default=False)],
-    out: Annotated[Path, typer.Option(help="the page to write", callback=_writable)] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="the page to write", callback=writable)] = Path("report.html"),
 ) -> None:
     """Collect what benchmarks measured into one HTML page with plots, which needs nothing else; needs matplotlib."""
     from forerun.bench import report as bench

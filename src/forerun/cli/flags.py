@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,7 +89,12 @@ UseSpeculativeDecoding = Annotated[
 DraftCatchupTokens = Annotated[int | None, _engine("draft_catchup_tokens")]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", help="TOML file with engine options.", show_default=False, rich_help_panel=ENGINE_OPTION),
+    typer.Option(
+        "--config",
+        help="file with engine options, TOML, or JSON where it ends in .json.",
+        show_default=False,
+        rich_help_panel=ENGINE_OPTION,
+    ),
 ]
 
 TEMPERATURE_HELP = "0 = greedy"
@@ -124,6 +129,15 @@ Logprobs = Annotated[
 Seed = Annotated[int | None, _sampling("seed", "the same seed, the same text; without one a seed is drawn and shown")]
 Stop = Annotated[list[str] | None, _sampling("stop", "text that ends the output and is cut from it; may be repeated")]
 NumOutputs = Annotated[int | None, _sampling("n", "outputs for each prompt, with seeds of their own")]
+NumBeams = Annotated[int | None, _sampling("num_beams", "width of a beam search; needs --temperature 0")]
+DraftBeams = Annotated[int | None, _sampling("draft_beams", "width of the drafter's own search, at least --num-beams")]
+LengthPenalty = Annotated[
+    float | None, _sampling("length_penalty", "of a beam search: scores are divided by length to this power")
+]
+EarlyStopping = Annotated[
+    str | None,
+    _sampling("early_stopping", "of a beam search: true = when --num-beams texts are finished; or false, or never"),
+]
 Priority = Annotated[int | None, _sampling("priority", "lower numbers are served first")]
 CacheSalt = Annotated[
     str | None, _sampling("cache_salt", "share what is in the cache only with prompts of the same salt")
@@ -151,9 +165,16 @@ def sampling_params(flags: Mapping[str, Any], fields: Mapping[str, Any] | None =
     given = {k: v for k, v in flags.items() if k in _SAMPLING - _ENGINE and v is not None}
     if "logit_bias" in given:
         given["logit_bias"] = _biases(given["logit_bias"])
+    if "early_stopping" in given:
+        given["early_stopping"] = _yes_or_no(given["early_stopping"])
     if "prediction" in given:
         given["prediction"] = _text_or_file(given["prediction"])
     return SamplingParams(**{**(fields or {}), **given})
+
+
+def _yes_or_no(value: str) -> bool | str:
+    """True and false as texts; any other text as it is, which SamplingParams knows or refuses."""
+    return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def read_file(file: Path, what: str) -> str:
@@ -173,16 +194,17 @@ def _text_or_file(value: str) -> str:
     return read_file(Path(value[1:]), "file of --prediction")
 
 
-def requests(text: str, defaults: SamplingParams) -> list[Request]:
+def requests(text: str, defaults: SamplingParams, ignored: Collection[str] = ()) -> list[Request]:
     """Read one request per line of a JSON Lines text: {"prompt": a text or ids, and any field of SamplingParams}.
 
-    A field that a line does not have is taken from `defaults`. Raises BadOption with the number of the line.
+    A field that a line does not have is taken from `defaults`. ignored: names that are no fields. Raises BadOption with
+    the number of the line.
     """
     made = []
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON may contain other line separators
         if line.strip():
             try:
-                made.append(_request(json.loads(line), defaults))
+                made.append(_request(json.loads(line), defaults, ignored))
             except (ValueError, RecursionError) as error:
                 raise BadOption(f"line {number} is not valid JSON: {error}") from None
             except BadOption as error:
@@ -190,12 +212,12 @@ def requests(text: str, defaults: SamplingParams) -> list[Request]:
     return made
 
 
-def _request(line: Any, defaults: SamplingParams) -> Request:
+def _request(line: Any, defaults: SamplingParams, ignored: Collection[str]) -> Request:
     if not isinstance(line, dict) or not line.keys() & {"prompt", "messages"}:
         raise BadOption('there is no prompt: write {"prompt": "a text or a list of ids"}, or "messages" with a list')
     if line.keys() >= {"prompt", "messages"}:
         raise BadOption("there is a prompt and there are messages: drop one of them")
-    fields = {k: v for k, v in line.items() if k not in ("prompt", "messages")}
+    fields = {k: v for k, v in line.items() if k not in ("prompt", "messages", *ignored)}
     for name in fields:
         if name not in _SAMPLING:
             known = ["prompt", "messages", *_SAMPLING]

@@ -20,8 +20,7 @@ def read_requests(prompts: Seq[str], file: Path | None, params: SamplingParams) 
     """
     made: list[flags.Request] = [(_read_stdin() if text == "-" else text, params) for text in prompts]
     if file is not None:
-        text = flags.read_file(file, "prompt file")
-        made += flags.requests(text, params) if file.suffix == ".jsonl" else [(text, params)]
+        made += read_prompt_file(file, params)
     if not made and file is None and not sys.stdin.isatty():
         made = [(_read_stdin(), params)]
     if not any(prompt for prompt, _ in made):
@@ -29,6 +28,12 @@ def read_requests(prompts: Seq[str], file: Path | None, params: SamplingParams) 
             'there is no prompt: write it as an argument ("def fib(n):"), name --prompt-file, or pipe it in'
         )
     return made
+
+
+def read_prompt_file(file: Path, params: SamplingParams, ignored: Seq[str] = ()) -> list[flags.Request]:
+    """Return the requests of a file; see `read_requests`. ignored: fields of a line that are not looked at."""
+    text = flags.read_file(file, "prompt file")
+    return flags.requests(text, params, ignored) if file.suffix == ".jsonl" else [(text, params)]
 
 
 def _read_stdin() -> str:

@@ -19,6 +19,7 @@ import typer
 from forerun.cli import flags
 from forerun.cli.batch import batch
 from forerun.cli.bench import SHAPE_NAMES, app as bench_app
+from forerun.cli.certify import certify
 from forerun.cli.doctor import doctor
 from forerun.cli.elsewhere import on_command_line
 from forerun.cli.help import App
@@ -30,6 +31,7 @@ from forerun.cli.quantize import quantize
 from forerun.cli.serve import serve
 from forerun.cli.theory import theory
 from forerun.cli.train import app as train_app
+from forerun.cli.tune import tune
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, ForerunError, NotFound, UserError
 from forerun.types import SamplingParams
@@ -124,6 +126,10 @@ def generate(
     acceptance: flags.Acceptance = None,
     prediction: flags.Prediction = None,
     n: flags.NumOutputs = None,
+    num_beams: flags.NumBeams = None,
+    draft_beams: flags.DraftBeams = None,
+    length_penalty: flags.LengthPenalty = None,
+    early_stopping: flags.EarlyStopping = None,
     priority: flags.Priority = None,
     cache_salt: flags.CacheSalt = None,
     use_speculative_decoding: flags.UseSpeculativeDecoding = None,
@@ -158,6 +164,8 @@ def generate(
     requests = read_requests(prompts or [], prompt_file, params)
     if not as_json and any(params.logprobs is not None for _, params in requests):
         raise BadOption("logprobs are printed with --json only: add it")
+    if rounds and any(params.searches for _, params in requests):
+        raise BadOption("--rounds shows how one text grows, and a beam search has several: drop one of them")
     requests = _with_messages(requests, engine, chat)
     llm = _open(engine)
     encoded = [(_encoded(llm, prompt, number), params) for number, (prompt, params) in enumerate(requests, 1)]
@@ -165,7 +173,7 @@ def generate(
         _print_json(llm, encoded)
     elif rounds:
         _print_rounds(llm, requests, encoded, verbose)
-    elif len(encoded) == 1 and encoded[0][1].n == 1:
+    elif len(encoded) == 1 and encoded[0][1].n == 1 and not encoded[0][1].searches:
         _stream(llm, *encoded[0], verbose)
     else:
         _print_batch(llm, requests, encoded, verbose)
@@ -279,9 +287,10 @@ def _note_numbers(
 def _print_batch(llm: LLM, requests: Seq[flags.Request], encoded: Seq[Encoded], verbose: bool) -> None:
     each = [(prompt, params) for prompt, params in requests for _ in range(params.n)]
     for i, (output, (prompt, params)) in enumerate(zip(_generate(llm, encoded), each, strict=True)):
-        _print_heading(llm, prompt, i + 1)
+        if len(each) > 1:
+            _print_heading(llm, prompt, i + 1)
         _write(f"{_readable(llm, output)}\n")
-        if verbose:
+        if verbose or len(each) == 1:
             _note_numbers(llm, output, params, None, verbose)
 
 
@@ -328,6 +337,9 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
     fields = {name: getattr(output, name) for name in ("text", "token_ids", "finish_reason", "seed", "index")}
     if output.logprobs is not None:
         fields["logprobs"] = [dataclasses.asdict(position) for position in output.logprobs]
+    if output.score is not None:
+        fields |= {"score": output.score, "cumulative_logprob": output.cumulative_logprob}
+        numbers["rows_per_pass"] = report.rows_per_pass
     return {**fields, "report": numbers}
 
 
@@ -471,11 +483,13 @@ def _list_methods(package: str, what: str, name: str | None, how: str) -> None:
 app.command()(batch)
 app.command()(serve)
 app.command()(lab)
+app.command()(tune)
 app.command()(plan)
 app.command()(doctor)
 app.command()(quantize)
 app.command()(theory)
 app.command()(paper)
+app.command()(certify)
 
 
 # --------------------------------------------------------------------------------------------------------------- main

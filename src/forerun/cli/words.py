@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forerun.text.terminal import note as note
-from forerun.types import FinishReason, SamplingParams
+from forerun.types import BEAM, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
@@ -40,6 +40,8 @@ def precision(llm: LLM) -> str:
 
 def drawing(params: SamplingParams) -> str:
     """How tokens are chosen: greedy, or the temperature and the filters that are set."""
+    if params.searches:
+        return counted(params.num_beams, "beam")
     if params.greedy:
         return "greedy"
     filters = [f"{name.replace('_', '-')} {getattr(params, name):g}" for name in ("top_k", "top_p", "min_p")]
@@ -64,6 +66,8 @@ def closing_line(llm: LLM, output: RequestOutput, params: SamplingParams, second
         parts.append(f"acceptance rate {percent(report.acceptance_rate)}")
     if not report.is_lossless:
         parts.append(lossy(report.acceptance, report.tv_price))
+    if output.score is not None:
+        parts.append(f"score {output.score:.4f}")
     parts += [precision(llm), drawing(params)]
     if not params.greedy:
         parts.append(f"seed {output.seed}")
@@ -79,6 +83,8 @@ def lossy(acceptance: str, tv_price: float | None) -> str:
 def details(report: RequestReport) -> str:
     """What --verbose says of an output, in one line."""
     parts = []
+    if report.acceptance == BEAM and report.num_steps:
+        parts.append(f"{report.rows_per_pass:.1f} rows per target pass")
     if report.mean_accepted_length is not None:
         parts.append(f"{report.mean_accepted_length:.2f} tokens per target pass")
     if report.alpha_hat is not None:

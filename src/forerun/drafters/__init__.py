@@ -26,7 +26,7 @@ from forerun.config import Quantization
 from forerun.errors import BadOption
 from forerun.models import named
 from forerun.registry import by_value, load, make_options, names, parse_spec, unwrapped
-from forerun.types import Budget, Coins, Draft, Sequence
+from forerun.types import Budget, Coins, Draft, Next, Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,6 +91,11 @@ class Seen:
         return largest.top(self.scores.logits[self.run], num)
 
 
+def _point(guess: Seq[int]) -> Next | None:
+    """Return what is known of a node whose next token is guessed; None without a guess."""
+    return (lambda num: ((guess[0],), (0.0,))) if guess else None
+
+
 class Drafter:
     """A drafter makes drafts. Only `propose` is required; the other methods have defaults that do nothing.
 
@@ -105,6 +110,7 @@ class Drafter:
     # replacement, each states what its earlier siblings left); "any": each states a distribution of its own.
     draws = "independent"
     runner: Runner | None = None  # of the drafter's own model, whose passes pacing measures
+    branches = False  # whether `branch` answers, so that the drafter serves beam searches
     is_free = False  # whether it runs no model and draws nothing, so that a guess costs microseconds and no coins
     clock: Callable[[], float] = staticmethod(time.perf_counter)  # the one that a drafter may steer by; tests set it
     caught_up: Mapping[int, int] = MappingProxyType({})
@@ -141,6 +147,19 @@ class Drafter:
         Only free drafters are asked, and nothing of `drafted` may be kept. Others, or without a guess: ().
         """
         return ()
+
+    def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
+        """What may follow nodes of beam searches (seq.hypotheses): levels[b] of seqs[b], the tips first, then guesses.
+
+        None for a node of which nothing is known, or not before the drafter has caught up with the sequence. Drafters
+        that guess by `ahead` state that one token; others that cannot say what follows several nodes leave `branches`
+        False. catchup_tokens: as in Budget.
+        """
+        found: list[list[Next | None]] = []
+        for seq, nodes in zip(seqs, levels, strict=True):
+            texts = [seq.hypotheses.text(node, seq.hypotheses.base) for node in nodes] if seq.hypotheses else []
+            found.append([_point(self.ahead(seq, text, 1)) for text in texts])
+        return found
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         """Run at most `num_tokens` committed tokens of these sequences, in order, without drafting.

@@ -39,6 +39,8 @@ class Options:
 class LookupDrafter(TextDrafter[Tokens]):
     """Keeps, per sequence, the committed tokens in an array that can be searched fast."""
 
+    branches = True
+
     def __init__(self, options: Options) -> None:
         super().__init__(lambda seq: Tokens(), is_fast=True)
         self.options = options

@@ -27,11 +27,12 @@ from forerun.drafters import Drafter, OwnCheckpoint, Seen, Target, needs_a_model
 from forerun.errors import BadOption, shown
 from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
+from forerun.models.branches import Branches, settle
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
 from forerun.models.runner import Model, Run, Runner, Scores
-from forerun.sampling import History, probs, takes_the_best
+from forerun.sampling import History, likeliest, probs, takes_the_best
 from forerun.text.tokenizer import Tokenizer, compare
-from forerun.types import ROUND_TOKENS, Budget, Coins, Draft, Probs, SamplingParams, Sequence
+from forerun.types import ROUND_TOKENS, Budget, Coins, Draft, Next, Probs, SamplingParams, Sequence
 
 Row = Tensor | int  # logits [V] of a sequence's next token, or the id of the largest one
 Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`: the sequence, and tokens to run
@@ -110,6 +111,14 @@ class Chain:
     probs: list[Probs] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Search:
+    """What the model holds of one beam search: its rows, and the logits behind them."""
+
+    branches: Branches = field(default_factory=Branches)
+    logits: dict[int, Tensor] = field(default_factory=dict)
+
+
 class Space:
     """The blocks that a pass may still reserve, counted over all its sequences."""
 
@@ -129,6 +138,8 @@ class Space:
 class ModelDrafter(Drafter):
     """A drafter that runs the model of `runner` ahead of the target."""
 
+    branches = True
+
     def __init__(self, runner: Runner, options: Draws | None = None) -> None:
         self.runner: Runner = runner
         self.options: Draws = options or Options()
@@ -137,6 +148,7 @@ class ModelDrafter(Drafter):
         self.caught_up: dict[int, int] = {}
         self._fed: dict[int, _Fed] = {}
         self.guessing: set[int] = set()  # sequences whose drafted tokens are in the cache
+        self._searches: dict[int, _Search] = {}
 
     def begin(self, seq: Sequence) -> None:
         found = self.runner.cache.open(seq.id, seq.tokens, seq.params.cache_salt)
@@ -146,6 +158,7 @@ class ModelDrafter(Drafter):
 
     def end(self, seq: Sequence) -> None:
         self._fed.pop(seq.id, None)
+        self._searches.pop(seq.id, None)
         self.guessing.discard(seq.id)
         self.runner.cache.release(seq.id)
 
@@ -154,11 +167,13 @@ class ModelDrafter(Drafter):
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         """Give the cache rows of rejected tokens back, before the scheduler asks how much room there is."""
-        if not self.guessing:
+        if not self.guessing and not self._searches:
             return
         for seq in seqs:
             if seq.id in self.guessing:
                 self._forget_rejected(seq)
+            elif seq.id in self._searches:
+                self._follow(seq)
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         """Run committed tokens, all but the last: the round runs that one, because it needs the logits after it."""
@@ -194,6 +209,56 @@ class ModelDrafter(Drafter):
             for seq, tokens in feeds.values():
                 self.guess(seq, tokens)
         return Draft.chains([c.tokens for c in chains], [c.probs for c in chains])
+
+    def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
+        """Run the nodes of a level of all searches, and those between them and the base, in one pass."""
+        self.caught_up, self.catchup_s = {}, 0.0
+        searches = [self._searches.setdefault(seq.id, _Search()) for seq in seqs]
+        if behind := [seq for seq in seqs if self.num_held(seq) < len(seq.tokens) - 1]:
+            self.catch_up(behind, catchup_tokens)
+        room, runs, fed = Space(self.runner.cache), list[Run](), list[tuple[_Search, list[int]]]()
+        for seq, search, level in zip(seqs, searches, levels, strict=True):
+            nodes = self._nodes(seq, search.branches, level)
+            if nodes and room.take(seq.id, len(nodes)) == len(nodes) and seq.hypotheses is not None:
+                runs.append(search.branches.run(seq.id, seq.hypotheses, nodes, seq.tokens[-1])._replace(pending=True))
+                fed.append((search, nodes))
+        logits = self.runner.forward(runs).logits if runs else []
+        for (search, nodes), rows in zip(fed, logits, strict=True):
+            search.branches.add(nodes)
+            search.logits |= zip(nodes, rows, strict=True)
+        return [
+            [self._next(seq, node, search.logits.get(node)) for node in level]
+            for seq, search, level in zip(seqs, searches, levels, strict=True)
+        ]
+
+    def _nodes(self, seq: Sequence, branches: Branches, level: Seq[int]) -> list[int]:
+        """Return the nodes to run for a level, each behind its parent; none where one of them cannot be run."""
+        tree, config = seq.hypotheses, self.runner.model.config
+        if tree is None or self.num_held(seq) < len(seq.tokens) - 1:
+            return []
+        if not branches.rows:
+            branches.forget(tree.base)
+        paths = [[tree.base, *tree.path(node, tree.base)] for node in level]
+        nodes = sorted({node for path in paths for node in path if node not in branches.rows})
+        is_known = all(tree.tokens[node] < config.vocab_size for node in nodes if node >= 0)
+        deepest = len(seq.tokens) - 1 + max(map(len, paths), default=0)
+        return nodes if is_known and deepest <= config.max_positions else []
+
+    def _next(self, seq: Sequence, node: int, row: Tensor | None) -> Next | None:
+        """Return what may follow a node, with the same penalties and masks as the target's scores."""
+        if row is None or seq.hypotheses is None:
+            return None
+        history = History.of(seq, seq.hypotheses.text(node, seq.hypotheses.base))
+        return partial(likeliest, row, self.params(seq), history)
+
+    def _follow(self, seq: Sequence) -> None:
+        """Keep the rows of what a search has committed, and give those of the texts that it has given up back."""
+        search, tree = self._searches[seq.id], seq.hypotheses
+        if tree is not None:
+            held = self.num_held(seq)
+            num_kept = settle(self.runner.cache, seq.id, search.branches, tree)
+            self.commit(seq, seq.tokens[held : held + num_kept])
+            search.logits = {node: row for node, row in search.logits.items() if node in search.branches.rows}
 
     def ready(self, seqs: Seq[Sequence], budget: Budget) -> tuple[list[int], Feeds]:
         """Catch up within the budget. Returns how many tokens may be drafted, [B], and what has to be run first.
@@ -395,8 +460,14 @@ def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: 
     )
 
 
-def cache_for(model: Model, target: Target, layers: Seq[int] | None = None) -> BlockCache:
-    """Make a cache for a draft model, as large as the target's. layers: those that have rows; None = all."""
+def cache_for(model: Model, target: Target, layers: Seq[int] | None = None) -> KVCache:
+    """Make a cache for a draft model, as large as the target's. layers: those that have rows; None = all.
+
+    A model that reads no BlockCache makes its own (`own_cache`).
+    """
+    if (own_cache := getattr(model, "own_cache", None)) is not None:
+        made: KVCache = own_cache()
+        return made
     shape = model.config.cache_shape
     return BlockCache.create(
         shape if layers is None else dataclasses.replace(shape, layers=tuple(layers)),

@@ -32,7 +32,7 @@ from forerun.models.runner import Run
 from forerun.sampling import History, probs
 from forerun.text.tokenizer import Tokenizer
 from forerun.theory.trees import Node, best_first
-from forerun.types import Budget, Coins, Draft, Probs, Sequence
+from forerun.types import Budget, Coins, Draft, Next, Probs, Sequence
 
 USUAL_SHARES = (0.6, 0.2, 0.08, 0.04, 0.02, 0.01, 0.008, 0.006)  # of children by rank, where none were measured
 KIND = "tree"  # of the file of shares
@@ -112,6 +112,8 @@ class _Tree:
 class TreeDrafter(Compound):
     """Drafts trees with `model`. shares: by rank, for greedy requests and for the others."""
 
+    branches = True
+
     def __init__(self, model: ModelDrafter, options: Options, shares: tuple[Seq[float], Seq[float]]) -> None:
         super().__init__([model])
         self.model, self.options, self.shares = model, options, shares
@@ -128,6 +130,12 @@ class TreeDrafter(Compound):
             if (tree := self._trees.pop(seq.id, None)) is not None:
                 self.model.keep_pending(seq, list(_accepted(tree, seq, self.model.num_held(seq))))
         super().observe(seqs, seen)
+
+    def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
+        self.start()
+        found = self.model.branch(seqs, levels, catchup_tokens)
+        self.count(self.model)
+        return found
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         self.start()

@@ -16,16 +16,16 @@ from forerun import verify
 from forerun.drafters import Drafter
 from forerun.engine.catchup import CatchUp
 from forerun.engine.request import Request, unheard
-from forerun.engine.router import Router
+from forerun.engine.router import NONE, Router
 from forerun.engine.scheduler import Plan, Scheduler
 from forerun.engine.step import RequestFailed, Stepper
-from forerun.errors import BadOption, CapacityError, ForerunError, InternalError, PromptTooLong
+from forerun.errors import BadOption, CapacityError, ForerunError, InternalError, PromptTooLong, shown
 from forerun.models.runner import Runner
 from forerun.pacing import Pacing
 from forerun.pacing.cost import Costs
 from forerun.sampling.random import PhiloxCoins, derived_seed
 from forerun.text.tokenizer import Tokenizer
-from forerun.types import Coins, Listener, SamplingParams, Sequence, StepReport
+from forerun.types import Coins, Hypotheses, Listener, SamplingParams, Sequence, StepReport
 
 LOG = logging.getLogger(__name__)
 
@@ -79,6 +79,12 @@ class Engine:
         self._ids = itertools.count()
         self._behind_s = 0.0  # of the last step, after its report
 
+    def use_pacing(self, pacing: Pacing) -> None:
+        """Take another policy. Raises InternalError while there are requests, which the old one knows."""
+        if self.scheduler.waiting or self.scheduler.running:
+            raise InternalError("another pacing policy can be taken between requests only")
+        self.pacing = self.stepper.pacing = pacing
+
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
         """Call `listener` with every StepReport; `detail` fills its `rounds`. Returns a function that ends it.
 
@@ -109,6 +115,8 @@ class Engine:
         seed = secrets.randbits(64) if params.seed is None else params.seed
         prediction_ids = self._prediction_ids(params)
         made: list[Request] = []
+        if params.searches:
+            return self._searched(list(prompt_ids), params, seed)
         for index in range(params.n):
             seq = self._sequence(list(prompt_ids), params, derived_seed(seed, index), prediction_ids)
             if not made:
@@ -116,9 +124,18 @@ class Engine:
             made.append(Request(seq, self.tokenizer, index=index, leader=made[0] if made else None))
         return made
 
+    def _searched(self, ids: list[int], params: SamplingParams, seed: int) -> list[Request]:
+        """The outputs of a beam search. One more request, their `searcher`, runs and fills them when it is done."""
+        seq, *others = (self._sequence(list(ids), params, seed, ()) for _ in range(1 + params.n))
+        seq.hypotheses = Hypotheses()
+        self._check(seq)
+        outputs = [Request(other, self.tokenizer, index=index) for index, other in enumerate(others)]
+        Request(seq, self.tokenizer, outputs=outputs)
+        return outputs
+
     def queue(self, requests: Seq[Request]) -> None:
         """Queue requests that were made; the next step may run them."""
-        for request in requests:
+        for request in dict.fromkeys(request.searcher or request for request in requests):
             if request.seq.finish_reason is None:
                 self.scheduler.add(request)
 
@@ -134,7 +151,7 @@ class Engine:
             bad_word_ids=self._bad_word_ids(params),
             prediction_ids=prediction_ids,
         )
-        seq.draft = self.drafter.chosen(params.draft, bool(prediction_ids), seq.acceptance)
+        seq.draft = self.drafter.chosen(params.draft, bool(prediction_ids), seq.acceptance, params.searches)
         return seq
 
     def step(self) -> list[Request]:
@@ -182,6 +199,9 @@ class Engine:
         if request.seq.finish_reason is None:
             request.abort()
             self._finish_and_tell(request)
+            searcher = request.searcher
+            if searcher is not None and all(output.seq.finish_reason is not None for output in searcher.outputs):
+                self.abort(searcher)  # nobody waits for it any more
 
     def recover(self, requests: Seq[Request], error: BaseException) -> None:
         """Go on behind a step that raised: end what ran, or waits where nothing runs, and tell each request that ended.
@@ -220,6 +240,9 @@ class Engine:
             LOG.warning("request %d is ended: it could not be told how it goes on (%s)", request.seq.id, error)
             request.hear = unheard
             self.abort(request)
+        if request.seq.finish_reason is not None:
+            for output in request.outputs:
+                self._tell_of(output)
 
     def _finish(self, request: Request) -> None:
         self.scheduler.finish(request)
@@ -287,12 +310,30 @@ class Engine:
                 wrong = next(i for i in ids if i not in known)
                 raise BadOption(f"{name} holds the id {wrong}, but the model's ids are 0 .. {known[-1]}")
         drafter = self.drafter.of(seq)
-        verify.find(seq.acceptance).check(seq.draft, drafter.shape, drafter.draws)
+        if seq.hypotheses is not None:
+            self._check_search(seq, drafter)
+        else:
+            verify.find(seq.acceptance).check(seq.draft, drafter.shape, drafter.draws)
         if params.stop and self.tokenizer is None:
             raise BadOption("stop texts need a tokenizer: this engine has none; use stop_token_ids")
         if self.scheduler.blocks_for(seq) > self.runner.cache.num_blocks:
             cache = self.runner.cache
             raise CapacityError(
-                f"the request may grow to {seq.max_len} tokens and the whole KV cache holds "
+                f"the request may grow to {self.scheduler.most_tokens(seq)} tokens and the whole KV cache holds "
                 f"{cache.num_blocks * cache.block_tokens}: raise kv_cache_tokens or lower max_tokens"
+            )
+
+    def _check_search(self, seq: Sequence, drafter: Drafter) -> None:
+        """Refuse a beam search that the drafter cannot draft for, or a pass cannot hold."""
+        width, most = seq.params.num_beams, self.scheduler.max_num_batched_tokens
+        if seq.draft != NONE and not drafter.branches:
+            known = [shown(name) for name, member in self.drafter.members.items() if member.branches or name == NONE]
+            raise BadOption(
+                f"draft={shown(seq.draft)} cannot draft for the beams of num_beams={width}: "
+                f"ask for draft={' or '.join(known)}"
+            )
+        if width > most:
+            raise BadOption(
+                f"num_beams={width} is more than max_num_batched_tokens={most}, the rows of a pass: raise it, or "
+                "search with fewer beams"
             )

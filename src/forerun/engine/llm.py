@@ -26,6 +26,7 @@ from forerun.engine.prompts import (
     no_keyword,
     only_one,
     params_for,
+    refuse_to_stream,
 )
 from forerun.engine.request import Chunk, Mark, Reader, Request, RequestOutput, unheard
 from forerun.errors import BadOption, UserError
@@ -95,7 +96,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Outputs in the order of the prompts. A prompt is a text or token ids; params: one, or one per prompt.
 
-        Where params.n asks for several outputs, those of one prompt follow each other.
+        Where params.n asks for several outputs, those of one prompt follow each other; those of a beam search
+        (params.num_beams) best first, each with its score.
         """
         ended = SimpleQueue[Request]()
 
@@ -169,6 +171,7 @@ class LLM:
         Where params.n asks for several outputs, their chunks come mixed, each with its `index`. Leaving the loop early
         ends the request.
         """
+        refuse_to_stream(params)
         news = SimpleQueue[tuple[Request, Mark]]()
         requests = self._make([only_one(prompt)], params, lambda request: news.put((request, request.mark())))
         readers = {request: Reader(request) for request in requests}
@@ -185,6 +188,7 @@ class LLM:
 
         Leaving the loop early, closing the iterator or cancelling the task ends the request and frees what it holds.
         """
+        refuse_to_stream(params)
         loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[Request, Mark]]()
 
         def hear(request: Request) -> None:  # raises where the event loop was closed, which ends the request

@@ -65,6 +65,14 @@ def only_one(prompt: object) -> Prompt:
     return prompts[0]
 
 
+def refuse_to_stream(params: object) -> None:
+    """Raise BadOption for a beam search: which text is best is known at the end."""
+    if isinstance(params, SamplingParams) and params.searches:
+        raise BadOption(
+            f"num_beams={params.num_beams} cannot be streamed, as its texts are known at the end: use generate"
+        )
+
+
 def conversations(messages: object) -> list[list[Message]]:
     """One conversation or several, each a list of messages. Raises BadOption for anything else."""
     items = [] if isinstance(messages, str | Mapping) else _items(messages)

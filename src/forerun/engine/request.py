@@ -8,17 +8,20 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 
 from forerun import verify
+from forerun.engine.beams import BeamSearch
 from forerun.errors import ForerunError
 from forerun.sampling import takes_the_best
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import Tokenizer
-from forerun.types import FinishReason, Origin, Sequence, TokenLogprob
+from forerun.types import BEAM, FinishReason, Origin, Sequence, TokenLogprob
 
 
 @dataclass(slots=True)
 class RequestReport:
     """How speculation went for one request. Counts are taken before stop conditions cut.
 
+    Of a beam search, whose outputs share one report, tokens emitted are its steps, and those accepted and tested the
+    levels of its drafts; so the mean accepted length is its steps per pass.
     The definitions are those of docs/exactness.md; a rate is None where nothing was counted.
     """
 
@@ -26,6 +29,7 @@ class RequestReport:
     acceptance: str = ""  # the verification rule, with its options
     is_lossless: bool = True  # whether the rule keeps exactly the target's distribution
     num_steps: int = 0  # target passes that emitted for this request
+    num_rows: int = 0  # of these passes: its last token, or those of its beams, and what was drafted
     num_drafted: int = 0
     num_tested: int = 0  # tokens at which the path stood
     num_accepted: int = 0
@@ -59,6 +63,11 @@ class RequestReport:
         return self.num_emitted / self.num_steps if self.num_steps else None
 
     @property
+    def rows_per_pass(self) -> float | None:
+        """Rows of a target pass; of a beam search at most num_beams + draft_beams * levels."""
+        return self.num_rows / self.num_steps if self.num_steps else None
+
+    @property
     def alpha_hat(self) -> float | None:
         """Accepted / tested tokens: the estimate of alpha that the theory uses."""
         return self.num_accepted / self.num_tested if self.num_tested else None
@@ -81,10 +90,22 @@ class RequestReport:
         counted = f"{self.num_accepted} of {self.num_tested} tested tokens"
         return f"{said}; alpha-hat {self.alpha_hat:.2f} ({counted}), acceptance rate {self.acceptance_rate:.2f}"
 
-    def count(self, num_drafted: int, depth: int, num_accepted: int, num_tested: int) -> None:
-        """Add one round; depth: nodes on the longest path of the draft, which are its positions."""
+    def count(
+        self,
+        num_drafted: int,
+        depth: int,
+        num_accepted: int,
+        num_tested: int,
+        num_rows: int,
+        num_emitted: int | None = None,
+    ) -> None:
+        """Add one round; depth: nodes on the longest path of the draft, which are its positions.
+
+        num_rows: of the target's pass. num_emitted: None = one more than were accepted.
+        """
         self.num_steps += 1
-        self.num_emitted += num_accepted + 1
+        self.num_rows += num_rows
+        self.num_emitted += num_accepted + 1 if num_emitted is None else num_emitted
         self.rounds.append((num_drafted, num_accepted))
         if not num_drafted:
             return
@@ -110,6 +131,8 @@ class RequestOutput:
     report: RequestReport
     index: int = 0  # among the outputs of one prompt, where SamplingParams.n asked for several
     stop_text: str | None = None  # of SamplingParams.stop, the one that ended it
+    score: float | None = None  # of a beam search: cumulative_logprob / length^length_penalty; outputs are in its order
+    cumulative_logprob: float | None = None  # of a beam search: the sum of the log-probabilities of token_ids
 
 
 @dataclass
@@ -146,10 +169,17 @@ class Request:
     hear: Callable[[Request], None] = staticmethod(unheard)
 
     def __init__(
-        self, seq: Sequence, tokenizer: Tokenizer | None, *, index: int = 0, leader: Request | None = None
+        self,
+        seq: Sequence,
+        tokenizer: Tokenizer | None,
+        *,
+        index: int = 0,
+        leader: Request | None = None,
+        outputs: Seq[Request] = (),
     ) -> None:
         self.seq, self.index = seq, index
         self._leader = leader  # the first of several outputs for one prompt
+        self.searcher: Request | None = None  # the request whose beam search finds this output
         rule = verify.find(seq.acceptance)
         self.takes_the_best = takes_the_best(seq.params, seq.bad_word_ids) and not rule.reads_soft_rows
         self.report = RequestReport(
@@ -165,6 +195,14 @@ class Request:
         self._stops_at_texts = bool(seq.params.stop)
         self._text, self._num_readable = "", 0  # output tokens that have a text: not the one that ended the output
         self._num_read, self._is_read = 0, False  # those whose text was made, and whether it is the whole
+        self.score: float | None = None
+        self.cumulative_logprob: float | None = None
+        self.outputs, self.search = outputs, None
+        if outputs:
+            self.search = BeamSearch(seq, outputs, self._ends if seq.params.stop else None)
+            self.report.acceptance = BEAM
+            for output in outputs:
+                output.searcher, output.report = self, self.report
         self._reading = threading.RLock()  # the text may be asked for while the engine's thread commits
 
     def commit(self, tokens: Seq[int], origins: Seq[Origin], logprobs: Seq[TokenLogprob]) -> int:
@@ -186,8 +224,32 @@ class Request:
         return len(tokens)
 
     def abort(self) -> None:
-        """Stop here; what was committed stays."""
+        """Stop here; what was committed stays. The outputs of a beam search that have no text yet stop, too."""
         self.seq.finish_reason = "abort"
+        for output in self.outputs:
+            if output.seq.finish_reason is None:
+                output.error = self.error
+                output.abort()
+
+    @property
+    def num_rows(self) -> int:
+        """The least rows of its next decoding pass."""
+        return 1 if self.search is None else self.search.num_rows
+
+    @property
+    def num_unrun(self) -> int:
+        """Tokens behind its prompt and output, the last one included, that the cache has no rows of."""
+        return 1 if self.search is None else self.search.num_unrun
+
+    @property
+    def num_places(self) -> int:
+        """How many sequences of the batch it counts as."""
+        return 1 if self.search is None else self.seq.params.num_beams
+
+    def restart(self) -> None:
+        """Take note that its cache was given up."""
+        if self.search is not None:
+            self.search.restart()
 
     def detokenizer(self) -> Detokenizer | None:
         """A new reader of the output's text, None where there is no tokenizer."""
@@ -241,7 +303,17 @@ class Request:
             self.report,
             self.index,
             None if self._reader is None else self._reader.stop,
+            self.score,
+            self.cumulative_logprob,
         )
+
+    def _ends(self, tokens: Seq[int]) -> bool:
+        """Whether a text of a beam search has a stop text in it."""
+        reader = self.detokenizer()
+        if reader is None:
+            return False
+        reader.push(list(tokens))
+        return reader.stop is not None
 
     def _has_stop_text(self) -> bool:
         self._read()

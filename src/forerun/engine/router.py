@@ -15,7 +15,7 @@ from forerun import drafters, verify
 from forerun.drafters import Drafter, Seen, Target
 from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.registry import unknown
-from forerun.types import Budget, Coins, Draft, DraftStep, Sequence
+from forerun.types import Budget, Coins, Draft, DraftStep, Next, Sequence
 
 LOG = logging.getLogger(__name__)
 NONE = "none"  # the drafter of requests that are decoded plainly; there is always one
@@ -43,8 +43,11 @@ class Router(Drafter):
 
     members: by name, the first of them for requests that choose none. aliases: other names of theirs. is_auto: nobody
     chose the first, so that a request whose rule cannot judge its drafts is served by `lookup`. shares_s: of this step
-    so far, what catching up took for each sequence.
+    so far, what catching up took for each sequence. spares: whether a drafter that raises is left out; where it is
+    False, what it raises is raised.
     """
+
+    spares = True
 
     def __init__(
         self, members: Mapping[str, Drafter], aliases: Mapping[str, str] | None = None, is_auto: bool = False
@@ -71,11 +74,13 @@ class Router(Drafter):
         """The drafter of requests that choose none."""
         return self.members[self.main]
 
-    def chosen(self, wanted: str | None, has_prediction: bool = False, acceptance: str = "ratio") -> str:
+    def chosen(
+        self, wanted: str | None, has_prediction: bool = False, acceptance: str = "ratio", searches: bool = False
+    ) -> str:
         """The name of the drafter that a request asks for. Raises BadOption for one that the engine has not.
 
         A request that asks for none is served by the first, or by `prediction` where it brings one; but an engine
-        whose first is `none` decodes it plainly. acceptance: the request's rule.
+        whose first is `none` decodes it plainly. acceptance: the request's rule. searches: whether it is a beam search.
         """
         usual = PREDICTION if has_prediction and self.main != NONE and PREDICTION in self.members else self.main
         name = usual if wanted is None else self._aliases.get(wanted, wanted)
@@ -84,7 +89,8 @@ class Router(Drafter):
             raise BadOption(f"{known}{_how_to_add(name)}")
         found = self.members[name]
         is_free_to_choose = self._is_auto and name == self.main and wanted in (None, "auto")
-        if is_free_to_choose and not verify.find(acceptance).judges(found.shape, found.draws):
+        serves = found.branches if searches else verify.find(acceptance).judges(found.shape, found.draws)
+        if is_free_to_choose and not serves:
             return LOOKUP
         return name
 
@@ -170,6 +176,8 @@ class Router(Drafter):
         except AssertionError:
             raise
         except Exception:
+            if not self.spares:
+                raise
             LOG.exception("the drafter %r failed and is not asked again: its requests are decoded plainly", name)
             self.members[name] = _Silent()
 
@@ -182,6 +190,20 @@ class Router(Drafter):
         step.depth = max(step.depth, *depths)
         self._count(name, begun)
         return step
+
+    def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
+        found: list[list[Next | None]] = [[None] * len(level) for level in levels]
+        for name, members in _groups(seqs, list(map(len, levels))).items():
+            drafter, own, begun = self.members[name], [levels[b] for b in members], time.perf_counter()
+            with self._spared(name):
+                nexts = drafter.branch([seqs[b] for b in members], own, catchup_tokens)
+                for b, each in zip(members, nexts, strict=True):
+                    found[b] = each
+            catchup_tokens -= sum(drafter.caught_up.values())
+            step = self._steps.setdefault(name, DraftStep())
+            step.depth, step.num_nodes = step.depth + 1, step.num_nodes + sum(map(len, own))
+            self._count(name, begun)
+        return found
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         for name, members in _groups(seqs, [num_tokens] * len(seqs)).items():
@@ -236,13 +258,15 @@ def _groups(seqs: Seq[Sequence], granted: Seq[int]) -> dict[str, list[int]]:
 def make(specs: Seq[str], target: Target) -> Router:
     """The engine's drafter, extra ones behind it, and those that cost nothing: lookup, prediction, none.
 
-    Each is called by its method's name, or by its whole text where two are of one method. Raises BadOption.
+    Each is called by its method's name; of several of one method the first, or the one that is written as that name
+    alone, and the others by their whole text. Raises BadOption.
     """
     members: dict[str, Drafter] = {}
     aliases: dict[str, str] = {}
     for text in specs:
         method, _ = drafters.resolve(text, target.shipped_draft is not None or target.loaded_draft is not None)
-        name = text if method in members else method
+        is_taken = method in members or (method in specs and text != method)
+        name = text if is_taken else method
         members[name], aliases[text] = drafters.make(text, target), name
     for name in (LOOKUP, PREDICTION):
         members.setdefault(name, drafters.make(name, target))

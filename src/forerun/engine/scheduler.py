@@ -70,8 +70,9 @@ class Scheduler:
         if self.waiting:
             self._admit()
         stands, decode, blocks = self._make_room()
-        budget = min(self.prefill_chunk_tokens, self.max_num_batched_tokens - len(decode))
-        blocks -= sum([room.next_blocks for _, room in decode])
+        num_rows = sum([request.num_rows for request, _ in decode])
+        budget = min(self.prefill_chunk_tokens, self.max_num_batched_tokens - num_rows)
+        blocks -= sum([self._next_blocks(*stand) for stand in decode])
         prefill = []
         for request, room in stands if len(decode) < len(stands) else ():
             take = min(len(request.seq.tokens) - 1 - room.length, budget)
@@ -81,7 +82,7 @@ class Scheduler:
             if take > 0:
                 budget -= take
                 prefill.append((request, take))
-        rows = self.max_num_batched_tokens - len(decode) - sum([take for _, take in prefill])
+        rows = self.max_num_batched_tokens - num_rows - sum([take for _, take in prefill])
         return Plan(prefill, [request for request, _ in decode], self._draft_limits(decode, rows, blocks))
 
     def finish(self, request: Request) -> None:
@@ -93,7 +94,12 @@ class Scheduler:
 
     def blocks_for(self, seq: Sequence) -> int:
         """Blocks that a sequence may come to need: a draft never reaches beyond its longest output."""
-        return -(-seq.max_len // self.cache.block_tokens)
+        return -(-self.most_tokens(seq) // self.cache.block_tokens)
+
+    def most_tokens(self, seq: Sequence) -> int:
+        """Tokens that a sequence may come to hold; a beam search those of texts that share nothing but the prompt."""
+        num_more = 0 if seq.hypotheses is None else seq.params.num_beams - 1
+        return seq.max_len + num_more * (seq.max_len - seq.num_prompt_tokens)
 
     @property
     def free_kv_tokens(self) -> int:
@@ -121,12 +127,13 @@ class Scheduler:
         All of them have a worse priority; None where it would not fit without all of these. Alone, every request fits.
         claims: what is known of `_claim`; it is asked for when there is a place in the batch, which many may wait for.
         """
-        needed = -(-len(request.seq.tokens) // self.cache.block_tokens)
+        needed = -(-(len(request.seq.tokens) - 1 + request.num_unrun) // self.cache.block_tokens)
         num_worse = sum([other.seq.params.priority > request.seq.params.priority for other in self.running])
 
         def fits(num_victims: int) -> bool:
             num_kept = len(self.running) - num_victims
-            if not 0 < num_kept < self.max_batch_size:
+            places = sum([other.num_places for other in self.running[:num_kept]]) + request.num_places
+            if num_kept == 0 or places > self.max_batch_size:
                 return num_kept == 0
             for other in self.running[:num_kept]:
                 if other.seq.id not in claims:
@@ -152,6 +159,7 @@ class Scheduler:
     def _stop(self, request: Request) -> None:
         self.running.remove(request)
         self.cache.release(request.seq.id)
+        request.restart()
         self.drafter.end(request.seq)
 
     def _preempt(self, request: Request) -> None:
@@ -165,14 +173,15 @@ class Scheduler:
     def _make_room(self) -> tuple[list[_Stand], list[_Stand], int]:
         """The running requests, those of them that decode, and the blocks that are free before they do.
 
-        Those that decode have room for one more token each: until then, the last in rank is preempted.
+        Those that decode have room for their next rows, one or those of all beams: until then, the last in rank is
+        preempted.
         """
         while True:
             stands = [(request, self.cache.room(request.seq.id)) for request in self.running]
             decode = [stand for stand in stands if len(stand[0].seq.tokens) == stand[1].length + 1]
             free = self._free_blocks()
             stuck = not decode and not any(self._fits(room, free) for _, room in stands)
-            if len(stands) <= 1 or (sum([room.next_blocks for _, room in decode]) <= free and not stuck):
+            if len(stands) <= 1 or (sum([self._next_blocks(*stand) for stand in decode]) <= free and not stuck):
                 return stands, decode, free
             self._preempt(self.running[-1])
 
@@ -183,7 +192,7 @@ class Scheduler:
         """
         seq, room = request.seq, self.cache.room(request.seq.id)
         num_remaining = len(seq.tokens) - 1 - room.length
-        blocks = self.cache.missing_blocks(seq.id, max(0, num_remaining) + 1)
+        blocks = self.cache.missing_blocks(seq.id, max(0, num_remaining) + request.num_unrun)
         return blocks + (room.length + room.slack < seq.max_len)
 
     def _free_blocks(self, without: Collection[int] = ()) -> int:
@@ -200,10 +209,17 @@ class Scheduler:
         most, share = max(0, min(MAX_SPEC_LENGTH, num_rows // num)), max(0, num_blocks) // num
         limits = []
         for request, room in decode:
-            seq, own = request.seq, room.slack - 1 + (room.next_blocks + share) * self.cache.block_tokens
-            left = seq.max_len - len(seq.tokens) - 1
+            seq, blocks = request.seq, self._next_blocks(request, room) + share
+            own = room.slack - request.num_rows + blocks * self.cache.block_tokens
+            left = seq.max_len - len(seq.tokens) - 1 if seq.hypotheses is None else most
             limits.append(0 if seq.draft == NONE else max(0, min(own, left, most)))
         return limits
+
+    def _next_blocks(self, request: Request, room: Room) -> int:
+        """Blocks that the least rows of a decoding request's next pass take."""
+        return (
+            room.next_blocks if request.num_rows == 1 else self.cache.missing_blocks(request.seq.id, request.num_rows)
+        )
 
     def _fits(self, room: Room, num_blocks: int) -> int:
         """Tokens that a sequence can take with that many more blocks."""

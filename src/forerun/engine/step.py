@@ -14,25 +14,30 @@ from __future__ import annotations
 import dataclasses
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from forerun import sampling, verify
 from forerun.drafters import Seen
+from forerun.engine import beams
+from forerun.engine.beams import BeamSearch
 from forerun.engine.catchup import CatchUp
 from forerun.engine.request import Request
 from forerun.engine.router import Router
 from forerun.engine.scheduler import Plan
 from forerun.errors import InternalError
+from forerun.kv import Held
 from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
 from forerun.pacing import Pacing, overrides
 from forerun.sampling.random import WatchedCoins
 from forerun.types import (
+    NO_TOKEN,
     Budget,
     Coins,
     Draft,
+    Next,
     Origin,
     Packed,
     Probs,
@@ -86,10 +91,11 @@ class Stepper:
         packed = [_packed(draft, b) if self.packs_siblings else None for b in range(len(seqs))]
         scores = self._score(plan, draft, packed)
         clock.append(time.perf_counter())
-        target_probs = _target_probs(seqs, draft, scores, packed)
+        target_probs = _target_probs(plan.decode, draft, scores, packed)
         watched = list(map(WatchedCoins, coins)) if self.wants_detail else []
         try:
-            verdict = verify.judge(draft, target_probs, watched or coins, [seq.acceptance for seq in seqs])
+            judges = [request.search or request.seq.acceptance for request in plan.decode]
+            verdict = verify.judge(draft, target_probs, watched or coins, judges)
         except verify.RulingFailed as failure:
             raise RequestFailed(seqs[failure.b], failure.error) from failure
         for seq, token in zip(seqs, verdict.next_tokens, strict=True):
@@ -126,12 +132,42 @@ class Stepper:
             most = min(self.catchup.most_tokens, sum(take for _, take in prompts))
             self.drafter.catch_up([seq for seq, _ in prompts], most)
         limits = plan.draft_limits
-        paced = self.pacing.budget(seqs, limits)
-        granted = [max(0, min(pair)) for pair in zip(paced, limits, strict=True)]
+        searches = {b: request.search for b, request in enumerate(plan.decode) if request.search is not None}
+        if searches:
+            limits = [0 if b in searches else limit for b, limit in enumerate(limits)]
+        granted = self._granted(seqs, limits, searches)
         if self.pacing.guesses:
             self._guess(seqs, granted, limits, coins)
-        if not any(granted):
-            return Draft.empty(len(seqs)), granted
+        draft = self._drafted(seqs, granted, coins) if any(granted) else Draft.empty(len(seqs))
+        return (self._with_searches(draft, searches, plan.draft_limits) if searches else draft), granted
+
+    def _granted(self, seqs: Seq[Sequence], limits: Seq[int], searches: Collection[int]) -> list[int]:
+        """The nodes that each sequence may have; a beam search, which is paced by its levels, none."""
+        members = [b for b in range(len(seqs)) if b not in searches]
+        paced = self.pacing.budget([seqs[b] for b in members], [limits[b] for b in members])
+        granted = [0] * len(seqs)
+        for b, wanted in zip(members, paced, strict=True):
+            granted[b] = max(0, min(wanted, limits[b]))
+        return granted
+
+    def _with_searches(self, draft: Draft, searches: Mapping[int, BeamSearch], limits: Seq[int]) -> Draft:
+        """The draft with the trees of beam searches put in. limits [B]: rows that each may have."""
+        seqs, num_rows = [search.seq for search in searches.values()], len(draft.tokens) + draft.num_sequences
+        num_levels = beams.num_levels(seqs, self.pacing, num_rows - len(searches))
+        for b, search in searches.items():
+            search.begin(limits[b], num_levels[search.seq.id])
+        drafts = {seq.draft for seq in seqs}
+        catchup_tokens = self.catchup.tokens(drafts, self.drafter.num_caught_up)
+
+        def branch(seqs: Seq[Sequence], levels: Seq[Seq[int]]) -> list[list[Next | None]]:
+            return self.drafter.branch(seqs, levels, catchup_tokens)
+
+        trees = beams.propose(list(searches.values()), branch)
+        parts = dict(zip(searches, trees, strict=True))
+        return Draft.joined([parts[b] if b in parts else draft.only(b) for b in range(draft.num_sequences)])
+
+    def _drafted(self, seqs: Seq[Sequence], granted: Seq[int], coins: Seq[Coins]) -> Draft:
+        """What the drafters guess within what was granted."""
         catchup_tokens = self.catchup.tokens({seq.draft for seq in seqs}, self.drafter.num_caught_up)
         budget = Budget(list(granted), catchup_tokens)  # the drafter's own
         budget.reads_logits = self.pacing.reads_logits
@@ -139,7 +175,7 @@ class Stepper:
             budget.go_on = lambda b, *at: self.pacing.go_on(seqs[b], *at)
         if overrides(self.pacing, "go_behind"):
             budget.go_behind = lambda b, *at: self.pacing.go_behind(seqs[b], *at)
-        return self.drafter.propose(seqs, budget, coins), granted
+        return self.drafter.propose(seqs, budget, coins)
 
     def _guess(self, seqs: Seq[Sequence], granted: Seq[int], limits: Seq[int], coins: Seq[Coins]) -> None:
         """Let drafters that cost nothing guess where nothing was granted: pacing scores that, nothing verifies it."""
@@ -152,6 +188,9 @@ class Stepper:
         best = self.runner.finds_best
         runs = []
         for b, request in enumerate(plan.decode):
+            if request.search is not None:
+                runs.append(request.search.run())
+                continue
             only_best = best and request.takes_the_best and not self.drafter.of(request.seq).top_logits
             runs.append(_run(request, draft, b, packed[b], only_best))
         for request, take in plan.prefill:
@@ -167,21 +206,30 @@ class Stepper:
         scores: Scores,
         verdict: Verdict,
     ) -> StepReport:
-        report = StepReport(num_decoding=len(plan.decode), num_drafted=len(draft.tokens))
+        report = StepReport(num_decoding=len(plan.decode), num_drafted=draft.num_guesses)
         report.num_prefill_tokens = sum(take for _, take in plan.prefill)
         report.num_rows = scores.rows[-1].stop if scores.rows else 0
         report.num_context_tokens = sum([len(request.seq.tokens) for request in plan.decode]) - report.num_decoding
         kept: dict[int, Seq[int]] = {request.seq.id: range(take) for request, take in plan.prefill}
+        held: dict[int, Held] = {}
         for b, request in enumerate(plan.decode):
-            step, kept[request.seq.id] = self._commit_one(request, draft, packed[b], scores.logits[b], verdict, b)
+            if request.search is not None:
+                step, kept[request.seq.id], held[request.seq.id] = _commit_search(request, draft, verdict, b)
+            else:
+                step, kept[request.seq.id] = self._commit_one(request, draft, packed[b], scores.logits[b], verdict, b)
             report.sequences.append(step)
         report.num_tested = sum([step.num_tested for step in report.sequences])
-        report.num_accepted = sum(map(len, verdict.paths))
-        report.num_emitted = report.num_accepted + report.num_decoding
+        report.num_accepted = sum([step.num_accepted for step in report.sequences])
+        report.num_emitted = report.num_accepted + sum(
+            [request.search is None or request.search.num_steps > 0 for request in plan.decode]
+        )
         report.num_committed = sum([step.num_committed for step in report.sequences])
         seqs = [request.seq for request in plan.decode] + [request.seq for request, _ in plan.prefill]
-        self._keep(seqs, kept)
-        self.drafter.observe(seqs, [self._seen(seq, kept[seq.id], scores, run) for run, seq in enumerate(seqs)])
+        self._keep(seqs, kept, held)
+        shown = {slot: rows for slot, rows in kept.items() if slot not in held}
+        self.drafter.observe(
+            seqs, [self._seen(seq, shown.get(seq.id, ()), scores, run) for run, seq in enumerate(seqs)]
+        )
         return report
 
     def _seen(self, seq: Sequence, kept: Seq[int], scores: Scores, run: int) -> Seen:
@@ -196,7 +244,8 @@ class Stepper:
         """Count and commit; and the cache rows of the tokens that are no longer last: root and accepted nodes."""
         seq, start, path, num_tested = request.seq, draft.node_starts[b], verdict.paths[b], verdict.num_tested(b)
         num_nodes, emitted = draft.node_starts[b + 1] - start, verdict.emitted(draft, b)
-        request.report.count(num_nodes, draft.depth(b) if num_nodes else 0, len(path), num_tested)
+        num_rows = 1 + (num_nodes if packed is None else len(packed.tokens))
+        request.report.count(num_nodes, draft.depth(b) if num_nodes else 0, len(path), num_tested, num_rows)
         request.report.prices += [test.price for test in verdict.tests[b] if test.price is not None]
         rows = [0, *[_row(packed, n - start) for n in path]] if path else [0]  # row i decided emitted token i
         logprobs: Seq[TokenLogprob] = ()
@@ -207,9 +256,9 @@ class Stepper:
         step = SequenceStep(seq.id, seq.draft, num_nodes, num_tested, tuple([n - start for n in path]), committed)
         return step, rows[:committed]
 
-    def _keep(self, seqs: Seq[Sequence], kept: Mapping[int, Seq[int]]) -> None:
-        """Keep the cache rows of committed tokens, and let others find what they fill."""
-        full = set(self.runner.cache.keep(kept))
+    def _keep(self, seqs: Seq[Sequence], kept: Mapping[int, Seq[int]], held: Mapping[int, Held]) -> None:
+        """Keep the cache rows of committed tokens, and let others find what they fill. held: rows of beam searches."""
+        full = set(self.runner.cache.keep(kept, held) if held else self.runner.cache.keep(kept))
         for seq in seqs:
             if seq.id in full:
                 self.runner.cache.publish(seq.id, seq.tokens)
@@ -243,11 +292,15 @@ class _LazyRows(Seq[Probs]):
 Rows = list[Probs] | _LazyRows  # target_probs of one sequence
 
 
-def _target_probs(seqs: Seq[Sequence], draft: Draft, scores: Scores, packed: Seq[Packed | None]) -> list[Rows]:
-    """Of each sequence; points where only the largest logits were asked for."""
+def _target_probs(requests: Seq[Request], draft: Draft, scores: Scores, packed: Seq[Packed | None]) -> list[Rows]:
+    """Of each sequence; points where only the largest logits were asked for. A beam search makes its own of logits."""
     found = list[Rows]()
-    for b, seq in enumerate(seqs):
-        if best := scores.best[b]:
+    for b, request in enumerate(requests):
+        seq = request.seq
+        if request.search is not None:
+            request.search.scored(scores.logits[b])
+            found.append([])
+        elif best := scores.best[b]:
             points = list(map(Probs.of_point, best))
             own = packed[b]
             found.append(points if own is None else [points[0], *(points[1 + place] for place in own.places)])
@@ -256,13 +309,34 @@ def _target_probs(seqs: Seq[Sequence], draft: Draft, scores: Scores, packed: Seq
     return found
 
 
+def _commit_search(request: Request, draft: Draft, verdict: Verdict, b: int) -> tuple[SequenceStep, list[int], Held]:
+    """Count the steps of a beam search, and commit what its texts share; as `_commit_one`, and rows that stay."""
+    search, emitted = request.search, verdict.emitted(draft, b)
+    assert search is not None
+    step, kept, held = search.settle()
+    num_rows = len(search.fed) + step.num_drafted
+    request.report.count(
+        step.num_drafted, search.num_levels, step.num_accepted, step.num_tested, num_rows, search.num_steps
+    )
+    request.commit(emitted, ["plain"] * len(emitted), ())
+    request.seq.round += 1
+    if search.is_over:
+        search.conclude()
+    return step, kept, held
+
+
 def _packed(draft: Draft, b: int) -> Packed | None:
     """How sequence b's nodes share rows; None where each has a row of its own, as in chains.
 
     A draft with extra rows, which hang from rows of nodes, is not packed.
     """
     nodes = draft.nodes(b)
-    if len(nodes) < 2 or b in draft.extra or draft.parents[nodes.start + 1 : nodes.stop] == list(nodes[:-1]):
+    if (
+        len(nodes) < 2
+        or b in draft.extra
+        or b in draft.known
+        or draft.parents[nodes.start + 1 : nodes.stop] == list(nodes[:-1])
+    ):
         return None
     packed = draft.packed(b)
     return packed if len(packed.tokens) < len(nodes) else None
@@ -306,12 +380,16 @@ def _detail(
     tosses: Seq[Toss],
     facts: Mapping[str, float],
 ) -> RoundDetail:
-    nodes, tests = draft.nodes(b), verdict.tests[b]
+    nodes, tests, next_token = draft.nodes(b), verdict.tests[b], verdict.next_tokens[b]
+    if next_token == NO_TOKEN:  # of a beam search: the end of its best text
+        next_token = (
+            seq.hypotheses.tokens[tips[0]] if seq.hypotheses and (tips := seq.hypotheses.tips) else seq.tokens[-1]
+        )
     if start := nodes.start:
         tests = [dataclasses.replace(test, node=test.node - start) for test in tests]
     parents = [p - start if p >= 0 else -1 for p in draft.parents[start : nodes.stop]]
     known = rows if isinstance(rows, list) else rows.known  # watching must not compute more
-    judging = [known[parent + 1] for parent in parents]
+    judging = [known[parent + 1] if known else None for parent in parents]
     return RoundDetail(
         sequence_id=seq.id,
         position=len(seq.tokens),
@@ -321,7 +399,7 @@ def _detail(
         target_probs=[None if p is None else p.at(draft.tokens[n]) for n, p in zip(nodes, judging, strict=True)],
         tests=tests,
         accepted=[n - start for n in verdict.paths[b]],
-        next_token=verdict.next_tokens[b],
+        next_token=next_token,
         granted=granted,
         tosses=tosses,
         pacing=facts,

@@ -24,6 +24,16 @@ class Room(NamedTuple):
     next_blocks: int
 
 
+class Held(NamedTuple):
+    """Rows that stay pending while others are kept: ascending, behind the kept ones.
+
+    parents: of each, an index among these rows; -1 = the kept rows.
+    """
+
+    rows: Seq[int]
+    parents: Seq[int]
+
+
 class KVCache(Protocol):
     """What Runner, Scheduler and drafters ask of a model's KV cache. The model reads it in a way of its own.
 
@@ -78,11 +88,12 @@ class KVCache(Protocol):
 
     # After a pass.
 
-    def keep(self, kept: Mapping[int, Seq[int]]) -> list[int]:
+    def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held] = ...) -> list[int]:
         """Keep some of the pending rows and of the rows just written of each slot, and drop the others.
 
-        kept: by slot, ascending indices that count the pending rows and then the rows of the run. Returns the slots
-        that have something new to publish once their kept tokens are committed.
+        kept: by slot, ascending indices that count the pending rows and then the rows of the run. held: by slot, rows
+        that stay pending, which beam searches ask for. Returns the slots that have something new to publish once their
+        kept tokens are committed.
         """
 
     def hold(self, slot: int, parents: Seq[int]) -> None:

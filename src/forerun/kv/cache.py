@@ -31,6 +31,7 @@ evictable.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
@@ -41,12 +42,13 @@ from torch import Tensor
 
 from forerun import native
 from forerun.errors import BadOption, CapacityError, InternalError
-from forerun.kv import Room
+from forerun.kv import Held, Room
 from forerun.kv.prefix import Path, PrefixIndex
 from forerun.types import CacheView, RaggedBatch
 
 Backend = Literal["paged", "contiguous"]
 PAGED_BLOCK_TOKENS = 16
+_NONE_HELD: Mapping[int, Held] = {}
 
 
 @dataclass(frozen=True)
@@ -394,18 +396,23 @@ class BlockCache:
             if self._num_users[block] != 1 or self._prefixes.holds(block):
                 raise InternalError(f"slot {slot} would write into block {block}, which others may read: reserve first")
 
-    def keep(self, kept: Mapping[int, Seq[int]]) -> list[int]:
+    def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held] = _NONE_HELD) -> list[int]:
         """Keep some of the pending rows and of the rows just written of each slot, in order, and drop the others.
 
-        kept: by slot, ascending indices that count the pending rows and then the rows of the run. Returns the slots in
-        which a block has become full; it can be published when all kept tokens are committed.
+        kept: by slot, ascending indices that count the pending rows and then the rows of the run. held: by slot, rows
+        behind the kept ones that stay pending. Returns the slots in which a block has become full; it can be published
+        when all kept tokens are committed.
 
         A path through a tree is copied down to consecutive rows. A source is never before its destination, so
         ascending copies are safe (Miao et al. 2023). One call copies for all slots and layers; a chain moves nothing.
         """
         sources, targets = list[int](), list[int]()
-        for slot, rows in kept.items():
-            own = self._slots[slot]
+        for slot, first in kept.items():
+            own, rows = self._slots[slot], first
+            if slot in held:
+                rows = [*first, *held[slot].rows]
+                if any(a >= b for a, b in itertools.pairwise(rows)):
+                    raise InternalError(f"slot {slot} cannot keep and hold the rows {rows}: they must ascend")
             if rows and rows[-1] >= len(rows):
                 self._check_private(slot, own.table, own.length, own.length + rows[-1] + 1)
                 moved = [(j, i) for i, j in enumerate(rows) if i != j]
@@ -417,7 +424,7 @@ class BlockCache:
         for slot, rows in kept.items():
             own = self._slots[slot]
             num_full = own.length // self.block_tokens
-            self._set_length(own, own.length + len(rows))  # never below the published length
+            self._set_length(own, own.length + len(rows), held[slot].parents if slot in held else ())
             if own.length // self.block_tokens > num_full:
                 full.append(slot)
         return full
@@ -446,9 +453,10 @@ class BlockCache:
         self._set_length(own, length)
         del own.path.nodes[length // self.block_tokens :]
 
-    def _set_length(self, own: _Slot, length: int) -> None:
-        own.length, own.pending = length, []
-        needed = -(-length // self.block_tokens)
+    def _set_length(self, own: _Slot, length: int, pending: Seq[int] = ()) -> None:
+        """Set the kept length, which is never below the published one, and the parents of pending rows."""
+        own.length, own.pending = length, list(pending)
+        needed = -(-own.end // self.block_tokens)
         for block in reversed(own.table[needed:]):
             self._drop(block)
         del own.table[needed:]

@@ -159,7 +159,10 @@ def read_body(llm: LLM, body: Mapping[str, Any]) -> Wish:
     if isinstance(seed := given.get("seed"), str) and seed.isdecimal() and len(seed) <= 20:
         given["seed"] = int(seed)  # a page cannot write an integer of 64 bits
     own: dict[str, Any] = {"max_tokens": 128, **given, "cache_salt": _new_salt()}
-    return Wish(_prompt_ids(llm, body), dataclasses.replace(llm.default_params, **own), race)
+    params = dataclasses.replace(llm.default_params, **own)
+    if params.searches:
+        raise BadOption(f"num_beams={params.num_beams} is not possible here: the page shows one text as it grows")
+    return Wish(_prompt_ids(llm, body), params, race)
 
 
 def make_request(llm: LLM, wish: Wish) -> Request:

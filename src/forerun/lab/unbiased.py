@@ -33,10 +33,11 @@ Weights = Annotated[list[float], Field(min_length=2, max_length=16)]
 MUTANTS = {mutant.name: mutant for mutant in (*testing.MUTANTS, testing.SECOND_DRAW)}
 MOST_ROUNDS = 1000  # of one request: less than a second
 MOST_DRAFTED = 8
-MOST_WAIT_S = 20.0
+MOST_WAIT_S, MOST_WAITING = 20.0, 8  # each that waits holds a thread of the server
 MOST_ENUMERATED = 3  # siblings, all of whose outcomes are taken
 SHAPES = {"chain": "independent", "independent": "independent", "distinct": "distinct"}  # -> how siblings are drawn
 _TURN = threading.Lock()  # one request at a time: the engine needs the interpreter, too
+_PLACES = threading.BoundedSemaphore(MOST_WAITING + 1)  # with the one whose turn it is
 
 
 @dataclass
@@ -94,13 +95,18 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    """Wait for the requests before this one. Raises CapacityError where that takes too long."""
-    if not _TURN.acquire(timeout=MOST_WAIT_S):
-        raise CapacityError(f"rounds of others have run for {MOST_WAIT_S:.0f} s: try again when they are over")
+    """Wait for the requests before this one. Raises CapacityError where these are many, or take too long."""
+    if not _PLACES.acquire(blocking=False):
+        raise CapacityError(f"{MOST_WAITING} requests for rounds wait: try again when they are over")
     try:
-        yield
+        if not _TURN.acquire(timeout=MOST_WAIT_S):
+            raise CapacityError(f"rounds of others have run for {MOST_WAIT_S:.0f} s: try again when they are over")
+        try:
+            yield
+        finally:
+            _TURN.release()
     finally:
-        _TURN.release()
+        _PLACES.release()
 
 
 def _described(rule: verify.Rule) -> dict[str, Any]:

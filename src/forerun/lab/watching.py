@@ -181,7 +181,8 @@ class Watch:
     def _round(self, step: _Step, number: int) -> bytes:
         own, detail = step.report.sequences[number], step.report.rounds[number]
         depth = 1 + max(depths_of(detail.parents), default=-1)
-        self._so_far.count(own.num_drafted, depth, own.num_accepted, own.num_tested)  # the request's own is further on
+        num_rows = 1 + own.num_drafted  # the request's own report is further on
+        self._so_far.count(own.num_drafted, depth, own.num_accepted, own.num_tested, num_rows)
         passes = step.report.drafts.get(own.draft)
         left = self._request.seq.tokens[detail.position - 1]
         tip = detail.tokens[detail.accepted[-1]] if detail.accepted else left

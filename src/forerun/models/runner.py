@@ -298,7 +298,8 @@ def pack(runs: Seq[Run], cache: KVCache) -> RaggedBatch:
         tokens += run.tokens
         starts.append(len(tokens))
     slots = [run.slot for run in runs]
-    return RaggedBatch(tokens, positions, starts, slots, cached, parents if any(parents) else ())
+    silent = frozenset(b for b, run in enumerate(runs) if run.logits == "none")
+    return RaggedBatch(tokens, positions, starts, slots, cached, parents if any(parents) else (), silent)
 
 
 def _is_chain(parents: list[int]) -> bool:

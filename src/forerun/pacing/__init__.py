@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+BEAM_LEVELS = 2  # that a beam search drafts, where the policy does not say
+
+
 class Pacing:
     """A policy decides how many tokens to draft, before drafting and before each draw.
 
@@ -43,6 +46,13 @@ class Pacing:
     def wanted(self, seq: Sequence) -> int:
         """Return the most nodes of a sequence whose request names no `spec_length` of its own."""
         raise NotImplementedError
+
+    def levels(self, seqs: Seq[Sequence], num_rows: int) -> int:
+        """Return how many levels these beam searches draft, whose requests name no `spec_length` of their own.
+
+        num_rows: of the target's pass, beside those of these searches.
+        """
+        return BEAM_LEVELS
 
     def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Tensor | None = None) -> bool:
         """Return whether to draw the token at `depth` (0 = first) from `draft_probs`.

@@ -21,6 +21,7 @@ from forerun.config import AUTO_SPEC_LENGTH
 from forerun.pacing import Pacing
 from forerun.pacing.acceptance import MAX_RANKS, Acceptance
 from forerun.pacing.cost import Costs
+from forerun.pacing.levels import Levels
 from forerun.types import Sequence, StepReport
 
 CUTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # longest draft of a plan
@@ -99,6 +100,7 @@ class AutoPacing(Pacing):
         self.spec_length, self.costs = min(spec_length, MAX_RANKS), costs
         self._known: dict[str, Acceptance] = {}  # by drafter
         self._requests: dict[int, _Request] = {}
+        self._levels = Levels(costs)
         self._net = _SafetyNet()
         self._step, self._replan_at = 0, 0
         self._drafts = False  # whether the plan drafts for some request in this step
@@ -121,6 +123,9 @@ class AutoPacing(Pacing):
             request.granted = min(most, own if own is not None else self._wanted(request) if may_draft else 0)
         return [request.granted for request in requests]
 
+    def levels(self, seqs: Seq[Sequence], num_rows: int) -> int:
+        return min(self.spec_length, self._levels.wanted(seqs, num_rows))
+
     def prepares(self, seq: Sequence) -> bool:
         return self._of(seq).drafter_shares()[0] > 0.1
 
@@ -129,6 +134,7 @@ class AutoPacing(Pacing):
 
     def observe(self, report: StepReport) -> None:
         self.costs.observe(report)
+        self._levels.observe(report.sequences)
         for round_ in report.sequences:
             request = self._requests.get(round_.sequence_id)
             if request is None:
@@ -147,6 +153,7 @@ class AutoPacing(Pacing):
 
     def end(self, seq: Sequence) -> None:
         self._requests.pop(seq.id, None)
+        self._levels.end(seq)
         self._of(seq).forget(seq.id)
 
     def _of(self, seq: Sequence) -> Acceptance:

@@ -125,8 +125,13 @@ def _kept(path: Path) -> PassTime | None:
     return None
 
 
-def calibrated(run: Callable[[int], None], clock: Callable[[], float] = time.perf_counter) -> PassTime:
-    """Measure the curve: run passes of all widths in turn, in several rounds.
+def calibrated(
+    run: Callable[[int], None],
+    clock: Callable[[], float] = time.perf_counter,
+    widths: Seq[int] = WIDTHS,
+    least_limit_s: float = LEAST_LIMIT_S,
+) -> PassTime:
+    """Measure the curve: run passes of all widths, the first of which is one row, in turn, in several rounds.
 
     A ratio is the median over the rounds of the time of a width over that of one row in the same round, so that a
     machine which slows down cancels out; then the running maximum is taken. At the time limit rounds are dropped, then
@@ -139,8 +144,8 @@ def calibrated(run: Callable[[int], None], clock: Callable[[], float] = time.per
         run(rows)
         return clock() - start
 
-    ones_s, ratios = list[float](), {rows: list[float]() for rows in WIDTHS[1:]}
-    begun, limit_s = clock(), LEAST_LIMIT_S
+    ones_s, ratios = list[float](), {rows: list[float]() for rows in widths[1:]}
+    begun, limit_s = clock(), least_limit_s
     try:
         timed(1)  # warms up
         for _ in range(NUM_ROUNDS):

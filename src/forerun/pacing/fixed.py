@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from forerun.config import DEFAULT_SPEC_LENGTH
@@ -22,6 +23,9 @@ class FixedPacing(Pacing):
         self.spec_length = spec_length
 
     def wanted(self, seq: Sequence) -> int:
+        return self.spec_length
+
+    def levels(self, seqs: Seq[Sequence], num_rows: int) -> int:
         return self.spec_length
 
 

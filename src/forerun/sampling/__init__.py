@@ -3,6 +3,7 @@
 from forerun.sampling.pipeline import (
     Filters as Filters,
     History as History,
+    likeliest as likeliest,
     logprobs_of as logprobs_of,
     probs as probs,
     takes_the_best as takes_the_best,

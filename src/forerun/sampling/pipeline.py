@@ -198,9 +198,13 @@ def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> 
 
     Then the other logits are not needed: `probs` would look at them and return that point.
     """
+    return params.greedy and params.logprobs is None and not _adjusts(params, bad_word_ids)
+
+
+def _adjusts(params: SamplingParams, bad_word_ids: Seq[Seq[int]]) -> bool:
+    """Whether bias, penalties or masks may change a row."""
     penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    masks = params.logit_bias or bad_word_ids or params.min_tokens > 0
-    return params.greedy and params.logprobs is None and not penalties and not masks
+    return bool(penalties or params.logit_bias or bad_word_ids or params.min_tokens > 0)
 
 
 # ------------------------------------------------------------------------------------------------------ the filters
@@ -331,16 +335,43 @@ def _goal(mass: npt.NDArray[Any], top_p: float) -> Any:
 # --------------------------------------------------------------------------------------------------------- reporting
 
 
+def likeliest(logits: Tensor, params: SamplingParams, history: History, num: int) -> tuple[list[int], list[float]]:
+    """The `num` ids that a beam search scores highest, and their scores, best first, lowest id on ties.
+
+    logits [V]. Scores are log-probabilities, float64, to which bias, penalties and masks are applied as they are to
+    logits elsewhere, with no normalisation behind them: so do the beams of transformers. Ids of score -inf are left
+    out, so that there may be fewer.
+    """
+    row = _host(logits)
+    log_mass = _log_mass(row)
+    if _adjusts(params, history.bad_word_ids):
+        scores: Row = row.astype(np.float64) - log_mass
+        scores = _mask(_penalize(_bias(scores, params), params, history), params, history)
+        ids = _largest(scores, min(num, len(row)))
+        found = scores[ids]
+    else:
+        ids = _largest(row, min(num, len(row)))
+        found = row[ids].astype(np.float64) - log_mass
+    order = np.argsort(-found, kind="stable")
+    order = order[found[order] > -np.inf]
+    return ids[order].tolist(), found[order].tolist()
+
+
 def logprobs_of(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
     """Log-probability of `token` and of the `num_top` likeliest ids under the raw model distribution, natural log.
 
     logits [V] before bias, penalties and temperature. Ties are listed by lowest id.
     """
     row = _host(logits)
-    top = row.max()
-    if not np.isfinite(top):
-        raise _no_probs(row)
-    log_mass = float(top) + math.log(float(np.exp(row - top).sum(dtype=np.float64)))
+    log_mass = _log_mass(row)
     ids = _largest(row, min(num_top, len(row))) if num_top else np.empty(0, dtype=np.int64)
     best = sorted(ids.tolist(), key=lambda i: (-row[i], i))
     return TokenLogprob(token, float(row[token]) - log_mass, [(i, float(row[i]) - log_mass) for i in best])
+
+
+def _log_mass(row: Row) -> float:
+    """The natural log of the sum of e^logit. Raises InternalError where the logits are no numbers."""
+    top = row.max()
+    if not np.isfinite(top):
+        raise _no_probs(row)
+    return float(top) + math.log(float(np.exp(row - top).sum(dtype=np.float64)))

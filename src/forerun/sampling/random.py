@@ -9,7 +9,7 @@ depend on the batch, on neighbours, or on how many numbers other requests used:
 
 Draws from float32 distributions are written twice: here, and as a native implementation of `_place` and `_race` that
 returns the same ids and is taken where it was built (csrc/sampling_race.cpp). For proofs there is a second source of
-randomness in forerun/testing.py, which takes every outcome in turn and knows its probability.
+randomness in forerun/testing/coins.py, which takes every outcome in turn and knows its probability.
 """
 
 from __future__ import annotations

@@ -157,6 +157,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health", responses=openapi.ERRORS)
     async def health() -> JSONResponse:
         """Whether the engine is sound; what is not should be restarted."""
+        service.look_for_failure()  # it may have failed on what came through a page
         if service.failure is not None:
             return JSONResponse({"status": "failed", "message": str(service.failure)}, 503)
         return JSONResponse({"status": "ok"})
@@ -178,8 +179,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     hint = {404: f"there is no {request.url.path}: /openapi.json lists the routes", 405: "another method is wanted"}
     refused = Refused(hint.get(error.status_code, str(error.detail)), status=error.status_code)
-    status, body = openai.error_answer(refused)
+    status, body = _error_answer(request.url.path, refused, request.scope[RECORD]["request_id"])
     return JSONResponse(body, status, dict(error.headers or {}))
+
+
+def _error_answer(path: str, error: ForerunError, request_id: str) -> tuple[int, dict[str, Any]]:
+    """The status of an error that no route has met itself, and its body in the form of the API that has the path."""
+    is_messages = path == messages.MESSAGES or path.startswith(f"{messages.MESSAGES}/")
+    return (messages.error_answer if is_messages else _plain_error)(error, request_id)
 
 
 class Door:
@@ -216,8 +223,7 @@ class Door:
                         is_page = self._asks_page(scope["path"])
                         await self._app(scope, self._in_time(receive) if is_page else receive, sending)
                 if refused is not None:
-                    is_messages = scope["path"].startswith(messages.MESSAGES)
-                    code, body = (messages if is_messages else openai).error_answer(refused)
+                    code, body = _error_answer(scope["path"], refused, request_id)
                     more = {"www-authenticate": "Bearer"} if code == 401 else {}
                     if refused.retry_after_s is not None:
                         more["retry-after"] = str(refused.retry_after_s)
@@ -226,8 +232,9 @@ class Door:
                 LOG.exception("request %s failed", request_id)
                 record["error"] = repr(error)[:200]
                 if not has_begun:
-                    answer = openai.error_answer(InternalError(f"the request {request_id} failed; the log says why"))
-                    await JSONResponse(answer[1], answer[0])(scope, receive, sending)
+                    failed = InternalError(f"the request {request_id} failed; the log says why")
+                    code, body = _error_answer(scope["path"], failed, request_id)
+                    await JSONResponse(body, code)(scope, receive, sending)
             finally:
                 route = getattr(scope.get("route"), "path", "other")
                 self._service.metrics.answered(route, status)

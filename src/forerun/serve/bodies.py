@@ -96,6 +96,10 @@ class Job:
     ignored: tuple[str, ...] = ()  # fields without which it is served
     given: Mapping[str, Any] = field(default_factory=dict)  # the body, for APIs whose answers repeat parts of it
 
+    def __post_init__(self) -> None:
+        if self.stream and self.params.searches:
+            raise Refused("stream=True is not possible with beams: which text is best is known at the end", "stream")
+
     @property
     def num_choices(self) -> int:
         """How many texts it asks for."""
@@ -337,13 +341,16 @@ def status_of(error: ForerunError) -> tuple[int, str | None, str | None]:
 def report_of(outputs: Seq[RequestOutput]) -> dict[str, Any]:
     """The seed that makes the same choices again, and how speculation went for all of them together.
 
-    Sums over all choices, and their ratios; a ratio is None where nothing was counted. See RequestReport.
+    Sums over all choices, and their ratios; a ratio is None where nothing was counted. See RequestReport. scores: of
+    the texts of a beam search.
     """
-    sums = {name: sum(getattr(output.report, name) for output in outputs) for name in _REPORTED}
+    reports = {id(output.report): output.report for output in outputs}.values()  # those of one beam search share theirs
+    sums = {name: sum(getattr(report, name) for report in reports) for name in _REPORTED}
 
     def ratio(above: str, below: str) -> float | None:
         return sums[above] / sums[below] if sums[below] else None
 
+    scores = {"scores": [o.score for o in outputs]} if any(o.score is not None for o in outputs) else {}
     first, prices = outputs[0].report, [price for output in outputs for price in output.report.prices]
     return {
         "seed": outputs[0].seed,
@@ -355,4 +362,5 @@ def report_of(outputs: Seq[RequestOutput]) -> dict[str, Any]:
         "acceptance_rate": ratio("num_accepted", "num_drafted"),
         "mean_accepted_length": ratio("num_emitted", "num_steps"),
         "alpha_hat": ratio("num_accepted", "num_tested"),
+        **scores,
     }

@@ -78,13 +78,13 @@ class Place:
     """The room of one request in a Gate. num: choices that it makes, one until they are known."""
 
     def __init__(self, gate: Gate) -> None:
-        self._gate, self.num = gate, 1
+        self._gate, self.num, self.is_generating = gate, 1, False
 
     def grow(self, num: int) -> None:
         """Take the room of all its choices. Raises Refused where it is not there."""
         self._gate.check(num - self.num)
         self._gate.num_taken += num - self.num
-        self.num = num
+        self.num, self.is_generating = num, True
 
 
 class Gate:
@@ -99,7 +99,7 @@ class Gate:
         self.is_draining = False
         self.is_empty = asyncio.Event()
         self.is_empty.set()
-        self._mean_s = 1.0  # that a request takes
+        self._mean_s = 1.0  # that a request takes which generates
 
     @contextmanager
     def enter(self) -> Iterator[Place]:
@@ -119,8 +119,9 @@ class Gate:
             yield place
         finally:
             self.num_taken -= place.num
-            took_s = asyncio.get_running_loop().time() - started_s
-            self._mean_s = _HALF_LIFE * self._mean_s + (1 - _HALF_LIFE) * took_s
+            if place.is_generating:  # what was refused, or only counted tokens, says nothing of how long those take
+                took_s = asyncio.get_running_loop().time() - started_s
+                self._mean_s = _HALF_LIFE * self._mean_s + (1 - _HALF_LIFE) * took_s
             if not self.num_taken:
                 self.is_empty.set()
 

@@ -18,7 +18,8 @@ from forerun.types import StepReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIXES = ("forerun", "vllm")
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5)
+_SECONDS = (*_SHORT_SECONDS, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0)
 _DELAYS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _MOST_REMEMBERED = 4096  # sequences
@@ -87,12 +88,12 @@ class Metrics:
         """Count how late the event loop came to a timer."""
         self._of(self._delay).observe(seconds)
 
-    def ended(self, requests: Seq[Request]) -> None:
-        """Count requests that have ended, or are being ended."""
+    def ended(self, requests: Seq[Request], *, is_failed: bool = False) -> None:
+        """Count requests that have ended, or are being ended. is_failed: they end with the engine."""
         for request in requests:
             seq, report = request.seq, request.report
             self._last_s.pop(seq.id, None)
-            self._of(self._ended, seq.finish_reason or "abort").inc()
+            self._of(self._ended, "error" if is_failed or request.error else seq.finish_reason or "abort").inc()
             if report.scheduled_at_s is not None:
                 self._of(self._queued).observe(report.scheduled_at_s - report.arrived_at_s)
                 self._of(self._prompt_tokens).inc(seq.num_prompt_tokens)

@@ -62,9 +62,9 @@ _NEUTRAL: Mapping[str, Mapping[str, Neutral]] = {
     CHAT: {
         "response_format": (({"type": "text"},), NO_GRAMMAR),
         "tools": (([],), NO_CALLS),
-        "tool_choice": (("none",), NO_CALLS),
+        "tool_choice": (("none", "auto"), NO_CALLS),
         "functions": (([],), NO_CALLS),
-        "function_call": (("none",), NO_CALLS),
+        "function_call": (("none", "auto"), NO_CALLS),
         "parallel_tool_calls": ((True, False), NO_CALLS),
         "modalities": ((["text"],), "answers are texts"),
     },
@@ -129,7 +129,7 @@ def _params(url: str, given: Body, defaults: Mapping[str, Any]) -> SamplingParam
 def _num_top_logprobs(given: Body) -> int | None:
     """A chat says whether it wants log-probabilities, and how many others beside each token's own."""
     num_top, wanted = given.get("top_logprobs", 0), flag(given, "logprobs")
-    if "top_logprobs" in given and not wanted:
+    if not wanted and (num_top != 0 or type(num_top) is not int):
         raise Refused(f"top_logprobs={shown(num_top)} needs logprobs=true: set both or neither", "top_logprobs")
     return num_top if wanted else None
 

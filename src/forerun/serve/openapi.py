@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from forerun.engine.llm import LLM
+from forerun.params import MAX_BEAMS
 from forerun.registry import names as registered
 from forerun.serve import messages, openai, responses
 from forerun.serve.bodies import PARAMS, Form
@@ -75,6 +76,10 @@ _SHARED: dict[str, Schema] = {
     "ignore_eos": _FLAG,
     "seed": _integer(0, 2**63 - 1),
     "n": _integer(1, 128),
+    "num_beams": _integer(1, MAX_BEAMS),
+    "draft_beams": _integer(1, MAX_BEAMS),
+    "length_penalty": _number(-16, 16),
+    "early_stopping": _either(_FLAG, {"const": "never"}),
     "acceptance": _TEXT,
     "draft": _TEXT,
     "prediction": _either(_PREDICTION, _TEXT, _IDS),

@@ -53,7 +53,7 @@ class Service:
         self._most_prompt_chars = _MARGIN * longest * llm.engine.max_seq_len
         self.metrics = metrics or Metrics(llm, self.name)
         self.failure: ForerunError | None = None  # of the engine, once
-        self._news = News(self._look_for_failure)
+        self._news = News(self.look_for_failure)
         self._end_news = llm.call_behind(self._news.ring)
         self._going: set[Generation] = set()
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forerun-text")
@@ -83,7 +83,7 @@ class Service:
     def make(self, job: Job, prompts: Seq[Seq[int]]) -> tuple[Job, list[Any]]:
         """The requests of a job, not queued yet, and the job as it is served. Not in the event loop. Raises UserError.
 
-        Where unsupported fields are ignored, a limit of tokens beyond the context is lowered to it.
+        Where unsupported fields are ignored, a limit of tokens beyond the context is lowered to it; min_tokens goes.
         """
         try:
             return job, [r for prompt in prompts for r in self.llm.engine.make(prompt, job.params)]
@@ -91,7 +91,8 @@ class Service:
             if not self.ignore_unsupported or job.params.max_tokens is None:
                 raise
             params = dataclasses.replace(job.params, max_tokens=None, min_tokens=0)
-            clipped = dataclasses.replace(job, params=params, ignored=(*job.ignored, "max_tokens"))
+            fields = ("max_tokens", "min_tokens") if job.params.min_tokens else ("max_tokens",)
+            clipped = dataclasses.replace(job, params=params, ignored=(*job.ignored, *fields))
             return self.make(clipped, prompts)
         except CapacityError as error:  # it never fits: another moment would not help
             raise Refused(str(error), code="capacity") from None
@@ -109,7 +110,7 @@ class Service:
         """Forget requests; those that are not over are ended, and what they hold is freed."""
         self._going.discard(generation)
         self.llm.end(generation.requests)
-        self.metrics.ended(generation.requests)
+        self.metrics.ended(generation.requests, is_failed=generation.error is not None)
 
     async def watch_delay(self) -> None:
         """Measure how late the event loop is, until it is cancelled."""
@@ -125,7 +126,7 @@ class Service:
         self._end_news()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _look_for_failure(self) -> None:
+    def look_for_failure(self) -> None:
         """An engine whose step has failed as a whole is not trusted any more: all that live fail, none are taken."""
         if self.failure is None and (cause := self.llm.failure) is not None:
             self.failure = InternalError(

@@ -45,11 +45,14 @@ def chi_square_tail(value: float, num_free: int) -> float:
     """
     if num_free < 1 or value < 0:
         raise ValueError(f"value={value}, num_free={num_free}: at least 0 and 1 are needed")
+    if value == 0:
+        return 1.0
+    # The terms are added as exponentials of their logarithms: the first underflows where the later ones count.
     half = value / 2
     if num_free % 2:
-        total, term, k = math.erfc(math.sqrt(half)), math.exp(-half) * math.sqrt(half) / math.gamma(1.5), 1.5
+        total, log_term, k = math.erfc(math.sqrt(half)), math.log(half) / 2 - half - math.lgamma(1.5), 1.5
     else:
-        total, term, k = 0.0, math.exp(-half), 1.0
+        total, log_term, k = 0.0, -half, 1.0
     while k <= num_free / 2:
-        total, term, k = total + term, term * half / k, k + 1
+        total, log_term, k = total + math.exp(log_term), log_term + math.log(half / k), k + 1
     return min(1.0, total)

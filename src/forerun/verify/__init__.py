@@ -20,13 +20,20 @@ import functools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from forerun.errors import BadOption, InternalError, shown
 from forerun.registry import load, make_options, names, parse_spec
 from forerun.types import AcceptanceTest, Coins, Draft, Probs, Verdict
 
-Ruling = tuple[list[int], int, list[AcceptanceTest]]  # on one sequence: path, next token, tests
+# On one sequence: path, next token, tests.
+Ruling = tuple[list[int], int, list[AcceptanceTest]]
+
+
+class Judge(Protocol):
+    """What judges one sequence of a draft; a Rule, or the beam search of a request."""
+
+    def rule(self, draft: Draft, b: int, target_probs: Any, coins: Coins) -> Ruling: ...
 
 
 class RulingFailed(Exception):
@@ -88,12 +95,13 @@ def find(spec: str) -> Rule:
     return Rule(name, module, make_options(module.Options, options, name))
 
 
-def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], specs: Seq[str]) -> Verdict:
+def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], specs: Seq[str | Judge]) -> Verdict:
     """Judge every sequence by its own rule.
 
     target_probs[b][0] is the distribution after the last committed token, target_probs[b][1 + i] the one after node i
-    of sequence b (i counted within the sequence). specs [B] name rules. The next token of a sequence without nodes is
-    drawn with the match noise, whatever its rule: so plain decoding with a seed gives the same text under each rule.
+    of sequence b (i counted within the sequence). specs [B] name rules, or are what judges. The next token of
+    a sequence without nodes is drawn with the match noise, whatever its rule: so plain decoding with a seed gives the
+    same text under each rule.
     Raises BadOption for an unknown rule, and RulingFailed for what a rule or a row of target_probs raises, but for an
     AssertionError.
     """
@@ -102,9 +110,9 @@ def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], specs:
     starts = draft.node_starts
     rulings: list[Ruling] = []
     for b, (rows, spec) in enumerate(zip(target_probs, specs, strict=True)):
-        rule = find(spec)
+        rule = find(spec) if isinstance(spec, str) else spec
         try:
-            if starts[b] < starts[b + 1]:
+            if starts[b] < starts[b + 1] or rule is spec:
                 rulings.append(rule.rule(draft, b, rows, coins[b]))
             else:
                 row = rows[0]

@@ -8,6 +8,9 @@ The emitted token is then at most 1 / l times as likely as in p, and the total v
 is exactly alpha_l - alpha_1, where alpha_l = sum_x min(q(x), p(x) / l): the price, whose mean over tested tokens is
 reported as tv_price. No residual gives less. Over N tokens the bound is 1 / l^N, and nothing bounds a text from below.
 
+The paper does not say what a correction is drawn from. correction=target draws it from p, as code without the residual
+does: likely tokens then become likelier, also at l = 1, and the price says by how much.
+
 Greedy requests compare the distribution at temperature 1: a drafted token is kept if p(x) >= l max p, else the argmax
 is emitted. (The paper prints "p(x) <= l max p", which accepts everything at l = 1 and less for smaller l; its own table
 shows the opposite.) Among ties at l = 1 only the lowest id is kept, so that l = 1 is plain greedy decoding.
@@ -20,7 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 from forerun.types import AcceptanceTest, Coins, Draft, Probs
 from forerun.verify import Ruling
 from forerun.verify.arithmetic import acceptance, aligned, residual, reweighted
@@ -40,7 +43,16 @@ class Options:
         default=0.8, metadata={"help": "share of q, above 0, that p must reach; 1 = exact", "min": 0.0, "max": 1.0}
     )
 
+    correction: str = field(
+        default="residual",
+        metadata={"help": "what a correction is drawn from: residual, or target (biased also at l=1)"},
+    )
+
     def __post_init__(self) -> None:
+        if self.correction not in ("residual", "target"):
+            raise BadOption(
+                f"lenience:correction={shown(self.correction)} is not possible: it must be residual or target"
+            )
         if self.l == 0:
             raise BadOption("lenience:l=0 is not possible: it would keep every drafted token; it must be above 0")
 
@@ -51,13 +63,21 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
     nodes = draft.nodes(b)
     for depth, node in enumerate(nodes):
         p, q, token = target_probs[depth], draft.probs[node], draft.tokens[node]
-        exact, lenient = _caps(p, 1.0), _caps(p, options.l)
+        lenient, anew = _caps(p, options.l), options.correction == "target"
         is_accepted = coins.accept(acceptance(lenient.at(token), q.at(token)), depth)
-        price = max(0.0, _accepted_share(q, lenient) - _accepted_share(q, exact))
-        tests.append(AcceptanceTest(node, p.at(token), q.at(token), is_accepted, price))
+        tests.append(AcceptanceTest(node, p.at(token), q.at(token), is_accepted, _price(p, q, lenient, anew)))
         if not is_accepted:
-            return list(nodes[:depth]), coins.draw(residual(p, q), depth), tests
+            return list(nodes[:depth]), coins.draw(p if anew else residual(p, q), depth), tests
     return list(nodes), coins.draw(target_probs[len(nodes)], len(nodes)), tests
+
+
+def _price(p: Probs, q: Probs, lenient: Probs, anew: bool) -> float:
+    """Return the total variation between p and what is emitted. anew: a correction is drawn from p."""
+    if anew and p.point is None:
+        kept = torch.minimum(aligned(q, lenient).double(), lenient.weights)
+        own = p.weights.double()
+        return float((kept + (1 - kept.sum()) * own - own).abs().sum()) / 2
+    return max(0.0, _accepted_share(q, lenient) - _accepted_share(q, _caps(p, 1.0)))
 
 
 def _caps(p: Probs, share: float) -> Probs:

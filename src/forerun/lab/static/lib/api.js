@@ -10,7 +10,7 @@ export async function request(path, body, { signal } = {}) {
       method: body === undefined ? "GET" : "POST",
       headers: {
         ...(body === undefined ? {} : { "content-type": "application/json" }),
-        ...(key ? { authorization: `Bearer ${key}` } : {}),
+        ...(key ? { authorization: `Bearer ${bytesOf(key)}` } : {}),
       },
       body: body === undefined ? undefined : JSON.stringify(body),
       signal,
@@ -19,6 +19,11 @@ export async function request(path, body, { signal } = {}) {
     if (!response.ok) throw new Error(await messageOf(response));
     return response;
   }
+}
+
+// A header holds one byte in each character: here those of the key in UTF-8, as other clients send them.
+function bytesOf(text) {
+  return String.fromCharCode(...new TextEncoder().encode(text));
 }
 
 export async function fetchJson(path, body, options) {

@@ -1,0 +1,280 @@
+"""`forerun tune`: which drafter, how far, and whether at all, for these prompts with this model on this machine.
+
+1. Each drafter runs the prompts once with the longest drafts, in turns with plain decoding: that shows which of its
+   guesses are right, and what drafting takes.
+2. The time of passes by their rows is measured (as in pacing/cost.py, and finer), and every length of every drafter is
+   predicted from both (tune_prediction.py).
+3. Those that promise most, some of them with `pacing=auto`, and plain decoding run in turns until the time is over.
+   What their passes took makes the predictions better: a length that then promises more than all that were measured
+   is measured, too. The fastest is chosen; plain decoding, where nothing was faster by PLAIN_MARGIN.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence as Seq
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from forerun.bench.latency import progress_bar
+from forerun.bench.methods_picture import check_picture
+from forerun.bench.results import Tally, Variant
+from forerun.bench.tune_engine import TunePlan, TuningEngine, candidates_of
+from forerun.bench.tune_picture import draw
+from forerun.bench.tune_prediction import LONGEST, Passes, Prediction, Predictor, Turn, alphas, full_steps, per_token_s
+from forerun.bench.tune_results import (
+    PLAIN,
+    Contender,
+    Found,
+    Way,
+    chosen_of,
+    config_of,
+    measured_of,
+    print_found,
+    write_config,
+)
+from forerun.bench.widen import load_widened
+from forerun.config import EngineConfig
+from forerun.engine.factory import is_shipped
+from forerun.text.terminal import make_console
+
+PROBE_SHARE = 0.35  # of the time, for step 1
+FEWEST_ROUNDS = 2  # of step 3, whatever the time
+MOST_ROUNDS = 15
+PLAIN_EVERY = 8  # ways of a turn: behind so many plain decoding runs once more
+SEARCH_ROUNDS = 4  # of these, behind which further lengths may come in
+NUM_FIXED, NUM_AUTO = 4, 2  # ways that are measured, with fixed lengths and with auto
+HOPELESS = 0.85  # predicted speed-up below which a fixed length is not measured
+CLOSE = 0.97  # of the best prediction: another length of the same drafter is measured, too
+OUT = 0.9  # of the best measurement: what is slower after FEWEST_ROUNDS is measured no more
+
+
+def run(config: EngineConfig, plan: TunePlan) -> dict[str, Any]:
+    """Measure, print what was found, write the config file, and return all of it for JSON.
+
+    Raises UserError for what cannot be measured, InternalError where a drafter fails.
+    """
+    console = make_console()
+    check_picture(plan.picture)
+    candidates = candidates_of(config, plan)
+    checkpoint = load_widened(config, plan.shape, console)
+    bench = TuningEngine.of(checkpoint, config, plan, candidates, console)
+    found = tuned(bench, console)
+    print_found(found, console)
+    if plan.picture is not None:
+        draw(found, plan.picture, "shipped model" if is_shipped(checkpoint.folder) else checkpoint.name)
+        console.print(f"{plan.picture}: speed-up by draft length, predicted and measured")
+    options = config_of(found.chosen, config, plan.concurrency)
+    if plan.out is not None:
+        write_config(plan.out, options, found)
+    print_use(options, plan.out, console)
+    return {
+        "bench": "tune",
+        "target": checkpoint.name,
+        "build": checkpoint.model.ops.build,
+        "precision": checkpoint.model.precision,
+        "num_prompts": found.num_prompts,
+        "config": options,
+        **found.as_dict(),
+    }
+
+
+def print_use(options: Mapping[str, Any], out: Path | None, console: Console) -> None:
+    """Say how the options are used."""
+    if out is None:
+        console.print(f"Options: {', '.join(f'{k}={v}' for k, v in options.items())}; --out FILE writes a config file.")
+    else:
+        console.print(f'Written to {out}: forerun generate --config {out} "..." uses it, as every command does.')
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+def tuned(bench: TuningEngine, console: Console) -> Found:
+    """Run the three steps."""
+    plan, begun = bench.plan, time.monotonic()
+    drawn = "greedy" if plan.temperature == 0 else f"temperature {plan.temperature:g}"
+    at_once = "one request" if plan.concurrency == 1 else f"{plan.concurrency} requests"
+    num_prompts = sum(map(len, bench.groups))
+    console.print(
+        f"{num_prompts} prompt{'s' * (num_prompts != 1)}, at most {plan.max_tokens} tokens, {drawn}, {at_once} at a "
+        f"time, about {plan.minutes:g} minutes: {len(bench.candidates)} drafters in turns with plain decoding"
+    )
+    with progress_bar() as progress:
+        turns = _probe(bench, begun + 60 * plan.minutes * PROBE_SHARE, progress)
+        if (num_used := sum(map(len, bench.groups))) < num_prompts:
+            console.print(f"There was time for the first {num_used} of them: more --minutes, or fewer prompts, use all")
+        progress.add_task("what passes take", total=None)
+        curve = bench.pass_times()
+        passes = Passes(lambda rows: float(curve.ratio(rows)), _together(turns))
+        for turn in (turn for own in turns.values() for turn in own):
+            passes.add(turn.plain.steps, turn.drafted.steps)
+        predictors = {spec: Predictor(own, passes, bench.runs_model(spec)) for spec, own in turns.items()}
+        contenders = _race(bench, predictors, passes, begun + 60 * plan.minutes, progress)
+    return Found(
+        predictions={spec: predictor.all() for spec, predictor in predictors.items()},
+        contenders=contenders,
+        chosen=chosen_of(contenders),
+        alphas={spec: alphas([text for turn in own for text in turn.texts]) for spec, own in turns.items()},
+        alpha_hats={spec: _alpha_hat(own) for spec, own in turns.items()},
+        pass_s=curve.one_row_s,
+        curve={int(rows): float(ratio) for rows, ratio in zip(curve.widths, curve.ratios, strict=True)},
+        v={int(rows): passes.v(rows) for rows in curve.widths if rows >= plan.concurrency},
+        num_prompts=sum(len(group) for group in bench.groups),
+        seconds=time.monotonic() - begun,
+    )
+
+
+def _probe(bench: TuningEngine, until: float, progress: Progress) -> dict[str, list[Turn]]:
+    """Step 1. Groups for which there is no time left are not measured at all."""
+    ways = [Way(PLAIN, 0), *(Way(spec, LONGEST) for spec in bench.candidates)]
+    task = progress.add_task("what is guessed right", total=len(ways) * (len(bench.groups) + 1))
+    for way in ways:
+        bench.warm_up(way)
+        progress.advance(task)
+    turns: dict[str, list[Turn]] = {spec: [] for spec in bench.candidates}
+    for group in range(len(bench.groups)):
+        if group and time.monotonic() > until:
+            bench.groups = bench.groups[:group]
+            break
+        tallies = dict[str, Tally]()
+        for way in _rotated(ways, group):
+            progress.update(task, description=f"what is guessed right: {way.draft}")
+            tallies[way.draft] = Tally(Variant(way.draft, 0), bench.plan.temperature)
+            bench.once(way, group, "probe", tallies[way.draft], detail=way.draft != PLAIN)
+            progress.advance(task)
+        for spec in bench.candidates:
+            turns[spec].append(Turn(tallies[PLAIN], tallies[spec]))
+    progress.remove_task(task)
+    return turns
+
+
+def contenders_of(predictions: Mapping[str, Seq[Prediction]]) -> list[Way]:
+    """The ways that are measured: plain decoding, the fixed lengths that promise most, and auto with their drafters.
+
+    Each drafter's best length, then the length of the best drafter that is farthest from its best and as good. A
+    drafter that was never right is not measured.
+    """
+    is_right = {spec for spec, own in predictions.items() if any(one.tokens_per_pass > 1 for one in own)}
+    best = {spec: max(predictions[spec], key=lambda one: one.speedup) for spec in predictions if spec in is_right}
+    order = sorted(best, key=lambda spec: -best[spec].speedup)
+    fixed = [Way(spec, best[spec].spec_length) for spec in order if best[spec].speedup > HOPELESS][: NUM_FIXED - 1]
+    for first in order[:1]:
+        close = [one.spec_length for one in predictions[first] if one.speedup > CLOSE * best[first].speedup]
+        other = max(close, key=lambda length: (abs(length - best[first].spec_length), -length))
+        fixed += [Way(first, other)] if fixed and other != best[first].spec_length else []
+    return [Way(PLAIN, 0), *fixed, *(Way(spec, None) for spec in order[:NUM_AUTO])]
+
+
+def _alpha_hat(turns: Seq[Turn]) -> float | None:
+    tested, accepted = (sum(turn.drafted.total(name) for turn in turns) for name in ("num_tested", "num_accepted"))
+    return accepted / tested if tested else None
+
+
+def prediction_of(way: Way, predictions: Mapping[str, Seq[Prediction]]) -> Prediction | None:
+    """Return what was predicted of a way; None of plain decoding and of auto."""
+    if way.spec_length is None or way.draft == PLAIN:
+        return None
+    return next(one for one in predictions[way.draft] if one.spec_length == way.spec_length)
+
+
+def _race(
+    bench: TuningEngine, predictors: Mapping[str, Predictor], passes: Passes, until: float, progress: Progress
+) -> list[Contender]:
+    """Step 3: whole rounds in turns, as long as another one fits into the time."""
+    predictions = {spec: predictor.all() for spec, predictor in predictors.items()}
+    contenders = [Contender(way, prediction_of(way, predictions)) for way in contenders_of(predictions)]
+    task = progress.add_task("measuring", total=FEWEST_ROUNDS * len(contenders) * len(bench.groups))
+    for contender in contenders:
+        if contender.way.spec_length is None:
+            bench.warm_up(contender.way)
+    for number in range(MOST_ROUNDS):
+        begun = time.monotonic()
+        one_round(bench, contenders, number, progress, task, passes)
+        now = time.monotonic()
+        for one in contenders:
+            one.measured = measured_of(one.seconds, contenders[0].seconds)
+        is_late = now + (now - begun) > until
+        if is_late and all(one.is_out or one.measured.num_rounds >= FEWEST_ROUNDS for one in contenders):
+            break
+        drop_slow(contenders)
+        if number == 0 or (number < SEARCH_ROUNDS and not is_late):
+            predictions = {spec: predictor.all() for spec, predictor in predictors.items()}
+            contenders += [Contender(way, prediction_of(way, predictions)) for way in further(contenders, predictions)]
+        left = max(1, min(MOST_ROUNDS - number - 1, int((until - now) / (now - begun))))
+        total = left * len(bench.groups) * sum(not one.is_out for one in contenders)
+        progress.update(task, completed=0, total=total)
+    progress.remove_task(task)
+    return contenders
+
+
+def further(contenders: Seq[Contender], predictions: Mapping[str, Seq[Prediction]]) -> list[Way]:
+    """Return a length that promises more than all that were measured, if there is one.
+
+    Predictions of a drafter are corrected by how much faster it was, at the lengths that were measured, than is
+    predicted of these now.
+    """
+    known = {one.way for one in contenders}
+    best = max(one.measured.speedup for one in contenders)
+    found = list[tuple[float, Way]]()
+    for spec, own in predictions.items():
+        fixed = [one for one in contenders if one.way.draft == spec and one.way.spec_length]
+        if fixed:
+            now = [prediction_of(one.way, predictions) for one in fixed]
+            errors = [one.measured.speedup / guess.speedup for one, guess in zip(fixed, now, strict=True) if guess]
+            ways = [(one.speedup * median(errors), Way(spec, one.spec_length)) for one in own]
+            found += [(speedup, way) for speedup, way in ways if speedup > best and way not in known]
+    return [max(found, key=lambda pair: pair[0])[1]] if found else []
+
+
+def one_round(
+    bench: TuningEngine,
+    contenders: Seq[Contender],
+    number: int,
+    progress: Progress,
+    task: TaskID,
+    passes: Passes | None = None,
+) -> None:
+    """Run all prompts with each contender that is not out, in turns. passes: learns what they took."""
+    plain, running = contenders[0], [one for one in contenders if not one.is_out]
+    for group in range(len(bench.groups)):
+        order = _rotated(running, number + group)
+        for place in reversed(range(PLAIN_EVERY, len(order), PLAIN_EVERY)):
+            order.insert(place, plain)  # all speed-ups hang on it, and the machine drifts
+        tallies: dict[Way, list[Tally]] = {one.way: [] for one in running}
+        for one in order:
+            progress.update(task, description=f"measuring: {one.way}")
+            tally = Tally(Variant(one.way.draft, 0), bench.plan.temperature)
+            bench.once(one.way, group, f"round {number} of {one.way}", tally)
+            tallies[one.way].append(tally)
+            one.tally.steps += tally.steps
+            progress.advance(task)
+        plain_steps = [step for tally in tallies[plain.way] for step in tally.steps]
+        for one in running:
+            one.seconds.setdefault(group, {})[number] = median(per_token_s(t.steps) for t in tallies[one.way])
+            if passes is not None and one is not plain:
+                passes.add(plain_steps, tallies[one.way][0].steps)
+
+
+def _together(turns: Mapping[str, Seq[Turn]]) -> float:
+    """Return how many requests ran at once."""
+    return fmean(step.num_decoding for own in turns.values() for t in own for step in full_steps(t.plain.steps))
+
+
+def drop_slow(contenders: Seq[Contender]) -> None:
+    """Take those out of the race that are far behind, once they had their rounds."""
+    running = [one for one in contenders if not one.is_out]
+    best = max(one.measured.speedup for one in running)
+    for one in running:
+        is_plain = one is contenders[0]
+        if not is_plain and one.measured.num_rounds >= FEWEST_ROUNDS and one.measured.speedup < OUT * best:
+            one.is_out = True
+
+
+def _rotated(ways: Seq[Any], number: int) -> list[Any]:
+    first = number % len(ways)
+    return [*ways[first:], *ways[:first]]

@@ -1,0 +1,230 @@
+"""The engine of `forerun tune`: one with all drafters over the same target, so that ways differ in nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from forerun import drafters, pacing
+from forerun.bench.latency import Plan as LatencyPlan, read_prompts, run_together
+from forerun.bench.methods import MethodsPlan, chats, conversation_ids, read_work
+from forerun.bench.results import Tally, Variant
+from forerun.bench.tune_prediction import LONGEST
+from forerun.bench.tune_results import PLAIN, Way
+from forerun.config import EngineConfig
+from forerun.drafters import Drafter
+from forerun.engine.factory import is_shipped, outlines, refuse_early
+from forerun.engine.llm import LLM
+from forerun.errors import BadOption, InternalError, UserError, shown
+from forerun.memory.machine import spare_what_is_loaded
+from forerun.models.loading import Checkpoint
+from forerun.pacing import Pacing
+from forerun.pacing.cost import PassTime, calibrated
+from forerun.types import SamplingParams
+
+# Drafters that need no file, from the best on six kinds of work down (docs/when-it-pays.md).
+USUAL = ("suffix:shape=tree", "suffix", "lookup", "ngram", "prediction", "recycle", "lookahead", "self")
+SHIPPED = ("model", "tree", "suffix:shape=tree", "suffix", "lookup", "ngram", "recycle")
+PROMPTS_PER_KIND = 2
+GROUP_REQUESTS = 4  # prompts that are run one behind the other in each place of a batch, where several run at once
+WARM_UP_TOKENS = 8
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 17)  # rows of the passes that are measured, for each request
+CALIBRATION_SHARE, LEAST_CALIBRATION_S = 0.05, 0.5  # of the time, for these
+
+Prompt = str | list[int] | list[dict[str, Any]]  # a text, ids, or a conversation
+Request = tuple[Prompt, SamplingParams]
+
+
+@dataclass(frozen=True)
+class TunePlan:
+    """What is measured, and for how long.
+
+    requests: () = the project's own prompts. drafts: considered beside those that need no file. only: no others are.
+    concurrency: requests at once. minutes: of measuring, about. max_tokens: of an output. shape: a preset of widen.
+    out: the config file. picture: .png or .svg.
+    """
+
+    requests: Seq[Request] = ()
+    drafts: tuple[str, ...] = ()
+    only: bool = False
+    temperature: float = 0.0
+    concurrency: int = 1
+    minutes: float = 5.0
+    max_tokens: int = 64
+    seed: int = 1
+    shape: str = "none"
+    out: Path | None = None
+    picture: Path | None = None
+
+
+def candidates_of(config: EngineConfig, plan: TunePlan) -> list[str]:
+    """The specs of the drafters that are considered. Raises UserError for one that was named and cannot serve."""
+    if plan.only and not plan.drafts:
+        raise BadOption("--only leaves no drafter to consider: name some with --draft")
+    given = list[str]()
+    for spec in plan.drafts:
+        method, options = drafters.resolve(spec, is_shipped(config.target))
+        refuse_early(replace(config, draft=spec, extra_drafts=None))
+        given.append(spec)
+        if method == "model" and options.path is not None and options == type(options)(path=options.path):
+            given.append(f"tree:of=(model:path={options.path})")
+    usual = () if plan.only else SHIPPED if is_shipped(config.target) else USUAL
+    found = dict.fromkeys(spec for spec in given if spec != PLAIN)
+    refuse_early(replace(config, draft=PLAIN, extra_drafts=None))
+    for spec in usual:
+        try:
+            alone = replace(config, draft=spec, extra_drafts=None)
+            refuse_early(alone)
+            outlines(alone)
+        except UserError:
+            continue
+        found[spec] = None
+    if not found:
+        raise BadOption("no drafter is left to compare with plain decoding: name one with --draft")
+    return list(found)
+
+
+@dataclass
+class TuningEngine:
+    """One engine with all candidates, and the prompts in groups, which all ways run in turns."""
+
+    llm: LLM
+    plan: TunePlan
+    candidates: list[str]
+    groups: list[list[tuple[list[int], SamplingParams]]]
+    policies: dict[str, Pacing] = field(default_factory=dict)  # of auto, by drafter; they learn from run to run
+    built: dict[str, Drafter] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, config: EngineConfig, plan: TunePlan, candidates: Seq[str], console: Console
+    ) -> TuningEngine:
+        """Build the engine. Drafters whose drafts the rule cannot judge are left out, or refused where they were named.
+
+        A prompt's second run would find the first one's cache, so that prefixes are not shared.
+        """
+        llm = LLM(
+            checkpoint,
+            **{
+                **config.options(),
+                "draft": PLAIN,
+                "extra_drafts": ";".join(candidates),
+                "pacing": "fixed",
+                "spec_length": LONGEST,
+                "prefix_caching": False,
+                "max_batch_size": plan.concurrency,
+            },
+        )
+        spare_what_is_loaded()
+        prompts = encoded(llm, config, plan)
+        size = plan.concurrency * (1 if plan.concurrency == 1 else GROUP_REQUESTS)
+        groups = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+        bench = cls(llm, plan, [], groups)
+        for spec in candidates:
+            try:
+                for ids, params in prompts:
+                    llm.engine.make(ids, bench.params(params, Way(spec, LONGEST), "", 0))
+                bench.candidates.append(spec)
+            except UserError as error:
+                if spec in plan.drafts:
+                    raise
+                console.print(f"left out: {spec}, for {error}")
+        bench.built = {spec: bench.serving(spec) for spec in bench.candidates}
+        return bench
+
+    def serving(self, spec: str) -> Drafter:
+        """The drafter that serves those who ask for a spec."""
+        router = self.llm.engine.drafter
+        return router.members[router.chosen(spec)]
+
+    def params(self, own: SamplingParams, way: Way, salt: str, number: int) -> SamplingParams:
+        """How one prompt is run. salt: runs of the same one may learn from each other."""
+        rule = own.acceptance or ("ratio" if own.temperature > 0 else None)
+        return replace(
+            own,
+            draft=way.draft,
+            spec_length=way.spec_length or None,
+            cache_salt=salt,
+            seed=self.plan.seed + number,
+            acceptance=rule,
+        )
+
+    def once(self, way: Way, group: int, salt: str, tally: Tally, *, detail: bool = False) -> None:
+        """Run one group of prompts one way. Raises InternalError where the drafter fails."""
+        engine = self.llm.engine
+        if way.spec_length is None:
+            if way.draft not in self.policies:
+                self.policies[way.draft] = pacing.make("auto", None, engine.costs)
+            engine.use_pacing(self.policies[way.draft])
+        else:
+            engine.use_pacing(pacing.make("fixed", LONGEST))
+        ids = [ids for ids, _ in self.groups[group]]
+        first = sum(map(len, self.groups[:group]))
+        params = [self.params(own, way, salt, first + i) for i, (_, own) in enumerate(self.groups[group])]
+        run_together(self.llm, ids, params, tally, detail=detail)
+        if way.draft != PLAIN and self.serving(way.draft) is not self.built[way.draft]:
+            raise InternalError(f"the drafter {shown(way.draft)} failed: what it raised is logged above")
+
+    def warm_up(self, way: Way) -> None:
+        """Run a few tokens of the first group one way; auto measures the times of passes then."""
+        kept, self.groups = self.groups, [[(ids, _short(own)) for ids, own in self.groups[0]]]
+        self.once(way, 0, "warm-up", Tally(Variant(way.draft, 0), 0.0))
+        self.groups = kept
+
+    def pass_times(self) -> PassTime:
+        """Measure what passes of the target take by their rows, finely: kernels take rows by the few."""
+        engine, size = self.llm.engine, self.plan.concurrency
+        if not self.llm.config.calibrate:
+            return engine.costs.target
+        widths = sorted({1, *(size * width for width in WIDTHS)})
+        limit_s = max(LEAST_CALIBRATION_S, 60 * self.plan.minutes * CALIBRATION_SHARE)
+        return calibrated(engine.runner.try_pass, widths=widths, least_limit_s=limit_s)
+
+    def runs_model(self, spec: str) -> bool:
+        """Whether a drafter runs a model of its own, or one of those that it is made of does."""
+        methods = drafters.methods(spec, is_shipped(self.llm.checkpoint.folder))
+        return any(drafters.has_a_model(method) for method, _ in methods)
+
+
+def _short(params: SamplingParams) -> SamplingParams:
+    return replace(params, max_tokens=min(params.max_tokens or WARM_UP_TOKENS, WARM_UP_TOKENS))
+
+
+def encoded(llm: LLM, config: EngineConfig, plan: TunePlan) -> list[tuple[list[int], SamplingParams]]:
+    """The prompts as ids, and how each is continued. Raises UserError with the number of one that cannot be run.
+
+    A text is a message where the model has a chat template, as in `forerun generate`; the shipped model continues it.
+    """
+    goes_on = not chats(llm)  # a model that does not know turns may end at once, which measures nothing
+    default = SamplingParams(max_tokens=plan.max_tokens, temperature=plan.temperature, ignore_eos=goes_on)
+    requests = plan.requests or [(prompt, default) for prompt in _own_prompts(config)]
+    found = []
+    for number, (prompt, own) in enumerate(requests, 1):
+        params = replace(own, max_tokens=min(own.max_tokens or plan.max_tokens, plan.max_tokens))
+        try:
+            ids = _ids(llm, prompt)
+            llm.engine.make(ids, params)
+        except UserError as error:
+            raise type(error)(f"prompt {number}: {error}") from error
+        found.append((ids, params))
+    return found
+
+
+def _own_prompts(config: EngineConfig) -> list[Prompt]:
+    if is_shipped(config.target):  # which continues code, and knows no other work
+        return [text for _, text in read_prompts(LatencyPlan(num_prompts=12))]
+    return [prompt.messages for prompt in read_work(MethodsPlan(prompts_per_kind=PROMPTS_PER_KIND))]
+
+
+def _ids(llm: LLM, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, str):
+        if is_shipped(llm.checkpoint.folder) or not chats(llm):
+            return llm.tokenizer.encode(prompt)
+        return llm.apply_chat_template([{"role": "user", "content": prompt}])
+    if prompt and isinstance(prompt[0], dict):
+        return conversation_ids(llm, prompt)
+    return list(prompt)  # type: ignore[arg-type]

@@ -1,0 +1,63 @@
+"""The picture of `forerun tune`: the speed-up by draft length, a curve for each drafter and a dot for each measurement.
+
+It needs matplotlib.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forerun.bench.tune_prediction import LONGEST
+from forerun.bench.tune_results import Found
+
+MOST_CURVES = 6  # those that promise most; more cannot be told apart
+NOTE = (
+    "Lines: predicted from one run with drafts of 16 and the measured time of passes. Dots: measured in turns with "
+    "plain decoding, with the least and most of the rounds. Dashed: measured with pacing=auto. Star: chosen."
+)
+
+
+def draw(found: Found, file: Path, name: str) -> None:
+    """Write the picture, .png or .svg; both where the file's name ends in neither. name: of the target."""
+    import textwrap
+
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 5.2), layout="constrained")
+    panel = figure.add_subplot()
+    order = sorted(found.predictions, key=lambda spec: -max(one.speedup for one in found.predictions[spec]))
+    measured = {one.way.draft for one in found.contenders}
+    shown = [spec for spec in order if spec in measured] + [spec for spec in order if spec not in measured]
+    colours = {spec: f"C{i}" for i, spec in enumerate(shown[:MOST_CURVES])}
+    for spec, colour in colours.items():
+        own = found.predictions[spec]
+        panel.plot([one.spec_length for one in own], [one.speedup for one in own], color=colour, label=spec)
+    for one in found.contenders:
+        if one.way.spec_length == 0 or one.way.draft not in colours:
+            continue
+        colour, result, is_chosen = colours[one.way.draft], one.measured, one is found.chosen
+        marker, size = ("*", 15) if is_chosen else ("o", 6)
+        if one.way.spec_length is None:
+            panel.axhline(result.speedup, color=colour, linestyle="--", linewidth=1)
+            panel.plot(LONGEST, result.speedup, color=colour, marker=marker, markersize=size)
+        else:
+            panel.errorbar(
+                one.way.spec_length,
+                result.speedup,
+                [[max(0, result.speedup - result.least)], [max(0, result.most - result.speedup)]],
+                color=colour,
+                marker=marker,
+                markersize=size,
+                capsize=3,
+            )
+    panel.axhline(1, color="0.45", linewidth=0.8)
+    panel.set_xlabel("K, nodes drafted per pass")
+    panel.set_ylabel("tokens/s over plain decoding's")
+    panel.set_title(f"{name}: {found.chosen.way}", fontsize=11, loc="left")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, fontsize=9)
+    figure.supxlabel(textwrap.fill(NOTE, 105), fontsize=8, x=0.02, ha="left")
+    with rc_context({"svg.fonttype": "none"}):  # texts stay texts
+        for suffix in [file.suffix] if file.suffix else (".png", ".svg"):
+            figure.savefig(file.with_name(file.stem + suffix), dpi=150)

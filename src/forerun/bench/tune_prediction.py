@@ -1,0 +1,367 @@
+"""What `forerun tune` predicts: tokens of a pass and speed-up at any draft length, from one run at the longest.
+
+A run with drafts of at most LONGEST nodes says which of them the target took. How a run with K nodes goes on the same
+text is counted by walking along it: a draft of K nodes is the first K of the recorded one, which come best first;
+where it ends inside of an accepted path, the next draft begins there, and its nodes are those of the recorded draft
+below that place, in their order. The mean of min(accepted, K) + 1 over the recorded rounds would be 10 to 20 % too low
+at small K: what is easy to guess is passed by few long rounds, and by many short ones (docs/tuning.md).
+
+    speed-up   plain / (steps * (pass * v(rows) + draft + rest)), all in seconds
+
+The seconds of a pass are the median of plain decoding's on the same prompt in the same turn; v is the measured curve of
+pacing/cost.py, made right by what passes behind these texts took; draft and rest are those of the recorded run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean, median
+from typing import NamedTuple
+
+import numpy as np
+
+from forerun.bench.results import Tally
+from forerun.types import StepReport
+
+LONGEST = 16  # nodes of the recorded drafts, and the longest length that is predicted
+ROW_EDGES = (1, 2, 3, 4, 6, 9, 13, 17)  # of the rows whose passes are taken together, for each sequence
+FEWEST_PASSES = 6  # of these, for a median
+FAR_OFF = 3.0  # times the median: a step that took longer was held up by another process
+
+
+@dataclass(frozen=True)
+class Round:
+    """The draft of one sequence in one step. parents: of each node, -1 = the last committed token; accepted: nodes."""
+
+    parents: Seq[int]
+    accepted: Seq[int]
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """The number of nodes on the path down to each node."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def ranks(self, root: int) -> dict[int, int]:
+        """Return the places of the nodes below `root` among these: what is drafted first from there."""
+        ranks, below = dict[int, int](), {root}
+        for node, parent in enumerate(self.parents):
+            if parent in below:
+                ranks[node] = len(ranks)
+                below.add(node)
+        return ranks
+
+    @property
+    def ends_open(self) -> bool:
+        """Whether all of a path was accepted, so that it is not known whether one more node would have been."""
+        return bool(self.parents) and (self.accepted[-1] if self.accepted else -1) not in self.parents
+
+
+class _Token(NamedTuple):
+    """A token that a round emitted. place: among the accepted nodes; behind them for the one of the target itself."""
+
+    round: Round
+    place: int
+
+    @property
+    def node(self) -> int | None:
+        return self.round.accepted[self.place] if self.place < len(self.round.accepted) else None
+
+    @property
+    def parent(self) -> int:
+        return self.round.accepted[self.place - 1] if self.place else -1
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A run at one draft length, as it is counted. num_passes: of a draft model, one behind another.
+
+    sizes: how many rounds draft so many nodes.
+    """
+
+    num_tokens: int
+    num_passes: int
+    sizes: Mapping[int, int]
+
+    @staticmethod
+    def joined(parts: Seq[Replayed]) -> Replayed:
+        """Return the counts of several together."""
+        sizes = sum((Counter(part.sizes) for part in parts), Counter[int]())
+        return Replayed(sum(p.num_tokens for p in parts), sum(p.num_passes for p in parts), sizes)
+
+    @cached_property
+    def num_rounds(self) -> int:
+        """Rounds of all sequences, those without a draft among them."""
+        return sum(self.sizes.values())
+
+    @cached_property
+    def num_nodes(self) -> int:
+        """Drafted nodes."""
+        return sum(size * num for size, num in self.sizes.items())
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """The mean accepted length, with the target's own token."""
+        return self.num_tokens / self.num_rounds
+
+
+def deepest_of(texts: Iterable[Seq[Round]]) -> int:
+    """Return the number of nodes on the longest path that a draft had."""
+    return max((depth for text in texts for round_ in text for depth in round_.depths), default=0)
+
+
+def replay(texts: Seq[Seq[Round]], spec_length: int, deepest: int | None = None) -> Replayed:
+    """Count the rounds of a run with drafts of at most `spec_length` nodes. texts: the recorded rounds of each output.
+
+    spec_length: at most that of the recorded run, with which these very rounds are counted. deepest: the longest path
+    that the drafter makes, None = the longest in these texts.
+    """
+    deepest = deepest_of(texts) if deepest is None else deepest
+    num_tokens, num_passes, sizes = 0, 0, Counter[int]()
+    for text in texts:
+        for stretch in _stretches(text):
+            start = 0
+            while start < len(stretch):
+                depths = stretch[start].round.depths[:spec_length]
+                sizes[len(depths)] += 1
+                num_passes += max(depths, default=0)
+                start += _num_accepted(stretch, start, spec_length, deepest) + 1
+            num_tokens += len(stretch)
+    return Replayed(num_tokens, num_passes, sizes)
+
+
+def _stretches(text: Seq[Round]) -> list[list[_Token]]:
+    """Cut what was emitted behind each rejection, where a draft of any length has to begin anew."""
+    found: list[list[_Token]] = [[]]
+    for round_ in text:
+        found[-1] += [_Token(round_, place) for place in range(len(round_.accepted) + 1)]
+        if not round_.ends_open:
+            found.append([])
+    return found if found[-1] else found[:-1]
+
+
+def _num_accepted(stretch: Seq[_Token], start: int, spec_length: int, deepest: int) -> int:
+    """Return how many tokens from `start` on a draft of so many nodes has.
+
+    A draft that begins where a recorded one did has no more than that one. Of another the target's own tokens between
+    two recorded drafts count as likely nodes: it is only known that the drafter was right before and behind them.
+    """
+    is_recorded = stretch[start].place == 0
+    num = used = 0  # used: nodes of the draft down to the last token that was behind a recorded path
+    ranks: dict[int, int] | None = None
+    for token in stretch[start : start + deepest]:
+        if token.node is None:
+            need = used = used + 1
+            ranks = None
+            if is_recorded:
+                break
+        else:
+            ranks = token.round.ranks(token.parent) if ranks is None else ranks
+            need = used + ranks[token.node] + 1
+            if token.place == len(token.round.accepted) - 1:
+                used = need
+        if need > spec_length:
+            break
+        num += 1
+    return num
+
+
+def alphas(texts: Seq[Seq[Round]]) -> list[float]:
+    """Return by position how often a token was accepted where one was tested; as far as any was."""
+    found = []
+    rounds = [round_ for text in texts for round_ in text]
+    for depth in range(LONGEST):
+        num_accepted = sum(len(r.accepted) > depth for r in rounds)
+        num_rejected = sum(len(r.accepted) == depth and bool(r.parents) and not r.ends_open for r in rounds)
+        if not num_accepted + num_rejected:
+            break
+        found.append(num_accepted / (num_accepted + num_rejected))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- seconds
+
+
+def full_steps(steps: Iterable[StepReport]) -> list[StepReport]:
+    """Return the steps that read no prompt and in which the most requests decode: others are of the ends of a run."""
+    own = [step for step in steps if step.num_decoding and not step.num_prefill_tokens]
+    most = max((step.num_decoding for step in own), default=0)
+    return [step for step in own if step.num_decoding == most]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One group of prompts, by plain decoding and by one drafter at LONGEST, one behind the other."""
+
+    plain: Tally
+    drafted: Tally
+
+    @cached_property
+    def texts(self) -> list[list[Round]]:
+        """The rounds of each output."""
+        texts: dict[int, list[Round]] = {}
+        for step in self.drafted.steps:
+            for detail in step.rounds:
+                texts.setdefault(detail.sequence_id, []).append(Round(detail.parents, detail.accepted))
+        return list(texts.values())
+
+    @cached_property
+    def plain_pass_s(self) -> float:
+        """Seconds of a pass of plain decoding on these prompts."""
+        return median(step.target_forward_s for step in full_steps(self.plain.steps))
+
+
+def usual(values: Seq[float]) -> float:
+    """Return the mean, in which what is far off counts as FAR_OFF medians; 0 of nothing."""
+    return fmean(min(value, FAR_OFF * median(values)) for value in values) if values else 0.0
+
+
+def per_token_s(steps: Iterable[StepReport]) -> float:
+    """Return the seconds of a token while nothing but decoding is done."""
+    own = full_steps(steps)
+    return sum(step.seconds for step in own) / sum(step.num_committed for step in own)
+
+
+def rest_s(step: StepReport) -> float:
+    """Return the seconds of a step outside of the target's pass and of drafting."""
+    return step.seconds - step.target_forward_s - step.draft_s
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one drafter would do at one length. c: seconds of a drafted token, in plain passes; v: of its pass."""
+
+    spec_length: int
+    tokens_per_pass: float
+    c: float
+    v: float
+    speedup: float
+
+
+class Passes:
+    """The seconds of a pass by its rows, over those of a pass of plain decoding in the same turn.
+
+    curve(rows): as it was calibrated, without a text before the rows. What passes took behind the texts comes in by
+    `add`: the curve is moved to the medians over a few rows each, and between them by what lies between.
+    """
+
+    def __init__(self, curve: Callable[[float], float], num_together: float = 1.0) -> None:
+        self.curve, self.num_together = curve, num_together
+        self._found = list[tuple[int, float]]()  # rows, and seconds over those of a plain pass
+        self._moved: list[tuple[float, float]] = []  # rows, and how far the curve is too low there; [] = not known yet
+
+    def add(self, plain: Seq[StepReport], steps: Iterable[StepReport]) -> None:
+        """Add steps of a turn that had these plain ones."""
+        one_s = median(step.target_forward_s for step in full_steps(plain))
+        more = [step for step in full_steps(steps) if step.num_rows > step.num_decoding]
+        self._found += [(step.num_rows, step.target_forward_s / one_s) for step in more]
+        self._moved = []
+
+    def v(self, rows: float) -> float:
+        """Return the seconds of a pass over those of a plain one; at least 1."""
+        self._moved = self._moved or [(self.num_together, 0.0), *self._errors()]
+        places, errors = zip(*self._moved, strict=True)
+        return max(1.0, self._of_curve(rows) + float(np.interp(rows, places, errors)))
+
+    def _of_curve(self, rows: float) -> float:
+        return self.curve(rows) / self.curve(self.num_together)
+
+    def _errors(self) -> Iterator[tuple[float, float]]:
+        for least, most in itertools.pairwise(self.num_together * edge for edge in ROW_EDGES):
+            own = [(rows, ratio) for rows, ratio in self._found if least < rows <= most]
+            if len(own) >= FEWEST_PASSES:
+                error = median(ratio - self._of_curve(rows) for rows, ratio in own)
+                yield fmean(rows for rows, _ in own), error
+
+
+@dataclass
+class Predictor:
+    """Predicts one drafter from its turns. runs_model: whether it drafts by passes of a model."""
+
+    turns: Seq[Turn]
+    passes: Passes
+    runs_model: bool
+    _replays: dict[int, list[tuple[Turn, Replayed]]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def steps(self) -> list[StepReport]:
+        """The steps of the drafter."""
+        return [step for turn in self.turns for step in full_steps(turn.drafted.steps)]
+
+    @cached_property
+    def plain_rest_s(self) -> float:
+        """Seconds of a step of plain decoding outside of its pass."""
+        return usual([rest_s(step) for turn in self.turns for step in full_steps(turn.plain.steps)])
+
+    @cached_property
+    def num_together(self) -> float:
+        """Sequences of a step."""
+        return fmean(step.num_decoding for step in self.steps)
+
+    @cached_property
+    def rest_per_token_s(self) -> float:
+        """Seconds that each token more of a step takes outside of passes."""
+        more = fmean(step.num_emitted for step in self.steps) - self.num_together
+        return max(0.0, usual([rest_s(step) for step in self.steps]) - self.plain_rest_s) / more if more > 0 else 0.0
+
+    @cached_property
+    def draft_s(self) -> tuple[float, float, float]:
+        """Seconds of drafting: of a step, of each pass of a draft model in it, and of each node beside that.
+
+        The last two come from least squares: the last drafts of a text are shorter, by what is left of it.
+        """
+        if not self.runs_model:
+            return usual([step.draft_s for step in self.steps]), 0.0, 0.0
+        drafts = [d for step in self.steps for d in step.drafts.values() if d.depth and not d.num_catchup_tokens]
+        if not drafts:
+            return usual([step.draft_s for step in self.steps]), 0.0, 0.0
+        of_pass = usual([draft.seconds / draft.depth for draft in drafts])
+        sizes = np.array([(draft.depth, draft.num_nodes) for draft in drafts], dtype=float)
+        most_s = FAR_OFF * median(draft.seconds for draft in drafts)
+        seconds = np.minimum([draft.seconds for draft in drafts], most_s)
+        (both, node), _, rank, _ = np.linalg.lstsq(sizes, seconds, rcond=1e-6)
+        if rank < 2 or node <= 0:
+            return 0.0, of_pass, 0.0
+        return (0.0, float(both), float(node)) if both > 0 else (0.0, 0.0, float(seconds.sum() / sizes[:, 1].sum()))
+
+    def at(self, spec_length: int) -> Prediction:
+        """Predict one length: all prompts' seconds of plain decoding over those of drafting."""
+        if spec_length not in self._replays:  # passes are learned, counts stay
+            own = [turn for turn in self.turns if turn.texts]
+            deepest = deepest_of(text for turn in own for text in turn.texts)
+            self._replays[spec_length] = [(turn, replay(turn.texts, spec_length, deepest)) for turn in own]
+        both = self._replays[spec_length]
+        total = Replayed.joined([found for _, found in both])
+        plain_s = drafted_s = 0.0
+        for turn, found in both:
+            num_steps = found.num_rounds / self.num_together
+            pass_s = turn.plain_pass_s * self._v(found)
+            rest = self.plain_rest_s + self.rest_per_token_s * self.num_together * (found.tokens_per_pass - 1)
+            plain_s += found.num_tokens / self.num_together * (turn.plain_pass_s + self.plain_rest_s)
+            drafted_s += num_steps * (pass_s + self._draft_s(found) + rest)
+        pass_s = fmean(turn.plain_pass_s for turn in self.turns)
+        num_drafted = self.num_together * total.num_nodes / total.num_rounds
+        c = self._draft_s(total) / pass_s / num_drafted if num_drafted else 0.0
+        return Prediction(spec_length, total.tokens_per_pass, c, self._v(total), plain_s / drafted_s)
+
+    def _v(self, found: Replayed) -> float:
+        """Return the mean time of a pass, over a plain one's: rows cost little up to some number, and then much."""
+        mean = found.num_nodes / found.num_rounds
+        others = (self.num_together - 1) * (1 + mean)  # rows of the other sequences of the step
+        return sum(num * self.passes.v(others + 1 + size) for size, num in found.sizes.items()) / found.num_rounds
+
+    def _draft_s(self, found: Replayed) -> float:
+        """Return the seconds of drafting in a step."""
+        step_s, pass_s, node_s = self.draft_s
+        num_nodes = self.num_together * found.num_nodes
+        return step_s + (pass_s * found.num_passes + node_s * num_nodes) / found.num_rounds
+
+    def all(self) -> list[Prediction]:
+        """Predict every length."""
+        return [self.at(spec_length) for spec_length in range(1, LONGEST + 1)]

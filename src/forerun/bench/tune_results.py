@@ -1,0 +1,248 @@
+"""The results of `forerun tune`: what was measured of each way, which one is chosen and why, a table, a config file.
+
+The speed-up of a way is plain decoding's time for all prompts over the way's. Each prompt's share of that is the median
+over the rounds of the way's seconds per token over plain decoding's in the same round, so that a machine which is
+slower for a minute cancels out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forerun.bench.results import Tally, Variant
+from forerun.bench.tune_prediction import Prediction
+from forerun.config import EngineConfig
+
+PLAIN, AUTO = "none", "auto"
+PLAIN_MARGIN = 1.03  # drafting has to be faster than plain decoding by this to be chosen
+
+Seconds = dict[int, dict[int, float]]  # by group of prompts and round: per token
+
+
+@dataclass(frozen=True)
+class Way:
+    """A drafter and its length; None: pacing=auto decides; 0: plain decoding."""
+
+    draft: str
+    spec_length: int | None
+
+    @property
+    def length(self) -> str:
+        return "-" if self.spec_length == 0 else AUTO if self.spec_length is None else str(self.spec_length)
+
+    def __str__(self) -> str:
+        if self.spec_length == 0:
+            return "plain decoding"
+        return f"{self.draft} with " + ("pacing=auto" if self.spec_length is None else f"K = {self.spec_length}")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The speed-up over plain decoding, and the least and most of the rounds."""
+
+    speedup: float
+    least: float
+    most: float
+    num_rounds: int
+
+
+@dataclass
+class Contender:
+    """A way that was measured.
+
+    predicted: before it was measured; None of plain decoding and of auto. is_out: far behind, measured no more.
+    """
+
+    way: Way
+    predicted: Prediction | None
+    seconds: Seconds = field(default_factory=dict)
+    tally: Tally = field(default_factory=lambda: Tally(Variant("", 0), 0.0))
+    measured: Measured = Measured(1.0, 1.0, 1.0, 0)
+    is_out: bool = False
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens that a pass brings each request, as they were counted."""
+        num_decoded = sum(step.num_decoding for step in self.tally.steps)
+        return self.tally.total("num_emitted") / num_decoded if num_decoded else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what is kept in JSON."""
+        return {
+            **asdict(self.way),
+            "length": self.way.length,
+            "predicted": None if self.predicted is None else self.predicted.speedup,
+            "measured": self.measured.speedup,
+            "measured_range": [self.measured.least, self.measured.most],
+            "num_rounds": self.measured.num_rounds,
+            "tokens_per_pass": self.tokens_per_pass,
+        }
+
+
+@dataclass(frozen=True)
+class Found:
+    """All that was found.
+
+    predictions: of each drafter, by length. alphas: by position; alpha_hats: accepted / tested. pass_s: seconds of a
+    pass of one row, and curve: of others over it, by rows, without a text before them; v: behind the prompts. seconds:
+    that it took.
+    """
+
+    predictions: Mapping[str, Seq[Prediction]]
+    contenders: Seq[Contender]
+    chosen: Contender
+    alphas: Mapping[str, Seq[float]]
+    alpha_hats: Mapping[str, float | None]
+    pass_s: float | None
+    curve: Mapping[int, float]
+    v: Mapping[int, float]
+    num_prompts: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what is kept in JSON."""
+        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {
+            **kept,
+            "predictions": {spec: [asdict(one) for one in own] for spec, own in self.predictions.items()},
+            "contenders": [one.as_dict() for one in self.contenders],
+            "chosen": self.chosen.as_dict(),
+        }
+
+
+def measured_of(seconds: Seconds, plain: Seconds) -> Measured:
+    """Compare a way with plain decoding, over the rounds that it ran. Both: seconds per token."""
+    ratios = {group: [own[i] / plain[group][i] for i in own] for group, own in seconds.items()}
+    weights = {group: median(plain[group].values()) for group in seconds}
+    num_rounds = min(map(len, ratios.values()))
+    total = sum(weights.values())
+
+    def speedup(parts: Mapping[int, float]) -> float:
+        return total / sum(weights[group] * part for group, part in parts.items())
+
+    rounds = [speedup({group: own[i] for group, own in ratios.items()}) for i in range(num_rounds)]
+    return Measured(speedup({g: median(own) for g, own in ratios.items()}), min(rounds), max(rounds), num_rounds)
+
+
+def chosen_of(contenders: Seq[Contender]) -> Contender:
+    """Return the fastest; plain decoding, which comes first, where no other is faster by PLAIN_MARGIN."""
+    plain, *others = contenders
+    best = max((one for one in others if not one.is_out), key=lambda one: one.measured.speedup, default=plain)
+    return best if best.measured.speedup >= PLAIN_MARGIN else plain
+
+
+def reason_of(found: Found) -> str:
+    """Return in one sentence what was chosen and why."""
+    plain, *others = found.contenders
+    order = sorted(others, key=lambda one: -one.measured.speedup)
+    if not others:
+        return "Chosen: plain decoding, for no drafted token was ever right."
+    if found.chosen is plain:
+        best = f"{order[0].way}, made {order[0].measured.speedup:.2f} times its tokens per second"
+        return f"Chosen: plain decoding, for nothing was faster by {PLAIN_MARGIN - 1:.0%}: the best, {best}."
+    own, predicted = found.chosen.measured, found.chosen.predicted
+    said = "" if predicted is None else f", {predicted.speedup:.2f} were predicted"
+    behind = next((one for one in order if one is not found.chosen), None)
+    beside = "" if behind is None else f"; the next, {behind.way}, {behind.measured.speedup:.2f}"
+    return (
+        f"Chosen: {found.chosen.way}, for it made {own.speedup:.2f} times plain decoding's tokens per second "
+        f"({own.least:.2f} to {own.most:.2f} in {own.num_rounds} rounds{said}){beside}."
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- output
+
+NOTE = (
+    "K: nodes drafted per pass at most. alpha: accepted / tested. tokens/pass, c (a drafted token over a plain pass), "
+    "v (a pass with the draft over one without) and predicted: computed from one run with drafts of 16. measured: in "
+    "turns with plain decoding, all prompts; least-most: of the rounds; - where others promised more. *: chosen."
+)
+
+
+def table_of(found: Found) -> Table:
+    """Return a row for each way that was measured, the fastest first, then the best length of every other drafter."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("draft", overflow="fold", min_width=12)
+    for name in ("K", "alpha", "tokens\n/pass", "c", "v", "pre-\ndicted", "meas-\nured", "least\n-most"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in sorted(found.contenders, key=lambda one: -one.measured.speedup):
+        own = one.measured
+        tokens = one.tokens_per_pass if one.predicted is None else one.predicted.tokens_per_pass
+        speedup = Text(f"{own.speedup:.2f}" + ("*" if one is found.chosen else " "))
+        spread = "" if one.way.spec_length == 0 else f"{own.least:.2f}-{own.most:.2f}"
+        table.add_row(*_names(one.way, found), f"{tokens:.2f}", *_costs(one.predicted), speedup, spread)
+    for spec, own_predictions in found.predictions.items():
+        if all(one.way.draft != spec for one in found.contenders):
+            best = max(own_predictions, key=lambda one: one.speedup)
+            names = _names(Way(spec, best.spec_length), found)
+            table.add_row(*names, f"{best.tokens_per_pass:.2f}", *_costs(best), "- ", "")
+    return table
+
+
+def _names(way: Way, found: Found) -> tuple[str, str, str]:
+    alpha = found.alpha_hats.get(way.draft)
+    name = "none (plain)" if way.spec_length == 0 else way.draft
+    return name, way.length, "-" if alpha is None else f"{alpha:.2f}"
+
+
+def _costs(one: Prediction | None) -> tuple[str, str, str]:
+    return ("-", "-", "-") if one is None else (f"{one.c:.3f}", f"{one.v:.2f}", f"{one.speedup:.2f}")
+
+
+def print_found(found: Found, console: Console) -> None:
+    """Print what passes take, the table, how it is read, and what is chosen."""
+    if found.pass_s is not None:
+        rows = ", ".join(f"{rows} {ratio:.2f}" for rows, ratio in found.v.items() if ratio > 1)
+        console.print(f"A pass of 1 row takes {1e3 * found.pass_s:.2f} ms here; of more rows, times that: {rows}")
+    console.print(table_of(found))
+    console.print(NOTE)
+    for spec in [found.chosen.way.draft] if found.alphas.get(found.chosen.way.draft) else []:
+        console.print(f"alpha of {spec} by position: {' '.join(f'{alpha:.2f}' for alpha in found.alphas[spec])}")
+    console.print(reason_of(found), style="bold")
+
+
+def config_of(chosen: Contender, config: EngineConfig, concurrency: int) -> dict[str, Any]:
+    """Return the options that start an engine like that: the drafter and its length, and those that are not usual.
+
+    A target that is a folder or file of this machine gets its whole path, so that the file may be used from anywhere.
+    """
+    usual = EngineConfig()
+    options = {name: value for name, value in config.options().items() if value != getattr(usual, name)}
+    for name in ("draft", "extra_drafts", "spec_length", "pacing"):
+        options.pop(name, None)
+    if config.target is not None:
+        path = Path(config.target).expanduser()
+        options = {"target": str(path.resolve()) if path.exists() else config.target, **options}
+    if concurrency > config.max_batch_size:
+        options["max_batch_size"] = concurrency
+    options["draft"] = chosen.way.draft
+    if chosen.way.spec_length is None:
+        options["pacing"] = AUTO
+    elif chosen.way.spec_length > 0:
+        options |= {"spec_length": chosen.way.spec_length, "pacing": "fixed"}
+    return options
+
+
+def write_config(file: Path, options: Mapping[str, Any], found: Found) -> None:
+    """Write options as a config file: JSON where its name ends in .json, else TOML with the reason above them."""
+    if file.suffix == ".json":
+        text = json.dumps(options, indent=2)
+    else:
+        lines = [f"# forerun tune. {reason_of(found)}", *(f"{name} = {_toml(v)}" for name, v in options.items())]
+        text = "\n".join(lines)
+    file.write_text(f"{text}\n", encoding="utf-8")
+
+
+def _toml(value: Any) -> str:
+    """A text, a number or a truth value as TOML writes it; of these JSON is a part of TOML but for one character."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

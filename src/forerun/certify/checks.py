@@ -1,0 +1,106 @@
+"""What a certificate is made of: statistical tests, the checks that they belong to, and the time that they may take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.theory.significance import Fit, detectable_tv
+
+LEVEL = 1e-3  # the probability at most that a right engine fails one of all statistical tests
+POWER = 0.99
+ETA = 1e-3  # the probability at most that a stated bound is too small
+
+Tell = Callable[[str, float], None]  # what is done now, and the share of all time that is over
+
+
+@dataclass
+class Test:
+    """One statistical test of a family that is judged together (Holm 1979).
+
+    about: what was drawn how. num_free: degrees of freedom, 0 = the power is not known. tv, tv_bound: the total
+    variation between the shares of the sample and the stated probabilities, and what Weissman's bound adds.
+    """
+
+    about: str
+    p_value: float
+    num_samples: int
+    num_free: int = 0
+    tv: float | None = None
+    tv_bound: float | None = None
+    rejected: bool = False
+
+    @classmethod
+    def of(cls, about: str, fit: Fit, tv: float | None = None, tv_bound: float | None = None) -> Test:
+        """Make a test of a fit."""
+        return cls(about, fit.p_value, fit.num_samples, fit.num_free, tv, tv_bound)
+
+    def detects(self, num_tests: int) -> float | None:
+        """Return the total variation that it finds with probability POWER as one of a family; None = not known."""
+        return detectable_tv(self.num_samples, self.num_free, LEVEL / num_tests, POWER) if self.num_free else None
+
+    @property
+    def tv_upper(self) -> float | None:
+        """What the total variation is at most, with probability 1 - ETA."""
+        return None if self.tv is None or self.tv_bound is None else min(1.0, self.tv + self.tv_bound)
+
+
+@dataclass
+class Check:
+    """One line of a certificate.
+
+    subject: "toy" (models whose probabilities are known), "few ids" (the pair, held to at most 8 ids), or "pair".
+    num_samples: of `unit`. problems: a sentence for each failure; none = passed. ran: whether there was anything to
+    look at. result: what was found, in short. proves: what it shows, and what not.
+    """
+
+    name: str
+    subject: str
+    method: str
+    proves: str
+    unit: str = "samples"
+    num_samples: int = 0
+    result: str = ""
+    problems: list[str] = field(default_factory=list)
+    tests: list[Test] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    ran: bool = True
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether nothing was found; None where there was nothing to look at."""
+        return not self.problems if self.ran else None
+
+
+class Clock:
+    """The time of a certificate. Parts take shares of it one after the other; what one leaves goes to the next."""
+
+    def __init__(self, minutes: float, tell: Tell | None = None) -> None:
+        self._begun_s, self._all_s = time.monotonic(), 60 * minutes
+        self._tell, self._what = tell, ""
+        self.deadline_s = self._begun_s + self._all_s
+
+    def part(self, what: str, until: float) -> None:
+        """Begin a part that may go on until this share of all time is over."""
+        self._what, self.deadline_s = what, self._begun_s + until * self._all_s
+        self.look()
+
+    def look(self, detail: str = "") -> bool:
+        """Tell how far it is, and return whether there is time left in this part."""
+        now = time.monotonic()
+        if self._tell is not None:
+            what = f"{self._what}: {detail}" if detail else self._what
+            self._tell(what, min(1.0, (now - self._begun_s) / self._all_s))
+        return now < self.deadline_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left in this part."""
+        return max(0.0, self.deadline_s - time.monotonic())
+
+    @property
+    def taken_s(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._begun_s

@@ -1,0 +1,181 @@
+"""The fourth part: greedy and `match` texts of the pair are plain decoding's, token for token."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+
+from forerun.certify.checks import Check, Clock
+from forerun.certify.pair import Pair, Source, run
+from forerun.certify.ties import measured_tau, why_no_tie
+from forerun.engine.request import Request
+from forerun.kv.cache import BlockCache
+from forerun.models.layers import Decoder
+from forerun.models.runner import Runner
+from forerun.ops.reference import ReferenceOps
+from forerun.types import SamplingParams
+
+NUM_TOKENS = 40  # of a text
+LENGTHS = (1, 4, 7)  # K
+SPOILED = 5  # one of so many tokens of the plain text is replaced, for a draft that is right until it is not
+MODES: dict[str, SamplingParams] = {
+    "greedy": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
+    "match": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, ignore_eos=True),
+    "match, top-p, penalties": SamplingParams(
+        max_tokens=NUM_TOKENS, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.3, ignore_eos=True
+    ),
+}
+LEAST_ALPHA = 0.98  # of a perfect copy, where rows of a pass may round differently
+ADVERSARY = "the text with errors"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One text that must be plain decoding's."""
+
+    about: str
+    source: Source
+    params: SamplingParams
+
+
+def checks(clock: Clock, pair: Pair, seed: int) -> list[Check]:
+    """Compare texts prompt by prompt, as long as there is time."""
+    equal = Check(
+        "equal texts",
+        "pair",
+        f"greedy and match outputs against plain decoding of the prompt alone, K = {', '.join(map(str, LENGTHS))}",
+        "verification, caches and batching change no token, with a drafter that is right, one that is wrong and one "
+        "that lies; for these prompts, and for outputs without an end of sequence",
+        unit="texts",
+    )
+    copies = Check(
+        "a perfect copy",
+        "pair",
+        "the target as its own draft model: accepted over tested",
+        "the draft's cache is that of the committed tokens (m17), and rows of one pass are those of another",
+        unit="tokens",
+    )
+    compared = _Compared(pair, equal)
+    for number, (prompt, (mode, usual)) in enumerate(_endless(pair.prompts())):
+        if not clock.look(f"{equal.num_samples} texts") and number >= len(MODES):
+            break
+        params = usual if usual.greedy else dataclasses.replace(usual, seed=seed + number)
+        (alone,) = run(pair.llm.engine, [(prompt, dataclasses.replace(params, draft="none"))])
+        compared.look(prompt, mode, params, alone)
+    compared.conclude()
+    _judge_copies(copies, compared, pair.row_invariant)
+    return [equal, copies]
+
+
+def _endless(prompts: Seq[list[int]]) -> Iterator[tuple[list[int], tuple[str, SamplingParams]]]:
+    """Yield each prompt in each mode, round and round."""
+    for prompt in itertools.cycle(prompts):
+        for mode in MODES.items():
+            yield prompt, mode
+
+
+def _judge_copies(check: Check, compared: _Compared, row_invariant: bool) -> None:
+    check.num_samples, check.ran = compared.num_copied, compared.num_copied > 0
+    if not check.ran:
+        return
+    alpha, least = compared.num_right_copies / compared.num_copied, 1.0 if row_invariant else LEAST_ALPHA
+    check.facts["alpha"], check.result = alpha, f"accepted {100 * alpha:.4g} %"
+    if alpha < least:
+        check.problems.append(f"{alpha:.4f} of the tokens of a perfect copy were accepted, and {least:g} must be")
+
+
+class _Compared:
+    """What was compared so far."""
+
+    def __init__(self, pair: Pair, check: Check) -> None:
+        self.pair, self.check = pair, check
+        self.num_tokens = self.num_ties = self.num_copied = self.num_right_copies = 0
+        self.by_source: dict[str, tuple[int, int]] = {}  # texts, and accepted tokens
+
+    def look(self, prompt: list[int], mode: str, params: SamplingParams, alone: Request) -> None:
+        """Run one prompt with every drafter and length, in one batch for each engine, and compare."""
+        plain = alone.seq.output_ids
+        jobs = self._jobs(mode, params, plain)
+        for llm in (self.pair.llm, self.pair.copy.llm):
+            own = [job for job in jobs if job.source.llm is llm]
+            for job, request in zip(own, run(llm.engine, [(prompt, job.params) for job in own]), strict=True):
+                self._compare(job, prompt, plain, request)
+                if job.source is self.pair.copy:
+                    self.num_copied += request.report.num_tested
+                    self.num_right_copies += request.report.num_accepted
+
+    def _jobs(self, mode: str, params: SamplingParams, plain: Seq[int]) -> list[Job]:
+        pair, found = self.pair, list[Job]()
+        adversary = Source(ADVERSARY, pair.llm, "prediction")
+        for source, length in itertools.product((pair.own, pair.copy, adversary, pair.bad), LENGTHS):
+            prediction = spoiled(plain, pair.llm.engine.runner.num_ids, length) if source is adversary else None
+            one = dataclasses.replace(params, draft=source.draft, spec_length=length, prediction=prediction)
+            found.append(Job(f"{source.name}, {mode}, K={length}", source, one))
+        return found
+
+    def _compare(self, job: Job, prompt: list[int], plain: list[int], request: Request) -> None:
+        ours = request.seq.output_ids
+        num, accepted = self.by_source.get(job.source.name, (0, 0))
+        self.by_source[job.source.name] = num + 1, accepted + request.report.num_accepted
+        self.check.num_samples += 1
+        self.num_tokens += len(ours)
+        if ours == plain:
+            return
+        if len(ours) != len(plain):
+            self.check.problems.append(f"{job.about}: {len(ours)} tokens, and {len(plain)} by plain decoding")
+            return
+        if self.pair.row_invariant:
+            at = next(i for i, (a, b) in enumerate(zip(plain, ours, strict=True)) if a != b)
+            self.check.problems.append(f"{job.about}: token {at} is {ours[at]} and not {plain[at]}")
+        elif why := why_no_tie(self._oracle, prompt, plain, ours, job.params, self._tau):
+            self.check.problems.append(f"{job.about}: {why}")
+        else:
+            self.num_ties += 1
+
+    @cached_property
+    def _oracle(self) -> Runner:
+        """The target with rows that do not depend on each other."""
+        model = self.pair.llm.checkpoint.model
+        assert isinstance(model, Decoder)
+        slow = Decoder(model.config, model.weights, ReferenceOps(row_by_row=True))
+        return _runner(slow, self.pair)
+
+    @cached_property
+    def _tau(self) -> float:
+        runner = _runner(self.pair.llm.checkpoint.model, self.pair)
+        return measured_tau(runner, self.pair.prompts()[:20])
+
+    def conclude(self) -> None:
+        """Write down what was found."""
+        check, num = self.check, self.check.num_samples
+        if not num:
+            check.ran = False
+            return
+        check.result = f"{num - len(check.problems) - self.num_ties} equal"
+        check.result += f", {self.num_ties} part at a tie" if self.num_ties else ""
+        check.facts = {f"texts of {name}": f"{n}, {a} tokens accepted" for name, (n, a) in self.by_source.items()}
+        check.facts |= {"tokens": self.num_tokens, "ties": self.num_ties}
+        check.facts["share_of_texts_that_would_have_shown"] = 1 - 0.01 ** (1 / num)
+        check.facts["row_invariant"] = str(self.pair.row_invariant)
+
+
+def _runner(model: object, pair: Pair) -> Runner:
+    """Return a model at work with a small cache of its own."""
+    own, llm = pair.llm.engine.runner, pair.llm
+    cache = BlockCache.create(
+        model.config.cache_shape,  # type: ignore[attr-defined]
+        "contiguous",
+        max_batch_size=1,
+        max_seq_len=llm.engine.max_seq_len,
+        dtype=model.cache_dtype,  # type: ignore[attr-defined]
+        device=model.device,  # type: ignore[attr-defined]
+    )
+    return Runner(model, cache, own.num_ids, own.holes)  # type: ignore[arg-type]
+
+
+def spoiled(ids: Seq[int], num_ids: int, first: int) -> tuple[int, ...]:
+    """Return ids with one of SPOILED replaced by its neighbour."""
+    return tuple((i + 1) % num_ids if n % SPOILED == first % SPOILED else i for n, i in enumerate(ids))

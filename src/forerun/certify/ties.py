@@ -1,0 +1,74 @@
+"""Tie certificates: that two texts part where rounding decides, and nowhere else (docs/exactness.md, Rounding).
+
+At the first position where the texts part, the logits are computed once more, by operators whose rows do not depend on
+how they are batched. The two tokens must be the two best there (after temperature and noise, for `match`), and their
+scores closer than tau: twice the largest deviation of a logit between passes of one row, of six rows and of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from forerun.models.runner import Run, Runner
+from forerun.sampling import History, probs
+from forerun.sampling.random import gumbel
+from forerun.types import SamplingParams
+
+SLOT = -1  # of the cache, which nothing else uses
+PASSES = (1, 6, 512)  # rows of a pass, whose logits are compared
+
+
+def last_logits(runner: Runner, ids: Seq[int], chunk: int) -> torch.Tensor:
+    """Return float64 logits after the last token of `ids`, run through the cache in chunks of `chunk` rows."""
+    runner.cache.open(SLOT)
+    try:
+        for start in range(0, len(ids), chunk):
+            tokens = list(ids[start : start + chunk])
+            scores = runner.forward([Run(SLOT, tokens, "last")])
+            runner.cache.keep({SLOT: range(len(tokens))})
+        return scores.logits[0][-1].double()
+    finally:
+        runner.cache.release(SLOT)
+
+
+def measured_tau(runner: Runner, texts: Seq[Seq[int]]) -> float:
+    """Return twice the largest deviation of a logit between passes of different heights, over these texts."""
+    deviation = 0.0
+    for ids in texts:
+        first, *others = (last_logits(runner, ids, chunk) for chunk in PASSES)
+        finite = torch.isfinite(first)
+        deviation = max(deviation, *(float((one - first)[finite].abs().max()) for one in others))
+    return 2 * deviation
+
+
+def best_two(oracle: Runner, ids: Seq[int], num_prompt_tokens: int, params: SamplingParams) -> tuple[set[int], float]:
+    """Return the two best ids of the next position, and how far apart their scores are.
+
+    The score is the logit, which greedy requests without penalties choose by; of sampled requests it is log p + Gumbel
+    noise of the seed.
+    """
+    logits = last_logits(oracle, ids, PASSES[-1])
+    scores = logits.cpu().numpy()
+    if not params.greedy:
+        law = probs(logits, params, History(ids, num_prompt_tokens))
+        kept = np.arange(len(law.weights)) if law.ids is None else law.ids.numpy()
+        scores = np.full(len(logits), -np.inf)
+        with np.errstate(divide="ignore"):
+            scores[kept] = np.log(law.weights.double().numpy()) + gumbel(params.seed or 0, len(ids), kept)
+    best = np.argsort(-scores, kind="stable")[:2]
+    return {int(i) for i in best}, float(scores[best[0]] - scores[best[1]])
+
+
+def why_no_tie(
+    oracle: Runner, prompt: Seq[int], plain: Seq[int], ours: Seq[int], params: SamplingParams, tau: float
+) -> str | None:
+    """Say why the place where two outputs part is no tie; None where it is one."""
+    at = next(i for i, (a, b) in enumerate(zip(plain, ours, strict=False)) if a != b)
+    pair, gap = best_two(oracle, [*prompt, *plain[:at]], len(prompt), params)
+    limit = tau if params.greedy else tau / params.temperature
+    if pair != {plain[at], ours[at]}:
+        return f"token {at} is {ours[at]} and not {plain[at]}, and these are not the two best"
+    return None if gap <= limit else f"token {at} is {ours[at]} and not {plain[at]}, {gap:.3g} apart (tau {limit:.3g})"

@@ -1,0 +1,221 @@
+"""The first part: exact enumeration, wrong versions, and caches, on toy models through the installed package."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from forerun import drafters, pacing, registry, verify
+from forerun.certify.checks import Check, Clock
+from forerun.errors import BadOption, NotFound
+from forerun.models.toy import ToyModel
+from forerun.testing.engines import (
+    HORIZON,
+    Case,
+    V,
+    as_they_are,
+    drafter_for,
+    error,
+    every_way,
+    resembling,
+)
+from forerun.testing.wrong import CAUGHT, EXACT, PERFECT, WRONG, Wrong, cache_errors
+from forerun.types import SamplingParams
+
+FLOAT32 = 1e-5  # the total variation that rounding to float32 may make of a few tokens
+SAMPLING: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "greedy": {"temperature": 0.0},
+    "all options": {
+        "temperature": 1.3,
+        "top_k": 2,
+        "min_p": 0.1,
+        "top_p": 0.9,
+        "repetition_penalty": 1.4,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.4,
+        "logit_bias": {1: 0.3},
+    },
+}
+# The toy's only layer is the whole target, which a draft temperature makes wrong sometimes.
+OPTIONS: Mapping[str, Mapping[str, Any]] = {"early_exit": {"draft_temperature": 0.5}}
+NARROW: Mapping[str, Any] = MappingProxyType({})
+
+
+def checks(clock: Clock, mutant: Wrong | None) -> list[Check]:
+    """Make the checks on toys. mutant: the wrong version that is switched in, if one is."""
+    made = [enumeration(clock, mutant), in_float32(clock, mutant), caches()]
+    if mutant is None:
+        made.insert(1, wrong_versions(clock))
+    return made
+
+
+def enumeration(clock: Clock, mutant: Wrong | None) -> Check:
+    """Enumerate engines with every drafter and every lossless rule that can judge its drafts."""
+    check = Check(
+        "every outcome",
+        "toy",
+        "exact enumeration of all coins, against products of the target's probabilities",
+        f"the code draws exactly what it should: {V} ids, {HORIZON} tokens, several rounds, float64; not other sizes, "
+        "other options, or the kernels of real models",
+        unit="engines",
+    )
+    worst, names, rules = 0.0, set[str](), set[str]()
+    cases, missing = _cases()
+    core = _core()
+    if mutant is not None:  # which shows in one of them
+        core = [(about, case) for about, case in core if case is mutant.case]
+        cases = [*core, *cases]
+    for number, (about, case) in enumerate(cases):
+        if not clock.look(f"{number} of {len(cases)} engines") and number >= len(core):
+            break
+        check.num_samples += 1
+        distance = _distance(check, about, case, mutant)
+        worst = max(worst, distance)
+        names.add(case.drafter)
+        rules.add(str(case.params.acceptance))
+        if distance > EXACT:
+            check.problems.append(f"{about}: the distribution is off by {distance:.3g} in total variation")
+    check.result = f"TV {worst:.0e} at most"
+    check.facts = {"largest_tv": worst, "limit": EXACT, "num_cases": len(cases), "drafters_left_out": missing}
+    check.facts |= {"drafters": sorted(names), "rules": sorted(rules)}
+    return check
+
+
+def _distance(check: Check, about: str, case: Case, mutant: Wrong | None) -> float:
+    """Return how far a case is off, 0 where it raised, which is noted as a problem."""
+    wrap = as_they_are if mutant is None else mutant.wrap
+    try:
+        return error(case, wrap)
+    except Exception as failure:
+        check.problems.append(f"{about}: it raised {failure!r:.150}")
+        return 0.0
+
+
+def _core() -> list[tuple[str, Case]]:
+    """The cases in which the wrong versions show: they are run whatever the time."""
+    found = dict[int, tuple[str, Case]]()
+    for wrong in WRONG.values():
+        if not wrong.sees_caches:
+            found.setdefault(id(wrong.case), (_label(wrong.case, "as for " + wrong.name), wrong.case))
+    return list(found.values())
+
+
+@functools.cache
+def _cases() -> tuple[list[tuple[str, Case]], list[str]]:
+    """Every case, those of the wrong versions first; and the drafters that cannot be built without a file."""
+    missing, matrix = list[str](), list[tuple[str, Case]]()
+    for name in registry.names(drafters.__name__):
+        options = OPTIONS.get(name, NARROW)
+        try:
+            drafter = drafter_for(Case(name, SamplingParams(), options))
+        except (BadOption, NotFound):
+            missing.append(name)
+            continue
+        for rule in _lossless_rules():
+            if verify.find(rule).judges(drafter.shape, drafter.draws):
+                matrix += [(_label(case, said), case) for said, case in _sampled(name, rule, options)]
+    early = [policy for policy in registry.names(pacing.__name__) if pacing.overrides(pacing.make(policy, 3), "go_on")]
+    paced = [dataclasses.replace(_case("model", "ratio", temperature=0.8), pacing=policy, gamma=3) for policy in early]
+    return [*_core(), *[(_label(case, case.pacing), case) for case in paced], *matrix], missing
+
+
+def _lossless_rules() -> list[str]:
+    return [name for name in verify.rules() if verify.find(name).is_lossless]
+
+
+def _sampled(name: str, rule: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Case]]:
+    for said, sampling in SAMPLING.items():
+        yield said, dataclasses.replace(_case(name, rule, **sampling), options=options)
+
+
+def _case(name: str, rule: str, **sampling: Any) -> Case:
+    return Case(name, SamplingParams(max_tokens=HORIZON, acceptance=rule, **sampling))
+
+
+def _label(case: Case, said: str) -> str:
+    return f"{case.drafter}, {case.params.acceptance}, {said}"
+
+
+def wrong_versions(clock: Clock) -> Check:
+    """Switch each wrong version in and out: what finds nothing in it would find nothing in the right code, either."""
+    check = Check(
+        "wrong versions",
+        "toy",
+        "m1 to m17 switched into this process, one after the other",
+        "the enumeration and the look at caches can fail; not that they find every possible mistake",
+        unit="mutants",
+    )
+    for wrong in WRONG.values():
+        clock.look(wrong.name)
+        check.num_samples += 1
+        try:
+            with wrong.switched_in():
+                found = wrong.error()
+        except Exception:  # a wrong version that cannot go on is found, too
+            continue
+        if found <= CAUGHT:
+            check.problems.append(f"{wrong.name} ({wrong.about}) was not found")
+    check.result = f"{check.num_samples - len(check.problems)} of {check.num_samples} found"
+    return check
+
+
+def in_float32(clock: Clock, mutant: Wrong | None) -> Check:
+    """Enumerate a few engines with float32 logits, for which the sampling of real models computes."""
+    check = Check(
+        "float32 sampling",
+        "toy",
+        "exact enumeration with float32 logits, as the kernels of real models return them",
+        "penalties, filters and softmax of the build that is installed, up to rounding",
+        unit="engines",
+    )
+    target = ToyModel(V, 1, dtype=torch.float32)
+    worst = 0.0
+    for rule in ("ratio", "match"):
+        for said, sampling in SAMPLING.items():
+            if not clock.look(f"{rule}, {said}") and mutant is not None and check.num_samples:
+                break  # it has been seen already
+            case = dataclasses.replace(_case("model", rule, **sampling), target=target, near=resembling(target))
+            distance = _distance(check, _label(case, said), case, mutant)
+            check.num_samples, worst = check.num_samples + 1, max(worst, distance)
+            if distance > FLOAT32:
+                check.problems.append(f"{_label(case, said)}: off by {distance:.3g} in total variation")
+    check.result = f"TV {worst:.0e} at most"
+    check.facts = {"largest_tv": worst, "limit": FLOAT32}
+    return check
+
+
+def caches() -> Check:
+    """Compare both caches with the committed tokens; and a draft model equal to its target must always be right."""
+    check = Check(
+        "caches",
+        "toy",
+        "rows of target's and draft's cache against the committed tokens; a perfect copy as the draft",
+        "no stale row after rejections or full acceptance (m17 changes speed alone, and shows only here)",
+        unit="engines",
+    )
+    for about, case in (("a perfect copy", PERFECT), ("a draft that errs", dataclasses.replace(PERFECT, near=None))):
+        check.num_samples += 1
+        if wrong_rows := cache_errors(case):
+            check.problems.append(f"{about}: {wrong_rows} rows of a cache are not those of the committed tokens")
+    alpha = perfect_alpha()
+    if alpha < 1:
+        check.problems.append(f"a perfect copy is accepted with probability {alpha:.3f}, not always")
+    check.result = f"no wrong row, copy accepted {alpha:.0%}" if not check.problems else "wrong rows"
+    check.facts = {"perfect_copy_alpha": alpha}
+    return check
+
+
+def perfect_alpha() -> float:
+    """Return accepted over tested tokens of a perfect copy: the mean over all outcomes of a few rounds."""
+    tested = accepted = 0.0
+    long = dataclasses.replace(PERFECT, params=dataclasses.replace(PERFECT.params, max_tokens=4))
+    for weight, (_, reports) in every_way(long):
+        tested += weight * sum(report.num_tested for report in reports)
+        accepted += weight * sum(report.num_accepted for report in reports)
+    return accepted / tested

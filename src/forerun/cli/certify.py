@@ -1,0 +1,88 @@
+"""The command `forerun certify`, which parses, shows progress and calls. torch is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forerun.cli import flags
+from forerun.cli.bench import writable
+from forerun.cli.serve import FIRST_MODEL, TARGET_HELP, with_target
+
+if TYPE_CHECKING:
+    from forerun.certify.checks import Tell
+
+MUTANT_HELP = "m1 to m17: a wrong version that is switched in first, to see the certificate fail [default: none]"
+BATCH = 8  # sequences that run together, where nothing else is said
+
+
+def certify(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"{TARGET_HELP} [default: {FIRST_MODEL} if it is here, else the shipped one]", show_default=False
+        ),
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="that it may take; more find smaller deviations")] = 10.0,
+    seed: Annotated[int, typer.Option(help="of everything that is drawn")] = 1,
+    mutant: Annotated[str | None, typer.Option(help=MUTANT_HELP, show_default=False)] = None,
+    part: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="toys, texts, cells or streams: these alone; may be repeated [default: all]", show_default=False
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="file for the whole certificate", show_default=False, callback=writable),
+    ] = None,
+    ignore_config_keys: flags.IgnoreConfigKeys = None,
+    draft: flags.Draft = None,
+    device: flags.Device = None,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    ops: flags.Ops = None,
+    kv_cache_backend: flags.CacheBackend = None,
+    max_batch_size: flags.MaxBatchSize = None,
+    config: flags.ConfigFile = None,
+) -> None:
+    """Test whether a model with its drafter says exactly what it says alone. Exit code 0: yes, 1: a difference.
+
+    Exact enumeration on toy models, wrong versions that must be found, equal texts, and statistics of the pair itself.
+    """
+    engine = flags.engine_config(dict(locals()), config, max_batch_size=BATCH)
+    from forerun.certify.certificate import PARTS, Plan, certify as run
+    from forerun.cli.certificate import print_certificate
+    from forerun.text.terminal import make_console
+
+    plan = Plan(minutes, seed, mutant, tuple(part) if part else tuple(PARTS))
+    with _progress() as tell:
+        found = run(with_target(engine), plan, tell)
+    print_certificate(found, make_console())
+    if json_file is not None:
+        json_file.write_text(f"{json.dumps(found.record(), indent=1)}\n", encoding="utf-8")
+    raise typer.Exit(0 if found.passed else 1)
+
+
+@contextmanager
+def _progress() -> Iterator[Tell]:
+    """Show a bar on standard error, where that is a terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from forerun.text.terminal import make_console
+
+    console = make_console(stderr=True)
+    columns = (
+        BarColumn(20),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("loading", total=1.0)
+        yield lambda what, share: progress.update(task, description=what, completed=share)

@@ -1,0 +1,199 @@
+"""A beam search in the engine: all texts of a request in one tree, scored by one pass (docs/methods/beam.md).
+
+The request commits what all of its live texts begin with; where they differ, the rows of their tokens stay pending in
+the cache, as a tree. A pass runs the nodes that have no rows yet and the drafted levels below them; then the steps of
+the search are replayed on the target's scores, as far as they reach. Without drafts this is plain beam search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from forerun import sampling
+from forerun.engine.router import NONE
+from forerun.kv import Held
+from forerun.models.branches import Branches
+from forerun.models.runner import Run
+from forerun.pacing import Pacing
+from forerun.types import NO_TOKEN, Coins, Draft, Hypotheses, Next, Origin, Probs, Sequence, SequenceStep
+from forerun.verify import Ruling
+from forerun.verify.beams import Ends, Rules, Search
+
+if TYPE_CHECKING:
+    from forerun.engine.request import Request
+
+Branch = Callable[[Seq[Sequence], Seq[Seq[int]]], list[list[Next | None]]]
+
+
+class BeamSearch:
+    """The search of one request, which is at the same time the rule that judges its drafts.
+
+    seq: commits what the live texts share. outputs: the requests that get the best texts, in order. fed, guesses: the
+    nodes of this pass, those that lacked a row and the drafted ones; num_levels: of the latter.
+    """
+
+    def __init__(self, seq: Sequence, outputs: Seq[Request], ends: Ends | None) -> None:
+        params, self.seq, self.outputs = seq.params, seq, outputs
+        self.tree = seq.hypotheses = seq.hypotheses or Hypotheses()
+        rules = Rules(
+            params.num_beams, params.length_penalty, params.early_stopping, seq.max_len - seq.num_prompt_tokens
+        )
+        self.search = Search(rules, self.tree, seq.end_ids, ends)
+        self.width = params.draft_beams or params.num_beams
+        self.origins: list[Origin] = []
+        self.branches = Branches()
+        self.fed, self.guesses, self.num_levels, self.num_steps = list[int](), list[int](), 0, 0
+        self._logits: dict[int, Tensor] = {}
+        self._wanted, self._level, self._scores = 0, list[int](), list[float]()  # of the draft while it grows
+        self._nodes = list[int]()  # of the tree, by node of the draft
+        self._after = self.search  # what judging has made of the search, which a step that fails does not commit
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its best texts are known."""
+        return self.search.is_over
+
+    @property
+    def num_rows(self) -> int:
+        """The least rows of the next pass: nodes without one, at most one for each beam."""
+        return max(1, min(self.num_unrun, self.search.rules.num_beams))
+
+    @property
+    def num_unrun(self) -> int:
+        """Nodes of live texts that have no row, the base included."""
+        return len(self.branches.missing(self.tree))
+
+    def restart(self) -> None:
+        """Forget all rows: the cache was given up."""
+        self.branches.forget(self.tree.base)
+        self._logits = {}
+
+    # -------------------------------------------------------------------------------------------------------- propose
+
+    def begin(self, limit: int, levels: int) -> None:
+        """Choose what this pass feeds. limit: rows beyond `num_rows`; levels: those of the draft that are wanted."""
+        missing = self.branches.missing(self.tree)
+        allowed = self.num_rows + limit
+        self.fed, self.guesses, self.num_levels = missing[:allowed], [], 0
+        most = min(
+            levels, (allowed - len(missing)) // self.width, self.search.rules.most_tokens - self.search.length - 1
+        )
+        self._wanted = max(0, most) if len(self.fed) == len(missing) else 0
+        self._level, self._scores = self.search.tips, self.search.scores
+
+    @property
+    def level(self) -> Seq[int]:
+        """The nodes that the drafter is to branch from; none when the draft is done."""
+        return self._level if self.num_levels < self._wanted else ()
+
+    def grow(self, nexts: Seq[Next | None]) -> None:
+        """Add a level to the draft. nexts: what the drafter says of the nodes of `level`."""
+        made = self.search.guessed(self._level, self._scores, nexts, self.width)
+        self._level = [self.tree.add(self._level[guess.beam], guess.token) for guess in made]
+        self._scores = [guess.score for guess in made]
+        self.guesses += self._level
+        self.num_levels += bool(made)
+        self._wanted = self._wanted if made else 0
+
+    def draft(self) -> Draft:
+        """Return the live nodes and the drafted ones as the draft of one sequence."""
+        known = [node for node in self.tree.live() if node != self.tree.base]
+        self._nodes = [*known, *self.guesses]
+        places = {node: i for i, node in enumerate(self._nodes)}
+        tokens = [self.tree.tokens[node] for node in self._nodes]
+        parents = [places.get(self.tree.parents[node], -1) for node in self._nodes]
+        points = [Probs.of_point(token) for token in tokens]
+        return Draft(tokens, parents, [0, len(tokens)], points, known={0: len(known)})
+
+    # ---------------------------------------------------------------------------------------------------------- score
+
+    def run(self) -> Run:
+        """Return the run of this pass."""
+        return self.branches.run(self.seq.id, self.tree, [*self.fed, *self.guesses], self.seq.tokens[-1])
+
+    def scored(self, logits: Tensor) -> None:
+        """Take the logits of that run, [rows, V]."""
+        self._logits |= zip([*self.fed, *self.guesses], logits, strict=True)
+
+    # ---------------------------------------------------------------------------------------------------------- judge
+
+    def rule(self, draft: Draft, b: int, target_probs: object, coins: Coins) -> Ruling:
+        """Replay the steps of the search: (drafted or known nodes that all live texts share then, the token behind)."""
+        self._after, self.num_steps = self.search.replayed(self._next)
+        if self._after.is_over:
+            return [], NO_TOKEN, []
+        first = draft.node_starts[b]
+        places = {node: first + i for i, node in enumerate(self._nodes)}
+        path = self.tree.path(self._after.shared(), self.tree.base)
+        inside = [places[node] for node in path if node in places]
+        return inside, self.tree.tokens[path[-1]] if len(path) > len(inside) else NO_TOKEN, []
+
+    def _next(self, node: int) -> Next | None:
+        logits = self._logits.get(node)
+        if logits is None:
+            return None
+        history = sampling.History.of(self.seq, self.tree.text(node, self.tree.base))
+        return partial(sampling.likeliest, logits, self.seq.params, history)
+
+    # --------------------------------------------------------------------------------------------------------- commit
+
+    def settle(self) -> tuple[SequenceStep, list[int], Held]:
+        """Follow what was committed. Returns the counts of the step, and the rows to keep and to hold in the cache."""
+        self.search = self._after
+        is_whole = self.num_steps == self.num_levels + 1
+        last: Origin = "plain" if not self.num_levels else "bonus" if is_whole or self.search.is_over else "correction"
+        self.origins += ["accepted"] * (self.num_steps - 1)
+        self.origins += [last] * (self.num_steps > 0)
+        num_accepted = max(0, self.num_steps - 1)
+        num_tested = num_accepted + (last == "correction" and self.num_steps > 0)
+        step = SequenceStep(
+            self.seq.id,
+            self.seq.draft,
+            len(self.guesses),
+            num_tested,
+            tuple(i * self.width for i in range(num_accepted)),
+            self.num_steps,
+        )
+        if self.search.is_over:
+            return step, [], Held([], [])
+        self.branches.add([*self.fed, *self.guesses])
+        self.tree.base, self.tree.tips = self.search.shared(), self.search.tips
+        kept, held = self.branches.settle(self.tree)
+        self._logits = {tip: self._logits[tip] for tip in self.search.tips if tip in self._logits}
+        return step, kept, held
+
+    def conclude(self) -> None:
+        """Give the best texts to the outputs. One for which there is no text, as masks left too few, is aborted."""
+        self.seq.finish_reason = "stop"
+        for output, text in zip(self.outputs, [*self.search.pool.texts, *[None] * len(self.outputs)], strict=False):
+            if output.seq.finish_reason is not None:
+                continue
+            if text is None:
+                output.abort()
+                continue
+            tokens = self.tree.text(text.node)
+            output.score, output.cumulative_logprob = text.penalised, text.score
+            output.commit(tokens, self.origins[: len(tokens)], ())
+
+
+def num_levels(seqs: Seq[Sequence], pacing: Pacing, num_rows: int) -> dict[int, int]:
+    """By sequence, the levels that its search drafts: the request's spec_length, else what the pacing policy says.
+
+    num_rows: of the pass, beside those of searches.
+    """
+    paced = [seq for seq in seqs if seq.params.spec_length is None and seq.draft != NONE]
+    levels = pacing.levels(paced, num_rows + len(seqs) - len(paced)) if paced else 0
+    return {seq.id: 0 if seq.draft == NONE else seq.params.spec_length or levels for seq in seqs}
+
+
+def propose(searches: Seq[BeamSearch], branch: Branch) -> list[Draft]:
+    """Draft level by level, one call of `branch` for all searches. Returns the draft of each, which was begun."""
+    while growing := [search for search in searches if search.level]:
+        nexts = branch([search.seq for search in growing], [search.level for search in growing])
+        for search, found in zip(growing, nexts, strict=True):
+            search.grow(found)
+    return [search.draft() for search in searches]

@@ -1,0 +1,340 @@
+"""Generate with modules that were given as objects: speculative, autoregressive, with n-grams, and by beam search.
+
+The signatures are those of a published toolkit for speculative decoding. Behind them is the engine: one step for all,
+its rules, its pipeline, its policies; a module stands behind the engine's interface for models (modules.py). Where the
+toolkit's text is in error the mended form is meant: with use_cache=True only the tokens that the cache lacks are run,
+and it is cut to the tokens that were kept; an end inside a draft ends the output there; what is drafted never depends
+on the length of an encoder's input. The acceptance rate is accepted / drafted, which is not alpha (docs/exactness.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from forerun import pacing
+from forerun.engine.engine import philox_coins
+from forerun.errors import BadOption, PromptTooLong, shown
+from forerun.functional.engines import (
+    AfterTheFirst,
+    Assembly,
+    CoinsOf,
+    as_ids,
+    assembled,
+    num_ids_of,
+    several,
+    warn_biased,
+)
+from forerun.functional.modules import ModuleModel
+from forerun.functional.printing import DebugPrinter
+from forerun.functional.processors import GreedyProcessor, Law, LogitsProcessor, SampledCoins
+from forerun.pacing import Pacing
+from forerun.types import Coins, SamplingParams, Sequence
+
+MAX_GAMMA = 64
+UNADJUSTED = "lenience:l=1,correction=target"
+Ids = list[int] | list[list[int]]
+
+
+def speculative_generate(
+    inputs: Seq[int] | Seq[Seq[int]],
+    drafter: Any,
+    target: Any,
+    tokenizer: Any = None,
+    gamma: int = 5,
+    use_egag: bool = False,
+    gamma_min: int = 1,
+    gamma_max: int | None = None,
+    egag_ema_beta: float = 0.0,
+    logits_processor: LogitsProcessor = GreedyProcessor(),  # noqa: B008 - it has no state
+    max_gen_len: int = 40,
+    eos_tokens_id: int | Seq[int] | None = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = False,
+    skip_sample_adjustment: bool = False,
+    first_target: bool = True,
+    debug: bool = False,
+    *,
+    coins: CoinsOf | None = None,
+) -> tuple[Any, Any]:
+    """Generate from `target` with the drafts of `drafter` (Leviathan et al. 2023; Chen et al. 2023).
+
+    The output has exactly the distribution of `target` with this processor; greedy output is its greedy output.
+
+    Args:
+        inputs: token ids, or several lists of them, each of which is generated from by itself.
+        drafter, target: modules with config.vocab_size, both causal or both encoder-decoders, each on its own device.
+        tokenizer: of transformers, for `debug`, and for how many ids have a token, where the modules have padding.
+        gamma: tokens drafted per round, 1 to 64; near the end of the output fewer.
+        use_egag: draft by the entropy of the drafter's first distribution (forerun/pacing/entropy.py), from gamma_min
+            to gamma_max tokens (None = gamma); egag_ema_beta smooths it over the rounds.
+        logits_processor: how a token is drawn, by drafter and target alike.
+        max_gen_len: tokens to generate at most, and no more than the target has positions for.
+        eos_tokens_id: the ids that end the output, which has the one that did; None = none.
+        pad_token_id: what an encoder-decoder begins with, if its configuration names no start token. Nothing is padded.
+        use_cache: keep keys and values between passes. The output is the same up to the rounding of the module.
+        skip_sample_adjustment: draw corrections from the target and not from the residual, which is biased (warns).
+        first_target: the first token is drawn from the target before anything is drafted.
+        debug: print every round.
+        coins: sequence -> the random decisions of its next round (docs/exactness.md); None = Philox, with a seed drawn
+            by torch's global generator.
+
+    Returns (ids, acceptance rate), the rate 0.0 where nothing was drafted; lists of both for several inputs.
+    Raises UserError for what cannot be honoured, before anything runs.
+    """
+    drafted = ModuleModel(drafter, "drafter", **_shape(tokenizer, logits_processor, use_cache))
+    policy = _egag(gamma, gamma_min, gamma_max, egag_ema_beta) if use_egag else _fixed(gamma)
+    if skip_sample_adjustment:
+        warn_biased()
+    return _Task(
+        target=ModuleModel(target, "target", **_shape(tokenizer, logits_processor, use_cache)),
+        draft=drafted,
+        spec="model",
+        policy=AfterTheFirst(policy) if first_target else policy,
+        processor=logits_processor,
+        max_gen_len=max_gen_len,
+        eos=eos_tokens_id,
+        pad_token_id=pad_token_id,
+        is_unadjusted=skip_sample_adjustment,
+        tokenizer=tokenizer,
+        debug=debug,
+        coins=coins,
+    ).run(inputs)
+
+
+def autoregressive_generate(
+    inputs: Seq[int] | Seq[Seq[int]],
+    model: Any,
+    max_gen_len: int = 40,
+    logits_processor: LogitsProcessor = GreedyProcessor(),  # noqa: B008 - it has no state
+    eos_tokens_id: int | Seq[int] | None = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = False,
+    debug: bool = False,
+    *,
+    tokenizer: Any = None,
+    coins: CoinsOf | None = None,
+) -> Any:
+    """Generate token by token; arguments as for `speculative_generate`. Returns the ids, or lists of them."""
+    ids, _ = _Task(
+        target=ModuleModel(model, "model", **_shape(tokenizer, logits_processor, use_cache)),
+        draft=None,
+        spec="none",
+        policy=_fixed(1),
+        processor=logits_processor,
+        max_gen_len=max_gen_len,
+        eos=eos_tokens_id,
+        pad_token_id=pad_token_id,
+        tokenizer=tokenizer,
+        debug=debug,
+        coins=coins,
+    ).run(inputs)
+    return ids
+
+
+def ngram_assisted_speculative_generate(
+    inputs: Seq[int] | Seq[Seq[int]],
+    target: Any,
+    tokenizer: Any = None,
+    ngram: int = 4,
+    gamma: int = 5,
+    filler_top_k: int = 3,
+    logits_processor: LogitsProcessor = GreedyProcessor(),  # noqa: B008 - it has no state
+    max_gen_len: int = 40,
+    eos_tokens_id: int | Seq[int] | None = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = False,
+    first_target: bool = True,
+    debug: bool = False,
+    *,
+    coins: CoinsOf | None = None,
+) -> tuple[Any, Any]:
+    """Generate with drafts from the n-grams of the text so far (forerun/drafters/ngram.py); needs no second module.
+
+    ngram: longest n-gram in tokens, context and token, 2 to 16. filler_top_k: likeliest tokens of the target at each
+    place that become known, too, 0 to 16. Where no context is known the draft ends. An encoder-decoder has the n-grams
+    of what its decoder said. Other arguments, results and errors are those of `speculative_generate`.
+    """
+    policy = _fixed(gamma)
+    return _Task(
+        target=ModuleModel(target, "target", **_shape(tokenizer, logits_processor, use_cache)),
+        draft=None,
+        spec=f"ngram:max_n={ngram},filler_top_k={filler_top_k}",
+        policy=AfterTheFirst(policy) if first_target else policy,
+        processor=logits_processor,
+        max_gen_len=max_gen_len,
+        eos=eos_tokens_id,
+        pad_token_id=pad_token_id,
+        tokenizer=tokenizer,
+        debug=debug,
+        coins=coins,
+    ).run(inputs)
+
+
+def beam_search_generate(
+    inputs: Seq[int] | Seq[Seq[int]],
+    model: Any,
+    max_gen_len: int = 40,
+    num_beams: int = 4,
+    *,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    num_return_sequences: int = 1,
+    drafter: Any = None,
+    draft_beams: int | None = None,
+    gamma: int = 2,
+    eos_tokens_id: int | Seq[int] | None = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = False,
+    tokenizer: Any = None,
+) -> Any:
+    """Generate by beam search, as transformers defines it, with drafts if there is a drafter (docs/methods/beam.md).
+
+    Args:
+        num_beams: texts that compete, 1 to 64. num_return_sequences: how many of the best are returned.
+        length_penalty: a text's score is the sum of its log-probabilities / length^length_penalty.
+        early_stopping: True = end at num_beams finished texts; False and "never" = while one may still get better.
+        drafter: a module that searches ahead, `gamma` tokens per pass with draft_beams texts, at least num_beams and
+            None = as many (Leviathan et al. 2023, appendix A.4); None = no drafts. The output is the same.
+
+    Other arguments are those of `speculative_generate`. Returns the ids of the best text, or a list of the best ones
+    where num_return_sequences is more than 1; lists of these for several inputs.
+    """
+    if drafter is None and draft_beams is not None:
+        raise BadOption(f"draft_beams={shown(draft_beams)} belongs to a drafter: give one, or drop it")
+    if not 1 <= num_return_sequences <= num_beams:
+        raise BadOption(f"num_return_sequences={shown(num_return_sequences)} is not in 1 .. num_beams={num_beams}")
+    texts, _ = _Task(
+        target=ModuleModel(model, "model", **_shape(tokenizer, GreedyProcessor(), use_cache)),
+        draft=None
+        if drafter is None
+        else ModuleModel(drafter, "drafter", **_shape(tokenizer, GreedyProcessor(), use_cache)),
+        spec="none" if drafter is None else "model",
+        policy=_fixed(gamma),
+        processor=GreedyProcessor(),
+        max_gen_len=max_gen_len,
+        eos=eos_tokens_id,
+        pad_token_id=pad_token_id,
+        tokenizer=tokenizer,
+        debug=False,
+        coins=None,
+        beams={
+            "num_beams": num_beams,
+            "draft_beams": num_beams if draft_beams is None else draft_beams,
+            "length_penalty": length_penalty,
+            "early_stopping": early_stopping,
+            "n": num_return_sequences,
+        },
+    ).run(inputs)
+    return texts
+
+
+def _shape(tokenizer: Any, processor: LogitsProcessor, use_cache: bool) -> dict[str, Any]:
+    return {"uses_cache": use_cache, "num_ids": num_ids_of(tokenizer), "law": Law.of(processor)}
+
+
+def _fixed(gamma: int) -> Pacing:
+    if not isinstance(gamma, int) or not 1 <= gamma <= MAX_GAMMA:
+        raise BadOption(
+            f"gamma={shown(gamma)} is not possible: it must be 1 to {MAX_GAMMA}; autoregressive_generate drafts nothing"
+        )
+    return pacing.make("fixed", gamma)
+
+
+def _egag(gamma: int, gamma_min: int, gamma_max: int | None, beta: float) -> Pacing:
+    _fixed(gamma)
+    most = "" if gamma_max is None else f",gamma_max={gamma_max}"
+    return pacing.make(f"entropy:gamma_min={gamma_min}{most},ema_beta={beta}", gamma)
+
+
+@dataclass
+class _Task:
+    """What one of the functions was asked for."""
+
+    target: ModuleModel
+    draft: ModuleModel | None
+    spec: str
+    policy: Pacing
+    processor: LogitsProcessor
+    max_gen_len: int
+    eos: int | Seq[int] | None
+    pad_token_id: int
+    tokenizer: Any
+    debug: bool
+    coins: CoinsOf | None
+    is_unadjusted: bool = False
+    beams: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters of a beam search
+
+    def run(self, inputs: Any) -> tuple[Any, Any]:
+        """Return ids and rate, or lists of both."""
+        law = Law.of(self.processor)
+        if law.sample is not None and self.is_unadjusted:
+            raise BadOption(
+                "skip_sample_adjustment=True is not possible with a processor that has a `sample` of its own: no "
+                "correction is drawn then; inherit the `sample` of MultinomialProcessor"
+            )
+        many = several(inputs)
+        texts = [as_ids(each) for each in inputs] if many else [as_ids(inputs)]
+        rooms = [self._room(ids) for ids in texts]
+        assembly = assembled(
+            self.target, self.spec, self.draft, self.policy, end_ids=self._end_ids(), coins=self._coins(law)
+        )
+        found = [self._generate(assembly, *each, law) for each in zip(texts, rooms, strict=True)]
+        return ([ids for ids, _ in found], [rate for _, rate in found]) if many else found[0]
+
+    def _room(self, inputs: list[int]) -> int:
+        """Return how many tokens may be generated. Raises UserError for an input that cannot be taken."""
+        for model in (self.target, *([self.draft] if self.draft is not None else [])):
+            model.check(inputs)
+        room = self.target.max_positions - len(self.target.prompt(inputs, self.pad_token_id))
+        if room < 0:
+            raise PromptTooLong(
+                f"inputs has {len(inputs)} tokens, and the {self.target.role} has {self.target.max_positions} "
+                "positions: shorten it"
+            )
+        if self.max_gen_len < 0:
+            raise BadOption(f"max_gen_len={self.max_gen_len} is not possible: it must be at least 0")
+        return min(room, self.max_gen_len)
+
+    def _generate(self, assembly: Assembly, inputs: list[int], num: int, law: Law) -> tuple[Any, float]:
+        rule = "match" if law.sample is not None else UNADJUSTED if self.is_unadjusted else "ratio"
+        how = self.beams or {"acceptance": rule}
+        params = SamplingParams(max_tokens=max(num, 1), seed=int(torch.randint(2**62, ())), **law.params, **how)
+        if num == 0:
+            return self._one_or_many([[] for _ in range(params.n)]), 0.0
+        with assembly.request(inputs, params, self.pad_token_id) as requests:
+            end = None
+            if self.debug:
+                end = assembly.engine.listen(DebugPrinter(self.tokenizer, requests[0].seq), detail=True)
+            try:
+                assembly.run(requests)
+            finally:
+                if end is not None:
+                    end()
+            rate = requests[0].report.acceptance_rate or 0.0
+            return self._one_or_many([request.seq.output_ids for request in requests]), rate
+
+    def _one_or_many(self, outputs: list[list[int]]) -> Any:
+        return outputs if self.beams.get("n", 1) > 1 else outputs[0]
+
+    def _end_ids(self) -> frozenset[int]:
+        ids = frozenset(as_ids([self.eos] if isinstance(self.eos, int) else self.eos or ()))
+        if wrong := [i for i in ids if not 0 <= i < self.target.vocab_size]:
+            raise BadOption(
+                f"eos_tokens_id={shown(wrong[0])} is not possible: the ids of the {self.target.role} are 0 .. "
+                f"{self.target.vocab_size - 1}; None = no id ends the output"
+            )
+        return ids
+
+    def _coins(self, law: Law) -> CoinsOf:
+        usual, sample = self.coins or philox_coins, law.sample
+        if sample is None:
+            return usual
+
+        def coins(seq: Sequence) -> Coins:
+            return SampledCoins(usual(seq), sample, self.target.vocab_size)
+
+        return coins

@@ -1,0 +1,206 @@
+"""An engine around modules: target, drafter and policy are put together, and inputs are brought through it."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun import drafters
+from forerun.drafters import Target
+from forerun.engine import router
+from forerun.engine.engine import Engine, philox_coins
+from forerun.engine.request import Request
+from forerun.errors import BadOption, VocabularyMismatch, shown
+from forerun.functional.modules import ModuleModel
+from forerun.models.loading import Checkpoint
+from forerun.models.runner import Runner
+from forerun.pacing import Pacing
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import Coins, Probs, SamplingParams, Sequence, StepReport
+
+PREFILL_TOKENS = 512
+CoinsOf = Callable[[Sequence], Coins]
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """An engine, and the models in it."""
+
+    engine: Engine
+    target: ModuleModel
+    draft: ModuleModel | None = None
+    models: list[ModuleModel] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "models", [self.target] + ([self.draft] if self.draft is not None else []))
+
+    @contextmanager
+    def request(self, inputs: Seq[int], params: SamplingParams, pad_token_id: int = 0) -> Iterator[list[Request]]:
+        """Queue one input, params.n times, and forget it afterwards. Raises UserError for what cannot be honoured."""
+        for model in self.models:
+            model.check(inputs)
+        prompt = self.target.prompt(inputs, pad_token_id)
+        requests = self.engine.make(prompt, params)
+        run = {(request.searcher or request).seq.id for request in requests}  # outputs of a beam search share one
+        try:
+            for slot in run:
+                for model in self.models:
+                    model.begin(slot, inputs)
+            self.engine.queue(requests)
+            yield requests
+        finally:
+            for request in requests:
+                self.engine.abort(request)
+            for slot in run:
+                for model in self.models:
+                    model.end(slot)
+
+    def run(self, requests: Seq[Request]) -> None:
+        """Step until these requests have ended. Raises what ended one before its time."""
+        while any(request.seq.finish_reason is None for request in requests):
+            self.engine.step()
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+
+
+def assembled(
+    target: ModuleModel,
+    spec: str,
+    draft: ModuleModel | None,
+    pacing: Pacing,
+    *,
+    tokenizer: Tokenizer | None = None,
+    end_ids: frozenset[int] = frozenset(),
+    coins: CoinsOf = philox_coins,
+    spares: bool = False,
+) -> Assembly:
+    """Make an engine that serves one request at a time.
+
+    spec: a drafter's name with its options; those that need a model get `draft`. spares: a drafter that raises is left
+    out, instead of raising. Raises UserError for a pair or a drafter that is not possible.
+    """
+    _check_pair(target, draft)
+    methods = drafters.methods(spec, has_shipped_draft=draft is not None)
+    if draft is None and (method := next((m for m, _ in methods if drafters.has_a_model(m)), None)) is not None:
+        raise BadOption(
+            f"the drafter {method!r} needs a model of its own: give a module as draft, or a drafter without one, "
+            "such as suffix, lookup or ngram"
+        )
+    of_drafters = Target(
+        model=target,
+        tokenizer=tokenizer,
+        end_ids=end_ids,
+        num_ids=target.vocab_size,
+        holes=() if tokenizer is None else tuple(sorted(tokenizer.holes)),
+        max_batch_size=1,
+        max_seq_len=target.max_positions,
+        kv_cache_backend="paged",
+        loaded_draft=None if draft is None else _checkpoint(draft, tokenizer),
+    )
+    members = router.make([spec], of_drafters)
+    members.spares = spares
+    return Assembly(
+        Engine(
+            Runner(target, target.own_cache(), target.vocab_size, list(of_drafters.holes)),
+            members,
+            pacing,
+            tokenizer=tokenizer,
+            end_ids=end_ids,
+            max_seq_len=target.max_positions,
+            max_batch_size=1,
+            prefill_chunk_tokens=PREFILL_TOKENS,
+            max_num_batched_tokens=2 * PREFILL_TOKENS,
+            coins=coins,
+        ),
+        target,
+        draft,
+    )
+
+
+def _checkpoint(draft: ModuleModel, tokenizer: Tokenizer | None) -> Checkpoint:
+    """Return a module as a draft model that was loaded; it has the target's ids."""
+    return Checkpoint(draft.model_type, Path(), draft, {}, frozenset(), tokenizer)  # type: ignore[arg-type]
+
+
+def _check_pair(target: ModuleModel, draft: ModuleModel | None) -> None:
+    """Raise UserError for two modules of which one cannot draft for the other."""
+    if draft is None:
+        return
+    if target.is_encoder_decoder != draft.is_encoder_decoder:
+        kinds = {True: "an encoder-decoder", False: "a causal module"}
+        raise BadOption(
+            f"the target is {kinds[target.is_encoder_decoder]} and the drafter {kinds[draft.is_encoder_decoder]}: "
+            "take two of one kind"
+        )
+    if target.vocab_size != draft.vocab_size:
+        raise VocabularyMismatch(
+            f"the drafter has {draft.vocab_size} ids and the target {target.vocab_size}: take a drafter with the "
+            "target's vocabulary; where one has padding behind it, give the tokenizer, which knows how many ids there "
+            "are"
+        )
+
+
+def num_ids_of(tokenizer: Any) -> int | None:
+    """Return the highest id of a tokenizer of transformers + 1; None where there is none or it does not say."""
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    return max(vocabulary.values()) + 1 if vocabulary else None
+
+
+def as_ids(inputs: Any) -> list[int]:
+    """Return token ids as Python integers. Raises BadOption for something else."""
+    if isinstance(inputs, torch.Tensor):
+        inputs = inputs.reshape(-1).tolist()
+    try:
+        return [operator.index(token) for token in inputs]
+    except TypeError:
+        raise BadOption(
+            f"inputs={shown(inputs)} is not possible: give a list of token ids, or a list of such lists"
+        ) from None
+
+
+def several(inputs: Any) -> bool:
+    """Return whether these are several inputs: a list of lists."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.dim() > 1
+    return bool(len(inputs)) and not isinstance(inputs, str) and hasattr(inputs[0], "__len__")
+
+
+def warn_biased() -> None:
+    """Warn of a distribution that is not the target's."""
+    warnings.warn(
+        "skip_sample_adjustment=True is biased: corrections are drawn from the target's distribution and not from the "
+        "residual, so that likely tokens become likelier; leave it out for the target's own distribution",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+class AfterTheFirst(Pacing):
+    """A policy that grants nothing until a text has its first token, and then what another policy grants."""
+
+    def __init__(self, policy: Pacing) -> None:
+        self.policy, self.reads_logits = policy, policy.reads_logits
+
+    def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
+        own = [most if seq.num_output_tokens else 0 for seq, most in zip(seqs, limits, strict=True)]
+        return self.policy.budget(seqs, own)
+
+    def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: torch.Tensor | None = None) -> bool:
+        return self.policy.go_on(seq, depth, draft_probs, logits)
+
+    def facts(self, seq: Sequence) -> Mapping[str, float]:
+        return self.policy.facts(seq)
+
+    def observe(self, report: StepReport) -> None:
+        self.policy.observe(report)
+
+    def end(self, seq: Sequence) -> None:
+        self.policy.end(seq)

@@ -1,0 +1,391 @@
+"""A module of torch as the engine's model: any causal or encoder-decoder module in the form of Hugging Face.
+
+What is asked of a module: `config.vocab_size`, and a call with `input_ids` (an encoder-decoder: `encoder_outputs` and
+`decoder_input_ids`), `past_key_values` and `use_cache` that returns an object with `logits` [1, n, V] and
+`past_key_values`. The cache may be a tuple of layers or an object with `crop`. With use_cache=False each pass runs the
+whole text, which every module can.
+
+ModuleCache is the engine's KVCache (forerun/kv): it keeps token ids, and no block of memory. The module's own cache
+holds the keys and values of some text; a pass compares that with the text that it needs, cuts the cache to what both
+begin with, and runs the rest. So a rejected token costs nothing until the next pass, and a branch of a tree is run from
+where it leaves the branch before: one call of the module for each leaf. Hidden states are the logits (H = V).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Collection, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.config import Quantization
+from forerun.errors import BadOption, InternalError, NotFound, PromptTooLong, shown
+from forerun.functional.caching import cached_tokens, prune_cache
+from forerun.functional.processors import Law
+from forerun.kv import Held, Room
+from forerun.kv.cache import CacheShape
+from forerun.ops.reference import ReferenceOps
+from forerun.types import RaggedBatch
+
+UNLIMITED = 2**24  # tokens, of a module that states no limit
+LIMITS = ("max_position_embeddings", "max_context_length")  # names of a limit in config
+CUT_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # of a DynamicCache that can be had whole and be cut
+
+
+class ModuleModel:
+    """A module behind the interface of forerun.models.runner.Model.
+
+    role: what messages call it. uses_cache: whether it keeps keys and values between passes. num_ids: ids that have a
+    token, where rows of its LM head beyond them are padding. law: the processor that changes its logits.
+    Raises BadOption for an object that is no such module.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        role: str,
+        *,
+        uses_cache: bool = True,
+        num_ids: int | None = None,
+        law: Law | None = None,
+    ) -> None:
+        self.module, self.role, self.uses_cache = module, role, uses_cache
+        self._law = law or Law({})
+        whole: Any = getattr(module, "config", None)
+        config = whole.get_text_config(decoder=True) if hasattr(whole, "get_text_config") else whole
+        vocab_size = getattr(config, "vocab_size", None)
+        if not isinstance(module, torch.nn.Module) or not isinstance(vocab_size, int):
+            raise BadOption(
+                f"the {role} {shown(module)} has no config.vocab_size: give a module as transformers has it"
+            )
+        if getattr(module, "training", False):
+            raise BadOption(
+                f"the {role} is in training mode, in which dropout changes its logits: call its eval() first"
+            )
+        self.vocab_size = self.hidden_size = vocab_size if num_ids is None else min(num_ids, vocab_size)
+        self.limit: int | None = next((n for name in LIMITS if (n := getattr(config, name, None)) is not None), None)
+        self.max_positions = self.limit or UNLIMITED
+        self.is_encoder_decoder = bool(getattr(whole, "is_encoder_decoder", False))
+        self.model_type = str(getattr(whole, "model_type", type(module).__name__))
+        self.cache_shape = CacheShape(0, 1, 1)  # of no layer that the engine could look at
+        first = next(itertools.chain(module.parameters(), module.buffers()), torch.empty(0))
+        self.device: torch.device = torch.device(getattr(module, "device", first.device))
+        floating = (p.dtype for p in module.parameters() if p.is_floating_point())
+        self.weight_dtype = self.activation_dtype = self.cache_dtype = next(floating, torch.float32)
+        self.ops = ReferenceOps()
+        named = inspect.signature(module.forward).parameters
+        self._keeps_last = "logits_to_keep" in named  # whether it can leave the logits of other rows out
+        self._generation = getattr(module, "generation_config", None)
+        self._encoded: dict[int, Any] = {}
+        if uses_cache:
+            self.new_past()
+
+    # ------------------------------------------------------------------------------------------------ as a model
+
+    @property
+    def config(self) -> ModuleModel:
+        """What the engine must know of an architecture: it has the names of ModelConfig itself."""
+        return self
+
+    def own_cache(self) -> ModuleCache:
+        """Make the cache that this model reads."""
+        return ModuleCache()
+
+    def forward(
+        self,
+        batch: RaggedBatch,
+        cache: ModuleCache,
+        layers: Seq[int] | None = None,
+        hidden: Tensor | None = None,
+        taps: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Run every run of the batch by itself; logits [T, V] before the processor, in place of hidden states.
+
+        Raises InternalError for some of its layers, inner states, or vectors in place of tokens.
+        """
+        if layers is not None or hidden is not None or taps:
+            raise InternalError("a module is run whole, from token ids to logits: it has no inner layers to show")
+        tokens, _ = batch.ids()
+        found = []
+        for b, slot in enumerate(batch.slots):
+            run = batch.run(b)
+            text = cache.write(slot, tokens[run.start : run.stop], batch, b)
+            found.append(self._run(slot, text, batch, b, b in batch.silent))
+        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, self.vocab_size)
+
+    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+        """Hidden [R, V] -> logits [R, V], or [R, num_ids] of the first ids, as the processor changed them."""
+        return self._law.logits(hidden[:, :num_ids].clone())
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """Return hidden [R, V]: logits need no norm."""
+        return hidden
+
+    def embed(self, ids: Seq[int]) -> Tensor:
+        """Raise BadOption: what a module is given are ids."""
+        raise BadOption(f"the {self.role} is a module, which takes ids and no vectors: use another drafter")
+
+    def head(self, ids: Seq[int]) -> Tensor:
+        """Raise BadOption: what a module is given are ids."""
+        return self.embed(ids)
+
+    def rounded(self, quantization: Quantization) -> ModuleModel:
+        """Raise BadOption: the weights of a module are its own."""
+        raise BadOption(
+            f"the {self.role} is a module, whose weights are not rounded here: give a draft model of its own"
+        )
+
+    # ------------------------------------------------------------------------------------------- encoder and decoder
+
+    def begin(self, slot: int, inputs: Seq[int]) -> None:
+        """Run the encoder over the input of a slot, once. A causal module has nothing to do."""
+        if self.is_encoder_decoder:
+            with torch.inference_mode():
+                ids = torch.tensor([list(inputs)], device=self.device)
+                self._encoded[slot] = self.module.get_encoder()(input_ids=ids)
+
+    def end(self, slot: int) -> None:
+        """Forget the input of a slot."""
+        self._encoded.pop(slot, None)
+
+    def prompt(self, inputs: Seq[int], pad_token_id: int) -> list[int]:
+        """Return what the decoder begins with: the input of a causal module, else the decoder's start token."""
+        if not self.is_encoder_decoder:
+            return list(inputs)
+        places = (self._generation, getattr(self.module, "config", None))
+        known = (getattr(place, "decoder_start_token_id", None) for place in places)
+        start = next((token for token in known if token is not None), pad_token_id)
+        return [int(start[0] if isinstance(start, list) else start)]
+
+    def end_ids(self) -> frozenset[int]:
+        """Return the ids that end the output, by the module's generation_config and config."""
+        places = (self._generation, getattr(self.module, "config", None))
+        found = (getattr(place, "eos_token_id", None) for place in places)
+        return frozenset(i for ids in found if ids is not None for i in (ids if isinstance(ids, list) else [ids]))
+
+    def check(self, inputs: Seq[int]) -> None:
+        """Raise UserError for an input that the module cannot take: empty, of other ids, or too long for an encoder.
+
+        What is too long for a decoder the engine refuses.
+        """
+        if not len(inputs):
+            raise BadOption("inputs has no tokens: give at least one id")
+        if wrong := [i for i in inputs if not (isinstance(i, int) and 0 <= i < self.vocab_size)]:
+            raise BadOption(
+                f"inputs holds {shown(wrong[0])}, but the ids of the {self.role} are 0 .. {self.vocab_size - 1}"
+            )
+        if self.is_encoder_decoder and len(inputs) > self.max_positions:
+            raise PromptTooLong(
+                f"the input has {len(inputs)} tokens and the encoder of the {self.role} takes {self.max_positions}: "
+                "shorten it"
+            )
+
+    # ------------------------------------------------------------------------------------------------------ its passes
+
+    def new_past(self) -> Any:
+        """Make an empty cache for the module; None where it makes its own.
+
+        A module of transformers gets layers that remember everything, so that they can be cut: a sliding window is then
+        a matter of its mask alone. Raises BadOption for one whose state cannot be cut.
+        """
+        config = self.module.config
+        if not hasattr(config, "get_text_config"):  # none of transformers
+            return None
+        dynamic, pair = cache_classes()
+        kinds = {type(layer).__name__ for layer in dynamic(config=config).layers}
+        if getattr(self.module, "_is_stateful", False) or not kinds <= CUT_LAYERS:
+            raise BadOption(
+                f"the {self.role} ({self.model_type}) keeps a state that cannot be cut behind a rejected token: use "
+                "use_cache=False, which runs the whole text in each pass"
+            )
+        return pair(dynamic(), dynamic()) if self.is_encoder_decoder else dynamic()
+
+    def _run(self, slot: int, text: Text, batch: RaggedBatch, b: int, is_silent: bool) -> Tensor:
+        """Logits [n, V] of a run; zeros, which take no memory, where nobody wants them."""
+        num = len(batch.run(b))
+        if is_silent:
+            if self.uses_cache:
+                self._behind(slot, text, text.path(-1), num, 1)
+            return torch.zeros(1, self.vocab_size, dtype=self.weight_dtype, device=self.device).expand(num, -1)
+        if batch.tree(b) is None:
+            return self._behind(slot, text, text.path(-1), num, num)
+        rows: list[Tensor | None] = [None] * num
+        first = len(text.nodes) - num
+        for leaf in sorted(set(range(num)) - {text.parents[first + i] - first for i in range(num)}):
+            own = [node - first for node in text.ancestors(first + leaf) if node >= first]
+            new = [row for row in own if rows[row] is None]  # the end of the path: the rest was run for another leaf
+            logits = self._behind(slot, text, text.path(first + leaf), len(new), len(new))
+            for row, found in zip(new, logits, strict=True):
+                rows[row] = found
+        return torch.stack([row for row in rows if row is not None])
+
+    def _behind(self, slot: int, text: Text, ids: list[int], num: int, num_wanted: int) -> Tensor:
+        """Return the logits behind the last `num_wanted` of these tokens, [num_wanted, V]; the last `num` are run."""
+        past_ids, past = text.past_ids, text.past
+        text.past_ids, text.past = [], None  # what a pass that fails leaves
+        start = _num_common(past_ids, ids, len(ids) - num)
+        if self.uses_cache and past is None:
+            past = self.new_past()
+        past = prune_cache(past, len(past_ids) - start)
+        rest = torch.tensor([ids[start:]], device=self.device)
+        given: dict[str, Any] = {"past_key_values": past, "use_cache": self.uses_cache}
+        if self._keeps_last:
+            given["logits_to_keep"] = num_wanted
+        if self.is_encoder_decoder:
+            output = self.module(encoder_outputs=self._encoded[slot], decoder_input_ids=rest, **given)
+        else:
+            output = self.module(input_ids=rest, **given)
+        if self.uses_cache:
+            text.past, text.past_ids = output.past_key_values, ids
+            if cached_tokens(text.past) != len(ids):
+                raise BadOption(
+                    f"the {self.role} returned a cache of {cached_tokens(text.past)} tokens behind {len(ids)}: use "
+                    "use_cache=False"
+                )
+        logits: Tensor = output.logits[0, -num_wanted:, : self.vocab_size]
+        return logits
+
+
+def cache_classes() -> tuple[Any, Any]:
+    """Return DynamicCache and EncoderDecoderCache. Raises NotFound, in one sentence, without the package."""
+    try:
+        from transformers import DynamicCache, EncoderDecoderCache
+    except ImportError as error:
+        raise NotFound(
+            f"modules of transformers need that package ({error}): pip install 'forerun[hf]', or use_cache=False"
+        ) from None
+    return DynamicCache, EncoderDecoderCache
+
+
+def _num_common(a: list[int], b: list[int], most: int) -> int:
+    """Return how many first tokens two texts share, at most `most`."""
+    if a[:most] == b[:most] and len(a) >= most:
+        return most
+    return next((i for i, (x, y) in enumerate(zip(a[:most], b, strict=False)) if x != y), min(len(a), most))
+
+
+# ------------------------------------------------------------------------------------------------------------ the cache
+
+
+@dataclass
+class Text:
+    """What a slot holds: kept tokens, then pending ones and those of the last run, with their parents (-1 = kept).
+
+    past, past_ids: the module's own cache, and the tokens that it is of, in order.
+    """
+
+    kept: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    num_pending: int = 0
+    past: Any = None
+    past_ids: list[int] = field(default_factory=list)
+
+    def ancestors(self, node: int) -> list[int]:
+        """Return the nodes from the first one down to `node`, both included."""
+        found = []
+        while node >= 0:
+            found.append(node)
+            node = self.parents[node]
+        return found[::-1]
+
+    def path(self, node: int) -> list[int]:
+        """Return all tokens down to a node, -1 = the last one."""
+        at = len(self.nodes) - 1 if node < 0 else node
+        return [*self.kept, *(self.nodes[n] for n in self.ancestors(at))]
+
+    def cut(self, num_nodes: int) -> None:
+        """Forget the nodes behind the first ones."""
+        del self.nodes[num_nodes:], self.parents[num_nodes:]
+
+
+class ModuleCache:
+    """The KVCache of a ModuleModel: the texts of its slots. Memory is the module's, and not counted here."""
+
+    block_tokens = 1
+    num_blocks = 2**40
+
+    def __init__(self) -> None:
+        self.texts: dict[int, Text] = {}
+
+    def write(self, slot: int, tokens: Seq[int], batch: RaggedBatch, b: int) -> Text:
+        """Put the tokens of a run behind what is pending, and return the text."""
+        text = self.texts[slot]
+        text.cut(text.num_pending)
+        tree = batch.tree(b)
+        text.parents = list(range(-1, len(text.nodes) + len(tokens) - 1)) if tree is None else list(tree)
+        text.nodes += tokens
+        return text
+
+    def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
+        """Begin a text; nothing is shared, so that 0 of its tokens are known."""
+        self.texts[slot] = Text()
+        return 0
+
+    def fork(self, slot: int, new_slot: int) -> None:
+        """Begin a text with the kept tokens of another; its keys and values are computed again."""
+        self.texts[new_slot] = Text(kept=list(self.texts[slot].kept))
+
+    def publish(self, slot: int, tokens: Seq[int]) -> None:
+        """Nothing is shared."""
+
+    def release(self, slot: int) -> None:
+        """Forget a text."""
+        self.texts.pop(slot, None)
+
+    def length(self, slot: int) -> int:
+        """Return the number of kept tokens."""
+        return len(self.texts[slot].kept) if slot in self.texts else 0
+
+    def pending(self, slot: int) -> Seq[int]:
+        """Return the parents of the pending nodes."""
+        text = self.texts.get(slot)
+        return () if text is None else text.parents[: text.num_pending]
+
+    def room(self, slot: int) -> Room:
+        """Return a room that no text fills."""
+        return Room(self.length(slot), self.num_blocks, 0)
+
+    def free_tokens(self, without: Collection[int] = ()) -> int:
+        """Return more than any text has."""
+        return self.num_blocks
+
+    def missing_blocks(self, slot: int, num_tokens: int) -> int:
+        """Return 0: no memory is set aside."""
+        return 0
+
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        """Set nothing aside."""
+
+    def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held] | None = None) -> list[int]:
+        """Keep the tokens of a path, and those that stay pending; the module's cache is cut by the next pass."""
+        for slot, rows in kept.items():
+            text, stay = self.texts[slot], (held or {}).get(slot, Held((), ()))
+            text.kept += [text.nodes[row] for row in rows]
+            text.nodes, text.parents = [text.nodes[row] for row in stay.rows], list(stay.parents)
+            text.num_pending = len(text.nodes)
+        return []
+
+    def hold(self, slot: int, parents: Seq[int]) -> None:
+        """Make the run just written pending; its parents are known from the pass."""
+        text = self.texts[slot]
+        text.num_pending = len(text.nodes)
+
+    def truncate_to(self, slot: int, length: int) -> None:
+        """Keep the first tokens only. Raises InternalError where fewer are kept."""
+        text = self.texts[slot]
+        if length > len(text.kept):
+            raise InternalError(f"slot {slot} keeps {len(text.kept)} tokens and cannot be cut to {length}")
+        del text.kept[length:]
+        text.num_pending = 0
+        text.cut(0)
+
+    def check_integrity(self) -> None:
+        """Raise InternalError where a module's cache has another length than the text that it is of."""
+        for slot, text in self.texts.items():
+            if text.past is not None and cached_tokens(text.past) != len(text.past_ids):
+                raise InternalError(f"the cache of slot {slot} is not that of its text")

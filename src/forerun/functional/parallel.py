@@ -1,0 +1,139 @@
+"""Speculative sampling outside of language models: two slow functions run side by side, and nothing changes.
+
+Let f(x) be a distribution from which the input y of g is drawn, as a policy that chooses the action of a simulator. One
+after the other they take t_f + t_g. Here y' is drawn from a cheap guess of that distribution, g runs on y' while f
+runs, and then y' is kept with probability min(1, p(y') / q(y')); otherwise y is drawn from norm(max(0, p - q)) and g
+runs again. So y has exactly the distribution f(x) (Leviathan et al. 2023, arXiv 2211.17192, section 6, last paragraph),
+and a step takes max(t_f, t_g) where the guess is kept. The test is the engine's own rule `ratio`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from forerun.errors import BadOption
+from forerun.sampling.random import PhiloxCoins, weights_of
+from forerun.types import Coins, Draft, Probs
+from forerun.verify import ratio
+
+X = TypeVar("X")
+Distribution = Any  # weights of the inputs 0 to V - 1 of g: a list, an array or a tensor [V], or a Probs
+NUM_THREADS = 3  # f, g, and a g whose guess was not kept and that has not ended yet
+UNNORMALISED = 1e-6  # how far from 1 a sum may be
+
+
+@dataclass(frozen=True)
+class Choice(Generic[X]):
+    """One step: what was drawn, what had been guessed, and what g made of it."""
+
+    drawn: int
+    guessed: int
+    result: X
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether g had been given the right input before f was known."""
+        return self.drawn == self.guessed
+
+
+@dataclass(frozen=True)
+class Speculated(Generic[X]):
+    """All steps. result: of the last one, or the start where there was none."""
+
+    result: X
+    choices: list[Choice[X]]
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Kept / guessed; 0.0 where nothing was guessed."""
+        return sum(choice.is_kept for choice in self.choices) / len(self.choices) if self.choices else 0.0
+
+
+def speculate(
+    f: Callable[[X], Distribution],
+    g: Callable[[X, int], X],
+    guess: Callable[[X], Distribution],
+    n: int = 1,
+    *,
+    start: X,
+    coins: Callable[[int], Coins] | None = None,
+    seed: int | None = None,
+    executor: Executor | None = None,
+) -> Speculated[X]:
+    """Draw y ~ f(x), then x <- g(x, y), n times from `start`, with g on a guess of y while f runs.
+
+    The sequence of all draws and results has exactly the distribution of that loop, whatever `guess` is.
+
+    Args:
+        f: x -> weights of the inputs of g, 0 to V - 1, that add up to 1. It runs in another thread.
+        g: (x, y) -> the next x. It runs in another thread, also on inputs that turn out not to be drawn: it must change
+            nothing outside. What it raises on such an input is dropped.
+        guess: x -> weights like those of f, cheap. It runs in this thread.
+        n: steps, at least 0. Functions that ignore x make them independent draws.
+        start: the first x.
+        coins: step -> the random decisions of that step (docs/exactness.md); None = Philox.
+        seed: of these coins, 64 bit; None = one is drawn.
+        executor: where f and g run; None = threads, which are waited for at the end. Functions that compute in Python
+            itself need processes (ProcessPoolExecutor) to run side by side.
+
+    Raises BadOption for weights that are no distribution or have different lengths; and what f, g or guess raise.
+    """
+    if n < 0:
+        raise BadOption(f"n={n} is not possible: it must be at least 0")
+    if coins is None:
+        key = secrets.randbits(64) if seed is None else seed
+        coins = lambda step: PhiloxCoins(key, step, 0)  # noqa: E731
+    pool = executor or ThreadPoolExecutor(NUM_THREADS, "forerun-speculate")
+    x, choices = start, list[Choice[X]]()
+    try:
+        for step in range(n):
+            choices.append(_step(f, g, guess, x, coins(step), pool))
+            x = choices[-1].result
+    finally:
+        if executor is None:
+            pool.shutdown(cancel_futures=True)
+    return Speculated(x, choices)
+
+
+def _step(
+    f: Callable[[X], Distribution],
+    g: Callable[[X, int], X],
+    guess: Callable[[X], Distribution],
+    x: X,
+    coins: Coins,
+    pool: Executor,
+) -> Choice[X]:
+    slow: Future[Distribution] = pool.submit(f, x)
+    q = distribution(guess(x), "guess")
+    guessed = coins.draft(q, 0)
+    ahead: Future[X] = pool.submit(g, x, guessed)
+    p = distribution(slow.result(), "f")
+    if p.point is None and q.point is None and len(p.weights) != len(q.weights):
+        raise BadOption(f"f gave {len(p.weights)} weights and guess {len(q.weights)}: both are of the inputs of g")
+    draft = Draft.chains([[guessed]], [[q]])
+    # Behind a kept guess nothing is drawn: a point needs no coin.
+    drawn = ratio.verify(draft, [[p, Probs.of_point(guessed)]], [coins]).emitted(draft, 0)[0]
+    if drawn == guessed:
+        return Choice(drawn, guessed, ahead.result())
+    ahead.cancel()
+    return Choice(drawn, guessed, pool.submit(g, x, drawn).result())
+
+
+def distribution(weights: Distribution, name: str) -> Probs:
+    """Return weights as the Probs that a rule sees, float64. Raises BadOption where they are no distribution."""
+    if isinstance(weights, Probs):
+        return weights
+    vector = torch.from_numpy(np.array(weights, dtype=np.float64))
+    is_one = vector.dim() == 1 and bool(((vector.sum() - 1).abs() < UNNORMALISED) & (vector >= 0).all())
+    if not is_one:
+        raise BadOption(f"{name} must give a vector of weights that are not negative and add up to 1")
+    probs = Probs(dense=vector)
+    weights_of(probs)
+    return probs

@@ -1,0 +1,220 @@
+"""Logits processors: how a token is drawn from logits, in the form in which library users write their own.
+
+A processor is `_process` (change the logits), a temperature, and `sample` (draw from probabilities). The ones here are
+the engine's own pipeline (forerun/sampling) under other names. A subclass is taken as it is: the distribution that it
+makes is what drafter and verifier see.
+
+The interface is that of a published toolkit for speculative decoding, with its errors mended: greedy is the point mass
+at the largest logit, and no softmax whose argmax is taken later, which verification would not keep greedy; temperature
+comes before top-p; top-k keeps exactly k ids, of equal ones the lowest; no logits are changed in place.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun import sampling
+from forerun.errors import BadOption, shown
+from forerun.types import Coins, Probs, SamplingParams
+from forerun.verify.arithmetic import aligned, normalised
+
+
+class LogitsProcessor(abc.ABC):
+    """Logits -> the distribution of the next token, and a draw from it.
+
+    A subclass with a `_process` of its own keeps one of the two `sample` below. One with a `sample` of its own is
+    honoured, too: every emitted token is then what it returns for the target's distribution, and a drafted token is
+    kept where it is that one (the rule `match`), which is exact for any `sample` and accepts fewer tokens than `ratio`.
+    """
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        self.temperature = temperature
+        SamplingParams(**self.law())  # raises BadOption
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Logits [..., V] -> probabilities [..., V]."""
+        return torch.softmax(self._process(logits) / self.temperature, dim=-1)
+
+    def law(self) -> dict[str, Any]:
+        """Return the sampling parameters that stand for this processor, apart from `_process`."""
+        temperature = getattr(self, "temperature", None)
+        if not temperature:
+            raise BadOption(
+                f"a {type(self).__name__} has the temperature {temperature}: give super().__init__ one above 0; a "
+                "GreedyProcessor takes the largest logit"
+            )
+        return {"temperature": temperature}
+
+    @abc.abstractmethod
+    def _process(self, logits: Tensor) -> Tensor:
+        """Return changed logits [..., V]; -inf excludes an id. What is passed in is the caller's own."""
+
+    @abc.abstractmethod
+    def sample(self, probs: Tensor) -> Tensor:
+        """Draw ids [..., 1] from probabilities [..., V]."""
+
+
+class GreedyProcessor(LogitsProcessor):
+    """The most probable token; of equal ones the lowest id. The temperature changes nothing."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Logits [..., V] -> one-hot vectors [..., V]."""
+        return _rows(self._process(logits), {"temperature": 0.0})
+
+    def _process(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def sample(self, probs: Tensor) -> Tensor:
+        """Return the id of the largest probability, [..., 1]."""
+        return probs.argmax(dim=-1, keepdim=True)
+
+
+class MultinomialProcessor(LogitsProcessor):
+    """A draw from softmax(logits / temperature)."""
+
+    def _process(self, logits: Tensor) -> Tensor:
+        law = self.law()
+        if law.keys() == {"temperature"}:
+            return logits
+        return logits.masked_fill(_rows(logits, law) == 0, -torch.inf)
+
+    def sample(self, probs: Tensor) -> Tensor:
+        """Draw ids [..., 1], with torch's global generator."""
+        return torch.multinomial(probs.reshape(-1, probs.shape[-1]), 1).reshape(*probs.shape[:-1], 1)
+
+
+class TopKProcessor(MultinomialProcessor):
+    """A draw from the top_k most likely ids."""
+
+    def __init__(self, temperature: float, top_k: int) -> None:
+        self.top_k = top_k
+        super().__init__(temperature)
+
+    def law(self) -> dict[str, Any]:
+        """Return temperature and top_k."""
+        return {**super().law(), "top_k": self.top_k}
+
+
+class NucleusProcessor(MultinomialProcessor):
+    """A draw from the most likely ids whose mass reaches top_p, at this temperature."""
+
+    def __init__(self, temperature: float, top_p: float) -> None:
+        self.top_p = top_p
+        super().__init__(temperature)
+
+    def law(self) -> dict[str, Any]:
+        """Return temperature and top_p."""
+        return {**super().law(), "top_p": self.top_p}
+
+
+class TopKNucleusProcessor(MultinomialProcessor):
+    """A draw from the most likely ids whose mass reaches top_p, among the top_k most likely ones."""
+
+    def __init__(self, temperature: float, top_k: int, top_p: float) -> None:
+        self.top_k, self.top_p = top_k, top_p
+        super().__init__(temperature)
+
+    def law(self) -> dict[str, Any]:
+        """Return temperature, top_k and top_p."""
+        return {**super().law(), "top_k": self.top_k, "top_p": self.top_p}
+
+
+def max_fn(x: Tensor) -> Tensor:
+    """Return norm(max(0, x)) over the last dimension [..., V]: with x = p - q, what a correction is drawn from.
+
+    Raises BadOption for a row without a positive entry, of which no distribution can be made.
+    """
+    rows = [normalised(Probs(dense=row), row.clone()) for row in x.reshape(-1, x.shape[-1])]
+    if not all(mass > 0 for _, mass in rows):
+        raise BadOption("max_fn has nothing to normalise: no entry is above 0; where p equals q, draw from p itself")
+    return torch.stack([probs.weights for probs, _ in rows]).reshape(x.shape)
+
+
+def _rows(logits: Tensor, law: dict[str, Any]) -> Tensor:
+    """Return the pipeline's probabilities of logits [..., V], row by row."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    params = SamplingParams(**law)
+    found = [spelled_out(sampling.probs(row, params), flat.shape[-1]) for row in flat]
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return torch.stack(found).reshape(logits.shape).to(logits.device, wide)
+
+
+def spelled_out(probs: Probs, num_ids: int) -> Tensor:
+    """Return a distribution in any form as a vector [num_ids], float32 or wider."""
+    dtype = torch.float32 if probs.point is not None else probs.weights.dtype
+    return aligned(probs, Probs(dense=torch.zeros(num_ids, dtype=dtype))).to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------ as the engine has it
+
+
+@dataclass(frozen=True)
+class Law:
+    """What the engine makes of a processor.
+
+    params: fields of SamplingParams. process: logits of one row [1, V] -> changed ones, where the pipeline does not do
+    it itself. sample: probabilities [1, V] -> an id, where a subclass brings its own.
+    """
+
+    params: dict[str, Any]
+    process: Callable[[Tensor], Tensor] | None = None
+    sample: Callable[[Tensor], Tensor] | None = None
+
+    @staticmethod
+    def of(processor: LogitsProcessor) -> Law:
+        """Take a processor apart, at the methods that its class has of its own. Raises BadOption for something else."""
+        if not isinstance(processor, LogitsProcessor):
+            raise BadOption(
+                f"logits_processor={shown(processor)} is no LogitsProcessor: make an instance of GreedyProcessor, "
+                "MultinomialProcessor, TopKProcessor, NucleusProcessor, TopKNucleusProcessor or of a class of your own"
+            )
+        kind = type(processor)
+        has_own_call = kind.__call__ not in (LogitsProcessor.__call__, GreedyProcessor.__call__)
+        has_own_process = kind._process not in (GreedyProcessor._process, MultinomialProcessor._process)
+        has_own_sample = kind.sample not in (GreedyProcessor.sample, MultinomialProcessor.sample)
+        is_greedy = kind.sample is GreedyProcessor.sample
+        params = processor.law()
+        process: Callable[[Tensor], Tensor] | None = None
+        if has_own_call:
+            params, process = {"temperature": 1.0}, lambda row: processor(row).log()
+        elif has_own_process:
+            params, process = {"temperature": processor.temperature}, processor._process
+        if is_greedy:
+            params = {"temperature": 0.0}
+        return Law(params, process, processor.sample if has_own_sample else None)
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """Change logits [R, V], each row by itself. Raises BadOption where the shape is another one afterwards."""
+        if self.process is None or not len(logits):
+            return logits
+        rows = [self.process(row[None].clone()) for row in logits]
+        if any(row.shape != (1, logits.shape[1]) for row in rows):
+            raise BadOption(
+                f"the processor made logits of the shape {tuple(rows[0].shape)} from {(1, logits.shape[1])}: it must "
+                "keep the shape, and exclude ids with -inf"
+            )
+        return torch.cat(rows)
+
+
+class SampledCoins:
+    """Coins whose picks are what a processor's own `sample` returns; the rest is that of the coins behind them."""
+
+    def __init__(self, coins: Coins, sample: Callable[[Tensor], Tensor], num_ids: int) -> None:
+        self.accept, self.draw, self.draft, self.picks = coins.accept, coins.draw, coins.draft, coins.picks
+        self._sample, self._num_ids = sample, num_ids
+
+    def pick(self, probs: Probs, depth: int) -> int:
+        """Return the id that `sample` draws. Raises BadOption for one that has probability 0, or for no single id."""
+        found = self._sample(spelled_out(probs, self._num_ids)[None])
+        token = int(found) if not isinstance(found, Tensor) or found.numel() == 1 else -1
+        if not (0 <= token < self._num_ids and probs.at(token) > 0):
+            raise BadOption(
+                f"the processor's sample returned {shown(found)}: it must return one id that has a probability above 0"
+            )
+        return token

@@ -1,0 +1,149 @@
+"""Speculation for a model of transformers in one line: texts, conversations or ids in, texts with a report out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+
+from forerun import pacing
+from forerun.engine.request import RequestOutput
+from forerun.errors import BadOption, NotFound, shown
+from forerun.functional.engines import as_ids, assembled, num_ids_of
+from forerun.functional.modules import ModuleModel
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import Listener, SamplingParams
+
+Message = Mapping[str, Any]
+
+
+def speculate_with(
+    model: Any,
+    tokenizer: Any = None,
+    draft: Any = "suffix",
+    *,
+    spec_length: int | None = None,
+    pacing_policy: str = "auto",
+    use_cache: bool = True,
+    draft_model: Any = None,
+) -> Speculating:
+    """Put speculation around a model of transformers, which forerun need not have an architecture for.
+
+    Args:
+        model: a causal or encoder-decoder module, in evaluation mode, on its own device.
+        tokenizer: its tokenizer, a fast one; None = ids are all there is.
+        draft: a drafter without a model (suffix, lookup, ngram, recycle, ...; docs/drafters.md), with options as
+            everywhere; or a module that drafts, on its own device, with the same vocabulary.
+        spec_length: tokens drafted per step, None = as the policy has it. pacing_policy: how far is drafted
+            (docs/methods); `auto` drafts as far as it pays.
+        use_cache: keep keys and values between passes; False for models whose state cannot be cut.
+        draft_model: the module, where `draft` names a drafter that is made of one, such as tree or cascade.
+
+    Raises UserError for what cannot be honoured.
+    """
+    is_module = isinstance(draft, torch.nn.Module)
+    if is_module and draft_model is not None:
+        raise BadOption("two draft models are given: name a drafter by draft and its module by draft_model")
+    module = draft if is_module else draft_model
+    num_ids = num_ids_of(tokenizer)
+    target = ModuleModel(model, "model", uses_cache=use_cache, num_ids=num_ids)
+    drafted = None
+    if module is not None:
+        drafted = ModuleModel(module, "draft model", uses_cache=use_cache, num_ids=num_ids)
+    return Speculating(target, tokenizer, "model" if is_module else draft, drafted, pacing_policy, spec_length)
+
+
+class Speculating:
+    """A model with speculation; what a drafter learns stays from one call to the next. For one thread at a time.
+
+    Made by `speculate_with`.
+    """
+
+    def __init__(
+        self,
+        target: ModuleModel,
+        tokenizer: Any,
+        draft: str,
+        draft_model: ModuleModel | None,
+        pacing_policy: str,
+        spec_length: int | None,
+    ) -> None:
+        self.tokenizer, self._target = tokenizer, target
+        if tokenizer is not None and getattr(tokenizer, "eos_token_id", None) is not None:
+            end_ids = target.end_ids() | {tokenizer.eos_token_id}
+        else:
+            end_ids = target.end_ids()
+        self._texts = None if tokenizer is None else own_tokenizer(tokenizer)
+        self._assembly = assembled(
+            target,
+            draft,
+            draft_model,
+            pacing.make(pacing_policy, spec_length),
+            tokenizer=self._texts,
+            end_ids=end_ids,
+            spares=True,
+        )
+        self.engine = self._assembly.engine
+
+    def generate(self, prompts: Any, params: SamplingParams | None = None) -> Any:
+        """Generate for one prompt, or for several: a RequestOutput (text, token_ids, report), or a list of them.
+
+        prompts: a text, a conversation (messages with role and content) or token ids; or a list of such. params: None =
+        the defaults of SamplingParams, which draw at temperature 1. Where params.n asks for several outputs, there is a
+        list. Raises UserError for what cannot be honoured.
+        """
+        params = params or SamplingParams()
+        is_one = self._is_one(prompts)
+        inputs = [self._ids(prompt) for prompt in ([prompts] if is_one else prompts)]
+        outputs: list[RequestOutput] = []
+        for ids in inputs:
+            with self._assembly.request(ids, params) as requests:
+                self._assembly.run(requests)
+                outputs += [request.output() for request in requests]
+        return outputs[0] if is_one and params.n == 1 else outputs
+
+    def listen(self, listener: Listener, *, detail: bool = False) -> Any:
+        """Hear every StepReport; `detail` fills its rounds. Returns a function that ends it."""
+        return self.engine.listen(listener, detail=detail)
+
+    def _is_one(self, prompts: Any) -> bool:
+        if isinstance(prompts, str):
+            return True
+        if isinstance(prompts, torch.Tensor):
+            return prompts.dim() < 2
+        if not isinstance(prompts, Seq) or not prompts:
+            raise BadOption(f"{shown(prompts)} is no prompt: give a text, messages, token ids, or a list of such")
+        return isinstance(prompts[0], Mapping) or not (isinstance(prompts[0], str) or hasattr(prompts[0], "__len__"))
+
+    def _ids(self, prompt: Any) -> list[int]:
+        """Return the ids of one prompt."""
+        is_chat = isinstance(prompt, Seq) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if not isinstance(prompt, str) and not is_chat:
+            return as_ids(prompt)
+        if self._texts is None:
+            raise BadOption("a text needs a tokenizer: give speculate_with the model's tokenizer, or give token ids")
+        if isinstance(prompt, str):
+            return self._texts.encode(prompt)
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise NotFound("the tokenizer has no chat template: give a text, or set tokenizer.chat_template")
+        text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        return self._texts.encode(text, add_special_tokens=False)
+
+
+def own_tokenizer(tokenizer: Any) -> Tokenizer:
+    """Return the engine's reader of a fast tokenizer of transformers, of which it is a copy.
+
+    Raises BadOption for another one.
+    """
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise BadOption(
+            f"the tokenizer {shown(type(tokenizer).__name__)} is not a fast one: leave it out and give token ids"
+        )
+    return Tokenizer(copy.deepcopy(backend), Path(str(getattr(tokenizer, "name_or_path", "") or "tokenizer")))

@@ -1,0 +1,74 @@
+"""The rows of a tree of texts that a runner's cache holds for one slot, so that no token of it is run twice.
+
+Behind the kept rows of the committed tokens, all but the last, the tree's rows are pending: that of the last committed
+token (the tree's base) first, then nodes in the order in which they were run. When the base moves on, rows become kept;
+rows of texts that are given up are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from forerun.kv import Held, KVCache
+from forerun.models.runner import Run
+from forerun.types import Hypotheses
+
+
+class Branches:
+    """The pending rows of one slot by node of its tree. base: the node whose row is the first behind the kept ones."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, int] = {}
+        self.base = -1
+
+    def forget(self, base: int) -> None:
+        """Begin anew: the cache holds no pending rows, and kept ones of all committed tokens but the last."""
+        self.rows, self.base = {}, base
+
+    def missing(self, tree: Hypotheses) -> list[int]:
+        """Return the live nodes without a row, parents first."""
+        return [node for node in tree.live() if node not in self.rows]
+
+    def run(self, slot: int, tree: Hypotheses, nodes: Seq[int], last_token: int) -> Run:
+        """Return the run of these nodes, each behind its parent, whose row is pending or in the run.
+
+        last_token: the last committed one, which is the token of the base.
+        """
+        first = len(self.rows)
+        places = {node: first + i for i, node in enumerate(nodes)}
+        parents = []
+        for node in nodes:
+            parent = -1 if node == self.base else tree.parents[node]
+            parents.append(-1 if node == self.base else places.get(parent, self.rows.get(parent, -1)))
+        tokens = [last_token if node == self.base else tree.tokens[node] for node in nodes]
+        return Run(slot, tokens, "all", parents)
+
+    def add(self, nodes: Seq[int]) -> None:
+        """Record that a run of these nodes was written behind the pending rows."""
+        for node in nodes:
+            self.rows[node] = len(self.rows)
+
+    def settle(self, tree: Hypotheses) -> tuple[list[int], Held]:
+        """Follow the tree's base and tips: which rows are to be kept, and which stay pending.
+
+        Rows are kept from the old base up to the new one, as far as they are there; if one is missing, none stays.
+        """
+        moved = [self.base, *tree.path(tree.base, self.base)]
+        kept = [self.rows[node] for node in moved[:-1] if node in self.rows]
+        is_whole = len(kept) == len(moved) - 1
+        if not is_whole:
+            first = next(i for i, node in enumerate(moved) if node not in self.rows)
+            kept = kept[:first]
+        stay = sorted((n for n in tree.live() if n in self.rows), key=self.rows.__getitem__) if is_whole else []
+        rows = [self.rows[node] for node in stay]
+        places = {node: i for i, node in enumerate(stay)}
+        parents = [-1 if node == tree.base else places[tree.parents[node]] for node in stay]
+        self.rows, self.base = places, tree.base
+        return kept, Held(rows, parents)
+
+
+def settle(cache: KVCache, slot: int, branches: Branches, tree: Hypotheses) -> int:
+    """Do what `Branches.settle` says in a cache of one's own. Returns how many rows were kept."""
+    kept, held = branches.settle(tree)
+    cache.keep({slot: kept}, {slot: held})
+    return len(kept)

@@ -1,0 +1,50 @@
+"""Proofs for verification rules: they enumerate all outcomes of a rule's coins, and must refuse wrong rules.
+
+This proves a rule of your own, `rule(draft, b, target_probs, coins) -> (path, next token, acceptance tests)`:
+
+    target, near = tables(3, seed=1), tables(3, seed=2)
+    said = emitted(rule, target, drawn_tree((-1, -1, 0), near, "independent"), horizon=3)
+    assert total_variation(said, plain(target, horizon=3)) < 1e-12
+
+`emitted` runs the rule through all outcomes of its coins and of the drafter's (exact enumeration, docs/exactness.md),
+and continues each output with the target up to the horizon. A rule is exact if one round that the target continues has
+the distribution of the target alone, because rounds compose. `MUTANTS` are small changes of a right rule, or of what it
+is given, that a proof must refuse.
+
+`forerun.testing.engines` does the same with a whole engine on a toy model, and `forerun.testing.wrong` switches the
+mutants m1 ... m17 in wherever the package computes: the tests and `forerun certify` share both.
+"""
+
+from forerun.testing.coins import Branching, enumerate_outcomes
+from forerun.testing.mutants import MUTANTS, ONE_COIN, SECOND_DRAW, Mutant
+from forerun.testing.rules import (
+    Floats,
+    Outputs,
+    RuleFunction,
+    Table,
+    dense,
+    drawn_tree,
+    emitted,
+    plain,
+    tables,
+    total_variation,
+)
+
+__all__ = [
+    "MUTANTS",
+    "ONE_COIN",
+    "SECOND_DRAW",
+    "Branching",
+    "Floats",
+    "Mutant",
+    "Outputs",
+    "RuleFunction",
+    "Table",
+    "dense",
+    "drawn_tree",
+    "emitted",
+    "enumerate_outcomes",
+    "plain",
+    "tables",
+    "total_variation",
+]

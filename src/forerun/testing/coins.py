@@ -1,0 +1,213 @@
+"""Coins that take every outcome in turn: exact enumeration of whatever draws through them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.errors import InternalError
+from forerun.sampling.random import weights_of
+from forerun.types import Probs
+
+T = TypeVar("T")
+Polygon = list[tuple[float, float, float]]  # its corners in order; of three numbers, lists take less time than arrays
+
+
+@dataclass
+class _Way:
+    """One way through all branchings of a run."""
+
+    script: list[int]  # outcomes to take first; behind them the first outcome is taken
+    trail: list[tuple[int, int]] = field(default_factory=list)  # (outcome taken, number of outcomes)
+    weight: float = 1.0
+    noise: dict[int, Polygon] = field(default_factory=dict)  # absolute index -> polygon of the possible match noise
+    uniforms: dict[tuple[str, int, int], tuple[float, float]] = field(default_factory=dict)  # of `Reused`
+
+
+class Branching:
+    """Coins that take every outcome in turn, depth first, and count its probability (docs/exactness.md).
+
+    `enumerate_outcomes` makes them; `at(position)` gives the Coins of a round whose first token has that absolute
+    index. A production coin is a function of (purpose, depth, lane), so a rule that asks for the same coin twice in a
+    round gets the same random number twice. Here that raises an AssertionError, because enumeration would count the two
+    as independent. The match noise of one index is one random object, however often it is used (by a drafter and the
+    verifier, or in two rounds), so `pick` takes each outcome that the earlier picks leave possible, with its exact
+    conditional probability.
+    """
+
+    def __init__(self, way: _Way, position: int = 0) -> None:
+        self._way, self._position = way, position
+        self._asked: set[tuple[str, int, int]] = set()
+
+    def at(self, position: int) -> Branching:
+        """Return the coins of a round on the same way that starts at this absolute index."""
+        return Branching(self._way, position)
+
+    def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
+        """Take both outcomes in turn, with weights prob and 1 - prob."""
+        prob = min(1.0, max(0.0, prob))
+        if 0 < prob < 1:  # production uses no random number for 0 and 1
+            self._ask("accept", depth, lane)
+        return self._branch(np.array([prob, 1.0 - prob])) == 0
+
+    def draw(self, probs: Probs, depth: int) -> int:
+        """Take every id of the support in turn, with its probability."""
+        return self._draw(probs, "next", depth, 0)
+
+    def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
+        """Do as `draw`, with a random number of the drafter's own."""
+        return self._draw(probs, "draft", depth, lane)
+
+    def _draw(self, probs: Probs, purpose: str, depth: int, lane: int) -> int:
+        if probs.point is not None:
+            return probs.point
+        self._ask(purpose, depth, lane)
+        return self._branch(spelled_out(probs))
+
+    def _ask(self, purpose: str, depth: int, lane: int) -> None:
+        if (purpose, depth, lane) in self._asked:
+            raise AssertionError(  # the engine lets it pass, whatever part of it asked
+                f"the coin ({purpose}, depth {depth}, lane {lane}) is used twice in a round: it is one random number; "
+                "give each draw and each test at a depth a lane of its own"
+            )
+        self._asked.add((purpose, depth, lane))
+
+    def pick(self, probs: Probs, depth: int) -> int:
+        """Take every id of the support in turn, with its probability given the earlier picks at this index."""
+        return self.picks(probs, depth, 1)[0]
+
+    def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
+        """Take every order of `num` ids of the support in turn, with its probability given the earlier picks."""
+        if probs.point is not None:
+            return [probs.point]
+        weights, noise = spelled_out(probs).tolist(), self._way.noise
+        position = self._position + depth
+        support = [x for x, weight in enumerate(weights) if weight]
+        orders = list(itertools.permutations(support, min(num, len(support))))
+        cells = [_ordered(noise.get(position, _SIMPLEX), weights, order) for order in orders]
+        i = self._branch(np.array([_area(cell) for cell in cells]), rounding=1e-14)
+        noise[position] = cells[i]
+        return list(orders[i])
+
+    def _branch(self, weights: npt.NDArray[Any], rounding: float = 0.0) -> int:
+        """Take one index whose share of the weights is above `rounding`; the weights need not be normalised."""
+        shares = weights.astype(np.float64) / weights.sum(dtype=np.float64)
+        possible = np.flatnonzero(shares > rounding)
+        way = self._way
+        if len(possible) == 1:
+            return int(possible[0])
+        taken = way.script[len(way.trail)] if len(way.trail) < len(way.script) else 0
+        way.trail.append((taken, len(possible)))
+        way.weight *= float(shares[possible[taken]])
+        return int(possible[taken])
+
+
+class Reused(Branching):
+    """Coins without the round number: the uniform of a purpose, a position and a lane is one number in all rounds.
+
+    What earlier rounds saw of a uniform leaves an interval for it, and each use cuts that interval. A rule that looks
+    at coins of positions that it discards is biased by them (mutant m13).
+    """
+
+    def __init__(self, coins: Branching) -> None:
+        super().__init__(coins._way, coins._position)
+        self._left = coins._way.uniforms
+
+    def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
+        """Take both outcomes that the interval of this uniform leaves."""
+        return prob >= 1 or (prob > 0 and self._cut("accept", depth, lane, np.array([prob, 1 - prob])) == 0)
+
+    def _draw(self, probs: Probs, purpose: str, depth: int, lane: int) -> int:
+        return probs.point if probs.point is not None else self._cut(purpose, depth, lane, spelled_out(probs))
+
+    def _cut(self, purpose: str, depth: int, lane: int, weights: npt.NDArray[Any]) -> int:
+        """Return which of these shares the uniform falls into; all that it can be are taken in turn."""
+        key = (purpose, self._position + depth, lane)
+        low, high = self._left.get(key, (0.0, 1.0))
+        ends = np.append(0.0, weights.cumsum() / weights.sum())
+        cuts = ends.clip(low, high)
+        i = self._branch(np.diff(cuts), rounding=1e-14)
+        self._left[key] = (float(cuts[i]), float(cuts[i + 1]))
+        return i
+
+
+def spelled_out(probs: Probs) -> npt.NDArray[Any]:
+    """Return the weights of the ids 0 to n - 1, also for listed ids. Raises InternalError for no distribution."""
+    if probs.point is not None:
+        return np.asarray(np.eye(1, probs.point + 1, probs.point)[0])
+    weights, ids = weights_of(probs)
+    if ids is None:
+        return weights
+    spelled = np.zeros(ids[-1] + 1, dtype=weights.dtype)
+    spelled[ids] = weights
+    return spelled
+
+
+def enumerate_outcomes(run: Callable[[Branching], T]) -> list[tuple[float, T]]:
+    """Return (probability, result) of every way that `run` can go. `run` must be a function of its coins alone."""
+    outcomes: list[tuple[float, T]] = []
+    script: list[int] = []
+    while True:
+        way = _Way(script)
+        result = run(Branching(way))
+        outcomes.append((way.weight, result))
+        while way.trail and way.trail[-1][0] + 1 == way.trail[-1][1]:
+            way.trail.pop()
+        if not way.trail:
+            return outcomes
+        script = [taken for taken, _ in way.trail[:-1]] + [way.trail[-1][0] + 1]
+
+
+# Gumbel-max is an exponential race: id x wins where E_x / p_x is smallest. Only the direction of (E_0, E_1, E_2)
+# matters, and it is uniform on the triangle E_0 + E_1 + E_2 = 1. So the noise that is still possible after some picks
+# is a convex polygon in that triangle, a pick cuts it by straight lines, and probabilities are areas. With two ids the
+# third has weight 0.
+
+_SIMPLEX: Polygon = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
+
+
+def _winning(polygon: Polygon, weights: Seq[float], x: int) -> Polygon:
+    """Return the part of the polygon in which id x wins the race for these weights [2 or 3]."""
+    if len(weights) > 3:
+        raise InternalError(f"picks can be enumerated for at most 3 ids, not {len(weights)}")
+    if weights[x] == 0:
+        return []
+    for z in range(len(weights)):
+        if z != x:
+            polygon = _clip(polygon, [corner[x] * weights[z] - corner[z] * weights[x] for corner in polygon])
+    return polygon
+
+
+def _ordered(polygon: Polygon, weights: Seq[float], order: Seq[int]) -> Polygon:
+    """Return the part of the polygon in which these ids are the first of the race, in this order."""
+    left = list(weights)
+    for x in order:
+        polygon = _winning(polygon, left, x)
+        left[x] = 0.0
+    return polygon
+
+
+def _clip(polygon: Polygon, height: Seq[float]) -> Polygon:
+    """Cut a convex polygon to where a linear function, given at its corners, is <= 0 (Sutherland, Hodgman 1974)."""
+    corners: Polygon = []
+    for i, corner in enumerate(polygon):
+        j = (i + 1) % len(polygon)
+        if height[i] <= 0:
+            corners.append(corner)
+        if height[i] * height[j] < 0:
+            share = height[i] / (height[i] - height[j])
+            u, v, w = (a + share * (b - a) for a, b in zip(corner, polygon[j], strict=True))
+            corners.append((u, v, w))
+    return corners
+
+
+def _area(polygon: Polygon) -> float:
+    """Return the area relative to the whole triangle, by the shoelace formula."""
+    ends = zip(polygon, polygon[1:] + polygon[:1], strict=True)
+    return abs(math.fsum(a[0] * b[1] - a[1] * b[0] for a, b in ends)) if len(polygon) > 2 else 0.0

@@ -1,0 +1,259 @@
+"""Exact enumeration of a whole engine on a toy model: every outcome of every coin, with its probability.
+
+`spoken` runs the real engine through Branching coins and sums the probability of each output. `plain_outputs` is the
+product of the target's own probabilities, by a pipeline that is written a second time in plain Python. A rule is
+lossless if both agree to the last bits of float64 (docs/exactness.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from forerun import pacing
+from forerun.drafters import Drafter, Target
+from forerun.engine.engine import Engine
+from forerun.errors import InternalError
+from forerun.kv.cache import BlockCache
+from forerun.models.loading import Checkpoint
+from forerun.models.runner import Runner
+from forerun.models.toy import ToyModel, ToyTable
+from forerun.registry import load, make_options
+from forerun.testing.coins import Branching, enumerate_outcomes
+from forerun.testing.rules import Outputs, total_variation
+from forerun.types import Coins, SamplingParams, Sequence, StepReport
+
+V, HORIZON = 3, 3
+PROMPT = (0, 1, 2, 0, 1)  # its last two tokens occurred before, so lookup has a guess
+SPACE_TOKENS = 32
+TARGET = ToyModel(V, 1)  # shared by most cases: its table is made once
+
+Wrap = Callable[[Coins], Coins]
+Ways = list[tuple[float, tuple[tuple[int, ...], list[StepReport]]]]  # probability, (output, reports)
+Needs = Callable[[str, Target], Mapping[str, Any]]  # (drafter, target) -> options that it cannot do without
+
+
+def nothing(drafter: str, target: Target) -> Mapping[str, Any]:
+    """Say that a drafter needs no option."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine and one request.
+
+    options: of the drafter. near: the draft model, where the drafter wants one; None = resembling(target). bad_words:
+    ids that must not be completed, as a tokenizer would give them. tokenizers: of target and draft model.
+    """
+
+    drafter: str
+    params: SamplingParams
+    options: Mapping[str, Any] = field(default_factory=dict)
+    target: ToyModel = TARGET
+    near: ToyModel | None = None
+    gamma: int = 2
+    pacing: str = "fixed"
+    end_ids: frozenset[int] = frozenset()
+    prompt: tuple[int, ...] = PROMPT
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    tokenizers: tuple[Any, Any] = (None, None)
+    needs: Needs = nothing
+
+
+@functools.cache
+def resembling(target: ToyModel, seed: int = 2, distance: float = 0.7) -> ToyModel:
+    """Return a draft model that is right most of the time."""
+    return ToyModel(target.config.vocab_size, seed, ToyTable(distance=distance), near=target, dtype=target.weight_dtype)
+
+
+def runner_for(model: ToyModel) -> Runner:
+    """Return a toy at work, with a cache whose memory is full of wrong rows."""
+    cache = BlockCache.create(
+        model.config.cache_shape, "paged", max_batch_size=2, max_seq_len=SPACE_TOKENS, dtype=model.cache_dtype
+    )
+    spoil(cache)
+    return Runner(model, cache)
+
+
+def spoil(cache: Any) -> None:
+    """Fill a new cache: its memory may have the rows of an earlier engine, which hide rows that were never written."""
+    for pool in (*cache.keys, *cache.values):
+        pool.fill_(-1)
+
+
+def checkpoint_of(model: Any) -> Checkpoint:
+    """Return a model as if it had been loaded."""
+    return Checkpoint("draft", Path(), model, {}, frozenset())
+
+
+def everyone(drafter: Drafter) -> Iterator[Drafter]:
+    """Yield a drafter and all drafters that it is made of."""
+    yield drafter
+    for member in getattr(drafter, "members", ()):
+        yield from everyone(member)
+
+
+def drafter_for(case: Case) -> Drafter:
+    """Return any drafter by name; a draft model, by itself or within another drafter, is a toy model."""
+    near = case.near or resembling(case.target)
+    size = case.target.config.vocab_size
+    texts, own_texts = case.tokenizers
+    draft = replace(checkpoint_of(near), tokenizer=own_texts)
+    target = Target(case.target, texts, case.end_ids, size, (), 2, SPACE_TOKENS, "paged", loaded_draft=draft)
+    module = load("forerun.drafters", case.drafter, "drafter")
+    options = make_options(module.Options, {**case.needs(case.drafter, target), **case.options}, case.drafter)
+    drafter: Drafter = module.build(options, target)
+    for each in everyone(drafter):
+        each.clock = _ticking()  # the same coins must lead to the same draft
+        if each.runner is not None:
+            spoil(each.runner.cache)
+    return drafter
+
+
+def _ticking() -> Callable[[], float]:
+    ticks = itertools.count()
+    return lambda: next(ticks) * 1e-3
+
+
+def steady(policy: pacing.Pacing) -> pacing.Pacing:
+    """Return the policy with constant step times, so that the same coins lead to the same lengths."""
+    observe = policy.observe
+
+    def told(report: StepReport) -> None:
+        seconds = {name: 1e-4 * (1 + step.num_nodes) for name, step in report.drafts.items()}
+        drafts = {name: replace(step, seconds=seconds[name], catchup_s=0.0) for name, step in report.drafts.items()}
+        steps_s, score_s = sum(seconds.values()), 1e-3 * (4 + report.num_rows)
+        observe(replace(report, draft_s=steps_s, drafts=drafts, score_s=score_s, judge_s=1e-4, commit_s=1e-4))
+
+    policy.observe = told  # type: ignore[method-assign]
+    return policy
+
+
+def engine_for(case: Case, coins: Callable[[Sequence], Coins]) -> Engine:
+    """Return a new engine for the request of a case."""
+    return Engine(
+        runner_for(case.target),
+        drafter_for(case),
+        steady(pacing.make(case.pacing, case.gamma)),
+        end_ids=case.end_ids,
+        max_seq_len=SPACE_TOKENS,
+        max_batch_size=2,
+        coins=coins,
+    )
+
+
+def generate(case: Case, coins: Callable[[Sequence], Coins]) -> tuple[tuple[int, ...], list[StepReport]]:
+    """Run one request from prompt to end on a new engine; its output, and the reports of steps that decoded.
+
+    Raises what the request failed with, and InternalError where the drafter failed and the engine went on without it.
+    """
+    engine = engine_for(case, coins)
+    drafter = engine.drafter.first
+    reports: list[StepReport] = []
+    engine.listen(reports.append)
+    (request,) = engine.make(case.prompt, case.params)
+    request.seq.bad_word_ids = case.bad_words
+    engine.queue([request])
+    while request.seq.finish_reason is None:
+        engine.step()
+    if request.error is not None:
+        raise request.error
+    if engine.drafter.first is not drafter:
+        raise InternalError(f"the drafter {case.drafter!r} failed, and its request was decoded plainly")
+    return tuple(request.seq.output_ids), [r for r in reports if r.num_decoding]
+
+
+def as_they_are(coins: Coins) -> Coins:
+    """Return the coins."""
+    return coins
+
+
+def every_way(case: Case, wrap: Wrap = as_they_are) -> Ways:
+    """Return (probability, (output, reports)) of every way the engine can go."""
+
+    def run(way: Branching) -> tuple[tuple[int, ...], list[StepReport]]:
+        return generate(case, lambda seq: wrap(way.at(len(seq.tokens))))
+
+    return enumerate_outcomes(run)
+
+
+def spoken(case: Case, wrap: Wrap = as_they_are) -> Outputs:
+    """Return the probability of each output, by the real engine."""
+    return summed(every_way(case, wrap))
+
+
+def summed(ways: Ways) -> Outputs:
+    """Return the probability of each output, from the result of `every_way`."""
+    outputs: dict[tuple[int, ...], float] = defaultdict(float)
+    for weight, (output, _) in ways:
+        outputs[output] += weight
+    return outputs
+
+
+def error(case: Case, wrap: Wrap = as_they_are) -> float:
+    """Return the total variation between the outputs of the engine and those of plain decoding."""
+    return total_variation(spoken(case, wrap), plain_outputs(case))
+
+
+# ------------------------------------------------------------------------------------------------ the second pipeline
+
+
+def plain_outputs(case: Case) -> Outputs:
+    """Return the probability of each output of plain decoding: the product of the target's probabilities to an end."""
+    if case.params.max_tokens is None:
+        raise InternalError("outputs without an end cannot be enumerated: give max_tokens")
+    outputs: dict[tuple[int, ...], float] = {}
+    open_outputs: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    while open_outputs:
+        output, weight = open_outputs.pop()
+        if len(output) == case.params.max_tokens or (output and output[-1] in case.end_ids):
+            outputs[output] = weight
+            continue
+        logits = case.target.logits_after([*case.prompt, *output]).tolist()
+        probs = second_pipeline(logits, case.params, case.prompt, output, case.end_ids, case.bad_words)
+        open_outputs += [((*output, x), weight * p) for x, p in enumerate(probs) if p > 0]
+    return outputs
+
+
+def second_pipeline(
+    logits: Seq[float],
+    params: SamplingParams,
+    prompt: Seq[int],
+    output: Seq[int],
+    end_ids: Seq[int] | frozenset[int],
+    bad_words: Seq[tuple[int, ...]] = (),
+) -> list[float]:
+    """Compute `forerun.sampling.probs` a second time, with lists and full sorts, as weights [V]."""
+    z = list(logits)
+    for x, bias in (params.logit_bias or {}).items():
+        z[x] += bias
+    for x in {*prompt, *output}:
+        z[x] = z[x] / params.repetition_penalty if z[x] > 0 else z[x] * params.repetition_penalty
+    for x in set(output):
+        z[x] -= params.presence_penalty + params.frequency_penalty * list(output).count(x)
+    said = [*prompt, *output]
+    for word in bad_words:
+        if said[len(said) - len(word) + 1 :] == list(word[:-1]):
+            z[word[-1]] = -math.inf
+    for x in end_ids:
+        z[x] = -math.inf if len(output) < params.min_tokens else z[x]
+    largest = max(z)
+    z = [value - largest for value in z]  # first, as the pipeline does: it may make ties of logits that differ by a bit
+    order = sorted(range(len(z)), key=lambda x: (-z[x], x))
+    if params.temperature == 0:
+        return [float(x == order[0]) for x in range(len(z))]
+    weight = [math.exp(value / params.temperature) for value in z]
+    kept = order[: params.top_k or None]
+    kept = [x for x in kept if weight[x] >= params.min_p * weight[order[0]]]
+    mass, prefix = 0.0, []
+    for x in kept:
+        if mass < params.top_p * sum(weight[y] for y in kept) or params.top_p == 1:
+            prefix.append(x)
+            mass += weight[x]
+    return [weight[x] / mass if x in prefix else 0.0 for x in range(len(z))]

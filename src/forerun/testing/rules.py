@@ -1,0 +1,113 @@
+"""Rules by themselves: random tables, drafted trees, and what a rule emits of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forerun.testing.coins import Branching, enumerate_outcomes
+from forerun.types import Coins, Draft, Probs
+from forerun.verify import Ruling
+
+Floats = npt.NDArray[np.float64]
+Table = Callable[[tuple[int, ...]], Floats]  # tokens so far -> probabilities of the next one, [V]
+Outputs = Mapping[tuple[int, ...], float]  # output -> probability
+RuleFunction = Callable[..., Ruling]  # (draft, b, target_probs, coins)
+
+
+def tables(num_ids: int, seed: int, *, zero_share: float = 0.0, near: Table | None = None, share: float = 0.5) -> Table:
+    """Make a random distribution for each context, float64 [num_ids]; about `zero_share` of its entries are 0.
+
+    near: another table, which is mixed in with a weight of `share`.
+    """
+
+    @functools.cache
+    def table(tokens: tuple[int, ...]) -> Floats:
+        rng = np.random.default_rng([seed, *tokens])
+        weights = rng.dirichlet(np.full(num_ids, 0.7))
+        weights[rng.random(num_ids) < zero_share] = 0.0
+        weights = weights if weights.sum() > 0 else np.eye(num_ids)[0]
+        weights /= weights.sum()
+        return np.asarray(weights if near is None else share * near(tokens) + (1 - share) * weights)
+
+    return table
+
+
+def dense(weights: Floats) -> Probs:
+    """Return weights as the Probs that a rule sees."""
+    return Probs(dense=torch.from_numpy(np.array(weights, dtype=np.float64)))
+
+
+def drawn_tree(parents: Seq[int], table: Table, draws: str) -> Callable[[Coins], Draft]:
+    """Return a drafter of trees of one shape: parents[i] of node i, -1 = the root. Tokens are drawn from `table`.
+
+    draws: "independent" siblings (with replacement), "distinct" ones (without; each states the distribution that its
+    earlier siblings left), or the most likely ones as "point" masses. A node for which no token is left is not drafted,
+    nor are its descendants.
+    """
+
+    def draft(coins: Coins) -> Draft:
+        made = Draft([], [], [0, 0], [])
+        places: dict[int, int] = {-1: -1}  # node of the shape -> node of the draft
+        for node, parent in enumerate(parents):
+            if parent not in places:
+                continue
+            at = places[parent]
+            context = tuple(made.tokens[n] for n in made.path(at)) if at >= 0 else ()
+            left = table(context).copy()
+            siblings = [n for n, p in enumerate(made.parents) if p == at]
+            if draws != "independent":
+                left[[made.tokens[n] for n in siblings]] = 0.0
+            if left.sum() == 0:
+                continue
+            probs = Probs(point=int(left.argmax())) if draws == "point" else dense(left / left.sum())
+            places[node] = len(made.tokens)
+            made.tokens.append(coins.draft(probs, len(context), lane=node))
+            made.parents.append(at)
+            made.probs.append(probs)
+        return dataclasses.replace(made, node_starts=[0, len(made.tokens)])
+
+    return draft
+
+
+def emitted(rule: RuleFunction, target: Table, drafter: Callable[[Coins], Draft], horizon: int) -> Outputs:
+    """Return the probability of each output of `horizon` tokens: one round of the rule, then the target alone.
+
+    A round that emits more than `horizon` tokens is cut.
+    """
+
+    def run(coins: Branching) -> tuple[int, ...]:
+        draft = drafter(coins)
+        contexts = [(), *(tuple(draft.tokens[i] for i in draft.path(n)) for n in draft.nodes(0))]
+        path, token, _ = rule(draft, 0, [dense(target(context)) for context in contexts], coins)
+        return (*(draft.tokens[n] for n in path), token)[:horizon]
+
+    said: dict[tuple[int, ...], float] = defaultdict(float)
+    for weight, output in enumerate_outcomes(run):
+        for ending, share in plain(target, horizon, output).items():
+            said[ending] += weight * share
+    return said
+
+
+def plain(target: Table, horizon: int, start: tuple[int, ...] = ()) -> Outputs:
+    """Return the probability, by the target alone, of each output of `horizon` tokens, given that it begins so."""
+    outputs = {start: 1.0}
+    for _ in range(horizon - len(start)):
+        outputs = {
+            (*output, x): weight * float(p)
+            for output, weight in outputs.items()
+            for x, p in enumerate(target(output))
+            if p > 0
+        }
+    return outputs
+
+
+def total_variation(a: Outputs, b: Outputs) -> float:
+    """Return the total variation distance: half the sum of absolute differences over the outputs of both."""
+    return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b}) / 2

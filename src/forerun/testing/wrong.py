@@ -1,0 +1,262 @@
+"""Wrong versions of the package, m1 ... m17, each with the toy case in which it must show.
+
+A proof is worth something only if it can fail. `WRONG[name].switched_in()` changes the code that runs, in this process,
+until the block ends; `WRONG[name].error()` is how far the case is then from what it should be, and must be above CAUGHT
+with the mutant and below EXACT without. The numbers are fixed names (docs/exactness.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from forerun import sampling
+from forerun.drafters import model as model_drafter
+from forerun.engine import request as engine_request
+from forerun.errors import BadOption
+from forerun.kv.cache import BlockCache
+from forerun.registry import unknown
+from forerun.sampling.random import PhiloxCoins
+from forerun.testing import engines
+from forerun.testing.coins import Branching, Reused
+from forerun.testing.engines import HORIZON, TARGET, Case, Wrap, as_they_are, resembling
+from forerun.testing.mutants import MUTANTS, SECOND_DRAW
+from forerun.testing.rules import RuleFunction
+from forerun.types import AcceptanceTest, Coins, Draft, Probs, SamplingParams, Sequence
+from forerun.verify import Ruling, kseq, match, ratio
+
+CAUGHT, EXACT = 1e-6, 1e-12
+NUM_CACHE_TOKENS = 12  # of the request whose caches are looked at
+
+Switch = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One wrong version.
+
+    case: where it shows. wrap: what enumeration puts around its coins while the mutant is in. sees_caches: whether it
+    shows in the caches alone, because outputs stay exact.
+    """
+
+    name: str
+    about: str
+    switched_in: Switch
+    case: Case
+    wrap: Wrap = as_they_are
+    sees_caches: bool = False
+
+    def error(self, is_in: bool = True) -> float:
+        """Return the total variation between the outputs of the case and plain decoding's, or wrong rows of caches.
+
+        is_in: whether the mutant is switched in while this runs.
+        """
+        if self.sees_caches:
+            return float(cache_errors(self.case))
+        return engines.error(self.case, self.wrap if is_in else as_they_are)
+
+
+def find(name: str) -> Wrong:
+    """Return a wrong version by its number. Raises BadOption."""
+    if name not in WRONG:
+        raise BadOption(unknown("mutant", name, WRONG))
+    return WRONG[name]
+
+
+@contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Give attributes, as (owner, name, value), other values until the block ends."""
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+# ----------------------------------------------------------------------------------------------------------- the rules
+
+
+def _rule(module: Any, number: str) -> Switch:
+    """Return the switch of a mutant of a rule; one that is made for chains leaves trees to the right rule."""
+    mutant = next(m for m in (*MUTANTS, SECOND_DRAW) if m.name.split()[0] == number)
+
+    def switch() -> AbstractContextManager[None]:
+        right: RuleFunction = module.rule
+        wrong = mutant.apply(right)
+        if mutant.needs == "chain":
+            wrong = _on_chains(wrong, right)
+        return replaced((module, "rule", wrong))
+
+    return switch
+
+
+def _on_chains(wrong: RuleFunction, right: RuleFunction) -> RuleFunction:
+    def rule(draft: Draft, b: int, rows: Seq[Probs], coins: Coins, *rest: Any) -> Ruling:
+        own = draft.only(b)
+        is_chain = own.parents == list(range(-1, len(own.parents) - 1))
+        return (wrong if is_chain else right)(draft, b, rows, coins, *rest)
+
+    return rule
+
+
+def _soft_greedy() -> AbstractContextManager[None]:
+    """Judge greedy requests by softmax vectors while tokens are argmaxes, as found in the wild."""
+    right_probs, right_rule = sampling.probs, ratio.rule
+
+    def probs(logits: torch.Tensor, params: SamplingParams, history: Any = None, soft: bool = False) -> Probs:
+        return right_probs(logits, params, history or sampling.History(), True)
+
+    def rule(draft: Draft, b: int, rows: Seq[Probs], coins: Coins, *rest: Any) -> Ruling:
+        if rows[0].soft is None:
+            return right_rule(draft, b, rows, coins, *rest)
+        path, tests = list[int](), list[AcceptanceTest]()
+        for depth, node in enumerate(draft.nodes(b)):
+            token, p, q = draft.tokens[node], rows[depth].soft, draft.probs[node].soft or draft.probs[node]
+            target_prob, draft_prob = (0.0 if p is None else p.at(token)), q.at(token)
+            is_accepted = coins.accept(target_prob / draft_prob if draft_prob > 0 else 0.0, depth)
+            tests.append(AcceptanceTest(node, target_prob, draft_prob, is_accepted))
+            if not is_accepted:
+                break
+            path.append(node)
+        return path, coins.draw(rows[len(path)], len(path)), tests
+
+    def never(*_: Any) -> bool:
+        return False
+
+    return replaced(
+        (sampling, "probs", probs),
+        (model_drafter, "probs", probs),
+        (model_drafter, "takes_the_best", never),
+        (engine_request, "takes_the_best", never),
+        (ratio, "rule", _on_chains(rule, right_rule)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- what is around it
+
+
+def _noise_reused() -> AbstractContextManager[None]:
+    """Leave the round number out of the counter."""
+    right = PhiloxCoins.__init__
+
+    def without_round(self: PhiloxCoins, seed: int, position: int, round: int) -> None:
+        right(self, seed, position, 0)
+
+    return replaced((PhiloxCoins, "__init__", without_round))
+
+
+def _reused(coins: Coins) -> Coins:
+    return Reused(coins) if isinstance(coins, Branching) else coins
+
+
+def _frozen_penalties() -> AbstractContextManager[None]:
+    right = sampling.History.of
+    return replaced((sampling.History, "of", staticmethod(lambda seq, drafted=(): right(seq))))
+
+
+def _stale_draft_cache() -> AbstractContextManager[None]:
+    """Count the last drafted token as fed, which it was not; an old row of the cache is read in its place."""
+    right = model_drafter.ModelDrafter._forget_rejected
+
+    def extend_upward(self: model_drafter.ModelDrafter, seq: Sequence) -> None:
+        fed, cache = self._fed[seq.id], self.runner.cache
+        if fed.tokens and len(fed.tokens) == len(seq.tokens) - 2:
+            cache.reserve(seq.id, 1)
+            cache.keep({seq.id: [0]})
+            fed.tokens.append(seq.tokens[-2])
+        right(self, seq)
+
+    return replaced((model_drafter.ModelDrafter, "_forget_rejected", extend_upward))
+
+
+def cache_errors(case: Case) -> int:
+    """Count rows of both caches that differ from those of the committed tokens, over one generation (docs/journey.md).
+
+    The toy keeps ids and positions in its cache, so a rebuilt cache is the token list itself.
+    """
+    engine = engines.engine_for(case, lambda seq: PhiloxCoins(seq.seed, len(seq.tokens), seq.round))
+    params = dataclasses.replace(case.params, seed=3, acceptance="ratio", max_tokens=NUM_CACHE_TOKENS)
+    request, drafter, errors = engine.add(case.prompt, params), engine.drafter.first, 0
+    while request.seq.finish_reason is None:
+        engine.step()
+        for runner in filter(None, (engine.runner, drafter.runner)):
+            if request.seq.finish_reason is None:
+                errors += _wrong_rows(runner.cache, request.seq.id, request.seq.tokens)
+    return errors
+
+
+def _wrong_rows(cache: Any, slot: int, tokens: list[int]) -> int:
+    """Count the wrong ones among the kept rows before the last committed token."""
+    assert isinstance(cache, BlockCache)
+    held = min(cache.length(slot), len(tokens) - 1)
+    rows = cache.rows(slot, 0, held)
+    right_ids = cache.keys[0][rows, 0, 0] == torch.tensor(tokens[:held])
+    right_positions = cache.values[0][rows, 0, 0] == torch.arange(held)
+    return int((~(right_ids & right_positions)).sum())
+
+
+# ------------------------------------------------------------------------------------------------------------- the list
+
+
+def _case(rule: str = "ratio", drafter: str = "model", **options: Any) -> Case:
+    return Case(drafter, SamplingParams(max_tokens=HORIZON, acceptance=rule, **options))
+
+
+# The draft model draws from all ids, of which the target's top-k forbids one.
+WIDER = dataclasses.replace(_case(top_k=2), options={"draft_top_k": 0})
+PERFECT = dataclasses.replace(_case(), near=resembling(TARGET, distance=0.0))  # so that full acceptance happens
+UNLIKE = resembling(TARGET, distance=4.0)  # two ids are left where one was drawn too often, which siblings need
+TREE = {"shape": "2"}
+SIBLINGS = dataclasses.replace(_case(drafter="tree"), options={**TREE, "draws": "independent"}, near=UNLIKE)
+DISTINCT = dataclasses.replace(SIBLINGS, options=TREE)
+GREEDY = dataclasses.replace(_case(temperature=0.0), near=UNLIKE)
+FORBIDDEN = dataclasses.replace(_case(drafter="random"), bad_words=((1, 2), (0, 1)))
+PENALISED = dataclasses.replace(_case(presence_penalty=1.5), prompt=(0, 1, 0))
+
+WRONG: Mapping[str, Wrong] = {
+    wrong.name: wrong
+    for wrong in (
+        Wrong("m1", "a correction is drawn from the target, not from the residual", _rule(ratio, "m1"), WIDER),
+        Wrong("m2", "a bonus is drawn from the draft's distribution", _rule(ratio, "m2"), WIDER),
+        Wrong("m3", "a token is accepted only where p >= q", _rule(ratio, "m3"), WIDER),
+        Wrong("m4", "the residual is not clamped at 0", _rule(ratio, "m4"), WIDER),
+        Wrong("m5", "a mismatch is followed by a second draw", _rule(match, "m5"), _case("match")),
+        Wrong("m6", "an unlikely drafted token is dropped", _rule(ratio, "m6"), WIDER),
+        Wrong("m7", "equal siblings are merged", _rule(ratio, "m7"), SIBLINGS),
+        Wrong("m8", "siblings without replacement keep the first q", _rule(ratio, "m8"), DISTINCT),
+        Wrong("m9", "siblings are sorted by their probability", _rule(ratio, "m9"), SIBLINGS),
+        Wrong("m10", "greedy is judged by softmax vectors", _soft_greedy, GREEDY),
+        Wrong("m11", "the target's rows are shifted by one", _rule(ratio, "m11"), WIDER),
+        Wrong("m12", "q is stated at another temperature than it was drawn at", _rule(ratio, "m12"), WIDER),
+        Wrong(
+            "m13",
+            "block verification sees the noise of an earlier round again",
+            _noise_reused,
+            dataclasses.replace(_case("block"), gamma=3),
+            _reused,
+        ),
+        Wrong(
+            "m14",
+            "K-SEQ with a ratio of 1",
+            lambda: replaced((kseq, "ratio_of", lambda p, q, num: 1.0)),
+            dataclasses.replace(SIBLINGS, params=dataclasses.replace(SIBLINGS.params, acceptance="kseq")),
+        ),
+        Wrong("m15", "a drafted bad word is dropped, and a bonus drawn", _rule(ratio, "m15"), FORBIDDEN),
+        Wrong("m16", "penalties are frozen at the start of a round", _frozen_penalties, PENALISED),
+        Wrong(
+            "m17",
+            "the draft's cache is stale after a fully accepted draft",
+            _stale_draft_cache,
+            PERFECT,
+            sees_caches=True,
+        ),
+    )
+}

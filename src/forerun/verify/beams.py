@@ -1,0 +1,197 @@
+"""Beam search: one step of it, and the pool of finished texts. Pure functions of scores; no model, no cache, no clock.
+
+A step is a deterministic function of the live texts ("beams"), their scores and the scores of their next tokens; so
+steps can be replayed over texts that were guessed and scored together (docs/methods/beam.md). The rules are those of
+transformers' generate() with num_beams, down to the length that a score is divided by; ties, which it leaves to a
+library, are broken by the better beam and then the lower token id. It is no rule of SamplingParams.acceptance: a
+request is a beam search by num_beams.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from collections.abc import Callable, Collection, Iterator, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from forerun.errors import BadOption
+from forerun.types import Hypotheses, Next
+
+Ends = Callable[[Seq[int]], bool]
+Nexts = Callable[[int, int], tuple[Seq[int], Seq[float]]]  # (beam, num) -> the `num` best tokens, best first; scores
+
+
+class Candidate(NamedTuple):
+    """A beam with one more token. score: the sum of the log-probabilities of all its tokens."""
+
+    score: float
+    beam: int
+    token: int
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a search is asked for. most_tokens: the length at which a text ends whatever its last token is."""
+
+    num_beams: int
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    most_tokens: int = 2**31
+
+
+def best_first(scores: Seq[float], nexts: Nexts, num: int) -> Iterator[Candidate]:
+    """Yield all candidates: score descending, then beam, then token ascending. scores: of the beams, in their order.
+
+    num: how many tokens of each beam are asked for at first; where more are needed, twice as many each time.
+    """
+
+    def of_beam(beam: int, score: float) -> Iterator[tuple[float, int, int]]:
+        wanted, done = num, 0
+        while True:
+            tokens, own = nexts(beam, wanted)
+            for token, logprob in list(zip(tokens, own, strict=True))[done:]:
+                yield -(score + logprob), beam, token
+            if len(tokens) < wanted:
+                return
+            wanted, done = 2 * wanted, wanted
+
+    for minus_score, beam, token in heapq.merge(*(of_beam(beam, score) for beam, score in enumerate(scores))):
+        yield Candidate(-minus_score, beam, token)
+
+
+def step(
+    scores: Seq[float], nexts: Nexts, width: int, ends: Callable[[int, int], bool], num: int, is_last: bool = False
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Return the `width` best candidates that go on, and those that end, of the `width` best of all; both best first.
+
+    ends(beam, token): whether a text ends with that token. is_last: all of them end here. There are fewer candidates
+    where masks leave fewer tokens. num: as in `best_first`.
+    """
+    live, ended = list[Candidate](), list[Candidate]()
+    for rank, candidate in enumerate(best_first(scores, nexts, num)):
+        if is_last or ends(candidate.beam, candidate.token):
+            if rank < width:
+                ended.append(candidate)
+        else:
+            live.append(candidate)
+        if len(live) == width or (is_last and rank == width - 1):
+            break
+    return live, ended
+
+
+class Finished(NamedTuple):
+    """A finished text. penalised: its score by which texts are compared, sum of log-probabilities / length^penalty."""
+
+    penalised: float
+    score: float
+    node: int
+
+
+@dataclass
+class Pool:
+    """The best finished texts, at most num_beams, best first; of equal ones the one that was finished first."""
+
+    rules: Rules
+    texts: list[Finished] = field(default_factory=list)
+
+    def add(self, ended: Seq[tuple[float, int]], length: int) -> None:
+        """Add texts of so many tokens, best first: (score, node)."""
+        share = float(length) ** self.rules.length_penalty
+        found = [*self.texts, *(Finished(score / share, score, node) for score, node in ended)]
+        self.texts = sorted(found, key=lambda text: -text.penalised)[: self.rules.num_beams]
+
+    def is_final(self, best: float | None, length: int) -> bool:
+        """Return whether the search ends, `length` tokens behind the prompt. best: the best live score, None = none.
+
+        Where the pool is full: with early_stopping True at once; else when the best live text would be no better than
+        the worst of the pool, at its present length, or with "never" at the longest, if a penalty favours length.
+        """
+        if best is None:
+            return True
+        if len(self.texts) < self.rules.num_beams:
+            return False
+        if self.rules.early_stopping is True:
+            return True
+        is_patient = self.rules.early_stopping == "never" and self.rules.length_penalty > 0
+        hoped = self.rules.most_tokens if is_patient else length
+        share: float = float(hoped) ** self.rules.length_penalty
+        return best / share <= self.texts[-1].penalised
+
+
+class Search:
+    """One beam search: its live texts and their scores, the pool, and how far it is.
+
+    tips: the live texts as nodes of the tree, best first, all `length` tokens behind the prompt. scores: theirs,
+    float64 sums of log-probabilities in the order of the tokens. ends(tokens): whether a text ends with the last of
+    these tokens, which follow the prompt.
+    """
+
+    def __init__(self, rules: Rules, tree: Hypotheses, end_ids: Collection[int], ends: Ends | None = None) -> None:
+        self.rules, self.tree, self.end_ids = rules, tree, end_ids
+        self.tips, self.scores, self.length, self.is_over, self.pool = [-1], [0.0], 0, False, Pool(rules)
+        self._ends = ends
+
+    def replayed(self, scored: Callable[[int], Next | None]) -> tuple[Search, int]:
+        """Take steps while the next tokens of all live texts are scored: (the search behind them, how many they were).
+
+        scored(node): what may follow a node of the tree, None where that is not known. A step whose live texts are all
+        known is the step of a search without drafts; the first whose texts are not, is the last. This search stays as
+        it is, but for nodes that its tree gets.
+        """
+        after, num_steps = copy.copy(self), 0
+        after.pool = Pool(self.rules, self.pool.texts)
+        while not after.is_over:
+            nexts = [scored(tip) for tip in after.tips]
+            if any(known is None for known in nexts):
+                break
+            after._step([known for known in nexts if known is not None])
+            num_steps += 1
+        return after, num_steps
+
+    def _step(self, nexts: Seq[Next]) -> None:
+        tree, tips, width = self.tree, self.tips, self.rules.num_beams
+        self.length += 1
+        live, ended = step(
+            self.scores,
+            lambda beam, num: nexts[beam](num),
+            width,
+            lambda beam, token: self.ends_with(tips[beam], token),
+            width + len(self.end_ids),
+            is_last=self.length >= self.rules.most_tokens,
+        )
+        if not live and not ended and not self.pool.texts:
+            raise BadOption("no token is left to a beam: logit_bias, bad_words and min_tokens forbid every id")
+        self.pool.add([(made.score, tree.add(tips[made.beam], made.token)) for made in ended], self.length)
+        self.tips = [tree.add(tips[made.beam], made.token) for made in live]
+        self.scores = [made.score for made in live]
+        self.is_over = self.pool.is_final(self.scores[0] if live else None, self.length)
+
+    def ends_with(self, node: int, token: int) -> bool:
+        """Return whether the text down to a node ends with this token behind it."""
+        if token in self.end_ids:
+            return True
+        return self._ends is not None and self._ends([*self.tree.text(node), token])
+
+    def guessed(self, level: Seq[int], scores: Seq[float], nexts: Seq[Next | None], width: int) -> list[Candidate]:
+        """Return the best `width` guesses behind nodes, by the drafter's scores: a step of its own search.
+
+        Nothing follows an end id. Nodes of which the drafter knows nothing have no guesses.
+        """
+        known = [(beam, found) for beam, found in enumerate(nexts) if found is not None]
+        live, _ = step(
+            [scores[beam] for beam, _ in known],
+            lambda i, num: known[i][1](num),
+            width,
+            lambda _, token: token in self.end_ids,
+            width + len(self.end_ids),
+        )
+        return [made._replace(beam=known[made.beam][0]) for made in live]
+
+    def shared(self) -> int:
+        """Return the last node that all live texts have in common."""
+        first, *others = (self.tree.path(tip, self.tree.base) for tip in self.tips)
+        num = len(first)
+        for path in others:
+            num = next((i for i, pair in enumerate(zip(first[:num], path, strict=False)) if pair[0] != pair[1]), num)
+        return first[num - 1] if num else self.tree.base

@@ -1,0 +1,113 @@
+"""Beam searches of the shipped pair, by an LLM and by its server's engine: texts, drafts, stop texts, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from forerun import LLM, BadOption, RequestOutput, SamplingParams
+
+pytestmark = pytest.mark.once("beam searches choose their drafters and levels themselves")
+PROMPTS = ["def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return", "import os\nimport", "class Stack:\n"]
+OTHERS = [
+    SamplingParams(temperature=0.0, max_tokens=24),
+    SamplingParams(temperature=0.8, seed=4, max_tokens=24),
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(draft="model", extra_drafts="self", max_seq_len=256)
+
+
+def search(**given: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "num_beams": 4, "n": 2, "max_tokens": 24, **given})
+
+
+def said(outputs: list[RequestOutput]) -> list[tuple[list[int], str, float | None]]:
+    return [(output.token_ids, output.text, output.score) for output in outputs]
+
+
+def test_drafts_change_no_bit_of_a_text_or_a_score(llm: LLM) -> None:
+    """Beside other requests, whose texts stay what they are alone."""
+    plain = said(llm.generate(PROMPTS, search(draft="none")))
+    alone = said(llm.generate(PROMPTS[:2], OTHERS))
+    for draft, levels in (("model", 2), ("model", None), ("self", 3), ("lookup", 1)):
+        params = search(draft=draft, draft_beams=6, spec_length=levels)
+        outputs = llm.generate([*PROMPTS, *PROMPTS[:2]], [*[params] * 3, *OTHERS])
+        assert said(outputs) == [*plain, *alone]
+        assert outputs[0].score is not None
+        assert outputs[1].score is not None
+        assert outputs[0].score >= outputs[1].score
+    report = llm.generate(PROMPTS[0], search(draft="model", draft_beams=8, spec_length=2))[0].report
+    assert report.mean_accepted_length is not None
+    assert report.rows_per_pass is not None
+    assert report.mean_accepted_length > 1.2
+    assert 4 < report.rows_per_pass <= 4 + 8 * 2
+    llm.engine.runner.cache.check_integrity()
+
+
+def test_the_score_of_a_text_is_the_sum_of_its_log_probabilities(llm: LLM) -> None:
+    (best,) = llm.generate(PROMPTS[1], search(n=1, length_penalty=0.5))
+    forced = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0)
+    total = 0.0
+    for i, token in enumerate(best.token_ids):
+        step = llm.generate(best.prompt_ids + best.token_ids[:i], SamplingParams(**{**vars(forced), "logprobs": 20}))
+        (position,) = step[0].logprobs or []
+        total += dict(position.top)[token]
+    assert best.cumulative_logprob == pytest.approx(total, abs=1e-4)
+    assert best.score == pytest.approx(total / len(best.token_ids) ** 0.5, abs=1e-4)
+
+
+def test_a_stop_text_ends_beams_and_is_cut(llm: LLM) -> None:
+    for draft in ("none", "model"):
+        outputs = llm.generate(PROMPTS[0], search(n=4, stop=["\n"], max_tokens=40, draft=draft))
+        assert all("\n" not in output.text for output in outputs)
+        assert {output.finish_reason for output in outputs} <= {"stop", "length"}
+        assert sum(output.stop_text == "\n" for output in outputs) > 1
+        if draft == "none":
+            plain = said(outputs)
+        assert said(outputs) == plain
+
+
+def test_a_bad_word_is_in_no_beam(llm: LLM) -> None:
+    usual, *_ = llm.generate(PROMPTS[0], search(draft="none"))
+    word = next(word for word in usual.text.split() if word.isidentifier())
+    for draft in ("none", "model"):
+        outputs = llm.generate(PROMPTS[0], search(bad_words=word, draft=draft))
+        assert all(word not in output.text.split() for output in outputs)
+        if draft == "none":
+            plain = said(outputs)
+        assert said(outputs) == plain
+
+
+def test_beams_are_not_streamed(llm: LLM) -> None:
+    async def stream() -> None:
+        async for _ in llm.astream(PROMPTS[0], search()):
+            pass
+
+    with pytest.raises(
+        BadOption, match="num_beams=4 cannot be streamed, as its texts are known at the end: use generate"
+    ):
+        list(llm.stream(PROMPTS[0], search()))
+    with pytest.raises(BadOption, match="num_beams=4 cannot be streamed"):
+        asyncio.run(stream())
+
+
+def test_a_listener_sees_steps_levels_and_trees(llm: LLM) -> None:
+    rounds: list[Any] = []
+    reports: list[Any] = []
+    end = llm.listen(lambda report: (rounds.extend(report.rounds), reports.append(report)), detail=True)
+    try:
+        (best,) = llm.generate(PROMPTS[2], search(n=1, draft="model", spec_length=2))
+    finally:
+        end()
+    decoding = [report for report in reports if report.num_decoding]
+    assert sum(report.num_emitted for report in decoding) == best.report.num_emitted
+    assert sum(report.num_drafted for report in decoding) == best.report.num_drafted > 0
+    assert sum(report.num_accepted for report in decoding) == best.report.num_accepted
+    assert sum(report.num_rows for report in decoding) == best.report.num_rows
+    assert len(rounds) == best.report.num_steps
+    assert any(detail.parents.count(-1) > 1 for detail in rounds), "the beams differ behind the committed tokens"
