@@ -30,7 +30,6 @@ from forerun.bench.results import Variant, print_ceiling, record_of
 from forerun.bench.throughput_results import AUTO, PLAIN, fixed_name
 from forerun.bench.widen import load_widened, with_positions
 from forerun.config import AUTO_SPEC_LENGTH, DEFAULT_SPEC_LENGTH, EngineConfig
-from forerun.engine.factory import is_shipped
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
 from forerun.errors import BadOption, shown
@@ -117,7 +116,7 @@ def run(config: EngineConfig, plan: GapsPlan) -> dict[str, Any]:
 
 def _refuse(config: EngineConfig) -> None:
     """Raise BadOption for a drafter or a pacing policy that the benchmark has no variant for, before any loading."""
-    if drafters.resolve(config.draft, is_shipped(config.target))[0] == "none":
+    if drafters.resolve(config.draft)[0] == "none":
         raise BadOption(f"draft={shown(config.draft)} is measured here in any case: name a drafter to compare with it")
     if config.pacing is not None and not config.pacing_spec.startswith(AUTO):
         raise BadOption(f"pacing={shown(config.pacing)} is not possible here: leave it out, or name auto's options")

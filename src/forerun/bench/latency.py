@@ -211,7 +211,7 @@ def loaded_once(draft: str | Checkpoint, target: Checkpoint, ignore: Collection[
     if isinstance(draft, Checkpoint):
         return draft
     shipped, model = is_shipped(target.folder), target.model
-    method, options = drafters.resolve(draft, shipped)
+    method, options = drafters.resolve(draft, drafters.BY_MODEL if shipped else drafters.WITHOUT_MODEL)
     path = getattr(options, "path", None) or (str(SHIPPED_DRAFT) if shipped else None)
     if method != "model" or path is None or replace(options, path=None) != type(options)():
         return draft

@@ -51,6 +51,20 @@ def is_shipped(target: str | Path | None) -> bool:
     return target is None or (Path(target) if known is None else known.path()) == SHIPPED_TARGET
 
 
+def auto_draft(target: str | Path | None) -> str:
+    """The drafter that `auto` stands for: of the shipped model its draft model; else what data/models.toml names."""
+    if is_shipped(target):
+        return drafters.BY_MODEL
+    known = named.of(target)
+    return drafters.WITHOUT_MODEL if known is None or known.draft is None else known.draft
+
+
+def auto_of(checkpoint: Checkpoint, config: EngineConfig) -> str:
+    """The same of a target that is loaded, which a configuration without a name need not be the shipped one of."""
+    is_named = config.target is not None and not is_shipped(checkpoint.folder)
+    return auto_draft(config.target if is_named else checkpoint.folder)
+
+
 def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpoint:
     """The target that a configuration names, on its device and in its type; the shipped one where it names none."""
     return load_checkpoint(
@@ -90,8 +104,8 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokeni
     """Raise UserError for whatever the small files of both models show; returns the target's tokenizer, if any."""
     ops.resolve(config.ops, _device(config.device).type)
     pacing.make(config.pacing_spec, config.spec_length)
-    has_own = is_shipped(config.target) or has_loaded_draft
-    methods = [own for spec in (config.draft, *config.extra_draft_specs) for own in drafters.methods(spec, has_own)]
+    auto = drafters.BY_MODEL if has_loaded_draft else auto_draft(config.target)
+    methods = [own for spec in (config.draft, *config.extra_draft_specs) for own in drafters.methods(spec, auto)]
     folder = target_files(config)
     max_positions = read_config(read_raw_config(folder, config.ignored_config_keys)).max_positions
     max_seq_len = resolve_max_seq_len(config.max_seq_len, max_positions)
@@ -116,12 +130,12 @@ def usable_drafts(config: EngineConfig) -> list[str]:
 
     They are those that the small files allow; and where memory does not hold all, those without a model of their own.
     """
-    has_own = is_shipped(config.target)
-    named_already = {drafters.resolve(spec, has_own)[0] for spec in (config.draft, *config.extra_draft_specs)}
+    auto = auto_draft(config.target)
+    named_already = {drafters.resolve(spec, auto)[0] for spec in (config.draft, *config.extra_draft_specs)}
     tokenizer, found = Tokenizer.find(target_files(config)), list[str]()
     for method in names(drafters.__name__):
         try:
-            parts = drafters.methods(method, has_own)
+            parts = drafters.methods(method, auto)
             for part, options in parts:
                 drafters.check(part, options, tokenizer, config.ignored_config_keys)
             if any(drafters.has_a_model(part) for part, _ in parts):
@@ -134,7 +148,7 @@ def usable_drafts(config: EngineConfig) -> list[str]:
     device = device_of(config)
     if plan_of(whole, outlines(whole), device, available_bytes(device)).fits:
         return found
-    return [m for m in found if not any(drafters.has_a_model(part) for part, _ in drafters.methods(m, has_own))]
+    return [m for m in found if not any(drafters.has_a_model(part) for part, _ in drafters.methods(m, auto))]
 
 
 def suggested_fields(config: EngineConfig) -> dict[str, Any]:
@@ -241,7 +255,7 @@ def _with_models(config: EngineConfig) -> list[tuple[str, str, Any]]:
     """The methods that run a model of their own, with their options, by what that is called in `outlines`."""
     found = []
     for label, spec in ({"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}).items():
-        methods = drafters.methods(spec, is_shipped(config.target))
+        methods = drafters.methods(spec, auto_draft(config.target))
         own = [method for method in methods if drafters.has_a_model(method[0])]
         for number, (method, options) in enumerate(own, 1):
             found.append((label if number == 1 else f"{label}, model {number}", method, options))
@@ -290,7 +304,7 @@ def head_rows(config: EngineConfig) -> dict[str, int]:
 def num_taps(config: EngineConfig) -> int:
     """The inner layers of the target whose rows each pass shows to drafters."""
     specs = (config.draft, *config.extra_draft_specs)
-    methods = [own for spec in specs for own in drafters.methods(spec, is_shipped(config.target))]
+    methods = [own for spec in specs for own in drafters.methods(spec, auto_draft(config.target))]
     return len({k for method, options in methods for k in drafters.hidden_layers(method, options)})
 
 
@@ -379,6 +393,7 @@ def _drafters_target(
         kv_cache_backend=config.kv_cache_backend,  # type: ignore[arg-type]
         kv_cache_tokens=config.kv_cache_tokens,
         prefix_caching=config.prefix_caching,
+        auto=auto_of(checkpoint, config) if draft is None else drafters.BY_MODEL,
         shipped_draft=str(SHIPPED_DRAFT) if is_shipped(checkpoint.folder) else None,
         loaded_draft=draft,
         ignore_config_keys=config.ignored_config_keys,
