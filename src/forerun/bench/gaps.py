@@ -85,10 +85,9 @@ def run(config: EngineConfig, plan: GapsPlan) -> dict[str, Any]:
     console = make_console()
     sizes = _Sizes.of(config, plan)
     checkpoint = _with_positions(load_widened(config, plan.shape, console), sizes.max_seq_len, console)
-    assert checkpoint.tokenizer is not None
     llms = _build(checkpoint, config, plan, sizes, console)
     spare_what_is_loaded()
-    prompts = _Prompts([i for text in texts for i in checkpoint.tokenizer.encode(text)])
+    prompts = _Prompts([i for text in texts for i in checkpoint.text_tokenizer.encode(text)])
     ceiling = print_ceiling(checkpoint.model, console)
     for llm in llms.values():  # a first run pays for page faults and for choosing kernels
         llm.generate([prompts.take(config.prefill_chunk_tokens)], sizes.params(WARM_UP_TOKENS, "warm-up"))

@@ -108,8 +108,7 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> dict[str, Any]:
     texts = _read_prompts(plan)
     console = make_console()
     checkpoint = load_widened(config, plan.shape, console)
-    assert checkpoint.tokenizer is not None
-    prompts = [checkpoint.tokenizer.encode(text) for text in texts]
+    prompts = [checkpoint.text_tokenizer.encode(text) for text in texts]
     llms = _build(checkpoint, config, plan, prompts)
     spare_what_is_loaded()
     ceiling = print_ceiling(checkpoint.model, console)

@@ -265,9 +265,12 @@ def methods(spec: str, auto: str = WITHOUT_MODEL) -> list[tuple[str, Any]]:
 
 
 def check(name: str, options: Any, tokenizer: Any, ignore_config_keys: frozenset[str] = frozenset()) -> None:
-    """Let a method refuse its options before any weight is read: its file may define a `check` of its own."""
+    """Let a method refuse its options before any weight is read: its file may define a `check` of its own.
+
+    Where the target has no tokenizer, `build` alone refuses.
+    """
     module = load(__name__, name, "drafter")
-    if hasattr(module, "check"):
+    if tokenizer is not None and hasattr(module, "check"):
         module.check(options, tokenizer, ignore_config_keys)
 
 

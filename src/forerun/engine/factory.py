@@ -39,7 +39,7 @@ from forerun.ops.reference import ReferenceOps
 from forerun.pacing.cost import Costs
 from forerun.registry import names
 from forerun.text.chat import ChatTemplate
-from forerun.text.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer, needed
 
 DATA = named.DATA
 SHIPPED_TARGET, SHIPPED_DRAFT = DATA / "target", DATA / "draft"
@@ -100,8 +100,8 @@ def make_ops(config: EngineConfig) -> ReferenceOps:
     return ops.make(config.ops, _device(config.device).type)
 
 
-def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokenizer:
-    """Raise UserError for whatever the small files of both models show; returns the target's tokenizer."""
+def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokenizer | None:
+    """Raise UserError for whatever the small files of both models show; returns the target's tokenizer, if any."""
     ops.resolve(config.ops, _device(config.device).type)
     pacing.make(config.pacing_spec, config.spec_length)
     auto = drafters.BY_MODEL if has_loaded_draft else auto_draft(config.target)
@@ -115,7 +115,7 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokeni
         max_seq_len=max_seq_len,
         num_tokens=config.kv_cache_tokens,
     )
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.find(folder)
     if config.generation_config == "model":
         sampling_defaults(folder)
     if config.chat_template is not None:
@@ -132,7 +132,7 @@ def usable_drafts(config: EngineConfig) -> list[str]:
     """
     auto = auto_draft(config.target)
     named_already = {drafters.resolve(spec, auto)[0] for spec in (config.draft, *config.extra_draft_specs)}
-    tokenizer, found = Tokenizer.load(target_files(config)), list[str]()
+    tokenizer, found = Tokenizer.find(target_files(config)), list[str]()
     for method in names(drafters.__name__):
         try:
             parts = drafters.methods(method, auto)
@@ -164,6 +164,12 @@ def target_files(config: EngineConfig) -> Path:
 def refuse_without_template(config: EngineConfig) -> None:
     """Raise NotFound where the target has no chat template and none is named, before any weight is fetched."""
     ChatTemplate.load(target_files(config), config.chat_template)
+
+
+def refuse_without_text(config: EngineConfig) -> None:
+    """Raise NotFound where the target knows ids alone, before any weight is fetched: for callers that have texts."""
+    folder = target_files(config)
+    needed(Tokenizer.find(folder), str(folder))
 
 
 def _target(config: EngineConfig) -> str | Path:
@@ -326,8 +332,13 @@ def dtype_of(config: EngineConfig, device: str, raw: Mapping[str, Any]) -> torch
 # ---------------------------------------------------------------------------------------------------------- the engine
 
 
-def build(checkpoint: Checkpoint, tokenizer: Tokenizer, config: EngineConfig, draft: Checkpoint | None) -> Engine:
-    """The engine of a loaded target; `draft` is a draft model that the caller has loaded. Raises UserError."""
+def build(
+    checkpoint: Checkpoint, tokenizer: Tokenizer | None, config: EngineConfig, draft: Checkpoint | None
+) -> Engine:
+    """The engine of a loaded target; `draft` is a draft model that the caller has loaded. Raises UserError.
+
+    tokenizer: None where ids are all there is, which are then all of the model's.
+    """
     model = checkpoint.model
     max_seq_len = resolve_max_seq_len(config.max_seq_len, model.config.max_positions)
     target = _drafters_target(checkpoint, tokenizer, config, draft, max_seq_len)
@@ -363,7 +374,11 @@ def build(checkpoint: Checkpoint, tokenizer: Tokenizer, config: EngineConfig, dr
 
 
 def _drafters_target(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, config: EngineConfig, draft: Checkpoint | None, max_seq_len: int
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    config: EngineConfig,
+    draft: Checkpoint | None,
+    max_seq_len: int,
 ) -> drafters.Target:
     """What the drafters may know."""
     model = checkpoint.model
@@ -371,8 +386,8 @@ def _drafters_target(
         model=model,
         tokenizer=tokenizer,
         end_ids=checkpoint.end_ids,
-        num_ids=min(tokenizer.num_ids, model.config.vocab_size),
-        holes=tuple(sorted(tokenizer.holes)),
+        num_ids=model.config.vocab_size if tokenizer is None else min(tokenizer.num_ids, model.config.vocab_size),
+        holes=() if tokenizer is None else tuple(sorted(tokenizer.holes)),
         max_batch_size=config.max_batch_size,
         max_seq_len=max_seq_len,
         kv_cache_backend=config.kv_cache_backend,  # type: ignore[arg-type]
