@@ -161,6 +161,7 @@ class Projections:
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], names: list[str]) -> Projections:
+        """Join the matrices of these names where they lie back to back."""
         parts = [(weights[name + ".weight"], weights.get(name + ".bias")) for name in names]
         whole = _back_to_back([weight for weight, _ in parts]) if len(parts) > 1 else None
         biases = [bias for _, bias in parts if bias is not None]
@@ -232,24 +233,22 @@ class Layer:
         read [T, inputs of qkv]: what the attention reads; None = x, behind the layer's norm where it has one.
         rotation: cos and sin of each row. pools: keys and values of this layer, of which `view` says the rows.
         """
-        eps = config.norm_eps
-        if read is None:
-            read = x if self.input_norm is None else ops.rms_norm(x, self.input_norm, eps)
-        x = x + self._attention(config, ops, read, rotation, pools, view)
-        gate, up = self.gate_up.apply(ops, ops.rms_norm(x, self.mlp_norm, eps))
+        x = x + self._attention(config, ops, x, rotation, pools, view, read)
+        gate, up = self.gate_up.apply(ops, ops.rms_norm(x, self.mlp_norm, config.norm_eps))
         return x + self.down.apply(ops, ops.silu_mul(gate, up))[0]
 
     def _attention(
         self,
         c: DecoderConfig,
         ops: ReferenceOps,
-        read: Tensor,
+        x: Tensor,
         rotation: tuple[Tensor, Tensor],
         pools: tuple[Tensor | None, Tensor | None],
         view: CacheView | None,
+        read: Tensor | None,
     ) -> Tensor:
-        num = len(read)
-        q, k, v = self.qkv.apply(ops, read)
+        num = len(x)
+        q, k, v = self.qkv.apply(ops, self._read(ops, x, c.norm_eps) if read is None else read)
         q, k = q.view(num, c.num_heads, c.head_dim), k.view(num, c.num_kv_heads, c.head_dim)
         v = v.view(num, c.num_kv_heads, c.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
@@ -257,6 +256,9 @@ class Layer:
         q, k = ops.rope(q, *rotation), ops.rope(k, *rotation)
         out = ops.attention(q, k, v, keys=pools[0], values=pools[1], view=view, window=self.window)
         return self.o.apply(ops, out.flatten(1))[0]
+
+    def _read(self, ops: ReferenceOps, x: Tensor, eps: float) -> Tensor:
+        return x if self.input_norm is None else ops.rms_norm(x, self.input_norm, eps)
 
 
 JOINED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
