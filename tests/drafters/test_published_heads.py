@@ -264,8 +264,7 @@ def _fc(drafter: Drafter) -> Tensor:
     assert isinstance(drafter, eagle.EagleDrafter)
     fc = drafter.model._fc
     assert fc is not None
-    assert fc.joined is not None
-    return fc.joined[0]
+    return fc.parts[0][0]
 
 
 # ------------------------------------------------------------------------------------------------------------- Medusa

@@ -233,7 +233,9 @@ class EagleModel:
         biases = [weights.get(f"{name}.bias") for name in names]
         bias = None if biases[0] is None else torch.cat([part for part in biases if part is not None])
         sizes = [len(part) for part in parts]
-        return Projections([], sizes, self._packed(torch.cat(parts) if len(parts) > 1 else parts[0], bias))
+        if len(parts) == 1:
+            return Projections([self._packed(parts[0], bias)], sizes, None)
+        return Projections([], sizes, self._packed(torch.cat(parts), bias))
 
     def _packed(self, weight: Tensor, bias: Tensor | None) -> tuple[Any, Tensor | None]:
         """A matrix and its bias as the operators take them."""
