@@ -58,7 +58,7 @@ SENTENCES = {
     f"here: {HUB}; {SEE}",
     "generate --speculative-num-steps 3": f"SGLang's --speculative-num-steps is --spec-length here: {SEE}",
     "generate --speculative-eagle-topk 4": "SGLang's --speculative-eagle-topk is --draft "
-    f"tree:shape=best_first,draws=point,top_k=N here: of a draft model, there is no EAGLE yet; {SEE}",
+    f"tree:shape=best_first,draws=point,top_k=N here: of a draft model; eagle drafts chains; {SEE}",
     "generate --random-seed 1": "SGLang's --random-seed is --seed here: of a request; without one a seed is drawn and "
     f"shown; {SEE}",
     "generate -m model.gguf -md draft.gguf": f"llama.cpp's -m is --target here: {GGUF}; {SEE}",

@@ -56,7 +56,7 @@ def test_a_spec_holds_specs_in_parentheses() -> None:
 )
 def test_a_wrong_spec_is_refused_at_the_door(spec: str, words: str) -> None:
     with pytest.raises(BadOption, match=words):
-        drafters.resolve(spec, has_shipped_draft=True)
+        drafters.resolve(spec)
     with pytest.raises(BadOption, match=words):
         factory.refuse_early(EngineConfig.make(extra_drafts=f"lookup;{spec}"))
 

@@ -49,7 +49,7 @@ def test_aliases_of_other_engines_mean_the_same():
 def test_ngrams_of_speculative_config_are_lookup(given, draft, lengths):
     config = EngineConfig.make(speculative_config={**given, "num_speculative_tokens": 3})
     assert config == EngineConfig.make(draft=draft, spec_length=3)
-    name, options = drafters.resolve(config.draft, has_shipped_draft=True)
+    name, options = drafters.resolve(config.draft, drafters.BY_MODEL)
     assert (name, options.max_n, options.min_n) == ("lookup", *lengths)
 
 
@@ -57,7 +57,7 @@ def test_suffix_decoding_of_speculative_config_is_suffix():
     given = {"method": "suffix", "suffix_decoding_max_spec_factor": 2.0, "suffix_decoding_min_token_prob": 0.2}
     assert EngineConfig.make(speculative_config={"method": "suffix"}) == EngineConfig.make(draft="suffix")
     config = EngineConfig.make(speculative_config={**given, "suffix_decoding_max_cached_requests": 7})
-    _, options = drafters.resolve(config.draft, has_shipped_draft=True)
+    _, options = drafters.resolve(config.draft, drafters.BY_MODEL)
     assert (options.max_spec_factor, options.min_token_prob, options.max_cached_requests) == (2.0, 0.2, 7)
     with pytest.raises(BadOption, match='draft="suffix:max_match=N"'):
         EngineConfig.make(speculative_config={**given, "suffix_decoding_max_tree_depth": 24})
@@ -80,7 +80,7 @@ def test_suffix_decoding_of_speculative_config_is_suffix():
 )
 def test_a_drafter_of_another_engine_is_answered(spec, words):
     with pytest.raises(BadOption) as error:
-        drafters.resolve(spec, has_shipped_draft=False)
+        drafters.resolve(spec)
     name = spec.partition(":")[0]
     assert str(error.value).startswith(f"draft={name!r} is not possible: ")
     assert words in str(error.value)
@@ -90,7 +90,7 @@ def test_a_folder_may_have_the_name_of_such_a_drafter(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("[ngram]", "16"):
         (tmp_path / name).mkdir()
-        assert drafters.resolve(name, has_shipped_draft=False)[1].path == name
+        assert drafters.resolve(name)[1].path == name
 
 
 def test_no_value_that_works_here_is_answered_as_a_peers():

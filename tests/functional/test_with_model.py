@@ -25,7 +25,7 @@ PREDICTION = dataclasses.replace(GREEDY, prediction=PROMPT)
 WITHOUT_MODEL = [
     name
     for name in registry.names(drafters.__name__)
-    if not any(drafters.has_a_model(method) for method, _ in drafters.methods(name, has_shipped_draft=False))
+    if not any(drafters.has_a_model(method) for method, _ in drafters.methods(name))
     and name not in NEEDS  # such as a file
 ]
 

@@ -76,11 +76,11 @@ def test_the_shipped_pair_has_a_name() -> None:
 
 
 def test_a_name_is_a_draft_model_and_no_drafter_has_it() -> None:
-    method, options = drafters.resolve("smollm2", has_shipped_draft=False)
+    method, options = drafters.resolve("smollm2")
     assert (method, options.path) == ("model", "smollm2")
     assert not set(named.named_models()) & set(names("forerun.drafters"))
     with pytest.raises(BadOption, match="there is no drafter 'smollm3'"):
-        drafters.resolve("smollm3", has_shipped_draft=False)
+        drafters.resolve("smollm3")
 
 
 def test_make_installs_what_the_list_says() -> None:

@@ -72,8 +72,6 @@ FOLDERS: list[tuple[Change, str]] = [
      "there is neither model.safetensors nor model.safetensors.index.json in {where}: fetch the whole checkpoint"),
     (NO_WEIGHTS | {"model_index.json": b"{}", "config.json": None},
      f"there is no config.json in {{where}}: name {WANTED}"),
-    ({"tokenizer.json": None},
-     "there is no tokenizer.json in {where}: copy it from the model that this one was made of"),
     ({"tokenizer.json": None, "tokenizer.model": b""}, "{where} has its tokenizer in tokenizer.model only, " + SLOW),
     ({"tokenizer.json": None, "vocab.json": b"", "merges.txt": b""},
      "{where} has its tokenizer in vocab.json, merges.txt only, " + SLOW),
@@ -81,6 +79,16 @@ FOLDERS: list[tuple[Change, str]] = [
      f"{{where}} holds quantize_config.json (quant_method='gptq'), {QUANTISED}"),
     ({"hf_quant_config.json": b'{"quantization": {}}'}, f"{{where}} holds hf_quant_config.json, {QUANTISED}"),
 ]  # fmt: skip
+
+
+# A folder without any tokenizer is a model of ids; a repository without one was left unfinished.
+LISTED = [
+    *FOLDERS,
+    (
+        {"tokenizer.json": None},
+        "there is no tokenizer.json in {where}: copy it from the model that this one was made of",
+    ),
+]
 
 
 def apply(change: Change, files: dict[str, bytes]) -> dict[str, bytes]:
@@ -122,12 +130,12 @@ def test_repositories_are_refused_before_their_weights_are_fetched(
     """The same sentences with the hub id; and whatever config.json says."""
     client = Client(hub, tmp_path)
     configs = [(json.loads(files["config.json"]) | keys, sentence) for _, keys, sentence in CONFIGS]
-    changes = FOLDERS + [({"config.json": json.dumps(raw).encode()}, sentence) for raw, sentence in configs]
+    changes = LISTED + [({"config.json": json.dumps(raw).encode()}, sentence) for raw, sentence in configs]
     for i, (change, _) in enumerate(changes):
         hub.publish(f"org/case{i}", apply(change, files))
     found = client.find(*({"name": f"org/case{i}", "load": True} for i in range(len(changes))))
     for i, (_, sentence) in enumerate(changes):
-        assert found[i].message == (sentence.format(where=f"org/case{i}", colon=":") if i < len(FOLDERS) else sentence)
+        assert found[i].message == (sentence.format(where=f"org/case{i}", colon=":") if i < len(LISTED) else sentence)
     small = {"adapter_config.json", "quantize_config.json", "hf_quant_config.json", "config.json", "tokenizer.json"}
     assert set(hub.fetched()) <= small | {"generation_config.json"}
     num_read = sum(name == "config.json" for name in hub.fetched())

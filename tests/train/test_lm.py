@@ -108,7 +108,7 @@ def test_a_draft_learns_from_what_its_target_wrote(tiny: Make, sources: Path, tm
     stream = batches.load_samples(path, tokenizer)
     assert len(stream) >= 250
     draft = tiny("draft", teacher=folder, loss="kl", samples=path, samples_share=0.5, steps=3)
-    assert lm.prepare(draft).data.num_sample_rows == 2
+    assert lm.prepare(draft).data.batches.num_sample_rows == 2
     lm.train(draft, quiet=True)
 
 

@@ -30,7 +30,6 @@ from forerun.bench.results import Variant, print_ceiling, record_of
 from forerun.bench.throughput_results import AUTO, PLAIN, fixed_name
 from forerun.bench.widen import load_widened, with_positions
 from forerun.config import AUTO_SPEC_LENGTH, DEFAULT_SPEC_LENGTH, EngineConfig
-from forerun.engine.factory import is_shipped
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
 from forerun.errors import BadOption, shown
@@ -86,10 +85,9 @@ def run(config: EngineConfig, plan: GapsPlan) -> dict[str, Any]:
     console = make_console()
     sizes = _Sizes.of(config, plan)
     checkpoint = _with_positions(load_widened(config, plan.shape, console), sizes.max_seq_len, console)
-    assert checkpoint.tokenizer is not None
     llms = _build(checkpoint, config, plan, sizes, console)
     spare_what_is_loaded()
-    prompts = _Prompts([i for text in texts for i in checkpoint.tokenizer.encode(text)])
+    prompts = _Prompts([i for text in texts for i in checkpoint.text_tokenizer.encode(text)])
     ceiling = print_ceiling(checkpoint.model, console)
     for llm in llms.values():  # a first run pays for page faults and for choosing kernels
         llm.generate([prompts.take(config.prefill_chunk_tokens)], sizes.params(WARM_UP_TOKENS, "warm-up"))
@@ -118,7 +116,7 @@ def run(config: EngineConfig, plan: GapsPlan) -> dict[str, Any]:
 
 def _refuse(config: EngineConfig) -> None:
     """Raise BadOption for a drafter or a pacing policy that the benchmark has no variant for, before any loading."""
-    if drafters.resolve(config.draft, is_shipped(config.target))[0] == "none":
+    if drafters.resolve(config.draft)[0] == "none":
         raise BadOption(f"draft={shown(config.draft)} is measured here in any case: name a drafter to compare with it")
     if config.pacing is not None and not config.pacing_spec.startswith(AUTO):
         raise BadOption(f"pacing={shown(config.pacing)} is not possible here: leave it out, or name auto's options")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -33,7 +33,7 @@ from forerun.config import DEFAULT_SPEC_LENGTH, EngineConfig
 from forerun.engine.factory import SHIPPED_DRAFT, is_shipped
 from forerun.engine.llm import LLM
 from forerun.engine.prompts import Prompt
-from forerun.errors import BadOption, NotFound, UserError
+from forerun.errors import BadOption, NotFound, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.layers import Decoder
 from forerun.models.loading import Checkpoint, load_checkpoint
@@ -112,7 +112,7 @@ def run(config: EngineConfig, plan: Plan) -> dict[str, Any]:
 
 def measured(config: EngineConfig, plan: Plan, console: Console) -> Measured:
     """Measure, and print what is measured. Raises UserError for what cannot be."""
-    prompts = read_prompts(plan)
+    prompts = read_texts_or_ids(plan)
     if plan.draft_shape != "none":
         for name in _models(config, plan):
             draft_options(name)
@@ -142,22 +142,33 @@ def measured(config: EngineConfig, plan: Plan, console: Console) -> Measured:
 
 def read_prompts(plan: Plan) -> list[tuple[str, str]]:
     """(id, text) of the first held-out prompts, one from each module in turn. Raises NotFound, BadOption."""
+    found = read_texts_or_ids(plan)
+    for name, prompt in found:
+        if not isinstance(prompt, str):
+            raise BadOption(f'the prompt {shown(name)} is token ids, and this benchmark takes texts: give "text"')
+    return cast(list[tuple[str, str]], found)
+
+
+def read_texts_or_ids(plan: Plan) -> list[tuple[str, Prompt]]:
+    """The same, of a file whose lines may have "ids" in place of "text"."""
     file = plan.prompt_file or PROMPTS
     if not file.is_file():
         raise NotFound(f"there is no prompt file {file}: name one with --prompt-file")
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         seen: dict[str, int] = {}
-        ranked = []
+        ranked: list[tuple[int, int, str, Prompt]] = []
         for i, row in enumerate(rows):
             module = str(row.get("module", i))
             seen[module] = seen.get(module, 0) + 1
-            ranked.append((seen[module], i, str(row["id"]), str(row["text"])))
-    except (ValueError, KeyError, AttributeError) as error:
+            prompt = [int(token) for token in row["ids"]] if "ids" in row else str(row["text"])
+            ranked.append((seen[module], i, str(row["id"]), prompt))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise BadOption(f'{file} is not a prompt file: every line must be JSON with "id" and "text"') from error
     if not ranked:
         raise BadOption(f"{file} holds no prompt: every line must be JSON with id and text")
-    return [(name, text) for _, _, name, text in sorted(ranked)[: plan.num_prompts]]
+    ranked.sort(key=lambda one: one[:2])
+    return [(name, prompt) for _, _, name, prompt in ranked[: plan.num_prompts]]
 
 
 # ---------------------------------------------------------------------------------------------------------- engines
@@ -200,7 +211,7 @@ def loaded_once(draft: str | Checkpoint, target: Checkpoint, ignore: Collection[
     if isinstance(draft, Checkpoint):
         return draft
     shipped, model = is_shipped(target.folder), target.model
-    method, options = drafters.resolve(draft, shipped)
+    method, options = drafters.resolve(draft, drafters.BY_MODEL if shipped else drafters.WITHOUT_MODEL)
     path = getattr(options, "path", None) or (str(SHIPPED_DRAFT) if shipped else None)
     if method != "model" or path is None or replace(options, path=None) != type(options)():
         return draft
@@ -244,14 +255,14 @@ class ForwardClock:
         return seconds
 
 
-def _measure(llms: dict[Variant, LLM], prompts: list[tuple[str, str]], plan: Plan, progress: Progress) -> list[Line]:
+def _measure(llms: dict[Variant, LLM], prompts: list[tuple[str, Prompt]], plan: Plan, progress: Progress) -> list[Line]:
     clocks = {}
     for variant, llm in llms.items():
         runner = llm.engine.drafter.first.runner
         clocks[variant] = None if runner is None else ForwardClock(runner)
     tallies = {(t, variant): Tally(variant, t) for t in plan.temperatures for variant in llms}
     task = progress.add_task("measuring", total=len(tallies) * len(prompts) * plan.num_repeats)
-    for repeat, (i, (_, text)), t in _runs(plan, prompts):
+    for repeat, (i, (_, prompt)), t in _runs(plan, prompts):
         params = SamplingParams(
             max_tokens=plan.max_tokens,
             temperature=t,
@@ -261,13 +272,13 @@ def _measure(llms: dict[Variant, LLM], prompts: list[tuple[str, str]], plan: Pla
         )
         for variant, llm in llms.items():
             progress.update(task, description=f"T={t:g} {variant.draft} K={variant.spec_length}")
-            run_once(llm, text, params, tallies[t, variant], clocks[variant])
+            run_once(llm, prompt, params, tallies[t, variant], clocks[variant])
             progress.advance(task)
     plain_pass_s = plain_pass_s_of(tallies.values())
     return [line_of(tally, tallies[tally.temperature, PLAIN], plain_pass_s) for tally in tallies.values()]
 
 
-def _runs(plan: Plan, prompts: list[tuple[str, str]]) -> Iterator[tuple[int, tuple[int, tuple[str, str]], float]]:
+def _runs(plan: Plan, prompts: list[tuple[str, Prompt]]) -> Iterator[tuple[int, tuple[int, tuple[str, Prompt]], float]]:
     for repeat in range(plan.num_repeats):
         for prompt in enumerate(prompts):
             for t in plan.temperatures:

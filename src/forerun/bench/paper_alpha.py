@@ -116,8 +116,7 @@ def guessers(drafts: Seq[Checkpoint], ngram: Path | None, target: Checkpoint, lo
     """
     found = []
     if ngram is not None:
-        assert target.tokenizer is not None
-        arrays, _ = artifacts.load(str(ngram), tables.KIND, target.tokenizer.fingerprint)
+        arrays, _ = artifacts.load(str(ngram), tables.KIND, target.text_tokenizer.fingerprint)
         table = tables.FittedTable(arrays)
         width = target.model.config.vocab_size
         found += [Guesser(name, _table_logits(table, order, width)) for order, name in ((1, "unigram"), (2, "bigram"))]

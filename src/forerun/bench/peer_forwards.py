@@ -183,9 +183,8 @@ def _refuse_too_long(plan: ForwardsPlan, model: Decoder) -> None:
 
 def text_of(checkpoint: Checkpoint, num_tokens: int) -> list[int]:
     """Return `num_tokens` ids of held-out prompts one after the other, repeated as often as needed."""
-    assert checkpoint.tokenizer is not None
     prompts = latency.read_prompts(latency.Plan(num_prompts=NUM_PROMPTS))
-    ids = checkpoint.tokenizer.encode("\n".join(text for _, text in prompts))
+    ids = checkpoint.text_tokenizer.encode("\n".join(text for _, text in prompts))
     return list(islice(cycle(ids), num_tokens))
 
 

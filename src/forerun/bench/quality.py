@@ -143,7 +143,6 @@ def about_text(config: EngineConfig, plan: QualityPlan) -> str:
 
 def text_ids(checkpoint: Checkpoint, config: EngineConfig, plan: QualityPlan) -> list[int]:
     """Return the first ids of the text. Raises BadOption for fewer than two."""
-    assert checkpoint.tokenizer is not None
     if plan.text_file is None and is_shipped(config.target):
         text = "\n".join(text for _, text in latency.read_prompts(latency.Plan(num_prompts=NUM_PROMPTS)))
     elif plan.text_file is None:
@@ -153,7 +152,7 @@ def text_ids(checkpoint: Checkpoint, config: EngineConfig, plan: QualityPlan) ->
     else:
         text = plan.text_file.read_text(encoding="utf-8", errors="replace")
     text = text[: 16 * plan.num_tokens]  # far more than enough
-    ids = checkpoint.tokenizer.encode(text)[: plan.num_tokens]
+    ids = checkpoint.text_tokenizer.encode(text)[: plan.num_tokens]
     if len(ids) < 2:
         raise BadOption(f"the text has {len(ids)} tokens, and two are the least: name a longer one, or more tokens")
     return ids

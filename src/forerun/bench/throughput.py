@@ -46,7 +46,6 @@ from forerun.bench.throughput_results import (
 from forerun.bench.widen import load_widened
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
-from forerun.engine.factory import is_shipped
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
 from forerun.errors import BadOption, shown
@@ -109,8 +108,7 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> dict[str, Any]:
     texts = _read_prompts(plan)
     console = make_console()
     checkpoint = load_widened(config, plan.shape, console)
-    assert checkpoint.tokenizer is not None
-    prompts = [checkpoint.tokenizer.encode(text) for text in texts]
+    prompts = [checkpoint.text_tokenizer.encode(text) for text in texts]
     llms = _build(checkpoint, config, plan, prompts)
     spare_what_is_loaded()
     ceiling = print_ceiling(checkpoint.model, console)
@@ -138,7 +136,7 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> dict[str, Any]:
 
 def _refuse(config: EngineConfig) -> None:
     """Raise BadOption, before anything is loaded, for a drafter or a pacing policy that leaves nothing to compare."""
-    if drafters.resolve(config.draft, is_shipped(config.target))[0] == "none":
+    if drafters.resolve(config.draft)[0] == "none":
         raise BadOption(f"draft={shown(config.draft)} leaves nothing to compare with plain decoding: name a drafter")
     if not config.pacing_spec.startswith("auto") and config.pacing is not None:
         raise BadOption(

@@ -102,7 +102,7 @@ def tuned(bench: TuningEngine, console: Console) -> Found:
     num_prompts = sum(map(len, bench.groups))
     console.print(
         f"{num_prompts} prompt{'s' * (num_prompts != 1)}, at most {plan.max_tokens} tokens, {drawn}, {at_once} at a "
-        f"time, about {plan.minutes:g} minutes: {len(bench.candidates)} drafters in turns with plain decoding"
+        f"time, about {plan.minutes:g} min: {len(bench.candidates)} drafters in turns with plain decoding"
     )
     with progress_bar() as progress:
         turns = _probe(bench, begun + 60 * plan.minutes * PROBE_SHARE, progress)

@@ -17,7 +17,7 @@ from forerun.bench.tune_prediction import LONGEST
 from forerun.bench.tune_results import PLAIN, Way
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
-from forerun.engine.factory import is_shipped, outlines, refuse_early
+from forerun.engine.factory import auto_draft, auto_of, is_shipped, outlines, refuse_early
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
@@ -67,7 +67,7 @@ def candidates_of(config: EngineConfig, plan: TunePlan) -> list[str]:
         raise BadOption("--only leaves no drafter to consider: name some with --draft")
     given = list[str]()
     for spec in plan.drafts:
-        method, options = drafters.resolve(spec, is_shipped(config.target))
+        method, options = drafters.resolve(spec, auto_draft(config.target))
         refuse_early(replace(config, draft=spec, extra_drafts=None))
         given.append(spec)
         if method == "model" and options.path is not None and options == type(options)(path=options.path):
@@ -186,7 +186,7 @@ class TuningEngine:
 
     def runs_model(self, spec: str) -> bool:
         """Whether a drafter runs a model of its own, or one of those that it is made of does."""
-        methods = drafters.methods(spec, is_shipped(self.llm.checkpoint.folder))
+        methods = drafters.methods(spec, auto_of(self.llm.checkpoint, self.llm.config))
         return any(drafters.has_a_model(method) for method, _ in methods)
 
 

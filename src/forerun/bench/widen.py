@@ -195,7 +195,7 @@ def draft_options(spec: str) -> tuple[str, str | None]:
 
     Raises BadOption for other drafters, and for options that a widened model has not.
     """
-    method, options = drafters.resolve(spec, has_shipped_draft=True)
+    method, options = drafters.resolve(spec, drafters.BY_MODEL)
     if method != "model":
         raise BadOption(f"draft={shown(spec)} is no model that could be widened: name a draft model, or leave it out")
     if options != type(options)(path=options.path, quantization=options.quantization):

@@ -33,6 +33,10 @@ def writable(option: typer.CallbackParam, file: Path | None) -> Path | None:
 
 
 PromptFile = Annotated[Path | None, typer.Option(help='JSON lines with "id" and "text" [default: the shipped ones]')]
+LatencyPromptFile = Annotated[
+    Path | None,
+    typer.Option(help='JSON lines with "id", and "text" or a list of "ids" [default: the shipped ones]'),
+]
 WorkFile = Annotated[
     Path | None, typer.Option(help='JSON lines with "id", "kind" and "messages" [default: the shipped ones]')
 ]
@@ -81,7 +85,7 @@ def latency(
     num_prompts: Annotated[int, typer.Option("--prompts", help="held-out prompts", min=1)] = 5,
     max_tokens: Annotated[int, typer.Option(help="tokens per prompt", min=2)] = 64,
     repeats: Annotated[int, typer.Option(help="times every prompt is run", min=1)] = 1,
-    prompt_file: PromptFile = None,
+    prompt_file: LatencyPromptFile = None,
     seed: Annotated[int, typer.Option(help="of the sampled runs; each prompt adds its index")] = 1,
     device: flags.Device = None,
     dtype: flags.Dtype = None,

@@ -18,7 +18,7 @@ from forerun import drafters, verify
 from forerun.cli.flags import USUAL
 from forerun.cli.words import counted, drawing, ending, lossy, note, percent, precision
 from forerun.config import EngineConfig
-from forerun.engine.factory import is_shipped, refuse_without_template, suggested_fields
+from forerun.engine.factory import auto_of, is_shipped, refuse_without_template, suggested_fields
 from forerun.engine.llm import LLM
 from forerun.engine.prompts import Message
 from forerun.errors import BadOption, CapacityError, UserError
@@ -241,7 +241,7 @@ def banner(llm: LLM, params: SamplingParams) -> str:
 
 
 def _drafting(llm: LLM) -> str:
-    method, options = drafters.resolve(llm.config.draft, is_shipped(llm.checkpoint.folder))
+    method, options = drafters.resolve(llm.config.draft, auto_of(llm.checkpoint, llm.config))
     if method == "model":
         return "drafts by a model" if options.path is None else f"drafts by {options.path}"
     if method in ("lookup", "suffix"):

@@ -38,7 +38,7 @@ from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
-    from forerun.engine.request import RequestOutput
+    from forerun.engine.request import Chunk, RequestOutput
 
 ABORTED, BROKEN_PIPE = 130, 141  # what a shell reports for a process that SIGINT or SIGPIPE ended
 # The base of click's usage errors. typer ships its own copy of click now and imported the package before.
@@ -185,9 +185,11 @@ def _with_messages(requests: list[flags.Request], engine: EngineConfig, chat: bo
     The shipped model's template joins texts for `forerun chat`; what it is given here it continues. Raises NotFound
     where a template is needed and there is none, before any weight is fetched.
     """
-    from forerun.engine.factory import is_shipped, refuse_without_template, target_files
+    from forerun.engine.factory import is_shipped, refuse_without_template, refuse_without_text, target_files
 
     has_texts = any(isinstance(prompt, str) for prompt, _ in requests)
+    if has_texts and not is_shipped(engine.target):
+        refuse_without_text(engine)
     if chat or any(_is_conversation(prompt) for prompt, _ in requests):
         refuse_without_template(engine)
     elif has_texts and chat is None and not is_shipped(engine.target):
@@ -252,9 +254,15 @@ def _generate(llm: LLM, requests: Seq[Encoded]) -> list[RequestOutput]:
 def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, verbose: bool) -> None:
     start = time.perf_counter()
     for chunk in llm.stream(prompt, params):
-        _write(chunk.text if chunk.output is None else f"{chunk.text}\n")
+        text = _readable(llm, chunk)
+        _write(text if chunk.output is None else f"{text}\n")
         if chunk.output is not None:
             _note_numbers(llm, chunk.output, params, time.perf_counter() - start, verbose)
+
+
+def _readable(llm: LLM, made: Chunk | RequestOutput) -> str:
+    """The text; of a model that knows ids alone, each with a space in front."""
+    return made.text if llm.has_text else "".join(f" {token}" for token in made.token_ids)
 
 
 def _write(text: str) -> None:
@@ -281,7 +289,7 @@ def _print_batch(llm: LLM, requests: Seq[flags.Request], encoded: Seq[Encoded], 
     for i, (output, (prompt, params)) in enumerate(zip(_generate(llm, encoded), each, strict=True)):
         if len(each) > 1:
             _print_heading(llm, prompt, i + 1)
-        _write(f"{output.text}\n")
+        _write(f"{_readable(llm, output)}\n")
         if verbose or len(each) == 1:
             _note_numbers(llm, output, params, None, verbose)
 
@@ -294,7 +302,8 @@ def _print_heading(llm: LLM, prompt: flags.Prompt, number: int) -> None:
         asked = [message.get("content") for message in prompt if message.get("role") == "user"]
         text = asked[-1] if asked and isinstance(asked[-1], str) else ""
     else:
-        text = prompt if isinstance(prompt, str) else llm.tokenizer.decode(cast(list[int], prompt))
+        ids = cast(list[int], prompt)
+        text = prompt if isinstance(prompt, str) else llm.tokenizer.decode(ids) if llm.has_text else str(ids)
     lines = text.strip().splitlines()
     typer.echo(f"==> {number}: {visible(lines[-1][-60:]) if lines else ''} <==")
 
@@ -308,12 +317,12 @@ def _print_rounds(llm: LLM, requests: Seq[flags.Request], encoded: Seq[Encoded],
         if len(requests) > 1:
             _print_heading(llm, prompt, i + 1)
         ids = llm.tokenizer.encode(tokens) if isinstance(tokens, str) else tokens
-        printer, start = RoundPrinter(llm.tokenizer, console, ids[-1] if ids else None), time.perf_counter()
+        printer, start = RoundPrinter(llm.engine.tokenizer, console, ids[-1] if ids else None), time.perf_counter()
         outputs = [chunk.output for chunk in watched(llm, ids, params, printer) if chunk.output is not None]
         seconds = time.perf_counter() - start
         for output in outputs:
             console.print()
-            _write(f"{output.text}\n")
+            _write(f"{_readable(llm, output)}\n")
             _note_numbers(llm, output, params, seconds if len(outputs) == 1 else None, verbose)
 
 

@@ -45,7 +45,7 @@ class RoundPrinter:
     left: the last token of the prompt, which the first token is read behind.
     """
 
-    def __init__(self, tokenizer: Tokenizer, console: Console, left: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, console: Console, left: int | None) -> None:
         self._tokenizer, self._console, self._left = tokenizer, console, left
         self.num_passes = 0
 

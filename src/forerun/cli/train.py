@@ -27,7 +27,7 @@ def lm(
     heads: Annotated[int, typer.Option(help="Query heads, each of hidden-size / heads elements.")] = 8,
     kv_heads: Annotated[int, typer.Option(help="Key-value heads.")] = 2,
     ffn_size: Annotated[int, typer.Option(help="Width of the feed-forward block, elements.")] = 1536,
-    vocab_size: Annotated[int, typer.Option(help="Token ids, if a tokenizer is trained: at least 257.")] = 4096,
+    vocab_size: Annotated[int, typer.Option(help="Token ids; at least 257 if a tokenizer is trained.")] = 4096,
     max_steps: Annotated[int, typer.Option(help="Steps in all; the learning rate reaches 0 at the last.")] = 600,
     tokens_per_step: Annotated[int, typer.Option(help="Tokens of one batch.")] = 4096,
     seq_len_tokens: Annotated[int, typer.Option(help="Length of the training sequences, tokens.")] = 512,
@@ -44,6 +44,9 @@ def lm(
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json to use instead of training one.")] = None,
     text: Annotated[Path | None, typer.Option(help="Folder of Python sources; default: the standard library.")] = None,
+    ids: Annotated[
+        Path | None, typer.Option(help="In place of text: rows of token ids of one length, integers in a .npy file.")
+    ] = None,
     samples: Annotated[Path | None, typer.Option(help="Target's own text: a file of `train sample`.")] = None,
     samples_share: Annotated[float, typer.Option(help="Share of each batch taken from samples, 0 to 1.")] = 0.5,
     validate_every_steps: Annotated[int, typer.Option(help="Validation interval, steps.")] = 100,
@@ -54,7 +57,7 @@ def lm(
     resume: Annotated[bool, typer.Option(help="Go on from the state in the out folder.")] = False,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
 ) -> None:
-    """Train a llama on Python source: from the text, or from a target's soft labels (--teacher)."""
+    """Train a llama on Python source or token ids: from them, or from a target's soft labels (--teacher)."""
     from forerun.train import lm as loop
     from forerun.train.config import TrainConfig
     from forerun.train.model import ModelShape
@@ -75,6 +78,7 @@ def lm(
             init_from=init_from,
             tokenizer=tokenizer,
             text=text,
+            ids=ids,
             samples=samples,
             samples_share=samples_share,
             validate_every_steps=validate_every_steps,
@@ -288,7 +292,7 @@ def tree(
     from forerun.drafters.artifacts import fingerprint, save
     from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
     from forerun.models.loading import load_checkpoint
-    from forerun.text.tokenizer import Tokenizer, compare
+    from forerun.text.tokenizer import compare
     from forerun.train.corpus import bench_prompts, load_corpus
     from forerun.train.evaluate import read_prompts
     from forerun.train.shares import measure
@@ -298,10 +302,8 @@ def tree(
             load_checkpoint(name or shipped, with_tokenizer=True)
             for name, shipped in ((target, SHIPPED_TARGET), (draft, SHIPPED_DRAFT))
         ]
-        tokenizer = pair[0].tokenizer
-        assert isinstance(tokenizer, Tokenizer)
-        assert isinstance(pair[1].tokenizer, Tokenizer)
-        compare(tokenizer, pair[1].tokenizer, pair[1].name)
+        tokenizer = pair[0].text_tokenizer
+        compare(tokenizer, pair[1].text_tokenizer, pair[1].name)
         if prompts is None:
             held_out = bench_prompts(
                 load_corpus(None).bench, lambda text: len(tokenizer.encode(text)), num_prompts, 40, longest, seed

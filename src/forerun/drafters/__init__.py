@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from forerun.models.runner import Model, Runner, Scores
 
 T = TypeVar("T")
-WITHOUT_MODEL = "suffix:shape=tree"  # what auto chooses; docs/when-it-pays.md compares it with others
+WITHOUT_MODEL = "suffix:shape=tree"  # what auto is where nothing better is known; docs/when-it-pays.md compares it
+BY_MODEL = "model"  # what it is where a draft model belongs to the target
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,7 @@ class Target:
     kv_cache_backend: Backend
     kv_cache_tokens: int | None = None  # tokens in a cache of the drafter's own; None = max_batch_size * max_seq_len
     prefix_caching: bool = True  # in a cache of the drafter's own
+    auto: str = WITHOUT_MODEL  # what the drafter `auto` is for this target
     shipped_draft: str | None = None  # folder of the draft model that belongs to this target, if one ships with it
     ignore_config_keys: frozenset[str] = frozenset()  # of the config.json of a draft model
     loaded_draft: Checkpoint | None = None  # a draft model that the caller has loaded; it comes before the shipped one
@@ -233,15 +235,15 @@ class Target:
         return found
 
 
-def resolve(spec: str, has_shipped_draft: bool) -> tuple[str, Any]:
+def resolve(spec: str, auto: str = WITHOUT_MODEL) -> tuple[str, Any]:
     """Return the method and its Options for `name[:option=value,...]`, a model's folder, name or hub id, or `auto`.
 
-    auto = the shipped draft model for the shipped target, else WITHOUT_MODEL. A spec that has a path separator, names
-    an existing folder, or is a name of data/models.toml is a model. Raises BadOption for anything unknown; where other
-    engines have such a value, the message names ours.
+    auto: the spec that `auto` stands for. A spec that has a path separator, names an existing folder, or is a name of
+    data/models.toml is a model. Raises BadOption for anything unknown; where other engines have such a value, the
+    message names ours.
     """
     if spec == "auto":
-        spec = "model" if has_shipped_draft else WITHOUT_MODEL
+        spec = auto
     bare = unwrapped(spec)
     is_method = bare.partition(":")[0] in names(__name__)
     is_path = "/" in spec or os.sep in spec or (spec != "" and Path(spec).exists()) or named.find(spec) is not None
@@ -252,21 +254,24 @@ def resolve(spec: str, has_shipped_draft: bool) -> tuple[str, Any]:
     return name, make_options(load(__name__, name, "drafter").Options, options, name)
 
 
-def methods(spec: str, has_shipped_draft: bool) -> list[tuple[str, Any]]:
+def methods(spec: str, auto: str = WITHOUT_MODEL) -> list[tuple[str, Any]]:
     """Return the method and Options of a spec, and of those that it is made of, all the way down.
 
     Raises BadOption as `resolve` does, for each of them.
     """
-    name, options = resolve(spec, has_shipped_draft)
+    name, options = resolve(spec, auto)
     module = load(__name__, name, "drafter")
     parts = module.parts(options) if hasattr(module, "parts") else ()
-    return [(name, options), *(found for part in parts for found in methods(part, has_shipped_draft))]
+    return [(name, options), *(found for part in parts for found in methods(part, auto))]
 
 
 def check(name: str, options: Any, tokenizer: Any, ignore_config_keys: frozenset[str] = frozenset()) -> None:
-    """Let a method refuse its options before any weight is read: its file may define a `check` of its own."""
+    """Let a method refuse its options before any weight is read: its file may define a `check` of its own.
+
+    Where the target has no tokenizer, `build` alone refuses.
+    """
     module = load(__name__, name, "drafter")
-    if hasattr(module, "check"):
+    if tokenizer is not None and hasattr(module, "check"):
         module.check(options, tokenizer, ignore_config_keys)
 
 
@@ -307,6 +312,6 @@ def own_model(name: str, options: Any, num_layers: int) -> OwnModel | None:
 
 def make(spec: str, target: Target) -> Drafter:
     """Build the drafter that `resolve` names for a target. Raises BadOption for anything unknown."""
-    name, options = resolve(spec, target.shipped_draft is not None or target.loaded_draft is not None)
+    name, options = resolve(spec, target.auto)
     drafter: Drafter = load(__name__, name, "drafter").build(options, target)
     return drafter

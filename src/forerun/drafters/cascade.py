@@ -36,7 +36,7 @@ class Options:
 
     def __post_init__(self) -> None:
         of_model("cascade", self.of)
-        drafters.resolve(self.inner, has_shipped_draft=True)
+        drafters.resolve(self.inner)
 
 
 class _InnerCoins:

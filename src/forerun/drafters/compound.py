@@ -111,13 +111,13 @@ def specs(name: str, texts: str, least: int = 1) -> list[str]:
     if len(found) < least:
         raise BadOption(f"{name}:of={shown(texts)} is not possible: name at least {least} drafters, as in lookup+model")
     for spec in found:
-        drafters.resolve(spec, has_shipped_draft=True)  # which the caller of `build` knows, and errors do not depend on
+        drafters.resolve(spec)
     return found
 
 
 def of_model(name: str, spec: str) -> None:
     """Refuse a spec that is of another drafter than a model."""
-    method, _ = drafters.resolve(spec, has_shipped_draft=True)
+    method, _ = drafters.resolve(spec, drafters.BY_MODEL)
     if method != "model":
         raise BadOption(f"{name}:of={shown(spec)} is not possible: it must be a draft model, as in (model:path=FOLDER)")
 

@@ -39,7 +39,7 @@ from forerun.ops.reference import ReferenceOps
 from forerun.pacing.cost import Costs
 from forerun.registry import names
 from forerun.text.chat import ChatTemplate
-from forerun.text.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer, needed
 
 DATA = named.DATA
 SHIPPED_TARGET, SHIPPED_DRAFT = DATA / "target", DATA / "draft"
@@ -49,6 +49,20 @@ def is_shipped(target: str | Path | None) -> bool:
     """Whether a target is the model that ships with the package."""
     known = named.find(target)
     return target is None or (Path(target) if known is None else known.path()) == SHIPPED_TARGET
+
+
+def auto_draft(target: str | Path | None) -> str:
+    """The drafter that `auto` stands for: of the shipped model its draft model; else what data/models.toml names."""
+    if is_shipped(target):
+        return drafters.BY_MODEL
+    known = named.of(target)
+    return drafters.WITHOUT_MODEL if known is None or known.auto is None else known.auto
+
+
+def auto_of(checkpoint: Checkpoint, config: EngineConfig) -> str:
+    """The same of a target that is loaded, which a configuration without a name need not be the shipped one of."""
+    is_named = config.target is not None and not is_shipped(checkpoint.folder)
+    return auto_draft(config.target if is_named else checkpoint.folder)
 
 
 def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpoint:
@@ -86,12 +100,12 @@ def make_ops(config: EngineConfig) -> ReferenceOps:
     return ops.make(config.ops, _device(config.device).type)
 
 
-def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokenizer:
-    """Raise UserError for whatever the small files of both models show; returns the target's tokenizer."""
+def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokenizer | None:
+    """Raise UserError for whatever the small files of both models show; returns the target's tokenizer, if any."""
     ops.resolve(config.ops, _device(config.device).type)
     pacing.make(config.pacing_spec, config.spec_length)
-    has_own = is_shipped(config.target) or has_loaded_draft
-    methods = [own for spec in (config.draft, *config.extra_draft_specs) for own in drafters.methods(spec, has_own)]
+    auto = drafters.BY_MODEL if has_loaded_draft else auto_draft(config.target)
+    methods = [own for spec in (config.draft, *config.extra_draft_specs) for own in drafters.methods(spec, auto)]
     folder = target_files(config)
     max_positions = read_config(read_raw_config(folder, config.ignored_config_keys)).max_positions
     max_seq_len = resolve_max_seq_len(config.max_seq_len, max_positions)
@@ -101,7 +115,7 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokeni
         max_seq_len=max_seq_len,
         num_tokens=config.kv_cache_tokens,
     )
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.find(folder)
     if config.generation_config == "model":
         sampling_defaults(folder)
     if config.chat_template is not None:
@@ -116,12 +130,12 @@ def usable_drafts(config: EngineConfig) -> list[str]:
 
     They are those that the small files allow; and where memory does not hold all, those without a model of their own.
     """
-    has_own = is_shipped(config.target)
-    named_already = {drafters.resolve(spec, has_own)[0] for spec in (config.draft, *config.extra_draft_specs)}
-    tokenizer, found = Tokenizer.load(target_files(config)), list[str]()
+    auto = auto_draft(config.target)
+    named_already = {drafters.resolve(spec, auto)[0] for spec in (config.draft, *config.extra_draft_specs)}
+    tokenizer, found = Tokenizer.find(target_files(config)), list[str]()
     for method in names(drafters.__name__):
         try:
-            parts = drafters.methods(method, has_own)
+            parts = drafters.methods(method, auto)
             for part, options in parts:
                 drafters.check(part, options, tokenizer, config.ignored_config_keys)
             if any(drafters.has_a_model(part) for part, _ in parts):
@@ -134,7 +148,7 @@ def usable_drafts(config: EngineConfig) -> list[str]:
     device = device_of(config)
     if plan_of(whole, outlines(whole), device, available_bytes(device)).fits:
         return found
-    return [m for m in found if not any(drafters.has_a_model(part) for part, _ in drafters.methods(m, has_own))]
+    return [m for m in found if not any(drafters.has_a_model(part) for part, _ in drafters.methods(m, auto))]
 
 
 def suggested_fields(config: EngineConfig) -> dict[str, Any]:
@@ -150,6 +164,12 @@ def target_files(config: EngineConfig) -> Path:
 def refuse_without_template(config: EngineConfig) -> None:
     """Raise NotFound where the target has no chat template and none is named, before any weight is fetched."""
     ChatTemplate.load(target_files(config), config.chat_template)
+
+
+def refuse_without_text(config: EngineConfig) -> None:
+    """Raise NotFound where the target knows ids alone, before any weight is fetched: for callers that have texts."""
+    folder = target_files(config)
+    needed(Tokenizer.find(folder), str(folder))
 
 
 def _target(config: EngineConfig) -> str | Path:
@@ -235,7 +255,7 @@ def _with_models(config: EngineConfig) -> list[tuple[str, str, Any]]:
     """The methods that run a model of their own, with their options, by what that is called in `outlines`."""
     found = []
     for label, spec in ({"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}).items():
-        methods = drafters.methods(spec, is_shipped(config.target))
+        methods = drafters.methods(spec, auto_draft(config.target))
         own = [method for method in methods if drafters.has_a_model(method[0])]
         for number, (method, options) in enumerate(own, 1):
             found.append((label if number == 1 else f"{label}, model {number}", method, options))
@@ -284,7 +304,7 @@ def head_rows(config: EngineConfig) -> dict[str, int]:
 def num_taps(config: EngineConfig, num_layers: int) -> int:
     """How many inner layers of a target of so many show their rows to drafters, in each pass."""
     specs = (config.draft, *config.extra_draft_specs)
-    methods = [own for spec in specs for own in drafters.methods(spec, is_shipped(config.target))]
+    methods = [own for spec in specs for own in drafters.methods(spec, auto_draft(config.target))]
     return len({k for method, options in methods for k in drafters.hidden_layers(method, options, num_layers)})
 
 
@@ -312,8 +332,13 @@ def dtype_of(config: EngineConfig, device: str, raw: Mapping[str, Any]) -> torch
 # ---------------------------------------------------------------------------------------------------------- the engine
 
 
-def build(checkpoint: Checkpoint, tokenizer: Tokenizer, config: EngineConfig, draft: Checkpoint | None) -> Engine:
-    """The engine of a loaded target; `draft` is a draft model that the caller has loaded. Raises UserError."""
+def build(
+    checkpoint: Checkpoint, tokenizer: Tokenizer | None, config: EngineConfig, draft: Checkpoint | None
+) -> Engine:
+    """The engine of a loaded target; `draft` is a draft model that the caller has loaded. Raises UserError.
+
+    tokenizer: None where ids are all there is, which are then all of the model's.
+    """
     model = checkpoint.model
     max_seq_len = resolve_max_seq_len(config.max_seq_len, model.config.max_positions)
     target = _drafters_target(checkpoint, tokenizer, config, draft, max_seq_len)
@@ -349,7 +374,11 @@ def build(checkpoint: Checkpoint, tokenizer: Tokenizer, config: EngineConfig, dr
 
 
 def _drafters_target(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, config: EngineConfig, draft: Checkpoint | None, max_seq_len: int
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    config: EngineConfig,
+    draft: Checkpoint | None,
+    max_seq_len: int,
 ) -> drafters.Target:
     """What the drafters may know."""
     model = checkpoint.model
@@ -357,13 +386,14 @@ def _drafters_target(
         model=model,
         tokenizer=tokenizer,
         end_ids=checkpoint.end_ids,
-        num_ids=min(tokenizer.num_ids, model.config.vocab_size),
-        holes=tuple(sorted(tokenizer.holes)),
+        num_ids=model.config.vocab_size if tokenizer is None else min(tokenizer.num_ids, model.config.vocab_size),
+        holes=() if tokenizer is None else tuple(sorted(tokenizer.holes)),
         max_batch_size=config.max_batch_size,
         max_seq_len=max_seq_len,
         kv_cache_backend=config.kv_cache_backend,  # type: ignore[arg-type]
         kv_cache_tokens=config.kv_cache_tokens,
         prefix_caching=config.prefix_caching,
+        auto=auto_of(checkpoint, config) if draft is None else drafters.BY_MODEL,
         shipped_draft=str(SHIPPED_DRAFT) if is_shipped(checkpoint.folder) else None,
         loaded_draft=draft,
         ignore_config_keys=config.ignored_config_keys,

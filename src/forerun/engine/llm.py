@@ -35,7 +35,7 @@ from forerun.models.loading import Checkpoint
 from forerun.pacing.cost import PassTime
 from forerun.pacing.log import PacingLog
 from forerun.text.chat import ChatTemplate
-from forerun.text.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer, needed
 from forerun.types import Listener, SamplingParams, StepReport
 
 LOG = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class LLM:
         named = {} if target is None or loaded is not None else {"target": target}
         self.config = EngineConfig.make(**named, **options)
         log = None if self.config.pacing_log is None else PacingLog(self.config.pacing_log)
-        tokenizer = None
+        tokenizer: Tokenizer | None = None
         if loaded is None:
             tokenizer = refuse_early(self.config, self._loaded_draft is not None)
             if self._loaded_draft is None:
@@ -72,14 +72,14 @@ class LLM:
             check_loaded(loaded, self.config)
         self.checkpoint = loaded or load_target(self.config, with_tokenizer=False)
         if tokenizer is None or tokenizer.folder != self.checkpoint.folder:  # a branch of the hub may have moved
-            tokenizer = self.checkpoint.tokenizer or Tokenizer.load(self.checkpoint.folder)
-        self.tokenizer = tokenizer
+            tokenizer = self.checkpoint.tokenizer or Tokenizer.find(self.checkpoint.folder)
+        self._tokenizer = tokenizer
         self.default_params = SamplingParams()
         if self.config.generation_config == "model":
             self.default_params = sampling_defaults(self.checkpoint.folder)
         if self.config.chat_template is not None:
             _ = self.chat_template  # a file that cannot be read is refused here
-        self.engine = build(self.checkpoint, self.tokenizer, self.config, self._loaded_draft)
+        self.engine = build(self.checkpoint, tokenizer, self.config, self._loaded_draft)
         if log is not None:
             self.listen(log, detail=True)
         self._loop = Loop(self.engine)
@@ -135,6 +135,16 @@ class LLM:
         requests = self._make(as_list(prompts), params, hear)
         self._loop.add(requests)
         return requests
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's tokenizer. Raises NotFound where it has none: such a model takes and gives ids alone."""
+        return needed(self._tokenizer, self.checkpoint.name)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the target has a tokenizer. Where it has none, prompts are ids and the text of outputs is empty."""
+        return self._tokenizer is not None
 
     @property
     def drafters(self) -> Mapping[str, Drafter]:

@@ -32,7 +32,7 @@ class _Silent(Drafter):
 def _how_to_add(name: str) -> str:
     """How an engine gets a drafter of that name; nothing for a name that is no drafter anywhere."""
     try:
-        drafters.resolve(name, has_shipped_draft=False)
+        drafters.resolve(name)
     except UserError:
         return ""
     return f"; start it with draft={shown(name)} or extra_drafts={shown(name)}"
@@ -255,6 +255,17 @@ def _groups(seqs: Seq[Sequence], granted: Seq[int]) -> dict[str, list[int]]:
     return groups
 
 
+def _made(spec: str, target: Target) -> Drafter:
+    """Build a drafter; where nobody chose it and it cannot serve this target, what needs nothing."""
+    try:
+        return drafters.make(spec, target)
+    except UserError as error:
+        if spec != "auto" or target.auto in (drafters.WITHOUT_MODEL, drafters.BY_MODEL):
+            raise
+        LOG.warning("draft=auto is %s, because %s cannot serve: %s", drafters.WITHOUT_MODEL, target.auto, error)
+        return drafters.make(drafters.WITHOUT_MODEL, target)
+
+
 def make(specs: Seq[str], target: Target) -> Router:
     """The engine's drafter, extra ones behind it, and those that cost nothing: lookup, prediction, none.
 
@@ -264,10 +275,10 @@ def make(specs: Seq[str], target: Target) -> Router:
     members: dict[str, Drafter] = {}
     aliases: dict[str, str] = {}
     for text in specs:
-        method, _ = drafters.resolve(text, target.shipped_draft is not None or target.loaded_draft is not None)
+        method, _ = drafters.resolve(text, target.auto)
         is_taken = method in members or (method in specs and text != method)
         name = text if is_taken else method
-        members[name], aliases[text] = drafters.make(text, target), name
+        members[name], aliases[text] = _made(text, target), name
     for name in (LOOKUP, PREDICTION):
         members.setdefault(name, drafters.make(name, target))
     return Router(members, aliases, is_auto=specs[0] == "auto")

@@ -88,7 +88,8 @@ def assembled(
     out, instead of raising. Raises UserError for a pair or a drafter that is not possible.
     """
     _check_pair(target, draft)
-    methods = drafters.methods(spec, has_shipped_draft=draft is not None)
+    auto = drafters.WITHOUT_MODEL if draft is None else drafters.BY_MODEL
+    methods = drafters.methods(spec, auto)
     if draft is None and (method := next((m for m, _ in methods if drafters.has_a_model(m)), None)) is not None:
         raise BadOption(
             f"the drafter {method!r} needs a model of its own: give a module as draft, or a drafter without one, "
@@ -103,6 +104,7 @@ def assembled(
         max_batch_size=1,
         max_seq_len=target.max_positions,
         kv_cache_backend="paged",
+        auto=auto,
         loaded_draft=None if draft is None else _checkpoint(draft, tokenizer),
     )
     members = router.make([spec], of_drafters)

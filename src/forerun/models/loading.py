@@ -30,7 +30,7 @@ from forerun.models.source import Source, open_source
 from forerun.models.weights import StoredWeights, no_room, same
 from forerun.ops.quantised import Scheme
 from forerun.ops.reference import ReferenceOps
-from forerun.text.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer, needed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -41,8 +41,8 @@ class Checkpoint:
     """A loaded folder. name: the folder's, or the hub id.
 
     config: config.json as it is. end_ids: ids that end the output, see `end_ids_of`. tokenizer: None where it was not
-    asked for; it may know more ids than tokenizer.json in `folder` (a widened vocabulary). quantization: what was asked
-    for when it was loaded. stored: the matrices of its files, in words.
+    asked for, or is not there; it may know more ids than tokenizer.json in `folder` (a widened vocabulary).
+    quantization: what was asked for when it was loaded. stored: the matrices of its files, in words.
     """
 
     name: str
@@ -53,6 +53,11 @@ class Checkpoint:
     tokenizer: Tokenizer | None = None
     quantization: str | None = None
     stored: str | None = None
+
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        """The tokenizer, for who needs one. Raises NotFound."""
+        return needed(self.tokenizer, self.name)
 
 
 class Architecture(Protocol):
@@ -74,7 +79,7 @@ def load_checkpoint(
     ignore_config_keys: Collection[str] = (),
     quantization: str | None = None,
 ) -> Checkpoint:
-    """Read a checkpoint as `save_pretrained` writes it; with its tokenizer.json if asked, before any weight is read.
+    """Read a checkpoint as `save_pretrained` writes it; if asked with the tokenizer it has, before any weight is read.
 
     name: a folder, or a hub id org/name[@revision], see `locate`. dtype: "float32", "bfloat16", a torch.dtype, or
     "auto" = bfloat16 with the native operators, float32 with others on a CPU, the checkpoint's own elsewhere. ops:
@@ -92,7 +97,7 @@ def load_checkpoint(
     path = locate(name, check=opened)
     source, raw, config, end_ids = opened(path)
     source.check(with_tokenizer)
-    tokenizer = Tokenizer.load(source.folder) if with_tokenizer else None
+    tokenizer = Tokenizer.find(source.folder) if with_tokenizer else None
     check_shapes(stored_shapes(source, config), parameter_shapes(config), str(path), in_one_file=path.is_file())
     matrices = [stored for stored in source.tensors.values() if len(stored.shape) == 2]
     bits = [stored.scheme.bits for stored in matrices if stored.scheme is not None]

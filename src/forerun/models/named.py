@@ -29,6 +29,7 @@ class NamedModel:
     file: str | None = None
     hub: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    auto: str | None = None
 
     def path(self) -> Path | None:
         """Where it is on this machine: in this package, or in its installed wheel, which is not imported.
@@ -66,6 +67,17 @@ def named_models() -> Mapping[str, NamedModel]:
     """Every model that has a name."""
     tables = tomllib.loads((DATA / "models.toml").read_text(encoding="utf-8"))
     return {name: NamedModel(name, **fields) for name, fields in tables.items()}
+
+
+def of(target: str | Path | None) -> NamedModel | None:
+    """The model that a target is: by its name, its place on this machine, or its id on the hub."""
+    known = find(target)
+    if known is not None or target is None:
+        return known
+    for model in named_models().values():
+        if str(target) == model.hub or ((path := model.path()) is not None and Path(target) == path):
+            return model
+    return None
 
 
 def find(name: str | Path | None) -> NamedModel | None:

@@ -105,12 +105,20 @@ def shard_names(index: Path) -> list[str]:
 
 
 def refuse_without_tokenizer(names: Collection[str], where: str) -> None:
-    """Raise where there is no tokenizer.json; files of a slow tokenizer can be converted."""
-    if TOKENIZER in names:
-        return
-    slow = [name for name in ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt") if name in names]
-    if not slow:
+    """Raise where there is no tokenizer.json."""
+    refuse_slow_tokenizer(names, where)
+    if TOKENIZER not in names:
         raise NotFound(f"there is no tokenizer.json in {where}: copy it from the model that this one was made of")
+
+
+def refuse_slow_tokenizer(names: Collection[str], where: str) -> None:
+    """Raise where there are files of a slow tokenizer alone, which can be converted.
+
+    A folder without any is a model of token ids, which may stand for something else than text.
+    """
+    slow = [name for name in ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt") if name in names]
+    if TOKENIZER in names or not slow:
+        return
     raise UnsupportedModel(
         f"{where} has its tokenizer in {_few(slow)} only, and forerun reads tokenizer.json: convert it with "
         f"transformers, AutoTokenizer.from_pretrained({where!r}).save_pretrained(FOLDER), where FOLDER holds the rest "

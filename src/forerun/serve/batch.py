@@ -232,10 +232,11 @@ class Runner:
 
 def load(config: EngineConfig, served_names: Seq[str]) -> Requests:
     """The model of a configuration, ready for requests."""
-    from forerun.engine.factory import suggested_fields
+    from forerun.engine.factory import refuse_without_text, suggested_fields
     from forerun.engine.llm import LLM
     from forerun.memory.machine import spare_what_is_loaded
 
+    refuse_without_text(config)  # the answers are texts
     defaults = suggested_fields(config)
     llm = LLM.from_config(config)
     spare_what_is_loaded()

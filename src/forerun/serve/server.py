@@ -121,9 +121,11 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 
 def loaded(config: EngineConfig) -> LLM:
     """The model, warm: what is measured or compiled at the first step is done before the first request."""
+    from forerun.engine.factory import refuse_without_text
     from forerun.memory.machine import spare_what_is_loaded
     from forerun.types import SamplingParams
 
+    refuse_without_text(config)  # the APIs answer with texts
     llm = LLM.from_config(config)
     spare_what_is_loaded()
     llm.generate([[llm.engine.runner.num_ids // 2] * 4], SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0))

@@ -47,6 +47,11 @@ class Tokenizer:
             raise unreadable(file, error, "a file of the tokenizers library") from error
         return cls(backend, Path(folder))
 
+    @classmethod
+    def find(cls, folder: str | Path) -> Tokenizer | None:
+        """The same; None where there is no tokenizer.json, as beside a model of ids that stand for no text."""
+        return cls.load(folder) if os.path.lexists(Path(folder) / "tokenizer.json") else None
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, with the special tokens (such as a beginning-of-sequence id) that tokenizer.json adds.
 
@@ -153,6 +158,16 @@ class Tokenizer:
         return bool(text) and REPLACEMENT not in text and token_id not in self.byte_ids
 
 
+def needed(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
+    """The tokenizer of the model `name`, where a text is asked for. Raises NotFound where it has none."""
+    if tokenizer is None:
+        raise NotFound(
+            f"{name} has no tokenizer.json, so it takes and gives token ids, not text: give lists of ids as prompts, "
+            "or copy tokenizer.json from the model that it was made of"
+        )
+    return tokenizer
+
+
 def compare(target: Tokenizer, draft: Tokenizer, draft_name: str) -> None:
     """Check that two tokenizers give every id that both know the same token, added tokens included.
 
@@ -191,8 +206,13 @@ def _byte_names() -> dict[str, int]:
 BYTES = _byte_names()
 
 
-def token_text(tokenizer: Tokenizer, token: int, left: int | None) -> str:
-    """How one token reads behind `left`, control characters escaped; bytes that are part of a character as <E2>."""
+def token_text(tokenizer: Tokenizer | None, token: int, left: int | None) -> str:
+    """How one token reads behind `left`, control characters escaped; bytes that are part of a character as <E2>.
+
+    Where there is no tokenizer, its number is all there is.
+    """
+    if tokenizer is None:
+        return f" {token}"
     before = "" if left is None else tokenizer.decode([left])
     text = tokenizer.decode([token] if left is None else [left, token])
     own = text[len(before) :] if text.startswith(before) else tokenizer.decode([token])

@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,9 +17,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from forerun.errors import BadOption
+from forerun.errors import BadOption, NotFound, shown
+from forerun.text.files import unreadable
 from forerun.train.corpus import Document
-from forerun.train.samples import read_samples, stream
+from forerun.train.samples import HELD_OUT_EVERY, read_samples, stream
 from forerun.train.tokenizer import END_OF_TEXT
 
 Tokens = NDArray[np.uint16]
@@ -37,6 +39,17 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, seed: 
     return np.asarray(ids, dtype=np.uint16)
 
 
+class Rows(Protocol):
+    """An endless sequence of windows of ids, of one length."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one epoch."""
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """Return the windows first .. first+count-1, int64 [count, length + 1]."""
+
+
 @dataclass(frozen=True)
 class WindowStream:
     """An endless sequence of windows of seq_len_tokens + 1 ids from one long stream, shuffled anew in every epoch.
@@ -51,6 +64,11 @@ class WindowStream:
     def __post_init__(self) -> None:
         if self.num_windows < 1:
             raise BadOption(f"{len(self.tokens)} tokens of text are too few for windows of {self.seq_len_tokens} + 1")
+
+    @property
+    def num_tokens(self) -> int:
+        """See `Rows`."""
+        return len(self.tokens)
 
     @property
     def num_windows(self) -> int:
@@ -74,10 +92,32 @@ class WindowStream:
 
 
 @dataclass(frozen=True)
+class WholeRows:
+    """An endless sequence of whole rows of ids [N, L + 1], such as images: each epoch has all in a new order."""
+
+    ids: NDArray[np.int64]
+    seed: int
+
+    @property
+    def num_tokens(self) -> int:
+        """See `Rows`."""
+        return self.ids.size
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """See `Rows`."""
+        chosen: list[int] = []
+        while len(chosen) < count:
+            epoch, index = divmod(first + len(chosen), len(self.ids))
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.ids))
+            chosen += order[index : index + count - len(chosen)].tolist()
+        return torch.from_numpy(self.ids[chosen])
+
+
+@dataclass(frozen=True)
 class Mixture:
     """Batches of `num_rows` windows, of which `num_sample_rows` come from a second stream (a target's own text)."""
 
-    text: WindowStream
+    text: Rows
     num_rows: int
     samples: WindowStream | None = None
     num_sample_rows: int = 0
@@ -110,3 +150,33 @@ def load_samples(path: Path, tokenizer: Tokenizer) -> Tokens:
     end = tokenizer.token_to_id(END_OF_TEXT)
     assert end is not None
     return stream(found.split(held_out=False), end).astype(np.uint16)
+
+
+def load_rows(path: Path, vocab_size: int, seq_len_tokens: int) -> NDArray[np.int64]:
+    """Read rows of token ids of one length, int64 [N, seq_len_tokens + 1], from a .npy file.
+
+    Raises NotFound where there is none, UnsupportedModel for another file, BadOption for rows that do not fit.
+    """
+    if not path.is_file():
+        raise NotFound(f"there is no file {shown(str(path))}: name one that numpy.save wrote")
+    try:
+        ids = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise unreadable(path, error, "an array that numpy.save wrote") from error
+    if not isinstance(ids, np.ndarray) or ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
+        raise BadOption(f"{path} must hold one array of integers with two dimensions, sequences and their token ids")
+    if len(ids) < 2 or ids.shape[1] != seq_len_tokens + 1:
+        raise BadOption(
+            f"{path} holds {len(ids)} sequences of {ids.shape[1]} ids, which needs at least two of them and "
+            f"--seq-len-tokens {ids.shape[1] - 1}: all ids of a row but its first are predicted"
+        )
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        way_out = "no id is negative" if ids.min() < 0 else f"give --vocab-size, such as {ids.max() + 1}"
+        raise BadOption(f"{path} holds ids {ids.min()} .. {ids.max()}: {way_out}")
+    return ids.astype(np.int64)
+
+
+def split_rows(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows that training sees and those held out: every HELD_OUT_EVERYth, as of samples."""
+    is_held_out = np.arange(len(ids)) % HELD_OUT_EVERY == 0
+    return ids[~is_held_out], ids[is_held_out]

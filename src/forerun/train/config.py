@@ -21,6 +21,7 @@ class TrainConfig(LoopConfig):
     init_from: Path | None = None  # checkpoint folder to start from: the same shape, or fewer layers
     tokenizer: Path | None = None  # tokenizer.json to use; None = the teacher's, else one is trained
     text: Path | None = None  # folder of Python sources; None = the standard library
+    ids: Path | None = None  # rows of token ids (.npy) to learn from in place of text
     samples: Path | None = None  # file of `forerun train sample`, the target's own text
     samples_share: float = 0.5  # of each batch's rows, where samples are given
     validation_windows: int = 16
@@ -31,6 +32,9 @@ class TrainConfig(LoopConfig):
             raise BadOption(f"loss {shown(self.loss)} is unknown: it must be ce, kl or alpha")
         if self.loss != "ce" and self.teacher is None:
             raise BadOption(f"loss {self.loss} learns from a target's distribution: give --teacher PATH")
+        for name in ("text", "tokenizer", "samples"):
+            if self.ids is not None and getattr(self, name) is not None:
+                raise BadOption(f"--ids are all that is learned from, and --{name} is for text: drop one")
 
     def checks(self) -> dict[str, bool]:
         return {

@@ -52,8 +52,8 @@ class HeadTask:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """See `Task`: the method, and the texts."""
-        return (self.config.method, self.facts["samples"], self.facts["num_samples"], self.config.seed)
+        """See `Task`: the method, and who wrote the texts; a run may go on with more of them."""
+        return (self.config.method, self.facts["samples"], self.config.seed)
 
     def loss(self, step: int) -> Tensor:
         """See `Task`."""

@@ -1,4 +1,4 @@
-"""`forerun train lm` trains a small llama on Python source, from the text or from a target's soft labels.
+"""`forerun train lm` trains a small llama on Python source or on token ids, or from a target's soft labels for them.
 
 The shipped target and its draft were both trained by it. Arithmetic is float32 (or bfloat16 autocast where the
 processor has it); the result is a standard checkpoint folder, `model/` in the out folder. loop.py says what else is
@@ -7,8 +7,10 @@ written there.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,16 +43,27 @@ def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> 
 
 
 @dataclass(frozen=True)
+class Data:
+    """What is learned from, and what the checkpoint needs of it. validation [n, seq_len + 1].
+
+    facts: for run.json. tokenizer_folder, end_id: None where ids are all there is.
+    """
+
+    batches: batches.Mixture
+    validation: Tensor
+    facts: Mapping[str, Any]
+    tokenizer_folder: Path | None = None
+    end_id: int | None = None
+
+
+@dataclass(frozen=True)
 class LanguageModel:
-    """A llama that is trained, as the loop wants it. validation [n, seq_len + 1]."""
+    """A llama that is trained, as the loop wants it."""
 
     config: TrainConfig
-    corpus: Corpus
-    tokenizer: Tokenizer
+    data: Data
     model: Decoder
     weights: dict[str, Tensor]
-    data: batches.Mixture
-    validation: Tensor
     teacher: Decoder | None
 
     @property
@@ -61,31 +74,31 @@ class LanguageModel:
     @property
     def facts(self) -> Mapping[str, Any]:
         """See `Task`."""
+        mixture = self.data.batches
         return {
             "num_parameters": self.config.shape.num_parameters,
-            "corpus_sha256": self.corpus.fingerprint(),
-            "tokenizer_sha256": tokenizer_hash(self.config.out / "tokenizer"),
-            "num_text_tokens": len(self.data.text.tokens),
-            "num_sample_tokens": 0 if self.data.samples is None else len(self.data.samples.tokens),
+            **self.data.facts,
+            "num_text_tokens": mixture.text.num_tokens,
+            "num_sample_tokens": 0 if mixture.samples is None else mixture.samples.num_tokens,
         }
 
     def loss(self, step: int) -> Tensor:
         """See `Task`."""
-        windows = self.data.batch(step).to(self.config.device)
+        windows = self.data.batches.batch(step).to(self.config.device)
         with autocast(self.config):
             logits = self.model.logits(run_windows(self.model, windows[:, :-1]))
         return losses.loss_of(self.config.loss, logits, windows[:, 1:].reshape(-1), self._teacher_logits(windows))
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Measure cross entropy in nats per token on held-out modules.
+        """Measure cross entropy in nats per token on held-out modules or rows.
 
         With a teacher also alpha at temperature 1, and the share of tokens on which both agree greedily.
         """
         sums: dict[str, float] = {}
-        rows_per_step = self.config.rows_per_step
-        for start in range(0, len(self.validation), rows_per_step):
-            windows = self.validation[start : start + rows_per_step].to(self.config.device)
+        rows_per_step, validation = self.config.rows_per_step, self.data.validation
+        for start in range(0, len(validation), rows_per_step):
+            windows = validation[start : start + rows_per_step].to(self.config.device)
             with autocast(self.config):
                 logits = self.model.logits(run_windows(self.model, windows[:, :-1]))
             numbers = {"validation_loss": losses.cross_entropy(logits, windows[:, 1:].reshape(-1))}
@@ -97,13 +110,12 @@ class LanguageModel:
                 numbers["agreement"] = losses.agreement(logits, target)
             for key, value in numbers.items():
                 sums[key] = sums.get(key, 0.0) + float(value) * len(windows)
-        return {key: value / len(self.validation) for key, value in sums.items()}
+        return {key: value / len(validation) for key, value in sums.items()}
 
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
         """Write the checkpoint folder out/model."""
-        end_id, out = self.tokenizer.token_to_id(END_OF_TEXT), self.config.out
-        assert end_id is not None
-        export(out / "model", self.config.shape, self.weights, out / "tokenizer", end_id)
+        data, folder = self.data, self.config.out / "model"
+        export(folder, self.config.shape, self.weights, data.tokenizer_folder, data.end_id)
 
     def _teacher_logits(self, windows: Tensor) -> Tensor | None:
         """Return the target's logits [S * L, V] for windows [S, L + 1], or None where the loss does not need them."""
@@ -116,22 +128,43 @@ class LanguageModel:
 def prepare(config: TrainConfig) -> LanguageModel:
     """Read the data, and make tokenizer and model. A large corpus takes minutes."""
     config.out.mkdir(parents=True, exist_ok=True)
-    corpus = load_corpus(config.text)
-    tokenizer = make_tokenizer(config, corpus)
+    data = text_data(config) if config.ids is None else ids_data(config, config.ids)
     weights = first_weights(config)
     ops = TrainingOps(config.seq_len_tokens)
     for weight in weights.values():
         weight.requires_grad_(True)
-    held_out = batches.encode_documents(corpus.validation, tokenizer)
     return LanguageModel(
         config=config,
-        corpus=corpus,
-        tokenizer=tokenizer,
+        data=data,
         model=Decoder(config.shape.decoder_config(), weights, ops),
         weights=weights,
-        data=make_mixture(config, corpus, tokenizer),
-        validation=batches.validation_windows(held_out, config.seq_len_tokens, config.validation_windows),
         teacher=load_decoder(config.teacher, ops, config.device) if config.teacher else None,
+    )
+
+
+def text_data(config: TrainConfig) -> Data:
+    """Read the corpus, and encode it with a tokenizer that is made of it where none is given."""
+    corpus = load_corpus(config.text)
+    tokenizer = make_tokenizer(config, corpus)
+    held_out = batches.encode_documents(corpus.validation, tokenizer)
+    folder = config.out / "tokenizer"
+    return Data(
+        make_mixture(config, corpus, tokenizer),
+        batches.validation_windows(held_out, config.seq_len_tokens, config.validation_windows),
+        {"corpus_sha256": corpus.fingerprint(), "tokenizer_sha256": tokenizer_hash(folder)},
+        folder,
+        tokenizer.token_to_id(END_OF_TEXT),
+    )
+
+
+def ids_data(config: TrainConfig, path: Path) -> Data:
+    """Read rows of ids, of which every 16th is held out. Raises as `batches.load_rows`."""
+    rows = batches.load_rows(path, config.shape.vocab_size, config.seq_len_tokens)
+    seen, held_out = batches.split_rows(rows)
+    return Data(
+        batches.Mixture(batches.WholeRows(seen, config.seed), config.rows_per_step),
+        torch.from_numpy(held_out[: config.validation_windows]),
+        {"ids_sha256": hashlib.sha256(rows.tobytes()).hexdigest()},
     )
 
 

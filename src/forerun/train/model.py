@@ -110,10 +110,24 @@ def run_windows(model: Decoder, tokens: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ checkpoint folders
 
 
-def export(folder: Path, shape: ModelShape, weights: Mapping[str, Tensor], tokenizer_folder: Path, end_id: int) -> None:
-    """Write a standard llama checkpoint folder, with weights in bfloat16 and the tokenizer's files beside them."""
+def export(
+    folder: Path,
+    shape: ModelShape,
+    weights: Mapping[str, Tensor],
+    tokenizer_folder: Path | None,
+    end_id: int | None,
+) -> None:
+    """Write a standard llama checkpoint folder, with weights in bfloat16 and the tokenizer's files beside them.
+
+    A model of ids alone has neither a tokenizer nor an id that ends a text.
+    """
     save_checkpoint(
-        folder, shape.decoder_config(), weights, end_ids={end_id}, bos_id=end_id, tokenizer_folder=tokenizer_folder
+        folder,
+        shape.decoder_config(),
+        weights,
+        end_ids=() if end_id is None else {end_id},
+        bos_id=end_id,
+        tokenizer_folder=tokenizer_folder,
     )
 
 

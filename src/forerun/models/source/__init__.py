@@ -46,7 +46,7 @@ class Source(Protocol):
         """Every weight by its name in published checkpoints; only headers are read."""
 
     def check(self, with_tokenizer: bool) -> None:
-        """Raise UserError for what the names of the files show: no weights, foreign ones, no tokenizer."""
+        """Raise UserError for what the names of the files show: no weights, foreign ones, a foreign tokenizer."""
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The rows of a tensor in order, at most BLOCK_BYTES at a time.

@@ -59,7 +59,7 @@ class SafetensorsFolder:
         refusals.refuse_without_weights(names, where, lambda name: read_json(self.folder / name))
         refusals.refuse_quantiser_files(names, where, lambda name: read_json(self.folder / name))
         if with_tokenizer:
-            refusals.refuse_without_tokenizer(names, where)
+            refusals.refuse_slow_tokenizer(names, where)
 
     @cached_property
     def _entries(self) -> Mapping[str, Entry]:

@@ -123,14 +123,14 @@ class Head:
         norm, eps = self.weights["model.norm.weight"], self.config.decoder.norm_eps
         feature = self._features(batch)
         mask, memory = _visible(batch), list[tuple[Tensor, Tensor]]()
+        with torch.no_grad():
+            targets = F.linear(batch.hidden.to(self._rows.dtype), self._rows).float()
         for j in range(self.options.steps):
             embedded = F.embedding(shifted(batch.ids, j + 1), self._teacher.embeddings)
             feature = self._layer(self._inputs(embedded, feature), batch.at + j, memory, mask)
             learned = batch.ahead(j + 2) & (self._place[shifted(batch.best, j + 1)] >= 0)
             own = F.linear(_norm(feature[learned], norm, eps), self._rows).float()
-            with torch.no_grad():
-                target = F.linear(shifted(batch.hidden, j + 1)[learned].to(self._rows.dtype), self._rows).float()
-            yield learned, own, target
+            yield learned, own, shifted(targets, j + 1)[learned]
 
     def _features(self, batch: Batch) -> Tensor:
         """The target's rows of each token, joined [S, L, H]."""
