@@ -292,8 +292,8 @@ def _flatten(config: Any) -> dict[str, Any]:
         raise BadOption(f"speculative_config={shown(config)} is not possible: it must be a dictionary")
     options = {k: v for k, v in config.items() if v is not None}
     method, model = options.pop("method", None), options.pop("model", None)
-    if model is not None and method in _HEADS:
-        method, model = None, f"{_HEADS[method]}:path={model}"
+    if model is not None and (head := _HEADS.get(str(method))) is not None:
+        method, model = None, f"{head}:path={model}"
     method, model = _OTHER_NAMES.get(str(method), method), _LOOKUP.get(str(model), model)
     if model is not None and method not in (None, "model", model):
         raise BadOption(
