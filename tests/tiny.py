@@ -31,10 +31,16 @@ def tiny_config(model_type: str, num_layers: int = 2, max_positions: int = 256) 
 
 
 def write_tiny(
-    folder: Path, model_type: str = "llama", *, seed: int = 0, end_token: str = "<|end|>", max_positions: int = 256
+    folder: Path,
+    model_type: str = "llama",
+    *,
+    seed: int = 0,
+    end_token: str = "<|end|>",
+    max_positions: int = 256,
+    num_layers: int = 2,
 ) -> Path:
     """A complete random checkpoint folder; `end_token` is id 0."""
-    config = tiny_config(model_type, max_positions=max_positions)
+    config = tiny_config(model_type, num_layers, max_positions)
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in parameter_shapes(config).items():

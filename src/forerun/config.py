@@ -250,6 +250,7 @@ _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 # Methods of speculative_config that have another name here; vLLM takes the first two in the place of a model, too.
 _LOOKUP = {"ngram": "lookup", "[ngram]": "lookup"}
 _OTHER_NAMES = {**_LOOKUP, "draft_model": "model"}
+_HEADS = {"eagle": "eagle", "eagle3": "eagle", "medusa": "medusa"}  # whose model is the folder of a head
 _METHOD_OPTIONS = {  # by our name of a method: vLLM's options of it, and ours
     "lookup": {"prompt_lookup_max": "max_n", "prompt_lookup_min": "min_n"},
     "suffix": {
@@ -291,6 +292,8 @@ def _flatten(config: Any) -> dict[str, Any]:
         raise BadOption(f"speculative_config={shown(config)} is not possible: it must be a dictionary")
     options = {k: v for k, v in config.items() if v is not None}
     method, model = options.pop("method", None), options.pop("model", None)
+    if model is not None and (head := _HEADS.get(str(method))) is not None:
+        method, model = None, f"{head}:path={model}"
     method, model = _OTHER_NAMES.get(str(method), method), _LOOKUP.get(str(model), model)
     if model is not None and method not in (None, "model", model):
         raise BadOption(

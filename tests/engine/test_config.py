@@ -28,6 +28,8 @@ def test_aliases_of_other_engines_mean_the_same():
     assert EngineConfig.make(use_speculative_decoding=None) == EngineConfig()
     assert EngineConfig.make(use_speculative_decoding=True, draft="auto") == EngineConfig()
     assert EngineConfig.make(speculative_config={"method": "draft_model", "model": "./d"}).draft == "./d"
+    assert EngineConfig.make(speculative_config={"method": "eagle3", "model": "./h"}).draft == "eagle:path=./h"
+    assert EngineConfig.make(speculative_config={"method": "medusa", "model": "./h"}).draft == "medusa:path=./h"
     assert EngineConfig.make(spec_length=numpy.int64(3)).spec_length == 3
     assert EngineConfig.make(max_seq_len=None).max_seq_len is None
 
@@ -118,10 +120,7 @@ def test_no_value_that_works_here_is_answered_as_a_peers():
         ({"generation_config": "auto"}, "generation_config='auto' is not possible: vLLM's auto is model here"),
         ({"generation_config": "vllm"}, "generation_config='vllm' is not possible: vLLM's vllm is none here"),
         ({"generation_config": "./folder"}, "there is no generation_config called './folder'"),
-        (
-            {"speculative_config": {"method": "eagle3", "model": "x"}},
-            "draft='eagle3' is not possible: eagle and medusa read heads that",
-        ),
+        ({"speculative_config": {"method": "pard", "model": "x"}}, "draft='pard' is not possible: there is no such"),
         ({"speculative_config": {"model": "x", "prompt_lookup_max": 4}}, 'prompt_lookup_max is draft="lookup:max_n=N"'),
         ({"speculative_config": {"method": "ngram", "model": "x"}}, "drop one of them"),
         ({"quantization": "int2"}, "quantization='int2' is not possible: write int8 or int4"),

@@ -193,10 +193,10 @@ def test_rows_of_inner_layers_are_counted(tmp_path: Path) -> None:
 
 
 def test_an_engine_counts_the_inner_layers_that_its_drafters_will_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "hidden_layers", lambda options: (0, 2), raising=False)
-    monkeypatch.setattr(lookup, "hidden_layers", lambda options: [1, 2], raising=False)
-    assert [num_taps(EngineConfig(draft=draft)) for draft in ("none", "lookup", "model")] == [0, 2, 2]
-    assert num_taps(EngineConfig(draft="model", extra_drafts="lookup")) == 3
+    monkeypatch.setattr(model, "hidden_layers", lambda options, num_layers: (0, num_layers), raising=False)
+    monkeypatch.setattr(lookup, "hidden_layers", lambda options, num_layers: [1, 2], raising=False)
+    assert [num_taps(EngineConfig(draft=draft), 2) for draft in ("none", "lookup", "model")] == [0, 2, 2]
+    assert num_taps(EngineConfig(draft="model", extra_drafts="lookup"), 2) == 3
 
 
 def test_scores_are_counted_where_torch_writes_them_out() -> None:

@@ -275,4 +275,4 @@ def test_a_head_without_a_file_says_how_to_make_one(folder: Path) -> None:
     for name in ("eagle", "medusa"):
         with pytest.raises(BadOption, match=f"train head --method {name}"):
             LLM(str(folder), draft=name)
-    assert eagle.hidden_layers(eagle.Options()) == ()
+    assert eagle.hidden_layers(eagle.Options(), 2) == ()

@@ -4,7 +4,8 @@ A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit
 `build(options, target) -> Drafter`. It may hold, for what must be known before any weight is read:
 
     check(options, tokenizer, ignore_config_keys)   refuses what can be seen in the options and in small files
-    hidden_layers(options)                          the inner layers that its drafter will declare, for the memory plan
+    hidden_layers(options, num_layers)              the inner layers that its drafter will declare, of so many, for the
+                                                    memory plan
     own_model(options, num_layers)                  the OwnModel that it makes of a target of so many layers
     checkpoint(options)                             the OwnCheckpoint that it loads
     parts(options)                                  the specs of the drafters that it is made of
@@ -274,10 +275,13 @@ def check(name: str, options: Any, tokenizer: Any, ignore_config_keys: frozenset
         module.check(options, tokenizer, ignore_config_keys)
 
 
-def hidden_layers(name: str, options: Any) -> tuple[int, ...]:
-    """Return the `hidden_layers` of the drafter that a method would build; () where its file names none."""
+def hidden_layers(name: str, options: Any, num_layers: int) -> tuple[int, ...]:
+    """Return the `hidden_layers` of the drafter that a method would build for a target of so many layers.
+
+    () where its file names none.
+    """
     module = load(__name__, name, "drafter")
-    return tuple(module.hidden_layers(options)) if hasattr(module, "hidden_layers") else ()
+    return tuple(module.hidden_layers(options, num_layers)) if hasattr(module, "hidden_layers") else ()
 
 
 def has_a_model(name: str) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from forerun.config import Quantization
-from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_files
+from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_files, head_layouts
 from forerun.drafters.eagle_model import EagleConfig, EagleModel, input_shapes, layer_shapes
 from forerun.drafters.model import Chain, Row, Space, cache_for
 from forerun.errors import BadOption, InternalError, shown
@@ -38,7 +38,9 @@ ROUND_ROWS = 32  # rows that a round may leave to run; more of them are catching
 class Options:
     """Which head, and how it is kept in memory."""
 
-    path: str | None = field(default=None, metadata={"help": "folder that `forerun train head --method eagle` made"})
+    path: str | None = field(
+        default=None, metadata={"help": "folder that `forerun train head --method eagle` made, or a published head's"}
+    )
     quantization: str = field(
         default="auto",
         metadata={"help": "int8 or int4[:group=N], none, or auto: int8 beside a target of 4 or 8 bits, else none"},
@@ -108,7 +110,7 @@ class EagleDrafter(Drafter):
             if own.start != text.num_known:
                 raise InternalError(f"features of token {own.start} came where those of {text.num_known} were to come")
             if len(own.kept):
-                text.seen.append([own.layer(k) for k in self.hidden_layers])
+                text.seen.append([own.layer(k) for k in self.hidden_layers] or [own.hidden])
             if (
                 text.num_seen > ROUND_ROWS
             ):  # joined they take less memory; one by one it would cost those who never draft
@@ -249,23 +251,34 @@ def _last(scores: Scores) -> list[tuple[Row, Tensor]]:
     return [(row, scores.taps[1][rows[-1]]) for row, rows in zip(found, scores.rows, strict=True)]
 
 
-def _config(options: Options, tokenizer: str | None) -> EagleConfig:
+def _folder(options: Options) -> str:
     if options.path is None:
         raise BadOption(
             "eagle needs a head: make one with `forerun train head --method eagle --target TARGET --out FOLDER`, then "
-            "write eagle:path=FOLDER/head"
+            "write eagle:path=FOLDER/head; a published one is named by its folder"
         )
-    return EagleConfig.from_json(head_files.read_config(options.path, "eagle", tokenizer))
+    return options.path
+
+
+def _own_config(path: str, tokenizer: str | None) -> EagleConfig:
+    return EagleConfig.from_json(head_files.read_config(path, "eagle", tokenizer))
 
 
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
     """Refuse a folder that is no head, or one of another tokenizer, before any weight is read."""
-    _config(options, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+    path = _folder(options)
+    if (found := head_layouts.find(path, "eagle", ignore_config_keys)) is not None:
+        head_layouts.eagle_config(found)
+    else:
+        _own_config(path, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
 
 
-def hidden_layers(options: Options) -> tuple[int, ...]:
+def hidden_layers(options: Options, num_layers: int) -> tuple[int, ...]:
     """Return the target's layers behind which the head reads."""
-    return _config(options, None).layers if options.path is not None else ()
+    if options.path is None:
+        return ()
+    found = head_layouts.find(options.path, "eagle")
+    return _own_config(options.path, None).layers if found is None else head_layouts.eagle_layers(found, num_layers)
 
 
 def own_model(options: Options, num_layers: int) -> OwnModel:
@@ -274,20 +287,29 @@ def own_model(options: Options, num_layers: int) -> OwnModel:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read a head. Raises what head_files.py raises, and BadOption for a target of another shape."""
-    config = _config(options, artifacts.fingerprint(target.tokenizer, target.num_ids))
-    assert options.path is not None
-    width = target.model.config.hidden_size
-    if config.decoder.hidden_size != width:
-        raise BadOption(
-            f"{shown(options.path)} reads rows of {config.decoder.hidden_size}, and the target has rows of {width}: "
-            "name a head of this target"
-        )
-    shapes = {**input_shapes(config), **layer_shapes(config), "d2t": (config.decoder.vocab_size,)}
-    weights = head_files.read_weights(options.path, shapes, target.model, target.num_ids)
-    ids = head_files.draft_ids(options.path, weights.pop("d2t"), target.num_ids)
+    """Read a head. Raises what head_files.py and head_layouts.py raise, and BadOption for a target of another shape."""
+    path = _folder(options)
+    if (found := head_layouts.find(path, "eagle", target.ignore_config_keys)) is not None:
+        published = head_layouts.eagle_config(found, target.model.config.cache_shape.num_layers)
+        config, weights, ids = head_layouts.read_eagle(found, published, target)
+    else:
+        config, weights, ids = _read_own(path, target)
     quantization = options.quantization
     if quantization == "auto":
         quantization = "int8" if getattr(target.model, "weight_bits", ()) else "none"
-    model = EagleModel(config, weights, ids, target.model, quantization)
-    return EagleDrafter(model, cache_for(cast(Model, model), replace(target, prefix_caching=False)), target.num_ids)
+    model = EagleModel(config, weights, ids, target.model, quantization, target.num_ids)
+    cache = cache_for(cast(Model, model), replace(target, prefix_caching=False))
+    return EagleDrafter(model, cache, target.num_ids)
+
+
+def _read_own(path: str, target: Target) -> tuple[EagleConfig, dict[str, Tensor], Tensor]:
+    config = _own_config(path, artifacts.fingerprint(target.tokenizer, target.num_ids))
+    width = target.model.config.hidden_size
+    if config.decoder.hidden_size != width:
+        raise BadOption(
+            f"{shown(path)} reads rows of {config.decoder.hidden_size}, and the target has rows of {width}: "
+            "name a head of this target"
+        )
+    shapes = {**input_shapes(config), **layer_shapes(config), "d2t": (config.decoder.vocab_size,)}
+    weights = head_files.read_weights(path, shapes, target.model, target.num_ids)
+    return config, weights, head_files.draft_ids(path, weights.pop("d2t"), target.num_ids)

@@ -8,9 +8,9 @@ target would draft what is rejected, so it is refused; one of the same target wi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Container, Mapping, Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,7 @@ from forerun.models.runner import Model
 from forerun.text.files import unreadable
 from forerun.text.json_files import read_json
 
+T = TypeVar("T")
 CONFIG, WEIGHTS, PROBE = "config.json", "model.safetensors", "target_probe"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 NUM_PROBES = 8  # embeddings of the target, spread over its ids
@@ -55,13 +56,13 @@ def read_config(path: str, method: str, tokenizer: str | None = None) -> dict[st
     folder = Path(path)
     if folder.suffix in PICKLES or (not (folder / WEIGHTS).is_file() and any(_pickles(folder))):
         raise UnsupportedModel(
-            f"{shown(path)} is a pickle, which runs code when it is loaded: convert it to {WEIGHTS} where it was "
-            "made (safetensors.torch.save_file), and name that folder"
+            f"{shown(path)} is a pickle, which runs code when it is loaded: convert it to {WEIGHTS} with "
+            "safetensors.torch.save_file(torch.load(FILE, weights_only=True), ...), and name that folder"
         )
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise NotFound(
             f"{shown(path)} is no folder with {CONFIG} and {WEIGHTS}: make one with `forerun train head --method "
-            f"{method} --out FOLDER`, which writes FOLDER/head"
+            f"{method} --out FOLDER`, which writes FOLDER/head, or name one that was published for the target"
         )
     config = dict(read_json(folder / CONFIG))
     own = config.pop("forerun", None)
@@ -82,25 +83,51 @@ def read_weights(path: str, shapes: Mapping[str, tuple[int, ...]], target: Model
     another shape or one that is not known; BadOption for a head of another target.
     """
     file = Path(path) / WEIGHTS
-    try:
-        with safe_open(str(file), framework="pt") as opened:
-            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-    except (SafetensorError, OSError) as error:
-        raise unreadable(file, error, "a safetensors file") from None
+    found = tensors(file)
     had = found.pop(PROBE, None)
     if had is not None:
         _check_probe(path, had.float(), probe(target.embed, num_ids).float())
-    for name, shape in shapes.items():
-        if name not in found:
-            raise UnsupportedModel(f"{shown(str(file))} has no tensor {name}: train the head again")
-        if tuple(found[name].shape) != shape:
-            raise UnsupportedModel(
-                f"{shown(str(file))} has {name} of shape {list(found[name].shape)}, and its config.json and the target "
-                f"ask for {list(shape)}: name a head of this target"
-            )
-    if more := sorted(found.keys() - shapes.keys()):
-        raise UnsupportedModel(f"{shown(str(file))} holds the tensor {shown(more[0])}, which no such head has")
+    check_shapes(
+        str(file), {name: tuple(tensor.shape) for name, tensor in found.items()}, shapes, "train the head again"
+    )
     return found
+
+
+def tensors(file: Path, names: Container[str] | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, of these names; None = all. Raises UnsupportedModel for a broken file."""
+    return _each(file, lambda opened, name: opened.get_tensor(name), names)
+
+
+def shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the tensors of a safetensors file, of which none is read."""
+    return _each(file, lambda opened, name: tuple(opened.get_slice(name).get_shape()))
+
+
+def check_shapes(
+    where: str, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], again: str
+) -> None:
+    """Raise UnsupportedModel for a tensor that is missing, has another shape, or is not known.
+
+    where: the file. again: what to do about a file that is not whole.
+    """
+    for name, shape in wanted.items():
+        if name not in found:
+            raise UnsupportedModel(f"{shown(where)} has no tensor {name}: {again}")
+        if found[name] != shape:
+            raise UnsupportedModel(
+                f"{shown(where)} has {name} of shape {list(found[name])}, and its config.json and the target ask for "
+                f"{list(shape)}: name a head of this target"
+            )
+    if more := sorted(found.keys() - wanted.keys()):
+        raise UnsupportedModel(f"{shown(where)} holds the tensor {shown(more[0])}, which no such head has: {again}")
+
+
+def _each(file: Path, get: Callable[[Any, str], T], names: Container[str] | None = None) -> dict[str, T]:
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            return {name: get(opened, name) for name in opened.keys() if names is None or name in names}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise unreadable(file, error, "a safetensors file") from None
 
 
 def draft_ids(path: str, d2t: Tensor, num_ids: int) -> Tensor:

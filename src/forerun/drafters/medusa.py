@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from forerun.drafters import Drafter, Seen, Target, artifacts, head_files
+from forerun.drafters import Drafter, Seen, Target, artifacts, head_files, head_layouts
 from forerun.errors import BadOption, shown
 from forerun.models.configs import size
 from forerun.models.runner import Model
@@ -30,7 +30,9 @@ SHARES = (0.5, 0.14, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01)  # of the target's cho
 class Options:
     """Which heads, and the shape of the draft."""
 
-    path: str | None = field(default=None, metadata={"help": "folder that `forerun train head --method medusa` made"})
+    path: str | None = field(
+        default=None, metadata={"help": "folder that `forerun train head --method medusa` made, or published heads'"}
+    )
     shape: str = field(
         default="3x2x1x1", metadata={"help": "children of a node by depth, as in 3x2x1; 1x1x1 = a chain"}
     )
@@ -48,7 +50,11 @@ def widths(shape: str) -> list[int]:
 
 
 class Heads:
-    """The heads of one target. ids [n]: those that are drafted, ascending."""
+    """The heads of one target. ids [n]: those that are drafted.
+
+    weights: of the residual blocks by head and block, and where a head does not take the target's LM head, its own
+    `lm_head.{head}.weight` [n, H], or one for all, `lm_head.weight`.
+    """
 
     def __init__(
         self, weights: Mapping[str, Tensor], num_heads: int, num_blocks: int, ids: Tensor, target: Model
@@ -59,7 +65,10 @@ class Heads:
             [self._linear(weights, f"{head}.{block}.linear.", target) for block in range(num_blocks)]
             for head in range(num_heads)
         ]
-        self._head = _packed(target, target.head(ids.tolist()).to(target.weight_dtype))
+        own = [weights[name] for head in range(num_heads) if (name := f"lm_head.{head}.weight") in weights]
+        if not own:
+            own = [weights["lm_head.weight"] if "lm_head.weight" in weights else target.head(ids.tolist())]
+        self._lm_heads = [_packed(target, rows.to(target.device, target.weight_dtype)) for rows in own]
 
     def guesses(self, hidden: Tensor, num_heads: int, num: int) -> list[list[list[int]]]:
         """hidden [B, H] -> by row and head, the `num` likeliest ids, best first."""
@@ -69,14 +78,22 @@ class Heads:
             for matrix, bias in blocks:
                 x = x + torch.nn.functional.silu(self._ops.linear(x, matrix, bias))
             rows.append(x)
-        logits = self._ops.linear(torch.stack(rows, 1).flatten(0, 1), self._head)
+        logits = self._logits(torch.stack(rows, 1))
         best = logits.topk(min(num, logits.shape[-1]), dim=-1).indices
         found: list[list[list[int]]] = torch.unflatten(self._ids[best.cpu()], 0, (len(hidden), -1)).tolist()
         return found
 
+    def _logits(self, rows: Tensor) -> Tensor:
+        """rows [B, heads, H] -> [B * heads, n]: one product for all heads, or one for each LM head."""
+        if len(self._lm_heads) == 1:
+            return self._ops.linear(rows.flatten(0, 1), self._lm_heads[0])
+        each = zip(rows.unbind(1), self._lm_heads, strict=False)
+        return torch.stack([self._ops.linear(x, lm_head) for x, lm_head in each], 1).flatten(0, 1)
+
     def _linear(self, weights: Mapping[str, Tensor], name: str, target: Model) -> tuple[Any, Tensor | None]:
         matrix = weights[name + "weight"].to(target.device, target.weight_dtype)
-        bias = weights[name + "bias"].to(target.device, target.weight_dtype)
+        bias = weights.get(name + "bias")
+        bias = None if bias is None else bias.to(target.device, target.weight_dtype)
         return (_packed(target, matrix, bias), None) if target.ops.packs else (matrix, bias)
 
 
@@ -133,30 +150,41 @@ class MedusaDrafter(Drafter):
         return Draft(tokens, parents, [0, len(tokens)], [Probs.of_point(token) for token in tokens])
 
 
-def _read_config(options: Options, tokenizer: str | None) -> dict[str, Any]:
+def _folder(options: Options) -> str:
     if options.path is None:
         raise BadOption(
             "medusa needs heads: make them with `forerun train head --method medusa --target TARGET --out FOLDER`, "
-            "then write medusa:path=FOLDER/head"
+            "then write medusa:path=FOLDER/head; published ones are named by their folder"
         )
-    return head_files.read_config(options.path, "medusa", tokenizer)
+    return options.path
 
 
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
     """Refuse a folder that has no heads, or those of another tokenizer, before any weight is read."""
-    _read_config(options, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+    path = _folder(options)
+    if head_layouts.find(path, "medusa") is None:
+        head_files.read_config(path, "medusa", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the heads. Raises what head_files.py raises."""
-    config = _read_config(options, artifacts.fingerprint(target.tokenizer, target.num_ids))
-    assert options.path is not None
+    """Read the heads. Raises what head_files.py and head_layouts.py raise."""
+    path = _folder(options)
+    if (found := head_layouts.find(path, "medusa")) is not None:
+        own = head_layouts.read_medusa(found, target)
+        heads = Heads(own.weights, own.num_heads, own.num_blocks, own.ids, target.model)
+    else:
+        heads = _read_own(path, target)
+    return MedusaDrafter(heads, options)
+
+
+def _read_own(path: str, target: Target) -> Heads:
+    config = head_files.read_config(path, "medusa", artifacts.fingerprint(target.tokenizer, target.num_ids))
     num_heads, num_blocks = size(config, "medusa_num_heads"), size(config, "medusa_num_layers")
     width = target.model.config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"d2t": (size(config, "draft_vocab_size"),)}
     for head in range(num_heads):
         for block in range(num_blocks):
             shapes |= {f"{head}.{block}.linear.weight": (width, width), f"{head}.{block}.linear.bias": (width,)}
-    weights = head_files.read_weights(options.path, shapes, target.model, target.num_ids)
-    ids = head_files.draft_ids(options.path, weights.pop("d2t"), target.num_ids)
-    return MedusaDrafter(Heads(weights, num_heads, num_blocks, ids, target.model), options)
+    weights = head_files.read_weights(path, shapes, target.model, target.num_ids)
+    ids = head_files.draft_ids(path, weights.pop("d2t"), target.num_ids)
+    return Heads(weights, num_heads, num_blocks, ids, target.model)

@@ -274,7 +274,7 @@ def plan_of(config: EngineConfig, models: Mapping[str, Outline], device: str, av
         dtype=dtype_of(config, device, models["target"].raw),
         device=device,
         available_bytes=available,
-        num_taps=num_taps(config),
+        num_taps=num_taps(config, models["target"].config.num_layers),
         made_of_target=[name for name, model in models.items() if model.is_made],
         shared=_shared(config, models),
         head_rows=head_rows(config),
@@ -301,11 +301,11 @@ def head_rows(config: EngineConfig) -> dict[str, int]:
     return {name: num for name, num in found.items() if num is not None}
 
 
-def num_taps(config: EngineConfig) -> int:
-    """The inner layers of the target whose rows each pass shows to drafters."""
+def num_taps(config: EngineConfig, num_layers: int) -> int:
+    """How many inner layers of a target of so many show their rows to drafters, in each pass."""
     specs = (config.draft, *config.extra_draft_specs)
     methods = [own for spec in specs for own in drafters.methods(spec, auto_draft(config.target))]
-    return len({k for method, options in methods for k in drafters.hidden_layers(method, options)})
+    return len({k for method, options in methods for k in drafters.hidden_layers(method, options, num_layers)})
 
 
 def _path_of(own: drafters.OwnCheckpoint, method: str, config: EngineConfig) -> str:

@@ -55,7 +55,7 @@ class ReferenceSizes:
             how = f"{run.num_rows:,} rows of the {run.name}: layers {layers / 1e6:,.1f} MB, attention "
             how += f"{attention / 1e6:,.1f} MB; or {run.num_logits:,} rows of logits, {logits / 1e6:,.1f} MB"
             how += run.taps_said
-            num_bytes = KERNEL_BYTES + max(layers + attention, logits) + run.tap_bytes + run.kept_bytes
+            num_bytes = KERNEL_BYTES + max(layers, attention, logits) + run.tap_bytes + run.kept_bytes
             found.append(MemoryPart("activations", num_bytes, how))
         largest = max(found, key=lambda part: part.bytes)
         # The allocator keeps freed blocks that are too small for the next request.
@@ -84,35 +84,35 @@ class ReferenceSizes:
         return self.dtype != torch.float32 or math.prod(shape) >= ONEDNN_MIN_WEIGHTS
 
     def _pass_bytes(self, run: Pass) -> tuple[int, int, int]:
-        """Return the peaks of one pass in bytes: of a layer, of its attention on top, and of the logits at the end."""
+        """Return the peaks of one pass in bytes: outside of attention, within it, and of the logits at the end."""
         size, copies = self.dtype.itemsize, 2 if self.row_by_row else 1
         widened = 0 if size == PROB_BYTES else PROB_BYTES
         logits = run.num_logits * run.model.vocab_size * (copies * size + widened)
         hidden = (run.num_rows + run.num_logits) * run.model.hidden_size * size
-        return self._layer_bytes(run), self._attention_bytes(run), logits + hidden
+        outside, within = self._layer_bytes(run)
+        held, working = self._attention_bytes(run)
+        return outside + held, within + held + working, logits + hidden
 
-    def _layer_bytes(self, run: Pass) -> int:
-        """Return the most bytes alive inside one layer, without attention's (Decoder.forward, line by line).
+    def _layer_bytes(self, run: Pass) -> tuple[int, int]:
+        """Return the most bytes alive inside one layer, outside of attention and while it works.
 
-        The gate and up projections of the layer before live until those of this layer replace them.
+        The first follows Layer.run line by line; the rows that the layer was given live until it is done.
         """
         c, size = run.model, self.dtype.itemsize
         h, f, q, kv = c.hidden_size, c.ffn_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        held = 2 * f if c.num_layers > 1 else 0  # gate and up of the layer before
         norm = 2 * h if size == 4 else 2 * h + 8 * h // size  # narrow types are normed in float32
         rope = max(3 * q, q + 3 * kv, 3 * q + kv) + (q + kv if c.qk_norm else 0)
         twice = 1 if self.row_by_row else 0  # rows computed alone are put together: the result exists twice
         stages = (
-            h + held + norm,
-            2 * h + held + (q + 2 * kv) * (1 + twice),
-            2 * h + held + q + 2 * kv + rope + twice * q,
-            2 * h + held + 2 * f * (1 + twice),
-            h + 2 * f + 2 * f + twice * f,
-            h + 3 * f + (2 + twice) * h,
+            h + norm,
+            2 * h + (q + 2 * kv) * (1 + twice),
+            3 * h + 2 * f * (1 + twice),
+            2 * h + 2 * f + 2 * f + twice * f,
+            2 * h + 3 * f + (2 + twice) * h,
         )
-        return run.num_rows * max(stages) * size
+        return run.num_rows * max(stages) * size, run.num_rows * (h + q + 2 * kv + rope + twice * q) * size
 
-    def _attention_bytes(self, run: Pass) -> int:
+    def _attention_bytes(self, run: Pass) -> tuple[int, int]:
         """Return the bytes of attention: masks of all runs, which the pass keeps, and the work on the largest run."""
         model, size = run.model, self.dtype.itemsize
         windows = set(model.windows) or {None}
@@ -127,7 +127,7 @@ class ReferenceSizes:
         gathered = (copies + self.row_by_row) * cached * size
         rotations = rope_table_bytes(model, self.max_seq_len, size) + run.num_rows * 2 * model.head_dim * size
         reading = run.num_read * 8 + rotations
-        return masks + reading + max(building, converting + gathered + self._sdpa_bytes(run))
+        return masks + reading, max(building, converting + gathered + self._sdpa_bytes(run))
 
     def _sdpa_bytes(self, run: Pass) -> int:
         """Return the bytes that torch's attention allocates; 0 on a CPU, where it works in tiles.

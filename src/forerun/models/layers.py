@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import cast
 
@@ -111,6 +111,10 @@ class Rope:
         cos, sin = self.table(end)[positions].unbind(1)
         return cos, sin
 
+    def of(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
+        """cos and sin of the rows of a batch, as `at`."""
+        return self.at(_on_device(batch, self.inv_freq.device)[1], _end(batch))
+
     def table(self, end: int) -> Tensor:
         """cos and sin of every position below `end`, and some more: [positions, 2, 1, head_dim]."""
         while end > self._num_positions:  # a tensor's len() takes as long as a layer's norm
@@ -145,20 +149,29 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Projections:
-    """Several matrices of one input. parts: their weights and biases; joined: all in one, where memory allows it."""
+class Projections:
+    """Several matrices of one input. parts: their weights and biases; joined: all in one, where memory allows it.
+
+    sizes: how many outputs each has.
+    """
 
     parts: list[tuple[Tensor, Tensor | None]]
     sizes: list[int]
     joined: tuple[Tensor, Tensor | None] | None
 
     @classmethod
-    def of(cls, weights: Mapping[str, Tensor], names: list[str]) -> _Projections:
+    def of(cls, weights: Mapping[str, Tensor], names: list[str]) -> Projections:
+        """Join the matrices of these names where they lie back to back."""
         parts = [(weights[name + ".weight"], weights.get(name + ".bias")) for name in names]
         whole = _back_to_back([weight for weight, _ in parts]) if len(parts) > 1 else None
         biases = [bias for _, bias in parts if bias is not None]
         joined = None if whole is None else (whole, torch.cat(biases) if biases else None)
         return cls(parts, [len(weight) for weight, _ in parts], joined)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices."""
+        return sum(weight.nbytes for weight, _ in ([self.joined] if self.joined else self.parts))
 
     def apply(self, ops: ReferenceOps, x: Tensor) -> Seq[Tensor]:
         """x [T, H] -> one [T, size] for each part; one product where the parts are joined."""
@@ -168,34 +181,84 @@ class _Projections:
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """One layer's weights, looked up once."""
+class Layer:
+    """One layer's weights, looked up once. input_norm: None where its attention reads what another norm has made."""
 
-    input_norm: Tensor
-    qkv: _Projections
+    input_norm: Tensor | None
+    qkv: Projections
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: _Projections
+    o: Projections
     mlp_norm: Tensor
-    gate_up: _Projections
-    down: _Projections
+    gate_up: Projections
+    down: Projections
     window: int | None
 
     @classmethod
-    def of(cls, config: DecoderConfig, weights: Mapping[str, Tensor], i: int) -> _Layer:
+    def of(
+        cls,
+        config: DecoderConfig,
+        weights: Mapping[str, Tensor],
+        i: int,
+        join: Callable[[Mapping[str, Tensor], list[str]], Projections] | None = None,
+    ) -> Layer:
+        """join: what makes one product of the matrices of these names; None = Projections.of."""
         at = f"model.layers.{i}."
         qkv, gate_up = JOINED
+        join = join or Projections.of
         return cls(
-            input_norm=weights[at + "input_layernorm.weight"],
-            qkv=_Projections.of(weights, [at + name for name in qkv]),
+            input_norm=weights.get(at + "input_layernorm.weight"),
+            qkv=join(weights, [at + name for name in qkv]),
             q_norm=weights[at + "self_attn.q_norm.weight"] if config.qk_norm else None,
             k_norm=weights[at + "self_attn.k_norm.weight"] if config.qk_norm else None,
-            o=_Projections.of(weights, [at + "self_attn.o_proj"]),
+            o=join(weights, [at + "self_attn.o_proj"]),
             mlp_norm=weights[at + "post_attention_layernorm.weight"],
-            gate_up=_Projections.of(weights, [at + name for name in gate_up]),
-            down=_Projections.of(weights, [at + "mlp.down_proj"]),
+            gate_up=join(weights, [at + name for name in gate_up]),
+            down=join(weights, [at + "mlp.down_proj"]),
             window=config.window(i),
         )
+
+    def run(
+        self,
+        config: DecoderConfig,
+        ops: ReferenceOps,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        pools: tuple[Tensor | None, Tensor | None],
+        view: CacheView | None,
+        read: Tensor | None = None,
+    ) -> Tensor:
+        """Run rows of the residual stream x [T, H], one operator after the other.
+
+        read [T, inputs of qkv]: what the attention reads; None = x, behind the layer's norm where it has one.
+        rotation: cos and sin of each row. pools: keys and values of this layer, of which `view` says the rows.
+        """
+        x = x + self._attention(config, ops, x, rotation, pools, view, read)
+        gate, up = self.gate_up.apply(ops, ops.rms_norm(x, self.mlp_norm, config.norm_eps))
+        return x + self.down.apply(ops, ops.silu_mul(gate, up))[0]
+
+    def _attention(
+        self,
+        c: DecoderConfig,
+        ops: ReferenceOps,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        pools: tuple[Tensor | None, Tensor | None],
+        view: CacheView | None,
+        read: Tensor | None,
+    ) -> Tensor:
+        num = len(x)
+        q, k, v = self.qkv.apply(ops, self._read(ops, x, c.norm_eps) if read is None else read)
+        q, k = q.view(num, c.num_heads, c.head_dim), k.view(num, c.num_kv_heads, c.head_dim)
+        v = v.view(num, c.num_kv_heads, c.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = ops.rms_norm(q, self.q_norm, c.norm_eps), ops.rms_norm(k, self.k_norm, c.norm_eps)
+        q, k = ops.rope(q, *rotation), ops.rope(k, *rotation)
+        out = ops.attention(q, k, v, keys=pools[0], values=pools[1], view=view, window=self.window)
+        return self.o.apply(ops, out.flatten(1))[0]
+
+    def _read(self, ops: ReferenceOps, x: Tensor, eps: float) -> Tensor:
+        return x if self.input_norm is None else ops.rms_norm(x, self.input_norm, eps)
 
 
 JOINED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
@@ -283,7 +346,7 @@ class Decoder:
         self.device = self._embedding.device
         self.weight_dtype = self.activation_dtype = self.cache_dtype = self._embedding.dtype
         self._head = self._embedding if config.tie_embeddings else weights["lm_head.weight"]
-        self._layers = [_Layer.of(config, weights, i) for i in range(config.num_layers)]
+        self._layers = [Layer.of(config, weights, i) for i in range(config.num_layers)]
         self._rope = Rope(config.rope, config.head_dim, self.device, self.activation_dtype)
 
     @property
@@ -339,19 +402,16 @@ class Decoder:
                 raise InternalError("native decoders keep keys and values in a cache and were given none")
             table = self._rope.table(_end(batch))
             return self.compiled.forward(batch, cache, table, chosen, hidden, taps, is_normed)  # type: ignore[no-any-return]
-        ops, eps = self.ops, self.config.norm_eps
-        view = None if cache is None else ops.plan(cache.view(batch))
+        view = None if cache is None else self.ops.plan(cache.view(batch))
         tokens, positions = _on_device(batch, self.device)
         x = F.embedding(tokens, self._embedding) if hidden is None else hidden.to(self.activation_dtype)
         cos, sin = self._rope.at(positions, _end(batch))
         first = 0
         for i in chosen:
             _write(taps, range(first, i + 1), x)
-            layer, first = self._layers[i], i + 1
+            first = i + 1
             pools = (None, None) if cache is None else (cache.keys[i], cache.values[i])
-            x = x + self._attention(ops.rms_norm(x, layer.input_norm, eps), layer, (cos, sin), pools, view)
-            gate, up = layer.gate_up.apply(ops, ops.rms_norm(x, layer.mlp_norm, eps))
-            x = x + layer.down.apply(ops, ops.silu_mul(gate, up))[0]
+            x = self._layers[i].run(self.config, self.ops, x, (cos, sin), pools, view)
         _write(taps, range(first, num_layers + 1), x)
         return self.norm(x) if is_normed else x
 
@@ -430,28 +490,3 @@ class Decoder:
         _check_part("layers", chosen, self.config.num_layers)
         table = self._rope.table(_end(batch) + max(lengths, default=0))
         return self.compiled.run_ahead(batch, lengths, cache, table, chosen, num_ids)  # type: ignore[no-any-return]
-
-    def _attention(
-        self,
-        x: Tensor,
-        layer: _Layer,
-        rotation: tuple[Tensor, Tensor],
-        pools: tuple[Tensor | None, Tensor | None],
-        view: CacheView | None,
-    ) -> Tensor:
-        c, ops, num = self.config, self.ops, len(x)
-        q, k, v = layer.qkv.apply(ops, x)
-        q, k, v = q.view(num, c.num_heads, c.head_dim), k.view(num, c.num_kv_heads, c.head_dim), v
-        v = v.view(num, c.num_kv_heads, c.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = ops.rms_norm(q, layer.q_norm, c.norm_eps), ops.rms_norm(k, layer.k_norm, c.norm_eps)
-        out = ops.attention(
-            ops.rope(q, *rotation),
-            ops.rope(k, *rotation),
-            v,
-            keys=pools[0],
-            values=pools[1],
-            view=view,
-            window=layer.window,
-        )
-        return layer.o.apply(ops, out.flatten(1))[0]

@@ -1,0 +1,394 @@
+"""Folders of heads that others have published: their tensors and config.json in terms of our own.
+
+What a folder holds is told by the names of its tensors, or by `speculators_model_type`. What a layer id means differs:
+in `eagle_aux_hidden_state_layer_ids` of config.json itself (EAGLE-3's reference code, vLLM, speculators) j is the layer
+whose *input* is read, inside of `eagle_config` (SGLang, SpecForge) the layer whose *output* is. A reader that is off by
+one loses a few per cent of acceptance and says nothing. Our count is that of layers behind which a row is taken.
+
+Such a folder names no tokenizer of its target, so that sizes are all that can be compared with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.drafters import Target, head_files
+from forerun.drafters.eagle_model import FINAL_NORM, OWN_EMBEDDING, OWN_HEAD, SIDES, EagleConfig, layer_shapes
+from forerun.errors import BadOption, UnsupportedModel, shown
+from forerun.models.configs import flag, refuse_unknown, size
+from forerun.models.loading import read_config, without
+from forerun.models.runner import Model
+from forerun.text.json_files import read_json
+
+Shapes = Mapping[str, tuple[int, ...]]
+EAGLE_1, EAGLE_3, MEDUSA = "EAGLE-1", "EAGLE-3", "Medusa"
+# What a folder is, by how a name among its tensors begins; the first that fits.
+SIGNS = {
+    "P-EAGLE": r"mask_hidden$",
+    "DSpark": r"(markov|confidence)_head\.",
+    "MTP": r"(model\.)?mtp",
+    "Hydra": r"hydra_",
+    MEDUSA: r"\d+\.\d+\.linear\.weight$|blocks\.\d+\.layers\.\d+\.weight$",
+    EAGLE_3: r"midlayer\.|layers\.0\.hidden_norm\.",
+    "DFlash": r"hidden_norm\.weight$",
+    EAGLE_1: r"fc\.weight$",
+}
+SPECULATORS = {"eagle3": EAGLE_3, "peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark", "mtp": "MTP"}
+NOT_COMPUTED = ("P-EAGLE", "DSpark", "MTP")
+DRAFTERS = {EAGLE_1: "eagle", EAGLE_3: "eagle", MEDUSA: "medusa", "Hydra": "hydra", "DFlash": "dflash"}
+MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
+IGNORED = re.compile(r"t2d$|verifier_(norm|lm_head)\.|.*rotary_emb\.inv_freq$")  # tensors that change nothing
+MOST_PADDING = 1024  # rows of a vocabulary without a token
+COMPARED_ROWS = 4096  # of embeddings, at a time
+
+FIRST = "model.layers.0."
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+SWITCHES = frozenset({"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"})
+EAGLE_KEYS = SWITCHES | {"draft_vocab_size", "target_hidden_size", "eagle_config", "qkv_bias", LAYER_IDS}
+# Of speculators' config.json, beside those and what changes nothing.
+SPECULATORS_KEYS = EAGLE_KEYS | {
+    *("speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config", "model_type"),
+    *("has_no_defaults_at_init", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "dtype"),
+}
+# What `eagle_config` may say, beside layer ids and switches: it changes nothing, or is computed so.
+NESTED = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "next_layer_regular": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A folder of which no weight was read yet. config: its config.json. kind: of SIGNS. shapes: of its tensors."""
+
+    path: str
+    files: tuple[Path, ...]
+    config: Mapping[str, Any]
+    kind: str
+    shapes: Shapes
+
+    @property
+    def is_speculators(self) -> bool:
+        return "speculators_model_type" in self.config
+
+    @property
+    def decoder(self) -> Mapping[str, Any]:
+        """The part of config.json that is a decoder's."""
+        if not self.is_speculators:
+            keys = EAGLE_KEYS if self.kind == EAGLE_3 else {"bias", "qkv_bias"}
+            return {key: value for key, value in self.config.items() if key not in keys}
+        found = self.config.get("transformer_layer_config")
+        if not isinstance(found, Mapping):
+            raise UnsupportedModel(f"config.json has transformer_layer_config={shown(found)}: it must be a mapping")
+        return found
+
+    @property
+    def nested(self) -> Mapping[str, Any]:
+        """What config.json has inside of `eagle_config`."""
+        found = self.config.get("eagle_config") or {}
+        if not isinstance(found, Mapping):
+            raise UnsupportedModel(f"config.json has eagle_config={shown(found)}: it must be a mapping")
+        return found
+
+    @property
+    def own(self) -> Mapping[str, Any]:
+        """What config.json sets of the head, inside of `eagle_config` or not."""
+        return {key: value for key, value in {**self.nested, **self.config}.items() if value is not None}
+
+    def read(self, must: Shapes, may: Shapes) -> dict[str, Tensor]:
+        """The tensors of these names. Raises UnsupportedModel for one that is missing, misshapen or not known."""
+        found = {name: shape for name, shape in self.shapes.items() if not IGNORED.match(name)}
+        wanted = {**must, **{name: shape for name, shape in may.items() if name in found}}
+        head_files.check_shapes(str(self.files[0]), found, wanted, "fetch the head again, or name one of this target")
+        return {name: tensor for file in self.files for name, tensor in head_files.tensors(file, wanted).items()}
+
+
+def find(path: str, method: str, ignore: Collection[str] = ()) -> Published | None:
+    """A published head in this folder; None where there are no such files, or `forerun train head` has made them.
+
+    ignore: keys of config.json that do not count. Raises BadOption for a head that another drafter than `method` reads,
+    UnsupportedModel for one that none does.
+    """
+    folder = Path(path)
+    files = [file for file in [folder / MEDUSA_WEIGHTS] if file.is_file()] or sorted(folder.glob("model*.safetensors"))
+    if not files or not (folder / head_files.CONFIG).is_file():
+        return None
+    config = without(read_json(folder / head_files.CONFIG), ignore)
+    if "forerun" in config:
+        return None
+    shapes = {name: shape for file in files for name, shape in head_files.shapes(file).items()}
+    kind = _kind(path, config, shapes)
+    if kind in NOT_COMPUTED:
+        raise UnsupportedModel(
+            f"{shown(path)} is a head of {kind}, which forerun does not compute: use an EAGLE-3 or Medusa head of the "
+            "target, or train one with `forerun train head`"
+        )
+    if DRAFTERS[kind] != method:
+        raise BadOption(
+            f"{shown(path)} is a head of {kind}, which {method} does not read: name it as {DRAFTERS[kind]}:path=FOLDER"
+        )
+    return Published(path, tuple(files), config, kind, shapes)
+
+
+def _kind(path: str, config: Mapping[str, Any], names: Collection[str]) -> str:
+    if (named := config.get("speculators_model_type")) is not None:
+        if named not in SPECULATORS:
+            raise UnsupportedModel(
+                f"config.json has speculators_model_type={shown(named)}, which forerun does not know: use a head of "
+                "eagle3"
+            )
+        return SPECULATORS[named]
+    for kind, sign in SIGNS.items():
+        if any(re.match(sign, name) for name in names):
+            return kind
+    raise UnsupportedModel(
+        f"{shown(path)} holds {shown(', '.join(sorted(names)[:3]))} and is no head that forerun knows: name a folder "
+        "of EAGLE-1 to 3.1, of speculators or of Medusa, or one of `forerun train head`"
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- EAGLE
+
+
+def eagle_layers(found: Published, num_layers: int) -> tuple[int, ...]:
+    """Behind which of the target's `num_layers` layers a head reads; () = behind its final norm."""
+    if found.kind == EAGLE_1:
+        return ()
+    inputs, outputs = _layer_ids(found.config), _layer_ids(found.nested)
+    if inputs and outputs and inputs != tuple(j + 1 for j in outputs):
+        raise UnsupportedModel(
+            f"config.json has {LAYER_IDS}={list(inputs)}, of layers whose input is read, and in eagle_config "
+            f"{list(outputs)}, of those whose output is: the first must be one more than the second, so take out those "
+            "that are wrong"
+        )
+    return inputs or tuple(j + 1 for j in outputs) or (2, num_layers // 2, num_layers - 3)
+
+
+def eagle_config(found: Published, num_layers: int | None = None) -> EagleConfig:
+    """The sizes and switches of a head. num_layers: the target's; None = not known, and `layers` is then ().
+
+    Raises UnsupportedModel for what would be computed wrongly.
+    """
+    _check_switches(found)
+    own, has_bias = found.own, any(name.endswith("self_attn.q_proj.bias") for name in found.shapes)
+    decoder = replace(read_config(found.decoder), tie_embeddings=True, qkv_bias=has_bias)
+    layers = () if num_layers is None else eagle_layers(found, num_layers)
+    if found.kind == EAGLE_1:
+        return EagleConfig(decoder, layers)
+    if "draft_vocab_size" in own:
+        decoder = replace(decoder, vocab_size=size(own, "draft_vocab_size"))
+    return EagleConfig(
+        decoder,
+        layers,
+        size(own, "target_hidden_size") if "target_hidden_size" in own else None,
+        norm_before_residual=flag(own, "norm_before_residual"),
+        norm_output=flag(own, "norm_output"),
+    )
+
+
+def read_eagle(found: Published, config: EagleConfig, target: Target) -> tuple[EagleConfig, dict[str, Tensor], Tensor]:
+    """Read a head: its configuration over the ids that it drafts, its weights by our names, and those ids.
+
+    Raises BadOption for a head of another target, UnsupportedModel for tensors that do not fit.
+    """
+    num_vocab, width = size(found.decoder, "vocab_size"), target.model.config.hidden_size
+    _check_vocabulary(found, num_vocab, target)
+    must, may = _eagle_shapes(found, config, num_vocab, width)
+    names = {ours: _published_name(found, ours) for ours in (*must, *may)}
+    tensors = found.read({names[n]: must[n] for n in must}, {names[n]: may[n] for n in may})
+    weights = {ours: tensors[name] for ours, name in names.items() if name in tensors}
+    ids = torch.arange(config.decoder.vocab_size)
+    if (offsets := weights.pop("d2t", None)) is not None:
+        ids = _distinct(found, "d2t", ids + offsets.long(), num_vocab)
+    kept = ids < target.num_ids
+    if OWN_HEAD in weights and not bool(kept.all()):
+        weights[OWN_HEAD] = weights[OWN_HEAD][kept]
+    if OWN_EMBEDDING in weights and _is_of_target(weights[OWN_EMBEDDING], target):
+        del weights[OWN_EMBEDDING]
+    ids = ids[kept]
+    return replace(config, decoder=replace(config.decoder, vocab_size=len(ids))), weights, ids
+
+
+def _layer_ids(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    ids = raw.get(LAYER_IDS) or []
+    if not isinstance(ids, list) or not all(type(j) is int and j >= 0 for j in ids):
+        raise UnsupportedModel(f"config.json has {LAYER_IDS}={shown(ids)}: it must list layers")
+    return tuple(ids)
+
+
+def _check_switches(found: Published) -> None:
+    """Refuse what config.json says of the head beyond its decoder and is not computed."""
+    if found.is_speculators:
+        refuse_unknown(found.config, SPECULATORS_KEYS)
+        if found.config.get("norm_before_residual") is None:
+            raise UnsupportedModel(
+                "config.json has no norm_before_residual, which some readers take for true and some for false: add the "
+                "value that the head was trained with"
+            )
+    for key, value in found.nested.items():
+        if key in NESTED and value not in (None, NESTED[key]):
+            raise UnsupportedModel(
+                f"config.json has {key}={shown(value)} in eagle_config, which forerun does not compute: use a head "
+                f"with {NESTED[key]}"
+            )
+        if key in SWITCHES and found.config.get(key) not in (None, value):
+            raise UnsupportedModel(f"config.json has two values of {key}, of which one is in eagle_config: keep one")
+    refuse_unknown(found.nested, SWITCHES | NESTED.keys() | {LAYER_IDS})
+
+
+def _eagle_shapes(
+    found: Published, config: EagleConfig, num_vocab: int, width: int
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Our names of the weights, with shapes: what a head must have, and what it may. width: of the target's rows."""
+    if config.reads_size != width:
+        raise BadOption(
+            f"{shown(found.path)} reads rows of {config.reads_size}, and the target has rows of {width}: name a head "
+            "of this target"
+        )
+    h, num_ids = config.decoder.hidden_size, config.decoder.vocab_size
+    must = layer_shapes(config)
+    del must[FIRST + "input_layernorm.weight"]
+    may: dict[str, tuple[int, ...]] = {OWN_EMBEDDING: (num_vocab, h)}
+    if found.kind == EAGLE_1:
+        del must[FINAL_NORM]
+        must["input.weight"] = (h, 2 * h)
+        (must if found.config.get("bias") is True else may)["input.bias"] = (h,)
+        return must, may
+    num = len(config.layers)
+    must |= {f"{FIRST}self_attn.{n}_proj.weight": (must[f"{FIRST}self_attn.{n}_proj.weight"][0], 2 * h) for n in "qkv"}
+    must |= {"fc.weight": (h, num * width), **{f"{side}.weight": (h,) for side in SIDES}}
+    if flag(found.own, "fc_norm"):
+        must |= {f"fc_norm.{i}.weight": (width,) for i in range(num)}
+    if flag(found.own, "norm_before_fc"):
+        must["input_norm.weight"] = (num * width,)
+    (may if num_ids == num_vocab else must)["d2t"] = (num_ids,)
+    fits = h == width  # else the target's embeddings and LM head do not
+    (may if fits else must).update({OWN_EMBEDDING: (num_vocab, h), OWN_HEAD: (num_ids, h)})
+    return must, may
+
+
+def _published_name(found: Published, ours: str) -> str:
+    """The name under which a folder has a weight."""
+    if found.kind == EAGLE_1:
+        return ours.replace("input.", "fc.", 1) if ours.startswith("input.") else ours.removeprefix("model.")
+    first = "midlayer." if any(name.startswith("midlayer.") for name in found.shapes) else "layers.0."
+    sides = {f"{SIDES[0]}.weight": "input_layernorm.weight", f"{SIDES[1]}.weight": "hidden_norm.weight"}
+    if ours in sides:
+        return first + sides[ours]
+    return first + ours.removeprefix(FIRST) if ours.startswith(FIRST) else ours.removeprefix("model.")
+
+
+def _is_of_target(table: Tensor, target: Target) -> bool:
+    """Whether embeddings are the target's, which then need not be in memory twice."""
+    model: Model = target.model
+    if table.shape[1] != model.config.hidden_size:
+        return False
+    for first in range(0, target.num_ids, COMPARED_ROWS):
+        ids = range(first, min(first + COMPARED_ROWS, target.num_ids))
+        own = table[ids.start : ids.stop].to(model.weight_dtype).float()
+        if not torch.equal(own, model.embed(list(ids)).float().cpu()):
+            return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------------- Medusa
+
+
+@dataclass(frozen=True)
+class MedusaHeads:
+    """Heads under the names of `forerun train head`, and `lm_head.{head}.weight`, or `lm_head.weight` for all."""
+
+    num_heads: int
+    num_blocks: int
+    weights: Mapping[str, Tensor]
+    ids: Tensor
+
+
+def read_medusa(found: Published, target: Target) -> MedusaHeads:
+    """Read heads, counted by their tensors: old config files say 2 and hold 5.
+
+    Raises BadOption for heads of another target, UnsupportedModel for tensors that do not fit.
+    """
+    block, lm_head = "{0}.{1}.linear.", "{0}.{1}.weight"
+    if any(name.startswith("blocks.") for name in found.shapes):  # as vLLM writes them
+        block, lm_head = "blocks.{0}.layers.{1}.", "lm_heads.{0}.weight"
+    pattern = re.compile(re.escape(block).replace(r"\{0\}", r"(\d+)").replace(r"\{1\}", r"(\d+)") + "weight")
+    places = [match.groups() for name in found.shapes if (match := pattern.fullmatch(name))]
+    num_heads, num_blocks = (len({place[i] for place in places}) for i in (0, 1))
+    width = target.model.config.hidden_size
+    must, may, names = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]](), dict[str, str]()
+    for head in range(num_heads):
+        for i in range(num_blocks):
+            ours, theirs = f"{head}.{i}.linear.", block.format(head, i)
+            must[theirs + "weight"], may[theirs + "bias"] = (width, width), (width,)
+            names |= {ours + part: theirs + part for part in ("weight", "bias")}
+    own = {f"lm_head.{head}.weight": lm_head.format(head, num_blocks) for head in range(num_heads)}
+    if found.config.get("original_lm_head"):  # vLLM's word for one that all heads share
+        own = {"lm_head.weight": next(n for n in ("lm_head.weight", own["lm_head.0.weight"]) if n in found.shapes)}
+    num_rows = [found.shapes[name][0] for name in own.values() if name in found.shapes]
+    if num_rows:  # else they are the target's
+        must |= dict.fromkeys(own.values(), (num_rows[0], width))
+        names |= own
+    if "token_map" in found.shapes:
+        must["token_map"] = found.shapes["token_map"][:1]
+    tensors = found.read(must, may)
+    weights = {ours: tensors[name] for ours, name in names.items() if name in tensors}
+    ids, rows = _medusa_ids(found, tensors.get("token_map"), num_rows[0] if num_rows else None, target)
+    if rows is not None:
+        weights |= {name: weights[name][rows] for name in own}
+    return MedusaHeads(num_heads, num_blocks, weights, ids)
+
+
+def _medusa_ids(
+    found: Published, token_map: Tensor | None, num_rows: int | None, target: Target
+) -> tuple[Tensor, Tensor | None]:
+    """The ids that heads draft, and which rows of their LM heads those are; None = there are none, or all."""
+    if token_map is None:
+        if num_rows is not None:
+            _check_vocabulary(found, num_rows, target)
+        ids = torch.arange(target.num_ids)
+        return ids, None if num_rows in (None, target.num_ids) else ids
+    num_vocab = size(found.config, "vocab_size")
+    _check_vocabulary(found, num_vocab, target)
+    ids = _distinct(found, "token_map", token_map.long(), num_vocab)
+    kept = ids < target.num_ids
+    if num_rows is None or len(ids) == num_rows:
+        return ids[kept], None if num_rows is None or bool(kept.all()) else kept.nonzero()[:, 0]
+    if num_rows != num_vocab:
+        raise UnsupportedModel(
+            f"{shown(found.path)} has LM heads of {num_rows} rows, and {len(ids)} ids in token_map: fetch the heads "
+            "again"
+        )
+    return ids[kept], ids[kept]
+
+
+# --------------------------------------------------------------------------------------------------------------- both
+
+
+def _check_vocabulary(found: Published, num_vocab: int, target: Target) -> None:
+    """Raise BadOption for a head of another number of ids than the target's, padding apart."""
+    num_ids, padded = target.num_ids, target.model.config.vocab_size
+    if num_vocab != padded and not num_ids <= num_vocab <= num_ids + MOST_PADDING:
+        raise BadOption(
+            f"{shown(found.path)} was made for a vocabulary of {num_vocab} ids, and the target has {num_ids}: name a "
+            "head of this target"
+        )
+
+
+def _distinct(found: Published, name: str, ids: Tensor, num_vocab: int) -> Tensor:
+    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= num_vocab or len(set(ids.tolist())) < len(ids):
+        raise UnsupportedModel(
+            f"{shown(found.path)}: {name} must lead to different ids below {num_vocab}: fetch the head again"
+        )
+    return ids
