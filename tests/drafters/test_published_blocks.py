@@ -27,7 +27,7 @@ from support import runner_for
 from tiny import write_tiny
 
 PROMPT = [5, 9, 40, 8, 100, 3]
-H, IDS, BLOCK, MASK = 32, 257, 5, 256
+H, FFN, IDS, BLOCK, MASK = 32, 64, 257, 5, 256
 HEADS, KV_HEADS, D, EPS, THETA = 4, 2, 16, 1e-6, 5e5
 
 
@@ -150,7 +150,7 @@ DFLASH: dict[str, Any] = {
     "head_dim": D,
     "hidden_act": "silu",
     "hidden_size": H,
-    "intermediate_size": 40,
+    "intermediate_size": FFN,
     "layer_types": ["full_attention", "full_attention"],
     "max_position_embeddings": 128,
     "max_window_layers": 2,
@@ -178,7 +178,7 @@ def dflash_weights() -> dict[str, Tensor]:
         sizes |= {f"{at}self_attn.q_proj": (HEADS * D, H), f"{at}self_attn.o_proj": (H, HEADS * D)}
         sizes |= {f"{at}self_attn.{name}_proj": (KV_HEADS * D, H) for name in "kv"}
         sizes |= {f"{at}self_attn.{name}_norm": (D,) for name in "qk"}
-        sizes |= {f"{at}mlp.gate_proj": (40, H), f"{at}mlp.up_proj": (40, H), f"{at}mlp.down_proj": (H, 40)}
+        sizes |= {f"{at}mlp.gate_proj": (FFN, H), f"{at}mlp.up_proj": (FFN, H), f"{at}mlp.down_proj": (H, FFN)}
     random = {name: torch.randn(size, generator=generator) * 0.3 for name, size in sizes.items()}
     return {f"{name}.weight": w + (1.0 if w.ndim == 1 else 0.0) for name, w in random.items()}
 
@@ -234,6 +234,20 @@ def test_dflash_drafts_as_its_description_says(folder: Path, target: Decoder, tm
         laws = (block_logits(target, w, tokens[: one.position]) / 0.7).softmax(-1)
         found = [float(law[token]) for law, token in zip(laws, one.tokens, strict=False)]
         assert one.draft_probs == pytest.approx(found, rel=1e-3)
+
+
+@pytest.mark.parametrize("ops", ["reference", "auto"])
+def test_rounded_weights_draft_nearly_the_same(folder: Path, target: Decoder, tmp_path: Path, ops: str) -> None:
+    w = dflash_weights()
+    path = published(tmp_path / "dflash", DFLASH, w)
+    tokens, rounds = rounds_of(folder, f"dflash:path={path},quantization=int8", ops, seed=3)
+    for one in rounds:
+        laws = block_logits(target, w, tokens[: one.position]).softmax(-1)
+        found = [float(law[token]) for law, token in zip(laws, one.tokens, strict=False)]
+        assert one.draft_probs == pytest.approx(found, rel=0.5, abs=0.02)
+        assert one.draft_probs != found
+    with pytest.raises(BadOption, match="a group that divides them"):
+        LLM(str(folder), draft=f"dflash:path={path},quantization=int8:group=64", ops=ops)
 
 
 def test_a_text_beyond_the_positions_is_written_plainly(folder: Path, tmp_path: Path) -> None:
