@@ -23,11 +23,17 @@ from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.models.loading import Checkpoint
 from forerun.train import head as training, heads, loop
 from forerun.train.head import HeadConfig
+from forerun.train.heads import dflash, eagle as eagle_head
 from forerun.train.samples import read_samples
 from tiny import write_tiny
 from train.written import write, writer_of
 
-METHODS = ["eagle:draft_vocab=200,steps=3", "medusa:draft_vocab=200,heads=2"]
+METHODS = [
+    "eagle:draft_vocab=200,steps=3",
+    "medusa:draft_vocab=200,heads=2",
+    "hydra:draft_vocab=200,heads=3,blocks=2",
+    "dflash:draft_vocab=200,block=4,depth=1",
+]
 Make = Callable[..., HeadConfig]
 
 
@@ -160,13 +166,16 @@ def test_features_are_those_of_the_target(tiny: Make, checkpoint: Checkpoint) ->
     assert (found.best.numpy()[written - 1] == greedy.ids[written]).mean() > 0.95
 
 
-def test_the_drafter_computes_what_was_trained(tiny: Make, checkpoint: Checkpoint, folder: Path) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_the_drafter_computes_what_was_trained(tiny: Make, checkpoint: Checkpoint, folder: Path, method: str) -> None:
     """A draft is the chain of the training's own steps: row, position and token are paired in the same way in both."""
-    config = tiny(steps=40)
+    config = tiny(steps=40, method=method)
     training.train(config, checkpoint, quiet=True)
     task = training.prepare(config, checkpoint)
     loop.load_state(loop.Run(config, task, loop.make_optimizer(config, task.weights)))
-    llm = LLM(str(folder), draft=f"eagle:path={config.out / 'head'}", spec_length=3, ops="reference", max_seq_len=128)
+    name = method.partition(":")[0]
+    draft = f"{name}:path={config.out / 'head'}" + (",shape=1x1x1" if name in ("medusa", "hydra") else "")
+    llm = LLM(str(folder), draft=draft, spec_length=3, ops="reference", max_seq_len=128)
     rounds = list[Any]()
     llm.listen(lambda report: rounds.extend(report.rounds), detail=True)
     out = llm.generate([[5, 9, 40, 8, 100, 3]], SamplingParams(max_tokens=12, temperature=0))[0]
@@ -186,9 +195,13 @@ def chain_of(task: training.HeadTask, ids: list[int], num: int) -> list[int]:
     sample = replace(read_samples(task.config.samples).samples[0], ids=np.array(ids, dtype=np.uint32), num_given=0)
     batch = heads.Packing([sample], task.data._source, 64, 1, 0).joined([[0]])
     batch = replace(batch, best=torch.full_like(batch.best, int(task.head.ids[0])))  # so that every row is learned
-    guesses, anchor = [], len(ids) - num - 2
-    for _, (learned, own, _) in zip(range(num), task.head._steps(batch), strict=False):
-        guesses.append(int(task.head.ids[own[int(learned[0, :anchor].sum())].argmax()]))
+    guesses, row = [], len(ids) - num - 2
+    if isinstance(task.head, dflash.Head):  # a block begins with the token whose features are not known
+        parts, row = task.head._places(batch, torch.tensor([row + 1])), 0
+    else:
+        parts = task.head._steps(batch) if isinstance(task.head, eagle_head.Head) else task.head._heads(batch)
+    for _, (learned, own, _) in zip(range(num), parts, strict=False):
+        guesses.append(int(task.head.ids[own[int(learned[0, :row].sum())].argmax()]))
     return guesses
 
 
@@ -261,6 +274,10 @@ def test_layers_that_are_read() -> None:
     assert module.layers(module.Options(), config) == (15, 29, 30)
     with pytest.raises(BadOption, match="the target has 30 layers"):
         heads.load("eagle:layers=2+31", config)
+    module = heads.load("dflash", config)[1]
+    assert module.layers(module.Options(), config) == (15, 29, 30)
+    with pytest.raises(BadOption, match="so 1 is the first"):
+        heads.load("dflash:layers=0+30", config)
     with pytest.raises(BadOption, match="method that can be trained"):
         heads.load("egale", config)
 
@@ -272,7 +289,7 @@ def eagle_target() -> Any:
 
 
 def test_a_head_without_a_file_says_how_to_make_one(folder: Path) -> None:
-    for name in ("eagle", "medusa"):
+    for name in ("eagle", "medusa", "hydra", "dflash"):
         with pytest.raises(BadOption, match=f"train head --method {name}"):
             LLM(str(folder), draft=name)
     assert eagle.hidden_layers(eagle.Options(), 2) == ()

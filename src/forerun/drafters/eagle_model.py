@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +16,13 @@ from torch import Tensor
 
 from forerun.config import Quantization
 from forerun.drafters import head_files
-from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
+from forerun.drafters.head_matrices import Product
+from forerun.errors import InternalError, UnsupportedModel, shown
 from forerun.kv.cache import BlockCache
 from forerun.models.layers import Decoder, DecoderConfig, Layer, Projections, Rope, parameter_shapes
 from forerun.models.loading import read_config
 from forerun.models.runner import Model
 from forerun.models.saving import config_to_dict
-from forerun.ops.quantised import QuantisedMatrix
-from forerun.ops.quantising import quantise, scheme_of
 from forerun.types import RaggedBatch
 
 EMBEDDING = "model.embed_tokens.weight"  # of a decoder: here the LM head's rows, for nothing is looked up
@@ -232,23 +231,6 @@ class EagleModel:
         parts = [weights[f"{name}.weight"] for name in names]
         biases = [weights.get(f"{name}.bias") for name in names]
         bias = None if biases[0] is None else torch.cat([part for part in biases if part is not None])
-        sizes = [len(part) for part in parts]
-        if len(parts) == 1:
-            return Projections([self._packed(parts[0], bias)], sizes, None)
-        return Projections([], sizes, self._packed(torch.cat(parts), bias))
-
-    def _packed(self, weight: Tensor, bias: Tensor | None) -> tuple[Any, Tensor | None]:
-        """A matrix and its bias as the operators take them."""
-        rounded, packs = self._rounded, cast(Any, self.ops).pack if self.ops.packs else None
-        if rounded is None:
-            return (packs(weight, bias), None) if packs else (weight, bias)
-        if weight.shape[1] % rounded.group:
-            raise BadOption(
-                f"quantization={str(rounded)!r} is not possible: the head has rows of {weight.shape[1]} weights; "
-                "choose a group that divides them, or none"
-            )
-        scheme = scheme_of(rounded.bits, rounded.group)
-        if packs:
-            shape = weight.shape[0], weight.shape[1]
-            return packs(QuantisedMatrix(scheme, shape, lambda: iter([quantise(weight, scheme)])), bias), None
-        return quantise(weight, scheme).dequantise().to(weight.dtype), bias
+        made, sizes = Product.of(self._target, parts, bias, self._rounded), [len(part) for part in parts]
+        whole = made.matrix, made.bias
+        return Projections([whole], sizes, None) if len(parts) == 1 else Projections([], sizes, whole)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from forerun.drafters import head_files
 from forerun.models.layers import DecoderConfig
-from forerun.train.heads import Batch, Rows, Teacher, cross_entropy, shifted
+from forerun.train.heads import Batch, Rows, Teacher, Vocabulary, decayed, shifted
 
 
 @dataclass(frozen=True)
@@ -40,31 +41,20 @@ def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
 class Head:
     """All heads in float32, with gradients. They begin as the target's own head, for their blocks add nothing."""
 
+    method = "medusa"
+
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
-        self.options = options
-        self.ids = teacher.counts.argsort(descending=True, stable=True)[: options.draft_vocab].sort().values
-        self._rows = teacher.head[self.ids]
-        self._place = torch.full((teacher.config.vocab_size,), -1)
-        self._place[self.ids] = torch.arange(len(self.ids))
-        width = teacher.config.hidden_size
-        self._width, self._probe = width, teacher.probe
-        self.weights = {
-            f"{head}.{block}.linear.{part}": torch.zeros((width, width) if part == "weight" else (width,))
-            for head in range(options.heads)
-            for block in range(options.blocks)
-            for part in ("weight", "bias")
-        }
+        self.options, self._teacher = options, teacher
+        self._vocab = Vocabulary(teacher, options.draft_vocab)
+        self.ids = self._vocab.ids
+        self.weights = self.first_weights(teacher.config.hidden_size)
 
     def begin(self, batches: Iterable[Batch]) -> None:
         """See `Head` in this package: nothing."""
 
     def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
-        total = torch.zeros(())
-        for head, (_, own, target) in enumerate(self._heads(batch)):
-            if len(own):
-                total = total + self.options.decay**head * cross_entropy(own, target).mean()
-        return total
+        return decayed(self._heads(batch), self.options.decay)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """See `Head` in this package."""
@@ -75,31 +65,44 @@ class Head:
             reached = reached & rows.found(own)
         return numbers
 
-    def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of each head: which rows are learned [S, L], and own and target logits of those, float32 [R, draft_vocab]."""
-        for head in range(self.options.heads):
-            learned = batch.ahead(head + 2) & (self._place[shifted(batch.best, head + 1)] >= 0)
-            own = self._logits(head, batch.hidden[learned].float())
-            with torch.no_grad():
-                target = F.linear(shifted(batch.hidden, head + 1)[learned].to(self._rows.dtype), self._rows).float()
-            yield learned, own, target
-
     def save(self, folder: Path, tokenizer: str) -> None:
         """See `Head` in this package."""
         weights = {name: weight.detach().bfloat16() for name, weight in self.weights.items()}
-        weights["d2t"] = self.ids - torch.arange(len(self.ids))
-        sizes = {"medusa_num_heads": self.options.heads, "medusa_num_layers": self.options.blocks}
-        weights[head_files.PROBE] = self._probe
-        head_files.save(
-            folder,
-            "medusa",
-            weights,
-            {**sizes, "hidden_size": self._width, "draft_vocab_size": len(self.ids)},
-            tokenizer,
-        )
+        weights |= {"d2t": self._vocab.offsets(), head_files.PROBE: self._teacher.probe}
+        sizes = {"hidden_size": self._teacher.config.hidden_size, "draft_vocab_size": len(self.ids)}
+        head_files.save(folder, self.method, weights, {**self.sizes(), **sizes}, tokenizer)
 
-    def _logits(self, head: int, hidden: Tensor) -> Tensor:
-        for block in range(self.options.blocks):
-            linear = f"{head}.{block}.linear."
-            hidden = hidden + F.silu(F.linear(hidden, self.weights[linear + "weight"], self.weights[linear + "bias"]))
-        return F.linear(hidden, self._rows).float()
+    def first_weights(self, width: int) -> dict[str, Tensor]:
+        """The weights of all heads, by the names of the file."""
+        return {
+            f"{head}.{block}.linear.{part}": torch.zeros((width, width) if part == "weight" else (width,))
+            for head in range(self.options.heads)
+            for block in range(self.options.blocks)
+            for part in ("weight", "bias")
+        }
+
+    def sizes(self) -> dict[str, Any]:
+        """What config.json says of them."""
+        return {"medusa_num_heads": self.options.heads, "medusa_num_layers": self.options.blocks}
+
+    def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
+        """What one head makes of the hidden states of these rows [R, H]."""
+        return self._through([f"{head}.{i}.linear" for i in range(self.options.blocks)], batch.hidden[learned].float())
+
+    def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of each head: which rows are learned [S, L], and own and target logits of those, float32 [R, draft_vocab]."""
+        for head in range(self.options.heads):
+            learned = batch.ahead(head + 2) & self._vocab.has(shifted(batch.best, head + 1))
+            own = self._vocab.logits(self.rows(head, batch, learned))
+            with torch.no_grad():
+                target = self._vocab.logits(shifted(batch.hidden, head + 1)[learned])
+            yield learned, own, target
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
+
+    def _through(self, names: Iterable[str], x: Tensor) -> Tensor:
+        """x [R, H] behind residual blocks."""
+        for name in names:
+            x = x + F.silu(self._linear(name, x))
+        return x
