@@ -207,7 +207,7 @@ def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) 
     _config(options, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
 
 
-def hidden_layers(options: Options) -> tuple[int, ...]:
+def hidden_layers(options: Options, num_layers: int) -> tuple[int, ...]:
     """Return the target's layers behind which the context is read."""
     return _config(options, None).layers if options.path is not None else ()
 
