@@ -27,7 +27,12 @@ from forerun.train.samples import read_samples
 from tiny import write_tiny
 from train.written import write, writer_of
 
-METHODS = ["eagle:draft_vocab=200,steps=3", "medusa:draft_vocab=200,heads=2"]
+METHODS = [
+    "eagle:draft_vocab=200,steps=3",
+    "medusa:draft_vocab=200,heads=2",
+    "blockwise:draft_vocab=200,heads=2,units=16",
+    "pass:vectors=2,every=4",
+]
 Make = Callable[..., HeadConfig]
 
 

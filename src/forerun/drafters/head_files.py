@@ -46,6 +46,16 @@ def save(folder: Path, method: str, weights: Mapping[str, Tensor], config: Mappi
     (folder / f"{CONFIG}.partial").replace(folder / CONFIG)
 
 
+def config_of(path: str | None, method: str, tokenizer: str | None) -> dict[str, Any]:
+    """As `read_config`; BadOption without a path says how to make such a folder."""
+    if path is None:
+        raise BadOption(
+            f"{method} needs what is trained for its target: make it with `forerun train head --method {method} "
+            f"--target TARGET --out FOLDER`, then write {method}:path=FOLDER/head"
+        )
+    return read_config(path, method, tokenizer)
+
+
 def read_config(path: str, method: str, tokenizer: str | None = None) -> dict[str, Any]:
     """The config.json of a head, less what is forerun's own. tokenizer: the fingerprint that it must have.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -47,37 +47,61 @@ def widths(shape: str) -> list[int]:
     return found
 
 
-class Heads:
-    """The heads of one target. ids [n]: those that are drafted, ascending."""
+Linear = tuple[Any, Tensor | None]  # a matrix, packed where operators pack, and its bias, if it is not packed, too
 
-    def __init__(
-        self, weights: Mapping[str, Tensor], num_heads: int, num_blocks: int, ids: Tensor, target: Model
-    ) -> None:
-        self.num_heads, self._ops, self._dtype = num_heads, target.ops, target.activation_dtype
-        self._ids = ids
-        self._blocks = [
-            [self._linear(weights, f"{head}.{block}.linear.", target) for block in range(num_blocks)]
-            for head in range(num_heads)
-        ]
+
+class Heads(Protocol):
+    """Guesses of several tokens ahead, each an own function of the target's last hidden state."""
+
+    num_heads: int
+
+    def outputs(self, hidden: Tensor, num_heads: int) -> list[Tensor]:
+        """hidden [B, H] -> of each head, what the LM head reads [B, H]."""
+
+
+class Guesser:
+    """The LM head behind some heads. ids [n]: those that are drafted, ascending."""
+
+    def __init__(self, heads: Heads, ids: Tensor, target: Model) -> None:
+        self.num_heads, self._heads, self._ids = heads.num_heads, heads, ids
+        self._ops, self._dtype = target.ops, target.activation_dtype
         self._head = _packed(target, target.head(ids.tolist()).to(target.weight_dtype))
 
     def guesses(self, hidden: Tensor, num_heads: int, num: int) -> list[list[list[int]]]:
         """hidden [B, H] -> by row and head, the `num` likeliest ids, best first."""
-        rows = []
-        for blocks in self._blocks[:num_heads]:
-            x = hidden.to(self._dtype).clamp(-head_files.LARGEST, head_files.LARGEST)
-            for matrix, bias in blocks:
-                x = x + torch.nn.functional.silu(self._ops.linear(x, matrix, bias))
-            rows.append(x)
-        logits = self._ops.linear(torch.stack(rows, 1).flatten(0, 1), self._head)
+        x = hidden.to(self._dtype).clamp(-head_files.LARGEST, head_files.LARGEST)
+        logits = self._ops.linear(torch.stack(self._heads.outputs(x, num_heads), 1).flatten(0, 1), self._head)
         best = logits.topk(min(num, logits.shape[-1]), dim=-1).indices
         found: list[list[list[int]]] = torch.unflatten(self._ids[best.cpu()], 0, (len(hidden), -1)).tolist()
         return found
 
-    def _linear(self, weights: Mapping[str, Tensor], name: str, target: Model) -> tuple[Any, Tensor | None]:
-        matrix = weights[name + "weight"].to(target.device, target.weight_dtype)
-        bias = weights[name + "bias"].to(target.device, target.weight_dtype)
-        return (_packed(target, matrix, bias), None) if target.ops.packs else (matrix, bias)
+
+class Blocks:
+    """The heads of Medusa: each a few residual blocks."""
+
+    def __init__(self, weights: Mapping[str, Tensor], num_heads: int, num_blocks: int, target: Model) -> None:
+        self.num_heads, self._ops = num_heads, target.ops
+        self._blocks = [
+            [linear_of(weights, f"{head}.{block}.linear.", target) for block in range(num_blocks)]
+            for head in range(num_heads)
+        ]
+
+    def outputs(self, hidden: Tensor, num_heads: int) -> list[Tensor]:
+        """See Heads."""
+        rows = []
+        for blocks in self._blocks[:num_heads]:
+            x = hidden
+            for matrix, bias in blocks:
+                x = x + torch.nn.functional.silu(self._ops.linear(x, matrix, bias))
+            rows.append(x)
+        return rows
+
+
+def linear_of(weights: Mapping[str, Tensor], name: str, target: Model) -> Linear:
+    """The matrix `name`weight and its bias, as the target's operators want them."""
+    matrix = weights[name + "weight"].to(target.device, target.weight_dtype)
+    bias = weights[name + "bias"].to(target.device, target.weight_dtype)
+    return (_packed(target, matrix, bias), None) if target.ops.packs else (matrix, bias)
 
 
 def _packed(target: Model, matrix: Tensor, bias: Tensor | None = None) -> Any:
@@ -89,8 +113,8 @@ class MedusaDrafter(Drafter):
 
     draws = "point"
 
-    def __init__(self, heads: Heads, options: Options) -> None:
-        self._heads, self._widths = heads, widths(options.shape)[: heads.num_heads]
+    def __init__(self, heads: Guesser, widths: Seq[int]) -> None:
+        self._heads, self._widths = heads, widths[: heads.num_heads]
         self.shape = "chain" if max(self._widths) == 1 else "tree"
         self._hidden = dict[int, tuple[int, Tensor]]()  # by sequence: the tokens up to that of the row, and the row
         self._nodes: list[Node] = []
@@ -134,12 +158,7 @@ class MedusaDrafter(Drafter):
 
 
 def _read_config(options: Options, tokenizer: str | None) -> dict[str, Any]:
-    if options.path is None:
-        raise BadOption(
-            "medusa needs heads: make them with `forerun train head --method medusa --target TARGET --out FOLDER`, "
-            "then write medusa:path=FOLDER/head"
-        )
-    return head_files.read_config(options.path, "medusa", tokenizer)
+    return head_files.config_of(options.path, "medusa", tokenizer)
 
 
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
@@ -159,4 +178,5 @@ def build(options: Options, target: Target) -> Drafter:
             shapes |= {f"{head}.{block}.linear.weight": (width, width), f"{head}.{block}.linear.bias": (width,)}
     weights = head_files.read_weights(options.path, shapes, target.model, target.num_ids)
     ids = head_files.draft_ids(options.path, weights.pop("d2t"), target.num_ids)
-    return MedusaDrafter(Heads(weights, num_heads, num_blocks, ids, target.model), options)
+    heads = Blocks(weights, num_heads, num_blocks, target.model)
+    return MedusaDrafter(Guesser(heads, ids, target.model), widths(options.shape))

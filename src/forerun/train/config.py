@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from forerun.errors import BadOption, shown
+from forerun.errors import BadOption
+from forerun.train import losses
 from forerun.train.loop import LoopConfig
 from forerun.train.losses import LossName
 from forerun.train.model import ModelShape
@@ -27,8 +28,7 @@ class TrainConfig(LoopConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loss not in ("ce", "kl", "alpha"):
-            raise BadOption(f"loss {shown(self.loss)} is unknown: it must be ce, kl or alpha")
+        losses.check(self.loss)
         if self.loss != "ce" and self.teacher is None:
             raise BadOption(f"loss {self.loss} learns from a target's distribution: give --teacher PATH")
 

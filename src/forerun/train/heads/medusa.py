@@ -1,15 +1,16 @@
 """Medusa-1 (Cai et al. 2024, arXiv 2401.10774): the backbone stays as it is; the drafter is drafters/medusa.py.
 
 Head k (from 1) reads the target's last hidden state of token m and learns the target's distribution of token m+k+1: one
-residual block, and the rows of the target's own LM head. The loss is the sum over heads of decay^k times the cross
-entropy to the target's distribution over the ids that are drafted.
+residual block, and the rows of the target's own LM head. The loss is the sum over heads of decay^k times a loss of
+losses.py over the ids that are drafted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from forerun.drafters import head_files
 from forerun.models.layers import DecoderConfig
-from forerun.train.heads import Batch, Rows, Teacher, cross_entropy, shifted
+from forerun.train import losses
+from forerun.train.heads import Batch, Rows, Teacher, shifted
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,10 @@ class Options:
         default=8192, metadata={"help": "ids that are drafted, those that the target wrote most often", "min": 2}
     )
     decay: float = field(default=0.8, metadata={"help": "weight of a head's loss over that of the head before"})
+    loss: str = field(default="kl", metadata={"help": losses.HELP})
+
+    def __post_init__(self) -> None:
+        losses.check(self.loss)
 
 
 def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
@@ -37,23 +43,41 @@ def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
     return ()
 
 
-class Head:
-    """All heads in float32, with gradients. They begin as the target's own head, for their blocks add nothing."""
+class AheadOptions(Protocol):
+    """What heads that guess ahead of one hidden state have in common."""
 
-    def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
+    @property
+    def heads(self) -> int: ...
+    @property
+    def draft_vocab(self) -> int: ...
+    @property
+    def decay(self) -> float: ...
+    @property
+    def loss(self) -> str: ...
+
+
+class AheadHead:
+    """Heads that guess ahead of the target's last hidden state, in float32. weights: in the beginning, by name.
+
+    method: the drafter that reads them. sizes: for config.json.
+    """
+
+    method: str
+
+    def __init__(
+        self, options: AheadOptions, teacher: Teacher, weights: dict[str, Tensor], sizes: Mapping[str, int]
+    ) -> None:
         self.options = options
         self.ids = teacher.counts.argsort(descending=True, stable=True)[: options.draft_vocab].sort().values
         self._rows = teacher.head[self.ids]
         self._place = torch.full((teacher.config.vocab_size,), -1)
         self._place[self.ids] = torch.arange(len(self.ids))
-        width = teacher.config.hidden_size
-        self._width, self._probe = width, teacher.probe
-        self.weights = {
-            f"{head}.{block}.linear.{part}": torch.zeros((width, width) if part == "weight" else (width,))
-            for head in range(options.heads)
-            for block in range(options.blocks)
-            for part in ("weight", "bias")
-        }
+        self._width, self._probe = teacher.config.hidden_size, teacher.probe
+        self.weights, self._sizes = weights, sizes
+
+    def output(self, head: int, hidden: Tensor) -> Tensor:
+        """hidden [R, H] -> what the LM head reads for this head [R, H]."""
+        raise NotImplementedError
 
     def begin(self, batches: Iterable[Batch]) -> None:
         """See `Head` in this package: nothing."""
@@ -63,7 +87,7 @@ class Head:
         total = torch.zeros(())
         for head, (_, own, target) in enumerate(self._heads(batch)):
             if len(own):
-                total = total + self.options.decay**head * cross_entropy(own, target).mean()
+                total = total + self.options.decay**head * losses.by_row(self.options.loss, own, target).mean()
         return total
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
@@ -79,7 +103,7 @@ class Head:
         """Of each head: which rows are learned [S, L], and own and target logits of those, float32 [R, draft_vocab]."""
         for head in range(self.options.heads):
             learned = batch.ahead(head + 2) & (self._place[shifted(batch.best, head + 1)] >= 0)
-            own = self._logits(head, batch.hidden[learned].float())
+            own = F.linear(self.output(head, batch.hidden[learned].float()), self._rows).float()
             with torch.no_grad():
                 target = F.linear(shifted(batch.hidden, head + 1)[learned].to(self._rows.dtype), self._rows).float()
             yield learned, own, target
@@ -88,18 +112,31 @@ class Head:
         """See `Head` in this package."""
         weights = {name: weight.detach().bfloat16() for name, weight in self.weights.items()}
         weights["d2t"] = self.ids - torch.arange(len(self.ids))
-        sizes = {"medusa_num_heads": self.options.heads, "medusa_num_layers": self.options.blocks}
         weights[head_files.PROBE] = self._probe
-        head_files.save(
-            folder,
-            "medusa",
-            weights,
-            {**sizes, "hidden_size": self._width, "draft_vocab_size": len(self.ids)},
-            tokenizer,
-        )
+        sizes = {**self._sizes, "hidden_size": self._width, "draft_vocab_size": len(self.ids)}
+        head_files.save(folder, self.method, weights, sizes, tokenizer)
 
-    def _logits(self, head: int, hidden: Tensor) -> Tensor:
-        for block in range(self.options.blocks):
+
+class Head(AheadHead):
+    """All heads of Medusa. They begin as the target's own head, for their blocks add nothing."""
+
+    method = "medusa"
+
+    def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
+        width = teacher.config.hidden_size
+        weights = {
+            f"{head}.{block}.linear.{part}": torch.zeros((width, width) if part == "weight" else (width,))
+            for head in range(options.heads)
+            for block in range(options.blocks)
+            for part in ("weight", "bias")
+        }
+        self._num_blocks = options.blocks
+        sizes = {"medusa_num_heads": options.heads, "medusa_num_layers": options.blocks}
+        super().__init__(options, teacher, weights, sizes)
+
+    def output(self, head: int, hidden: Tensor) -> Tensor:
+        """See AheadHead."""
+        for block in range(self._num_blocks):
             linear = f"{head}.{block}.linear."
             hidden = hidden + F.silu(F.linear(hidden, self.weights[linear + "weight"], self.weights[linear + "bias"]))
-        return F.linear(hidden, self._rows).float()
+        return hidden
