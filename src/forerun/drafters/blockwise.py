@@ -41,7 +41,7 @@ class FeedForward:
     def outputs(self, hidden: Tensor, num_heads: int) -> list[Tensor]:
         """See medusa.Heads."""
         inner = torch.nn.functional.relu(self._ops.linear(hidden, *self._in))
-        added = self._ops.linear(inner, *self._out).unflatten(-1, (self.num_heads, self._width))
+        added = torch.unflatten(self._ops.linear(inner, *self._out), -1, (self.num_heads, self._width))
         return list((hidden.unsqueeze(1) + added)[:, :num_heads].unbind(1))
 
 

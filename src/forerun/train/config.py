@@ -18,7 +18,8 @@ class TrainConfig(LoopConfig):
 
     shape: ModelShape
     loss: LossName = "ce"
-    teacher: Path | None = None  # checkpoint folder of the target
+    teacher: str | None = None  # the target: folder, GGUF file, name or hub id
+    after: tuple[str, ...] = ()  # earlier drafts of the target, in the same ways: see lm.py
     init_from: Path | None = None  # checkpoint folder to start from: the same shape, or fewer layers
     tokenizer: Path | None = None  # tokenizer.json to use; None = the teacher's, else one is trained
     text: Path | None = None  # folder of Python sources; None = the standard library
@@ -31,6 +32,13 @@ class TrainConfig(LoopConfig):
         losses.check(self.loss)
         if self.loss != "ce" and self.teacher is None:
             raise BadOption(f"loss {self.loss} learns from a target's distribution: give --teacher PATH")
+        if self.after and self.teacher is None:
+            raise BadOption("after learns where earlier drafts and a target do not agree: give --teacher PATH")
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether some of what it learns from is not written by the target."""
+        return self.samples is None or round(self.rows_per_step * self.samples_share) < self.rows_per_step
 
     def checks(self) -> dict[str, bool]:
         return {

@@ -85,7 +85,7 @@ class AheadHead:
     def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
         total = torch.zeros(())
-        for head, (_, own, target) in enumerate(self._heads(batch)):
+        for head, (_, own, target) in enumerate(self._guesses(batch)):
             if len(own):
                 total = total + self.options.decay**head * losses.by_row(self.options.loss, own, target).mean()
         return total
@@ -93,13 +93,13 @@ class AheadHead:
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """See `Head` in this package."""
         numbers, reached = dict[str, tuple[float, float]](), torch.ones_like(batch.is_written)
-        for k, (learned, own, target) in enumerate(self._heads(batch)):
+        for k, (learned, own, target) in enumerate(self._guesses(batch)):
             rows = Rows(batch.ahead(k + 2), learned, self.ids, shifted(batch.best, k + 1), shifted(batch.mass, k + 1))
             numbers |= rows.numbers(f"_{k + 1}", own, target, reached)
             reached = reached & rows.found(own)
         return numbers
 
-    def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _guesses(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Of each head: which rows are learned [S, L], and own and target logits of those, float32 [R, draft_vocab]."""
         for head in range(self.options.heads):
             learned = batch.ahead(head + 2) & (self._place[shifted(batch.best, head + 1)] >= 0)

@@ -77,7 +77,7 @@ class RememberingOps(ReferenceOps):
     ) -> Tensor:
         """q [S * rows, heads, D], k and v [S * rows, kv_heads, D]; layers come one after the other."""
         num_heads, num_rows = q.shape[1], len(self.mask)
-        q, k, v = (x.unflatten(0, (num_rows, -1)).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (torch.unflatten(x, 0, (num_rows, -1)).transpose(1, 2) for x in (q, k, v))
         k, v = (x.repeat_interleave(num_heads // k.shape[1], dim=1) for x in (k, v))
         if self.remembers:
             self.memory.append((k, v))
@@ -153,13 +153,14 @@ class Head:
         with torch.no_grad():
             self._ops.begin(mask, remembers=True)
             self._forward(batch.ids, batch.at, None)
-        groups = torch.ones(num, num, dtype=torch.bool).tril()
-        own = torch.block_diag(*[groups] * len(places)).bool().expand(num_rows, 1, -1, -1)
+        row = torch.arange(num * len(places))
+        own = (row // num == row.unsqueeze(1) // num) & (row <= row.unsqueeze(1))
+        own = own.expand(num_rows, 1, -1, -1)
         self._ops.begin(torch.cat((mask[:, :, places].repeat_interleave(num, 2), own), -1), remembers=False)
         at = (batch.at[:, places].unsqueeze(-1) + torch.arange(1, num + 1)).flatten(1)
         vectors = self.weights[NAME].repeat(num_rows * len(places), 1)
         hidden = self._forward(torch.zeros_like(at), at, vectors)
-        return hidden.unflatten(0, (num_rows, len(places), num))
+        return torch.unflatten(hidden, 0, (num_rows, len(places), num))
 
     def _forward(self, ids: Tensor, at: Tensor, hidden: Tensor | None) -> Tensor:
         """ids and positions [S, rows] -> rows behind the final norm [S * rows, H]."""
