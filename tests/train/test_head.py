@@ -165,13 +165,16 @@ def test_features_are_those_of_the_target(tiny: Make, checkpoint: Checkpoint) ->
     assert (found.best.numpy()[written - 1] == greedy.ids[written]).mean() > 0.95
 
 
-def test_the_drafter_computes_what_was_trained(tiny: Make, checkpoint: Checkpoint, folder: Path) -> None:
+@pytest.mark.parametrize("method", [METHODS[0], *METHODS[2:-1], "pass:vectors=2,every=1"])
+def test_the_drafter_computes_what_was_trained(tiny: Make, checkpoint: Checkpoint, folder: Path, method: str) -> None:
     """A draft is the chain of the training's own steps: row, position and token are paired in the same way in both."""
-    config = tiny(steps=40)
+    name, steps, length = (method.partition(":")[0], 12, 5) if method != METHODS[0] else ("eagle", 40, 3)
+    config = tiny(method=method, steps=steps)
     training.train(config, checkpoint, quiet=True)
     task = training.prepare(config, checkpoint)
     loop.load_state(loop.Run(config, task, loop.make_optimizer(config, task.weights)))
-    llm = LLM(str(folder), draft=f"eagle:path={config.out / 'head'}", spec_length=3, ops="reference", max_seq_len=128)
+    draft = f"{name}:path={config.out / 'head'}"
+    llm = LLM(str(folder), draft=draft, spec_length=length, pacing="fixed", ops="reference", max_seq_len=128)
     rounds = list[Any]()
     llm.listen(lambda report: rounds.extend(report.rounds), detail=True)
     out = llm.generate([[5, 9, 40, 8, 100, 3]], SamplingParams(max_tokens=12, temperature=0))[0]
@@ -192,9 +195,21 @@ def chain_of(task: training.HeadTask, ids: list[int], num: int) -> list[int]:
     batch = heads.Packing([sample], task.data._source, 64, 1, 0).joined([[0]])
     batch = replace(batch, best=torch.full_like(batch.best, int(task.head.ids[0])))  # so that every row is learned
     guesses, anchor = [], len(ids) - num - 2
-    for _, (learned, own, _) in zip(range(num), task.head._steps(batch), strict=False):
+    steps = task.head._steps if hasattr(task.head, "_steps") else task.head._guesses
+    for _, (learned, own, _) in zip(range(num), steps(batch), strict=False):
         guesses.append(int(task.head.ids[own[int(learned[0, :anchor].sum())].argmax()]))
     return guesses
+
+
+@pytest.mark.parametrize("loss", ["ce", "alpha"])
+def test_heads_learn_by_other_losses(tiny: Make, checkpoint: Checkpoint, loss: str) -> None:
+    config = tiny(method=f"medusa:draft_vocab=200,heads=1,loss={loss}", steps=40)
+    training.train(config, checkpoint, quiet=True)
+    losses = [line["train_loss"] for line in log_of(config) if "train_loss" in line]
+    assert losses[-1] < losses[0]
+    assert loss == "ce" or 0 <= losses[-1] <= 1
+    with pytest.raises(BadOption, match="ce, kl or alpha"):
+        heads.load("pass:loss=mse", checkpoint.model.config)
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +292,7 @@ def eagle_target() -> Any:
 
 
 def test_a_head_without_a_file_says_how_to_make_one(folder: Path) -> None:
-    for name in ("eagle", "medusa"):
+    for name in ("eagle", "medusa", "blockwise", "pass"):
         with pytest.raises(BadOption, match=f"train head --method {name}"):
             LLM(str(folder), draft=name)
     assert eagle.hidden_layers(eagle.Options()) == ()

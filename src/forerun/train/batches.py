@@ -98,7 +98,7 @@ def validation_windows(tokens: Tokens, seq_len_tokens: int, most: int) -> Tensor
     count = min(most, (len(tokens) - 1) // seq_len_tokens)
     if count < 1:
         raise BadOption(
-            f"{len(tokens)} held-out tokens are too few for windows of {seq_len_tokens} + 1: take more text"
+            f"{len(tokens)} held-out tokens are too few for windows of {seq_len_tokens} + 1: give more text"
         )
     rows = [tokens[i * seq_len_tokens : (i + 1) * seq_len_tokens + 1] for i in range(count)]
     return torch.from_numpy(np.stack(rows).astype(np.int64))
