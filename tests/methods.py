@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from forerun.drafters import Target, artifacts, blockwise, eagle_model, head_files
+from forerun.drafters import Target, artifacts, eagle_model, head_files
 from forerun.models.layers import DecoderConfig
 from forerun.models.named import DATA
 from forerun.train import datastore
@@ -54,7 +54,7 @@ def random_blockwise(target: Target, folder: Path) -> Mapping[str, Any]:
     """A layer of random weights with two outputs."""
     width = target.model.config.hidden_size
     sizes = {"num_heads": 2, "intermediate_size": 4, "draft_vocab_size": target.num_ids}
-    return _saved(target, folder, "blockwise", _random(blockwise.shapes(2, 4, width), width), sizes)
+    return _saved(target, folder, "blockwise", _random(head_files.feed_forward_shapes(2, 4, width), width), sizes)
 
 
 def random_pass(target: Target, folder: Path) -> Mapping[str, Any]:

@@ -45,17 +45,6 @@ class FeedForward:
         return list((hidden.unsqueeze(1) + added)[:, :num_heads].unbind(1))
 
 
-def shapes(num_heads: int, inner: int, width: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of such a layer. inner: units of the hidden layer; width: of the target's rows."""
-    outer = num_heads * width
-    return {
-        "hidden.weight": (inner, width),
-        "hidden.bias": (inner,),
-        "output.weight": (outer, inner),
-        "output.bias": (outer,),
-    }
-
-
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
     """Refuse a folder that has no such layer, or that of another tokenizer, before any weight is read."""
     head_files.config_of(options.path, "blockwise", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
@@ -67,7 +56,7 @@ def build(options: Options, target: Target) -> Drafter:
     assert options.path is not None
     num_heads, inner = size(config, "num_heads"), size(config, "intermediate_size")
     wanted: dict[str, tuple[int, ...]] = {"d2t": (size(config, "draft_vocab_size"),)}
-    wanted |= shapes(num_heads, inner, target.model.config.hidden_size)
+    wanted |= head_files.feed_forward_shapes(num_heads, inner, target.model.config.hidden_size)
     weights = head_files.read_weights(options.path, wanted, target.model, target.num_ids)
     ids = head_files.draft_ids(options.path, weights.pop("d2t"), target.num_ids)
     layer = FeedForward(weights, num_heads, target.model)

@@ -124,6 +124,17 @@ def draft_ids(path: str, d2t: Tensor, num_ids: int) -> Tensor:
     return ids
 
 
+def feed_forward_shapes(num_heads: int, inner: int, width: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer of blockwise. inner: units of the hidden layer; width: of the target's rows."""
+    outer = num_heads * width
+    return {
+        "hidden.weight": (inner, width),
+        "hidden.bias": (inner,),
+        "output.weight": (outer, inner),
+        "output.bias": (outer,),
+    }
+
+
 def _check_probe(path: str, had: Tensor, own: Tensor) -> None:
     if had.shape != own.shape or float((had - own).norm()) > MOST_UNLIKE * float(had.norm()):
         raise BadOption(

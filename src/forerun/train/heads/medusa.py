@@ -80,7 +80,7 @@ class AheadHead:
         raise NotImplementedError
 
     def begin(self, batches: Iterable[Batch]) -> None:
-        """See `Head` in this package: nothing."""
+        """See `Head` in this package: nothing, unless a method overrides it."""
 
     def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
