@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from forerun.drafters import Target, artifacts, eagle_model, head_files
+from forerun.drafters import Target, artifacts, dflash_model, eagle_model, head_files, hydra
 from forerun.models.layers import DecoderConfig
 from forerun.models.named import DATA
 from forerun.train import datastore
@@ -48,6 +48,24 @@ def random_medusa(target: Target, folder: Path) -> Mapping[str, Any]:
     shapes = {f"{head}.0.linear.{part}": (width, width)[: 1 + (part == "weight")] for head in (0, 1) for part in PARTS}
     sizes = {"medusa_num_heads": 2, "medusa_num_layers": 1, "draft_vocab_size": target.num_ids}
     return _saved(target, folder, "medusa", _random(shapes, width), sizes)
+
+
+def random_hydra(target: Target, folder: Path) -> Mapping[str, Any]:
+    """Two heads of random weights, the second of which reads two tokens."""
+    width = target.model.config.hidden_size
+    sizes = {"hydra_num_heads": 2, "hydra_num_layers": 2, "draft_vocab_size": target.num_ids}
+    return _saved(target, folder, "hydra", _random(hydra.shapes(2, 2, width), width), sizes)
+
+
+def random_dflash(target: Target, folder: Path) -> Mapping[str, Any]:
+    """Two layers of random weights that guess three tokens."""
+    width, num_ids = target.model.config.hidden_size, target.num_ids
+    decoder = DecoderConfig(
+        "qwen3", num_ids, width, 2, 2, 1, 4, 8, 1e-5, target.model.config.max_positions, qk_norm=True
+    )
+    config = dflash_model.DFlashConfig(decoder, (1, _num_layers(target)), 4, num_ids - 1, num_ids)
+    weights = _random(dflash_model.shapes(config), width)
+    return _saved(target, folder, "dflash", weights, config.to_json(_num_layers(target)))
 
 
 def random_blockwise(target: Target, folder: Path) -> Mapping[str, Any]:
@@ -91,7 +109,9 @@ def _saved(
 NEEDS: dict[str, Callable[[Target, Path], Mapping[str, Any]]] = {
     "blockwise": random_blockwise,
     "datastore": small_datastore,
+    "dflash": random_dflash,
     "eagle": random_eagle,
+    "hydra": random_hydra,
     "medusa": random_medusa,
     "pass": random_pass,
     # The toy's only layer is the whole target, which a draft temperature makes wrong sometimes.
@@ -132,6 +152,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"inner": "(cascade:of=(model:draft_temperature=0.5))"},
     ],
     "medusa": [{"shape": "2x1"}, {"shape": "1x1"}],
+    "hydra": [{"shape": "2x1"}, {"shape": "1x1"}],
     "early_exit": [{"draft_temperature": 0.0}, {"draft_temperature": None, "draft_top_k": 2}],
     "self": [{"quantization": "int8", "draft_temperature": 0.6}],
 }

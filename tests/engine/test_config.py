@@ -71,8 +71,9 @@ def test_suffix_decoding_of_speculative_config_is_suffix():
         ("draft_model", "name the draft model itself, by its folder or hub id"),
         *[
             (name, "there is no such drafter yet, and forerun drafters lists those there are")
-            for name in ("hydra", "mtp", "qwen3_next_mtp", "draft-nextn")
+            for name in ("pard", "mtp", "qwen3_next_mtp", "draft-nextn")
         ],
+        *[(name, "write dflash:path=FOLDER") for name in ("DFLASH", "draft-dflash", "Hydra")],
         *[(name, "write eagle:path=FOLDER") for name in ("eagle3", "EAGLE", "MEDUSA", "draft-eagle3")],
     ],
 )

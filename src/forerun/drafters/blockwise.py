@@ -9,7 +9,7 @@ judge it. `forerun train head --method blockwise` makes the layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from forerun.drafters import Drafter, Target, artifacts, head_files
-from forerun.drafters.medusa import Guesser, MedusaDrafter, linear_of
+from forerun.drafters.head_matrices import Product
+from forerun.drafters.medusa import Following, MedusaDrafter, finite, likeliest, linear
 from forerun.models.configs import size
 from forerun.models.runner import Model
 
@@ -32,17 +33,21 @@ class Options:
 
 
 class FeedForward:
-    """One hidden layer that all outputs share."""
+    """One hidden layer that all outputs share, and the LM head behind them. ids [n]: those that are drafted."""
 
-    def __init__(self, weights: Mapping[str, Tensor], num_heads: int, target: Model) -> None:
-        self.num_heads, self._ops, self._width = num_heads, target.ops, target.config.hidden_size
-        self._in, self._out = (linear_of(weights, f"{name}.", target) for name in ("hidden", "output"))
+    def __init__(self, weights: Mapping[str, Tensor], num_heads: int, ids: Tensor, target: Model) -> None:
+        self.num_heads, self._ids, self._dtype = num_heads, ids, target.activation_dtype
+        self._hidden, self._output = (linear(weights, f"{name}.", target) for name in ("hidden", "output"))
+        self._head = Product.of(target, [target.head(ids.tolist())])
 
-    def outputs(self, hidden: Tensor, num_heads: int) -> list[Tensor]:
-        """See medusa.Heads."""
-        inner = torch.nn.functional.relu(self._ops.linear(hidden, *self._in))
-        added = torch.unflatten(self._ops.linear(inner, *self._out), -1, (self.num_heads, self._width))
-        return list((hidden.unsqueeze(1) + added)[:, :num_heads].unbind(1))
+    def following(self, hidden: Tensor, last: Seq[int], num_heads: int, num: int) -> Following:
+        """See medusa.TreeHeads: all outputs at once, for none looks at a path."""
+        x = finite(hidden, self._dtype)
+        added = self._output(torch.nn.functional.relu(self._hidden(x)))
+        outputs = x.unsqueeze(1) + torch.unflatten(added, -1, (self.num_heads, x.shape[-1]))
+        logits = self._head(outputs[:, :num_heads].flatten(0, 1))
+        found = torch.unflatten(likeliest(logits, self._ids, num), 0, (len(x), num_heads)).tolist()
+        return lambda depth, nodes: [found[row][depth] for row, _ in nodes]
 
 
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
@@ -59,5 +64,5 @@ def build(options: Options, target: Target) -> Drafter:
     wanted |= head_files.feed_forward_shapes(num_heads, inner, target.model.config.hidden_size)
     weights = head_files.read_weights(options.path, wanted, target.model, target.num_ids)
     ids = head_files.draft_ids(options.path, weights.pop("d2t"), target.num_ids)
-    layer = FeedForward(weights, num_heads, target.model)
-    return MedusaDrafter(Guesser(layer, ids, target.model), [1] * num_heads)
+    layer = FeedForward(weights, num_heads, ids, target.model)
+    return MedusaDrafter(layer, "x".join(["1"] * num_heads))

@@ -4,38 +4,50 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence as Seq
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from forerun.drafters import Drafter, Seen
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 READ_TOKENS = 2048  # that one call reads of a text: a prompt found in the prefix cache comes as one long piece
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Expected = Callable[[Sequence, Seq[int]], Probs | None]
+Logits = Callable[[Sequence, int], "Tensor | None"]
 
 
-def draw_chains(seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], expected: Expected) -> Draft:
+def draw_chains(
+    seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], expected: Expected, logits: Logits | None = None
+) -> Draft:
     """Draft a chain for each sequence, within a budget.
 
     expected(seq, drafted): the distribution of the token behind the committed ones and the drafted ones; None where
-    none is known, which ends the chain.
+    none is known, which ends the chain. logits(seq, depth): a model's own [V] at that depth, None where it has not
+    computed them; left out by a drafter without a model.
     """
-    chains = [_chain(seq, b, budget, coins[b], expected) for b, seq in enumerate(seqs)]
+    chains = [_chain(seq, b, budget, coins[b], expected, logits) for b, seq in enumerate(seqs)]
     return Draft.chains([tokens for tokens, _ in chains], [probs for _, probs in chains])
 
 
-def _chain(seq: Sequence, b: int, budget: Budget, coins: Coins, expected: Expected) -> tuple[list[int], list[Probs]]:
+def _chain(
+    seq: Sequence, b: int, budget: Budget, coins: Coins, expected: Expected, logits: Logits | None
+) -> tuple[list[int], list[Probs]]:
     tokens: list[int] = []
     probs: list[Probs] = []
     # Match verification accepts most when drafter and target share the noise (docs/exactness.md).
     draw = coins.pick if seq.acceptance == "match" else coins.draft
     while len(tokens) < budget.num_tokens[b]:
-        next_probs = expected(seq, tokens)
-        if next_probs is None or not budget.go_on(b, len(tokens), next_probs):
+        next_probs, depth = expected(seq, tokens), len(tokens)
+        own = () if logits is None else (logits(seq, depth),)
+        if next_probs is None or not budget.go_on(b, depth, next_probs, *own):
             break
-        token = draw(next_probs, len(tokens))
+        token = draw(next_probs, depth)
         tokens.append(token)
         probs.append(next_probs)
+        if logits is not None and not budget.go_behind(b, depth, token, next_probs, *own):
+            break
         if next_probs.point is not None and token in seq.end_ids:
             break  # nothing follows the end; admissible, for a point mass is known before it is "drawn"
     return tokens, probs

@@ -26,7 +26,7 @@ from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_fi
 from forerun.drafters.eagle_model import EagleConfig, EagleModel, input_shapes, layer_shapes
 from forerun.drafters.model import Chain, Row, Space, cache_for
 from forerun.errors import BadOption, InternalError, shown
-from forerun.kv.cache import BlockCache
+from forerun.kv import KVCache
 from forerun.models.runner import NO_NUMBERS, Model, Run, Runner, Scores
 from forerun.sampling import History, probs, takes_the_best
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
@@ -79,7 +79,7 @@ class _Text:
 class EagleDrafter(Drafter):
     """Runs a head ahead of the target, batched over sequences."""
 
-    def __init__(self, model: EagleModel, cache: BlockCache, num_ids: int) -> None:
+    def __init__(self, model: EagleModel, cache: KVCache, num_ids: int) -> None:
         self.model, self.hidden_layers = model, model.head_config.layers
         self.runner: Runner = Runner(cast(Model, model), cache, taps=(1,))
         self.caught_up: dict[int, int] = {}

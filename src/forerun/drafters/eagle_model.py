@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forerun.config import Quantization
 from forerun.drafters import head_files
-from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
+from forerun.drafters.head_matrices import Product
+from forerun.errors import InternalError, UnsupportedModel, shown
 from forerun.kv.cache import BlockCache
 from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
 from forerun.models.loading import read_config
 from forerun.models.runner import Model
 from forerun.models.saving import config_to_dict
-from forerun.ops.quantised import QuantisedMatrix
-from forerun.ops.quantising import quantise, scheme_of
 from forerun.types import RaggedBatch
 
 EMBEDDING = "model.embed_tokens.weight"  # of a decoder: here the LM head's rows, for nothing is looked up
@@ -150,15 +149,4 @@ class EagleModel:
 
     def _matrix(self, weight: Tensor, rounded: Quantization | None) -> Any:
         """A matrix as the operators take it."""
-        if rounded is None:
-            return cast(Any, self.ops).pack(weight) if self.ops.packs else weight
-        if weight.shape[1] % rounded.group:
-            raise BadOption(
-                f"quantization={str(rounded)!r} is not possible: the head has rows of {weight.shape[1]} weights; "
-                "choose a group that divides them, or none"
-            )
-        scheme = scheme_of(rounded.bits, rounded.group)
-        if self.ops.packs:
-            shape = weight.shape[0], weight.shape[1]
-            return cast(Any, self.ops).pack(QuantisedMatrix(scheme, shape, lambda: iter([quantise(weight, scheme)])))
-        return quantise(weight, scheme).dequantise().to(weight.dtype)
+        return Product.of(self._target, [weight], None, rounded).matrix

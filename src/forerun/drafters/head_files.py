@@ -144,3 +144,12 @@ def _check_probe(path: str, had: Tensor, own: Tensor) -> None:
 
 def _pickles(folder: Path) -> list[Path]:
     return [file for file in folder.glob("*") if file.suffix in PICKLES] if folder.is_dir() else []
+
+
+def published_config(path: str, key: str) -> dict[str, Any] | None:
+    """The config.json of a folder with weights that others have published, where it has this key; else None."""
+    folder = Path(path)
+    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+        return None
+    config = read_json(folder / CONFIG)
+    return config if key in config and "forerun" not in config else None

@@ -9,14 +9,15 @@ The rows of the LM head are the target's, of the ids that it writes most often.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from forerun.drafters import Drafter, Seen, Target, artifacts, head_files
+from forerun.drafters.head_matrices import Product
 from forerun.errors import BadOption, shown
 from forerun.models.configs import size
 from forerun.models.runner import Model
@@ -39,82 +40,123 @@ class Options:
         widths(self.shape)
 
 
-def widths(shape: str) -> list[int]:
+def widths(shape: str, method: str = "medusa") -> list[int]:
     """Read 3x2x1. Raises BadOption."""
     found = [int(part) if part.isdigit() and len(part) < 3 else 0 for part in shape.split("x")]
     if not all(0 < width <= len(SHARES) for width in found):
-        raise BadOption(f"medusa:shape={shown(shape)} is not possible: widths of 1 to {len(SHARES)}, as in 3x2x1")
+        raise BadOption(f"{method}:shape={shown(shape)} is not possible: widths of 1 to {len(SHARES)}, as in 3x2x1")
     return found
 
 
-Linear = tuple[Any, Tensor | None]  # a matrix, packed where operators pack, and its bias, if it is not packed, too
+# (depth, for each node a row and the tokens of its path below the row) -> of each the likeliest ids of the head of that
+# depth, best first.
+Following = Callable[[int, Seq[tuple[int, Seq[int]]]], list[list[int]]]
 
 
-class Heads(Protocol):
-    """Guesses of several tokens ahead, each an own function of the target's last hidden state."""
+class TreeHeads(Protocol):
+    """Heads that guess the tokens of a tree, one for each depth."""
 
     num_heads: int
 
-    def outputs(self, hidden: Tensor, num_heads: int) -> list[Tensor]:
-        """hidden [B, H] -> of each head, what the LM head reads [B, H]."""
+    def following(self, hidden: Tensor, last: Seq[int], num_heads: int, num: int) -> Following:
+        """What the first heads guess behind rows [B, H], `num` ids each. last [B]: the token behind each row."""
 
 
-class Guesser:
-    """The LM head behind some heads. ids [n]: those that are drafted, ascending."""
+class Heads:
+    """The heads of one target. ids [n]: those that are drafted, ascending."""
 
-    def __init__(self, heads: Heads, ids: Tensor, target: Model) -> None:
-        self.num_heads, self._heads, self._ids = heads.num_heads, heads, ids
-        self._ops, self._dtype = target.ops, target.activation_dtype
-        self._head = _packed(target, target.head(ids.tolist()).to(target.weight_dtype))
+    def __init__(
+        self, weights: Mapping[str, Tensor], num_heads: int, num_blocks: int, ids: Tensor, target: Model
+    ) -> None:
+        self.num_heads, self._dtype = num_heads, target.activation_dtype
+        self._ids = ids
+        self._blocks = [
+            [linear(weights, f"{head}.{block}.linear.", target) for block in range(num_blocks)]
+            for head in range(num_heads)
+        ]
+        self._head = Product.of(target, [target.head(ids.tolist())])
+
+    def following(self, hidden: Tensor, last: Seq[int], num_heads: int, num: int) -> Following:
+        """See TreeHeads: all heads at once, for none looks at a path."""
+        found = self.guesses(hidden, num_heads, num)
+        return lambda depth, nodes: [found[row][depth] for row, _ in nodes]
 
     def guesses(self, hidden: Tensor, num_heads: int, num: int) -> list[list[list[int]]]:
         """hidden [B, H] -> by row and head, the `num` likeliest ids, best first."""
-        x = hidden.to(self._dtype).clamp(-head_files.LARGEST, head_files.LARGEST)
-        logits = self._ops.linear(torch.stack(self._heads.outputs(x, num_heads), 1).flatten(0, 1), self._head)
-        best = logits.topk(min(num, logits.shape[-1]), dim=-1).indices
-        found: list[list[list[int]]] = torch.unflatten(self._ids[best.cpu()], 0, (len(hidden), -1)).tolist()
+        x = finite(hidden, self._dtype)
+        rows = torch.stack([through(blocks, x) for blocks in self._blocks[:num_heads]], 1)
+        logits = self._head(rows.flatten(0, 1))
+        found: list[list[list[int]]] = torch.unflatten(likeliest(logits, self._ids, num), 0, (len(hidden), -1)).tolist()
         return found
 
 
-class Blocks:
-    """The heads of Medusa: each a few residual blocks."""
-
-    def __init__(self, weights: Mapping[str, Tensor], num_heads: int, num_blocks: int, target: Model) -> None:
-        self.num_heads, self._ops = num_heads, target.ops
-        self._blocks = [
-            [linear_of(weights, f"{head}.{block}.linear.", target) for block in range(num_blocks)]
-            for head in range(num_heads)
-        ]
-
-    def outputs(self, hidden: Tensor, num_heads: int) -> list[Tensor]:
-        """See Heads."""
-        rows = []
-        for blocks in self._blocks[:num_heads]:
-            x = hidden
-            for matrix, bias in blocks:
-                x = x + torch.nn.functional.silu(self._ops.linear(x, matrix, bias))
-            rows.append(x)
-        return rows
+def finite(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Hidden states as a head reads them."""
+    return hidden.to(dtype).clamp(-head_files.LARGEST, head_files.LARGEST)
 
 
-def linear_of(weights: Mapping[str, Tensor], name: str, target: Model) -> Linear:
-    """The matrix `name`weight and its bias, as the target's operators want them."""
-    matrix = weights[name + "weight"].to(target.device, target.weight_dtype)
-    bias = weights[name + "bias"].to(target.device, target.weight_dtype)
-    return (_packed(target, matrix, bias), None) if target.ops.packs else (matrix, bias)
+def through(blocks: Seq[Product], x: Tensor) -> Tensor:
+    """x [R, H] behind residual blocks."""
+    for block in blocks:
+        x = x + torch.nn.functional.silu(block(x))
+    return x
 
 
-def _packed(target: Model, matrix: Tensor, bias: Tensor | None = None) -> Any:
-    return cast(Any, target.ops).pack(matrix, bias) if target.ops.packs else matrix
+def likeliest(logits: Tensor, ids: Tensor, num: int) -> Tensor:
+    """logits [R, n] of these ids [n] -> at most `num` of the ids, best first [R, num]."""
+    return ids[logits.topk(min(num, logits.shape[-1]), dim=-1).indices.cpu()]
+
+
+def linear(weights: Mapping[str, Tensor], name: str, target: Model) -> Product:
+    """The product of a layer with a bias."""
+    return Product.of(target, [weights[name + "weight"]], weights[name + "bias"])
+
+
+@dataclass
+class _Tree:
+    """A draft while it grows by depth. nodes: of the fixed tree. places: by node, where it is in the draft."""
+
+    nodes: list[Node]
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
+
+    def families(self, depth: int) -> dict[int, list[int]]:
+        """The nodes of a depth whose parents are in the draft, by parent (-1 = the root), best first."""
+        found: dict[int, list[int]] = {}
+        for i, node in enumerate(self.nodes):
+            if node.depth == depth and (node.parent < 0 or node.parent in self.places):
+                found.setdefault(node.parent, []).append(i)
+        return found
+
+    def path(self, node: int) -> list[int]:
+        """The tokens down to a node of the fixed tree."""
+        found = list[int]()
+        while node >= 0:
+            found.append(self.tokens[self.places[node]])
+            node = self.nodes[node].parent
+        return found[::-1]
+
+    def add(self, node: int, token: int) -> None:
+        """Put a node into the draft."""
+        parent = self.nodes[node].parent
+        self.places[node] = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(self.places[parent] if parent >= 0 else -1)
+
+    def draft(self) -> Draft:
+        """What was drafted for its sequence."""
+        laws = [Probs.of_point(token) for token in self.tokens]
+        return Draft(self.tokens, self.parents, [0, len(self.tokens)], laws)
 
 
 class MedusaDrafter(Drafter):
-    """Keeps the last hidden state of each sequence, and makes a tree of what the heads guess from it."""
+    """Keeps the last hidden state of each sequence, and makes a tree of what heads guess from it."""
 
     draws = "point"
 
-    def __init__(self, heads: Guesser, widths: Seq[int]) -> None:
-        self._heads, self._widths = heads, widths[: heads.num_heads]
+    def __init__(self, heads: TreeHeads, shape: str) -> None:
+        self._heads, self._widths = heads, widths(shape)[: heads.num_heads]
         self.shape = "chain" if max(self._widths) == 1 else "tree"
         self._hidden = dict[int, tuple[int, Tensor]]()  # by sequence: the tokens up to that of the row, and the row
         self._nodes: list[Node] = []
@@ -128,10 +170,10 @@ class MedusaDrafter(Drafter):
         ready = [b for b, seq in enumerate(seqs) if budget.num_tokens[b] > 0 and self._is_known(seq)]
         drafts = [Draft.empty(1) for _ in seqs]
         if ready:
-            rows = torch.stack([self._hidden[seqs[b].id][1] for b in ready])
-            found = self._heads.guesses(rows, len(self._widths), max(self._widths))
-            for b, guesses in zip(ready, found, strict=True):
-                drafts[b] = self._tree(b, guesses, budget)
+            rows, last = torch.stack([self._hidden[seqs[b].id][1] for b in ready]), [seqs[b].tokens[-1] for b in ready]
+            following = self._heads.following(rows, last, len(self._widths), max(self._widths))
+            for b, tree in zip(ready, self._trees(ready, following, budget), strict=True):
+                drafts[b] = tree.draft()
         return Draft.joined(drafts)
 
     def end(self, seq: Sequence) -> None:
@@ -141,24 +183,28 @@ class MedusaDrafter(Drafter):
         """Whether the row is that of the last token but one: the last was not run yet."""
         return self._hidden.get(seq.id, (-1, None))[0] == len(seq.tokens) - 1
 
-    def _tree(self, b: int, guesses: list[list[int]], budget: Budget) -> Draft:
-        """The best nodes of the fixed tree, best first, as far as pacing goes on."""
-        tokens, parents, places = list[int](), list[int](), dict[int, int]()
-        for i, node in enumerate(best_first(SHARES, budget.num_tokens[b], self._widths)):
-            ids = guesses[node.depth]
-            if (node.parent >= 0 and node.parent not in places) or node.rank >= len(ids):
-                continue
-            law = Probs.of_point(ids[node.rank])
-            if not budget.go_on(b, node.depth, law):
-                continue
-            places[i] = len(tokens)
-            tokens.append(ids[node.rank])
-            parents.append(places[node.parent] if node.parent >= 0 else -1)
-        return Draft(tokens, parents, [0, len(tokens)], [Probs.of_point(token) for token in tokens])
+    def _trees(self, ready: Seq[int], following: Following, budget: Budget) -> list[_Tree]:
+        """The best nodes of the fixed tree for each of these sequences, depth by depth, as far as pacing goes on."""
+        trees = [_Tree(best_first(SHARES, budget.num_tokens[b], self._widths)) for b in ready]
+        for depth in range(len(self._widths)):
+            families = [(i, *family) for i, tree in enumerate(trees) for family in tree.families(depth).items()]
+            if not families:
+                break
+            found = following(depth, [(i, trees[i].path(parent)) for i, parent, _ in families])
+            for (i, _, nodes), ids in zip(families, found, strict=True):
+                for node, token in zip(nodes, ids, strict=False):  # fewer ids than nodes: a small vocabulary
+                    if budget.go_on(ready[i], depth, Probs.of_point(token)):
+                        trees[i].add(node, token)
+        return trees
 
 
 def _read_config(options: Options, tokenizer: str | None) -> dict[str, Any]:
-    return head_files.config_of(options.path, "medusa", tokenizer)
+    if options.path is None:
+        raise BadOption(
+            "medusa needs heads: make them with `forerun train head --method medusa --target TARGET --out FOLDER`, "
+            "then write medusa:path=FOLDER/head"
+        )
+    return head_files.read_config(options.path, "medusa", tokenizer)
 
 
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
@@ -178,5 +224,4 @@ def build(options: Options, target: Target) -> Drafter:
             shapes |= {f"{head}.{block}.linear.weight": (width, width), f"{head}.{block}.linear.bias": (width,)}
     weights = head_files.read_weights(options.path, shapes, target.model, target.num_ids)
     ids = head_files.draft_ids(options.path, weights.pop("d2t"), target.num_ids)
-    heads = Blocks(weights, num_heads, num_blocks, target.model)
-    return MedusaDrafter(Guesser(heads, ids, target.model), widths(options.shape))
+    return MedusaDrafter(Heads(weights, num_heads, num_blocks, ids, target.model), options.shape)

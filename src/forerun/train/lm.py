@@ -149,9 +149,8 @@ class LanguageModel:
 def prepare(config: TrainConfig) -> LanguageModel:
     """Read the data, and make tokenizer and model. A large corpus takes minutes."""
     config.out.mkdir(parents=True, exist_ok=True)
-    corpus = (
-        load_corpus(config.text) if config.reads_text or (config.teacher is None and config.tokenizer is None) else None
-    )
+    trains_tokenizer = config.teacher is None and config.tokenizer is None
+    corpus = load_corpus(config.text) if config.reads_text or trains_tokenizer else None
     tokenizer = make_tokenizer(config, corpus)
     weights = first_weights(config)
     ops = TrainingOps(config.seq_len_tokens)

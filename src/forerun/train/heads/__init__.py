@@ -22,6 +22,7 @@ from forerun.drafters import head_files
 from forerun.errors import BadOption
 from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
 from forerun.ops.reference import ReferenceOps
+from forerun.train import losses
 from forerun.train.features import FeatureSource
 from forerun.train.samples import Sample
 
@@ -59,6 +60,28 @@ class Teacher:
         """The target in float32, computed by other operators: a copy, 4 bytes for each weight."""
         weights = {name: self.model.weight(name) for name in parameter_shapes(self.config)}
         return Decoder(self.config, weights, ops)
+
+
+class Vocabulary:
+    """The ids that a head drafts, those that the target wrote most often. ids [n], ascending; rows: of the LM head."""
+
+    def __init__(self, teacher: Teacher, num_ids: int) -> None:
+        self.ids = teacher.counts.argsort(descending=True, stable=True)[:num_ids].sort().values
+        self.rows = teacher.head[self.ids]
+        self._has = torch.zeros(teacher.config.vocab_size, dtype=torch.bool)
+        self._has[self.ids] = True
+
+    def has(self, ids: Tensor) -> Tensor:
+        """Whether each of these ids is drafted."""
+        return self._has[ids]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows behind the final norm [R, H] -> float32 logits of the ids that are drafted [R, n]."""
+        return F.linear(hidden.to(self.rows.dtype), self.rows).float()
+
+    def offsets(self) -> Tensor:
+        """The tensor d2t of published heads: what is to be added to an id of the head's own [n]."""
+        return self.ids - torch.arange(len(self.ids))
 
 
 @dataclass(frozen=True)
@@ -129,6 +152,18 @@ class Rows:
 def cross_entropy(own: Tensor, target: Tensor) -> Tensor:
     """Nats of each row [R]: between the target's distribution over these ids and the head's, logits [R, n]."""
     return F.cross_entropy(own, target.softmax(-1), reduction="none")
+
+
+def decayed(parts: Iterable[tuple[Tensor, Tensor, Tensor]], decay: float, loss: str = "kl") -> Tensor:
+    """The loss over positions: the sum of decay^k times the mean loss of position k, by its name in losses.py.
+
+    parts: of each position, which rows are learned, and own and target logits of those [R, n].
+    """
+    total = torch.zeros(())
+    for k, (_, own, target) in enumerate(parts):
+        if len(own):
+            total = total + decay**k * losses.by_row(loss, own, target).mean()
+    return total
 
 
 def visible(batch: Batch) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,27 +20,17 @@ from torch import Tensor
 
 from forerun.drafters import head_files
 from forerun.models.layers import DecoderConfig
-from forerun.train import losses
-from forerun.train.heads import Batch, Teacher, shifted
-from forerun.train.heads.medusa import AheadHead
+from forerun.train.heads import Batch, Teacher, medusa, shifted
 
 RIDGE = 1e-2  # of the mean square of the hidden layer's outputs, added to the fit's normal equations
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(medusa.Options):
     """The sizes of the layer, and how it learns."""
 
     heads: int = field(default=4, metadata={"help": "outputs, one for each token ahead", "min": 1, "max": 16})
     units: int = field(default=256, metadata={"help": "units of the hidden layer for each output", "min": 1})
-    draft_vocab: int = field(
-        default=8192, metadata={"help": "ids that are drafted, those that the target wrote most often", "min": 2}
-    )
-    decay: float = field(default=0.8, metadata={"help": "weight of an output's loss over that of the one before"})
-    loss: str = field(default="kl", metadata={"help": losses.HELP})
-
-    def __post_init__(self) -> None:
-        losses.check(self.loss)
 
 
 def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
@@ -47,28 +38,36 @@ def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
     return ()
 
 
-class Head(AheadHead):
+class Head(medusa.Head):
     """The layer. Until `begin` its second matrix is 0."""
 
     method = "blockwise"
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
-        self._width, inner = teacher.config.hidden_size, options.heads * options.units
-        generator = torch.Generator().manual_seed(seed)
-        shapes = head_files.feed_forward_shapes(options.heads, inner, self._width)
+        self._units = options.heads * options.units
+        self._random = torch.Generator().manual_seed(seed)
+        super().__init__(options, teacher, seed)
+
+    def first_weights(self, width: int) -> dict[str, Tensor]:
+        """See medusa.py."""
+        shapes = head_files.feed_forward_shapes(self.options.heads, self._units, width)
         weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        weights["hidden.weight"].normal_(0, self._width**-0.5, generator=generator)
-        super().__init__(options, teacher, weights, {"num_heads": options.heads, "intermediate_size": inner})
+        weights["hidden.weight"].normal_(0, width**-0.5, generator=self._random)
+        return weights
+
+    def sizes(self) -> dict[str, Any]:
+        """What config.json says of the layer."""
+        return {"num_heads": self.options.heads, "intermediate_size": self._units}
 
     @torch.no_grad()
     def begin(self, batches: Iterable[Batch]) -> None:
         """Fit the second matrix: what makes the hidden states of the next tokens when it is added to that of one."""
-        num, units = self.options.heads, len(self.weights["hidden.weight"]) + 1
-        squares, products = torch.zeros(units, units), torch.zeros(units, num * self._width)
+        num, units = self.options.heads, self._units + 1
+        squares, products = torch.zeros(units, units), torch.zeros(units, len(self.weights["output.bias"]))
         for batch in batches:
             rows = batch.ahead(num) & (batch.text >= 0)
             x = batch.hidden[rows].float()
-            inner = F.pad(self._inner(x), (0, 1), value=1.0)
+            inner = F.pad(F.relu(self._linear("hidden", x)), (0, 1), value=1.0)
             wanted = [shifted(batch.hidden, k + 1)[rows].float() - x for k in range(num)]
             squares += inner.T @ inner
             products += inner.T @ torch.cat(wanted, -1)
@@ -77,10 +76,9 @@ class Head(AheadHead):
         self.weights["output.weight"].copy_(fitted[:, :-1])
         self.weights["output.bias"].copy_(fitted[:, -1])
 
-    def output(self, head: int, hidden: Tensor) -> Tensor:
-        """See AheadHead."""
-        w, own = self.weights, slice(head * self._width, (head + 1) * self._width)
-        return hidden + F.linear(self._inner(hidden), w["output.weight"][own], w["output.bias"][own])
-
-    def _inner(self, hidden: Tensor) -> Tensor:
-        return F.relu(F.linear(hidden, self.weights["hidden.weight"], self.weights["hidden.bias"]))
+    def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
+        """See medusa.py."""
+        x = batch.hidden[learned].float()
+        width = x.shape[-1]
+        own, inner = slice(head * width, (head + 1) * width), F.relu(self._linear("hidden", x))
+        return x + F.linear(inner, self.weights["output.weight"][own], self.weights["output.bias"][own])

@@ -27,7 +27,8 @@ from forerun.drafters.eagle_model import SIDES, EagleConfig, input_shapes, layer
 from forerun.models.layers import DecoderConfig, inverse_frequencies
 from forerun.registry import parse_list
 from forerun.train import losses
-from forerun.train.heads import Batch, Rows, Teacher, shifted, visible
+from forerun.train.heads import Batch, Rows, Teacher, decayed, shifted, visible
+from forerun.train.heads.layer import Layer, norm_of, rotation_of
 
 LAYER = "model.layers.0."
 RIDGE = 1e-3  # of the mean square of the inputs, added to the fit's normal equations
@@ -71,6 +72,7 @@ class Head:
         decoder = dataclasses.replace(target, vocab_size=len(self.ids), num_layers=1, tie_embeddings=True, windows=())
         self.config = EagleConfig(decoder, layers(options, target))
         self.weights = _first_weights(self.config, teacher)
+        self._own_layer = Layer(decoder, self.weights, LAYER)
         self._rows = teacher.head[self.ids]
         self._inv_freq = inverse_frequencies(target.rope, target.head_dim)
         self._place = torch.full((target.vocab_size,), -1)
@@ -101,11 +103,7 @@ class Head:
 
     def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
-        total = torch.zeros(())
-        for j, (_, own, target) in enumerate(self._steps(batch)):
-            if len(own):
-                total = total + self.options.decay**j * losses.by_row(self.options.loss, own, target).mean()
-        return total
+        return decayed(self._steps(batch), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """See `Head` in this package."""
@@ -132,7 +130,7 @@ class Head:
             embedded = F.embedding(shifted(batch.ids, j + 1), self._teacher.embeddings)
             feature = self._layer(self._inputs(embedded, feature), batch.at + j, memory, mask)
             learned = batch.ahead(j + 2) & (self._place[shifted(batch.best, j + 1)] >= 0)
-            own = F.linear(_norm(feature[learned], norm, eps), self._rows).float()
+            own = F.linear(norm_of(feature[learned], norm, eps), self._rows).float()
             with torch.no_grad():
                 target = F.linear(shifted(batch.hidden, j + 1)[learned].to(self._rows.dtype), self._rows).float()
             yield learned, own, target
@@ -142,40 +140,22 @@ class Head:
         w, num = self.weights, batch.layers.shape[2]
         rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST)
         norms = torch.stack([w[f"fc_norm.{i}.weight"] for i in range(num)])
-        return F.linear(_norm(rows, norms, self.config.decoder.norm_eps).flatten(2), w["fc.weight"])
+        return F.linear(norm_of(rows, norms, self.config.decoder.norm_eps).flatten(2), w["fc.weight"])
 
     def _inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
         """What `input` joins [S, L, 2 H], unjoined."""
         eps = self.config.decoder.norm_eps
         sides = zip((embedded, feature), SIDES, strict=True)
-        return torch.cat([_norm(rows, self.weights[f"{name}.weight"], eps) for rows, name in sides], -1)
+        return torch.cat([norm_of(rows, self.weights[f"{name}.weight"], eps) for rows, name in sides], -1)
 
     def _layer(self, inputs: Tensor, at: Tensor, memory: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
         """One step of all rows [S, L, H]. memory: keys and values of the steps before, to which this step's come."""
-        c, eps = self.config.decoder, self.config.decoder.norm_eps
+        layer = self._own_layer
         x = F.linear(inputs, self.weights["input.weight"])
-        y = _norm(x, self.weights[f"{LAYER}input_layernorm.weight"], eps)
-        q, k, v = (
-            torch.unflatten(self._linear(y, f"self_attn.{name}_proj"), -1, (-1, c.head_dim)).transpose(1, 2)
-            for name in "qkv"
-        )
-        if c.qk_norm:
-            q, k = (
-                _norm(rows, self.weights[f"{LAYER}self_attn.{name}_norm.weight"], eps)
-                for rows, name in ((q, "q"), (k, "k"))
-            )
-        rotation = _rotation(at, self._inv_freq)
-        q, k = _rope(q, rotation), _rope(k, rotation)
-        k, v = (rows.repeat_interleave(c.num_heads // c.num_kv_heads, dim=1) for rows in (k, v))
-        memory.append((k, v))
-        x = x + self._linear(_attend(q, memory, mask).transpose(1, 2).flatten(2), "self_attn.o_proj")
-        y = _norm(x, self.weights[f"{LAYER}post_attention_layernorm.weight"], eps)
-        return x + self._linear(
-            F.silu(self._linear(y, "mlp.gate_proj")) * self._linear(y, "mlp.up_proj"), "mlp.down_proj"
-        )
-
-    def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.weights[f"{LAYER}{name}.weight"], self.weights.get(f"{LAYER}{name}.bias"))
+        y, rotation = layer.normed(x, "input_layernorm"), rotation_of(at, self._inv_freq)
+        q = layer.queries(y, rotation)
+        memory.append(layer.keys_values(y, rotation))
+        return layer.behind(x, _attend(q, memory, mask))
 
 
 def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:
@@ -203,20 +183,3 @@ def _attend(q: Tensor, memory: Seq[tuple[Tensor, Tensor]], mask: Tensor) -> Tens
     for i, (_, v) in enumerate(later):
         out = out + weights[..., length + i, None] * v
     return out
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = x.float()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
-
-
-def _rotation(at: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, 1, L, D] of positions [S, L]; sin as ops.rope wants it."""
-    angles = (at.float().unsqueeze(-1) * inv_freq).unsqueeze(1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-
-
-def _rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = rotation
-    return x * cos + torch.roll(x, x.shape[-1] // 2, -1) * sin

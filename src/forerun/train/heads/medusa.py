@@ -7,10 +7,10 @@ losses.py over the ids that are drafted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.drafters import head_files
 from forerun.models.layers import DecoderConfig
 from forerun.train import losses
-from forerun.train.heads import Batch, Rows, Teacher, shifted
+from forerun.train.heads import Batch, Rows, Teacher, Vocabulary, decayed, shifted
 
 
 @dataclass(frozen=True)
@@ -43,100 +43,71 @@ def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
     return ()
 
 
-class AheadOptions(Protocol):
-    """What heads that guess ahead of one hidden state have in common."""
+class Head:
+    """All heads in float32, with gradients. They begin as the target's own head, for their blocks add nothing."""
 
-    @property
-    def heads(self) -> int: ...
-    @property
-    def draft_vocab(self) -> int: ...
-    @property
-    def decay(self) -> float: ...
-    @property
-    def loss(self) -> str: ...
+    method = "medusa"
 
-
-class AheadHead:
-    """Heads that guess ahead of the target's last hidden state, in float32. weights: in the beginning, by name.
-
-    method: the drafter that reads them. sizes: for config.json.
-    """
-
-    method: str
-
-    def __init__(
-        self, options: AheadOptions, teacher: Teacher, weights: dict[str, Tensor], sizes: Mapping[str, int]
-    ) -> None:
-        self.options = options
-        self.ids = teacher.counts.argsort(descending=True, stable=True)[: options.draft_vocab].sort().values
-        self._rows = teacher.head[self.ids]
-        self._place = torch.full((teacher.config.vocab_size,), -1)
-        self._place[self.ids] = torch.arange(len(self.ids))
-        self._width, self._probe = teacher.config.hidden_size, teacher.probe
-        self.weights, self._sizes = weights, sizes
-
-    def output(self, head: int, hidden: Tensor) -> Tensor:
-        """hidden [R, H] -> what the LM head reads for this head [R, H]."""
-        raise NotImplementedError
+    def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
+        self.options, self._teacher = options, teacher
+        self._vocab = Vocabulary(teacher, options.draft_vocab)
+        self.ids = self._vocab.ids
+        self.weights = self.first_weights(teacher.config.hidden_size)
 
     def begin(self, batches: Iterable[Batch]) -> None:
-        """See `Head` in this package: nothing, unless a method overrides it."""
+        """See `Head` in this package: nothing."""
 
     def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
-        total = torch.zeros(())
-        for head, (_, own, target) in enumerate(self._guesses(batch)):
-            if len(own):
-                total = total + self.options.decay**head * losses.by_row(self.options.loss, own, target).mean()
-        return total
+        return decayed(self._heads(batch), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """See `Head` in this package."""
         numbers, reached = dict[str, tuple[float, float]](), torch.ones_like(batch.is_written)
-        for k, (learned, own, target) in enumerate(self._guesses(batch)):
+        for k, (learned, own, target) in enumerate(self._heads(batch)):
             rows = Rows(batch.ahead(k + 2), learned, self.ids, shifted(batch.best, k + 1), shifted(batch.mass, k + 1))
             numbers |= rows.numbers(f"_{k + 1}", own, target, reached)
             reached = reached & rows.found(own)
         return numbers
 
-    def _guesses(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of each head: which rows are learned [S, L], and own and target logits of those, float32 [R, draft_vocab]."""
-        for head in range(self.options.heads):
-            learned = batch.ahead(head + 2) & (self._place[shifted(batch.best, head + 1)] >= 0)
-            own = F.linear(self.output(head, batch.hidden[learned].float()), self._rows).float()
-            with torch.no_grad():
-                target = F.linear(shifted(batch.hidden, head + 1)[learned].to(self._rows.dtype), self._rows).float()
-            yield learned, own, target
-
     def save(self, folder: Path, tokenizer: str) -> None:
         """See `Head` in this package."""
         weights = {name: weight.detach().bfloat16() for name, weight in self.weights.items()}
-        weights["d2t"] = self.ids - torch.arange(len(self.ids))
-        weights[head_files.PROBE] = self._probe
-        sizes = {**self._sizes, "hidden_size": self._width, "draft_vocab_size": len(self.ids)}
-        head_files.save(folder, self.method, weights, sizes, tokenizer)
+        weights |= {"d2t": self._vocab.offsets(), head_files.PROBE: self._teacher.probe}
+        sizes = {"hidden_size": self._teacher.config.hidden_size, "draft_vocab_size": len(self.ids)}
+        head_files.save(folder, self.method, weights, {**self.sizes(), **sizes}, tokenizer)
 
-
-class Head(AheadHead):
-    """All heads of Medusa. They begin as the target's own head, for their blocks add nothing."""
-
-    method = "medusa"
-
-    def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
-        width = teacher.config.hidden_size
-        weights = {
+    def first_weights(self, width: int) -> dict[str, Tensor]:
+        """The weights of all heads, by the names of the file."""
+        return {
             f"{head}.{block}.linear.{part}": torch.zeros((width, width) if part == "weight" else (width,))
-            for head in range(options.heads)
-            for block in range(options.blocks)
+            for head in range(self.options.heads)
+            for block in range(self.options.blocks)
             for part in ("weight", "bias")
         }
-        self._num_blocks = options.blocks
-        sizes = {"medusa_num_heads": options.heads, "medusa_num_layers": options.blocks}
-        super().__init__(options, teacher, weights, sizes)
 
-    def output(self, head: int, hidden: Tensor) -> Tensor:
-        """See AheadHead."""
-        for block in range(self._num_blocks):
-            linear = f"{head}.{block}.linear."
-            hidden = hidden + F.silu(F.linear(hidden, self.weights[linear + "weight"], self.weights[linear + "bias"]))
-        return hidden
+    def sizes(self) -> dict[str, Any]:
+        """What config.json says of them."""
+        return {"medusa_num_heads": self.options.heads, "medusa_num_layers": self.options.blocks}
+
+    def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
+        """What one head makes of the hidden states of these rows [R, H]."""
+        return self._through([f"{head}.{i}.linear" for i in range(self.options.blocks)], batch.hidden[learned].float())
+
+    def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of each head: which rows are learned [S, L], and own and target logits of those, float32 [R, draft_vocab]."""
+        for head in range(self.options.heads):
+            learned = batch.ahead(head + 2) & self._vocab.has(shifted(batch.best, head + 1))
+            own = self._vocab.logits(self.rows(head, batch, learned))
+            with torch.no_grad():
+                target = self._vocab.logits(shifted(batch.hidden, head + 1)[learned])
+            yield learned, own, target
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
+
+    def _through(self, names: Iterable[str], x: Tensor) -> Tensor:
+        """x [R, H] behind residual blocks."""
+        for name in names:
+            x = x + F.silu(self._linear(name, x))
+        return x

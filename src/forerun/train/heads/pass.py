@@ -21,7 +21,7 @@ from forerun.errors import BadOption
 from forerun.models.layers import Decoder, DecoderConfig
 from forerun.ops.reference import ReferenceOps
 from forerun.train import losses
-from forerun.train.heads import Batch, Rows, Teacher, shifted, visible
+from forerun.train.heads import Batch, Rows, Teacher, decayed, shifted, visible
 from forerun.types import CacheView, RaggedBatch
 
 NAME = "look_ahead"  # the tensor [T, H]
@@ -111,16 +111,12 @@ class Head:
 
     def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
-        total = torch.zeros(())
-        for j, (_, own, target) in enumerate(self._guesses(batch)):
-            if len(own):
-                total = total + self.options.decay**j * losses.by_row(self.options.loss, own, target).mean()
-        return total
+        return decayed(self._heads(batch), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """See `Head` in this package; of the places that are learned."""
         numbers, reached = dict[str, tuple[float, float]](), torch.ones_like(batch.is_written)
-        for j, (learned, own, target) in enumerate(self._guesses(batch)):
+        for j, (learned, own, target) in enumerate(self._heads(batch)):
             rows = Rows(learned, learned, self.ids, shifted(batch.best, j + 1), shifted(batch.mass, j + 1))
             numbers |= rows.numbers(f"_{j + 1}", own, target, reached)
             reached = reached & rows.found(own)
@@ -132,7 +128,7 @@ class Head:
         sizes = {"num_look_ahead": self.options.vectors, "hidden_size": self._rows.shape[1]}
         head_files.save(folder, "pass", weights, sizes, tokenizer)
 
-    def _guesses(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Of each vector: which rows are learned [S, L], and own and target logits of those, float32 [R, V]."""
         length = batch.ids.shape[1]
         places = torch.arange(min(self.options.every, length) - 1, length, self.options.every)

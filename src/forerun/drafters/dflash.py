@@ -1,0 +1,232 @@
+"""DFlash: a few small layers that guess a whole block of tokens in one pass (Chen et al. 2026, arXiv 2602.06036).
+
+The rows of a block are the last committed token and masks. Each row sees the whole block and the context: what the
+target has computed for the tokens before, its residual stream behind a few layers joined by one product. Keys and
+values of the context are kept for each committed token. So K tokens cost one pass where a draft model takes K. What
+row i says does not depend on the tokens drafted before it: its distribution is stated as it is, which every rule for
+chains judges exactly. Embedding and LM head are the target's; a head of `forerun train head --method dflash` reads the
+rows of the LM head of the ids that the target writes most often. A prefix that the target finds in its cache is not run
+again; the context then begins behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from forerun.config import Quantization
+from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_files
+from forerun.drafters.chains import draw_chains
+from forerun.drafters.dflash_model import DFlashConfig, DFlashModel, shapes
+from forerun.drafters.head_matrices import quantization_of
+from forerun.drafters.model import Space, cache_for
+from forerun.errors import BadOption, InternalError, shown
+from forerun.kv.cache import BlockCache
+from forerun.models.runner import Model
+from forerun.sampling import History, probs, takes_the_best
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
+
+MOST_WAITING = 32  # tokens whose features wait for the next draft; more of them are remembered at once
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which layers, and how they are kept in memory."""
+
+    path: str | None = field(
+        default=None,
+        metadata={"help": "folder that `forerun train head --method dflash` made, or of a published DFlash model"},
+    )
+    quantization: str = field(
+        default="auto",
+        metadata={"help": "int8 or int4[:group=N], none, or auto: int8 beside a target of 4 or 8 bits, else none"},
+    )
+
+    def __post_init__(self) -> None:
+        if self.quantization not in ("auto", "none"):
+            Quantization.parse(self.quantization)
+
+
+@dataclass
+class _Text:
+    """What is known of one sequence.
+
+    first: index of the token whose features come first. num_kept: tokens whose keys and values are in the cache.
+    waiting: features of the tokens behind them, each as the target's rows behind its layers. is_over: it went past the
+    positions, and nothing more is kept.
+    """
+
+    first: int = -1
+    num_kept: int = 0
+    waiting: list[list[Tensor]] = field(default_factory=list)
+    is_over: bool = False
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(rows[0]) for rows in self.waiting)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens up to the last one with features, that one included."""
+        return self.first + self.num_kept + self.num_waiting
+
+
+class DFlashDrafter(Drafter):
+    """Guesses blocks, batched over sequences."""
+
+    def __init__(self, model: DFlashModel, cache: BlockCache, num_ids: int) -> None:
+        self.model, self.cache, self.hidden_layers = model, cache, model.config.layers
+        self._num_ids, self._ids = num_ids, model.ids.tolist()
+        self._texts: dict[int, _Text] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        self.cache.open(seq.id)
+        self._texts[seq.id] = _Text()
+
+    def end(self, seq: Sequence) -> None:
+        self._texts.pop(seq.id, None)
+        self.cache.release(seq.id)
+
+    def free_tokens(self, without: Collection[int] = ()) -> int | None:
+        return self.cache.free_tokens(without)
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        """Take the features of what was kept."""
+        for seq, own in zip(seqs, seen, strict=True):
+            text = self._texts[seq.id]
+            if text.is_over:
+                continue
+            if text.first < 0:
+                text.first = own.start
+            if own.start != text.num_known:
+                raise InternalError(f"features of token {own.start} came where those of {text.num_known} were to come")
+            if len(own.kept):
+                text.waiting.append([own.layer(k) for k in self.hidden_layers])
+        self._remember([seq for seq in seqs if self._texts[seq.id].num_waiting > MOST_WAITING])
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        self._remember([seq for seq, num in zip(seqs, budget.num_tokens, strict=True) if num > 0])
+        ready = [seq for b, seq in enumerate(seqs) if budget.num_tokens[b] > 0 and self._is_ready(seq)]
+        if not ready:
+            return Draft.empty(len(seqs))
+        last = {seq.id: (seq.tokens[-1], self._texts[seq.id].num_kept) for seq in ready}
+        most = min(max(budget.num_tokens), self.model.config.block - 1)
+        rows = self.model.guess(last, self.cache)[:, :most]
+        logits = torch.unflatten(self.model.logits(rows.flatten(0, 1)), 0, (len(ready), most)).cpu()
+        guesses = {seq.id: _Guess(own) for seq, own in zip(ready, logits, strict=True)}
+
+        def whole(seq: Sequence, depth: int) -> Tensor | None:
+            guess = guesses.get(seq.id)
+            return None if guess is None or depth >= most or not budget.reads_logits else self._spread(guess, depth)
+
+        def expected(seq: Sequence, drafted: Seq[int]) -> Probs | None:
+            guess, depth = guesses.get(seq.id), len(drafted)
+            if guess is None or depth >= most or not bool(guess.logits[depth].max().isfinite()):
+                return None
+            if takes_the_best(seq.params, seq.bad_word_ids):
+                return Probs.of_point(self._ids[int(guess.logits[depth].argmax())])
+            try:
+                return probs(self._spread(guess, depth), replace(seq.params, logprobs=None), History.of(seq, drafted))
+            except BadOption:
+                return None  # no token is left here; the target raises where none is left there either
+
+        return draw_chains(seqs, budget, coins, expected, whole)
+
+    def _is_ready(self, seq: Sequence) -> bool:
+        """Whether the context of all tokens but the last is in the cache, and the block within the positions."""
+        text, config = self._texts[seq.id], self.model.config
+        is_whole = not text.waiting and not text.is_over and text.num_known == len(seq.tokens) - 1
+        return is_whole and text.num_kept > 0 and text.num_kept + config.block <= config.decoder.max_positions
+
+    def _remember(self, seqs: Seq[Sequence]) -> None:
+        """Bring the features that wait into the cache, of those texts for which there is room and are positions."""
+        space, feeds = Space(self.cache), list[_Text]()
+        slots = dict[int, tuple[int, int]]()
+        for seq in seqs:
+            text = self._texts[seq.id]
+            num, end = text.num_waiting, text.num_kept + text.num_waiting
+            if end > self.model.config.decoder.max_positions:
+                text.is_over, text.waiting = True, []
+            if text.is_over or not num or space.take(seq.id, num) < num:
+                continue
+            feeds.append(text)
+            slots[seq.id] = text.num_kept, end
+        if not feeds:
+            return
+        for slot, (start, stop) in slots.items():
+            self.cache.reserve(slot, stop - start)
+        taps = zip(*(rows for text in feeds for rows in text.waiting), strict=True)
+        self.model.remember([torch.cat(rows) for rows in taps], slots, self.cache)
+        self.cache.keep({slot: range(stop - start) for slot, (start, stop) in slots.items()})
+        for text in feeds:
+            text.num_kept, text.waiting = text.num_kept + text.num_waiting, []
+
+    def _spread(self, guess: _Guess, depth: int) -> Tensor:
+        """Logits of the drafted ids as logits of the target's [num_ids], -inf elsewhere."""
+        if depth not in guess.spread:
+            own = guess.logits[depth]
+            dtype = torch.promote_types(own.dtype, torch.float32)
+            guess.spread[depth] = torch.full((self._num_ids,), -torch.inf, dtype=dtype)
+            guess.spread[depth][self.model.ids] = own.to(dtype)
+        return guess.spread[depth]
+
+
+@dataclass
+class _Guess:
+    """What a pass said of one sequence: logits [K, n] of the drafted ids, and by depth those of all ids."""
+
+    logits: Tensor
+    spread: dict[int, Tensor] = field(default_factory=dict)
+
+
+def _config(options: Options, tokenizer: str | None) -> DFlashConfig:
+    if options.path is None:
+        raise BadOption(
+            "dflash needs trained layers: make them with `forerun train head --method dflash --target TARGET --out "
+            "FOLDER`, then write dflash:path=FOLDER/head"
+        )
+    raw = head_files.published_config(options.path, "dflash_config")
+    raw = raw if raw is not None else head_files.published_config(options.path, "architectures")
+    return DFlashConfig.from_json(raw or head_files.read_config(options.path, "dflash", tokenizer), options.path)
+
+
+def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
+    """Refuse a folder that holds no such layers, or those of another tokenizer, before any weight is read."""
+    _config(options, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+
+
+def hidden_layers(options: Options) -> tuple[int, ...]:
+    """Return the target's layers behind which the context is read."""
+    return _config(options, None).layers if options.path is not None else ()
+
+
+def own_model(options: Options, num_layers: int) -> OwnModel:
+    """Return what the memory plan counts: a cache of as many layers; the weights are small beside the target's."""
+    return OwnModel(num_layers=1 if options.path is None else _config(options, None).decoder.num_layers)
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """Read the layers. Raises what head_files.py raises, and BadOption for a target of another shape."""
+    config = _config(options, artifacts.fingerprint(target.tokenizer, target.num_ids))
+    assert options.path is not None
+    model = target.model
+    if config.decoder.hidden_size != model.config.hidden_size:
+        raise BadOption(
+            f"{shown(options.path)} reads rows of {config.decoder.hidden_size}, and the target has rows of "
+            f"{model.config.hidden_size}: name one of this target"
+        )
+    if config.mask_id >= model.config.vocab_size:
+        raise BadOption(
+            f"{shown(options.path)} has mask_token_id={config.mask_id}, and the target has {model.config.vocab_size} "
+            "embeddings: name one of this target"
+        )
+    weights = head_files.read_weights(options.path, shapes(config), model, target.num_ids)
+    d2t = weights.pop("d2t", torch.zeros(target.num_ids, dtype=torch.int64))
+    ids = head_files.draft_ids(options.path, d2t, target.num_ids)
+    made = DFlashModel(config, weights, ids, model, quantization_of(options.quantization, model))
+    cache = cache_for(cast(Model, made), replace(target, prefix_caching=False))
+    return DFlashDrafter(made, cast(BlockCache, cache), target.num_ids)

@@ -1,0 +1,244 @@
+"""The layers of the drafter dflash: sizes, weights, keys and values of the context, and one pass of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.config import Quantization
+from forerun.drafters import head_files
+from forerun.drafters.head_matrices import Product
+from forerun.errors import UnsupportedModel, shown
+from forerun.kv.cache import BlockCache, CacheShape
+from forerun.models.configs import size
+from forerun.models.layers import DecoderConfig, Rope, parameter_shapes
+from forerun.models.loading import read_config
+from forerun.models.runner import Model
+from forerun.models.saving import config_to_dict
+
+OWN_KEYS = {  # of config.json, beside those of a decoder
+    *("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers"),
+    *("is_causal", "mask_token_id", "draft_vocab_size"),
+}
+BLOCK = 16  # tokens, where a published config does not say it
+NEUTRAL = {"input_embedding_scale": (1, None), "output_multiplier": (1, None), "final_logit_softcapping": (0, None)}
+Context = tuple[Tensor, Tensor]  # keys and values of one layer [n, kv_heads, D]
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """The sizes of a block drafter.
+
+    decoder: its layers. layers: behind which of the target's layers it reads. block: rows of a pass, the last committed
+    token and those that are guessed. mask_id: the id whose embedding stands for a token that is guessed. draft_vocab:
+    ids that are drafted; None = all.
+    """
+
+    decoder: DecoderConfig
+    layers: tuple[int, ...]
+    block: int
+    mask_id: int
+    draft_vocab: int | None = None
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return self.decoder.cache_shape
+
+    def to_json(self, num_target_layers: int) -> dict[str, Any]:
+        """For config.json; a layer id is that of the layer whose output is read, as published DFlash models count."""
+        ids = {"mask_token_id": self.mask_id, "target_layer_ids": [k - 1 for k in self.layers]}
+        own = {
+            "architectures": ["ForerunDFlash"],
+            "block_size": self.block,
+            "num_target_layers": num_target_layers,
+            "dflash_config": ids,
+        }
+        vocab = {} if self.draft_vocab is None else {"draft_vocab_size": self.draft_vocab}
+        return {**config_to_dict(self.decoder), **own, **vocab}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any], path: str) -> DFlashConfig:
+        """Read what `to_json` wrote, or what z-lab's models have. Raises UnsupportedModel for what is not computed."""
+        _refuse_others(raw, path)
+        own = dict(raw["dflash_config"])
+        layers, mask_id = own.get("target_layer_ids"), own.get("mask_token_id", raw.get("mask_token_id"))
+        if not isinstance(layers, list) or not layers or not all(type(j) is int and j >= 0 for j in layers):
+            raise UnsupportedModel(
+                f"{shown(path)} has target_layer_ids={shown(str(layers))} in its dflash_config: it must list layers"
+            )
+        if type(mask_id) is not int or mask_id < 0:
+            raise UnsupportedModel(f"{shown(path)} has mask_token_id={shown(str(mask_id))}: it must be an id")
+        block = {"block_size": own.get("block_size", raw.get("block_size", BLOCK))}
+        vocab = size(raw, "draft_vocab_size") if "draft_vocab_size" in raw else None
+        rest = {key: value for key, value in raw.items() if key not in (*OWN_KEYS, "mask_token_id", "draft_vocab_size")}
+        config = cls(
+            read_config(rest), tuple(j + 1 for j in layers), size(block, "block_size", least=2), mask_id, vocab
+        )
+        if any(window is not None for window in config.decoder.windows):
+            raise UnsupportedModel(
+                f"{shown(path)} has layers with a sliding window, which forerun does not compute for dflash: use one "
+                "with full attention"
+            )
+        return config
+
+
+def _refuse_others(raw: Mapping[str, Any], path: str) -> None:
+    """Raise UnsupportedModel for relatives of DFlash that compute something else."""
+    kinds = raw.get("architectures") or []
+    other = next((kind for kind in kinds if "DSpark" in str(kind) or "DFlash2" in str(kind)), None)
+    if other is not None or not isinstance(raw.get("dflash_config"), Mapping):
+        what = "no dflash_config" if other is None else f"the architecture {shown(str(other))}"
+        raise UnsupportedModel(
+            f"{shown(path)} has {what}, and forerun computes DFlash itself, not DSpark or DFlash 2: name a "
+            "DFlashDraftModel, or train one with `forerun train head --method dflash`"
+        )
+    if raw.get("is_causal"):
+        raise UnsupportedModel(f"{shown(path)} has is_causal={raw['is_causal']}: forerun computes whole blocks alone")
+    known = {"mask_token_id", "target_layer_ids", "block_size"}
+    for key, value in raw["dflash_config"].items():
+        if key not in known and value not in NEUTRAL.get(key, ()):
+            raise UnsupportedModel(
+                f"{shown(path)} sets {shown(str(key))}={shown(str(value))} in its dflash_config, which forerun does "
+                "not compute: use a DFlash model without it"
+            )
+
+
+def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the weights of all layers, under the published names."""
+    return {
+        name.removeprefix("model."): shape
+        for name, shape in parameter_shapes(config).items()
+        if name.startswith("model.layers.")
+    }
+
+
+def shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every weight, under the published names; d2t where not all ids are drafted."""
+    h = config.decoder.hidden_size
+    own: dict[str, tuple[int, ...]] = {"fc.weight": (h, h * len(config.layers)), "hidden_norm.weight": (h,)}
+    vocab = {} if config.draft_vocab is None else {"d2t": (config.draft_vocab,)}
+    return {**own, "norm.weight": (h,), **layer_shapes(config.decoder), **vocab}
+
+
+class _Layer:
+    """One layer. kv: keys and values together, which the context wants without queries."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: Mapping[str, Tensor], at: str, target: Model, rounded: Quantization | None
+    ) -> None:
+        def product(*names: str) -> Product:
+            biases = [weights[f"{at}{name}.bias"] for name in names if f"{at}{name}.bias" in weights]
+            parts = [weights[f"{at}{name}.weight"] for name in names]
+            return Product.of(target, parts, torch.cat(biases) if biases else None, rounded)
+
+        def norm(name: str) -> Tensor:
+            return weights[f"{at}{name}.weight"].to(target.device, target.activation_dtype)
+
+        self.q, self.kv = product("self_attn.q_proj"), product("self_attn.k_proj", "self_attn.v_proj")
+        self.o, self.down = product("self_attn.o_proj"), product("mlp.down_proj")
+        self.gate_up = product("mlp.gate_proj", "mlp.up_proj")
+        self.input_norm, self.mlp_norm = norm("input_layernorm"), norm("post_attention_layernorm")
+        self.q_norm = norm("self_attn.q_norm") if config.qk_norm else None
+        self.k_norm = norm("self_attn.k_norm") if config.qk_norm else None
+
+
+class DFlashModel:
+    """The layers on the operators of their target, whose embedding and LM head they use.
+
+    ids [n]: those that are drafted, ascending.
+    """
+
+    def __init__(
+        self,
+        config: DFlashConfig,
+        weights: Mapping[str, Tensor],
+        ids: Tensor,
+        target: Model,
+        rounded: Quantization | None,
+    ) -> None:
+        c = config.decoder
+        self.config, self.ids, self._target, self._ops = config, ids, target, target.ops
+        self.device, self.cache_dtype, self._dtype = target.device, target.cache_dtype, target.activation_dtype
+        self._fc = Product.of(target, [weights["fc.weight"]], None, rounded)
+        self._norms = {n: weights[f"{n}.weight"].to(self.device, self._dtype) for n in ("hidden_norm", "norm")}
+        self._layers = [_Layer(c, weights, f"layers.{i}.", target, rounded) for i in range(c.num_layers)]
+        self._rope = Rope(c.rope, c.head_dim, self.device, torch.float32 if target.ops.packs else self._dtype)
+        self._mask = target.embed([config.mask_id]).to(self._dtype)
+        self._head = None
+        if config.draft_vocab is not None:
+            self._head = Product.of(target, [target.head(ids.tolist())], None, rounded)
+
+    def remember(self, taps: Seq[Tensor], slots: Mapping[int, tuple[int, int]], cache: BlockCache) -> None:
+        """Write keys and values of committed tokens into the cache, whose rows are reserved.
+
+        taps: the target's rows [n, H] behind each of its layers that are read, for all slots one after the other.
+        slots: by slot, the positions of its rows, from and to.
+        """
+        rows = torch.cat([tap.to(self._dtype).clamp(-head_files.LARGEST, head_files.LARGEST) for tap in taps], -1)
+        x = self._normed(self._fc(rows), self._norms["hidden_norm"])
+        positions = [position for start, stop in slots.values() for position in range(start, stop)]
+        places = torch.cat([cache.rows(slot, start, stop) for slot, (start, stop) in slots.items()])
+        rotation = self._rotation(positions)
+        for i, layer in enumerate(self._layers):
+            k, v = self._keys(layer, x, rotation)
+            cache.keys[i][places], cache.values[i][places] = k.to(self.cache_dtype), v.to(self.cache_dtype)
+
+    def guess(self, last: Mapping[int, tuple[int, int]], cache: BlockCache) -> Tensor:
+        """Rows [B, block - 1, H] behind the final norm: of each token that follows a last one, all at once.
+
+        last: by slot, the last committed token and its position, before which its slot's rows in the cache end.
+        """
+        c, block = self.config.decoder, self.config.block
+        anchors = self._target.embed([token for token, _ in last.values()]).to(self._dtype)
+        masks = self._mask.expand(len(last), block - 1, -1)
+        x = torch.cat((anchors.unsqueeze(1), masks), 1).flatten(0, 1)
+        rotation = self._rotation([start + i for _, start in last.values() for i in range(block)])
+        places = [cache.rows(slot, 0, start) for slot, (_, start) in last.items()]
+        for i, layer in enumerate(self._layers):
+            y = self._normed(x, layer.input_norm)
+            q = self._heads(layer.q(y), c.num_heads, layer.q_norm)
+            q, (k, v) = self._ops.rope(q, *rotation), self._keys(layer, y, rotation)
+            found = []
+            for b, rows in enumerate(places):
+                own = slice(b * block, (b + 1) * block)
+                keys = torch.cat((cache.keys[i][rows].to(k.dtype), k[own]))
+                values = torch.cat((cache.values[i][rows].to(v.dtype), v[own]))
+                found.append(_attend(q[own], keys, values))
+            x = x + layer.o(torch.cat(found).flatten(1))
+            gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, -1)
+            x = x + layer.down(self._ops.silu_mul(gate, up))
+        return torch.unflatten(self._normed(x, self._norms["norm"]), 0, (-1, block))[:, 1:]
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """rows [R, H] -> logits of its ids [R, n]."""
+        if self._head is not None:
+            return self._head(rows)
+        return self._target.logits(rows)[:, : len(self.ids)]
+
+    def _rotation(self, positions: Seq[int]) -> tuple[Tensor, Tensor]:
+        return self._rope.at(torch.tensor(positions, device=self.device), max(positions, default=0) + 1)
+
+    def _keys(self, layer: _Layer, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Context:
+        c = self.config.decoder
+        k, v = layer.kv(x).chunk(2, -1)
+        k = self._heads(k, c.num_kv_heads, layer.k_norm)
+        return self._ops.rope(k, *rotation), torch.unflatten(v, -1, (c.num_kv_heads, -1))
+
+    def _heads(self, rows: Tensor, num: int, norm: Tensor | None) -> Tensor:
+        """Rows [T, num D] as heads [T, num, D], with the norm of each head where there is one."""
+        heads = torch.unflatten(rows, -1, (num, -1))
+        return heads if norm is None else self._normed(heads, norm)
+
+    def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return self._ops.rms_norm(rows, weight, self.config.decoder.norm_eps)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """q [n, heads, D] over all keys and values [m, kv_heads, D] -> [n, heads, D]; each row sees each key."""
+    q, keys, values = (part.transpose(0, 1).unsqueeze(0) for part in (q, keys, values))
+    return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)[0].transpose(0, 1)

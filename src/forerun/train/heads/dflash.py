@@ -1,0 +1,178 @@
+"""A block drafter as DFlash (Chen et al. 2026, arXiv 2602.06036); drafters/dflash.py guesses with it.
+
+A block is a token of the text, its anchor, and masks at the places behind it; row k learns the target's distribution of
+the token k places behind the anchor. Every row sees its block, and the context: keys and values made of the target's
+features of the tokens before the anchor. Each step learns blocks at many anchors of each text at once, every n-th token
+from a place that is drawn anew; a mask keeps them apart. The loss is the sum over k of decay^(k-1) times the cross
+entropy to the target's distribution over the ids that are drafted.
+
+The layers begin as the target's last one, and the context as what that layer reads, so that its keys and values are the
+target's own before the first step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.drafters import head_files
+from forerun.drafters.dflash_model import DFlashConfig, shapes
+from forerun.errors import BadOption
+from forerun.models.layers import DecoderConfig, inverse_frequencies
+from forerun.registry import parse_list
+from forerun.train import losses
+from forerun.train.heads import Batch, Rows, Teacher, Vocabulary, decayed, shifted
+from forerun.train.heads.layer import Layer, norm_of, rotation_of
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is read and guessed, and how it is learned."""
+
+    layers: str | None = field(
+        default=None,
+        metadata={"help": "layers of the target behind which it reads, ascending, from 1, as in 15+29+30; none = half "
+                  "of them, all but one, and all"},
+    )  # fmt: skip
+    depth: int = field(default=2, metadata={"help": "layers of its own", "min": 1, "max": 32})
+    block: int = field(default=6, metadata={"help": "rows of a pass: one more than tokens it guesses", "min": 2})
+    draft_vocab: int = field(
+        default=8192, metadata={"help": "ids that it drafts, those that the target wrote most often", "min": 2}
+    )
+    decay: float = field(default=0.8, metadata={"help": "weight of a place's loss over that of the place before"})
+    every: int = field(default=4, metadata={"help": "tokens from one block that is learned to the next", "min": 1})
+    loss: str = field(default="kl", metadata={"help": losses.HELP})
+
+    def __post_init__(self) -> None:
+        losses.check(self.loss)
+
+
+def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
+    """Return the layers whose residual streams are read. Raises BadOption for what published files cannot say."""
+    num = config.num_layers
+    if options.layers is None:
+        return tuple(dict.fromkeys((max(1, num // 2), max(1, num - 1), num)))
+    found = tuple(int(part) if part.isdigit() else -1 for part in parse_list(options.layers))
+    if 0 in found:
+        raise BadOption("dflash:layers=0 is not possible: its files count layers by their outputs, so 1 is the first")
+    return found
+
+
+class Head:
+    """The layers in float32, with gradients."""
+
+    def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
+        target = teacher.config
+        self.options, self._teacher = options, teacher
+        self._vocab = Vocabulary(teacher, options.draft_vocab)
+        self.ids = self._vocab.ids
+        decoder = dataclasses.replace(target, num_layers=options.depth, windows=())
+        mask_id = int(teacher.counts.argsort(descending=True, stable=True)[-1])  # of all ids the rarest
+        self.config = DFlashConfig(decoder, layers(options, target), options.block, mask_id, len(self.ids))
+        self.weights = _first_weights(self.config, teacher)
+        self._layers = [Layer(decoder, self.weights, f"layers.{i}.") for i in range(options.depth)]
+        self._inv_freq = inverse_frequencies(target.rope, target.head_dim)
+
+    def begin(self, batches: Iterable[Batch]) -> None:
+        """See `Head` in this package: nothing."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        """See `Head` in this package; where the blocks begin depends on the batch alone, as a resumed run needs it."""
+        start = int(batch.ids.sum()) % self.options.every
+        return decayed(self._places(batch, self._anchors(batch, start)), self.options.decay, self.options.loss)
+
+    def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
+        """See `Head` in this package; over all anchors."""
+        sums: dict[str, tuple[float, float]] = {}
+        for start in range(self.options.every):
+            anchors = self._anchors(batch, start)
+            reached = torch.ones_like(batch.is_written[:, anchors])
+            for k, (learned, own, target) in enumerate(self._places(batch, anchors)):
+                best, mass = (shifted(rows, k)[:, anchors] for rows in (batch.best, batch.mass))
+                rows = Rows(batch.ahead(k + 1)[:, anchors], learned, self.ids, best, mass)
+                for name, (total, count) in rows.numbers(f"_{k + 1}", own, target, reached).items():
+                    had = sums.get(name, (0.0, 0.0))
+                    sums[name] = had[0] + total, had[1] + count
+                reached = reached & rows.found(own)
+        return sums
+
+    def save(self, folder: Path, tokenizer: str) -> None:
+        """See `Head` in this package."""
+        weights = {name: weight.detach().bfloat16() for name, weight in self.weights.items()}
+        weights |= {"d2t": self._vocab.offsets(), head_files.PROBE: self._teacher.probe}
+        head_files.save(folder, "dflash", weights, self.config.to_json(self._teacher.config.num_layers), tokenizer)
+
+    def _anchors(self, batch: Batch, start: int) -> Tensor:
+        """Indices of the blocks' first tokens in a row [A]: a token has features for those behind it alone."""
+        return torch.arange(1 + start, batch.ids.shape[1], self.options.every)
+
+    def _places(self, batch: Batch, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of each place behind the anchors: which are learned [S, A], and own and target logits of those [R, ids]."""
+        x = torch.unflatten(self._blocks(batch, anchors), 1, (len(anchors), self.options.block))
+        x = norm_of(x, self.weights["norm.weight"], self.config.decoder.norm_eps)
+        for k in range(self.options.block - 1):
+            learned = batch.ahead(k + 1)[:, anchors] & self._vocab.has(shifted(batch.best, k))[:, anchors]
+            own = self._vocab.logits(x[:, :, k + 1][learned])
+            with torch.no_grad():
+                target = self._vocab.logits(shifted(batch.hidden, k)[:, anchors][learned])
+            yield learned, own, target
+
+    def _blocks(self, batch: Batch, anchors: Tensor) -> Tensor:
+        """The residual stream of all blocks behind all layers [S, A block, H]."""
+        block = self.options.block
+        context, at = self._context(batch), batch.at[:, anchors].unsqueeze(-1) + torch.arange(block)
+        ids = torch.full((*at.shape[:2], block), self.config.mask_id)
+        ids[:, :, 0] = batch.ids[:, anchors]
+        x = F.embedding(ids.flatten(1), self._teacher.embeddings)
+        far, near = rotation_of(batch.at, self._inv_freq), rotation_of(at.flatten(1), self._inv_freq)
+        mask = _visible(batch, anchors).repeat_interleave(block, dim=1).unsqueeze(1)
+        for layer in self._layers:
+            y = layer.normed(x, "input_layernorm")
+            own = layer.keys_values(y, near)
+            x = layer.behind(x, _attend(layer.queries(y, near), layer.keys_values(context, far), own, mask, block))
+        return x
+
+    def _context(self, batch: Batch) -> Tensor:
+        """What keys and values of the context are made of [S, L, H]."""
+        rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST).flatten(2)
+        joined = F.linear(rows, self.weights["fc.weight"])
+        return norm_of(joined, self.weights["hidden_norm.weight"], self.config.decoder.norm_eps)
+
+
+def _first_weights(config: DFlashConfig, teacher: Teacher) -> dict[str, Tensor]:
+    """The target's last layer, for each; the context is what that layer reads, or else the last of the layers."""
+    width, num, at = config.decoder.hidden_size, len(config.layers), "layers.0."
+    wanted = teacher.config.num_layers - 1
+    place = config.layers.index(wanted) if wanted in config.layers else num - 1
+    fc = torch.zeros(width, num, width)
+    fc[:, place] = torch.eye(width)
+    weights = {"fc.weight": fc.flatten(1), "norm.weight": teacher.last["model.norm.weight"].clone()}
+    weights["hidden_norm.weight"] = teacher.last[f"model.{at}input_layernorm.weight"].clone()
+    for name in shapes(config):
+        if name.startswith("layers."):
+            weights[name] = teacher.last["model.layers.0." + name.split(".", 2)[2]].clone()
+    return weights
+
+
+def _visible(batch: Batch, anchors: Tensor) -> Tensor:
+    """[S, A, L] bool: the tokens of the same text before each anchor."""
+    before = torch.arange(batch.ids.shape[1]) < anchors.unsqueeze(1)
+    return (batch.text[:, anchors].unsqueeze(2) == batch.text.unsqueeze(1)) & before
+
+
+def _attend(q: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], mask: Tensor, block: int) -> Tensor:
+    """q [S, heads, A block, D] over the context [S, heads, L, D] under a mask, and all rows of the same block."""
+    scale, length = q.shape[-1] ** -0.5, context[0].shape[2]
+    far = (q @ context[0].transpose(-1, -2)).float().masked_fill(~mask, -torch.inf)
+    blocks, keys, values = (torch.unflatten(rows, 2, (-1, block)) for rows in (q, *own))
+    near = (blocks @ keys.transpose(-1, -2)).float().flatten(2, 3)
+    weights = (torch.cat((far, near), -1) * scale).softmax(-1).to(q.dtype)
+    around: Tensor = torch.unflatten(weights[..., length:], 2, (-1, block)) @ values
+    found: Tensor = weights[..., :length] @ context[1] + around.flatten(2, 3)
+    return found

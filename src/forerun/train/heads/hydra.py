@@ -1,0 +1,60 @@
+"""Hydra (Ankner et al. 2024, arXiv 2402.05109), trained as medusa.py trains; the drafter is drafters/hydra.py.
+
+Head k (from 0) reads the target's last hidden state of token m and the embeddings of tokens m+1 to m+k+1, and learns
+the target's distribution of token m+k+2. In training these tokens are those of the text; when it drafts, token m+1 is
+committed and the others are drafted. Its first block is linear(x) + silu(linear(x)) from all that it reads to a hidden
+state, and begins as the hidden state alone; the blocks behind it are Medusa's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.models.layers import DecoderConfig
+from forerun.train.heads import Batch, medusa, shifted
+
+
+@dataclass(frozen=True)
+class Options(medusa.Options):
+    """How many heads there are, and how they learn."""
+
+
+def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
+    """None: the last hidden state is behind the final norm."""
+    return ()
+
+
+class Head(medusa.Head):
+    """All heads in float32, with gradients. They begin as the target's own head."""
+
+    method = "hydra"
+
+    def first_weights(self, width: int) -> dict[str, Tensor]:
+        """See medusa.py; the first block reads head + 2 rows."""
+        weights: dict[str, Tensor] = {}
+        for head in range(self.options.heads):
+            layers = {f"0.{name}": head + 2 for name in ("linear", "res_connection")}
+            layers |= {f"{block}.linear": 1 for block in range(1, self.options.blocks)}
+            for name, num_rows in layers.items():
+                at = f"hydra_mlp.{head}.{name}."
+                weights |= {f"{at}weight": torch.zeros(width, num_rows * width), f"{at}bias": torch.zeros(width)}
+            weights[f"hydra_mlp.{head}.0.res_connection.weight"][:, :width] = torch.eye(width)
+        return weights
+
+    def sizes(self) -> dict[str, Any]:
+        """What config.json says of them."""
+        numbers = {"hydra_num_heads": self.options.heads, "hydra_num_layers": self.options.blocks}
+        return {**numbers, "hydra_head_arch": "mlp", "grounded_heads": True}
+
+    def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
+        """What one head makes of hidden states and the tokens behind them [R, H]."""
+        tokens = [shifted(batch.ids, j)[learned] for j in range(1, head + 2)]
+        embedded = [F.embedding(ids, self._teacher.embeddings) for ids in tokens]
+        x, at = torch.cat((batch.hidden[learned].float(), *embedded), -1), f"hydra_mlp.{head}."
+        first = self._linear(f"{at}0.res_connection", x) + F.silu(self._linear(f"{at}0.linear", x))
+        return self._through([f"{at}{block}.linear" for block in range(1, self.options.blocks)], first)
