@@ -152,7 +152,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"inner": "(cascade:of=(model:draft_temperature=0.5))"},
     ],
     "medusa": [{"shape": "2x1"}, {"shape": "1x1"}],
-    "hydra": [{"shape": "2x1"}, {"shape": "1x1"}],
+    "hydra": [{"shape": "1x1"}],
     "early_exit": [{"draft_temperature": 0.0}, {"draft_temperature": None, "draft_top_k": 2}],
     "self": [{"quantization": "int8", "draft_temperature": 0.6}],
 }

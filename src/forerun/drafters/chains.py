@@ -40,8 +40,10 @@ def _chain(
     draw = coins.pick if seq.acceptance == "match" else coins.draft
     while len(tokens) < budget.num_tokens[b]:
         next_probs, depth = expected(seq, tokens), len(tokens)
+        if next_probs is None:
+            break
         own = () if logits is None else (logits(seq, depth),)
-        if next_probs is None or not budget.go_on(b, depth, next_probs, *own):
+        if not budget.go_on(b, depth, next_probs, *own):
             break
         token = draw(next_probs, depth)
         tokens.append(token)

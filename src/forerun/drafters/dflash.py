@@ -80,7 +80,7 @@ class DFlashDrafter(Drafter):
 
     def __init__(self, model: DFlashModel, cache: BlockCache, num_ids: int) -> None:
         self.model, self.cache, self.hidden_layers = model, cache, model.config.layers
-        self._num_ids, self._ids = num_ids, model.ids.tolist()
+        self._num_ids = num_ids
         self._texts: dict[int, _Text] = {}
 
     def begin(self, seq: Sequence) -> None:
@@ -117,24 +117,14 @@ class DFlashDrafter(Drafter):
         most = min(max(budget.num_tokens), self.model.config.block - 1)
         rows = self.model.guess(last, self.cache)[:, :most]
         logits = torch.unflatten(self.model.logits(rows.flatten(0, 1)), 0, (len(ready), most)).cpu()
-        guesses = {seq.id: _Guess(own) for seq, own in zip(ready, logits, strict=True)}
-
-        def whole(seq: Sequence, depth: int) -> Tensor | None:
-            guess = guesses.get(seq.id)
-            return None if guess is None or depth >= most or not budget.reads_logits else self._spread(guess, depth)
-
-        def expected(seq: Sequence, drafted: Seq[int]) -> Probs | None:
-            guess, depth = guesses.get(seq.id), len(drafted)
-            if guess is None or depth >= most or not bool(guess.logits[depth].max().isfinite()):
-                return None
-            if takes_the_best(seq.params, seq.bad_word_ids):
-                return Probs.of_point(self._ids[int(guess.logits[depth].argmax())])
-            try:
-                return probs(self._spread(guess, depth), replace(seq.params, logprobs=None), History.of(seq, drafted))
-            except BadOption:
-                return None  # no token is left here; the target raises where none is left there either
-
-        return draw_chains(seqs, budget, coins, expected, whole)
+        guesses = {seq.id: _Guess(own, self.model.ids, self._num_ids) for seq, own in zip(ready, logits, strict=True)}
+        return draw_chains(
+            seqs,
+            budget,
+            coins,
+            lambda seq, drafted: guesses[seq.id].law(seq, drafted) if seq.id in guesses else None,
+            lambda seq, depth: guesses[seq.id].whole(depth) if budget.reads_logits else None,
+        )
 
     def _is_ready(self, seq: Sequence) -> bool:
         """Whether the context of all tokens but the last is in the cache, and the block within the positions."""
@@ -150,7 +140,8 @@ class DFlashDrafter(Drafter):
             text = self._texts[seq.id]
             num, end = text.num_waiting, text.num_kept + text.num_waiting
             if end > self.model.config.decoder.max_positions:
-                text.is_over, text.waiting = True, []
+                self.cache.truncate_to(seq.id, 0)
+                text.is_over, text.num_kept, text.waiting = True, 0, []
             if text.is_over or not num or space.take(seq.id, num) < num:
                 continue
             feeds.append(text)
@@ -165,22 +156,39 @@ class DFlashDrafter(Drafter):
         for text in feeds:
             text.num_kept, text.waiting = text.num_kept + text.num_waiting, []
 
-    def _spread(self, guess: _Guess, depth: int) -> Tensor:
-        """Logits of the drafted ids as logits of the target's [num_ids], -inf elsewhere."""
-        if depth not in guess.spread:
-            own = guess.logits[depth]
-            dtype = torch.promote_types(own.dtype, torch.float32)
-            guess.spread[depth] = torch.full((self._num_ids,), -torch.inf, dtype=dtype)
-            guess.spread[depth][self.model.ids] = own.to(dtype)
-        return guess.spread[depth]
-
 
 @dataclass
 class _Guess:
-    """What a pass said of one sequence: logits [K, n] of the drafted ids, and by depth those of all ids."""
+    """What a pass said of one sequence: logits [K, n] of the drafted ids [n], and by depth those of all ids."""
 
     logits: Tensor
+    ids: Tensor
+    num_ids: int
     spread: dict[int, Tensor] = field(default_factory=dict)
+
+    def law(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
+        """The distribution of the token behind the drafted ones; None where none is left.
+
+        It depends on them by penalties and masks alone.
+        """
+        depth = len(drafted)
+        if depth >= len(self.logits) or not bool(self.logits[depth].max().isfinite()):
+            return None
+        if takes_the_best(seq.params, seq.bad_word_ids):
+            return Probs.of_point(int(self.ids[self.logits[depth].argmax()]))
+        try:
+            return probs(self.whole(depth), replace(seq.params, logprobs=None), History.of(seq, drafted))
+        except BadOption:
+            return None  # the target raises where no token is left there either
+
+    def whole(self, depth: int) -> Tensor:
+        """Logits of all ids [num_ids], -inf where they are not drafted."""
+        if depth not in self.spread:
+            own = self.logits[depth]
+            dtype = torch.promote_types(own.dtype, torch.float32)
+            self.spread[depth] = torch.full((self.num_ids,), -torch.inf, dtype=dtype)
+            self.spread[depth][self.ids] = own.to(dtype)
+        return self.spread[depth]
 
 
 def _config(options: Options, tokenizer: str | None) -> DFlashConfig:

@@ -206,8 +206,7 @@ class DFlashModel:
             found = []
             for b, rows in enumerate(places):
                 own = slice(b * block, (b + 1) * block)
-                keys = torch.cat((cache.keys[i][rows].to(k.dtype), k[own]))
-                values = torch.cat((cache.values[i][rows].to(v.dtype), v[own]))
+                keys, values = _behind(cache.keys[i], rows, k[own]), _behind(cache.values[i], rows, v[own])
                 found.append(_attend(q[own], keys, values))
             x = x + layer.o(torch.cat(found).flatten(1))
             gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, -1)
@@ -236,6 +235,13 @@ class DFlashModel:
 
     def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
         return self._ops.rms_norm(rows, weight, self.config.decoder.norm_eps)
+
+
+def _behind(pool: Tensor, rows: Tensor, own: Tensor) -> Tensor:
+    """Rows of a pool, then own rows [n, heads, D], in the type of the latter."""
+    whole = own.new_empty(len(rows) + len(own), *own.shape[1:])
+    whole[: len(rows)], whole[len(rows) :] = pool[rows], own
+    return whole
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -159,7 +159,6 @@ class MedusaDrafter(Drafter):
         self._heads, self._widths = heads, widths(shape)[: heads.num_heads]
         self.shape = "chain" if max(self._widths) == 1 else "tree"
         self._hidden = dict[int, tuple[int, Tensor]]()  # by sequence: the tokens up to that of the row, and the row
-        self._nodes: list[Node] = []
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         for seq, own in zip(seqs, seen, strict=True):
