@@ -31,7 +31,7 @@ from forerun.sampling import History, probs
 from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
 
 NAME = "look_ahead"
-RATES = (0.3, 0.25, 0.25)  # P(a guess is accepted), given that those before it were; the last one for all that follow
+RATES = (0.3, 0.25, 0.25)  # P(a guess is accepted), given that those before it were, not yet measured; the last for all that follow
 
 
 @dataclass(frozen=True)
