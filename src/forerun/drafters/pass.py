@@ -31,7 +31,8 @@ from forerun.sampling import History, probs
 from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
 
 NAME = "look_ahead"
-RATES = (0.3, 0.25, 0.25)  # P(a guess is accepted), given that those before it were, not yet measured; the last for all that follow
+# P(a guess is accepted), given that those before it were; the last one for all that follow. Not measured yet.
+RATES = (0.3, 0.25, 0.25)
 
 
 @dataclass(frozen=True)
