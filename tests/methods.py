@@ -68,6 +68,20 @@ def random_dflash(target: Target, folder: Path) -> Mapping[str, Any]:
     return _saved(target, folder, "dflash", weights, config.to_json(_num_layers(target)))
 
 
+def random_blockwise(target: Target, folder: Path) -> Mapping[str, Any]:
+    """A layer of random weights with two outputs."""
+    width = target.model.config.hidden_size
+    sizes = {"num_heads": 2, "intermediate_size": 4, "draft_vocab_size": target.num_ids}
+    return _saved(target, folder, "blockwise", _random(head_files.feed_forward_shapes(2, 4, width), width), sizes)
+
+
+def random_pass(target: Target, folder: Path) -> Mapping[str, Any]:
+    """Two look-ahead vectors, of random numbers."""
+    width = target.model.config.hidden_size
+    weights = _random({"look_ahead": (2, width)}, 1)
+    return _saved(target, folder, "pass", weights, {"num_look_ahead": 2, "hidden_size": width}, has_ids=False)
+
+
 PARTS = ("weight", "bias")
 
 
@@ -77,9 +91,15 @@ def _random(shapes: Mapping[str, tuple[int, ...]], width: int) -> dict[str, torc
 
 
 def _saved(
-    target: Target, folder: Path, method: str, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+    target: Target,
+    folder: Path,
+    method: str,
+    weights: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    *,
+    has_ids: bool = True,
 ) -> Mapping[str, Any]:
-    whole = {**weights, "d2t": torch.zeros(target.num_ids, dtype=torch.int64)}
+    whole = {**weights, **({"d2t": torch.zeros(target.num_ids, dtype=torch.int64)} if has_ids else {})}
     whole[head_files.PROBE] = head_files.probe(target.model.embed, target.num_ids)
     head_files.save(folder / method, method, whole, config, artifacts.fingerprint(target.tokenizer, target.num_ids))
     return {"path": str(folder / method)}
@@ -87,11 +107,13 @@ def _saved(
 
 # By drafter: (target, an empty folder) -> the options that it cannot do without, such as a file fitted for the target.
 NEEDS: dict[str, Callable[[Target, Path], Mapping[str, Any]]] = {
+    "blockwise": random_blockwise,
     "datastore": small_datastore,
     "dflash": random_dflash,
     "eagle": random_eagle,
     "hydra": random_hydra,
     "medusa": random_medusa,
+    "pass": random_pass,
     # The toy's only layer is the whole target, which a draft temperature makes wrong sometimes.
     "early_exit": lambda target, _: {"draft_temperature": 0.5} if _num_layers(target) == 1 else {},
     # Small decoders have rows of 48 weights, and the toy rounds its logits.

@@ -33,6 +33,8 @@ METHODS = [
     "medusa:draft_vocab=200,heads=2",
     "hydra:draft_vocab=200,heads=3,blocks=2",
     "dflash:draft_vocab=200,block=4,depth=1",
+    "blockwise:draft_vocab=200,heads=2,units=16",
+    "pass:vectors=2,every=4",
 ]
 Make = Callable[..., HeadConfig]
 
@@ -166,16 +168,17 @@ def test_features_are_those_of_the_target(tiny: Make, checkpoint: Checkpoint) ->
     assert (found.best.numpy()[written - 1] == greedy.ids[written]).mean() > 0.95
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS[:-1], "pass:vectors=2,every=1"])
 def test_the_drafter_computes_what_was_trained(tiny: Make, checkpoint: Checkpoint, folder: Path, method: str) -> None:
     """A draft is the chain of the training's own steps: row, position and token are paired in the same way in both."""
-    config = tiny(steps=40, method=method)
+    config = tiny(steps=40 if method == METHODS[0] else 12, method=method)
     training.train(config, checkpoint, quiet=True)
     task = training.prepare(config, checkpoint)
     loop.load_state(loop.Run(config, task, loop.make_optimizer(config, task.weights)))
     name = method.partition(":")[0]
     draft = f"{name}:path={config.out / 'head'}" + (",shape=1x1x1" if name in ("medusa", "hydra") else "")
-    llm = LLM(str(folder), draft=draft, spec_length=3, ops="reference", max_seq_len=128)
+    length = 5 if name == "pass" else 3  # some of which are vectors
+    llm = LLM(str(folder), draft=draft, spec_length=length, pacing="fixed", ops="reference", max_seq_len=128)
     rounds = list[Any]()
     llm.listen(lambda report: rounds.extend(report.rounds), detail=True)
     out = llm.generate([[5, 9, 40, 8, 100, 3]], SamplingParams(max_tokens=12, temperature=0))[0]
@@ -203,6 +206,17 @@ def chain_of(task: training.HeadTask, ids: list[int], num: int) -> list[int]:
     for _, (learned, own, _) in zip(range(num), parts, strict=False):
         guesses.append(int(task.head.ids[own[int(learned[0, :row].sum())].argmax()]))
     return guesses
+
+
+@pytest.mark.parametrize("loss", ["ce", "alpha"])
+def test_heads_learn_by_other_losses(tiny: Make, checkpoint: Checkpoint, loss: str) -> None:
+    config = tiny(method=f"medusa:draft_vocab=200,heads=1,loss={loss}", steps=40)
+    training.train(config, checkpoint, quiet=True)
+    losses = [line["train_loss"] for line in log_of(config) if "train_loss" in line]
+    assert losses[-1] < losses[0]
+    assert loss == "ce" or 0 <= losses[-1] <= 1
+    with pytest.raises(BadOption, match="ce, kl or alpha"):
+        heads.load("pass:loss=mse", checkpoint.model.config)
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +303,7 @@ def eagle_target() -> Any:
 
 
 def test_a_head_without_a_file_says_how_to_make_one(folder: Path) -> None:
-    for name in ("eagle", "medusa", "hydra", "dflash"):
+    for name in ("eagle", "medusa", "hydra", "dflash", "blockwise", "pass"):
         with pytest.raises(BadOption, match=f"train head --method {name}"):
             LLM(str(folder), draft=name)
     assert eagle.hidden_layers(eagle.Options(), 2) == ()

@@ -72,13 +72,31 @@ def test_draft_learns_its_teacher(tiny: Make, loss: str) -> None:
     teacher = tiny("teacher", steps=60)
     lm.train(teacher, quiet=True)
     config = tiny(
-        "draft", shape=ModelShape(16, 1, 2, 1, 32, 300), teacher=teacher.out / "model", loss=loss, steps=100, lr=2e-2
+        "draft",
+        shape=ModelShape(16, 1, 2, 1, 32, 300),
+        teacher=str(teacher.out / "model"),
+        loss=loss,
+        steps=100,
+        lr=2e-2,
     )
     numbers = lm.train(config, quiet=True)
     first = next(line for line in read_log(config) if "alpha" in line)
     assert numbers["alpha"] > first["alpha"]
     assert numbers["alpha"] > 0.5
     assert 0 <= numbers["agreement"] <= 1
+
+
+def test_a_draft_that_learns_after_another_covers_more(tiny: Make) -> None:
+    """SpecInfer: of two drafts, the second learns where the first and the target do not agree."""
+    lm.train(teacher := tiny("teacher", steps=60), quiet=True)
+    small: dict[str, Any] = {"shape": ModelShape(16, 1, 2, 1, 32, 300), "teacher": str(teacher.out / "model")}
+    small |= {"loss": "kl", "lr": 2e-2, "validation_windows": 16}
+    lm.train(first := tiny("first", steps=25, **small), quiet=True)
+    second, after = {**small, "steps": 40, "seed": 1}, (str(first.out / "model"),)
+    lm.train(alike := tiny("alike", **second), quiet=True)
+    gained = lm.train(tiny("after", **second, after=after), quiet=True)
+    alone = lm.prepare(tiny("both", **second, after=after, init_from=alike.out / "model")).validate()
+    assert gained["coverage_before"] == alone["coverage_before"] < alone["coverage"] < gained["coverage"] - 0.02
 
 
 def test_exported_folder_is_a_llama_for_transformers(tiny: Make) -> None:
@@ -105,11 +123,14 @@ def test_a_draft_learns_from_what_its_target_wrote(tiny: Make, sources: Path, tm
     writer.write(file, 300, 4)
     file.close()
     tokenizer = load_tokenizer(folder)
-    stream = batches.load_samples(path, tokenizer)
+    stream = batches.load_samples(path, tokenizer, 0)
     assert len(stream) >= 250
-    draft = tiny("draft", teacher=folder, loss="kl", samples=path, samples_share=0.5, steps=3)
+    draft = tiny("draft", teacher=str(folder), loss="kl", samples=path, samples_share=0.5, steps=3)
     assert lm.prepare(draft).data.batches.num_sample_rows == 2
     lm.train(draft, quiet=True)
+    alone = tiny("alone", teacher=str(folder), loss="kl", samples=path, samples_share=1.0, steps=3, seq_len_tokens=16)
+    numbers = lm.train(alone, quiet=True)  # no text of others is read, not even for validation
+    assert 0 < numbers["alpha"] <= 1
 
 
 def test_first_weights_depend_on_the_seed_alone() -> None:
@@ -121,7 +142,8 @@ def test_first_weights_depend_on_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("loss", "mse"), ("loss", "kl"), ("steps", 0), ("lr", 0.0), ("seq_len_tokens", 1)]
+    ("option", "value"),
+    [("loss", "mse"), ("loss", "kl"), ("after", ("draft",)), ("steps", 0), ("lr", 0.0), ("seq_len_tokens", 1)],
 )
 def test_impossible_options_are_refused_by_name(tiny: Make, option: str, value: object) -> None:
     with pytest.raises(BadOption, match=option.split("_")[0]):

@@ -27,7 +27,13 @@ def lm(
     heads: Annotated[int, typer.Option(help="Query heads, each of hidden-size / heads elements.")] = 8,
     kv_heads: Annotated[int, typer.Option(help="Key-value heads.")] = 2,
     ffn_size: Annotated[int, typer.Option(help="Width of the feed-forward block, elements.")] = 1536,
-    vocab_size: Annotated[int, typer.Option(help="Token ids; at least 257 if a tokenizer is trained.")] = 4096,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Token ids; at least 257 if a tokenizer is trained; default: the teacher's, else 4096.",
+            show_default=False,
+        ),
+    ] = None,
     max_steps: Annotated[int, typer.Option(help="Steps in all; the learning rate reaches 0 at the last.")] = 600,
     tokens_per_step: Annotated[int, typer.Option(help="Tokens of one batch.")] = 4096,
     seq_len_tokens: Annotated[int, typer.Option(help="Length of the training sequences, tokens.")] = 512,
@@ -38,7 +44,13 @@ def lm(
     ] = 0.4,
     seed: Annotated[int, typer.Option(help="Of first weights and data order.")] = 0,
     loss: Annotated[str, typer.Option(help="ce (text), kl (target's distribution) or alpha (acceptance).")] = "ce",
-    teacher: Annotated[Path | None, typer.Option(help="Checkpoint folder of the target, for kl and alpha.")] = None,
+    teacher: Annotated[
+        str | None, typer.Option(help="The target, for kl, alpha and --after: folder, GGUF file, name or hub id.")
+    ] = None,
+    after: Annotated[
+        list[str] | None,
+        typer.Option(help="An earlier draft of the teacher: learn where they do not agree; may be repeated."),
+    ] = None,
     init_from: Annotated[
         Path | None, typer.Option(help="Checkpoint folder to start from; may have fewer layers.")
     ] = None,
@@ -57,12 +69,14 @@ def lm(
     resume: Annotated[bool, typer.Option(help="Go on from the state in the out folder.")] = False,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
 ) -> None:
-    """Train a llama on Python source or token ids: from them, or from a target's soft labels (--teacher)."""
+    """Train a llama on Python source, token ids or a target's text: from them, or from soft labels (--teacher)."""
     from forerun.train import lm as loop
     from forerun.train.config import TrainConfig
     from forerun.train.model import ModelShape
 
     with refusals():
+        if vocab_size is None:
+            vocab_size = 4096 if teacher is None else loop.num_ids_of(teacher)
         config = TrainConfig(
             shape=ModelShape(hidden_size, layers, heads, kv_heads, ffn_size, vocab_size),
             out=out,
@@ -75,6 +89,7 @@ def lm(
             seed=seed,
             loss=loss,  # type: ignore[arg-type]
             teacher=teacher,
+            after=tuple(after or ()),
             init_from=init_from,
             tokenizer=tokenizer,
             text=text,

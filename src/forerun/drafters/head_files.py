@@ -47,6 +47,16 @@ def save(folder: Path, method: str, weights: Mapping[str, Tensor], config: Mappi
     (folder / f"{CONFIG}.partial").replace(folder / CONFIG)
 
 
+def config_of(path: str | None, method: str, tokenizer: str | None) -> dict[str, Any]:
+    """As `read_config`; BadOption without a path says how to make such a folder."""
+    if path is None:
+        raise BadOption(
+            f"{method} needs what is trained for its target: make it with `forerun train head --method {method} "
+            f"--target TARGET --out FOLDER`, then write {method}:path=FOLDER/head"
+        )
+    return read_config(path, method, tokenizer)
+
+
 def read_config(path: str, method: str, tokenizer: str | None = None) -> dict[str, Any]:
     """The config.json of a head, less what is forerun's own. tokenizer: the fingerprint that it must have.
 
@@ -139,6 +149,17 @@ def draft_ids(path: str, d2t: Tensor, num_ids: int) -> Tensor:
     if len(ids) == 0 or int(ids[0]) < 0 or int(ids[-1]) >= num_ids or not bool((ids[1:] > ids[:-1]).all()):
         raise UnsupportedModel(f"{shown(path)}: d2t must lead to ascending ids below {num_ids}: train the head again")
     return ids
+
+
+def feed_forward_shapes(num_heads: int, inner: int, width: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer of blockwise. inner: units of the hidden layer; width: of the target's rows."""
+    outer = num_heads * width
+    return {
+        "hidden.weight": (inner, width),
+        "hidden.bias": (inner,),
+        "output.weight": (outer, inner),
+        "output.bias": (outer,),
+    }
 
 
 def _check_probe(path: str, had: Tensor, own: Tensor) -> None:

@@ -110,6 +110,17 @@ class Chain:
     tokens: list[int] = field(default_factory=list)
     probs: list[Probs] = field(default_factory=list)
 
+    def grow(self, law: Probs, logits: Tensor | None, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
+        """Draw one more token from `law`, unless the pacing policy stops here. Returns whether another may follow."""
+        depth = len(self.tokens)
+        if not budget.go_on(b, depth, law, logits):
+            return False
+        # Match verification accepts most when drafter and target share the noise (docs/exactness.md).
+        token = (coins.pick if seq.acceptance == "match" else coins.draft)(law, depth)
+        self.tokens.append(token)
+        self.probs.append(law)
+        return budget.go_behind(b, depth, token, law, logits)
+
 
 @dataclass(slots=True)
 class _Search:
@@ -201,7 +212,7 @@ class ModelDrafter(Drafter):
         for seq, tokens in feeds.values():
             self.commit(seq, tokens)
         while rows:
-            grown = [b for b, row in rows.items() if self._grow(chains[b], row, seqs[b], b, depth, budget, coins[b])]
+            grown = [b for b, row in rows.items() if self._grow(chains[b], row, seqs[b], b, budget, coins[b])]
             depth += 1
             # The last token of a full chain is not fed: no draw needs the logits after it.
             feeds = {b: (seqs[b], [self.own_id(chains[b].tokens[-1])]) for b in grown if depth < limits[b]}
@@ -333,7 +344,7 @@ class ModelDrafter(Drafter):
             chains[b] = chain
         return Draft.chains(chains, [[Probs.of_point(token) for token in chain] for chain in chains])
 
-    def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, depth: int, budget: Budget, coins: Coins) -> bool:
+    def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
         """Draw one more token for a sequence, unless the pacing policy stops here or its masks leave no token.
 
         Returns whether another one may follow.
@@ -342,15 +353,7 @@ class ModelDrafter(Drafter):
             draft_probs = self.law(row, seq, chain.tokens)
         except BadOption:
             return False  # no token is left here; the target raises where none is left there either
-        logits = None if isinstance(row, int) else row
-        if not budget.go_on(b, depth, draft_probs, logits):
-            return False
-        # Match verification accepts most when drafter and target share the noise (docs/exactness.md).
-        draw = coins.pick if seq.acceptance == "match" else coins.draft
-        token = draw(draft_probs, depth)
-        chain.tokens.append(token)
-        chain.probs.append(draft_probs)
-        return budget.go_behind(b, depth, token, draft_probs, logits)
+        return chain.grow(draft_probs, None if isinstance(row, int) else row, seq, b, budget, coins)
 
     def _limit(self, seq: Sequence, granted: int, room: Space) -> int:
         """Return how many tokens to draft, at most `granted`, within the model's positions and the room in the cache.

@@ -21,20 +21,18 @@ from forerun.errors import BadOption, NotFound, shown
 from forerun.text.files import unreadable
 from forerun.train.corpus import Document
 from forerun.train.samples import HELD_OUT_EVERY, read_samples, stream
-from forerun.train.tokenizer import END_OF_TEXT
 
 Tokens = NDArray[np.uint16]
 
 
-def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, seed: int | None = None) -> Tokens:
-    """Return one stream of token ids: every document, followed by the end-of-text token.
+def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, end: int, seed: int | None = None) -> Tokens:
+    """Return one stream of token ids: every document, followed by the id `end`.
 
     Documents come in the given order, or shuffled by `seed`. Ids must fit 16 bits.
     """
     order = list(documents)
     if seed is not None:
         random.Random(seed).shuffle(order)
-    end = tokenizer.token_to_id(END_OF_TEXT)
     ids = [i for e in tokenizer.encode_batch([d.text for d in order]) for i in (*e.ids, end)]
     return np.asarray(ids, dtype=np.uint16)
 
@@ -115,41 +113,48 @@ class WholeRows:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Batches of `num_rows` windows, of which `num_sample_rows` come from a second stream (a target's own text)."""
+    """Batches of `num_rows` windows, of which `num_sample_rows` come from a second stream (a target's own text).
 
-    text: Rows
+    text: None where all come from there.
+    """
+
+    text: Rows | None
     num_rows: int
     samples: WindowStream | None = None
     num_sample_rows: int = 0
 
     def batch(self, step: int) -> Tensor:
         """Return the batch of one step, int64 [num_rows, seq_len_tokens + 1]."""
-        if self.samples is None or self.num_sample_rows == 0:
-            return self.text.rows(step * self.num_rows, self.num_rows)
         num_text = self.num_rows - self.num_sample_rows
-        drawn = self.samples.rows(step * self.num_sample_rows, self.num_sample_rows)
-        return torch.cat((self.text.rows(step * num_text, num_text), drawn)) if num_text else drawn
+        wanted = ((self.text, num_text), (self.samples, self.num_sample_rows))
+        return torch.cat([stream.rows(step * num, num) for stream, num in wanted if stream is not None and num])
 
 
 def validation_windows(tokens: Tokens, seq_len_tokens: int, most: int) -> Tensor:
-    """Return the first `most` consecutive windows of a stream, int64 [n, seq_len_tokens + 1]."""
+    """Return the first `most` consecutive windows of a stream, int64 [n, seq_len_tokens + 1].
+
+    Raises BadOption where there is none.
+    """
     count = min(most, (len(tokens) - 1) // seq_len_tokens)
+    if count < 1:
+        raise BadOption(
+            f"{len(tokens)} held-out tokens are too few for windows of {seq_len_tokens} + 1: give more text"
+        )
     rows = [tokens[i * seq_len_tokens : (i + 1) * seq_len_tokens + 1] for i in range(count)]
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def load_samples(path: Path, tokenizer: Tokenizer) -> Tokens:
-    """Read a file of `forerun train sample` as one stream, with the end-of-text token behind each text, uint16 [N].
+def load_samples(path: Path, tokenizer: Tokenizer, end: int, *, held_out: bool = False) -> Tokens:
+    """Read a file of `forerun train sample` as one stream, with the id `end` behind each text, uint16 [N].
 
-    Raises BadOption where its ids are those of another number of tokens, or do not fit 16 bits.
+    held_out: the texts that training must not see. Raises BadOption where its ids are those of another tokenizer, or do
+    not fit 16 bits.
     """
     found = read_samples(path)
     num_ids = tokenizer.get_vocab_size()
     if found.options["num_ids"] != num_ids or num_ids > 1 << 16:
         raise BadOption(f"{path} holds ids of {found.options['num_ids']} tokens, and the tokenizer has {num_ids}")
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    assert end is not None
-    return stream(found.split(held_out=False), end).astype(np.uint16)
+    return stream(found.split(held_out=held_out), end).astype(np.uint16)
 
 
 def load_rows(path: Path, vocab_size: int, seq_len_tokens: int) -> NDArray[np.int64]:

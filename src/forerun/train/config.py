@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from forerun.errors import BadOption, shown
+from forerun.errors import BadOption
+from forerun.train import losses
 from forerun.train.loop import LoopConfig
 from forerun.train.losses import LossName
 from forerun.train.model import ModelShape
@@ -17,7 +18,8 @@ class TrainConfig(LoopConfig):
 
     shape: ModelShape
     loss: LossName = "ce"
-    teacher: Path | None = None  # checkpoint folder of the target
+    teacher: str | None = None  # the target: folder, GGUF file, name or hub id
+    after: tuple[str, ...] = ()  # earlier drafts of the target, in the same ways: see lm.py
     init_from: Path | None = None  # checkpoint folder to start from: the same shape, or fewer layers
     tokenizer: Path | None = None  # tokenizer.json to use; None = the teacher's, else one is trained
     text: Path | None = None  # folder of Python sources; None = the standard library
@@ -28,13 +30,19 @@ class TrainConfig(LoopConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loss not in ("ce", "kl", "alpha"):
-            raise BadOption(f"loss {shown(self.loss)} is unknown: it must be ce, kl or alpha")
+        losses.check(self.loss)
         if self.loss != "ce" and self.teacher is None:
             raise BadOption(f"loss {self.loss} learns from a target's distribution: give --teacher PATH")
         for name in ("text", "tokenizer", "samples"):
             if self.ids is not None and getattr(self, name) is not None:
                 raise BadOption(f"--ids are all that is learned from, and --{name} is for text: drop one")
+        if self.after and self.teacher is None:
+            raise BadOption("after learns where earlier drafts and a target do not agree: give --teacher PATH")
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether some of what it learns from is not written by the target."""
+        return self.samples is None or round(self.rows_per_step * self.samples_share) < self.rows_per_step
 
     def checks(self) -> dict[str, bool]:
         return {

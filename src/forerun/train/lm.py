@@ -1,14 +1,16 @@
-"""`forerun train lm` trains a small llama on Python source or on token ids, or from a target's soft labels for them.
+"""`forerun train lm` trains a small llama on Python source, token ids or a target's text, or from its soft labels.
 
-The shipped target and its draft were both trained by it. Arithmetic is float32 (or bfloat16 autocast where the
-processor has it); the result is a standard checkpoint folder, `model/` in the out folder. loop.py says what else is
-written there.
+The shipped target and its draft were both trained by it. Several drafts of one target learn one after another: each
+learns where the target and the drafts before it (`after`) do not agree on the likeliest token (SpecInfer, Miao et al.
+2023, arXiv 2305.09781, section 3), so that together they cover more than each would. Arithmetic is float32 (or bfloat16
+autocast where the processor has it); the result is a standard checkpoint folder, `model/` in the out folder. loop.py
+says what else is written there.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 from forerun.models.layers import Decoder
+from forerun.models.loading import load_checkpoint, read_config, read_raw_config, small_files
 from forerun.train import batches, loop, losses
 from forerun.train.config import TrainConfig
 from forerun.train.corpus import Corpus, load_corpus
@@ -34,7 +37,14 @@ from forerun.train.model import (
     run_windows,
 )
 from forerun.train.ops import TrainingOps
-from forerun.train.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, tokenizer_hash, train_tokenizer
+from forerun.train.tokenizer import (
+    END_OF_TEXT,
+    copy_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    tokenizer_hash,
+    train_tokenizer,
+)
 
 
 def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
@@ -46,7 +56,8 @@ def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> 
 class Data:
     """What is learned from, and what the checkpoint needs of it. validation [n, seq_len + 1].
 
-    facts: for run.json. tokenizer_folder, end_id: None where ids are all there is.
+    facts: for run.json. tokenizer_folder, end_id: None where ids are all there is; end_id stands behind each text.
+    end_ids: those that end an output.
     """
 
     batches: batches.Mixture
@@ -54,17 +65,19 @@ class Data:
     facts: Mapping[str, Any]
     tokenizer_folder: Path | None = None
     end_id: int | None = None
+    end_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A llama that is trained, as the loop wants it."""
+    """A llama that is trained, as the loop wants it. earlier: drafts of the same target that learned before."""
 
     config: TrainConfig
     data: Data
     model: Decoder
     weights: dict[str, Tensor]
     teacher: Decoder | None
+    earlier: Sequence[Decoder]
 
     @property
     def identity(self) -> ModelShape:
@@ -78,22 +91,32 @@ class LanguageModel:
         return {
             "num_parameters": self.config.shape.num_parameters,
             **self.data.facts,
-            "num_text_tokens": mixture.text.num_tokens,
+            "num_text_tokens": 0 if mixture.text is None else mixture.text.num_tokens,
             "num_sample_tokens": 0 if mixture.samples is None else mixture.samples.num_tokens,
         }
 
     def loss(self, step: int) -> Tensor:
-        """See `Task`."""
+        """See `Task`. Where an earlier draft agrees with the target, nothing is learned."""
         windows = self.data.batches.batch(step).to(self.config.device)
         with autocast(self.config):
-            logits = self.model.logits(run_windows(self.model, windows[:, :-1]))
-        return losses.loss_of(self.config.loss, logits, windows[:, 1:].reshape(-1), self._teacher_logits(windows))
+            hidden = run_windows(self.model, windows[:, :-1])
+        needs_target = self.earlier or self.config.loss != "ce"
+        target, next_tokens = self._logits(self.teacher, windows) if needs_target else None, windows[:, 1:].reshape(-1)
+        if self.earlier and target is not None:
+            missed = ~self._covered(windows, target)
+            hidden, target, next_tokens = hidden[missed], target[missed], next_tokens[missed]
+            if not len(hidden):
+                return hidden.sum()  # 0, with a gradient of 0
+        with autocast(self.config):
+            logits = self.model.logits(hidden)
+        return losses.loss_of(self.config.loss, logits, next_tokens, target)
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Measure cross entropy in nats per token on held-out modules or rows.
+        """Measure cross entropy in nats per token on held-out modules or rows, or held-out texts of the target.
 
-        With a teacher also alpha at temperature 1, and the share of tokens on which both agree greedily.
+        With a teacher also alpha at temperature 1, and the share of tokens on which both agree greedily; with earlier
+        drafts the share on which at least one draft agrees, without and with this one.
         """
         sums: dict[str, float] = {}
         rows_per_step, validation = self.config.rows_per_step, self.data.validation
@@ -102,12 +125,14 @@ class LanguageModel:
             with autocast(self.config):
                 logits = self.model.logits(run_windows(self.model, windows[:, :-1]))
             numbers = {"validation_loss": losses.cross_entropy(logits, windows[:, 1:].reshape(-1))}
-            if self.teacher is not None:
-                with autocast(self.config):
-                    target = self.teacher.logits(run_windows(self.teacher, windows[:, :-1]))
+            if (target := self._logits(self.teacher, windows)) is not None:
                 numbers["kl"] = losses.forward_kl(logits, target)
                 numbers["alpha"] = losses.overlap(logits, target).mean()
                 numbers["agreement"] = losses.agreement(logits, target)
+                if self.earlier:
+                    covered = self._covered(windows, target)
+                    numbers["coverage_before"] = covered.float().mean()
+                    numbers["coverage"] = (covered | (logits.argmax(-1) == target.argmax(-1))).float().mean()
             for key, value in numbers.items():
                 sums[key] = sums.get(key, 0.0) + float(value) * len(windows)
         return {key: value / len(validation) for key, value in sums.items()}
@@ -115,45 +140,63 @@ class LanguageModel:
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
         """Write the checkpoint folder out/model."""
         data, folder = self.data, self.config.out / "model"
-        export(folder, self.config.shape, self.weights, data.tokenizer_folder, data.end_id)
+        export(folder, self.config.shape, self.weights, data.tokenizer_folder, data.end_id, data.end_ids)
 
-    def _teacher_logits(self, windows: Tensor) -> Tensor | None:
-        """Return the target's logits [S * L, V] for windows [S, L + 1], or None where the loss does not need them."""
-        if self.teacher is None or self.config.loss == "ce":
+    def _covered(self, windows: Tensor, target: Tensor) -> Tensor:
+        """Where at least one earlier draft's likeliest id is the target's: windows [S, L + 1] -> bool [S * L]."""
+        best = target.argmax(-1)
+        found = [logits.argmax(-1) == best for m in self.earlier if (logits := self._logits(m, windows)) is not None]
+        return torch.stack(found).any(0)
+
+    @torch.no_grad()
+    def _logits(self, model: Decoder | None, windows: Tensor) -> Tensor | None:
+        """Return a model's logits [S * L, V] for windows [S, L + 1]; None where there is no model."""
+        if model is None:
             return None
-        with torch.no_grad(), autocast(self.config):
-            return self.teacher.logits(run_windows(self.teacher, windows[:, :-1]))
+        with autocast(self.config):
+            return model.logits(run_windows(model, windows[:, :-1]))
 
 
 def prepare(config: TrainConfig) -> LanguageModel:
     """Read the data, and make tokenizer and model. A large corpus takes minutes."""
     config.out.mkdir(parents=True, exist_ok=True)
-    data = text_data(config) if config.ids is None else ids_data(config, config.ids)
     weights = first_weights(config)
     ops = TrainingOps(config.seq_len_tokens)
     for weight in weights.values():
         weight.requires_grad_(True)
+    teacher, end_ids = load_teacher(config, ops)
     return LanguageModel(
         config=config,
-        data=data,
+        data=text_data(config, end_ids) if config.ids is None else ids_data(config, config.ids),
         model=Decoder(config.shape.decoder_config(), weights, ops),
         weights=weights,
-        teacher=load_decoder(config.teacher, ops, config.device) if config.teacher else None,
+        teacher=teacher,
+        earlier=[load_earlier(name, config, ops) for name in config.after],
     )
 
 
-def text_data(config: TrainConfig) -> Data:
-    """Read the corpus, and encode it with a tokenizer that is made of it where none is given."""
-    corpus = load_corpus(config.text)
-    tokenizer = make_tokenizer(config, corpus)
-    held_out = batches.encode_documents(corpus.validation, tokenizer)
-    folder = config.out / "tokenizer"
+def text_data(config: TrainConfig, end_ids: frozenset[int]) -> Data:
+    """Read texts, and encode them with a tokenizer that is made of them where none is given.
+
+    end_ids: those that end the teacher's output.
+    """
+    trains_tokenizer = config.teacher is None and config.tokenizer is None
+    corpus = load_corpus(config.text) if config.reads_text or trains_tokenizer else None
+    tokenizer, folder = make_tokenizer(config, corpus), config.out / "tokenizer"
+    end = end_of_text(tokenizer, end_ids)
+    if corpus is not None and config.reads_text:
+        held_out = batches.encode_documents(corpus.validation, tokenizer, end)
+    else:
+        assert config.samples is not None
+        held_out = batches.load_samples(config.samples, tokenizer, end, held_out=True)
+    corpus_hash = None if corpus is None else corpus.fingerprint()
     return Data(
-        make_mixture(config, corpus, tokenizer),
+        make_mixture(config, corpus, tokenizer, end),
         batches.validation_windows(held_out, config.seq_len_tokens, config.validation_windows),
-        {"corpus_sha256": corpus.fingerprint(), "tokenizer_sha256": tokenizer_hash(folder)},
+        {"corpus_sha256": corpus_hash, "tokenizer_sha256": tokenizer_hash(folder)},
         folder,
-        tokenizer.token_to_id(END_OF_TEXT),
+        end,
+        end_ids,
     )
 
 
@@ -168,17 +211,59 @@ def ids_data(config: TrainConfig, path: Path) -> Data:
     )
 
 
-def make_tokenizer(config: TrainConfig, corpus: Corpus) -> Tokenizer:
+def load_teacher(config: TrainConfig, ops: TrainingOps) -> tuple[Decoder | None, frozenset[int]]:
+    """The target, and the ids that end its output. Raises BadOption for one with another number of ids."""
+    if config.teacher is None:
+        return None, frozenset()
+    found = load_checkpoint(config.teacher, dtype="float32", device=config.device, ops=ops)
+    _check_ids(config.teacher, found.model, config)
+    if any(found.model.config.windows):
+        raise BadOption(f"the teacher {shown(config.teacher)} has sliding windows, which training does not compute")
+    return found.model, found.end_ids
+
+
+def load_earlier(name: str, config: TrainConfig, ops: TrainingOps) -> Decoder:
+    """An earlier draft of the target. Raises BadOption for one with another number of ids."""
+    model = load_decoder(name, ops, config.device)
+    _check_ids(name, model, config)
+    return model
+
+
+def _check_ids(name: str, model: Decoder, config: TrainConfig) -> None:
+    had, wanted = model.config.vocab_size, config.shape.vocab_size
+    if had != wanted:
+        raise BadOption(f"{shown(name)} has {had} ids and the model {wanted}: give --vocab-size {had}")
+
+
+def make_tokenizer(config: TrainConfig, corpus: Corpus | None) -> Tokenizer:
     """Return the given tokenizer, else the teacher's, else a newly trained one; its files go to out/tokenizer."""
-    source = config.tokenizer or config.teacher
-    if source is not None:
-        tokenizer = load_tokenizer(source)
+    folder = config.out / "tokenizer"
+    if config.tokenizer is not None:
+        tokenizer = load_tokenizer(config.tokenizer)
+    elif config.teacher is not None:
+        copy_tokenizer(small_files(config.teacher), folder)
+        tokenizer = load_tokenizer(folder)
     else:
+        assert corpus is not None
         tokenizer = train_tokenizer((document.text for document in corpus.train), config.shape.vocab_size)
     if tokenizer.get_vocab_size() > config.shape.vocab_size:
         raise BadOption(f"the tokenizer has {tokenizer.get_vocab_size()} ids, the model {config.shape.vocab_size}")
-    save_tokenizer(tokenizer, config.out / "tokenizer", config.shape.max_positions)
+    if config.teacher is None or config.tokenizer is not None:
+        save_tokenizer(tokenizer, folder, config.shape.max_positions)
     return tokenizer
+
+
+def end_of_text(tokenizer: Tokenizer, end_ids: Collection[int]) -> int:
+    """The id that training puts behind each text: that of END_OF_TEXT, else one that ends the target's output."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    if end is None and not end_ids:
+        raise BadOption(f"the tokenizer has no token {END_OF_TEXT}, which training puts behind each text: take another")
+    return min(end_ids) if end is None else int(end)
+
+
+def num_ids_of(teacher: str) -> int:
+    """The number of ids of a target, of its config.json: what its drafts have to have."""
+    return read_config(read_raw_config(teacher)).vocab_size
 
 
 def first_weights(config: TrainConfig) -> dict[str, Tensor]:
@@ -189,11 +274,14 @@ def first_weights(config: TrainConfig) -> dict[str, Tensor]:
     return {name: weight.to(config.device) for name, weight in grown.items()}
 
 
-def make_mixture(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer) -> batches.Mixture:
+def make_mixture(config: TrainConfig, corpus: Corpus | None, tokenizer: Tokenizer, end: int) -> batches.Mixture:
     """Make the batches from the train split, and from the target's own text where it is given."""
-    tokens = batches.encode_documents(corpus.train, tokenizer, seed=config.seed)
-    text = batches.WindowStream(tokens, config.seq_len_tokens, config.seed)
+    num_rows, text, own = config.rows_per_step, None, None
+    if corpus is not None and config.reads_text:
+        tokens = batches.encode_documents(corpus.train, tokenizer, end, seed=config.seed)
+        text = batches.WindowStream(tokens, config.seq_len_tokens, config.seed)
     if config.samples is None:
-        return batches.Mixture(text, config.rows_per_step)
-    own = batches.WindowStream(batches.load_samples(config.samples, tokenizer), config.seq_len_tokens, config.seed + 1)
-    return batches.Mixture(text, config.rows_per_step, own, round(config.rows_per_step * config.samples_share))
+        return batches.Mixture(text, num_rows)
+    written = batches.load_samples(config.samples, tokenizer, end)
+    own = batches.WindowStream(written, config.seq_len_tokens, config.seed + 1)
+    return batches.Mixture(text, num_rows, own, round(num_rows * config.samples_share))

@@ -1,8 +1,9 @@
-"""The losses that a draft model can be trained with; all are means over positions, in float32.
+"""The losses that draft models and heads can be trained with, in float32.
 
-`ce` learns the text, `kl` learns the target's whole distribution, `alpha` raises the acceptance rate itself: one token
-drawn from the draft's q is accepted by the target's p with probability sum_x min(p(x), q(x)) (Leviathan et al. 2023,
-definition of beta and corollary 3.6). 1 minus this is the rate of rejection, which is also the total variation.
+`ce` learns one token, the text's or the target's likeliest, `kl` learns the target's whole distribution, `alpha` raises
+the acceptance rate itself: one token drawn from the draft's q is accepted by the target's p with probability
+sum_x min(p(x), q(x)) (Leviathan et al. 2023, definition of beta and corollary 3.6). 1 minus this is the rate of
+rejection, which is also the total variation.
 """
 
 from __future__ import annotations
@@ -16,6 +17,24 @@ from torch import Tensor
 from forerun.errors import BadOption, shown
 
 LossName = Literal["ce", "kl", "alpha"]
+HELP = "kl: the target's distribution, alpha: what is accepted at temperature 1, ce: the target's likeliest id"
+
+
+def check(name: str) -> None:
+    """Raise BadOption for an unknown name."""
+    if name not in ("ce", "kl", "alpha"):
+        raise BadOption(f"loss {shown(name)} is unknown: it must be ce, kl or alpha")
+
+
+def by_row(name: str, draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Return the named loss of each row [R]: logits [R, n], both of the same ids. Raises BadOption."""
+    check(name)
+    if name == "ce":
+        return F.cross_entropy(draft_logits, target_logits.argmax(-1), reduction="none")
+    if name == "alpha":
+        return 1 - overlap(draft_logits, target_logits)
+    p = target_logits.softmax(-1)
+    return F.cross_entropy(draft_logits, p, reduction="none") + (p * target_logits.log_softmax(-1)).sum(-1)
 
 
 def cross_entropy(logits: Tensor, next_tokens: Tensor) -> Tensor:
@@ -25,8 +44,7 @@ def cross_entropy(logits: Tensor, next_tokens: Tensor) -> Tensor:
 
 def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """Return the mean over rows of KL(p || q) in nats, p from target_logits, q from draft_logits, both [R, V]."""
-    log_p = target_logits.log_softmax(-1)
-    return (log_p.exp() * (log_p - draft_logits.log_softmax(-1))).sum(-1).mean()
+    return by_row("kl", draft_logits, target_logits).mean()
 
 
 def overlap(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
@@ -36,7 +54,7 @@ def overlap(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 
 def rejection(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """Return the mean over rows of 1 - sum_x min(p(x), q(x)): the `alpha` loss, in [0, 1]."""
-    return 1 - overlap(draft_logits, target_logits).mean()
+    return by_row("alpha", draft_logits, target_logits).mean()
 
 
 def agreement(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
@@ -45,11 +63,13 @@ def agreement(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 def loss_of(name: LossName, logits: Tensor, next_tokens: Tensor, target_logits: Tensor | None) -> Tensor:
-    """Compute the named loss. Raises BadOption for `kl` and `alpha` without a target, and for an unknown name."""
+    """Compute the mean of the named loss; `ce` learns the text.
+
+    Raises BadOption for `kl` and `alpha` without a target, and for an unknown name.
+    """
+    check(name)
     if name == "ce":
         return cross_entropy(logits, next_tokens)
-    if name not in ("kl", "alpha"):
-        raise BadOption(f"loss {shown(name)} is unknown: it must be ce, kl or alpha")
     if target_logits is None:
         raise BadOption(f"loss {name} learns from a target's distribution: give --teacher PATH")
-    return forward_kl(logits, target_logits) if name == "kl" else rejection(logits, target_logits)
+    return by_row(name, logits, target_logits).mean()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,16 +116,18 @@ def export(
     weights: Mapping[str, Tensor],
     tokenizer_folder: Path | None,
     end_id: int | None,
+    end_ids: Collection[int] = (),
 ) -> None:
     """Write a standard llama checkpoint folder, with weights in bfloat16 and the tokenizer's files beside them.
 
-    A model of ids alone has neither a tokenizer nor an id that ends a text.
+    end_id: behind each text of the training; a model of ids alone has neither it nor a tokenizer. end_ids: what ends an
+    output; none = end_id.
     """
     save_checkpoint(
         folder,
         shape.decoder_config(),
         weights,
-        end_ids=() if end_id is None else {end_id},
+        end_ids=end_ids or (() if end_id is None else {end_id}),
         bos_id=end_id,
         tokenizer_folder=tokenizer_folder,
     )
@@ -149,9 +151,9 @@ def read_shape(folder: Path) -> ModelShape:
     return shape
 
 
-def load_decoder(folder: Path, ops: ReferenceOps, device: torch.device | str = "cpu") -> Decoder:
-    """Load a decoder in float32 from a checkpoint folder that `export` wrote."""
-    return load_checkpoint(folder, dtype="float32", device=device, ops=ops).model
+def load_decoder(name: Path | str, ops: ReferenceOps, device: torch.device | str = "cpu") -> Decoder:
+    """Load a decoder in float32: from a folder; a str may be a GGUF file, a name or a hub id, too."""
+    return load_checkpoint(name, dtype="float32", device=device, ops=ops).model
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

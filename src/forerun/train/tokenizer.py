@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from forerun.errors import NotFound
+from forerun.models.saving import TOKENIZER_FILES
 
 END_OF_TEXT = "<|endoftext|>"
 PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+[ \t]*|\s+"
@@ -56,6 +58,14 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> None
         "model_max_length": max_seq_len,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy a checkpoint's tokenizer.json into `folder`, and what other runtimes read beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -21,6 +21,8 @@ from forerun import registry
 from forerun.drafters import head_files
 from forerun.errors import BadOption
 from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
+from forerun.ops.reference import ReferenceOps
+from forerun.train import losses
 from forerun.train.features import FeatureSource
 from forerun.train.samples import Sample
 
@@ -30,7 +32,7 @@ class Teacher:
     """What a head may know of its target. embeddings, head: float32 [V, H], frozen.
 
     counts [V]: how often each id was written in the texts that training sees. probe: see head_files.py. last: the
-    weights of the last layer, as those of layer 0, and the final norm.
+    weights of the last layer, as those of layer 0, and the final norm. model: the whole of it.
     """
 
     config: DecoderConfig
@@ -39,6 +41,7 @@ class Teacher:
     counts: Tensor
     probe: Tensor
     last: Mapping[str, Tensor]
+    model: Decoder
 
     @classmethod
     def of(cls, model: Decoder, counts: Tensor, num_ids: int) -> Teacher:
@@ -51,7 +54,12 @@ class Teacher:
             final: model.weight(final)
         }
         probe = head_files.probe(model.embed, num_ids)
-        return cls(model.config, embeddings, head, counts, probe, last)
+        return cls(model.config, embeddings, head, counts, probe, last, model)
+
+    def decoder(self, ops: ReferenceOps) -> Decoder:
+        """The target in float32, computed by other operators: a copy, 4 bytes for each weight."""
+        weights = {name: self.model.weight(name) for name in parameter_shapes(self.config)}
+        return Decoder(self.config, weights, ops)
 
 
 class Vocabulary:
@@ -146,16 +154,23 @@ def cross_entropy(own: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(own, target.softmax(-1), reduction="none")
 
 
-def decayed(parts: Iterable[tuple[Tensor, Tensor, Tensor]], decay: float) -> Tensor:
-    """The loss over positions: the sum of decay^k times the mean cross entropy of position k.
+def decayed(parts: Iterable[tuple[Tensor, Tensor, Tensor]], decay: float, loss: str = "kl") -> Tensor:
+    """The loss over positions: the sum of decay^k times the mean loss of position k, by its name in losses.py.
 
     parts: of each position, which rows are learned, and own and target logits of those [R, n].
     """
     total = torch.zeros(())
     for k, (_, own, target) in enumerate(parts):
         if len(own):
-            total = total + decay**k * cross_entropy(own, target).mean()
+            total = total + decay**k * losses.by_row(loss, own, target).mean()
     return total
+
+
+def visible(batch: Batch) -> Tensor:
+    """[S, 1, L, L] bool: what each token may attend to, those of the same text that are not behind it."""
+    length = batch.ids.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    return ((batch.text.unsqueeze(1) == batch.text.unsqueeze(2)) & causal).unsqueeze(1)
 
 
 def shifted(rows: Tensor, num: int) -> Tensor:

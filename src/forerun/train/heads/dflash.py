@@ -26,6 +26,7 @@ from forerun.drafters.dflash_model import DFlashConfig, shapes
 from forerun.errors import BadOption
 from forerun.models.layers import DecoderConfig, inverse_frequencies
 from forerun.registry import parse_list
+from forerun.train import losses
 from forerun.train.heads import Batch, Rows, Teacher, Vocabulary, decayed, shifted
 from forerun.train.heads.layer import Layer, norm_of, rotation_of
 
@@ -46,6 +47,10 @@ class Options:
     )
     decay: float = field(default=0.8, metadata={"help": "weight of a place's loss over that of the place before"})
     every: int = field(default=4, metadata={"help": "tokens from one block that is learned to the next", "min": 1})
+    loss: str = field(default="kl", metadata={"help": losses.HELP})
+
+    def __post_init__(self) -> None:
+        losses.check(self.loss)
 
 
 def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
@@ -80,7 +85,7 @@ class Head:
     def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package; where the blocks begin depends on the batch alone, as a resumed run needs it."""
         start = int(batch.ids.sum()) % self.options.every
-        return decayed(self._places(batch, self._anchors(batch, start)), self.options.decay)
+        return decayed(self._places(batch, self._anchors(batch, start)), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """See `Head` in this package; over all anchors."""

@@ -3,8 +3,8 @@
 Row m has the target's features of token m and the embedding of token m+1, and learns the target's distribution of
 token m+2. Then it goes on as it will when it drafts: step j takes its own output of the step before in place of
 features and the embedding of token m+j+1, and sees the rows of true features up to m and its own of steps 1 to j. The
-loss is the sum over steps of decay^j times the cross entropy to the target's distribution over the ids that are
-drafted; where the target's likeliest id is not one of them, a row is left out.
+loss is the sum over steps of decay^j times a loss of losses.py over the ids that are drafted; where the target's
+likeliest id is not one of them, a row is left out.
 
 The layer begins as the target's last one, behind which come the target's final norm and LM head. So all that is missing
 is what that layer would read, had the target run token m+1. A least squares fit makes it of the features of token m and
@@ -26,7 +26,8 @@ from forerun.drafters import head_files
 from forerun.drafters.eagle_model import SIDES, EagleConfig, input_shapes, layer_shapes
 from forerun.models.layers import DecoderConfig, inverse_frequencies
 from forerun.registry import parse_list
-from forerun.train.heads import Batch, Rows, Teacher, decayed, shifted
+from forerun.train import losses
+from forerun.train.heads import Batch, Rows, Teacher, decayed, shifted, visible
 from forerun.train.heads.layer import Layer, norm_of, rotation_of
 
 LAYER = "model.layers.0."
@@ -47,6 +48,10 @@ class Options:
     )
     steps: int = field(default=4, metadata={"help": "tokens that it learns to draft one after another", "min": 1})
     decay: float = field(default=0.8, metadata={"help": "weight of a step's loss over that of the step before"})
+    loss: str = field(default="kl", metadata={"help": losses.HELP})
+
+    def __post_init__(self) -> None:
+        losses.check(self.loss)
 
 
 def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
@@ -98,7 +103,7 @@ class Head:
 
     def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
-        return decayed(self._steps(batch), self.options.decay)
+        return decayed(self._steps(batch), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """See `Head` in this package."""
@@ -120,7 +125,7 @@ class Head:
         """Of each step: which rows are learned [S, L], and own and target logits of those, float32 [R, draft ids]."""
         norm, eps = self.weights["model.norm.weight"], self.config.decoder.norm_eps
         feature = self._features(batch)
-        mask, memory = _visible(batch), list[tuple[Tensor, Tensor]]()
+        mask, memory = visible(batch), list[tuple[Tensor, Tensor]]()
         with torch.no_grad():
             targets = F.linear(batch.hidden.to(self._rows.dtype), self._rows).float()
         for j in range(self.options.steps):
@@ -162,13 +167,6 @@ def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:
     for name in layer_shapes(config):
         weights[name] = teacher.last[name].clone()
     return weights
-
-
-def _visible(batch: Batch) -> Tensor:
-    """[S, 1, L, L] bool: rows of the same text that are not behind; padding sees itself."""
-    length = batch.ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    return ((batch.text.unsqueeze(1) == batch.text.unsqueeze(2)) & causal).unsqueeze(1)
 
 
 def _attend(q: Tensor, memory: Seq[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Medusa-1 (Cai et al. 2024, arXiv 2401.10774): the backbone stays as it is; the drafter is drafters/medusa.py.
 
 Head k (from 1) reads the target's last hidden state of token m and learns the target's distribution of token m+k+1: one
-residual block, and the rows of the target's own LM head. The loss is the sum over heads of decay^k times the cross
-entropy to the target's distribution over the ids that are drafted.
+residual block, and the rows of the target's own LM head. The loss is the sum over heads of decay^k times a loss of
+losses.py over the ids that are drafted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forerun.drafters import head_files
 from forerun.models.layers import DecoderConfig
+from forerun.train import losses
 from forerun.train.heads import Batch, Rows, Teacher, Vocabulary, decayed, shifted
 
 
@@ -31,6 +32,10 @@ class Options:
         default=8192, metadata={"help": "ids that are drafted, those that the target wrote most often", "min": 2}
     )
     decay: float = field(default=0.8, metadata={"help": "weight of a head's loss over that of the head before"})
+    loss: str = field(default="kl", metadata={"help": losses.HELP})
+
+    def __post_init__(self) -> None:
+        losses.check(self.loss)
 
 
 def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
@@ -54,7 +59,7 @@ class Head:
 
     def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
-        return decayed(self._heads(batch), self.options.decay)
+        return decayed(self._heads(batch), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """See `Head` in this package."""

@@ -1,0 +1,164 @@
+"""PaSS: the target guesses several tokens at once behind trained look-ahead embeddings (Monea et al. 2023, 2311.13581).
+
+T trained vectors LA_1 .. LA_T stand in place of the next tokens. What the target computes behind LA_j is a distribution
+of the token j places behind the next one, whatever stands between. In the paper this takes a pass of its own, so that a
+round has two. Here the vectors are rows of the pass that verifies the draft before: behind each number of tokens that
+may be accepted stands a chain of its own, and that of the number that was accepted makes the next draft. So no pass is
+added, but rows; and the next token, which the paper's first pass draws, is the correction or bonus of the round.
+
+A budget is shared between drafted tokens and chains by what each row is expected to give. Tokens are drawn from what
+stands behind the vectors, with the request's temperature and filters. Keys and values of the rows are never kept.
+`forerun train head --method pass` trains the vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+from torch import Tensor
+
+from forerun.drafters import Drafter, Seen, Target, artifacts, head_files
+from forerun.drafters.model import Chain, Row
+from forerun.errors import BadOption
+from forerun.models.configs import size
+from forerun.models.runner import NO_NUMBERS
+from forerun.sampling import History, probs
+from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
+
+NAME = "look_ahead"
+# P(a guess is accepted), given that those before it were; the last one for all that follow. Not measured yet.
+RATES = (0.3, 0.25, 0.25)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which vectors."""
+
+    path: str | None = field(default=None, metadata={"help": "folder that `forerun train head --method pass` made"})
+
+
+@cache
+def chain_lengths(num_nodes: int, num_rows: int, depth: int) -> tuple[tuple[int, ...], float]:
+    """How many vectors stand behind each number of accepted tokens, [num_nodes + 1], and what all rows may give.
+
+    num_rows: vectors in all; depth: of one chain at most. A row is worth the chance that it is this number that is
+    accepted, times the chance that its guess is accepted in the next round; a node, the chance that it is accepted.
+    """
+    reached = list(accumulate([1.0, *(RATES[min(i, len(RATES) - 1)] for i in range(max(num_nodes, depth)))], mul))
+    stops = [reached[a] - (reached[a + 1] if a < num_nodes else 0.0) for a in range(num_nodes + 1)]
+    worth = sorted(
+        ((stop * reached[j], -j, -a) for a, stop in enumerate(stops) for j in range(1, depth + 1)), reverse=True
+    )
+    best = worth[:num_rows]
+    counts = [0] * (num_nodes + 1)
+    for _, _, a in best:
+        counts[-a] += 1
+    return tuple(counts), sum(reached[1 : num_nodes + 1]) + sum(value for value, *_ in best)
+
+
+@cache
+def num_nodes(num_known: int, budget: int, depth: int) -> int:
+    """How many of the known guesses to draft, so that drafted tokens and vectors together may give most."""
+    return max(range(min(num_known, budget) + 1), key=lambda n: (chain_lengths(n, budget - n, depth)[1], n))
+
+
+@dataclass
+class _Text:
+    """What is known of one sequence.
+
+    rows: what the target computed behind the vectors, for the tokens behind the first `num_tokens`. asked: tokens of
+    all rows of the pass that was asked for; places: by number of accepted tokens, the rows of its chain.
+    """
+
+    rows: Seq[Row] = ()
+    num_tokens: int = -1
+    asked: list[int] = field(default_factory=list)
+    places: list[range] = field(default_factory=list)
+
+
+class PassDrafter(Drafter):
+    """Puts the vectors behind its drafts, and drafts from what came out behind them in the pass before."""
+
+    def __init__(self, vectors: Tensor) -> None:
+        self._vectors = list(vectors)
+        self._texts: dict[int, _Text] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        self._texts[seq.id] = _Text()
+
+    def end(self, seq: Sequence) -> None:
+        self._texts.pop(seq.id, None)
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        for seq, own in zip(seqs, seen, strict=True):
+            asked = self._texts[seq.id]
+            text = self._texts[seq.id] = _Text(num_tokens=own.start + len(own.kept) + 1)
+            if asked.asked and own.kept and list(own.tokens) == asked.asked:  # else another draft was scored
+                place = asked.places[len(own.kept) - 1]
+                best, logits = own.scores.best[own.run], own.scores.logits[own.run]
+                text.rows = best[place.start : place.stop] if best else list(logits[place.start : place.stop].clone())
+
+    def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
+        return Draft.joined([self._draft(seq, b, budget, coins[b]) for b, seq in enumerate(seqs)])
+
+    def _draft(self, seq: Sequence, b: int, budget: Budget, coins: Coins) -> Draft:
+        text, most, depth = self._texts[seq.id], budget.num_tokens[b], len(self._vectors)
+        chain = Chain()
+        rows = text.rows if text.num_tokens == len(seq.tokens) else ()
+        for row in rows[: num_nodes(len(rows), most, depth)]:
+            if not self._grow(chain, row, seq, b, budget, coins):
+                break
+        drafted = Draft.chains([chain.tokens], [chain.probs])
+        counts, _ = chain_lengths(len(chain.tokens), most - len(chain.tokens), depth)
+        extra, text.places = self._extra(counts)
+        text.asked = [seq.tokens[-1], *chain.tokens, *extra.tokens]
+        return replace(drafted, extra={0: extra} if extra.tokens else {})
+
+    def _extra(self, counts: Seq[int]) -> tuple[Extra, list[range]]:
+        """A chain of vectors behind each node, and which rows of the sequence they are."""
+        first = len(counts) - 1  # the nodes come first
+        extra, places = Extra([], [], {}), list[range]()
+        vectors = dict[int, Tensor]()
+        for a, num in enumerate(counts):
+            start = first + len(extra.tokens)
+            for j in range(num):
+                vectors[len(extra.tokens)] = self._vectors[j]
+                extra.parents.append(start + j - 1 if j else a - 1)
+                extra.tokens.append(0)
+            places.append(range(1 + start, 1 + start + num))
+        return replace(extra, vectors=vectors), places
+
+    def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
+        """Draw one more token, unless the pacing policy stops here or masks leave none; whether another may follow."""
+        if isinstance(row, int):
+            law, logits = Probs.of_point(row), None
+            if row == NO_NUMBERS:
+                return False
+        elif not bool(row.max().isfinite()):
+            return False
+        else:
+            logits = row
+            try:
+                law = probs(row, replace(seq.params, logprobs=None), History.of(seq, chain.tokens))
+            except BadOption:
+                return False
+        return chain.grow(law, logits, seq, b, budget, coins)
+
+
+def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
+    """Refuse a folder that has no vectors, or those of another tokenizer, before any weight is read."""
+    head_files.config_of(options.path, "pass", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+
+
+def build(options: Options, target: Target) -> Drafter:
+    """Read the vectors. Raises what head_files.py raises."""
+    config = head_files.config_of(options.path, "pass", artifacts.fingerprint(target.tokenizer, target.num_ids))
+    assert options.path is not None
+    shapes = {NAME: (size(config, "num_look_ahead"), target.model.config.hidden_size)}
+    weights = head_files.read_weights(options.path, shapes, target.model, target.num_ids)
+    return PassDrafter(weights[NAME].to(target.model.device).float())

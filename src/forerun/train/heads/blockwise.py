@@ -1,0 +1,84 @@
+"""Blockwise parallel decoding (Stern et al. 2018, arXiv 1811.03115, section 6); the drafter is drafters/blockwise.py.
+
+One feed-forward layer reads the target's last hidden state of token m. Its output k (from 1), added to that state, goes
+through the rows of the target's LM head and learns the target's distribution of token m+k+1. All outputs are made of
+one hidden layer; that is what differs from medusa.py. The target stays as it is.
+
+The first matrix begins as random numbers, and the second by least squares (`begin`): output k is to be the target's
+hidden state of token m+k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.drafters import head_files
+from forerun.models.layers import DecoderConfig
+from forerun.train.heads import Batch, Teacher, medusa, shifted
+
+RIDGE = 1e-2  # of the mean square of the hidden layer's outputs, added to the fit's normal equations
+
+
+@dataclass(frozen=True)
+class Options(medusa.Options):
+    """The sizes of the layer, and how it learns."""
+
+    heads: int = field(default=4, metadata={"help": "outputs, one for each token ahead", "min": 1, "max": 16})
+    units: int = field(default=256, metadata={"help": "units of the hidden layer for each output", "min": 1})
+
+
+def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
+    """None: the last hidden state is behind the final norm."""
+    return ()
+
+
+class Head(medusa.Head):
+    """The layer. Until `begin` its second matrix is 0."""
+
+    method = "blockwise"
+
+    def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
+        self._units = options.heads * options.units
+        self._random = torch.Generator().manual_seed(seed)
+        super().__init__(options, teacher, seed)
+
+    def first_weights(self, width: int) -> dict[str, Tensor]:
+        """See medusa.py."""
+        shapes = head_files.feed_forward_shapes(self.options.heads, self._units, width)
+        weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        weights["hidden.weight"].normal_(0, width**-0.5, generator=self._random)
+        return weights
+
+    def sizes(self) -> dict[str, Any]:
+        """What config.json says of the layer."""
+        return {"num_heads": self.options.heads, "intermediate_size": self._units}
+
+    @torch.no_grad()
+    def begin(self, batches: Iterable[Batch]) -> None:
+        """Fit the second matrix: what makes the hidden states of the next tokens when it is added to that of one."""
+        num, units = self.options.heads, self._units + 1
+        squares, products = torch.zeros(units, units), torch.zeros(units, len(self.weights["output.bias"]))
+        for batch in batches:
+            rows = batch.ahead(num) & (batch.text >= 0)
+            x = batch.hidden[rows].float()
+            inner = F.pad(F.relu(self._linear("hidden", x)), (0, 1), value=1.0)
+            wanted = [shifted(batch.hidden, k + 1)[rows].float() - x for k in range(num)]
+            squares += inner.T @ inner
+            products += inner.T @ torch.cat(wanted, -1)
+        ridge = RIDGE * squares.diagonal().mean() * torch.eye(units)
+        fitted = torch.linalg.solve(squares + ridge, products).T
+        self.weights["output.weight"].copy_(fitted[:, :-1])
+        self.weights["output.bias"].copy_(fitted[:, -1])
+
+    def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
+        """See medusa.py."""
+        x = batch.hidden[learned].float()
+        width = x.shape[-1]
+        own, inner = slice(head * width, (head + 1) * width), F.relu(self._linear("hidden", x))
+        return x + F.linear(inner, self.weights["output.weight"][own], self.weights["output.bias"][own])

@@ -1,0 +1,164 @@
+"""PaSS: vectors behind which the target itself guesses ahead (Monea et al. 2023, arXiv 2311.13581); drafters/pass.py.
+
+Behind token m stand LA_1 .. LA_T in place of tokens m+1 .. m+T, and what the target computes behind LA_j learns the
+target's distribution of token m+j+1. The target stays as it is: T x H numbers are learned, by gradients through all of
+its layers. Every so many tokens of a row are such an m. The texts are run once, without gradients; each group of
+vectors attends to the keys and values of its own text up to m, and to the vectors before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.drafters import head_files
+from forerun.errors import BadOption
+from forerun.models.layers import Decoder, DecoderConfig
+from forerun.ops.reference import ReferenceOps
+from forerun.train import losses
+from forerun.train.heads import Batch, Rows, Teacher, decayed, shifted, visible
+from forerun.types import CacheView, RaggedBatch
+
+NAME = "look_ahead"  # the tensor [T, H]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How many vectors there are, and how they learn."""
+
+    vectors: int = field(
+        default=4, metadata={"help": "look-ahead vectors, one for each token ahead", "min": 1, "max": 16}
+    )
+    every: int = field(
+        default=16, metadata={"help": "tokens from one place of a text that is learned to the next", "min": 1}
+    )
+    decay: float = field(default=0.8, metadata={"help": "weight of a vector's loss over that of the one before"})
+    loss: str = field(default="kl", metadata={"help": losses.HELP})
+
+    def __post_init__(self) -> None:
+        losses.check(self.loss)
+
+
+def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
+    """None: it reads what stands behind all layers. Raises BadOption for a target with sliding windows."""
+    if any(config.windows):
+        raise BadOption("pass cannot be trained for a target with sliding windows: train medusa or eagle")
+    return ()
+
+
+class RememberingOps(ReferenceOps):
+    """Operators for S rows of as many tokens each, whose attention has a mask instead of a cache.
+
+    mask [S, 1, rows, keys]. memory: keys and values of each layer, [S, heads, L, D]: written by a pass with
+    `remembers`, and what stands before the rows' own keys in other passes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = torch.empty(0)
+        self.memory: list[tuple[Tensor, Tensor]] = []
+        self.remembers, self._layer = False, 0
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        keys: Tensor | None,
+        values: Tensor | None,
+        view: CacheView | None,
+        window: int | None,
+    ) -> Tensor:
+        """q [S * rows, heads, D], k and v [S * rows, kv_heads, D]; layers come one after the other."""
+        num_heads, num_rows = q.shape[1], len(self.mask)
+        q, k, v = (torch.unflatten(x, 0, (num_rows, -1)).transpose(1, 2) for x in (q, k, v))
+        k, v = (x.repeat_interleave(num_heads // k.shape[1], dim=1) for x in (k, v))
+        if self.remembers:
+            self.memory.append((k, v))
+        else:
+            k, v = (torch.cat(pair, 2) for pair in zip(self.memory[self._layer], (k, v), strict=True))
+            self._layer += 1
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    def begin(self, mask: Tensor, remembers: bool) -> None:
+        """Prepare for a pass over all layers."""
+        self.mask, self.remembers, self._layer = mask, remembers, 0
+        if remembers:
+            self.memory = []
+
+
+class Head:
+    """The vectors, and the target that stays as it is."""
+
+    def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
+        self.options, self._probe, self._rows = options, teacher.probe, teacher.head
+        self._ops = RememberingOps()
+        self._target: Decoder = teacher.decoder(self._ops)
+        # What the target writes, on average: an input of the usual size.
+        mean = teacher.counts @ teacher.embeddings / teacher.counts.sum().clamp(min=1)
+        self.weights = {NAME: mean.repeat(options.vectors, 1)}
+        self.ids = torch.arange(len(teacher.head))
+
+    def begin(self, batches: Iterable[Batch]) -> None:
+        """See `Head` in this package: nothing."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        """See `Head` in this package."""
+        return decayed(self._heads(batch), self.options.decay, self.options.loss)
+
+    def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
+        """See `Head` in this package; of the places that are learned."""
+        numbers, reached = dict[str, tuple[float, float]](), torch.ones_like(batch.is_written)
+        for j, (learned, own, target) in enumerate(self._heads(batch)):
+            rows = Rows(learned, learned, self.ids, shifted(batch.best, j + 1), shifted(batch.mass, j + 1))
+            numbers |= rows.numbers(f"_{j + 1}", own, target, reached)
+            reached = reached & rows.found(own)
+        return numbers
+
+    def save(self, folder: Path, tokenizer: str) -> None:
+        """See `Head` in this package."""
+        weights = {NAME: self.weights[NAME].detach().clone(), head_files.PROBE: self._probe}
+        sizes = {"num_look_ahead": self.options.vectors, "hidden_size": self._rows.shape[1]}
+        head_files.save(folder, "pass", weights, sizes, tokenizer)
+
+    def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of each vector: which rows are learned [S, L], and own and target logits of those, float32 [R, V]."""
+        length = batch.ids.shape[1]
+        places = torch.arange(min(self.options.every, length) - 1, length, self.options.every)
+        is_place = torch.zeros(length, dtype=torch.bool)
+        is_place[places] = True
+        behind = self._run(batch, places)
+        for j in range(self.options.vectors):
+            learned = batch.ahead(j + 2) & is_place
+            own = F.linear(behind[:, :, j][learned[:, places]], self._rows).float()
+            with torch.no_grad():
+                target = F.linear(shifted(batch.hidden, j + 1)[learned].to(self._rows.dtype), self._rows).float()
+            yield learned, own, target
+
+    def _run(self, batch: Batch, places: Tensor) -> Tensor:
+        """What the target computes behind the vectors at each place: [S, places, T, H]."""
+        num, num_rows = self.options.vectors, len(batch.ids)
+        mask = visible(batch)
+        with torch.no_grad():
+            self._ops.begin(mask, remembers=True)
+            self._forward(batch.ids, batch.at, None)
+        row = torch.arange(num * len(places))
+        own = (row // num == row.unsqueeze(1) // num) & (row <= row.unsqueeze(1))
+        own = own.expand(num_rows, 1, -1, -1)
+        self._ops.begin(torch.cat((mask[:, :, places].repeat_interleave(num, 2), own), -1), remembers=False)
+        at = (batch.at[:, places].unsqueeze(-1) + torch.arange(1, num + 1)).flatten(1)
+        vectors = self.weights[NAME].repeat(num_rows * len(places), 1)
+        hidden = self._forward(torch.zeros_like(at), at, vectors)
+        return torch.unflatten(hidden, 0, (num_rows, len(places), num))
+
+    def _forward(self, ids: Tensor, at: Tensor, hidden: Tensor | None) -> Tensor:
+        """ids and positions [S, rows] -> rows behind the final norm [S * rows, H]."""
+        run = RaggedBatch(ids.flatten(), at.flatten(), [0, ids.numel()], [0], [int(at.max()) + 1])
+        return self._target.forward(run, None, hidden=hidden)

@@ -1,0 +1,96 @@
+"""How PaSS shares a budget between drafted tokens and look-ahead vectors, and where the vectors stand."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from drafters.toys import V, crowded
+from engine.load import MODEL, run, runner_with
+from forerun.drafters import Seen
+from forerun.engine.engine import Engine
+from forerun.engine.router import Router
+from forerun.models.runner import NO_NUMBERS, Run, Scores
+from forerun.pacing.fixed import FixedPacing
+from forerun.sampling.random import PhiloxCoins
+from forerun.types import Budget, RoundDetail, SamplingParams, Sequence
+
+COINS = [PhiloxCoins(0, 0, 0)]
+passing = importlib.import_module("forerun.drafters.pass")
+
+
+def worth(counts: tuple[int, ...]) -> float:
+    """Tokens that this round and the next may accept: drafted nodes, and chains behind each number of accepted ones."""
+    reach = [1.0]
+    for i in range(12):
+        reach.append(reach[-1] * passing.RATES[min(i, len(passing.RATES) - 1)])
+    n = len(counts) - 1
+    ends = [reach[a] - (reach[a + 1] if a < n else 0) for a in range(n + 1)]
+    return sum(reach[1 : n + 1]) + sum(p * sum(reach[1 : c + 1]) for p, c in zip(ends, counts, strict=True))
+
+
+def shares(budget: int, num_known: int, depth: int) -> Iterator[tuple[int, ...]]:
+    """Every way to share a budget: lengths of the chains behind 0, 1, .. drafted tokens."""
+    for n in range(min(budget, num_known) + 1):
+        for counts in itertools.product(range(depth + 1), repeat=n + 1):
+            if n + sum(counts) <= budget:
+                yield counts
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 3, 5, 7])
+def test_no_other_share_gives_more(budget: int) -> None:
+    for num_known, depth in ((0, 3), (1, 2), (3, 3)):
+        n = passing.num_nodes(num_known, budget, depth)
+        counts, value = passing.chain_lengths(n, budget - n, depth)
+        assert counts in set(shares(budget, num_known, depth))
+        assert value == pytest.approx(worth(counts))
+        assert value == pytest.approx(max(map(worth, shares(budget, num_known, depth))))
+
+
+def test_a_draft_is_what_the_target_computes_behind_the_vectors() -> None:
+    """As in the paper: a pass of its own over the text, and the vectors in place of the last token and what follows."""
+    vectors = torch.randn(3, MODEL.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    made = passing.PassDrafter(vectors)
+    engine = Engine(runner_with(MODEL, 400), Router({"own": made}), FixedPacing(9), max_seq_len=64)
+    rounds: list[RoundDetail] = []
+    engine.listen(lambda report: rounds.extend(report.rounds), detail=True)
+    params = SamplingParams(max_tokens=24, temperature=0)
+    requests = [engine.add(prompt, params) for prompt in ([1, 2, 3, 4, 1, 2], [4, 3])]
+    texts = {request.seq.id: request.seq.tokens for request in requests}
+    run(engine, requests)
+    runner, lengths = runner_with(MODEL, 400), set()
+    for one in rounds:
+        known, num = texts[one.sequence_id][: one.position - 1], len(one.tokens)
+        if num:
+            tokens, rows = [*known, *[0] * num], {len(known) + j: vectors[j] for j in range(num)}
+            runner.cache.open(one.sequence_id)
+            logits = runner.forward([Run(one.sequence_id, tokens, vectors=rows)]).logits[0]
+            assert logits[len(known) :].argmax(-1).tolist() == one.tokens
+            runner.cache.release(one.sequence_id)
+            lengths.add((num, len(one.accepted)))
+    assert {num for num, _ in lengths} == {1, 2, 3}
+    assert {num for _, num in lengths} > {0}, "a chain behind an accepted token was used, too"
+
+
+def test_preempted_and_aborted_requests_leave_nothing() -> None:
+    made = passing.PassDrafter(torch.eye(3, V))
+    assert crowded(made) > 0
+    assert not made._texts
+
+
+def test_logits_that_are_no_numbers_are_not_drafted() -> None:
+    made = passing.PassDrafter(torch.eye(2))
+    for spoiled in (False, True):
+        seq = Sequence(0, [5, 2, 7], 3, SamplingParams(), 0, 100)
+        made.begin(seq)
+        asked = made.propose([seq], Budget([2], 0), COINS)
+        tokens = [seq.tokens[-1], *asked.extra[0].tokens]
+        best = [[4, NO_NUMBERS if spoiled else 1, 1]]
+        scores = Scores(torch.empty(0), [range(3)], [torch.empty(0)], best, 0.0, runs=[Run(0, tokens)])
+        made.observe([seq], [Seen(2, [0], range(3), 0, scores)])
+        seq.tokens.append(4)
+        assert len(made.propose([seq], Budget([6], 0), COINS).tokens) == 2 * (not spoiled)
