@@ -5,8 +5,11 @@ The engine is in this process, so that a test can ask it; `pages` asserts that n
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlencode
@@ -161,14 +164,29 @@ def test_a_round_in_full(llm: LLM, pages: Pages) -> None:
 
 
 def test_stop_ends_the_request(llm: LLM, pages: Pages) -> None:
+    """The engine waits for the click, so that a slow page does not find the text written to its end."""
     page = opened(pages, {"draft": "none", "temperature": 1, "tokens": 512})
-    part(page, "run").click()
-    until(page, "() => document.querySelectorAll('#live [role=option]').length > 2")
-    part(page, "stop").click()
-    until(page, "() => !document.querySelector('[data-part=run]').disabled")
-    assert part(page, "status").inner_text() == "Stopped."
-    wait_for(lambda: is_idle(llm) and listeners(llm) == 0)
-    assert page.locator("#live [role=option]").count() < 512
+    steps, clicked = itertools.count(), threading.Event()
+
+    def hold(_: object) -> None:
+        if next(steps) > 8 and not clicked.wait(60):
+            raise TimeoutError("Stop was not clicked")
+        time.sleep(0.02 if clicked.is_set() else 0)  # 10 s for the word of the click to arrive
+
+    end = llm.listen(hold)
+    try:
+        part(page, "run").click()
+        until(page, "() => document.querySelectorAll('#live [role=option]').length > 2")
+        part(page, "stop").click()
+        clicked.set()
+        until(page, "() => !document.querySelector('[data-part=run]').disabled")
+        assert part(page, "status").inner_text() == "Stopped."
+        wait_for(lambda: is_idle(llm))
+    finally:
+        clicked.set()
+        end()
+    wait_for(lambda: listeners(llm) == 0)
+    assert next(steps) < 512
 
 
 def test_what_cannot_be_honoured_is_said(pages: Pages) -> None:
