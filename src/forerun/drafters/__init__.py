@@ -66,7 +66,10 @@ class Seen:
 
         k: one of the drafter's `hidden_layers`.
         """
-        return self.scores.taps[k][list(self.kept)]
+        rows, kept = self.scores.taps[k], self.kept
+        if kept and kept[-1] - kept[0] == len(kept) - 1:  # one behind the other, as of prompts and plain steps
+            return rows[kept[0] : kept[-1] + 1].clone()
+        return rows[list(kept)]
 
     @property
     def tokens(self) -> Seq[int]:

@@ -56,17 +56,15 @@ class _Text:
     """What the head knows of one sequence.
 
     first: index of the token whose features come first. waiting: features that were not run yet, joined; seen: those
-    behind them, each as the target's rows behind its layers. num_run: rows in the cache with true features.
+    behind them, each as the target's rows behind its layers, of num_seen tokens. num_run: rows in the cache with true
+    features.
     """
 
     first: int = -1
     waiting: list[Tensor] = field(default_factory=list)
     seen: list[list[Tensor]] = field(default_factory=list)
+    num_seen: int = 0
     num_run: int = 0
-
-    @property
-    def num_seen(self) -> int:
-        return sum(len(rows[0]) for rows in self.seen)
 
     @property
     def num_waiting(self) -> int:
@@ -111,9 +109,9 @@ class EagleDrafter(Drafter):
                 raise InternalError(f"features of token {own.start} came where those of {text.num_known} were to come")
             if len(own.kept):
                 text.seen.append([own.layer(k) for k in self.hidden_layers] or [own.hidden])
-            if (
-                text.num_seen > ROUND_ROWS
-            ):  # joined they take less memory; one by one it would cost those who never draft
+                text.num_seen += len(own.kept)
+            if text.num_seen > ROUND_ROWS:
+                # Joined they take less memory; one by one it would cost those who never draft.
                 self._join(text)
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
@@ -154,7 +152,7 @@ class EagleDrafter(Drafter):
     def _join(self, text: _Text) -> None:
         if text.seen:
             parts = [torch.cat(rows) for rows in zip(*text.seen, strict=True)]
-            text.waiting, text.seen = [*text.waiting, self.model.joined(parts)], []
+            text.waiting, text.seen, text.num_seen = [*text.waiting, self.model.joined(parts)], [], 0
 
     def _waits(self, seq: Sequence) -> int:
         return self._texts[seq.id].num_waiting
