@@ -480,3 +480,34 @@ def test_a_server_that_has_ended_leaves_logging_as_it_was() -> None:
     with server._logging(server.ServerOptions(log_level="error")):
         assert logging.getLogger("forerun.engine").level == logging.ERROR
     assert [logging.getLogger(name).level for name in names] == before
+
+
+def test_a_request_is_a_span_below_the_clients_own() -> None:
+    """Where OpenTelemetry is set up; what the log says of a request is in the span, its text is not."""
+    trace = pytest.importorskip("opentelemetry.trace", reason="opentelemetry-sdk is not installed")
+    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk is not installed")
+    export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    kept = export.InMemorySpanExporter()
+    provider = sdk.TracerProvider()
+    provider.add_span_processor(pytest.importorskip("opentelemetry.sdk.trace.export").SimpleSpanProcessor(kept))
+    trace.set_tracer_provider(provider)
+    parent = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+
+    async def test() -> None:
+        async with served(LLM("shipped", max_batch_size=2, **llm_options())) as (client, _):
+            good = await client.post("/v1/completions", **asked(max_tokens=8), headers=parent)
+            bad = await client.post("/v1/completions", **asked(max_tokens=-1), headers=parent)
+            assert (good.status_code, bad.status_code) == (200, 400)
+
+    try:
+        run(test)
+    finally:
+        spans = [
+            span for span in kept.get_finished_spans() if span.name == "/v1/completions"
+        ]  # FastAPI has its own, too
+        provider.shutdown()
+    for span, status in zip(spans, (200, 400), strict=True):
+        assert (span.context.trace_id, span.parent.span_id) == (int("ab" * 16, 16), int("cd" * 8, 16))
+        assert span.kind is trace.SpanKind.SERVER
+        assert span.attributes["forerun.status"] == status
+        assert CODE not in str(dict(span.attributes))
