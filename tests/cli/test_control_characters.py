@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,20 @@ def biased(checkpoints: Path, char: str) -> tuple[str, ...]:
     return ("generate", "--target", "llama", "--temperature", "0", "--max-tokens", "4", "--logit-bias", bias)
 
 
-def in_terminal(folder: Path, *arguments: str, typed: str = "") -> bytes:
-    """All that the command writes to a pseudo-terminal."""
+def in_terminal(folder: Path, *arguments: str, typed: Sequence[str] = ()) -> bytes:
+    """All that the command writes to a pseudo-terminal. typed: what is typed at each prompt, not before it is there."""
     environment = {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"}
     child = pexpect.spawn(
         sys.executable, ["-m", "forerun", *arguments], env=environment, timeout=90, cwd=str(folder), echo=False
     )
-    if typed:
+    shown = b""
+    for keys in typed:
         child.expect_exact(b"> ")
-        child.send(typed)
+        shown += bytes(child.before)
+        child.send(keys)
     child.expect(pexpect.EOF)
     child.close()
-    return bytes(child.before)
+    return shown + bytes(child.before)
 
 
 def test_all_but_tab_and_newline_is_escaped() -> None:
@@ -96,7 +99,7 @@ def test_what_a_template_refuses_in_a_terminal(checkpoints: Path, tmp_path: Path
     template = tmp_path / "template.jinja"
     template.write_text("{% if messages[0].content == 'x' %}{{ raise_exception('\x1b]0;owned\x07\r') }}{% endif %}hm")
     arguments = ("chat", "llama", "--chat-template", str(template), "--max-tokens", "4", "--draft", "none")
-    shown = in_terminal(checkpoints, *arguments, typed="x\n\x04")
+    shown = in_terminal(checkpoints, *arguments, typed=("x\n", "\x04"))
     assert b"\x1b]" not in shown
     assert b"\x07" not in shown
     assert rb"refuses these messages (\u001b]0;owned\u0007" in shown
