@@ -19,6 +19,10 @@ import pytest
 import schemathesis
 import uvicorn
 from hypothesis import HealthCheck, given, seed, settings
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from forerun import LLM, SamplingParams
 from forerun.engine.request import Request
@@ -484,12 +488,8 @@ def test_a_server_that_has_ended_leaves_logging_as_it_was() -> None:
 
 def test_a_request_is_a_span_below_the_clients_own() -> None:
     """Where OpenTelemetry is set up; what the log says of a request is in the span, its text is not."""
-    trace = pytest.importorskip("opentelemetry.trace", reason="opentelemetry-sdk is not installed")
-    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk is not installed")
-    export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
-    kept = export.InMemorySpanExporter()
-    provider = sdk.TracerProvider()
-    provider.add_span_processor(pytest.importorskip("opentelemetry.sdk.trace.export").SimpleSpanProcessor(kept))
+    kept, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
     trace.set_tracer_provider(provider)
     parent = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
 
