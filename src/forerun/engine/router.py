@@ -255,15 +255,15 @@ def _groups(seqs: Seq[Sequence], granted: Seq[int]) -> dict[str, list[int]]:
     return groups
 
 
-def _made(spec: str, target: Target) -> Drafter:
-    """Build a drafter; where nobody chose it and it cannot serve this target, what needs nothing."""
+def _made(spec: str, target: Target) -> tuple[str, Drafter]:
+    """The method that a spec names, and its drafter; where nobody chose it and it cannot serve, what needs nothing."""
     try:
-        return drafters.make(spec, target)
+        return drafters.resolve(spec, target.auto)[0], drafters.make(spec, target)
     except UserError as error:
         if spec != "auto" or target.auto in (drafters.WITHOUT_MODEL, drafters.BY_MODEL):
             raise
         LOG.warning("draft=auto is %s, because %s cannot serve: %s", drafters.WITHOUT_MODEL, target.auto, error)
-        return drafters.make(drafters.WITHOUT_MODEL, target)
+        return _made(drafters.WITHOUT_MODEL, target)
 
 
 def make(specs: Seq[str], target: Target) -> Router:
@@ -275,10 +275,10 @@ def make(specs: Seq[str], target: Target) -> Router:
     members: dict[str, Drafter] = {}
     aliases: dict[str, str] = {}
     for text in specs:
-        method, _ = drafters.resolve(text, target.auto)
+        method, drafter = _made(text, target)
         is_taken = method in members or (method in specs and text != method)
         name = text if is_taken else method
-        members[name], aliases[text] = _made(text, target), name
+        members[name], aliases[text] = drafter, name
     for name in (LOOKUP, PREDICTION):
         members.setdefault(name, drafters.make(name, target))
     return Router(members, aliases, is_auto=specs[0] == "auto")

@@ -1,0 +1,76 @@
+"""What `auto` stands for: the shipped draft model, what a named model states, or what needs nothing."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from forerun import LLM
+from forerun.drafters import BY_MODEL, WITHOUT_MODEL, Target, artifacts, head_files
+from forerun.engine.factory import SHIPPED_TARGET, auto_draft
+from forerun.errors import BadOption
+from forerun.models import named
+from forerun.models.loading import load_checkpoint
+from methods import random_eagle
+from tiny import write_tiny
+
+pytestmark = pytest.mark.once("what auto is, whatever the speculation")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny(tmp_path / "target")
+
+
+def name_it(monkeypatch: pytest.MonkeyPatch, folder: Path, auto: str) -> None:
+    """From here on `tiny-one` is the name of this folder, and states what drafts for it."""
+    model = named.NamedModel("tiny-one", "random", "none", 1, folder=str(folder), auto=auto)
+    monkeypatch.setattr(named, "named_models", lambda: {"tiny-one": model})
+
+
+def test_without_more_it_is_the_shipped_draft_or_needs_nothing(folder: Path) -> None:
+    assert auto_draft(None) == auto_draft("shipped") == auto_draft(SHIPPED_TARGET) == BY_MODEL
+    assert auto_draft(str(folder)) == auto_draft("org/name") == WITHOUT_MODEL
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_named_model_states_it(monkeypatch: pytest.MonkeyPatch, folder: Path, by_name: bool) -> None:
+    """By its name and by its place; what a caller chooses comes first."""
+    name_it(monkeypatch, folder, "lookup:max_n=2")
+    target = "tiny-one" if by_name else str(folder)
+    assert LLM(target).engine.drafter.main == "lookup"
+    assert LLM(target, draft="ngram").engine.drafter.main == "ngram"
+
+
+def test_the_hub_knows_it_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = named.NamedModel("tiny-one", "random", "none", 1, hub="org/tiny-one", auto="lookup")
+    monkeypatch.setattr(named, "named_models", lambda: {"tiny-one": model})
+    assert auto_draft("org/tiny-one") == "lookup"
+    assert auto_draft("org/tiny-two") == WITHOUT_MODEL
+
+
+def head_of_another_width(target: Path, folder: Path) -> str:
+    """A head whose small files fit the target, and whose rows do not."""
+    loaded = load_checkpoint(target, with_tokenizer=True)
+    tokenizer = loaded.text_tokenizer
+    known = Target(loaded.model, tokenizer, frozenset(), tokenizer.num_ids, (), 1, 64, "paged")
+    path = str(random_eagle(known, folder)["path"])
+    config = {**head_files.read_config(path, "eagle"), "hidden_size": 2 * loaded.model.config.hidden_size}
+    fingerprint = artifacts.fingerprint(tokenizer, tokenizer.num_ids)
+    weights = head_files.tensors(Path(path) / head_files.WEIGHTS)
+    head_files.save(folder / "wide", "eagle", weights, config, fingerprint)
+    return f"eagle:path={folder / 'wide'}"
+
+
+def test_what_cannot_serve_is_replaced_where_nobody_chose_it(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = head_of_another_width(folder, tmp_path / "heads")
+    name_it(monkeypatch, folder, head)
+    with caplog.at_level(logging.WARNING):
+        assert LLM("tiny-one").generate([[5, 6, 7]])[0].report.draft == "suffix"
+    assert "name a head of this target" in caplog.text
+    with pytest.raises(BadOption, match="name a head of this target"):
+        LLM("tiny-one", draft=head)
