@@ -23,11 +23,11 @@ from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_fi
 from forerun.drafters.chains import draw_chains
 from forerun.drafters.dflash_model import DFlashConfig, DFlashModel, shapes
 from forerun.drafters.head_matrices import quantization_of
-from forerun.drafters.model import Space, cache_for
+from forerun.drafters.model import Space, cache_for, next_of
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Model
-from forerun.sampling import History, probs, takes_the_best
+from forerun.sampling import takes_the_best
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 MOST_WAITING = 32  # tokens whose features wait for the next draft; more of them are remembered at once
@@ -176,10 +176,8 @@ class _Guess:
             return None
         if takes_the_best(seq.params, seq.bad_word_ids):
             return Probs.of_point(int(self.ids[self.logits[depth].argmax()]))
-        try:
-            return probs(self.whole(depth), replace(seq.params, logprobs=None), History.of(seq, drafted))
-        except BadOption:
-            return None  # the target raises where no token is left there either
+        found = next_of(self.whole(depth), seq, drafted)
+        return None if found is None else found[0]
 
     def whole(self, depth: int) -> Tensor:
         """Logits of all ids [num_ids], -inf where they are not drafted."""

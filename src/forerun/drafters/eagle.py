@@ -24,12 +24,12 @@ from torch import Tensor
 from forerun.config import Quantization
 from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_files, head_layouts
 from forerun.drafters.eagle_model import EagleConfig, EagleModel, input_shapes, layer_shapes
-from forerun.drafters.model import Chain, Row, Space, cache_for
+from forerun.drafters.model import Chain, Row, Space, cache_for, next_of
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv import KVCache
-from forerun.models.runner import NO_NUMBERS, Model, Run, Runner, Scores
-from forerun.sampling import History, probs, takes_the_best
-from forerun.types import Budget, Coins, Draft, Probs, Sequence
+from forerun.models.runner import Model, Run, Runner, Scores
+from forerun.sampling import takes_the_best
+from forerun.types import Budget, Coins, Draft, Sequence
 
 ROUND_ROWS = 32  # rows that a round may leave to run; more of them are catching up
 
@@ -215,25 +215,8 @@ class EagleDrafter(Drafter):
 
     def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
         """Draw one more token, unless the pacing policy stops here or masks leave none; whether more may follow."""
-        depth, whole = len(chain.tokens), None
-        if isinstance(row, int):
-            if row == NO_NUMBERS:
-                return False
-            law = Probs.of_point(self._ids[row])
-        else:
-            if not bool(row.max().isfinite()):
-                return False
-            whole = self._spread(row)
-            try:
-                law = probs(whole, replace(seq.params, logprobs=None), History.of(seq, chain.tokens))
-            except BadOption:
-                return False
-        if not budget.go_on(b, depth, law, whole):
-            return False
-        token = (coins.pick if seq.acceptance == "match" else coins.draft)(law, depth)
-        chain.tokens.append(token)
-        chain.probs.append(law)
-        return budget.go_behind(b, depth, token, law, whole)
+        found = next_of(row, seq, chain.tokens, self._ids, self._spread)
+        return found is not None and chain.grow(*found, seq, b, budget, coins)
 
     def _spread(self, logits: Tensor) -> Tensor:
         """Logits of its own ids [n] as logits of the target's [num_ids], -inf elsewhere."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Sequence as Seq
+from collections.abc import Callable, Collection, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
 from forerun.models.branches import Branches, settle
 from forerun.models.loading import Checkpoint, load_checkpoint, small_files
-from forerun.models.runner import Model, Run, Runner, Scores
+from forerun.models.runner import NO_NUMBERS, Model, Run, Runner, Scores
 from forerun.sampling import History, likeliest, probs, takes_the_best
 from forerun.text.tokenizer import Tokenizer, compare
 from forerun.types import ROUND_TOKENS, Budget, Coins, Draft, Next, Probs, SamplingParams, Sequence
@@ -120,6 +120,29 @@ class Chain:
         self.tokens.append(token)
         self.probs.append(law)
         return budget.go_behind(b, depth, token, law, logits)
+
+
+def next_of(
+    row: Row,
+    seq: Sequence,
+    drafted: Seq[int],
+    ids: Seq[int] | None = None,
+    spread: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Probs, Tensor | None] | None:
+    """What a request's sampling makes of a head's row behind the drafted tokens: the distribution, and its logits [V].
+
+    None where the row has no numbers or masks leave no token: the target raises where none is left there either. A row
+    that is a token has no logits. ids: the target's ids of a head's own; spread: its logits as logits of the target's.
+    """
+    if isinstance(row, int):
+        return None if row == NO_NUMBERS else (Probs.of_point(row if ids is None else ids[row]), None)
+    if not bool(row.max().isfinite()):
+        return None
+    logits = row if spread is None else spread(row)
+    try:
+        return probs(logits, dataclasses.replace(seq.params, logprobs=None), History.of(seq, drafted)), logits
+    except BadOption:
+        return None
 
 
 @dataclass(slots=True)

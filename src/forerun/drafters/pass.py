@@ -23,12 +23,9 @@ from typing import Any
 from torch import Tensor
 
 from forerun.drafters import Drafter, Seen, Target, artifacts, head_files
-from forerun.drafters.model import Chain, Row
-from forerun.errors import BadOption
+from forerun.drafters.model import Chain, Row, next_of
 from forerun.models.configs import size
-from forerun.models.runner import NO_NUMBERS
-from forerun.sampling import History, probs
-from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
+from forerun.types import Budget, Coins, Draft, Extra, Sequence
 
 NAME = "look_ahead"
 # P(a guess is accepted), given that those before it were; the last one for all that follow. Not measured yet.
@@ -111,7 +108,8 @@ class PassDrafter(Drafter):
         chain = Chain()
         rows = text.rows if text.num_tokens == len(seq.tokens) else ()
         for row in rows[: num_nodes(len(rows), most, depth)]:
-            if not self._grow(chain, row, seq, b, budget, coins):
+            found = next_of(row, seq, chain.tokens)
+            if found is None or not chain.grow(*found, seq, b, budget, coins):
                 break
         drafted = Draft.chains([chain.tokens], [chain.probs])
         counts, _ = chain_lengths(len(chain.tokens), most - len(chain.tokens), depth)
@@ -132,22 +130,6 @@ class PassDrafter(Drafter):
                 extra.tokens.append(0)
             places.append(range(1 + start, 1 + start + num))
         return replace(extra, vectors=vectors), places
-
-    def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
-        """Draw one more token, unless the pacing policy stops here or masks leave none; whether another may follow."""
-        if isinstance(row, int):
-            law, logits = Probs.of_point(row), None
-            if row == NO_NUMBERS:
-                return False
-        elif not bool(row.max().isfinite()):
-            return False
-        else:
-            logits = row
-            try:
-                law = probs(row, replace(seq.params, logprobs=None), History.of(seq, chain.tokens))
-            except BadOption:
-                return False
-        return chain.grow(law, logits, seq, b, budget, coins)
 
 
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:

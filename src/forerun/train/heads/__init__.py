@@ -166,6 +166,23 @@ def decayed(parts: Iterable[tuple[Tensor, Tensor, Tensor]], decay: float, loss: 
     return total
 
 
+def measured(
+    parts: Iterable[tuple[Tensor, Tensor, Tensor]], batch: Batch, ids: Tensor, *, of_learned: bool = False
+) -> dict[str, tuple[float, float]]:
+    """The numbers of `Rows` by position, of heads that guess behind every token.
+
+    parts: as for `decayed`. ids [n]: what is drafted. of_learned: of the rows that are learned, not of all with such a
+    token.
+    """
+    numbers, reached = dict[str, tuple[float, float]](), torch.ones_like(batch.is_written)
+    for k, (learned, own, target) in enumerate(parts):
+        wanted = learned if of_learned else batch.ahead(k + 2)
+        rows = Rows(wanted, learned, ids, shifted(batch.best, k + 1), shifted(batch.mass, k + 1))
+        numbers |= rows.numbers(f"_{k + 1}", own, target, reached)
+        reached = reached & rows.found(own)
+    return numbers
+
+
 def visible(batch: Batch) -> Tensor:
     """[S, 1, L, L] bool: what each token may attend to, those of the same text that are not behind it."""
     length = batch.ids.shape[1]

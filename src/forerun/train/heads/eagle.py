@@ -27,7 +27,7 @@ from forerun.drafters.eagle_model import SIDES, EagleConfig, input_shapes, layer
 from forerun.models.layers import DecoderConfig, inverse_frequencies
 from forerun.registry import parse_list
 from forerun.train import losses
-from forerun.train.heads import Batch, Rows, Teacher, decayed, shifted, visible
+from forerun.train.heads import Batch, Teacher, Vocabulary, decayed, measured, shifted, visible
 from forerun.train.heads.layer import Layer, norm_of, rotation_of
 
 LAYER = "model.layers.0."
@@ -68,15 +68,13 @@ class Head:
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         target = teacher.config
         self.options, self._teacher = options, teacher
-        self.ids = teacher.counts.argsort(descending=True, stable=True)[: options.draft_vocab].sort().values
+        self._vocab = Vocabulary(teacher, options.draft_vocab)
+        self.ids = self._vocab.ids
         decoder = dataclasses.replace(target, vocab_size=len(self.ids), num_layers=1, tie_embeddings=True, windows=())
         self.config = EagleConfig(decoder, layers(options, target))
         self.weights = _first_weights(self.config, teacher)
         self._own_layer = Layer(decoder, self.weights, LAYER)
-        self._rows = teacher.head[self.ids]
         self._inv_freq = inverse_frequencies(target.rope, target.head_dim)
-        self._place = torch.full((target.vocab_size,), -1)
-        self._place[self.ids] = torch.arange(len(self.ids))
 
     @torch.no_grad()
     def begin(self, batches: Iterable[Batch]) -> None:
@@ -107,18 +105,12 @@ class Head:
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """See `Head` in this package."""
-        numbers, reached = dict[str, tuple[float, float]](), torch.ones_like(batch.is_written)
-        for j, (learned, own, target) in enumerate(self._steps(batch)):
-            rows = Rows(batch.ahead(j + 2), learned, self.ids, shifted(batch.best, j + 1), shifted(batch.mass, j + 1))
-            numbers |= rows.numbers(f"_{j + 1}", own, target, reached)
-            reached = reached & rows.found(own)
-        return numbers
+        return measured(self._steps(batch), batch, self.ids)
 
     def save(self, folder: Path, tokenizer: str) -> None:
         """See `Head` in this package."""
         weights = {name: weight.detach().bfloat16() for name, weight in self.weights.items()}
-        weights["d2t"] = self.ids - torch.arange(len(self.ids))
-        weights[head_files.PROBE] = self._teacher.probe
+        weights |= {"d2t": self._vocab.offsets(), head_files.PROBE: self._teacher.probe}
         head_files.save(folder, "eagle", weights, self.config.to_json(), tokenizer)
 
     def _steps(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -127,12 +119,12 @@ class Head:
         feature = self._features(batch)
         mask, memory = visible(batch), list[tuple[Tensor, Tensor]]()
         with torch.no_grad():
-            targets = F.linear(batch.hidden.to(self._rows.dtype), self._rows).float()
+            targets = self._vocab.logits(batch.hidden)
         for j in range(self.options.steps):
             embedded = F.embedding(shifted(batch.ids, j + 1), self._teacher.embeddings)
             feature = self._layer(self._inputs(embedded, feature), batch.at + j, memory, mask)
-            learned = batch.ahead(j + 2) & (self._place[shifted(batch.best, j + 1)] >= 0)
-            own = F.linear(norm_of(feature[learned], norm, eps), self._rows).float()
+            learned = batch.ahead(j + 2) & self._vocab.has(shifted(batch.best, j + 1))
+            own = self._vocab.logits(norm_of(feature[learned], norm, eps))
             yield learned, own, shifted(targets, j + 1)[learned]
 
     def _features(self, batch: Batch) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.drafters import head_files
 from forerun.models.layers import DecoderConfig
 from forerun.train import losses
-from forerun.train.heads import Batch, Rows, Teacher, Vocabulary, decayed, shifted
+from forerun.train.heads import Batch, Teacher, Vocabulary, decayed, measured, shifted
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,7 @@ class Head:
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """See `Head` in this package."""
-        numbers, reached = dict[str, tuple[float, float]](), torch.ones_like(batch.is_written)
-        for k, (learned, own, target) in enumerate(self._heads(batch)):
-            rows = Rows(batch.ahead(k + 2), learned, self.ids, shifted(batch.best, k + 1), shifted(batch.mass, k + 1))
-            numbers |= rows.numbers(f"_{k + 1}", own, target, reached)
-            reached = reached & rows.found(own)
-        return numbers
+        return measured(self._heads(batch), batch, self.ids)
 
     def save(self, folder: Path, tokenizer: str) -> None:
         """See `Head` in this package."""

@@ -21,7 +21,7 @@ from forerun.errors import BadOption
 from forerun.models.layers import Decoder, DecoderConfig
 from forerun.ops.reference import ReferenceOps
 from forerun.train import losses
-from forerun.train.heads import Batch, Rows, Teacher, decayed, shifted, visible
+from forerun.train.heads import Batch, Teacher, decayed, measured, shifted, visible
 from forerun.types import CacheView, RaggedBatch
 
 NAME = "look_ahead"  # the tensor [T, H]
@@ -115,12 +115,7 @@ class Head:
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """See `Head` in this package; of the places that are learned."""
-        numbers, reached = dict[str, tuple[float, float]](), torch.ones_like(batch.is_written)
-        for j, (learned, own, target) in enumerate(self._heads(batch)):
-            rows = Rows(learned, learned, self.ids, shifted(batch.best, j + 1), shifted(batch.mass, j + 1))
-            numbers |= rows.numbers(f"_{j + 1}", own, target, reached)
-            reached = reached & rows.found(own)
-        return numbers
+        return measured(self._heads(batch), batch, self.ids, of_learned=True)
 
     def save(self, folder: Path, tokenizer: str) -> None:
         """See `Head` in this package."""
