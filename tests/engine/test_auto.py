@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from forerun import LLM
+from forerun.config import EngineConfig
 from forerun.drafters import BY_MODEL, WITHOUT_MODEL, Target, artifacts, head_files
-from forerun.engine.factory import SHIPPED_TARGET, auto_draft
+from forerun.engine.factory import SHIPPED_TARGET, auto_draft, auto_of
 from forerun.errors import BadOption
 from forerun.models import named
 from forerun.models.loading import load_checkpoint
@@ -74,3 +76,14 @@ def test_what_cannot_serve_is_replaced_where_nobody_chose_it(
     assert "name a head of this target" in caplog.text
     with pytest.raises(BadOption, match="name a head of this target"):
         LLM("tiny-one", draft=head)
+
+
+def test_a_loaded_target_is_what_its_name_or_else_its_folder_says(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """A GGUF file's small files lie in a folder of the cache, so that the name alone tells."""
+    loaded, elsewhere = load_checkpoint(folder), Path("somewhere/else")
+    name_it(monkeypatch, folder, "lookup")
+    assert auto_of(replace(loaded, folder=elsewhere), EngineConfig(target="tiny-one")) == "lookup"
+    assert auto_of(replace(loaded, folder=elsewhere), EngineConfig()) == WITHOUT_MODEL
+    assert auto_of(replace(loaded, folder=SHIPPED_TARGET), EngineConfig()) == BY_MODEL

@@ -224,12 +224,20 @@ def test_torch_seeds_the_draws() -> None:
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("settings", [{}, {"length_penalty": 0.0, "early_stopping": True}, {"early_stopping": "never"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"length_penalty": -4.0},
+        {"length_penalty": 4.0, "early_stopping": True},
+        {"length_penalty": 4.0, "early_stopping": "never"},
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_beam_search_is_that_of_generate(kind: str, settings: dict[str, Any]) -> None:
-    """With an end that texts reach, so that penalty and stopping matter; with and without drafts and a cache."""
+    """With an end that texts reach, so that each setting changes some output; with and without drafts and a cache."""
     module, drafter = pair(kind)
-    end = expected(kind)[4]
+    end = expected(kind)[2]
     wanted = [
         behind_start(module, row, end)
         for row in module.generate(

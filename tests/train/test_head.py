@@ -202,10 +202,34 @@ def chain_of(task: training.HeadTask, ids: list[int], num: int) -> list[int]:
     if isinstance(task.head, dflash.Head):  # a block begins with the token whose features are not known
         parts, row = task.head._places(batch, torch.tensor([row + 1])), 0
     else:
-        parts = task.head._steps(batch) if isinstance(task.head, eagle_head.Head) else task.head._heads(batch)
+        parts = parts_of(task.head, batch)
     for _, (learned, own, _) in zip(range(num), parts, strict=False):
         guesses.append(int(task.head.ids[own[int(learned[0, :row].sum())].argmax()]))
     return guesses
+
+
+def parts_of(head: Any, batch: heads.Batch) -> Any:
+    return head._steps(batch) if isinstance(head, eagle_head.Head) else head._heads(batch)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_learned_is_what_the_target_says_there(tiny: Make, checkpoint: Checkpoint, method: str) -> None:
+    """Row m learns the target's distribution of the token m+2+k at place k: its likeliest id there is known apart."""
+    task = training.prepare(tiny(method=method), checkpoint)
+    batch, num = task.data.batch(0), 0
+    if isinstance(task.head, dflash.Head):  # a block's first token is the one behind the features
+        anchors = torch.arange(1, batch.ids.shape[1], 3)
+        parts, columns, first = task.head._places(batch, anchors), anchors, 0
+    else:
+        parts, columns, first = parts_of(task.head, batch), torch.arange(batch.ids.shape[1]), 1
+    with torch.no_grad():
+        for k, (learned, own, target) in enumerate(parts):
+            said = heads.shifted(batch.best, k + first)[:, columns][learned]
+            assert len(own) == len(target) == len(said)
+            assert (task.head.ids[target.argmax(-1)] == said).float().mean() > 0.95  # rounded to bfloat16
+            num += len(said)
+    assert num > 30
+    assert len(said.unique()) > 3
 
 
 @pytest.mark.parametrize("loss", ["ce", "alpha"])
@@ -307,3 +331,24 @@ def test_a_head_without_a_file_says_how_to_make_one(folder: Path) -> None:
         with pytest.raises(BadOption, match=f"train head --method {name}"):
             LLM(str(folder), draft=name)
     assert eagle.hidden_layers(eagle.Options(), 2) == ()
+
+
+def test_numbers_count_what_is_not_drafted_and_what_was_not_reached() -> None:
+    """One text of six tokens; ids 0 and 1 are drafted, so that a row whose likeliest id is 2 is a miss."""
+    best = torch.tensor([[0, 1, 2, 0, 1, 1]])
+    nothing = torch.zeros(1, 6, 1)
+    everywhere = torch.ones_like(best, dtype=torch.bool)
+    text = torch.zeros_like(best)
+    batch = heads.Batch(best, text, text, everywhere, nothing, nothing, best, torch.zeros(1, 6))
+
+    def part(ahead: int, guesses: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        learned = batch.ahead(ahead) & (heads.shifted(best, ahead - 1) < 2)
+        own = torch.nn.functional.one_hot(torch.tensor(guesses), 2).float()
+        assert len(own) == learned.sum()
+        return learned, own, torch.zeros_like(own)
+
+    parts = [part(2, [1, 1, 1]), part(3, [0, 1]), part(4, [0, 1])]  # right: rows 0 and 3; rows 1 and 2; rows 0 and 1
+    numbers = heads.measured(parts, batch, torch.tensor([0, 1]))
+    assert [numbers[f"agreement_{k}"] for k in (1, 2, 3)] == [(2, 4), (0, 1), (0, 0)]
+    assert [numbers[f"overlap_{k}"][1] for k in (1, 2, 3)] == [4, 3, 2]
+    assert heads.measured(parts, batch, torch.tensor([0, 1]), of_learned=True)["agreement_1"] == (2, 3)

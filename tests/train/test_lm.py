@@ -131,6 +131,10 @@ def test_a_draft_learns_from_what_its_target_wrote(tiny: Make, sources: Path, tm
     alone = tiny("alone", teacher=str(folder), loss="kl", samples=path, samples_share=1.0, steps=3, seq_len_tokens=16)
     numbers = lm.train(alone, quiet=True)  # no text of others is read, not even for validation
     assert 0 < numbers["alpha"] <= 1
+    data = lm.prepare(alone).data
+    unseen = batches.load_samples(path, tokenizer, data.end_id or 0, held_out=True)
+    assert data.validation.equal(batches.validation_windows(unseen, 16, alone.validation_windows))
+    assert not set(map(tuple, data.validation.tolist())) & set(map(tuple, data.batches.batch(0).tolist()))
 
 
 def test_first_weights_depend_on_the_seed_alone() -> None:
