@@ -215,7 +215,8 @@ def parts_of(head: Any, batch: heads.Batch) -> Any:
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_learned_is_what_the_target_says_there(tiny: Make, checkpoint: Checkpoint, method: str) -> None:
     """Row m learns the target's distribution of the token m+2+k at place k: its likeliest id there is known apart."""
-    task = training.prepare(tiny(method=method), checkpoint)
+    few = method.replace("draft_vocab=200", "draft_vocab=20")  # so that many rows have nothing to learn
+    task = training.prepare(tiny(method=few), checkpoint)
     batch, num = task.data.batch(0), 0
     if isinstance(task.head, dflash.Head):  # a block's first token is the one behind the features
         anchors = torch.arange(1, batch.ids.shape[1], 3)
