@@ -242,12 +242,33 @@ std::pair<Ids, std::vector<float>> argmax(Decoder& d, Address hidden, const std:
     return {std::move(ids), std::move(values)};
 }
 
+void check_join(const Join& join, int width) {
+    const Matrix& w = *join.w;
+    if (static_cast<size_t>(width) * join.norms.size() != static_cast<size_t>(w.num_in))
+        throw std::invalid_argument("the parts of a row must be as wide as the inputs of the product");
+}
+
+void join(Backend& b, const std::vector<Address>& norms, float eps, const Packed& w, const std::vector<Address>& parts,
+          int width, int num_rows, Address out) {
+    Join made{{}, eps, &w.matrix()};
+    std::vector<const float*> rows;
+    for (Address norm : norms) made.norms.push_back(at<const float>(norm));
+    for (Address part : parts) rows.push_back(at<const float>(part));
+    check_join(made, width);
+    if (rows.size() != norms.size()) throw std::invalid_argument("every part needs a norm, or 0");
+    join_rows(b, made, rows, num_rows, at<float>(out));
+}
+
 // Returns None where a logit is NaN. numbers: as for `forward`, with rows for all tokens that are fed; counts: how many of
 // `tokens` each run begins with.
 std::optional<std::vector<Ids>> run_ahead(Decoder& d, const Ids& tokens, const Ids& positions,
                                           const std::vector<int>& counts, const std::vector<int>& lengths,
                                           Address rotations, const Numbers& numbers, const Pools& pools,
-                                          const std::vector<int>& layers, int num_ids) {
+                                          const std::vector<int>& layers, int num_ids, Address input,
+                                          const Ahead* ahead) {
+    if ((input != 0) != (ahead != nullptr)) throw std::invalid_argument("a head, and only a head, has an input");
+    if (ahead && ahead->ids.size() < static_cast<size_t>(num_ids)) throw std::invalid_argument("every id needs one of the target");
+    if (ahead) check_join(ahead->join, d.shape().hidden_size);
     if (lengths.size() != counts.size()) throw std::invalid_argument("every run needs a length");
     Runs runs(numbers, static_cast<int>(counts.size()), pools.block_tokens);
     int first_row = 0;
@@ -260,10 +281,11 @@ std::optional<std::vector<Ids>> run_ahead(Decoder& d, const Ids& tokens, const I
     }
     if (static_cast<size_t>(first_row) != tokens.size() || positions.size() != tokens.size() || counts.empty())
         throw std::invalid_argument("every token needs a run and a position");
-    const Pass pass = make_pass(tokens, positions.data(), rotations, runs, pools, layers);
+    Pass pass = make_pass(tokens, positions.data(), rotations, runs, pools, layers);
+    pass.input = at<const float>(input);
     std::vector<Ids> ids;
     nb::gil_scoped_release release;
-    if (!d.run_ahead(pass, lengths, num_ids, ids)) return {};
+    if (!d.run_ahead(pass, lengths, num_ids, ahead, ids)) return {};
     return ids;
 }
 
@@ -296,7 +318,10 @@ void bind_ops(nb::module_& m) {
         .def("rms_norm", &rms_norm, Free())
         .def("silu_mul", &silu_mul, Free())
         .def("rope", &rope, Free())
-        .def("attention", &attention, Free());
+        .def("attention", &attention, Free())
+        .def("join", &join, Free(), "norms"_a, "eps"_a, "w"_a, "parts"_a, "width"_a, "num_rows"_a, "out"_a,
+             "Writes [norm(a) | norm(b) | ...] w to `out`, float32 [num_rows, outputs of w].\n\nparts: addresses of float32 "
+             "[num_rows, width] each. norms: of each part's weights, 0 = the part as it is.");
     nb::class_<Decoder>(m, "Decoder", "A whole decoder; one call for each pass. Arguments that are integers where a tensor is "
                                       "meant are addresses of contiguous memory, which the caller keeps alive.")
         .def("forward", &forward, "tokens"_a, "positions"_a, "rotations"_a, "num_runs"_a, "numbers"_a, "pools"_a, "layers"_a,
@@ -313,9 +338,18 @@ void bind_ops(nb::module_& m) {
              "Returns the ids of the largest of the first `num_ids` logits of some rows, and these logits.\n\nTies go to the "
              "lowest id, and NaN counts as the largest.")
         .def("run_ahead", &run_ahead, "tokens"_a, "positions"_a, "counts"_a, "lengths"_a, "rotations"_a, "numbers"_a, "pools"_a,
-             "layers"_a, "num_ids"_a,
+             "layers"_a, "num_ids"_a, "input"_a = 0, "ahead"_a.none() = nb::none(),
              "Continues each run greedily by lengths[i] ids, and returns them; None where a logit is NaN.\n\ncounts: tokens "
-             "that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed.");
+             "that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, "
+             "what the first layer gets for them. ahead: of a head, how a found id is fed.");
+    nb::class_<Ahead>(m, "Ahead", "How a head goes on: a found id's embedding of the target and the row before are joined.")
+        .def("__init__", [](Ahead* self, const Decoder& target, const Ids& ids, const std::array<Address, 2>& norms, float eps,
+                            const Packed& input) {
+            for (int64_t id : ids)
+                if (id < 0 || id >= target.shape().vocab_size) throw std::invalid_argument("an id is none of the target's");
+            new (self) Ahead{&target, ids, {{at<const float>(norms[0]), at<const float>(norms[1])}, eps, &input.matrix()}};
+            check_join(self->join, target.shape().hidden_size);
+        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 6>(), "target"_a, "ids"_a, "norms"_a, "eps"_a, "input"_a);
     m.def("make_decoder", &make_decoder, "backend"_a, "sizes"_a, "eps"_a, "bfloat16"_a, "norms"_a, "matrices"_a, "windows"_a,
           "packed_embedding"_a.none(), "embedding"_a, "final_norm"_a, "head"_a, nb::keep_alive<0, 1>());
 }

@@ -383,20 +383,48 @@ void Decoder::argmax(const float* hidden, const std::vector<int>& rows, int num_
     }
 }
 
-bool Decoder::run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids,
+void join_rows(Backend& backend, const Join& join, const std::vector<const float*>& parts, int num_rows, float* out) {
+    static thread_local Scratch kept;
+    const Matrix& w = *join.w;
+    const int width = w.num_in / static_cast<int>(parts.size());
+    const Inputs x{kept.words(static_cast<size_t>(num_rows) * static_cast<size_t>(w.num_steps)), w.type, num_rows, w.num_steps};
+    backend.team.run(w.bytes() * static_cast<size_t>(num_rows) < ALONE_BYTES, [&](int thread) {
+        static thread_local Scratch own;
+        float* const row_buffer = own.floats(static_cast<size_t>(w.num_in));
+        backend.team.tiles(thread, x.num_blocks(), [&](int block) {
+            for (int row = x.block_start(block); row < x.block_start(block + 1); ++row) {
+                for (size_t i = 0; i < parts.size(); ++i) {
+                    const float* from = parts[i] + static_cast<size_t>(row) * static_cast<size_t>(width);
+                    float* const to = row_buffer + i * static_cast<size_t>(width);
+                    if (join.norms[i]) backend.kernels.rms_norm(from, join.norms[i], width, join.norm_eps, to);
+                    else std::memcpy(to, from, static_cast<size_t>(width) * sizeof(float));
+                }
+                backend.kernels.put_row(x, row, row_buffer, w.num_in);
+            }
+        });
+        product(backend, thread, w, x, {Finish::store, out, static_cast<size_t>(w.num_out), {}, nullptr});
+    });
+}
+
+bool Decoder::run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const Ahead* ahead,
                         std::vector<std::vector<int64_t>>& ids) {
     const size_t num_runs = lengths.size(), width = static_cast<size_t>(shape_.hidden_size);
-    std::vector<float> hidden(static_cast<size_t>(first.num_rows) * width), values(num_runs);
+    const size_t num_floats = static_cast<size_t>(first.num_rows) * width;
+    std::vector<float> hidden(num_floats), values(num_runs), left, embedded, before, input;
     std::vector<int64_t> tokens, positions, found(num_runs);
-    std::vector<int> rows;
+    std::vector<int> rows, row_of(num_runs);
     std::vector<size_t> going(num_runs);
     ids.assign(num_runs, {});
     Pass pass = first;
     pass.hidden = hidden.data();
+    if (ahead) {
+        left.resize(num_floats), embedded.resize(num_runs * width), before.resize(num_runs * width), input.resize(num_runs * width);
+        pass.taps = {{static_cast<int>(layers_.size()), left.data()}};
+    }
     for (size_t i = 0; i < num_runs; ++i) {
         const Run& run = first.runs[i];
         going[i] = i;
-        rows.push_back(run.first_row + run.num_rows - 1);
+        rows.push_back(row_of[i] = run.first_row + run.num_rows - 1);
     }
     for (int depth = 1;; ++depth) {
         forward(pass);
@@ -410,7 +438,13 @@ bool Decoder::run_ahead(const Pass& first, const std::vector<int>& lengths, int 
             if (lengths[i] <= depth) continue;
             const Run& run = first.runs[i];
             const int at = run.cached + run.num_rows + depth - 1;
-            rows.push_back(static_cast<int>(going.size()));
+            const size_t row = going.size();
+            if (ahead) {
+                ahead->target->embed(ahead->ids[static_cast<size_t>(ids[i].back())], embedded.data() + row * width);
+                const float* const from = left.data() + static_cast<size_t>(row_of[i]) * width;
+                std::memcpy(before.data() + row * width, from, width * sizeof(float));
+            }
+            rows.push_back(row_of[i] = static_cast<int>(row));
             pass.runs.push_back({rows.back(), 1, at, 0, run.rows, nullptr});
             tokens.push_back(ids[i].back());
             positions.push_back(at);
@@ -419,6 +453,10 @@ bool Decoder::run_ahead(const Pass& first, const std::vector<int>& lengths, int 
         if (going.empty()) return true;
         pass.num_rows = static_cast<int>(going.size());
         pass.tokens = tokens.data(), pass.positions = positions.data();
+        if (ahead) {
+            join_rows(backend_, ahead->join, {embedded.data(), before.data()}, pass.num_rows, input.data());
+            pass.input = input.data();
+        }
     }
 }
 

@@ -72,6 +72,27 @@ struct Pass {
     float* hidden;
 };
 
+// Rows that stand side by side, each behind a norm of its own, and their product: [norm(a) | norm(b) | ...] w. It makes
+// what the layer of a head reads (EAGLE).
+struct Join {
+    std::vector<const float*> norms;  // of each part; null = the part as it is
+    float norm_eps;
+    const Matrix* w;
+};
+
+// parts: of each float32 [num_rows, inputs of w / parts]. out: float32 [num_rows, outputs of w].
+void join_rows(Backend& backend, const Join& join, const std::vector<const float*>& parts, int num_rows, float* out);
+
+class Decoder;
+
+// How a head goes on: the row behind a found id joins that id's embedding of the target with what the last layer has
+// left of the row before.
+struct Ahead {
+    const Decoder* target;
+    std::vector<int64_t> ids;  // the target's, of each own id
+    Join join;
+};
+
 class Decoder {
   public:
     Decoder(Backend& backend, DecoderShape shape, std::vector<Layer> layers, Embedding embedding,
@@ -86,8 +107,12 @@ class Decoder {
     void argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values);
     // Continues each run greedily: ids[i][k] follows the run's tokens and ids[i][0 .. k-1], which are fed one by one.
     // lengths [runs], each at least 1: how many ids are wanted; a run must have cache rows for all of them but the last.
-    // Stops and returns false where a logit is NaN.
-    bool run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, std::vector<std::vector<int64_t>>& ids);
+    // Stops and returns false where a logit is NaN. ahead: of a head, whose pass has an input; null = a found id is fed by its
+    // embedding.
+    bool run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const Ahead* ahead,
+                   std::vector<std::vector<int64_t>>& ids);
+    void embed(int64_t token, float* x) const;  // the token must be a row of the embedding
+    const DecoderShape& shape() const { return shape_; }
 
   private:
     struct Buffers;
@@ -100,7 +125,6 @@ class Decoder {
     Buffers buffers(Room& room, const Pass& pass);
     std::vector<Share> shares_of(const Pass& pass, int window) const;
     Inputs head_inputs(Room& room, int num_rows) const;
-    void embed(int64_t token, float* x) const;
     void layer(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b);
     void attend(int thread, const Layer& layer, int index, const Pass& pass, Buffers& b);
     void rotate_and_write(const Layer& layer, int index, const Pass& pass, Buffers& b, int row);

@@ -72,6 +72,14 @@ class Backend:
         arg11: int,
         /,
     ) -> None: ...
+    def join(
+        self, norms: Sequence[int], eps: float, w: Packed, parts: Sequence[int], width: int, num_rows: int, out: int
+    ) -> None:
+        """
+        Writes [norm(a) | norm(b) | ...] w to `out`, float32 [num_rows, outputs of w].
+
+        parts: addresses of float32 [num_rows, width] each. norms: of each part's weights, 0 = the part as it is.
+        """
 
 class Decoder:
     """
@@ -121,12 +129,23 @@ class Decoder:
         pools: Pools,
         layers: Sequence[int],
         num_ids: int,
+        input: int = 0,
+        ahead: Ahead | None = None,
     ) -> list[list[int]] | None:
         """
         Continues each run greedily by lengths[i] ids, and returns them; None where a logit is NaN.
 
-        counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed.
+        counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, what the first layer gets for them. ahead: of a head, how a found id is fed.
         """
+
+class Ahead:
+    """
+    How a head goes on: a found id's embedding of the target and the row before are joined.
+    """
+
+    def __init__(
+        self, target: Decoder, ids: Sequence[int], norms: Sequence[int], eps: float, input: Packed
+    ) -> None: ...
 
 def make_decoder(
     backend: Backend,

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
+import torch
 
 from engine.load import DRAFT, MODEL, alone, engine_with, mixed, run, runner_with
 from forerun.drafters.model import ModelDrafter
@@ -217,7 +218,7 @@ def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
         engine, calls, held = llm.engine, list[int](), list[list[int]]()
         runner: Runner = engine.drafter.first.runner  # type: ignore[attr-defined]
         at_once = runner.run_ahead
-        runner.run_ahead = lambda starts, at_once=at_once, calls=calls: calls.append(1) or at_once(starts)  # type: ignore
+        runner.run_ahead = lambda *to, at_once=at_once, calls=calls: calls.append(1) or at_once(*to)  # type: ignore
         engine.stepper.pacing = engine.pacing = policy(6)
         llm.listen(lambda report, found=found: found.extend(report.rounds), detail=True)  # type: ignore[misc]
         llm.listen(reports.append)
@@ -244,6 +245,22 @@ def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
     drafts = [own for report in reports if not report.num_prefill_tokens for own in report.drafts.values()]
     assert len(drafts) > 20
     assert not any(own.num_catchup_tokens for own in drafts), "what a round leaves to be fed is no pass of its own"
+
+
+@pytest.mark.once("about threads")
+def test_a_step_on_native_operators_keeps_torch_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, seen = LLM(draft="none", max_seq_len=64).engine, list[int]()
+    forward = engine.runner.forward
+    monkeypatch.setattr(engine.runner, "forward", lambda runs: seen.append(torch.get_num_threads()) or forward(runs))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run(engine, [engine.add([1, 2, 3], greedy(3))])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    is_native = getattr(engine.runner.model, "compiled", None) is not None
+    assert set(seen) == {1 if is_native else 2}
 
 
 @pytest.mark.once("about one report")

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from forerun.errors import InternalError
+from forerun.ops.packed import packs
+from forerun.ops.quantised import QuantisedMatrix
+from forerun.ops.quantising import quantise, scheme_of
 from forerun.ops.reference import ReferenceOps
 from ops.native_cases import (
     BFLOAT16,
@@ -159,6 +162,28 @@ def test_gated_feed_forward(isa: str, dtype: torch.dtype, biases: bool) -> None:
         assert same_bits(found, ops.add_linear(residual, between, down))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_joined_rows(isa: str, dtype: torch.dtype, is_rounded: bool) -> None:
+    """[norm(a) | b | norm(c)] w, any number of rows: the same bits as its parts one after the other."""
+    ops = ops_of(isa)
+    for width, num_out, num_rows in ((3, 5, 1), (32, 40, 4), (48, 7, 29)):
+        parts = [normal(s, num_rows, width) for s in (1, 2, 3)]
+        norms = [normal(4, width), None, normal(5, width)]
+        weight, bias = normal(6, num_out, 3 * width).to(dtype), normal(7, num_out)
+        scheme = scheme_of(8, 3 * width)
+        if is_rounded and not packs(scheme):
+            continue
+        made = QuantisedMatrix(scheme, (num_out, 3 * width), lambda w=weight, s=scheme: iter([quantise(w.float(), s)]))
+        matrix = ops.pack(made if is_rounded else weight, bias)
+        found = ops.join(parts, norms, 1e-5, matrix)
+        assert same_bits(found, ReferenceOps.join(ops, parts, norms, 1e-5, matrix))
+        close_to = ReferenceOps().join(parts, norms, 1e-5, weight.float(), bias)
+        assert (found - close_to).abs().max() < 0.1 * close_to.abs().max()
+    with pytest.raises(ValueError, match="as wide as"):
+        ops.join([normal(1, 2, 5)], [None], 1e-5, ops.pack(normal(6, 4, 8).to(dtype)))
+
+
 def test_gated_feed_forward_keeps_infinities_and_nan(isa: str) -> None:
     ops, x, residual = ops_of(isa), whole_numbers(1, 7, 9), whole_numbers(2, 7, 5)
     x[1, 3], x[2, 0], x[4, 8] = INF, -INF, NAN
@@ -286,3 +311,23 @@ def test_rotary_positions_are_the_reference_bit_for_bit(isa: str, dim: int, num_
 def test_the_dtype_that_auto_means(isa: str) -> None:
     assert ops_of(isa).row_invariant
     assert ops_of(isa).auto_dtype("cpu", FLOAT32) == BFLOAT16
+
+
+def test_torch_is_kept_to_one_thread_beside_native_operators(isa: str) -> None:
+    """Within `alone`; the caller's number comes back, behind an exception, too. The reference computes with them."""
+
+    def fail() -> None:
+        with ops_of(isa).alone():
+            assert torch.get_num_threads() == 1
+            raise RuntimeError("a step failed")
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with ReferenceOps().alone():
+            assert torch.get_num_threads() == 3
+        with pytest.raises(RuntimeError, match="a step failed"):
+            fail()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -219,8 +219,8 @@ def test_skipped_layers_are_not_there(
         for runner in (skipping, expected):
             runner.cache.keep({0: range(len(run.tokens))})
     if skipping.finds_best:
-        starts = [(0, [3, 4], 5)]
-        assert skipping.run_ahead(starts) == expected.run_ahead(starts)
+        start = [Run(0, [3, 4])], [5]
+        assert skipping.run_ahead(*start) == expected.run_ahead(*start)
 
 
 @every_ops

@@ -194,12 +194,12 @@ def test_nothing_runs_ahead_of_a_pending_tree() -> None:
     model = Decoder(make_config(), random_weights(make_config(), FLOAT32), ops_of(ISAS[0]) if ISAS else ReferenceOps())
     bench = Bench(model)
     bench.rows(Run(0, [1, 2], pending=True))
-    expected = bench.runner.run_ahead([(0, [3], 4)])
+    expected = bench.runner.run_ahead([Run(0, [3])], [4])
     bench.cache.keep({0: [0, 1]})
-    assert bench.runner.run_ahead([(0, [3], 4)]) == expected
+    assert bench.runner.run_ahead([Run(0, [3])], [4]) == expected
     bench.rows(Run(0, [1, 2], parents=[-1, -1], pending=True))
     with pytest.raises(InternalError, match="pending tree"):
-        bench.runner.run_ahead([(0, [3], 4)])
+        bench.runner.run_ahead([Run(0, [3])], [4])
 
 
 @pytest.mark.parametrize(("ops", "dtype", "same"), BACKENDS)

@@ -237,13 +237,13 @@ class ForwardClock:
 
     def __init__(self, runner: Runner) -> None:
         self.seconds = 0.0
-        runner.forward = self._timed(runner.forward)  # type: ignore[method-assign,assignment]
-        runner.run_ahead = self._timed(runner.run_ahead)  # type: ignore[method-assign,assignment]
+        runner.forward = self._timed(runner.forward)  # type: ignore[method-assign]
+        runner.run_ahead = self._timed(runner.run_ahead)  # type: ignore[method-assign]
 
-    def _timed(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def timed(runs: Any) -> Any:
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*given: Any) -> Any:
             started = time.perf_counter()
-            found = call(runs)
+            found = call(*given)
             self.seconds += time.perf_counter() - started
             return found
 

@@ -29,7 +29,7 @@ from forerun.errors import BadOption, InternalError, shown
 from forerun.kv import KVCache
 from forerun.models.runner import Model, Run, Runner, Scores
 from forerun.sampling import takes_the_best
-from forerun.types import Budget, Coins, Draft, Sequence
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 ROUND_ROWS = 32  # rows that a round may leave to run; more of them are catching up
 
@@ -135,8 +135,11 @@ class EagleDrafter(Drafter):
         behind = [seq for b, seq in enumerate(seqs) if budget.num_tokens[b] and self._waits(seq) > ROUND_ROWS]
         self.catch_up(behind, budget.catchup_tokens)
         limits = self._limits(seqs, budget)
-        chains = [Chain() for _ in seqs]
         fed = [b for b in range(len(seqs)) if limits[b] > 0]
+        is_greedy = all(self._takes_the_best(seqs[b], budget.reads_logits) for b in fed)
+        if is_greedy and self.model.runs_ahead and not budget.stops_early:
+            return self._run_ahead(seqs, fed, limits)
+        chains = [Chain() for _ in seqs]
         rows = self._feed([(seqs[b], self._waits(seqs[b])) for b in fed], "last", budget.reads_logits)
         state = dict(zip(fed, rows, strict=True))
         depth = 0
@@ -180,22 +183,34 @@ class EagleDrafter(Drafter):
         """
         if not feeds:
             return []
-        runs = []
-        for seq, num in feeds:
-            text = self._texts[seq.id]
-            self._join(text)
-            features = text.waiting[0] if len(text.waiting) == 1 else torch.cat(text.waiting)
-            at = text.first + text.num_run + 1
-            vectors = dict(enumerate(features[:num]))
-            best_only = self._takes_the_best(seq, reads_logits)
-            runs.append(Run(seq.id, seq.tokens[at : at + num], wanted, best_only=best_only, vectors=vectors))
-            text.waiting = [features[num:]] if num < len(features) else []
-            text.num_run += num
+        runs = [self._take(seq, num, wanted, self._takes_the_best(seq, reads_logits)) for seq, num in feeds]
         scores = self.runner.forward(runs)
         self.runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})
         if wanted == "none":
             return []
         return _last(scores)
+
+    def _run_ahead(self, seqs: Seq[Sequence], fed: Seq[int], limits: Seq[int]) -> Draft:
+        """Draft the likeliest tokens of all sequences in one call: what the loop in `propose` finds, one by one."""
+        runs = [self._take(seqs[b], self._waits(seqs[b]), "last", True) for b in fed]
+        found = self.runner.run_ahead(runs, [limits[b] for b in fed])
+        fed_rows = zip(runs, found, strict=True)
+        self.runner.cache.keep({run.slot: range(len(run.tokens) + len(own) - 1) for run, own in fed_rows})
+        chains: list[list[int]] = [[] for _ in seqs]
+        for b, own in zip(fed, found, strict=True):
+            chains[b] = [self._ids[i] for i in own]
+        return Draft.chains(chains, [[Probs.of_point(token) for token in chain] for chain in chains])
+
+    def _take(self, seq: Sequence, num: int, wanted: str, best_only: bool) -> Run:
+        """The run of the first waiting features of a sequence, each with the token behind it; they wait no more."""
+        text = self._texts[seq.id]
+        self._join(text)
+        features = text.waiting[0] if len(text.waiting) == 1 else torch.cat(text.waiting)
+        at = text.first + text.num_run + 1
+        text.waiting = [features[num:]] if num < len(features) else []
+        text.num_run += num
+        vectors = dict(enumerate(features[:num]))
+        return Run(seq.id, seq.tokens[at : at + num], wanted, best_only=best_only, vectors=vectors)
 
     def _step(self, feeds: Seq[tuple[Sequence, int, Tensor]], reads_logits: bool) -> list[tuple[Row, Tensor]]:
         """Run one drafted token of each sequence with the output of the step before."""

@@ -122,6 +122,7 @@ class EagleModel:
         else:
             self._make_layers(own, num_ids)
         self.compiled = None if self._decoder is None else self._decoder.compiled
+        self._ahead = self._going_ahead()
 
     def _make_layers(self, own: Mapping[str, Tensor], num_ids: int | None) -> None:
         """Layers that are no decoder's, and the LM head behind them: they are run one operator at a time."""
@@ -144,14 +145,28 @@ class EagleModel:
         products = [p for layer in self._layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         return sum(product.nbytes for product in (*products, *([] if self._head is None else [self._head])))
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a greedy draft can be had in one call: where the head's operators are native, and the target's."""
+        return self._ahead is not None
+
+    def _going_ahead(self) -> Any:
+        source = getattr(self._target, "compiled", None)
+        if self.compiled is None or source is None or self._embedding is not None or self._input is None:
+            return None
+        norms = [self._norms.get(f"{name}.weight") for name in SIDES]
+        [(matrix, _)] = self._input.parts
+        return source.goes_ahead(self.ids.tolist(), norms, self.config.norm_eps, matrix)
+
     def joined(self, features: Seq[Tensor]) -> Tensor:
         """The target's rows [n, target_size] behind each of the layers, as features of the head [n, H]."""
-        parts = []
-        for i, rows in enumerate(features):
-            rows = rows.to(self.activation_dtype).clamp(-head_files.LARGEST, head_files.LARGEST)
-            parts.append(self._normed(rows, f"fc_norm.{i}"))
-        rows = self._normed(torch.cat(parts, -1), "input_norm")
-        return rows if self._fc is None else self._fc.apply(self.ops, rows)[0]
+        parts = [x.to(self.activation_dtype).clamp(-head_files.LARGEST, head_files.LARGEST) for x in features]
+        names = [f"fc_norm.{i}" for i in range(len(parts))]
+        if self._fc is None or "input_norm.weight" in self._norms:
+            normed = torch.cat([self._normed(x, name) for x, name in zip(parts, names, strict=True)], -1)
+            rows = self._normed(normed, "input_norm")
+            return rows if self._fc is None else self._fc.apply(self.ops, rows)[0]
+        return self._product_of(parts, names, self._fc)
 
     def forward(
         self,
@@ -164,14 +179,33 @@ class EagleModel:
         """hidden [T, H]: features of each row; None = zeros."""
         tokens = batch.ids()[0]
         features = self.embed(tokens) if hidden is None else hidden.to(self.activation_dtype)
-        normed = self._normed(features, SIDES[1])
-        both = torch.cat((self._normed(self._embedded(tokens), SIDES[0]), normed), -1)
         if self._input is None:  # EAGLE-3: attention reads both, and the residual stream begins with the features
+            normed = self._normed(features, SIDES[1])
+            both = torch.cat((self._normed(self._embedded(tokens), SIDES[0]), normed), -1)
             return self._run(batch, cache, normed if self.head_config.norm_before_residual else features, both, taps)
-        x = self._input.apply(self.ops, both)[0]
+        x = self._product_of([self._embedded(tokens), features], SIDES, self._input)
         if self._decoder is None:
             return self._run(batch, cache, x, None, taps)
         return self._decoder.forward(replace(batch, tokens=[0] * len(tokens)), cache, None, x, taps)
+
+    def run_ahead(
+        self,
+        batch: RaggedBatch,
+        lengths: list[int],
+        cache: BlockCache,
+        num_ids: int,
+        layers: Seq[int] | None,
+        hidden: Tensor,
+    ) -> list[list[int]] | None:
+        """Its own ids of the likeliest tokens behind each run, in one call; only where it `runs_ahead`.
+
+        hidden [T, H]: features of the runs' rows. The rest is as for CpuDecoder.run_ahead.
+        """
+        assert self._decoder is not None
+        tokens = batch.ids()[0]
+        x = self._product_of([self._embedded(tokens), hidden], SIDES, self._input)
+        own = replace(batch, tokens=[0] * len(tokens))
+        return self._decoder.run_ahead(own, lengths, cache, num_ids, layers, x, self._ahead)
 
     def _run(
         self, batch: RaggedBatch, cache: BlockCache, x: Tensor, read: Tensor | None, taps: Mapping[int, Tensor] | None
@@ -225,6 +259,13 @@ class EagleModel:
         """Rows behind a norm; as they are where the head has none of that name."""
         weight = self._norms.get(f"{name}.weight")
         return rows if weight is None else self.ops.rms_norm(rows, weight, self.config.norm_eps)
+
+    def _product_of(self, parts: Seq[Tensor], names: Seq[str], matrix: Projections | None) -> Tensor:
+        """[norm(a) | norm(b) | ...] times a matrix. names: of the norms; without one a part is as it is."""
+        assert matrix is not None
+        [(weight, bias)] = matrix.parts
+        norms = [self._norms.get(f"{name}.weight") for name in names]
+        return self.ops.join(parts, norms, self.config.norm_eps, weight, bias)
 
     def _product(self, weights: Mapping[str, Tensor], names: list[str]) -> Projections:
         """The matrices of these names, which read the same rows, as one product that the operators take."""

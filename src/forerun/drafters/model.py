@@ -357,7 +357,8 @@ class ModelDrafter(Drafter):
 
         The result is that of the loop in `propose` where all draws are greedy and pacing stops none of them.
         """
-        found = self.runner.run_ahead([(seq.id, tokens, limits[b]) for b, (seq, tokens) in feeds.items()])
+        runs = [Run(seq.id, tokens) for seq, tokens in feeds.values()]
+        found = self.runner.run_ahead(runs, [limits[b] for b in feeds])
         chains: list[list[int]] = [[] for _ in limits]
         fed = zip(feeds.values(), found, strict=True)
         self.runner.cache.keep({seq.id: range(len(tokens) + len(chain) - 1) for (seq, tokens), chain in fed})

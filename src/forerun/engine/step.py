@@ -81,6 +81,10 @@ class Stepper:
 
         Raises RequestFailed, with nothing committed, where a sequence has no token that it may emit.
         """
+        with self.runner.model.ops.alone():
+            return self._step(plan, schedule_s)
+
+    def _step(self, plan: Plan, schedule_s: float) -> StepReport:
         self.drafter.take_steps()  # what an interrupted step left
         clock = [time.perf_counter()]
         seqs = [request.seq for request in plan.decode]

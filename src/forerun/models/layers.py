@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -484,9 +484,13 @@ class Decoder:
         cache: BlockCache,
         num_ids: int,
         layers: Seq[int] | None = None,
+        hidden: Tensor | None = None,
+        ahead: Any = None,
     ) -> list[list[int]] | None:
         """The likeliest tokens behind each run; see CpuDecoder.run_ahead, only for compiled decoders."""
         chosen = range(self.config.num_layers) if layers is None else layers
         _check_part("layers", chosen, self.config.num_layers)
         table = self._rope.table(_end(batch) + max(lengths, default=0))
-        return self.compiled.run_ahead(batch, lengths, cache, table, chosen, num_ids)  # type: ignore[no-any-return]
+        return self.compiled.run_ahead(  # type: ignore[no-any-return]
+            batch, lengths, cache, table, chosen, num_ids, hidden, ahead
+        )

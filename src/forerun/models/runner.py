@@ -179,22 +179,24 @@ class Runner:
         logits, best = _by_run(runs, self._logits(hidden, full), self._best(hidden, few), self._none)
         return Scores(hidden, rows, logits, best, time.perf_counter() - started, taps, runs)
 
-    def run_ahead(self, starts: Seq[tuple[int, Seq[int], int]]) -> list[list[int]]:
-        """The likeliest continuation of each (slot, tokens, length), in one call; only where this `finds_best`.
+    def run_ahead(self, runs: Seq[Run], lengths: Seq[int]) -> list[list[int]]:
+        """The likeliest continuation of each run, in one call; only where this `finds_best`.
 
-        Feeds the tokens, then what was found, one by one: `length` are found, and all but the last are fed. Their cache
-        rows are reserved here, and not kept. Raises CapacityError where the pool is exhausted, InternalError where
-        logits are no numbers or a tree is pending.
+        Feeds the tokens, then what was found, one by one: `lengths[b]` are found, and all but the last are fed. Their
+        cache rows are reserved here, and not kept. Raises CapacityError where the pool is exhausted, InternalError
+        where logits are no numbers or a tree is pending.
         """
-        if not starts:
+        if not runs:
             return []
-        for slot, tokens, length in starts:
-            self.cache.reserve(slot, len(tokens) + length - 1)
-        batch = pack([Run(slot, tokens) for slot, tokens, _ in starts], self.cache)
+        for run, length in zip(runs, lengths, strict=True):
+            self.cache.reserve(run.slot, len(run.tokens) + length - 1)
+        batch = pack(runs, self.cache)
         if batch.parents:
             raise InternalError("a pending tree cannot be run ahead of: keep a path of it first")
-        lengths = [length for *_, length in starts]
-        ids = self.model.run_ahead(batch, lengths, self.cache, self.width, self.layers)  # type: ignore[attr-defined]
+        hidden = self._inputs(runs, batch)
+        ids = self.model.run_ahead(  # type: ignore[attr-defined]
+            batch, list(lengths), self.cache, self.width, self.layers, hidden
+        )
         if ids is None:
             raise InternalError("the model returned logits that are no numbers")
         return ids  # type: ignore[no-any-return]

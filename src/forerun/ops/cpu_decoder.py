@@ -100,7 +100,7 @@ class CpuDecoder:
             [self.matrices[f"{i}.{name}"].handle for i in range(config.num_layers) for name in PRODUCTS],
             [config.window(i) or 0 for i in range(config.num_layers)],
             None if self._embedding is None else self._embedding.handle,
-            0 if self._table is None else self._table.data_ptr(),
+            address(self._table),
             self._norm(source, "model.norm.weight"),
             head,
         )
@@ -146,7 +146,7 @@ class CpuDecoder:
                 run_numbers(batch, cache.tables(batch)),
                 cache.native,
                 list(layers),
-                0 if hidden is None else hidden.data_ptr(),
+                address(hidden),
                 [(k, taps[k].data_ptr()) for k in sorted(taps)],
                 is_normed,
                 out.data_ptr(),
@@ -161,12 +161,15 @@ class CpuDecoder:
         rotations: Tensor,
         layers: Seq[int],
         num_ids: int,
+        hidden: Tensor | None = None,
+        ahead: Any = None,
     ) -> list[list[int]] | None:
         """Continue each run greedily in one native call; returns ids[b], lengths[b] of them.
 
         batch: runs of committed tokens, with cache rows for those and for lengths[b] - 1 more, which are fed one by
         one. layers: those that run; the final norm follows the last of them. ids[b][i] is the argmax of the first
-        `num_ids` logits after the run's tokens and ids[b][:i]. Returns None where a logit is NaN.
+        `num_ids` logits after the run's tokens and ids[b][:i]. Returns None where a logit is NaN. Of a head: hidden
+        [T, H] is what its layer gets for the tokens, ahead how a found id is fed (`goes_ahead`).
         """
         if not batch.slots:
             return []
@@ -174,9 +177,18 @@ class CpuDecoder:
         ends = [0, *itertools.accumulate(count + length - 1 for count, length in zip(counts, lengths, strict=True))]
         fed = dataclasses.replace(batch, run_starts=ends)
         numbers, rotated = run_numbers(fed, cache.tables(fed)), rotations.data_ptr()
+        hidden = None if hidden is None else hidden.float().contiguous()
         return self._native.run_ahead(  # type: ignore[no-any-return]
-            *batch.ids(), counts, lengths, rotated, numbers, cache.native, list(layers), num_ids
+            *batch.ids(), counts, lengths, rotated, numbers, cache.native, list(layers), num_ids, address(hidden), ahead
         )
+
+    def goes_ahead(self, ids: Seq[int], norms: tuple[Tensor | None, Tensor | None], eps: float, matrix: Any) -> Any:
+        """Return how a head of this decoder feeds what it has found: the product of an embedding and a row.
+
+        ids: this decoder's id of each id of the head. norms: of the embedding and of the row that the head's layer has
+        left before, float32 [H]; the caller keeps them. matrix: packed, [H, 2 H].
+        """
+        return self.ops.extension.Ahead(self._native, list(ids), [address(n) for n in norms], eps, matrix.handle)
 
     def embed(self, ids: Seq[int]) -> Tensor:
         """Return the embeddings of these ids, float32 [n, H], with the bits that a pass has."""
@@ -264,6 +276,11 @@ class CpuDecoder:
             return 0
         self._norms[name] = weight.detach().float().contiguous().clone()
         return int(self._norms[name].data_ptr())
+
+
+def address(tensor: Tensor | None) -> int:
+    """Return where a contiguous tensor's memory begins; 0 of none."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 @dataclass(frozen=True)

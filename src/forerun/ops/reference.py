@@ -9,6 +9,7 @@ compare with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -73,6 +74,10 @@ class ReferenceOps:
         """The number of threads that compute on a CPU."""
         return torch.get_num_threads()
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Return a context in which no threads but the operators' own compute on the CPU; these are torch's."""
+        return nullcontext()
+
     def auto_dtype(self, device: str, stored: torch.dtype) -> torch.dtype:
         """Return the type that dtype="auto" means: on a CPU float32, torch's fastest there, else the stored one."""
         return torch.float32 if device == "cpu" else stored
@@ -95,6 +100,16 @@ class ReferenceOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Compute the root mean square norm over the last dimension, in float32 (Zhang and Sennrich 2019, eq. 4)."""
         return self._rows(lambda row: _rms_norm(row, weight, eps), x)
+
+    def join(
+        self, parts: Seq[Tensor], norms: Seq[Tensor | None], eps: float, weight: Any, bias: Tensor | None = None
+    ) -> Tensor:
+        """Multiply rows side by side, each behind a norm of its own (None = as it is): [norm(a) | norm(b) | ...] w.
+
+        parts: of each [T, I]; weight [O, parts x I] as `linear` takes it -> [T, O].
+        """
+        rows = [x if norm is None else self.rms_norm(x, norm, eps) for x, norm in zip(parts, norms, strict=True)]
+        return self.linear(torch.cat(rows, -1), weight, bias)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """Compute silu(gate) * up, the gated activation of the feed-forward block."""
