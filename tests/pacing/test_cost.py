@@ -116,7 +116,8 @@ def test_what_could_not_be_measured_is_not_kept(tmp_path, monkeypatch, caplog):
     ],
 )
 def test_a_file_that_holds_no_curve_is_written_anew(tmp_path, monkeypatch, broken):
-    runner = SimpleNamespace(fingerprint="a machine", try_pass=Machine(lambda n: 0.001 * n).run)
+    machine = Machine(lambda n: 0.001 * n)
+    runner = SimpleNamespace(fingerprint="a machine", try_pass=lambda n, behind=0: machine.run(n))
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     of_runner(runner)
     (path,) = tmp_path.iterdir()
@@ -168,3 +169,25 @@ def test_the_slow_average_follows_the_machine_and_ignores_one_pause():
     before = costs.target.one_row_s
     costs.observe(prompt)
     assert costs.target.one_row_s == before, "what a prompt took says nothing of a pass over a few rows"
+
+
+def test_a_curve_that_was_wrong_is_mended_by_what_steps_take():
+    """It says that 4 rows take as long as one; they take twice as long: half of the way each time, until it is near."""
+    curve, num = PassTime(WIDTHS, [1.0] * len(WIDTHS), 0.03), 0
+    plain, drafting = [(1, 0.01), (1, 0.011), (1, 0.5)], [*[(4, 0.022)] * 8, (4, 1.0), (1, 0.0)]
+    while curve.mend(plain, drafting):
+        num += 1
+        assert num < 9
+        assert curve.one_row_s == pytest.approx(0.011)
+    assert num == 2
+    assert float(curve.ratio(4)) == pytest.approx(2.0, rel=0.15)
+    assert float(curve.ratio(1)) == 1.0
+    assert 1.0 < float(curve.ratio(2)) < float(curve.ratio(4)) < float(curve.ratio(8))
+
+
+def test_a_curve_that_is_nearly_right_is_left_alone():
+    curve = PassTime(WIDTHS, [1.0, 1.1, 1.2, 1.4, 1.8, 2.6], 0.01)
+    assert not curve.mend([(1, 0.02)], [(4, 0.028)] * 9)
+    assert not curve.mend([], [(4, 1.0)] * 9)
+    assert not curve.mend([(1, 1.0)], [(1, 2.0)] * 9)
+    assert (curve.tilt, curve.one_row_s) == (0.0, 0.01)

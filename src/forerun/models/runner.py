@@ -214,10 +214,16 @@ class Runner:
         weights = (model.weight_dtype, getattr(model, "bytes_per_pass", None))
         return repr((processor, *ops, *shape, *weights, model.device.type))
 
-    def try_pass(self, num_rows: int) -> None:
-        """Run a pass over rows that are forgotten at once, as a verification runs it. Raises CapacityError."""
+    def try_pass(self, num_rows: int, num_behind: int = 0) -> None:
+        """Run a pass over rows that are forgotten at once, as a verification runs it. Raises CapacityError.
+
+        num_behind: rows of the cache that they read besides, with whatever is in them.
+        """
         self.cache.open(SCRATCH_SLOT)
         try:
+            if num_behind:
+                self.cache.reserve(SCRATCH_SLOT, num_behind)
+                self.cache.keep({SCRATCH_SLOT: range(num_behind)})
             self.forward([Run(SCRATCH_SLOT, [0] * num_rows, "all", None, self.finds_best)])
         finally:
             self.cache.release(SCRATCH_SLOT)

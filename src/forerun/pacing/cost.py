@@ -25,21 +25,30 @@ from forerun.types import StepReport
 
 LOG = logging.getLogger(__name__)
 WIDTHS = (1, 2, 4, 8, 16, 32)  # rows
+NARROW_ROWS, SETTLING_PASSES = 8, 40
 NUM_ROUNDS = 5
 LEAST_LIMIT_S, LIMIT_PASSES = 2.0, 12  # a calibration takes at most the larger of 2 s and 12 passes of one row
+CONTEXT_TOKENS = 128  # behind the rows of a calibration: attention to them takes longer for more rows, too
 FRESH = 0.02  # weight of a new measurement in the slow average
+FAR_OFF, FEWEST_PASSES = (
+    1.25,
+    3,
+)  # a curve that is wrong by less is left alone, and so is one that few passes contradict
 
 
 @dataclass
 class PassTime:
     """Time of a pass: `ratios[i]` times a pass of one row at `widths[i]` rows, linear between and beyond.
 
-    one_row_s: seconds of a pass of one row, None until one was measured; `observe` updates it.
+    one_row_s: seconds of a pass of one row, None until one was measured; `observe` updates it. tilt: what a pass of 4
+    rows takes beyond the curve, in passes of one row; it grows with the logarithm of the rows. `mend` updates it: the
+    curve was measured without a drafter at work between the passes, and perhaps on a machine that was busy.
     """
 
     widths: Seq[float] = WIDTHS
     ratios: Seq[float] = (1.0, 1.02, 1.06, 1.3, 2.2, 4.2)  # between an AVX2 and an AVX-512 server, bfloat16
     one_row_s: float | None = None
+    tilt: float = 0.0
     _num_seen: int = 0
 
     def __post_init__(self) -> None:
@@ -50,7 +59,9 @@ class PassTime:
 
     def ratio(self, num_rows: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Return the time of a pass over `num_rows` rows, in passes of one row, elementwise."""
-        return np.asarray(np.interp(np.asarray(num_rows), self._rows, self._passes))
+        rows = np.asarray(num_rows)
+        passes = np.interp(rows, self._rows, self._passes)
+        return np.asarray(np.maximum(1.0, passes + self.tilt * tilted(rows)) if self.tilt else passes)
 
     def observe(self, seconds: float, num_ratios: float) -> None:
         """Update the average by a pass of `seconds`, which should take as long as `num_ratios` passes of one row."""
@@ -58,6 +69,28 @@ class PassTime:
         had = self.one_row_s or seconds / num_ratios
         found = min(seconds / num_ratios, 3 * had)  # another process may have held one pass up
         self.one_row_s = had + max(FRESH, 1 / (self._num_seen + 1)) * (found - had)
+
+    def mend(self, plain: Seq[tuple[int, float]], drafting: Seq[tuple[int, float]]) -> bool:
+        """Tilt the curve half of the way to what passes took, if they were far from it; return whether they were.
+
+        plain, drafting: rows and seconds of passes that ran one after the other, so that a machine which slows down
+        cancels out; medians, for another process may hold some of them up.
+        """
+        more = [(rows, seconds) for rows, seconds in drafting if tilted(rows) > 0]
+        if not plain or len(more) < FEWEST_PASSES:
+            return False
+        one_row_s = statistics.median(seconds / float(self.ratio(rows)) for rows, seconds in plain)
+        beyond = statistics.median(seconds / float(self.ratio(rows)) / one_row_s for rows, seconds in more) - 1
+        if 1 / FAR_OFF < 1 + beyond < FAR_OFF:
+            return False
+        self.tilt += beyond / 2 * statistics.fmean(float(self.ratio(rows) / tilted(rows)) for rows, _ in more)
+        self.one_row_s = one_row_s
+        return True
+
+
+def tilted(num_rows: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Return how much of the tilt passes have: 0 for one row, 1 for 4."""
+    return np.asarray(np.log2(np.maximum(num_rows, 1)) / 2)
 
 
 @dataclass
@@ -96,11 +129,14 @@ class Costs:
 def of_runner(runner: Runner) -> PassTime:
     """Return the curve of a model on this machine, from the cache folder, else measured and written there."""
     folder = os.environ.get("FORERUN_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "forerun")
-    name = hashlib.sha256(runner.fingerprint.encode()).hexdigest()[:16]
+    measured = f"{runner.fingerprint} behind {CONTEXT_TOKENS}"
+    name = hashlib.sha256(measured.encode()).hexdigest()[:16]
     path = Path(folder).expanduser() / f"passes-{name}.json"
     if kept := _kept(path):
         return kept
-    found = calibrated(runner.try_pass)
+    found = calibrated(lambda num_rows: runner.try_pass(num_rows, CONTEXT_TOKENS))
+    if found.one_row_s is None:  # such a text may have no room
+        found = calibrated(runner.try_pass)
     if found.one_row_s is None:  # nothing was measured, so that a later engine must try again
         return found
     try:
@@ -134,32 +170,61 @@ def calibrated(
     """Measure the curve: run passes of all widths, the first of which is one row, in turn, in several rounds.
 
     A ratio is the median over the rounds of the time of a width over that of one row in the same round, so that a
-    machine which slows down cancels out; then the running maximum is taken. At the time limit rounds are dropped, then
-    widths; so is a width that the cache has no room for. Where nothing could be measured the built-in curve is
-    returned.
+    machine which slows down cancels out; then the running maximum is taken. Wide passes come behind the others, beside
+    the widest of those: while one computes, the last cache loses weights to other processes, and the passes of one row
+    behind it take up to twice as long as in plain decoding. At the time limit rounds are dropped, then widths; so is a
+    width that the cache has no room for. Where nothing could be measured the built-in curve is returned.
     """
-
-    def timed(rows: int) -> float:
-        start = clock()
-        run(rows)
-        return clock() - start
-
-    ones_s, ratios = list[float](), {rows: list[float]() for rows in widths[1:]}
-    begun, limit_s = clock(), least_limit_s
+    rounds = _Rounds(run, clock, least_limit_s)
     try:
-        timed(1)  # warms up
-        for _ in range(NUM_ROUNDS):
-            ones_s.append(last_s := timed(1))
-            limit_s = max(limit_s, LIMIT_PASSES * ones_s[0])
-            for rows, found in ratios.items():
-                if clock() - begun + 2 * last_s > limit_s:  # twice the rows take at most twice as long
-                    break
-                last_s = timed(rows)
-                found.append(last_s / ones_s[-1])
-            if clock() - begun + last_s > limit_s:
-                break
+        rounds.settle()
     except CapacityError:
-        LOG.info("the KV cache has no room for a whole calibration")
-    known = {rows: statistics.median(found) for rows, found in ratios.items() if found}
+        return PassTime()
+    narrow = [rows for rows in widths if rows <= NARROW_ROWS]
+    known, ones_s = rounds.of(narrow)
+    last = max([rows for rows in narrow if rows in known], default=1)
+    if last == narrow[-1] and len(narrow) < len(widths):
+        more, _ = rounds.of([last, *(rows for rows in widths if rows > NARROW_ROWS)])
+        known |= {rows: known.get(last, 1.0) * ratio for rows, ratio in more.items()}
     curve = np.maximum.accumulate([1.0, *known.values()]).tolist()
     return PassTime([1, *known], curve, statistics.median(ones_s)) if known else PassTime()
+
+
+class _Rounds:
+    """Times passes until a limit: seconds, or passes as long as the first one."""
+
+    def __init__(self, run: Callable[[int], None], clock: Callable[[], float], least_limit_s: float) -> None:
+        self.run, self.clock, self.limit_s, self.begun, self.last_s = run, clock, least_limit_s, clock(), 0.0
+
+    def settle(self) -> None:
+        """Run passes of one row within a small part of the limit: weights come into caches only little by little."""
+        self.timed(1)
+        self.limit_s = max(self.limit_s, LIMIT_PASSES * self.last_s)
+        for _ in range(SETTLING_PASSES):
+            if self.clock() - self.begun + self.last_s > self.limit_s / 10:
+                break
+            self.timed(1)
+
+    def of(self, widths: Seq[int]) -> tuple[dict[int, float], list[float]]:
+        """Return the time of each width but the first over that of the first, and the seconds of the first."""
+        firsts_s, ratios = list[float](), {rows: list[float]() for rows in widths[1:]}
+        try:
+            while len(firsts_s) < NUM_ROUNDS and not self._is_over(self.last_s):
+                firsts_s.append(self.timed(widths[0]))
+                for rows, found in ratios.items():
+                    if self._is_over(2 * self.last_s):  # twice the rows take at most twice as long
+                        break
+                    found.append(self.timed(rows) / firsts_s[-1])
+        except CapacityError:
+            LOG.info("the KV cache has no room for a whole calibration")
+        return {rows: statistics.median(found) for rows, found in ratios.items() if found}, firsts_s
+
+    def timed(self, rows: int) -> float:
+        """Run a pass, and return its seconds."""
+        start = self.clock()
+        self.run(rows)
+        self.last_s = self.clock() - start
+        return self.last_s
+
+    def _is_over(self, next_s: float) -> bool:
+        return self.clock() - self.begun + next_s > self.limit_s
