@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from forerun import LLM
 from forerun.drafters import Target, artifacts, dflash_model, eagle_model, head_files, hydra
 from forerun.models.layers import DecoderConfig
 from forerun.models.named import DATA
@@ -40,6 +41,15 @@ def random_eagle(target: Target, folder: Path) -> Mapping[str, Any]:
     config = eagle_model.EagleConfig(decoder, (0, _num_layers(target)))
     weights = _random({**eagle_model.input_shapes(config), **eagle_model.layer_shapes(config)}, width)
     return _saved(target, folder, "eagle", weights, config.to_json())
+
+
+def random_head(llm: LLM, folder: Path) -> str:
+    """The folder of a random eagle head for the target of an engine."""
+    engine = llm.engine
+    model, tokenizer = engine.runner.model, engine.tokenizer
+    assert tokenizer is not None
+    target = Target(model, tokenizer, engine.end_ids, tokenizer.num_ids, (), 8, 256, "paged")
+    return str(random_eagle(target, folder)["path"])
 
 
 def random_medusa(target: Target, folder: Path) -> Mapping[str, Any]:

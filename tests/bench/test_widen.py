@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from bench.widening import PROMPT, SMALL, TOLERANCE, WIDE, case, difference, random_weights, run_greedy
-from forerun import ops as operators
+from forerun import LLM, SamplingParams, ops as operators
 from forerun.bench.widen import (
     SHAPES,
     num_parameters,
     shape_named,
     widen_checkpoint,
     write_widened,
+    write_widened_head,
 )
 from forerun.cli.bench import SHAPE_NAMES
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
@@ -22,8 +23,10 @@ from forerun.errors import BadOption, UnsupportedModel
 from forerun.models.layers import Decoder, parameter_shapes
 from forerun.models.loading import load_checkpoint, read_config, read_raw_config
 from forerun.models.saving import save_checkpoint
-from forerun.models.widening import wide_config, widen
+from forerun.models.widening import WideShape, wide_config, widen
 from forerun.ops.reference import ReferenceOps
+from forerun.types import RoundDetail
+from methods import random_head as head_of
 from ops.native_cases import needs_native
 from tiny import write_tiny
 
@@ -192,6 +195,25 @@ def test_written_folder_keeps_its_type_and_is_not_overwritten(tmp_path: Path) ->
     assert load_checkpoint(tmp_path / "wide", dtype="bfloat16").config["torch_dtype"] == "bfloat16"
     with pytest.raises(BadOption, match="is not empty: name a new one"):
         write_widened(tmp_path / "small", tmp_path / "wide", WIDE)
+
+
+def test_a_widened_head_drafts_the_same_tokens_for_the_widened_target(tmp_path: Path) -> None:
+    """A random one, in float32; a head does not know ids that widening adds."""
+    small = write_tiny(tmp_path / "small")
+    c = read_config(read_raw_config(small))
+    shape = WideShape(2 * c.hidden_size, c.num_layers, 2 * c.num_heads, 2 * c.num_kv_heads, 2 * c.ffn_size)
+    write_widened(small, tmp_path / "wide", shape)
+    head, rounds = head_of(LLM(str(small), draft="none", dtype="float32"), tmp_path), list[list[RoundDetail]]()
+    write_widened_head(head, tmp_path / "wide" / "head", shape)
+    for target, path in ((small, head), (tmp_path / "wide", tmp_path / "wide" / "head")):
+        llm = LLM(str(target), draft=f"eagle:path={path}", dtype="float32", pacing="fixed", spec_length=3)
+        rounds.append([])
+        llm.listen(lambda report, found=rounds[-1]: found.extend(report.rounds), detail=True)  # type: ignore[misc]
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=16, temperature=0))
+    assert [own.tokens for own in rounds[0]] == [own.tokens for own in rounds[1]]
+    assert sum(len(own.tokens) for own in rounds[0]) > 10
+    with pytest.raises(BadOption, match="not possible with a head"):
+        write_widened_head(head, tmp_path / "more", dataclasses.replace(shape, vocab_size=c.vocab_size + 9))
 
 
 def test_widening_in_memory_keeps_the_rest_of_the_checkpoint(tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.drafters import Target
 from forerun.pacing.fixed import FixedPacing
 from forerun.types import RoundDetail
-from methods import random_eagle
+from methods import random_head
 
 
 class Asked(FixedPacing):
@@ -21,20 +20,11 @@ class Asked(FixedPacing):
         return True
 
 
-def head_of(llm: LLM, folder: Path) -> str:
-    """A random head that reads and drafts for the target of another engine."""
-    engine = llm.engine
-    model, tokenizer = engine.runner.model, engine.tokenizer
-    assert tokenizer is not None
-    target = Target(model, tokenizer, engine.end_ids, tokenizer.num_ids, (), 8, 256, "paged")
-    return str(random_eagle(target, folder)["path"])
-
-
 @pytest.mark.once("compares two ways of drafting")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_draft_made_at_once_is_the_one_that_is_made_step_by_step(dtype: str, tmp_path: Path) -> None:
     """Requests of different lengths beside one that draws, whose drafts are made step by step in both."""
-    spec = f"eagle:path={head_of(LLM(dtype=dtype, draft='none'), tmp_path)}"
+    spec = f"eagle:path={random_head(LLM(dtype=dtype, draft='none'), tmp_path)}"
     outputs, rounds, calls = list[Any](), list[list[RoundDetail]](), list[int]()
     for policy in (FixedPacing, Asked):
         llm, found = LLM(draft=spec, pacing="fixed", dtype=dtype, max_seq_len=128), list[RoundDetail]()

@@ -16,11 +16,14 @@ from typing import Any, cast
 
 import tokenizers
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
 from forerun import drafters
 from forerun.config import EngineConfig, Quantization
+from forerun.drafters import head_files
+from forerun.drafters.eagle_model import EagleConfig, input_shapes, layer_shapes
 from forerun.engine.factory import DATA, SHIPPED_DRAFT, load_target, load_unpacked, make_ops
 from forerun.errors import BadOption, shown
 from forerun.models.layers import DecoderConfig, parameter_shapes
@@ -33,6 +36,7 @@ from forerun.models.widening import WideShape, widen
 from forerun.ops.reference import ReferenceOps
 from forerun.registry import unknown
 from forerun.text.grow import grow
+from forerun.text.json_files import read_json
 from forerun.text.terminal import make_console
 from forerun.text.tokenizer import Tokenizer
 
@@ -137,6 +141,33 @@ def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShap
     if tokenizer is not None:
         (target / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     return config
+
+
+def write_widened_head(path: str, out: Path, shape: WideShape) -> None:
+    """Widen a head of `eagle` as its target was widened, into a new folder: it drafts the same tokens.
+
+    What reads the target's rows gets zeros for their new dimensions, and writes zeros into its own. Raises BadOption
+    for a shape with more ids, whose rows have a dimension that the head does not expect.
+    """
+    config = EagleConfig.from_json(head_files.read_config(path, "eagle"))
+    small, own = config.decoder, read_json(Path(path) / head_files.CONFIG)["forerun"]
+    weights = head_files.tensors(Path(path) / head_files.WEIGHTS)
+    if shape.vocab_size is not None and shape.vocab_size > len(weights["d2t"]):
+        raise BadOption(f"vocab_size={shape.vocab_size} is not possible with a head: leave it out")
+    layer = {name: weights[name] for name in layer_shapes(config)}
+    decoder, made = widen(small, layer, dataclasses.replace(shape, num_layers=1, vocab_size=None))
+    wide = dataclasses.replace(config, decoder=decoder)
+    old, new = small.hidden_size, decoder.hidden_size
+    scale = math.sqrt(old / new)
+    made = {name: made[name] for name in layer_shapes(wide)}
+    for name, sizes in input_shapes(wide).items():
+        made[name] = torch.full(sizes, scale if len(sizes) == 1 else 0.0, dtype=weights[name].dtype)
+        if len(sizes) == 1:
+            made[name][:old] = weights[name] * scale
+        else:
+            made[name].view(new, -1, new)[:old, :, :old] = weights[name].view(old, -1, old)
+    made[head_files.PROBE] = F.pad(weights[head_files.PROBE], (0, new - old))
+    head_files.save(out, "eagle", {**made, "d2t": weights["d2t"]}, wide.to_json(), own["tokenizer"])
 
 
 def _grown_tokenizer(checkpoint: Checkpoint, shape: WideShape) -> str | None:

@@ -202,9 +202,12 @@ def widen(
     ffn_size: Size = None,
     head_dim: Size = None,
     vocab_size: Size = None,
+    head: Annotated[
+        str | None, typer.Option(help="folder of an eagle head of the source, widened to OUT/head [default: none]")
+    ] = None,
 ) -> None:
     """Write a larger checkpoint that computes the same function: a widened small model, for speed measurements."""
-    sizes = {k: v for k, v in locals().items() if k not in ("source", "out", "shape") and v is not None}
+    sizes = {k: v for k, v in locals().items() if k not in ("source", "out", "shape", "head") and v is not None}
     import dataclasses
 
     from forerun.bench import widen as bench
@@ -214,7 +217,10 @@ def widen(
 
     folder = locate(source)
     wide = bench.shape_named(shape, read_config(read_raw_config(folder)))
-    config = bench.write_widened(folder, out, dataclasses.replace(wide, **sizes))
+    wide = dataclasses.replace(wide, **sizes)
+    config = bench.write_widened(folder, out, wide)
+    if head is not None:
+        bench.write_widened_head(head, out / "head", wide)
     size = f"{bench.num_parameters(config):,} parameters"
     typer.echo(f"{visible(str(out))}: {size}, a widened small model ({bench.describe(config)})")
 
