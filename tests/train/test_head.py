@@ -257,7 +257,7 @@ def trained(samples: Path, checkpoint: Checkpoint, tmp_path_factory: pytest.Temp
     [
         ("truncated", UnsupportedModel, "not a safetensors file"),
         ("pickle", UnsupportedModel, "is a pickle"),
-        ("missing", NotFound, "no folder with config.json"),
+        ("missing", NotFound, "name a folder with config.json"),
         ("method", BadOption, "is a head of 'medusa'"),
         ("tokenizer", BadOption, "another tokenizer"),
         ("target", BadOption, "other weights"),

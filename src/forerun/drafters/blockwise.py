@@ -27,9 +27,7 @@ from forerun.models.runner import Model
 class Options:
     """Which layer."""
 
-    path: str | None = field(
-        default=None, metadata={"help": "folder that `forerun train head --method blockwise` made"}
-    )
+    path: str | None = field(default=None, metadata={"help": head_files.path_help("blockwise")})
 
 
 class FeedForward:
@@ -52,17 +50,18 @@ class FeedForward:
 
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
     """Refuse a folder that has no such layer, or that of another tokenizer, before any weight is read."""
-    head_files.config_of(options.path, "blockwise", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+    path = head_files.located(options.path, "blockwise")
+    head_files.read_config(path, "blockwise", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
 
 
 def build(options: Options, target: Target) -> Drafter:
     """Read the layer. Raises what head_files.py raises."""
-    config = head_files.config_of(options.path, "blockwise", artifacts.fingerprint(target.tokenizer, target.num_ids))
-    assert options.path is not None
+    path = head_files.located(options.path, "blockwise")
+    config = head_files.read_config(path, "blockwise", artifacts.fingerprint(target.tokenizer, target.num_ids))
     num_heads, inner = size(config, "num_heads"), size(config, "intermediate_size")
     wanted: dict[str, tuple[int, ...]] = {"d2t": (size(config, "draft_vocab_size"),)}
     wanted |= head_files.feed_forward_shapes(num_heads, inner, target.model.config.hidden_size)
-    weights = head_files.read_weights(options.path, wanted, target.model, target.num_ids)
-    ids = head_files.draft_ids(options.path, weights.pop("d2t"), target.num_ids)
+    weights = head_files.read_weights(path, wanted, target.model, target.num_ids)
+    ids = head_files.draft_ids(path, weights.pop("d2t"), target.num_ids)
     layer = FeedForward(weights, num_heads, ids, target.model)
     return MedusaDrafter(layer, "x".join(["1"] * num_heads))

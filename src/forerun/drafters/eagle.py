@@ -38,9 +38,7 @@ ROUND_ROWS = 32  # rows that a round may leave to run; more of them are catching
 class Options:
     """Which head, and how it is kept in memory."""
 
-    path: str | None = field(
-        default=None, metadata={"help": "folder that `forerun train head --method eagle` made, or a published head's"}
-    )
+    path: str | None = field(default=None, metadata={"help": head_files.path_help("eagle")})
     quantization: str = field(
         default="auto",
         metadata={"help": "int8 or int4[:group=N], none, or auto: int8 beside a target of 4 or 8 bits, else none"},
@@ -232,22 +230,13 @@ def _last(scores: Scores) -> list[tuple[Row, Tensor]]:
     return [(row, scores.taps[1][rows[-1]]) for row, rows in zip(found, scores.rows, strict=True)]
 
 
-def _folder(options: Options) -> str:
-    if options.path is None:
-        raise BadOption(
-            "eagle needs a head: make one with `forerun train head --method eagle --target TARGET --out FOLDER`, then "
-            "write eagle:path=FOLDER/head; a published one is named by its folder"
-        )
-    return options.path
-
-
 def _own_config(path: str, tokenizer: str | None) -> EagleConfig:
     return EagleConfig.from_json(head_files.read_config(path, "eagle", tokenizer))
 
 
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
     """Refuse a folder that is no head, or one of another tokenizer, before any weight is read."""
-    path = _folder(options)
+    path = head_files.located(options.path, "eagle")
     if (found := head_layouts.find(path, "eagle", ignore_config_keys)) is not None:
         head_layouts.eagle_config(found)
     else:
@@ -258,8 +247,9 @@ def hidden_layers(options: Options, num_layers: int) -> tuple[int, ...]:
     """Return the target's layers behind which the head reads."""
     if options.path is None:
         return ()
-    found = head_layouts.find(options.path, "eagle")
-    return _own_config(options.path, None).layers if found is None else head_layouts.eagle_layers(found, num_layers)
+    path = head_files.located(options.path, "eagle")
+    found = head_layouts.find(path, "eagle")
+    return _own_config(path, None).layers if found is None else head_layouts.eagle_layers(found, num_layers)
 
 
 def own_model(options: Options, num_layers: int) -> OwnModel:
@@ -269,7 +259,7 @@ def own_model(options: Options, num_layers: int) -> OwnModel:
 
 def build(options: Options, target: Target) -> Drafter:
     """Read a head. Raises what head_files.py and head_layouts.py raise, and BadOption for a target of another shape."""
-    path = _folder(options)
+    path = head_files.located(options.path, "eagle")
     if (found := head_layouts.find(path, "eagle", target.ignore_config_keys)) is not None:
         published = head_layouts.eagle_config(found, target.model.config.cache_shape.num_layers)
         config, weights, ids = head_layouts.read_eagle(found, published, target)

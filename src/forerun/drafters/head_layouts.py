@@ -43,7 +43,6 @@ SIGNS = {
 SPECULATORS = {"eagle3": EAGLE_3, "peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark", "mtp": "MTP"}
 NOT_COMPUTED = ("P-EAGLE", "DSpark", "MTP")
 DRAFTERS = {EAGLE_1: "eagle", EAGLE_3: "eagle", MEDUSA: "medusa", "Hydra": "hydra", "DFlash": "dflash"}
-MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 IGNORED = re.compile(r"t2d$|verifier_(norm|lm_head)\.|.*rotary_emb\.inv_freq$")  # tensors that change nothing
 MOST_PADDING = 1024  # rows of a vocabulary without a token
 COMPARED_ROWS = 4096  # of embeddings, at a time
@@ -121,7 +120,7 @@ def find(path: str, method: str, ignore: Collection[str] = ()) -> Published | No
     UnsupportedModel for one that none does.
     """
     folder = Path(path)
-    files = [file for file in [folder / MEDUSA_WEIGHTS] if file.is_file()] or sorted(folder.glob("model*.safetensors"))
+    files = [folder / name for name in head_files.weight_files([file.name for file in folder.glob("*")])]
     if not files or not (folder / head_files.CONFIG).is_file():
         return None
     config = without(read_json(folder / head_files.CONFIG), ignore)

@@ -36,7 +36,7 @@ RATES = (0.3, 0.25, 0.25)
 class Options:
     """Which vectors."""
 
-    path: str | None = field(default=None, metadata={"help": "folder that `forerun train head --method pass` made"})
+    path: str | None = field(default=None, metadata={"help": head_files.path_help("pass")})
 
 
 @cache
@@ -134,13 +134,14 @@ class PassDrafter(Drafter):
 
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
     """Refuse a folder that has no vectors, or those of another tokenizer, before any weight is read."""
-    head_files.config_of(options.path, "pass", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+    path = head_files.located(options.path, "pass")
+    head_files.read_config(path, "pass", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
 
 
 def build(options: Options, target: Target) -> Drafter:
     """Read the vectors. Raises what head_files.py raises."""
-    config = head_files.config_of(options.path, "pass", artifacts.fingerprint(target.tokenizer, target.num_ids))
-    assert options.path is not None
+    path = head_files.located(options.path, "pass")
+    config = head_files.read_config(path, "pass", artifacts.fingerprint(target.tokenizer, target.num_ids))
     shapes = {NAME: (size(config, "num_look_ahead"), target.model.config.hidden_size)}
-    weights = head_files.read_weights(options.path, shapes, target.model, target.num_ids)
+    weights = head_files.read_weights(path, shapes, target.model, target.num_ids)
     return PassDrafter(weights[NAME].to(target.model.device).float())
