@@ -20,6 +20,8 @@ from forerun.drafters import Drafter, Target, artifacts, head_files
 from forerun.drafters.head_matrices import Product
 from forerun.drafters.medusa import Following, MedusaDrafter, finite, likeliest, linear
 from forerun.models.configs import size
+from forerun.models.layers import DecoderConfig
+from forerun.models.outline import Beside
 from forerun.models.runner import Model
 
 
@@ -52,6 +54,13 @@ def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) 
     """Refuse a folder that has no such layer, or that of another tokenizer, before any weight is read."""
     path = head_files.located(options.path, "blockwise")
     head_files.read_config(path, "blockwise", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+
+
+def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+    """Return what the memory plan counts of the layer's weights."""
+    if options.path is None:
+        return None
+    return head_files.own_weights(head_files.located(options.path, "blockwise"), config, all_rows=True)
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -22,10 +22,12 @@ from forerun.config import Quantization
 from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_files
 from forerun.drafters.chains import draw_chains
 from forerun.drafters.dflash_model import DFlashConfig, DFlashModel, shapes
-from forerun.drafters.head_matrices import quantization_of
+from forerun.drafters.head_matrices import is_packed, quantization_of
 from forerun.drafters.model import Space, cache_for, next_of
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv.cache import BlockCache
+from forerun.models.layers import DecoderConfig
+from forerun.models.outline import Beside
 from forerun.models.runner import Model
 from forerun.sampling import takes_the_best
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
@@ -204,10 +206,18 @@ def hidden_layers(options: Options, num_layers: int) -> tuple[int, ...]:
 
 
 def own_model(options: Options, num_layers: int) -> OwnModel:
-    """Return what the memory plan counts: a cache of as many layers; the weights are small beside the target's."""
+    """Return what the memory plan counts: the cache of its layers."""
     if options.path is None:
         return OwnModel(num_layers=1)
-    return OwnModel(num_layers=_config(head_files.located(options.path, "dflash"), None).decoder.num_layers)
+    return OwnModel(config=_config(head_files.located(options.path, "dflash"), None).decoder)
+
+
+def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+    """Return what the memory plan counts of the layers' weights."""
+    if options.path is None:
+        return None
+    rounded = quantization_of(options.quantization, is_packed)
+    return head_files.own_weights(head_files.located(options.path, "dflash"), config, rounded, all_rows=False)
 
 
 def build(options: Options, target: Target) -> Drafter:
@@ -228,6 +238,6 @@ def build(options: Options, target: Target) -> Drafter:
     weights = head_files.read_weights(path, shapes(config), model, target.num_ids)
     d2t = weights.pop("d2t", torch.zeros(target.num_ids, dtype=torch.int64))
     ids = head_files.draft_ids(path, d2t, target.num_ids)
-    made = DFlashModel(config, weights, ids, model, quantization_of(options.quantization, model))
+    made = DFlashModel(config, weights, ids, model, quantization_of(options.quantization, is_packed(model)))
     cache = cache_for(cast(Model, made), replace(target, prefix_caching=False))
     return DFlashDrafter(made, cast(BlockCache, cache), target.num_ids)

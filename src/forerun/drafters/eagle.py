@@ -24,9 +24,12 @@ from torch import Tensor
 from forerun.config import Quantization
 from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_files, head_layouts
 from forerun.drafters.eagle_model import EagleConfig, EagleModel, input_shapes, layer_shapes
+from forerun.drafters.head_matrices import is_packed, quantization_of
 from forerun.drafters.model import Chain, Row, Space, cache_for, next_of
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv import KVCache
+from forerun.models.layers import DecoderConfig
+from forerun.models.outline import Beside
 from forerun.models.runner import Model, Run, Runner, Scores
 from forerun.sampling import takes_the_best
 from forerun.types import Budget, Coins, Draft, Sequence
@@ -253,8 +256,24 @@ def hidden_layers(options: Options, num_layers: int) -> tuple[int, ...]:
 
 
 def own_model(options: Options, num_layers: int) -> OwnModel:
-    """Return what the memory plan counts: a cache of one layer; its weights are small beside the target's."""
-    return OwnModel(num_layers=1)
+    """Return what the memory plan counts: the cache of its layers."""
+    if options.path is None:
+        return OwnModel(num_layers=1)
+    path = head_files.located(options.path, "eagle")
+    found = head_layouts.find(path, "eagle")
+    return OwnModel(config=(_own_config(path, None) if found is None else head_layouts.eagle_config(found)).decoder)
+
+
+def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+    """Return what the memory plan counts of the head's weights."""
+    if options.path is None:
+        return None
+    path = head_files.located(options.path, "eagle")
+    rounded = quantization_of(options.quantization, is_packed)
+    rows = rounded
+    if rounded is not None and head_layouts.find(path, "eagle") is None:
+        rows = replace(rounded, bits=max(8, rounded.bits))  # as those of a model's LM head, see models/quantising.py
+    return head_files.own_weights(path, config, rounded, rows, all_rows=False)
 
 
 def build(options: Options, target: Target) -> Drafter:
@@ -265,10 +284,8 @@ def build(options: Options, target: Target) -> Drafter:
         config, weights, ids = head_layouts.read_eagle(found, published, target)
     else:
         config, weights, ids = _read_own(path, target)
-    quantization = options.quantization
-    if quantization == "auto":
-        quantization = "int8" if getattr(target.model, "weight_bits", ()) else "none"
-    model = EagleModel(config, weights, ids, target.model, quantization, target.num_ids)
+    rounded = quantization_of(options.quantization, is_packed(target.model))
+    model = EagleModel(config, weights, ids, target.model, str(rounded or "none"), target.num_ids)
     cache = cache_for(cast(Model, model), replace(target, prefix_caching=False))
     return EagleDrafter(model, cache, target.num_ids)
 

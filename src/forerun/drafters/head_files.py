@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
+import re
 from collections.abc import Callable, Collection, Container, Mapping, Sequence as Seq
 from fnmatch import fnmatch
 from functools import partial
@@ -21,9 +23,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from forerun.config import Quantization
 from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
 from forerun.models import hub, named
+from forerun.models.layers import DecoderConfig
+from forerun.models.outline import Beside
 from forerun.models.runner import Model
+from forerun.ops.quantised import Scheme
+from forerun.ops.quantising import scheme_of
 from forerun.text.files import unreadable
 from forerun.text.json_files import read_json
 
@@ -31,6 +38,12 @@ T = TypeVar("T")
 CONFIG, WEIGHTS, PROBE = "config.json", "model.safetensors", "target_probe"
 MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 SHIPPED = named.DATA / "heads"  # a folder for each head that ships with the package, called as it is named
+IGNORED = re.compile(r"t2d$|verifier_(norm|lm_head)\.|.*rotary_emb\.inv_freq$")  # tensors that change nothing
+OWN_IDS = ("d2t", "token_map")  # tensors that say which ids are drafted
+LM_HEAD = re.compile(r".*lm_head|\d+\.\d+\.weight$")  # of a head's own, as published ones call it
+LOOK_AHEAD = "look_ahead"  # the vectors of pass
+EMBEDDINGS = "embed_tokens.weight"  # of a head's own
+TABLES = (LOOK_AHEAD, EMBEDDINGS)  # tensors that are no product's, but hold a row for each of something
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 CONVERT = f"convert it to {WEIGHTS} with safetensors.torch.save_file(torch.load(FILE, weights_only=True), ...)"
 NUM_PROBES = 8  # embeddings of the target, spread over its ids
@@ -172,6 +185,36 @@ def tensors(file: Path, names: Container[str] | None = None) -> dict[str, Tensor
 def shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the tensors of a safetensors file, of which none is read."""
     return _each(file, lambda opened, name: tuple(opened.get_slice(name).get_shape()))
+
+
+def own_weights(
+    path: str,
+    config: DecoderConfig,
+    rounded: Quantization | None = None,
+    rows: Quantization | None = None,
+    *,
+    all_rows: bool,
+) -> Beside:
+    """What a head keeps in memory, by the headers of its files. config: of its target.
+
+    rounded: what its matrices are rounded to. Beside them it keeps a copy of the rows of the target's LM head of the
+    ids that it drafts, where it has none of its own; rows: what these are rounded to; None = as the others. all_rows:
+    whether it copies all of them where it drafts every id. Embeddings that turn out to be the target's are counted,
+    for only their numbers tell it.
+    """
+    names = weight_files([file.name for file in Path(path).glob("*")])
+    found = {name: shape for file in names for name, shape in shapes(Path(path) / file).items()}
+    num_rows = next((found[name][0] for name in OWN_IDS if name in found), config.vocab_size if all_rows else 0)
+    kept = {n: s for n, s in found.items() if n not in (*OWN_IDS, PROBE) and not IGNORED.match(n)}
+    matrices = [((s[0], s[1]), _scheme(rounded)) for n, s in kept.items() if len(s) == 2 and n not in TABLES]
+    if num_rows and not any(map(LM_HEAD.match, kept)):
+        matrices.append(((num_rows, config.hidden_size), _scheme(rows or rounded)))
+    floats = [shape for name, shape in kept.items() if len(shape) != 2 or name == LOOK_AHEAD]
+    return Beside(tuple(matrices), math.prod(kept.get(EMBEDDINGS, (0,))), sum(map(math.prod, floats)))
+
+
+def _scheme(rounded: Quantization | None) -> Scheme | None:
+    return None if rounded is None else scheme_of(rounded.bits, rounded.group)
 
 
 def check_shapes(

@@ -22,6 +22,8 @@ from forerun.drafters.head_matrices import Product
 from forerun.drafters.medusa import Following, MedusaDrafter, finite, likeliest, linear, through, widths
 from forerun.errors import UnsupportedModel, shown
 from forerun.models.configs import size
+from forerun.models.layers import DecoderConfig
+from forerun.models.outline import Beside
 from forerun.models.runner import Model
 
 FIRST = ("linear", "res_connection")  # of the first block, whose input is wider than its output
@@ -110,6 +112,13 @@ def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) 
     """Refuse a folder that has no heads, or those of another tokenizer, before any weight is read."""
     path = head_files.located(options.path, "hydra")
     _read_config(path, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+
+
+def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+    """Return what the memory plan counts of the heads' weights."""
+    if options.path is None:
+        return None
+    return head_files.own_weights(head_files.located(options.path, "hydra"), config, all_rows=True)
 
 
 def build(options: Options, target: Target) -> Drafter:

@@ -20,6 +20,8 @@ from forerun.drafters import Drafter, Seen, Target, artifacts, head_files, head_
 from forerun.drafters.head_matrices import Product
 from forerun.errors import BadOption, shown
 from forerun.models.configs import size
+from forerun.models.layers import DecoderConfig
+from forerun.models.outline import Beside
 from forerun.models.runner import Model
 from forerun.theory.trees import Node, best_first
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
@@ -216,6 +218,13 @@ def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) 
     path = head_files.located(options.path, "medusa")
     if head_layouts.find(path, "medusa") is None:
         head_files.read_config(path, "medusa", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+
+
+def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+    """Return what the memory plan counts of the heads' weights."""
+    if options.path is None:
+        return None
+    return head_files.own_weights(head_files.located(options.path, "medusa"), config, all_rows=True)
 
 
 def build(options: Options, target: Target) -> Drafter:
