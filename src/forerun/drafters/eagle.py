@@ -26,7 +26,7 @@ from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_fi
 from forerun.drafters.eagle_model import EagleConfig, EagleModel, input_shapes, layer_shapes
 from forerun.drafters.head_matrices import is_packed, quantization_of
 from forerun.drafters.model import Chain, Row, Space, cache_for, next_of
-from forerun.errors import BadOption, InternalError, shown
+from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
 from forerun.kv import KVCache
 from forerun.models.layers import DecoderConfig
 from forerun.models.outline import Beside
@@ -261,7 +261,11 @@ def own_model(options: Options, num_layers: int) -> OwnModel:
         return OwnModel(num_layers=1)
     path = head_files.located(options.path, "eagle")
     found = head_layouts.find(path, "eagle")
-    return OwnModel(config=(_own_config(path, None) if found is None else head_layouts.eagle_config(found)).decoder)
+    try:
+        config = _own_config(path, None) if found is None else head_layouts.eagle_config(found)
+    except UnsupportedModel:  # unless for a key that is ignored, `check` refuses it
+        return OwnModel(num_layers=1)
+    return OwnModel(config=config.decoder)
 
 
 def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
