@@ -38,13 +38,19 @@ def write_tiny(
     end_token: str = "<|end|>",
     max_positions: int = 256,
     num_layers: int = 2,
+    inner_scale: float = 1.0,
 ) -> Path:
-    """A complete random checkpoint folder; `end_token` is id 0."""
+    """A complete random checkpoint folder; `end_token` is id 0.
+
+    inner_scale: of what layers add to the residual stream; with a small one the likeliest token is often the last one.
+    """
     config = tiny_config(model_type, num_layers, max_positions)
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in parameter_shapes(config).items():
         weights[name] = torch.randn(shape, generator=generator) * 0.3 + (1.0 if name.endswith("norm.weight") else 0.0)
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] *= inner_scale
     folder.mkdir(parents=True)
     byte_tokenizer(end_token).save(str(folder / "tokenizer.json"))
     save_checkpoint(folder, config, weights, torch.float32, end_ids=[0], tokenizer_folder=folder)

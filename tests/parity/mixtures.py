@@ -14,11 +14,12 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from engine.load import runner_with
@@ -38,6 +39,7 @@ POLICIES = registry.names(pacing.__name__)
 LOSSLESS = [name for name in verify.rules() if verify.find(name).is_lossless]
 MAX_SEQ_LEN = 768
 FIRST_ID = 1_000_000_000  # of an engine's sequences, so that no id of a token is taken for one of them
+Needs = Mapping[str, Mapping[str, Any]]
 LENGTHS = (None, 1, 3, 8, 16)  # of a request; None = as the policy paces
 HEAD_TOKENS = 160  # that some prompts of an engine begin with: two blocks, and a part of a third
 
@@ -88,9 +90,12 @@ def places(num: int, seed: int, smallest: int = MAX_SEQ_LEN) -> list[Place]:
     return made
 
 
-def specs(models: Models, names: Seq[str], num_variants: int, rng: random.Random) -> list[str]:
-    """The spec of each drafter with what it needs for the target, and some of the variants of methods.py."""
-    needs = {name: needed(models, name) for name in names}
+def specs(models: Models, names: Seq[str], num_variants: int, rng: random.Random, needs: Needs) -> list[str]:
+    """The spec of each drafter with what it needs for the target, and some of the variants of methods.py.
+
+    needs: by drafter, what it needs, instead of what that file makes.
+    """
+    needs = {name: needs[name] if name in needs else needed(models, name) for name in names}
     variants = [(name, options) for name in names for options in VARIANTS.get(name, [])]
     chosen = [(name, {}) for name in names] + rng.sample(variants, min(num_variants, len(variants)))
     return [spec_of(name, {**needs[name], **options}) for name, options in chosen]
@@ -284,18 +289,19 @@ def compare_mixed(
     seed: int,
     names: Seq[str] = tuple(DRAFTERS),
     num_variants: int = 0,
+    needs: Needs = MappingProxyType({}),
     say: Callable[[str], None] = lambda text: None,
 ) -> Mixture:
     """Every prompt in one of these engines, against plain decoding of it alone. Raises what a drafter raises.
 
-    plain, ours: the same weights. names: the drafters; num_variants: more of them in each engine.
+    plain, ours: the same weights. names: the drafters; num_variants: more of them in each engine; needs: see `specs`.
     """
     rng = random.Random(seed)
     mix, found = Mix(rng, num_tokens), Mixture()
     shares = [list(prompts[i :: len(engines)]) for i in range(len(engines))]
     plain_engine = LLM(plain.target, draft="none", max_batch_size=1, prefix_caching=False, max_seq_len=MAX_SEQ_LEN)
     for place, share in zip(engines, shares, strict=True):
-        engine = engine_of(ours, place, specs(ours, names, num_variants, rng))
+        engine = engine_of(ours, place, specs(ours, names, num_variants, rng, needs))
         head = max(prompts, key=len)[:HEAD_TOKENS]
         requests = []
         for pair, ids in zip(mix.pairs(engine, len(share)), share, strict=True):

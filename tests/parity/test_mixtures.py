@@ -13,7 +13,8 @@ from forerun.ops.cpu import CpuOps
 from models.gguf_vocabularies import smollm2
 from ops.native_cases import needs_native
 from parity.bitwise import Models, cut_prompts
-from parity.mixtures import DRAFTERS, POLICIES, compare_mixed, lose_nothing, places
+from parity.heads import learned
+from parity.mixtures import DRAFTERS, POLICIES, Needs, compare_mixed, lose_nothing, places
 
 pytestmark = pytest.mark.parity
 FREE_OF_DRAFTS = {"none"}
@@ -24,16 +25,24 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Needs:
+    return learned(tmp_path_factory.mktemp("heads"))
+
+
 @needs_native
 @pytest.mark.parametrize("part", range(6))
-def test_three_hundred_prompts(part: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_hundred_prompts(part: int, heads: Needs, capsys: pytest.CaptureFixture[str]) -> None:
     """In each part by other drafters and rules; an engine has each drafter, and a few with options of their own."""
     models = Models.shipped(("bfloat16", "float32")[part % 2], CpuOps())
     prompts = cut_prompts(300, seed=8)
     with capsys.disabled():
         say(f"\nshipped pair, part {part + 1} of 6")
-        found = compare_mixed(models, models, places(14, seed=part), prompts, 64, seed=part, num_variants=10, say=say)
+        found = compare_mixed(
+            models, models, places(14, seed=part), prompts, 64, seed=part, num_variants=10, needs=heads, say=say
+        )
     assert found.num_outputs == 300
+    assert min(found.accepted[name] for name in heads) > 0
     assert {name for name, num in found.drafted.items() if num} == set(DRAFTERS) - FREE_OF_DRAFTS
     assert min(found.num_preemptions, found.num_cached, found.num_aborted) > 0
     assert not found.mismatches, "\n".join(found.mismatches)

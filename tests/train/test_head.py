@@ -20,11 +20,12 @@ from forerun.config import EngineConfig
 from forerun.drafters import eagle
 from forerun.engine.factory import load_target
 from forerun.errors import BadOption, NotFound, UnsupportedModel
-from forerun.models.loading import Checkpoint
+from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.train import head as training, heads, loop
 from forerun.train.head import HeadConfig
 from forerun.train.heads import dflash, eagle as eagle_head
 from forerun.train.samples import read_samples
+from forerun.train.writing import fingerprint
 from tiny import write_tiny
 from train.written import write, writer_of
 
@@ -36,6 +37,7 @@ METHODS = [
     "blockwise:draft_vocab=200,heads=2,units=16",
     "pass:vectors=2,every=4",
 ]
+MEDUSA_2 = "medusa:draft_vocab=257,heads=2,backbone=true"
 Make = Callable[..., HeadConfig]
 
 
@@ -105,7 +107,7 @@ def test_a_head_learns_and_drafts_what_the_target_says(
         assert sum(out.report.num_drafted for out in drafted) > 10
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, MEDUSA_2])
 def test_a_resumed_run_equals_an_uninterrupted_one(
     tiny: Make, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -125,10 +127,44 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     monkeypatch.setattr(loop, "train_step", real_step)
     training.train(parts, checkpoint, resume=True, quiet=True)
     assert log_of(parts) == log_of(whole)
-    files = [config.out / "head" / "model.safetensors" for config in (parts, whole)]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    for name in ("head", *(["model"] if method == MEDUSA_2 else [])):
+        files = [config.out / name / "model.safetensors" for config in (parts, whole)]
+        assert files[0].read_bytes() == files[1].read_bytes()
     with pytest.raises(BadOption, match="holds a run of"):
         training.train(tiny("parts", method=method, seed=1), checkpoint, resume=True, quiet=True)
+
+
+def test_a_target_that_is_trained_along_is_another_one(tiny: Make, checkpoint: Checkpoint, folder: Path) -> None:
+    """Medusa-2: near the original, heads agree with it more often, and speculation gives its texts, not the others."""
+    sizes: dict[str, Any] = {"steps": 100, "tokens_per_step": 256, "validate_every_steps": 100}
+    before = fingerprint(checkpoint.model)
+    alone = training.train(tiny("alone", method=MEDUSA_2.replace("true", "false"), **sizes), checkpoint, quiet=True)
+    config = tiny("both", method=MEDUSA_2, **sizes)
+    both = training.train(config, checkpoint, quiet=True)
+    assert "kl" not in alone
+    assert 0 < both["kl"] < 0.1
+    assert 0.5 < both["same_best"] < 1
+    assert both["overlap_1"] > alone["overlap_1"] + 0.01
+    assert fingerprint(checkpoint.model) == before  # the original stays as it is
+    new, options = load_checkpoint(config.out / "model"), {"ops": "reference", "dtype": "float32", "max_seq_len": 128}
+    card = (config.out / "model" / "README.md").read_text(encoding="utf-8")
+    assert "**It is not that\nmodel**" in card
+    assert before in card
+    assert before != fingerprint(new.model)
+    assert fingerprint(new.model) in card
+    old, llm = (LLM(str(path), draft="none", **options) for path in (folder, config.out / "model"))
+    draft = f"medusa:path={config.out / 'head'}"
+    drafting = LLM(str(config.out / "model"), draft=draft, spec_length=3, pacing="fixed", **options)
+    prompts, greedy = [[5, 9, 40, 8], [70, 71, 72], [33, 8]], SamplingParams(max_tokens=40, temperature=0)
+    texts = [[out.token_ids for out in each.generate(prompts, greedy)] for each in (old, llm, drafting)]
+    assert texts[0] != texts[1] == texts[2]
+    assert drafting.generate(prompts, greedy)[0].report.num_drafted > 20
+
+
+def test_what_cannot_be_trained_along_is_refused(tiny: Make, checkpoint: Checkpoint) -> None:
+    for wrong in ("backbone_rate=0", "heads_first=1", "heads_weight=-1"):
+        with pytest.raises(BadOption, match="heads_first from 0 to below 1"):
+            heads.load(f"medusa:{wrong}", checkpoint.model.config)
 
 
 def test_stored_features_are_the_recomputed_ones(tiny: Make, checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -257,7 +293,7 @@ def trained(samples: Path, checkpoint: Checkpoint, tmp_path_factory: pytest.Temp
     [
         ("truncated", UnsupportedModel, "not a safetensors file"),
         ("pickle", UnsupportedModel, "is a pickle"),
-        ("missing", NotFound, "no folder with config.json"),
+        ("missing", NotFound, "name a folder with config.json"),
         ("method", BadOption, "is a head of 'medusa'"),
         ("tokenizer", BadOption, "another tokenizer"),
         ("target", BadOption, "other weights"),

@@ -9,7 +9,7 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.train.samples import SampleWriter, read_samples, stream
-from forerun.train.writing import TEMPERATURES, Shares, Writer, looped
+from forerun.train.writing import TEMPERATURES, Frame, Shares, Writer, looped
 from train.written import chatting, write, writer_of
 
 NUM_TOKENS = 900
@@ -116,3 +116,11 @@ def test_repetition_is_found_at_its_third_time() -> None:
 def test_shares_must_be_shares() -> None:
     with pytest.raises(BadOption, match="1 together"):
         Shares(0.5, 0.5, 0.5)
+
+
+def test_a_template_that_opens_no_turn_has_no_conversations(folder: Path) -> None:
+    """As that of the shipped model: the target would be given nothing to go on from."""
+    assert Frame.opens_a_turn(writer_of(folder).llm)
+    assert not Frame.opens_a_turn(writer_of(None).llm)
+    with pytest.raises(BadOption, match="--chat 0"):
+        writer_of(None, shares=ALL_KINDS)

@@ -113,7 +113,7 @@ def sample(
     num_tokens: Annotated[int, typer.Option(help="Tokens in the file when it is done, prompts included.")] = 300_000,
     batch_size: Annotated[int, typer.Option(help="Texts that are written at once.", min=1)] = 32,
     chat: Annotated[
-        float | None, typer.Option(help="Share of conversations; none = 0.7, or 0 where there is no chat template.")
+        float | None, typer.Option(help="Share of conversations; none = 0.7, or 0 where no chat template opens a turn.")
     ] = None,
     task: Annotated[
         float | None, typer.Option(help="Share of instructions with a passage; none = half of what is left.")
@@ -136,10 +136,9 @@ def sample(
     from rich.progress import Progress, TextColumn
 
     from forerun.engine.llm import LLM
-    from forerun.errors import NotFound
     from forerun.train.samples import SampleWriter
     from forerun.train.texts import packaged_texts, read_texts
-    from forerun.train.writing import Lengths, Shares, Writer, longest
+    from forerun.train.writing import Frame, Lengths, Shares, Writer, longest
 
     with refusals(), Progress(TextColumn("{task.description}"), transient=True, disable=quiet) as progress:
         lengths = Lengths((16, passage_tokens), question_tokens, answer_tokens)
@@ -154,10 +153,7 @@ def sample(
             ops=ops,
         )
         if chat is None:
-            try:
-                chat = 0.7 if llm.chat_template else 0.0
-            except NotFound:
-                chat = 0.0
+            chat = Shares.chat if Frame.opens_a_turn(llm) else 0.0
         if task is None:
             task = (1 - chat) / 2 if chat > 0 else 0.0
         texts = list(read_texts(text, 10**8)) if text else packaged_texts()

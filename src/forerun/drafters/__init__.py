@@ -7,6 +7,8 @@ A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit
     hidden_layers(options, num_layers)              the inner layers that its drafter will declare, of so many, for the
                                                     memory plan
     own_model(options, num_layers)                  the OwnModel that it makes of a target of so many layers
+    own_weights(options, config, is_packed)         the weights that it keeps Beside a target of this DecoderConfig,
+                                                    which has weights of 4 or 8 bits in memory, or not
     checkpoint(options)                             the OwnCheckpoint that it loads
     parts(options)                                  the specs of the drafters that it is made of
 
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.kv.cache import Backend
+    from forerun.models.layers import DecoderConfig
     from forerun.models.loading import Checkpoint
+    from forerun.models.outline import Beside
     from forerun.models.runner import Model, Runner, Scores
 
 T = TypeVar("T")
@@ -186,11 +190,13 @@ class OwnModel:
     """A draft model that a drafter makes of the target, for the memory plan.
 
     quantization: what its own copy of the weights is rounded to; None = it reads the target's. num_layers: how many of
-    the target's layers it runs, which have a cache of their own; None = all.
+    the target's layers it runs, which have a cache of their own; None = all. config: of layers that are not the
+    target's, whose weights `own_weights` counts.
     """
 
     quantization: str | None = None
     num_layers: int | None = None
+    config: DecoderConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -310,6 +316,18 @@ def own_model(name: str, options: Any, num_layers: int) -> OwnModel | None:
     """Return the model that a method makes of a target of so many layers; None where its file names none."""
     module = load(__name__, name, "drafter")
     found: OwnModel | None = module.own_model(options, num_layers) if hasattr(module, "own_model") else None
+    return found
+
+
+def own_weights(name: str, options: Any, config: DecoderConfig, is_packed: bool) -> Beside | None:
+    """Return the weights that a method keeps beside a target; None where its file names none, or there are none yet.
+
+    config: the target's. is_packed: whether it has weights of 4 or 8 bits in memory.
+    """
+    module = load(__name__, name, "drafter")
+    if not hasattr(module, "own_weights"):
+        return None
+    found: Beside | None = module.own_weights(options, config, is_packed)
     return found
 
 

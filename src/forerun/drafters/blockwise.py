@@ -20,6 +20,8 @@ from forerun.drafters import Drafter, Target, artifacts, head_files
 from forerun.drafters.head_matrices import Product
 from forerun.drafters.medusa import Following, MedusaDrafter, finite, likeliest, linear
 from forerun.models.configs import size
+from forerun.models.layers import DecoderConfig
+from forerun.models.outline import Beside
 from forerun.models.runner import Model
 
 
@@ -27,9 +29,7 @@ from forerun.models.runner import Model
 class Options:
     """Which layer."""
 
-    path: str | None = field(
-        default=None, metadata={"help": "folder that `forerun train head --method blockwise` made"}
-    )
+    path: str | None = field(default=None, metadata={"help": head_files.path_help("blockwise")})
 
 
 class FeedForward:
@@ -52,17 +52,25 @@ class FeedForward:
 
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
     """Refuse a folder that has no such layer, or that of another tokenizer, before any weight is read."""
-    head_files.config_of(options.path, "blockwise", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+    path = head_files.located(options.path, "blockwise")
+    head_files.read_config(path, "blockwise", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+
+
+def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+    """Return what the memory plan counts of the layer's weights."""
+    if options.path is None:
+        return None
+    return head_files.own_weights(head_files.located(options.path, "blockwise"), config, all_rows=True)
 
 
 def build(options: Options, target: Target) -> Drafter:
     """Read the layer. Raises what head_files.py raises."""
-    config = head_files.config_of(options.path, "blockwise", artifacts.fingerprint(target.tokenizer, target.num_ids))
-    assert options.path is not None
+    path = head_files.located(options.path, "blockwise")
+    config = head_files.read_config(path, "blockwise", artifacts.fingerprint(target.tokenizer, target.num_ids))
     num_heads, inner = size(config, "num_heads"), size(config, "intermediate_size")
     wanted: dict[str, tuple[int, ...]] = {"d2t": (size(config, "draft_vocab_size"),)}
     wanted |= head_files.feed_forward_shapes(num_heads, inner, target.model.config.hidden_size)
-    weights = head_files.read_weights(options.path, wanted, target.model, target.num_ids)
-    ids = head_files.draft_ids(options.path, weights.pop("d2t"), target.num_ids)
+    weights = head_files.read_weights(path, wanted, target.model, target.num_ids)
+    ids = head_files.draft_ids(path, weights.pop("d2t"), target.num_ids)
     layer = FeedForward(weights, num_heads, ids, target.model)
     return MedusaDrafter(layer, "x".join(["1"] * num_heads))

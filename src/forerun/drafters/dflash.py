@@ -22,10 +22,12 @@ from forerun.config import Quantization
 from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_files
 from forerun.drafters.chains import draw_chains
 from forerun.drafters.dflash_model import DFlashConfig, DFlashModel, shapes
-from forerun.drafters.head_matrices import quantization_of
+from forerun.drafters.head_matrices import is_packed, quantization_of
 from forerun.drafters.model import Space, cache_for, next_of
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv.cache import BlockCache
+from forerun.models.layers import DecoderConfig
+from forerun.models.outline import Beside
 from forerun.models.runner import Model
 from forerun.sampling import takes_the_best
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
@@ -37,10 +39,7 @@ MOST_WAITING = 32  # tokens whose features wait for the next draft; more of them
 class Options:
     """Which layers, and how they are kept in memory."""
 
-    path: str | None = field(
-        default=None,
-        metadata={"help": "folder that `forerun train head --method dflash` made, or of a published DFlash model"},
-    )
+    path: str | None = field(default=None, metadata={"help": head_files.path_help("dflash")})
     quantization: str = field(
         default="auto",
         metadata={"help": "int8 or int4[:group=N], none, or auto: int8 beside a target of 4 or 8 bits, else none"},
@@ -189,50 +188,56 @@ class _Guess:
         return self.spread[depth]
 
 
-def _config(options: Options, tokenizer: str | None) -> DFlashConfig:
-    if options.path is None:
-        raise BadOption(
-            "dflash needs trained layers: make them with `forerun train head --method dflash --target TARGET --out "
-            "FOLDER`, then write dflash:path=FOLDER/head"
-        )
-    raw = head_files.published_config(options.path, "dflash_config")
-    raw = raw if raw is not None else head_files.published_config(options.path, "architectures")
-    return DFlashConfig.from_json(raw or head_files.read_config(options.path, "dflash", tokenizer), options.path)
+def _config(path: str, tokenizer: str | None) -> DFlashConfig:
+    raw = head_files.published_config(path, "dflash_config")
+    raw = raw if raw is not None else head_files.published_config(path, "architectures")
+    return DFlashConfig.from_json(raw or head_files.read_config(path, "dflash", tokenizer), path)
 
 
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
     """Refuse a folder that holds no such layers, or those of another tokenizer, before any weight is read."""
-    _config(options, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+    path = head_files.located(options.path, "dflash")
+    _config(path, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
 
 
 def hidden_layers(options: Options, num_layers: int) -> tuple[int, ...]:
     """Return the target's layers behind which the context is read."""
-    return _config(options, None).layers if options.path is not None else ()
+    return () if options.path is None else _config(head_files.located(options.path, "dflash"), None).layers
 
 
 def own_model(options: Options, num_layers: int) -> OwnModel:
-    """Return what the memory plan counts: a cache of as many layers; the weights are small beside the target's."""
-    return OwnModel(num_layers=1 if options.path is None else _config(options, None).decoder.num_layers)
+    """Return what the memory plan counts: the cache of its layers."""
+    if options.path is None:
+        return OwnModel(num_layers=1)
+    return OwnModel(config=_config(head_files.located(options.path, "dflash"), None).decoder)
+
+
+def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+    """Return what the memory plan counts of the layers' weights."""
+    if options.path is None:
+        return None
+    rounded = quantization_of(options.quantization, is_packed)
+    return head_files.own_weights(head_files.located(options.path, "dflash"), config, rounded, all_rows=False)
 
 
 def build(options: Options, target: Target) -> Drafter:
     """Read the layers. Raises what head_files.py raises, and BadOption for a target of another shape."""
-    config = _config(options, artifacts.fingerprint(target.tokenizer, target.num_ids))
-    assert options.path is not None
+    path = head_files.located(options.path, "dflash")
+    config = _config(path, artifacts.fingerprint(target.tokenizer, target.num_ids))
     model = target.model
     if config.decoder.hidden_size != model.config.hidden_size:
         raise BadOption(
-            f"{shown(options.path)} reads rows of {config.decoder.hidden_size}, and the target has rows of "
+            f"{shown(path)} reads rows of {config.decoder.hidden_size}, and the target has rows of "
             f"{model.config.hidden_size}: name one of this target"
         )
     if config.mask_id >= model.config.vocab_size:
         raise BadOption(
-            f"{shown(options.path)} has mask_token_id={config.mask_id}, and the target has {model.config.vocab_size} "
+            f"{shown(path)} has mask_token_id={config.mask_id}, and the target has {model.config.vocab_size} "
             "embeddings: name one of this target"
         )
-    weights = head_files.read_weights(options.path, shapes(config), model, target.num_ids)
+    weights = head_files.read_weights(path, shapes(config), model, target.num_ids)
     d2t = weights.pop("d2t", torch.zeros(target.num_ids, dtype=torch.int64))
-    ids = head_files.draft_ids(options.path, d2t, target.num_ids)
-    made = DFlashModel(config, weights, ids, model, quantization_of(options.quantization, model))
+    ids = head_files.draft_ids(path, d2t, target.num_ids)
+    made = DFlashModel(config, weights, ids, model, quantization_of(options.quantization, is_packed(model)))
     cache = cache_for(cast(Model, made), replace(target, prefix_caching=False))
     return DFlashDrafter(made, cast(BlockCache, cache), target.num_ids)

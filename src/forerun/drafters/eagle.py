@@ -24,9 +24,12 @@ from torch import Tensor
 from forerun.config import Quantization
 from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_files, head_layouts
 from forerun.drafters.eagle_model import EagleConfig, EagleModel, input_shapes, layer_shapes
+from forerun.drafters.head_matrices import is_packed, quantization_of
 from forerun.drafters.model import Chain, Row, Space, cache_for, next_of
-from forerun.errors import BadOption, InternalError, shown
+from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
 from forerun.kv import KVCache
+from forerun.models.layers import DecoderConfig
+from forerun.models.outline import Beside
 from forerun.models.runner import Model, Run, Runner, Scores
 from forerun.sampling import takes_the_best
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
@@ -38,9 +41,7 @@ ROUND_ROWS = 32  # rows that a round may leave to run; more of them are catching
 class Options:
     """Which head, and how it is kept in memory."""
 
-    path: str | None = field(
-        default=None, metadata={"help": "folder that `forerun train head --method eagle` made, or a published head's"}
-    )
+    path: str | None = field(default=None, metadata={"help": head_files.path_help("eagle")})
     quantization: str = field(
         default="auto",
         metadata={"help": "int8 or int4[:group=N], none, or auto: int8 beside a target of 4 or 8 bits, else none"},
@@ -247,22 +248,13 @@ def _last(scores: Scores) -> list[tuple[Row, Tensor]]:
     return [(row, scores.taps[1][rows[-1]]) for row, rows in zip(found, scores.rows, strict=True)]
 
 
-def _folder(options: Options) -> str:
-    if options.path is None:
-        raise BadOption(
-            "eagle needs a head: make one with `forerun train head --method eagle --target TARGET --out FOLDER`, then "
-            "write eagle:path=FOLDER/head; a published one is named by its folder"
-        )
-    return options.path
-
-
 def _own_config(path: str, tokenizer: str | None) -> EagleConfig:
     return EagleConfig.from_json(head_files.read_config(path, "eagle", tokenizer))
 
 
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
     """Refuse a folder that is no head, or one of another tokenizer, before any weight is read."""
-    path = _folder(options)
+    path = head_files.located(options.path, "eagle")
     if (found := head_layouts.find(path, "eagle", ignore_config_keys)) is not None:
         head_layouts.eagle_config(found)
     else:
@@ -273,27 +265,46 @@ def hidden_layers(options: Options, num_layers: int) -> tuple[int, ...]:
     """Return the target's layers behind which the head reads."""
     if options.path is None:
         return ()
-    found = head_layouts.find(options.path, "eagle")
-    return _own_config(options.path, None).layers if found is None else head_layouts.eagle_layers(found, num_layers)
+    path = head_files.located(options.path, "eagle")
+    found = head_layouts.find(path, "eagle")
+    return _own_config(path, None).layers if found is None else head_layouts.eagle_layers(found, num_layers)
 
 
 def own_model(options: Options, num_layers: int) -> OwnModel:
-    """Return what the memory plan counts: a cache of one layer; its weights are small beside the target's."""
-    return OwnModel(num_layers=1)
+    """Return what the memory plan counts: the cache of its layers."""
+    if options.path is None:
+        return OwnModel(num_layers=1)
+    path = head_files.located(options.path, "eagle")
+    found = head_layouts.find(path, "eagle")
+    try:
+        config = _own_config(path, None) if found is None else head_layouts.eagle_config(found)
+    except UnsupportedModel:  # unless for a key that is ignored, `check` refuses it
+        return OwnModel(num_layers=1)
+    return OwnModel(config=config.decoder)
+
+
+def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+    """Return what the memory plan counts of the head's weights."""
+    if options.path is None:
+        return None
+    path = head_files.located(options.path, "eagle")
+    rounded = quantization_of(options.quantization, is_packed)
+    rows = rounded
+    if rounded is not None and head_layouts.find(path, "eagle") is None:
+        rows = replace(rounded, bits=max(8, rounded.bits))  # as those of a model's LM head, see models/quantising.py
+    return head_files.own_weights(path, config, rounded, rows, all_rows=False)
 
 
 def build(options: Options, target: Target) -> Drafter:
     """Read a head. Raises what head_files.py and head_layouts.py raise, and BadOption for a target of another shape."""
-    path = _folder(options)
+    path = head_files.located(options.path, "eagle")
     if (found := head_layouts.find(path, "eagle", target.ignore_config_keys)) is not None:
         published = head_layouts.eagle_config(found, target.model.config.cache_shape.num_layers)
         config, weights, ids = head_layouts.read_eagle(found, published, target)
     else:
         config, weights, ids = _read_own(path, target)
-    quantization = options.quantization
-    if quantization == "auto":
-        quantization = "int8" if getattr(target.model, "weight_bits", ()) else "none"
-    model = EagleModel(config, weights, ids, target.model, quantization, target.num_ids)
+    rounded = quantization_of(options.quantization, is_packed(target.model))
+    model = EagleModel(config, weights, ids, target.model, str(rounded or "none"), target.num_ids)
     cache = cache_for(cast(Model, model), replace(target, prefix_caching=False))
     return EagleDrafter(model, cache, target.num_ids)
 

@@ -7,8 +7,14 @@ target would draft what is rejected, so it is refused; one of the same target wi
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Callable, Container, Mapping, Sequence as Seq
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Container, Mapping, Sequence as Seq
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,14 +23,29 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from forerun.config import Quantization
 from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
+from forerun.models import hub, named
+from forerun.models.layers import DecoderConfig
+from forerun.models.outline import Beside
 from forerun.models.runner import Model
+from forerun.ops.quantised import Scheme
+from forerun.ops.quantising import scheme_of
 from forerun.text.files import unreadable
 from forerun.text.json_files import read_json
 
 T = TypeVar("T")
 CONFIG, WEIGHTS, PROBE = "config.json", "model.safetensors", "target_probe"
+MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
+SHIPPED = named.DATA / "heads"  # a folder for each head that ships with the package, called as it is named
+IGNORED = re.compile(r"t2d$|verifier_(norm|lm_head)\.|.*rotary_emb\.inv_freq$")  # tensors that change nothing
+OWN_IDS = ("d2t", "token_map")  # tensors that say which ids are drafted
+LM_HEAD = re.compile(r".*lm_head|\d+\.\d+\.weight$")  # of a head's own, as published ones call it
+LOOK_AHEAD = "look_ahead"  # the vectors of pass
+EMBEDDINGS = "embed_tokens.weight"  # of a head's own
+TABLES = (LOOK_AHEAD, EMBEDDINGS)  # tensors that are no product's, but hold a row for each of something
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+CONVERT = f"convert it to {WEIGHTS} with safetensors.torch.save_file(torch.load(FILE, weights_only=True), ...)"
 NUM_PROBES = 8  # embeddings of the target, spread over its ids
 MOST_UNLIKE = 0.25  # of the probe's norm; rounding to 4 bits changes about 0.1
 LARGEST = 6e4  # of what a head reads of hidden states: an infinite number would make all that follow no numbers
@@ -47,14 +68,69 @@ def save(folder: Path, method: str, weights: Mapping[str, Tensor], config: Mappi
     (folder / f"{CONFIG}.partial").replace(folder / CONFIG)
 
 
-def config_of(path: str | None, method: str, tokenizer: str | None) -> dict[str, Any]:
-    """As `read_config`; BadOption without a path says how to make such a folder."""
+def path_help(method: str) -> str:
+    """What is said of the option that names a head."""
+    return f"what `forerun train head --method {method}` made, or a published head: a folder, a name, or a hub id"
+
+
+def located(path: str | None, method: str) -> str:
+    """The folder of a head that is named as a model is; one of the hub is fetched whole into huggingface_hub's cache.
+
+    path: a folder; where there is none, a head that ships with the package, or a hub id org/name[@revision]. Raises
+    BadOption without one, NotFound for what is not there or cannot be had, UnsupportedModel for a pickle.
+    """
     if path is None:
         raise BadOption(
-            f"{method} needs what is trained for its target: make it with `forerun train head --method {method} "
-            f"--target TARGET --out FOLDER`, then write {method}:path=FOLDER/head"
+            f"{method} needs a head that was trained for its target: make one with `forerun train head --method "
+            f"{method} --target TARGET --out FOLDER`, then write {method}:path=FOLDER/head; a published one is named "
+            "by its folder or hub id"
         )
-    return read_config(path, method, tokenizer)
+    folder = os.path.expanduser(path)
+    if os.path.exists(folder):
+        return folder
+    shipped = shipped_names()
+    if path in shipped:
+        return str(SHIPPED / path)
+    found = hub.fetch_files(path, partial(_wanted, method))
+    if found is None:
+        near = difflib.get_close_matches(path.lower(), shipped, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise NotFound(f"there is no head {shown(path)}{hint}: name {_known(method)}")
+    return str(found)
+
+
+def shipped_names() -> list[str]:
+    """The heads that ship with the package."""
+    return sorted(file.parent.name for file in SHIPPED.glob(f"*/{CONFIG}"))
+
+
+def weight_files(names: Collection[str]) -> list[str]:
+    """Those of these files that hold a head's weights, shards in order."""
+    return [MEDUSA_WEIGHTS] if MEDUSA_WEIGHTS in names else sorted(n for n in names if fnmatch(n, "model*.safetensors"))
+
+
+def _wanted(method: str, names: Collection[str], where: str) -> list[str]:
+    """The files of a head of the hub, less config.json. Raises for what is none, before anything is fetched."""
+    found = weight_files(names)
+    pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
+    if not found and pickles:
+        raise UnsupportedModel(
+            f"{where} has weights in {pickles[0]} only, which is a pickle and runs code when it is loaded: fetch it "
+            f"with `hf download {where} --local-dir FOLDER`, {CONVERT}, and write {method}:path=FOLDER"
+        )
+    if CONFIG not in names or not found:
+        raise NotFound(f"{where} holds no {CONFIG if found else WEIGHTS}, and is no head: name {_known(method)}")
+    return found
+
+
+def _known(method: str) -> str:
+    """What a head may be named by, for messages."""
+    own = shipped_names()
+    listed = f", or one that ships here ({', '.join(own)})" if own else ""
+    return (
+        f"a folder with {CONFIG} and {WEIGHTS}, which `forerun train head --method {method} --out FOLDER` writes as "
+        f"FOLDER/head, one that was published for the target, by its folder or as org/name of the hub{listed}"
+    )
 
 
 def read_config(path: str, method: str, tokenizer: str | None = None) -> dict[str, Any]:
@@ -66,20 +142,18 @@ def read_config(path: str, method: str, tokenizer: str | None = None) -> dict[st
     folder = Path(path)
     if folder.suffix in PICKLES or (not (folder / WEIGHTS).is_file() and any(_pickles(folder))):
         raise UnsupportedModel(
-            f"{shown(path)} is a pickle, which runs code when it is loaded: convert it to {WEIGHTS} with "
-            "safetensors.torch.save_file(torch.load(FILE, weights_only=True), ...), and name that folder"
+            f"{shown(path)} is a pickle, which runs code when it is loaded: {CONVERT}, and name that folder"
         )
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
-        raise NotFound(
-            f"{shown(path)} is no folder with {CONFIG} and {WEIGHTS}: make one with `forerun train head --method "
-            f"{method} --out FOLDER`, which writes FOLDER/head, or name one that was published for the target"
-        )
+        raise NotFound(f"{shown(path)} is no folder with {CONFIG} and {WEIGHTS}: name {_known(method)}")
     config = dict(read_json(folder / CONFIG))
     own = config.pop("forerun", None)
-    if not isinstance(own, dict) or own.get("method") != method:
-        what = own.get("method") if isinstance(own, dict) else None
+    if not isinstance(own, dict):
+        raise BadOption(f"{shown(path)} is no head that {method} reads: name {_known(method)}")
+    if own.get("method") != method:
         raise BadOption(
-            f"{shown(path)} is a head of {shown(str(what))} and not of {method}: name it as the drafter that it is for"
+            f"{shown(path)} is a head of {shown(str(own.get('method')))} and not of {method}: name it as the drafter "
+            "that it is for"
         )
     if tokenizer is not None and own.get("tokenizer") != tokenizer:
         raise BadOption(f"{shown(path)} holds ids of another tokenizer than the target's: train a head for this target")
@@ -111,6 +185,36 @@ def tensors(file: Path, names: Container[str] | None = None) -> dict[str, Tensor
 def shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the tensors of a safetensors file, of which none is read."""
     return _each(file, lambda opened, name: tuple(opened.get_slice(name).get_shape()))
+
+
+def own_weights(
+    path: str,
+    config: DecoderConfig,
+    rounded: Quantization | None = None,
+    rows: Quantization | None = None,
+    *,
+    all_rows: bool,
+) -> Beside:
+    """What a head keeps in memory, by the headers of its files. config: of its target.
+
+    rounded: what its matrices are rounded to. Beside them it keeps a copy of the rows of the target's LM head of the
+    ids that it drafts, where it has none of its own; rows: what these are rounded to; None = as the others. all_rows:
+    whether it copies all of them where it drafts every id. Embeddings that turn out to be the target's are counted,
+    for only their numbers tell it.
+    """
+    names = weight_files([file.name for file in Path(path).glob("*")])
+    found = {name: shape for file in names for name, shape in shapes(Path(path) / file).items()}
+    num_rows = next((found[name][0] for name in OWN_IDS if name in found), config.vocab_size if all_rows else 0)
+    kept = {n: s for n, s in found.items() if n not in (*OWN_IDS, PROBE) and not IGNORED.match(n)}
+    matrices = [((s[0], s[1]), _scheme(rounded)) for n, s in kept.items() if len(s) == 2 and n not in TABLES]
+    if num_rows and not any(map(LM_HEAD.match, kept)):
+        matrices.append(((num_rows, config.hidden_size), _scheme(rows or rounded)))
+    floats = [shape for name, shape in kept.items() if len(shape) != 2 or name == LOOK_AHEAD]
+    return Beside(tuple(matrices), math.prod(kept.get(EMBEDDINGS, (0,))), sum(map(math.prod, floats)))
+
+
+def _scheme(rounded: Quantization | None) -> Scheme | None:
+    return None if rounded is None else scheme_of(rounded.bits, rounded.group)
 
 
 def check_shapes(

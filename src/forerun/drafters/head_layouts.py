@@ -43,8 +43,6 @@ SIGNS = {
 SPECULATORS = {"eagle3": EAGLE_3, "peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark", "mtp": "MTP"}
 NOT_COMPUTED = ("P-EAGLE", "DSpark", "MTP")
 DRAFTERS = {EAGLE_1: "eagle", EAGLE_3: "eagle", MEDUSA: "medusa", "Hydra": "hydra", "DFlash": "dflash"}
-MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
-IGNORED = re.compile(r"t2d$|verifier_(norm|lm_head)\.|.*rotary_emb\.inv_freq$")  # tensors that change nothing
 MOST_PADDING = 1024  # rows of a vocabulary without a token
 COMPARED_ROWS = 4096  # of embeddings, at a time
 
@@ -108,7 +106,7 @@ class Published:
 
     def read(self, must: Shapes, may: Shapes) -> dict[str, Tensor]:
         """The tensors of these names. Raises UnsupportedModel for one that is missing, misshapen or not known."""
-        found = {name: shape for name, shape in self.shapes.items() if not IGNORED.match(name)}
+        found = {name: shape for name, shape in self.shapes.items() if not head_files.IGNORED.match(name)}
         wanted = {**must, **{name: shape for name, shape in may.items() if name in found}}
         head_files.check_shapes(str(self.files[0]), found, wanted, "fetch the head again, or name one of this target")
         return {name: tensor for file in self.files for name, tensor in head_files.tensors(file, wanted).items()}
@@ -121,7 +119,7 @@ def find(path: str, method: str, ignore: Collection[str] = ()) -> Published | No
     UnsupportedModel for one that none does.
     """
     folder = Path(path)
-    files = [file for file in [folder / MEDUSA_WEIGHTS] if file.is_file()] or sorted(folder.glob("model*.safetensors"))
+    files = [folder / name for name in head_files.weight_files([file.name for file in folder.glob("*")])]
     if not files or not (folder / head_files.CONFIG).is_file():
         return None
     config = without(read_json(folder / head_files.CONFIG), ignore)

@@ -54,11 +54,19 @@ class Product:
         return self.ops.linear(rows, self.matrix, self.bias)
 
 
-def quantization_of(option: str, target: Model) -> Quantization | None:
-    """What a head is rounded to. option: none, a number of bits, or auto: 8 beside a target of 4 or 8 bits."""
+def quantization_of(option: str, is_packed: bool) -> Quantization | None:
+    """What a head is rounded to. option: none, a number of bits, or auto: 8 beside a target of 4 or 8 bits.
+
+    is_packed: whether the target has such weights in memory.
+    """
     if option == "auto":
-        option = "int8" if getattr(target, "weight_bits", ()) else "none"
+        option = "int8" if is_packed else "none"
     return None if option == "none" else Quantization.parse(option)
+
+
+def is_packed(target: Model) -> bool:
+    """Whether a target has weights of 4 or 8 bits in memory."""
+    return bool(getattr(target, "weight_bits", ()))
 
 
 def _quantised(weight: Tensor, scheme: Scheme) -> QuantisedMatrix:

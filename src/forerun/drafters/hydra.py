@@ -20,8 +20,10 @@ from torch import Tensor
 from forerun.drafters import Drafter, Target, artifacts, head_files
 from forerun.drafters.head_matrices import Product
 from forerun.drafters.medusa import Following, MedusaDrafter, finite, likeliest, linear, through, widths
-from forerun.errors import BadOption, UnsupportedModel, shown
+from forerun.errors import UnsupportedModel, shown
 from forerun.models.configs import size
+from forerun.models.layers import DecoderConfig
+from forerun.models.outline import Beside
 from forerun.models.runner import Model
 
 FIRST = ("linear", "res_connection")  # of the first block, whose input is wider than its output
@@ -31,9 +33,7 @@ FIRST = ("linear", "res_connection")  # of the first block, whose input is wider
 class Options:
     """Which heads, and the shape of the draft."""
 
-    path: str | None = field(
-        default=None, metadata={"help": "folder that `forerun train head --method hydra` made, or of published heads"}
-    )
+    path: str | None = field(default=None, metadata={"help": head_files.path_help("hydra")})
     shape: str = field(
         default="3x2x1x1", metadata={"help": "children of a node by depth, as in 3x2x1; 1x1x1 = a chain"}
     )
@@ -95,19 +95,14 @@ class HydraHeads:
         return self._heads[head](through(self._blocks[head], around(x) + F.silu(inner(x))))
 
 
-def _read_config(options: Options, tokenizer: str | None) -> dict[str, Any]:
-    if options.path is None:
-        raise BadOption(
-            "hydra needs heads: make them with `forerun train head --method hydra --target TARGET --out FOLDER`, then "
-            "write hydra:path=FOLDER/head"
-        )
-    published = head_files.published_config(options.path, "hydra_num_heads")
+def _read_config(path: str, tokenizer: str | None) -> dict[str, Any]:
+    published = head_files.published_config(path, "hydra_num_heads")
     if published is None:
-        return head_files.read_config(options.path, "hydra", tokenizer)
+        return head_files.read_config(path, "hydra", tokenizer)
     for key, wanted in {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}.items():
         if (found := published.get(key, wanted)) != wanted:
             raise UnsupportedModel(
-                f"{shown(options.path)} has {key}={shown(str(found))}, and forerun computes {key}={wanted} alone: "
+                f"{shown(path)} has {key}={shown(str(found))}, and forerun computes {key}={wanted} alone: "
                 "train heads for this target with `forerun train head --method hydra`"
             )
     return published
@@ -115,13 +110,21 @@ def _read_config(options: Options, tokenizer: str | None) -> dict[str, Any]:
 
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
     """Refuse a folder that has no heads, or those of another tokenizer, before any weight is read."""
-    _read_config(options, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+    path = head_files.located(options.path, "hydra")
+    _read_config(path, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+
+
+def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+    """Return what the memory plan counts of the heads' weights."""
+    if options.path is None:
+        return None
+    return head_files.own_weights(head_files.located(options.path, "hydra"), config, all_rows=True)
 
 
 def build(options: Options, target: Target) -> Drafter:
     """Read the heads. Raises what head_files.py raises, and UnsupportedModel for other kinds of heads."""
-    config = _read_config(options, artifacts.fingerprint(target.tokenizer, target.num_ids))
-    assert options.path is not None
+    path = head_files.located(options.path, "hydra")
+    config = _read_config(path, artifacts.fingerprint(target.tokenizer, target.num_ids))
     num_heads, num_blocks = size(config, "hydra_num_heads"), size({"hydra_num_layers": 1, **config}, "hydra_num_layers")
     model = target.model
     width, vocab_size = model.config.hidden_size, model.config.vocab_size
@@ -133,7 +136,7 @@ def build(options: Options, target: Target) -> Drafter:
         for head in range(num_heads):
             at = f"hydra_lm_head.{head}."
             wanted |= {f"{at}weight": (vocab_size, width), f"{at}bias": (vocab_size,)}
-    weights = head_files.read_weights(options.path, wanted, model, target.num_ids)
+    weights = head_files.read_weights(path, wanted, model, target.num_ids)
     d2t = weights.pop("d2t") if is_own else torch.zeros(target.num_ids, dtype=torch.int64)
-    ids = head_files.draft_ids(options.path, d2t, target.num_ids)
+    ids = head_files.draft_ids(path, d2t, target.num_ids)
     return MedusaDrafter(HydraHeads(weights, num_heads, num_blocks, ids, model), options.shape)

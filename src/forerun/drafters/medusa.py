@@ -20,6 +20,8 @@ from forerun.drafters import Drafter, Seen, Target, artifacts, head_files, head_
 from forerun.drafters.head_matrices import Product
 from forerun.errors import BadOption, shown
 from forerun.models.configs import size
+from forerun.models.layers import DecoderConfig
+from forerun.models.outline import Beside
 from forerun.models.runner import Model
 from forerun.theory.trees import Node, best_first
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
@@ -31,9 +33,7 @@ SHARES = (0.5, 0.14, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01)  # of the target's cho
 class Options:
     """Which heads, and the shape of the draft."""
 
-    path: str | None = field(
-        default=None, metadata={"help": "folder that `forerun train head --method medusa` made, or published heads'"}
-    )
+    path: str | None = field(default=None, metadata={"help": head_files.path_help("medusa")})
     shape: str = field(
         default="3x2x1x1", metadata={"help": "children of a node by depth, as in 3x2x1; 1x1x1 = a chain"}
     )
@@ -213,25 +213,23 @@ class MedusaDrafter(Drafter):
         return trees
 
 
-def _folder(options: Options) -> str:
-    if options.path is None:
-        raise BadOption(
-            "medusa needs heads: make them with `forerun train head --method medusa --target TARGET --out FOLDER`, "
-            "then write medusa:path=FOLDER/head; published ones are named by their folder"
-        )
-    return options.path
-
-
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
     """Refuse a folder that has no heads, or those of another tokenizer, before any weight is read."""
-    path = _folder(options)
+    path = head_files.located(options.path, "medusa")
     if head_layouts.find(path, "medusa") is None:
         head_files.read_config(path, "medusa", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
 
 
+def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+    """Return what the memory plan counts of the heads' weights."""
+    if options.path is None:
+        return None
+    return head_files.own_weights(head_files.located(options.path, "medusa"), config, all_rows=True)
+
+
 def build(options: Options, target: Target) -> Drafter:
     """Read the heads. Raises what head_files.py and head_layouts.py raise."""
-    path = _folder(options)
+    path = head_files.located(options.path, "medusa")
     if (found := head_layouts.find(path, "medusa")) is not None:
         own = head_layouts.read_medusa(found, target)
         heads = Heads(own.weights, own.num_heads, own.num_blocks, own.ids, target.model)

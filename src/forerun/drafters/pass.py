@@ -25,9 +25,10 @@ from torch import Tensor
 from forerun.drafters import Drafter, Seen, Target, artifacts, head_files
 from forerun.drafters.model import Chain, Row, next_of
 from forerun.models.configs import size
+from forerun.models.layers import DecoderConfig
+from forerun.models.outline import Beside
 from forerun.types import Budget, Coins, Draft, Extra, Sequence
 
-NAME = "look_ahead"
 # P(a guess is accepted), given that those before it were; the last one for all that follow. Not measured yet.
 RATES = (0.3, 0.25, 0.25)
 
@@ -36,7 +37,7 @@ RATES = (0.3, 0.25, 0.25)
 class Options:
     """Which vectors."""
 
-    path: str | None = field(default=None, metadata={"help": "folder that `forerun train head --method pass` made"})
+    path: str | None = field(default=None, metadata={"help": head_files.path_help("pass")})
 
 
 @cache
@@ -134,13 +135,21 @@ class PassDrafter(Drafter):
 
 def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) -> None:
     """Refuse a folder that has no vectors, or those of another tokenizer, before any weight is read."""
-    head_files.config_of(options.path, "pass", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+    path = head_files.located(options.path, "pass")
+    head_files.read_config(path, "pass", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
+
+
+def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+    """Return what the memory plan counts of the vectors' weights."""
+    if options.path is None:
+        return None
+    return head_files.own_weights(head_files.located(options.path, "pass"), config, all_rows=False)
 
 
 def build(options: Options, target: Target) -> Drafter:
     """Read the vectors. Raises what head_files.py raises."""
-    config = head_files.config_of(options.path, "pass", artifacts.fingerprint(target.tokenizer, target.num_ids))
-    assert options.path is not None
-    shapes = {NAME: (size(config, "num_look_ahead"), target.model.config.hidden_size)}
-    weights = head_files.read_weights(options.path, shapes, target.model, target.num_ids)
-    return PassDrafter(weights[NAME].to(target.model.device).float())
+    path = head_files.located(options.path, "pass")
+    config = head_files.read_config(path, "pass", artifacts.fingerprint(target.tokenizer, target.num_ids))
+    shapes = {head_files.LOOK_AHEAD: (size(config, "num_look_ahead"), target.model.config.hidden_size)}
+    weights = head_files.read_weights(path, shapes, target.model, target.num_ids)
+    return PassDrafter(weights[head_files.LOOK_AHEAD].to(target.model.device).float())

@@ -18,7 +18,7 @@ from forerun import drafters, ops, pacing
 from forerun.config import EngineConfig, Quantization
 from forerun.engine import router
 from forerun.engine.engine import Engine
-from forerun.errors import BadOption, CapacityError, NotFound, UserError, shown
+from forerun.errors import BadOption, CapacityError, NotFound, UserError
 from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
 from forerun.memory.plan import MemoryPlan, memory_plan, pool_tokens, resolve_max_seq_len
@@ -33,7 +33,7 @@ from forerun.models.loading import (
     read_raw_config,
     small_files,
 )
-from forerun.models.outline import Outline
+from forerun.models.outline import Beside, Outline
 from forerun.models.runner import Runner
 from forerun.ops.reference import ReferenceOps
 from forerun.pacing.cost import Costs
@@ -178,22 +178,6 @@ def _target(config: EngineConfig) -> str | Path:
     return config.target or SHIPPED_TARGET
 
 
-def check_loaded(checkpoint: Checkpoint, config: EngineConfig) -> None:
-    """A loaded model brings type, device and operators along: options that say otherwise are refused, not ignored."""
-    model = checkpoint.model
-    facts = {
-        "dtype": (config.dtype, str(model.weight_dtype).removeprefix("torch.")),
-        "device": (config.device, model.device.type),
-        "ops": (config.ops, model.ops.name),
-        "quantization": (config.quantization, checkpoint.quantization),
-    }
-    for name, (wanted, fact) in facts.items():
-        if wanted not in ("auto", None, fact):
-            raise BadOption(
-                f"{name}={shown(wanted)} contradicts the loaded model ({fact}): load the model that way instead"
-            )
-
-
 def _device(name: str) -> torch.device:
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
@@ -240,7 +224,7 @@ def made_outlines(config: EngineConfig, target: Outline) -> dict[str, Outline]:
                 f"the drafter {method!r} is not possible: the target's weights are quantised already; use an "
                 "unquantised target, or dtype='float32'"
             )
-        made[name] = target.made(own.quantization, own.num_layers)
+        made[name] = target.made(own.quantization, own.num_layers, own.config)
     return made
 
 
@@ -249,6 +233,12 @@ def _are_packed(target: Outline, config: EngineConfig) -> bool:
     device = device_of(config)
     packs = packed_schemes(ops.make(config.ops, device), dtype_of(config, device, target.raw))
     return any(map(packs, target.schemes.values()))
+
+
+def _methods(config: EngineConfig) -> list[tuple[str, Any]]:
+    """All methods of a configuration, those of which others are made included, with their options."""
+    specs = (config.draft, *config.extra_draft_specs)
+    return [own for spec in specs for own in drafters.methods(spec, auto_draft(config.target))]
 
 
 def _with_models(config: EngineConfig) -> list[tuple[str, str, Any]]:
@@ -278,7 +268,19 @@ def plan_of(config: EngineConfig, models: Mapping[str, Outline], device: str, av
         made_of_target=[name for name, model in models.items() if model.is_made],
         shared=_shared(config, models),
         head_rows=head_rows(config),
+        beside=_beside(config, models["target"]),
     )
+
+
+def _beside(config: EngineConfig, target: Outline) -> dict[str, Beside]:
+    """The weights of trained heads, by what their models are called in `outlines`, or by their methods."""
+    without = [(name, name, options) for name, options in _methods(config) if not drafters.has_a_model(name)]
+    found = dict[str, Beside]()
+    for name, method, options in (*_with_models(config), *without):
+        if (own := drafters.own_weights(method, options, target.config, _are_packed(target, config))) is not None:
+            number = 1 + sum(other.partition(" ")[0] == name for other in found)
+            found[name if number == 1 else f"{name} {number}"] = own
+    return found
 
 
 def _shared(config: EngineConfig, models: Mapping[str, Outline]) -> dict[str, str]:
@@ -303,9 +305,7 @@ def head_rows(config: EngineConfig) -> dict[str, int]:
 
 def num_taps(config: EngineConfig, num_layers: int) -> int:
     """How many inner layers of a target of so many show their rows to drafters, in each pass."""
-    specs = (config.draft, *config.extra_draft_specs)
-    methods = [own for spec in specs for own in drafters.methods(spec, auto_draft(config.target))]
-    return len({k for method, options in methods for k in drafters.hidden_layers(method, options, num_layers)})
+    return len({k for method, options in _methods(config) for k in drafters.hidden_layers(method, options, num_layers)})
 
 
 def _path_of(own: drafters.OwnCheckpoint, method: str, config: EngineConfig) -> str:

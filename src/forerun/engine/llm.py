@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
-from forerun.engine.factory import build, check_loaded, load_target, refuse_early, refuse_what_does_not_fit
+from forerun.engine.factory import build, load_target, refuse_early, refuse_what_does_not_fit
 from forerun.engine.loop import Loop
 from forerun.engine.options import LLMOptions, llm_signature
 from forerun.engine.prompts import (
@@ -29,7 +29,7 @@ from forerun.engine.prompts import (
     refuse_to_stream,
 )
 from forerun.engine.request import Chunk, Mark, Reader, Request, RequestOutput, unheard
-from forerun.errors import BadOption, UserError
+from forerun.errors import BadOption, UserError, shown
 from forerun.models.generation import sampling_defaults
 from forerun.models.loading import Checkpoint
 from forerun.pacing.cost import PassTime
@@ -69,7 +69,7 @@ class LLM:
             if self._loaded_draft is None:
                 refuse_what_does_not_fit(self.config)
         else:
-            check_loaded(loaded, self.config)
+            _check_loaded(loaded, self.config)
         self.checkpoint = loaded or load_target(self.config, with_tokenizer=False)
         if tokenizer is None or tokenizer.folder != self.checkpoint.folder:  # a branch of the hub may have moved
             tokenizer = self.checkpoint.tokenizer or Tokenizer.find(self.checkpoint.folder)
@@ -307,3 +307,19 @@ def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Ite
         del readers[request]
     if chunk.token_ids or mark.finish_reason is not None:
         yield chunk
+
+
+def _check_loaded(checkpoint: Checkpoint, config: EngineConfig) -> None:
+    """A loaded model brings type, device and operators along: options that say otherwise are refused, not ignored."""
+    model = checkpoint.model
+    facts = {
+        "dtype": (config.dtype, str(model.weight_dtype).removeprefix("torch.")),
+        "device": (config.device, model.device.type),
+        "ops": (config.ops, model.ops.name),
+        "quantization": (config.quantization, checkpoint.quantization),
+    }
+    for name, (wanted, fact) in facts.items():
+        if wanted not in ("auto", None, fact):
+            raise BadOption(
+                f"{name}={shown(wanted)} contradicts the loaded model ({fact}): load the model that way instead"
+            )

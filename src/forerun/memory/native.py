@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -27,9 +28,10 @@ from forerun.memory.parts import (
 )
 from forerun.memory.reference import block_bytes, weight_bytes
 from forerun.models.layers import DecoderConfig, parameter_shapes
+from forerun.models.outline import Beside
 from forerun.ops.cpu_decoder import PRODUCTS, short_head_scheme
 from forerun.ops.packed import PANEL, Format, packs, sections_of
-from forerun.ops.quantised import UNIT, QuantisedMatrix
+from forerun.ops.quantised import UNIT, QuantisedMatrix, Scheme
 
 ROUNDED_BYTES = 48  # of a unit of a row that is rounded to int8: csrc/kernels.h
 WORD_BYTES = 4  # inputs of a step: one float32, or two bfloat16
@@ -59,10 +61,12 @@ class NativeSizes:
         """Return the type of the weights, bfloat16 beside rounded ones."""
         return torch.bfloat16 if name in self.rounded else self.dtype
 
-    def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
+    def weights(
+        self, models: Mapping[str, DecoderConfig], beside: Mapping[str, Beside] = MappingProxyType({})
+    ) -> list[MemoryPart]:
         """Return the parts of packed matrices with biases, float32 norms, and an untied embedding as it is stored.
 
-        A further part is what is lost at the ends of huge pages.
+        Then those of heads; a further part is what is lost at the ends of huge pages.
         """
         parts, rounded = [], 0
         for name, model in models.items():
@@ -79,6 +83,16 @@ class NativeSizes:
                 how = f"{num:,} weights, scales and all {8 * num_bytes / num:.2f} bits each"
             parts.append(MemoryPart(f"{name} weights", num_bytes, how))
             rounded += sum(allocated_bytes(n) - n for n in matrices)
+        for name, own in beside.items():
+            matrices = [
+                packed_bytes(*shape, self.dtype) if scheme is None else quantised_bytes([_of(shape, scheme)])
+                for shape, scheme in own.matrices
+            ]
+            others = own.num_looked_up * self.dtype.itemsize + own.num_floats * FLOAT_BYTES
+            num_bytes, num = sum(matrices) + others, own.num_weights
+            how = f"{num:,} weights, packed: {8 * num_bytes / max(1, num):.2f} bits each"
+            parts.append(MemoryPart(f"{name} weights", num_bytes, how))
+            rounded += sum(allocated_bytes(n) - n for n in matrices)
         ends = MemoryPart("page rounding", rounded, "matrices of 2 MiB and more take whole huge pages of memory")
         return [*parts, *([ends] if rounded else [])]
 
@@ -89,7 +103,7 @@ class NativeSizes:
             return 0
         if head in self._packed_schemes(name):
             shape = (num_rows, model.hidden_size)
-            return quantised_bytes([QuantisedMatrix(short_head_scheme(), shape, lambda: iter(()))])
+            return quantised_bytes([_of(shape, short_head_scheme())])
         return packed_bytes(num_rows, model.hidden_size, self.cache_dtype_of(name))
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
@@ -203,7 +217,7 @@ def packed_matrix_bytes(c: DecoderConfig, dtype: torch.dtype, schemes: Schemes |
         weights = [f"{name}.weight" for name in names]
         if all(weight in schemes for weight in weights):
             parts = [(schemes[weight], shapes[weight]) for weight in weights]
-            return quantised_bytes([QuantisedMatrix(s, (o, i), lambda: iter(())) for s, (o, i) in parts], paired=paired)
+            return quantised_bytes([_of((o, i), s) for s, (o, i) in parts], paired=paired)
         num_out = sum(shapes[weight][0] for weight in weights) // (1 + paired)
         return packed_bytes(num_out, shapes[weights[0]][1], dtype, paired=paired)
 
@@ -214,6 +228,11 @@ def packed_matrix_bytes(c: DecoderConfig, dtype: torch.dtype, schemes: Schemes |
     yield product(embedding if c.tie_embeddings else "lm_head")
     if not c.tie_embeddings and EMBEDDING in schemes:
         yield product(embedding)
+
+
+def _of(shape: tuple[int, int], scheme: Scheme) -> QuantisedMatrix:
+    """Return a matrix of which nothing is read."""
+    return QuantisedMatrix(scheme, shape, lambda: iter(()))
 
 
 def allocated_bytes(num_bytes: int) -> int:

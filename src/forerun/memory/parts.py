@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
 from forerun.models.layers import DecoderConfig, Rope
+from forerun.models.outline import Beside
 from forerun.ops.quantised import Scheme
 
 Schemes = Mapping[str, Scheme]  # of quantised matrices, by the names of their weights
@@ -69,8 +71,13 @@ class Sizes(Protocol):
     def cache_dtype_of(self, name: str) -> torch.dtype:
         """Return the type of keys and values in the cache of a model."""
 
-    def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
-        """Return the weights, as the operators keep them, of "target", "draft" and extra draft models."""
+    def weights(
+        self, models: Mapping[str, DecoderConfig], beside: Mapping[str, Beside] = MappingProxyType({})
+    ) -> list[MemoryPart]:
+        """Return the weights, as the operators keep them, of "target", "draft" and extra draft models, then of heads.
+
+        beside: the weights of trained heads, by what they are called.
+        """
 
     def head_bytes(self, name: str, model: DecoderConfig, num_rows: int) -> int:
         """Return what the first rows of a model's LM head take a second time where no others are read."""

@@ -25,6 +25,7 @@ from forerun.memory.native import NativeSizes
 from forerun.memory.parts import PROB_BYTES, MemoryPart, Pass, Schemes, Sizes
 from forerun.memory.reference import ReferenceSizes
 from forerun.models.layers import DecoderConfig
+from forerun.models.outline import Beside
 from forerun.types import ROUND_TOKENS
 
 DEFAULT_MAX_SEQ_LEN = 4096  # tokens; a cache for the model's own limit may be far larger than what a user expects
@@ -118,6 +119,7 @@ def memory_plan(
     made_of_target: Collection[str] = (),
     head_rows: Mapping[str, int] | None = None,
     shared: Mapping[str, str] | None = None,
+    beside: Mapping[str, Beside] | None = None,
 ) -> MemoryPlan:
     """Plan the memory of a target and its draft model (None = a drafter without a model) under the engine's options.
 
@@ -127,8 +129,9 @@ def memory_plan(
     "target", "draft" and the extra drafts by their names. num_taps: inner layers of the target whose rows drafters see.
     made_of_target: drafts that have no weights of their own or, where they have schemes, round the target's. head_rows:
     of drafts that read the first rows of their LM head alone. shared: drafts whose weights are in memory already, for
-    an earlier one, by the names of both. Raises BadOption as the engine itself would for ops,
-    max_seq_len and kv_cache_tokens.
+    an earlier one, by the names of both. beside: weights of trained heads, by the names of the drafts whose caches are
+    theirs, or by what they are called. Raises BadOption as the engine itself would for ops, max_seq_len and
+    kv_cache_tokens.
     """
     extra = extra_drafts or {}
     labels = [EXTRA_DRAFT if number == 1 else f"{EXTRA_DRAFT} {number}" for number in range(1, len(extra) + 1)]
@@ -140,7 +143,8 @@ def memory_plan(
     rows = {label: num for label in drafts if (num := (head_rows or {}).get(names.get(label, label)))}
     label_of = {name: label for label, name in names.items()}
     one = {label_of.get(name, name): label_of.get(other, other) for name, other in (shared or {}).items()}
-    needs = _Needs(target, drafts, config, dtype, device, by_label, num_taps, made, rows, one)
+    own = {label_of.get(name, name): weights for name, weights in (beside or {}).items()}
+    needs = _Needs(target, drafts, config, dtype, device, by_label, num_taps, made, rows, one, own)
     plan = MemoryPlan(needs.parts(), available_bytes, later=needs.later(), extra_drafts=names)
     return plan if plan.fits else replace(plan, suggestions=tuple(_suggestions(needs, available_bytes or 0)))
 
@@ -185,6 +189,7 @@ class _Needs:
     made: frozenset[str]  # drafts that are made of the target
     head_rows: Mapping[str, int]
     shared: Mapping[str, str]  # drafts that run the model of an earlier one, with a cache of their own
+    beside: Mapping[str, Beside]  # weights of trained heads
 
     @property
     def max_seq_len(self) -> int:
@@ -217,7 +222,13 @@ class _Needs:
         }
         pools = [self._pool(name, model.cache_shape) for name, model in models.items()]
         activations = self.sizes.activations(self._passes())
-        running = [*self.sizes.weights(loaded), *self._head_rows(), *pools, *activations, *self._probabilities()]
+        running = [
+            *self.sizes.weights(loaded, self.beside),
+            *self._head_rows(),
+            *pools,
+            *activations,
+            *self._probabilities(),
+        ]
         return (*running, *self._loading(loaded, running))
 
     def later(self) -> tuple[MemoryPart, ...]:

@@ -9,11 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
-from forerun.memory.parts import KERNEL_BYTES, PROB_BYTES, MemoryPart, Pass, matrix_shapes, rope_table_bytes
+from forerun.memory.parts import (
+    FLOAT_BYTES,
+    KERNEL_BYTES,
+    PROB_BYTES,
+    MemoryPart,
+    Pass,
+    matrix_shapes,
+    rope_table_bytes,
+)
 from forerun.models.layers import DecoderConfig, parameter_shapes
+from forerun.models.outline import Beside
 from forerun.models.source import BLOCK_BYTES
 from forerun.ops.reference import ONEDNN_MIN_WEIGHTS
 
@@ -38,10 +48,20 @@ class ReferenceSizes:
         """The type of the weights."""
         return self.dtype
 
-    def weights(self, models: Mapping[str, DecoderConfig]) -> list[MemoryPart]:
-        """Return one part for each model with every weight counted once; a tied LM head is its embedding."""
+    def weights(
+        self, models: Mapping[str, DecoderConfig], beside: Mapping[str, Beside] = MappingProxyType({})
+    ) -> list[MemoryPart]:
+        """Return one part for each model with every weight counted once; a tied LM head is its embedding.
+
+        A part follows for each head, whose rounded matrices are kept as what they stand for.
+        """
         size, found = self.dtype.itemsize, {name: weight_bytes(model, self.dtype) for name, model in models.items()}
-        return [MemoryPart(f"{name} weights", n, f"{n // size:,} weights x {size} bytes") for name, n in found.items()]
+        parts = [MemoryPart(f"{name} weights", n, f"{n // size:,} weights x {size} bytes") for name, n in found.items()]
+        for name, own in beside.items():
+            num, floats = own.num_weights - own.num_floats, own.num_floats
+            how = f"{num:,} weights x {size} bytes, {floats:,} x {FLOAT_BYTES} bytes"
+            parts.append(MemoryPart(f"{name} weights", num * size + floats * FLOAT_BYTES, how))
+        return parts
 
     def head_bytes(self, name: str, model: DecoderConfig, num_rows: int) -> int:
         """Return 0: they are read where they are."""

@@ -25,6 +25,7 @@ from forerun.models.refusals import (
     SINGLE,
     TOKENIZER,
     WANTED,
+    names_in,
     refuse_quantiser_files,
     refuse_without_config,
     refuse_without_tokenizer,
@@ -54,6 +55,7 @@ LISTING_KEPT_S = 60.0
 GB = 10**9
 
 Check = Callable[[Path], object]
+Choose = Callable[[Collection[str], str], Collection[str]]  # (names of files, whose they are) -> those that are wanted
 Listing = tuple[str, dict[str, int | None]]  # a commit, and its files with their sizes in bytes, as far as known
 
 
@@ -84,14 +86,38 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True,
     if model is None:
         raise NotFound(_missing(str(name), folder))
     try:
-        return model.fetch(config_only, weights, check)
+        return _said(model, lambda: model.fetch(config_only, weights, check))
+    except ForerunError as reason:
+        if known is not None and reason.__cause__ is not None:
+            said = type(reason)(f"{name} is not here: install it with `{known.how_to_get}` ({reason})")
+            raise said from reason.__cause__
+        raise
+
+
+def fetch_files(name: str, choose: Choose) -> Path | None:
+    """The folder in the cache with some files of a hub id org/name[@revision]; None where `name` can only be a path.
+
+    What lies there beside a model, such as a drafter's head, is no checkpoint: `choose` gets the names of all files,
+    raises for what is not wanted before anything is fetched, and returns those that are fetched beside config.json,
+    which must be there. Without a network, what of them is in the cache is used. Raises as `locate` does.
+    """
+    model = _as_hub_model(name) if "/" in name else None
+    if model is None:
+        return None
+    if isinstance(model, _HubFile):
+        raise NotFound(f"{name} is one file, and a folder of files is wanted: leave out what is behind the colon")
+    found = model
+    return _said(found, lambda: found.fetch_files(choose))
+
+
+def _said(model: _HubModel | _HubFile, fetch: Callable[[], Path]) -> Path:
+    """What `fetch` returns; what it raises as an error that says what would help."""
+    try:
+        return fetch()
     except ForerunError:
         raise
     except Exception as error:  # what a network, a server and a disk can do is an open list, and a traceback no help
-        reason = explained(error, model.id, model.revision)
-        if known is not None:
-            reason = type(reason)(f"{name} is not here: install it with `{known.how_to_get}` ({reason})")
-        raise reason from error
+        raise explained(error, model.id, model.revision) from error
 
 
 def _missing(name: str, folder: Path) -> str:
@@ -171,6 +197,26 @@ class _HubModel:
         self.check_disk({name: sizes[name] for name in files if not (folder / name).exists()})
         for name in files:
             self.download(name, commit)
+        return folder
+
+    def fetch_files(self, choose: Choose) -> Path:
+        """See `fetch_files` of this file; raises whatever huggingface_hub raises, too."""
+        try:
+            commit, sizes = self.listing()
+        except Exception as error:
+            cached = self._cached()
+            if cached is None or not is_unreachable(error):
+                raise
+            try:
+                choose(names_in(cached), self.id)
+            except ForerunError:
+                raise error from None
+            return cached
+        wanted = choose(sizes, self.id)
+        folder = self.download(CONFIG, self._revision_to_ask(commit)).parent
+        self.check_disk({name: sizes[name] for name in wanted if not (folder / name).exists()})
+        for name in wanted:
+            self.download(name, folder.name)
         return folder
 
     def listing(self) -> Listing:

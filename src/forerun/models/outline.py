@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,24 @@ from forerun.models.quantising import ENDS, planned
 from forerun.models.source import Source, Stored, open_source
 from forerun.ops.quantised import Scheme
 from forerun.text.json_files import read_json
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Weights that stand beside a model's and are no model's own, as far as headers of files say it.
+
+    matrices: (outputs, inputs) of each, and how it is rounded; None = not. num_looked_up: numbers of embeddings, of the
+    type of other weights. num_floats: those that are kept in float32, such as norms.
+    """
+
+    matrices: tuple[tuple[tuple[int, int], Scheme | None], ...]
+    num_looked_up: int = 0
+    num_floats: int = 0
+
+    @property
+    def num_weights(self) -> int:
+        """The number of all weights."""
+        return sum(math.prod(shape) for shape, _ in self.matrices) + self.num_looked_up + self.num_floats
 
 
 @dataclass(frozen=True)
@@ -59,9 +78,13 @@ class Outline:
         schemes = _schemes(_said_tensors(config, {}), self.quantization)
         return Outline(self.raw, config, self.quantization, schemes)
 
-    def made(self, quantization: str | None, num_layers: int | None) -> Outline:
-        """Return the outline of a model that this one rounds, or of its first layers. num_layers: None = all."""
-        config = self.config if num_layers is None else replace(self.config, num_layers=num_layers)
+    def made(self, quantization: str | None, num_layers: int | None, config: DecoderConfig | None = None) -> Outline:
+        """Return the outline of a model that this one rounds, or of its first layers. num_layers: None = all.
+
+        config: of layers that stand beside this one's instead.
+        """
+        if config is None:
+            config = self.config if num_layers is None else replace(self.config, num_layers=num_layers)
         schemes = {} if quantization is None else _schemes(_said_tensors(config, {}), quantization)
         return Outline(self.raw, config, quantization, schemes, is_made=True)
 

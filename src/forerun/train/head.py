@@ -45,10 +45,12 @@ class HeadTask:
     held_out: Packing
     tokenizer: str
     facts: Mapping[str, Any]
+    checkpoint: Checkpoint
     weights: Mapping[str, Tensor] = field(init=False)
+    rates: Mapping[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.weights = self.head.weights
+        self.weights, self.rates = self.head.weights, getattr(self.head, "rates", {})
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -57,6 +59,8 @@ class HeadTask:
 
     def loss(self, step: int) -> Tensor:
         """See `Task`."""
+        if hasattr(self.head, "at"):
+            self.head.at(step / self.config.steps)
         with autocast(self.config):
             return self.head.loss(self.data.batch(step))
 
@@ -74,8 +78,11 @@ class HeadTask:
         return {name: total / max(count, 1) for name, (total, count) in sums.items()}
 
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
-        """Write the folder out/head."""
+        """Write the folder out/head, and out/model where the target was trained along."""
         self.head.save(self.config.out / "head", self.tokenizer)
+        if (backbone := getattr(self.head, "backbone", None)) is not None:
+            numbers = {name: value for line in log for name, value in line.items()}
+            backbone.save(self.config.out / "model", self.checkpoint, numbers, self.config.method)
 
 
 def train(
@@ -117,7 +124,8 @@ def prepare(config: HeadConfig, checkpoint: Checkpoint, say: Callable[[int], Non
         "target": checkpoint.name,
         "share_drafted": float(counts[head.ids].sum() / counts.sum()) if hasattr(head, "ids") else 1.0,
     }
-    return HeadTask(config, head, data, held_out, artifacts.fingerprint(tokenizer, tokenizer.num_ids), facts)
+    known = artifacts.fingerprint(tokenizer, tokenizer.num_ids)
+    return HeadTask(config, head, data, held_out, known, facts, checkpoint)
 
 
 def _samples(config: HeadConfig, tokenizer: str) -> tuple[list[Sample], Mapping[str, Any]]:

@@ -85,6 +85,11 @@ class LanguageModel:
         return self.config.shape
 
     @property
+    def rates(self) -> Mapping[str, float]:
+        """See `Task`: all learn alike."""
+        return {}
+
+    @property
     def facts(self) -> Mapping[str, Any]:
         """See `Task`."""
         mixture = self.data.batches

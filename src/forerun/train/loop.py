@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -80,7 +81,8 @@ class LoopConfig:
 class Task(Protocol):
     """What is trained. weights: by name, trained in place.
 
-    identity: what must be equal where a run goes on from a saved state. facts: for run.json.
+    identity: what must be equal where a run goes on from a saved state. facts: for run.json. rates: by name of a
+    weight, its learning rate over that of the others.
     """
 
     @property
@@ -89,6 +91,8 @@ class Task(Protocol):
     def identity(self) -> Any: ...
     @property
     def facts(self) -> Mapping[str, Any]: ...
+    @property
+    def rates(self) -> Mapping[str, float]: ...
 
     def loss(self, step: int) -> Tensor:
         """The loss of the batch of one step, which depends on seed and step alone."""
@@ -121,7 +125,7 @@ def train(config: LoopConfig, task: Task, *, resume: bool = False, quiet: bool =
     config.out.mkdir(parents=True, exist_ok=True)
     for weight in task.weights.values():
         weight.requires_grad_(True)
-    run = Run(config, task, make_optimizer(config, task.weights))
+    run = Run(config, task, make_optimizer(config, task.weights, task.rates))
     if resume and (config.out / "state.pt").exists():
         load_state(run)
     else:
@@ -137,11 +141,21 @@ def train(config: LoopConfig, task: Task, *, resume: bool = False, quiet: bool =
     return numbers
 
 
-def make_optimizer(config: LoopConfig, weights: Mapping[str, Tensor]) -> torch.optim.AdamW:
-    """Make AdamW (Loshchilov and Hutter 2019) with betas 0.9 and 0.95, and weight decay on matrices only."""
+def make_optimizer(
+    config: LoopConfig, weights: Mapping[str, Tensor], rates: Mapping[str, float] = MappingProxyType({})
+) -> torch.optim.AdamW:
+    """Make AdamW (Loshchilov and Hutter 2019) with betas 0.9 and 0.95, and weight decay on matrices only.
+
+    rates: see Task.
+    """
     groups = [
-        {"params": [w for w in weights.values() if w.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [w for w in weights.values() if w.ndim == 1], "weight_decay": 0.0},
+        {
+            "params": [w for name, w in weights.items() if (w.ndim > 1) == decays and rates.get(name, 1.0) == rate],
+            "weight_decay": config.weight_decay if decays else 0.0,
+            "rate": rate,
+        }
+        for rate in (1.0, *sorted(set(rates.values()) - {1.0}))
+        for decays in (True, False)
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.lr, betas=(0.9, 0.95), fused=True
@@ -177,7 +191,7 @@ def train_step(run: Run) -> tuple[float, float]:
     loss.backward()  # type: ignore[no-untyped-call]
     grad_norm = torch.nn.utils.clip_grad_norm_(run.task.weights.values(), run.config.grad_clip)
     for group in run.optimizer.param_groups:
-        group["lr"] = run.config.lr_at(run.step)
+        group["lr"] = run.config.lr_at(run.step) * group.get("rate", 1.0)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     return float(loss.detach()), float(grad_norm)

@@ -1,12 +1,14 @@
-"""Operators for training: they are differentiable and run whole sequences of one length without a cache."""
+"""Operators for training: they are differentiable and run whole sequences without a cache."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.models.layers import Decoder
 from forerun.ops.reference import ReferenceOps
-from forerun.types import CacheView
+from forerun.types import CacheView, RaggedBatch
 
 
 class TrainingOps(ReferenceOps):
@@ -40,3 +42,55 @@ class TrainingOps(ReferenceOps):
         k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.transpose(1, 2).reshape(-1, num_heads, head_dim)
+
+
+class RememberingOps(ReferenceOps):
+    """Operators for S rows of as many tokens each, whose attention has a mask instead of a cache.
+
+    mask [S, 1, rows, keys]. memory: keys and values of each layer, [S, heads, L, D]: written by a pass with
+    `remembers`, and what stands before the rows' own keys in other passes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = torch.empty(0)
+        self.memory: list[tuple[Tensor, Tensor]] = []
+        self.remembers, self._layer = False, 0
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        keys: Tensor | None,
+        values: Tensor | None,
+        view: CacheView | None,
+        window: int | None,
+    ) -> Tensor:
+        """q [S * rows, heads, D], k and v [S * rows, kv_heads, D]; layers come one after the other."""
+        num_heads, num_rows = q.shape[1], len(self.mask)
+        q, k, v = (torch.unflatten(x, 0, (num_rows, -1)).transpose(1, 2) for x in (q, k, v))
+        k, v = (x.repeat_interleave(num_heads // k.shape[1], dim=1) for x in (k, v))
+        if self.remembers:
+            self.memory.append((k, v))
+        else:
+            k, v = (torch.cat(pair, 2) for pair in zip(self.memory[self._layer], (k, v), strict=True))
+            self._layer += 1
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    def begin(self, mask: Tensor, remembers: bool) -> None:
+        """Prepare for a pass over all layers."""
+        self.mask, self.remembers, self._layer = mask, remembers, 0
+        if remembers:
+            self.memory = []
+
+
+def run_rows(model: Decoder, ids: Tensor, at: Tensor, hidden: Tensor | None = None) -> Tensor:
+    """Run a model with RememberingOps: ids and positions [S, rows] -> rows behind the final norm [S * rows, H].
+
+    hidden [S * rows, H]: what stands in place of the ids' embeddings.
+    """
+    run = RaggedBatch(ids.flatten(), at.flatten(), [0, ids.numel()], [0], [int(at.max()) + 1])
+    return model.forward(run, None, hidden=hidden)

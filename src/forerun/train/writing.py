@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
-from forerun.errors import BadOption
+from forerun.errors import BadOption, NotFound
 from forerun.models.runner import Model
 from forerun.text.chat import ChatTemplate
 from forerun.train.samples import Sample, SampleWriter
@@ -95,6 +95,19 @@ class Frame:
             raise BadOption("the chat template does not print a user's text as it is: sample with --chat 0 --task 0")
         return cls(tuple(encode(before)), tuple(encode(after)))
 
+    @classmethod
+    def opens_a_turn(cls, llm: LLM) -> bool:
+        """Whether a model has a chat template that says where a user's turn begins, so that it can write the rest."""
+        try:
+            return cls.of_model(llm).before != ()
+        except (NotFound, BadOption):
+            return False
+
+    @classmethod
+    def of_model(cls, llm: LLM) -> Frame:
+        """The frame of a model. Raises NotFound without a template, and as `of`."""
+        return cls.of(llm.chat_template, lambda text: llm.tokenizer.encode(text, add_special_tokens=False))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -117,7 +130,12 @@ class Writer:
         self.llm, self.seed, self.shares, self.lengths = llm, seed, shares, lengths
         self.frame = Frame()
         if shares.chat + shares.task > 0:
-            self.frame = Frame.of(llm.chat_template, lambda text: llm.tokenizer.encode(text, add_special_tokens=False))
+            self.frame = Frame.of_model(llm)
+        if shares.chat > 0 and not self.frame.before:
+            raise BadOption(
+                "the chat template puts nothing before a user's turn, so that no question can be begun: sample with "
+                "--chat 0"
+            )
         self.texts = texts
         self._sizes = np.cumsum([len(text) for text in texts])
         if shares.task + shares.text > 0 and not len(self._sizes):

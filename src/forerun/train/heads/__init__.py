@@ -196,7 +196,11 @@ def shifted(rows: Tensor, num: int) -> Tensor:
 
 
 class Head(Protocol):
-    """A head that is trained. weights: by the names of its file."""
+    """A head that is trained. weights: by the names of its file.
+
+    It may have `at(share)`, which is told before each step which share of the steps is behind; `rates`, by name of a
+    weight, its learning rate over that of the others; and `backbone`, a target that is trained along (backbone.py).
+    """
 
     weights: dict[str, Tensor]
 

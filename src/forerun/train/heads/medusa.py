@@ -1,4 +1,6 @@
-"""Medusa-1 (Cai et al. 2024, arXiv 2401.10774): the backbone stays as it is; the drafter is drafters/medusa.py.
+"""Medusa (Cai et al. 2024, arXiv 2401.10774): the backbone stays as it is, or learns, too (backbone.py: Medusa-2).
+
+The drafter is drafters/medusa.py.
 
 Head k (from 1) reads the target's last hidden state of token m and learns the target's distribution of token m+k+1: one
 residual block, and the rows of the target's own LM head. The loss is the sum over heads of decay^k times a loss of
@@ -8,7 +10,7 @@ losses.py over the ids that are drafted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ from forerun.drafters import head_files
 from forerun.models.layers import DecoderConfig
 from forerun.train import losses
 from forerun.train.heads import Batch, Teacher, Vocabulary, decayed, measured, shifted
+from forerun.train.heads.backbone import PREFIX, Backbone, BackboneOptions
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(BackboneOptions):
     """How many heads there are, and how they learn."""
 
     heads: int = field(default=4, metadata={"help": "heads, one for each token ahead", "min": 1, "max": 16})
@@ -35,6 +38,7 @@ class Options:
     loss: str = field(default="kl", metadata={"help": losses.HELP})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         losses.check(self.loss)
 
 
@@ -53,21 +57,42 @@ class Head:
         self._vocab = Vocabulary(teacher, options.draft_vocab)
         self.ids = self._vocab.ids
         self.weights = self.first_weights(teacher.config.hidden_size)
+        self.backbone = Backbone(options, teacher) if options.backbone else None
+        if self.backbone is not None:
+            self.weights |= self.backbone.weights
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """See `Head` in this package: the target learns more slowly."""
+        return {} if self.backbone is None else dict.fromkeys(self.backbone.weights, self.options.backbone_rate)
+
+    def at(self, share: float) -> None:
+        """See `Head` in this package."""
+        if self.backbone is not None:
+            self.backbone.share = share
 
     def begin(self, batches: Iterable[Batch]) -> None:
         """See `Head` in this package: nothing."""
 
     def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
-        return decayed(self._heads(batch), self.options.decay, self.options.loss)
+        if self.backbone is None or not self.backbone.learns:
+            return decayed(self._heads(batch), self.options.decay, self.options.loss)
+        rows = self.backbone.rows(batch)
+        heads = decayed(self._heads(replace(batch, hidden=rows)), self.options.decay, self.options.loss)
+        return self.backbone.loss(batch, rows, heads)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """See `Head` in this package."""
-        return measured(self._heads(batch), batch, self.ids)
+        """See `Head` in this package; with a target that learns, of what that one says."""
+        if self.backbone is None:
+            return measured(self._heads(batch), batch, self.ids)
+        renewed = self.backbone.renewed(batch)
+        return measured(self._heads(renewed), renewed, self.ids) | self.backbone.measure(batch, renewed)
 
     def save(self, folder: Path, tokenizer: str) -> None:
         """See `Head` in this package."""
-        weights = {name: weight.detach().bfloat16() for name, weight in self.weights.items()}
+        own = {name: weight for name, weight in self.weights.items() if not name.startswith(PREFIX)}
+        weights = {name: weight.detach().bfloat16() for name, weight in own.items()}
         weights |= {"d2t": self._vocab.offsets(), head_files.PROBE: self._teacher.probe}
         sizes = {"hidden_size": self._teacher.config.hidden_size, "draft_vocab_size": len(self.ids)}
         head_files.save(folder, self.method, weights, {**self.sizes(), **sizes}, tokenizer)

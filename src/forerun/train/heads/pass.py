@@ -19,10 +19,9 @@ from torch import Tensor
 from forerun.drafters import head_files
 from forerun.errors import BadOption
 from forerun.models.layers import Decoder, DecoderConfig
-from forerun.ops.reference import ReferenceOps
 from forerun.train import losses
 from forerun.train.heads import Batch, Teacher, decayed, measured, shifted, visible
-from forerun.types import CacheView, RaggedBatch
+from forerun.train.ops import RememberingOps, run_rows
 
 NAME = "look_ahead"  # the tensor [T, H]
 
@@ -49,49 +48,6 @@ def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
     if any(config.windows):
         raise BadOption("pass cannot be trained for a target with sliding windows: train medusa or eagle")
     return ()
-
-
-class RememberingOps(ReferenceOps):
-    """Operators for S rows of as many tokens each, whose attention has a mask instead of a cache.
-
-    mask [S, 1, rows, keys]. memory: keys and values of each layer, [S, heads, L, D]: written by a pass with
-    `remembers`, and what stands before the rows' own keys in other passes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask = torch.empty(0)
-        self.memory: list[tuple[Tensor, Tensor]] = []
-        self.remembers, self._layer = False, 0
-
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        keys: Tensor | None,
-        values: Tensor | None,
-        view: CacheView | None,
-        window: int | None,
-    ) -> Tensor:
-        """q [S * rows, heads, D], k and v [S * rows, kv_heads, D]; layers come one after the other."""
-        num_heads, num_rows = q.shape[1], len(self.mask)
-        q, k, v = (torch.unflatten(x, 0, (num_rows, -1)).transpose(1, 2) for x in (q, k, v))
-        k, v = (x.repeat_interleave(num_heads // k.shape[1], dim=1) for x in (k, v))
-        if self.remembers:
-            self.memory.append((k, v))
-        else:
-            k, v = (torch.cat(pair, 2) for pair in zip(self.memory[self._layer], (k, v), strict=True))
-            self._layer += 1
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
-        return out.transpose(1, 2).flatten(0, 1)
-
-    def begin(self, mask: Tensor, remembers: bool) -> None:
-        """Prepare for a pass over all layers."""
-        self.mask, self.remembers, self._layer = mask, remembers, 0
-        if remembers:
-            self.memory = []
 
 
 class Head:
@@ -143,17 +99,12 @@ class Head:
         mask = visible(batch)
         with torch.no_grad():
             self._ops.begin(mask, remembers=True)
-            self._forward(batch.ids, batch.at, None)
+            run_rows(self._target, batch.ids, batch.at)
         row = torch.arange(num * len(places))
         own = (row // num == row.unsqueeze(1) // num) & (row <= row.unsqueeze(1))
         own = own.expand(num_rows, 1, -1, -1)
         self._ops.begin(torch.cat((mask[:, :, places].repeat_interleave(num, 2), own), -1), remembers=False)
         at = (batch.at[:, places].unsqueeze(-1) + torch.arange(1, num + 1)).flatten(1)
         vectors = self.weights[NAME].repeat(num_rows * len(places), 1)
-        hidden = self._forward(torch.zeros_like(at), at, vectors)
+        hidden = run_rows(self._target, torch.zeros_like(at), at, vectors)
         return torch.unflatten(hidden, 0, (num_rows, len(places), num))
-
-    def _forward(self, ids: Tensor, at: Tensor, hidden: Tensor | None) -> Tensor:
-        """ids and positions [S, rows] -> rows behind the final norm [S * rows, H]."""
-        run = RaggedBatch(ids.flatten(), at.flatten(), [0, ids.numel()], [0], [int(at.max()) + 1])
-        return self._target.forward(run, None, hidden=hidden)

@@ -1,0 +1,150 @@
+"""Medusa-2: the target is trained along with heads that read its last hidden state (Cai et al. 2024, section 2.2.2).
+
+The paper's recipe, in two stages. First the heads learn alone, as in Medusa-1: what they would make of the target while
+they know nothing is no reason to change it. Then both learn from one loss,
+
+    L = L_target + w * L_heads,   w rising to `heads_weight`,
+
+with a rate of the target that is a fraction of the heads' (`backbone_rate`). In the paper L_target is the cross-entropy
+of a text; here, and for its models without a data set (section 2.3.2, self-distillation), it is KL(p || q) of the
+original's distribution p and the new one's q, on what the original wrote. All layers and the final norm learn, where
+the paper has low-rank adapters; embeddings and LM head stay, so that heads may go on using rows of them.
+
+What comes out is another target than the one that it was: `save` writes it as a checkpoint of its own, with a card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.errors import BadOption
+from forerun.models.layers import Decoder, parameter_shapes
+from forerun.models.loading import Checkpoint
+from forerun.models.saving import config_to_dict, save_checkpoint
+from forerun.ops.reference import ReferenceOps
+from forerun.train import losses
+from forerun.train.heads import Batch, Teacher, visible
+from forerun.train.ops import RememberingOps, run_rows
+from forerun.train.writing import fingerprint
+
+FROZEN = ("model.embed_tokens.weight", "lm_head.weight")
+PREFIX = "target."  # of its weights' names among those that are trained
+ROWS = 256  # of a batch whose whole distributions are compared, and of logits at a time
+
+
+@dataclass(frozen=True)
+class BackboneOptions:
+    """Whether the target learns, too, and how."""
+
+    backbone: bool = field(
+        default=False, metadata={"help": "train the target along (Medusa-2); OUT/model is then another target"}
+    )
+    backbone_rate: float = field(default=0.25, metadata={"help": "its learning rate over that of the heads"})
+    heads_weight: float = field(default=0.2, metadata={"help": "weight of the heads' loss beside its own"})
+    heads_first: float = field(default=0.3, metadata={"help": "first share of the steps, in which heads learn alone"})
+
+    def __post_init__(self) -> None:
+        if not (0 < self.backbone_rate <= 1 and self.heads_weight > 0 and 0 <= self.heads_first < 1):
+            raise BadOption(
+                "backbone_rate must be above 0 and at most 1, heads_weight above 0, heads_first from 0 to below 1"
+            )
+
+
+class Backbone:
+    """A copy of the target in float32, whose layers and final norm are trained. weights: by their names, with PREFIX.
+
+    share: which share of the steps is behind. Raises BadOption for a target that cannot be trained, UnsupportedModel
+    for one that cannot be written.
+    """
+
+    def __init__(self, options: BackboneOptions, teacher: Teacher) -> None:
+        config = teacher.config
+        if any(config.windows):
+            raise BadOption("a target with sliding windows cannot be trained along: leave out backbone=true")
+        config_to_dict(config)
+        self.options, self.share, self._head = options, 0.0, teacher.head
+        self._ops = RememberingOps()
+        own = {name: teacher.model.weight(name).clone() for name in parameter_shapes(config)}
+        self.weights = {f"{PREFIX}{n}": w.requires_grad_(True) for n, w in own.items() if n not in FROZEN}
+        self._model = Decoder(config, own, self._ops)
+
+    @property
+    def learns(self) -> bool:
+        """Whether the second stage has begun."""
+        return self.share >= self.options.heads_first
+
+    def rows(self, batch: Batch) -> Tensor:
+        """What it computes behind its final norm, float32 [S, L, H]."""
+        self._ops.begin(visible(batch), remembers=True)
+        rows = run_rows(self._model, batch.ids, batch.at)
+        self._ops.memory = []
+        return torch.unflatten(rows, 0, batch.ids.shape)
+
+    def loss(self, batch: Batch, rows: Tensor, heads: Tensor) -> Tensor:
+        """The loss of both. rows: of the batch, see `rows`. heads: the loss of the heads that read them."""
+        place = (self.share - self.options.heads_first) / (1 - self.options.heads_first)
+        return self._own(batch, rows).mean() + self.options.heads_weight * min(1.0, 2 * place) * heads
+
+    @torch.no_grad()
+    def renewed(self, batch: Batch) -> Batch:
+        """The batch with the new target's features in place of the original's."""
+        rows = self.rows(batch)
+        best, mass = torch.empty_like(batch.best), torch.empty_like(batch.mass)
+        for s, own in enumerate(rows):
+            for start in range(0, len(own), ROWS):
+                part = slice(start, start + ROWS)
+                logits = F.linear(own[part], self._head).float()
+                best[s, part], mass[s, part] = logits.argmax(-1), logits.logsumexp(-1)
+        return replace(batch, hidden=rows, best=best, mass=mass)
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, renewed: Batch) -> dict[str, tuple[float, float]]:
+        """How far it is from the original: KL in nats, and the share of rows with the same likeliest id."""
+        kl, rows = self._own(batch, renewed.hidden), batch.ahead(1)
+        same = (batch.best == renewed.best)[rows]
+        return {"kl": (float(kl.sum()), float(len(kl))), "same_best": (float(same.sum()), float(len(same)))}
+
+    @torch.no_grad()
+    def save(self, folder: Path, original: Checkpoint, log: Mapping[str, Any], method: str) -> None:
+        """Write the checkpoint, with a card that says what it is. log: the last numbers."""
+        config = self._model.config
+        weights = {name: self._model.weights[name].detach().bfloat16() for name in parameter_shapes(config)}
+        save_checkpoint(folder, config, weights, end_ids=original.end_ids, tokenizer_folder=original.folder)
+        written = Decoder(config, {name: weight.float() for name, weight in weights.items()}, ReferenceOps())
+        card = CARD.format(
+            original=original.name,
+            method=method,
+            kl=log.get("kl", float("nan")),
+            same=log.get("same_best", float("nan")),
+            old=fingerprint(original.model),
+            new=fingerprint(written),
+        )
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    def _own(self, batch: Batch, rows: Tensor) -> Tensor:
+        """KL(original || new) of some rows that the original wrote [R], spread over the batch."""
+        written = batch.ahead(1).flatten().nonzero()[:, 0]
+        written = written[:: max(1, len(written) // ROWS)]
+        new, old = (F.linear(part.flatten(0, 1)[written].float(), self._head).float() for part in (rows, batch.hidden))
+        return losses.by_row("kl", new, old)
+
+
+CARD = """# Another target
+
+`forerun train head --method {method}` has trained this model along with its heads, from {original}. **It is not that
+model**: its texts are its own, and speculation with it reproduces it, not {original}.
+
+| | |
+|---|---|
+| KL(original, this) on held-out text of the original, nats per token | {kl:.4f} |
+| the same likeliest id as the original | {same:.3f} |
+| fingerprint of the original | `{old}` |
+| fingerprint of this model | `{new}` |
+"""
