@@ -76,29 +76,23 @@ void* Scratch::bytes(size_t count) {
 size_t attention_scratch(const Attention& a, int num_rows, int num_kv_heads) {
     const size_t dim = up_to(static_cast<size_t>(a.head_dim), 16);
     const size_t states = static_cast<size_t>(num_rows) * static_cast<size_t>(a.num_heads / a.num_kv_heads * num_kv_heads);
-    return KEY_BLOCK * 2 * dim + states * (3 * dim + 16) + static_cast<size_t>(num_rows) + 128;
+    return KEY_BLOCK * 2 * dim + states * (3 * dim + 16) + 3 * static_cast<size_t>(num_rows) + 128;
 }
 
 void product(Backend& backend, int thread, const Matrix& w, const Inputs& inputs, const Output& to,
              const std::function<void()>& prepare) {
-    static thread_local Scratch kept, rounded;  // grow to the largest pass, outside of the tiles
+    static thread_local Scratch kept, prepared;  // grow to the largest pass, outside of the tiles
+    float* sums = kept.floats(static_cast<size_t>(inputs.num_rows) * PANEL);
     Inputs x = inputs;
-    const size_t num_rows = static_cast<size_t>(x.num_rows), num_units = static_cast<size_t>(w.num_steps / UNIT);
-    float* sums = kept.floats(num_rows * PANEL);
-    if (is_quantised(w.type)) x.words = static_cast<uint32_t*>(rounded.bytes(sizeof(RoundedUnit) * num_units * num_rows));
-    const auto round_rows = [&] {  // by each thread for itself: another barrier would take longer
-        for (size_t row = 0; row < num_rows; ++row) {
-            const float* from = reinterpret_cast<const float*>(inputs.words + row * static_cast<size_t>(w.num_steps));
-            backend.kernels.round_row(from, w.num_in, w.num_steps, reinterpret_cast<RoundedUnit*>(x.words) + row, x.num_rows);
-        }
-    };
+    const size_t bytes = backend.kernels.prepared_bytes(w, inputs.num_rows);
+    if (bytes > 0) x.words = static_cast<uint32_t*>(prepared.bytes(bytes));
     const int per_tile = static_cast<int>(std::max<size_t>(1, TILE_BYTES / w.panel_bytes()));
     const int num_tiles = (w.num_panels + per_tile - 1) / per_tile;
     bool is_ready = false;
     backend.team.tiles(thread, num_tiles, [&](int tile) {
         if (!is_ready) {  // a thread without a tile may be late, and the rows may be others already
             if (prepare) prepare();
-            if (is_quantised(w.type)) round_rows();
+            if (bytes > 0) backend.kernels.prepare(w, inputs, x.words);  // by each thread: a barrier would take longer
             is_ready = true;
         }
         backend.kernels.linear(w, x, to, tile * per_tile, std::min(w.num_panels, (tile + 1) * per_tile), sums);

@@ -259,6 +259,13 @@ inline void round_row(const float* x, int num_in, int num_steps, RoundedUnit* ou
     }
 }
 
+inline void round_rows(const Matrix& w, const Inputs& x, RoundedUnit* to) {
+    for (int row = 0; row < x.num_rows; ++row) {
+        const float* from = reinterpret_cast<const float*>(x.words + static_cast<size_t>(row) * static_cast<size_t>(w.num_steps));
+        round_row(from, w.num_in, w.num_steps, to + row, x.num_rows);
+    }
+}
+
 // ------------------------------------------------------------------------------------------------ a panel
 
 // Scales and minimums of a unit and sixteen outputs, of one group. Codes of 8 bits are less 128 in `dot`, and so are they
