@@ -136,8 +136,8 @@ void block_times_panel(const char* w, const uint32_t* x, int num_steps, bool fre
         for (int n = 0; n < 2; ++n) sums[m][n] = fresh ? f16(0.0f) : load(acc + (2 * m + n) * LANES);
     for (int s = 0; s < num_steps; ++s) {
         const auto w0 = Step::weights(w + 128 * s), w1 = Step::weights(w + 128 * s + 64);
-        __builtin_prefetch(ahead.at);
-        __builtin_prefetch(ahead.at + 64);
+        __builtin_prefetch(ahead.at, 0, NEAR_CACHE);
+        __builtin_prefetch(ahead.at + 64, 0, NEAR_CACHE);
         ahead.at += ahead.stride;
 #pragma GCC unroll 14
         for (int m = 0; m < ROWS; ++m) {

@@ -33,17 +33,16 @@ struct State {
 template <class T>
 struct NextBlock {
     static constexpr int LINE = 64 / sizeof(T);  // numbers in a line of memory
-    static constexpr int NEAR = WIDE_REGISTERS ? 2 : 3;  // the second cache: two blocks and what is made of one do not fit into the first
     const T *next_keys[KEY_BLOCK], *next_values[KEY_BLOCK];
     int num_next = 0;
 
     void fetch_key(int lane, int first, int last) const {
         if (lane < num_next)
-            for (int d = first; d < last; d += LINE) __builtin_prefetch(next_keys[lane] + d, 0, NEAR);
+            for (int d = first; d < last; d += LINE) __builtin_prefetch(next_keys[lane] + d, 0, NEAR_CACHE);
     }
     void fetch_value(int lane, int first, int last) const {
         if (lane < num_next)
-            for (int d = first; d < last; d += LINE) __builtin_prefetch(next_values[lane] + d, 0, NEAR);
+            for (int d = first; d < last; d += LINE) __builtin_prefetch(next_values[lane] + d, 0, NEAR_CACHE);
     }
 };
 
