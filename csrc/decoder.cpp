@@ -306,16 +306,27 @@ void Decoder::attend(int thread, const Layer& layer, int index, const Pass& pass
         if (share.num_ranges > 1) num_queries += (share.last - share.first) * s.num_heads;
     }
     const bool by_head = num_walks < ITEMS_PER_THREAD * backend_.team.num_threads();
-    const int items_per_walk = by_head ? s.num_kv_heads : 1;
-    backend_.team.tiles(thread, num_walks * items_per_walk, [&](int item) {
+    const int items_per_walk = by_head ? s.num_kv_heads : 1, num_items = num_walks * items_per_walk;
+    // What is left when all threads have equally many is cut by rows, and each thread's share ends with a piece.
+    const int num_threads = backend_.team.num_threads(), num_left = by_head ? num_items % num_threads : 0;
+    const int num_pieces = num_left > 0 ? num_threads / num_left : 1;
+    const int num_whole = num_items - num_left, count = num_whole + num_left * num_pieces;
+    const bool is_dealt = num_left > 0 && count % num_threads == 0;
+    backend_.team.tiles(thread, count, [&](int tile) {
+        const int per_thread = count / num_threads, at = is_dealt ? tile % per_thread * num_threads + tile / per_thread : tile;
+        const int beyond = at - num_whole, item = beyond < 0 ? at : num_whole + beyond / num_pieces;
         const Heads heads = by_head ? Heads{item % s.num_kv_heads, item % s.num_kv_heads + 1} : Heads{0, s.num_kv_heads};
         int walk = item / items_per_walk;
         const Share* share = shares.data();
         for (; walk >= share->num_ranges; ++share) walk -= share->num_ranges;
-        const size_t queries_per_head = static_cast<size_t>(share->last - share->first) * group;
-        const size_t part = static_cast<size_t>(walk * s.num_kv_heads + heads.first) * queries_per_head;
+        const int num_rows = share->last - share->first, piece = beyond < 0 ? 0 : beyond % num_pieces;
+        const int pieces = beyond < 0 ? 1 : num_pieces;
+        const int first = num_rows * piece / pieces, last = num_rows * (piece + 1) / pieces;
+        if (first == last) return;
+        const size_t part = (static_cast<size_t>(walk * s.num_kv_heads + heads.first) * static_cast<size_t>(num_rows) +
+                             static_cast<size_t>(first)) * group;
         const bool is_shared = share->num_ranges > 1;
-        backend_.kernels.attention(a, *share->run, heads, share->first, share->last,
+        backend_.kernels.attention(a, *share->run, heads, share->first + first, share->first + last,
                                    is_shared ? share->first_range + walk : -1,
                                    is_shared ? b.parts + (share->first_part + part) * size : nullptr, scratch);
     });
