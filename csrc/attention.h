@@ -15,28 +15,55 @@
 namespace forerun {
 namespace FORERUN_ISA {
 
+// Returns the lanes that N queries all see, which are added at once: whole pairs, unless all see the same. None: {0, 0}.
+template <int N>
+Seen common_of(const Seen* seen) {
+    Seen common = seen[0];
+    bool is_same = true;
+    for (int n = 1; n < N; ++n) {
+        is_same = is_same && seen[n].first == seen[0].first && seen[n].last == seen[0].last;
+        common.first = common.first > seen[n].first ? common.first : seen[n].first;
+        common.last = common.last < seen[n].last ? common.last : seen[n].last;
+    }
+    if (is_same) return common;
+    common = {(common.first + 1) / 2 * 2, common.last / 2 * 2};
+    return common.first < common.last ? common : Seen{0, 0};
+}
+
+// Adds to the sums what each query sees of some lanes.
+template <class Tile, int N, int CHUNKS>
+void add_own(const Tile& tile, int d, const typename Tile::Weights* weights, const Seen* seen, Seen lanes, F16 (*sums)[CHUNKS]) {
+    for (int n = 0; n < N; ++n) {
+        const Seen own{lanes.first > seen[n].first ? lanes.first : seen[n].first,
+                       lanes.last < seen[n].last ? lanes.last : seen[n].last};
+        if (own.first < own.last) tile.template add<1, CHUNKS>(d, weights + n, own, sums + n);
+    }
+}
+
 // Adds new values to the running states of N queries: values = values * scale + sum of weight * value.
 template <class Tile, int N, int CHUNKS>
-void add_values(const Tile& tile, int d, const typename Tile::Weights* weights, Seen seen, const float* scales,
-                State* states) {
+void add_values(const Tile& tile, int d, const typename Tile::Weights* weights, const Seen* seen, Seen common,
+                const float* scales, State* states) {
     F16 sums[N][CHUNKS];
     for (int n = 0; n < N; ++n)
         for (int c = 0; c < CHUNKS; ++c) sums[n][c] = load(states[n].values + d + c * LANES) * f16(scales[n]);
-    tile.template add<N, CHUNKS>(d, weights, seen, sums);
+    add_own<Tile, N, CHUNKS>(tile, d, weights, seen, {0, common.first}, sums);
+    tile.template add<N, CHUNKS>(d, weights, common, sums);
+    add_own<Tile, N, CHUNKS>(tile, d, weights, seen, {common.last, KEY_BLOCK}, sums);
     for (int n = 0; n < N; ++n)
         for (int c = 0; c < CHUNKS; ++c) store(states[n].values + d + c * LANES, sums[n][c]);
 }
 
 // Sets the scores of lanes that are not seen to -inf, so that their weight is exactly 0.
-template <int N>
-void hide(Seen seen, F16 (*scores)[VECTORS]) {
+inline void hide(Seen seen, F16* scores) {
     if (seen.first == 0 && seen.last == KEY_BLOCK) return;
-    for (int n = 0; n < N; ++n) {
-        alignas(64) float lanes[KEY_BLOCK];
-        for (int i = 0; i < VECTORS; ++i) store(lanes + i * LANES, scores[n][i]);
-        for (int lane = 0; lane < seen.first; ++lane) lanes[lane] = -__builtin_inff();
-        for (int lane = seen.last; lane < KEY_BLOCK; ++lane) lanes[lane] = -__builtin_inff();
-        for (int i = 0; i < VECTORS; ++i) scores[n][i] = load(lanes + i * LANES);
+    alignas(64) float lanes[LANES];
+    for (int i = 0; i < LANES; ++i) lanes[i] = static_cast<float>(i);
+    const F16 hidden = f16(-__builtin_inff());
+    for (int i = 0; i < VECTORS; ++i) {
+        const F16 lane = load(lanes) + f16(static_cast<float>(i * LANES));
+        scores[i] = less_than(lane, f16(static_cast<float>(seen.first)), hidden, scores[i]);
+        scores[i] = less_than(lane, f16(static_cast<float>(seen.last)), scores[i], hidden);
     }
 }
 
@@ -44,17 +71,20 @@ void hide(Seen seen, F16 (*scores)[VECTORS]) {
 // -inf - -inf would be NaN and their weights must be 0.
 inline float finite(float max) { return max == -__builtin_inff() ? 0.0f : max; }
 
-// Adds one block to the running states of N queries that see the same lanes; other lanes have no effect on them.
+// Adds one block to the running states of N queries. Lanes that a query does not see have no effect on it.
 template <class Tile, int N>
-void take_block(const Tile& tile, Seen seen, State* states) {
+void take_block(const Tile& tile, const Seen* seen, State* states) {
     F16 scores[N][VECTORS];
     typename Tile::Weights weights[N];
     alignas(64) float scales[LANES] = {};
-    for (int n = 0; n < N; ++n)
-        for (int i = 0; i < VECTORS; ++i) scores[n][i] = f16(0.0f);
-    tile.template score<N>(states, seen, scores);
-    hide<N>(seen, scores);
+    Seen any = seen[0];
     for (int n = 0; n < N; ++n) {
+        for (int i = 0; i < VECTORS; ++i) scores[n][i] = f16(0.0f);
+        any = {any.first < seen[n].first ? any.first : seen[n].first, any.last > seen[n].last ? any.last : seen[n].last};
+    }
+    tile.template score<N>(states, any, scores);
+    for (int n = 0; n < N; ++n) {
+        hide(seen[n], scores[n]);
         F16 top = scores[n][0];
         for (int i = 1; i < VECTORS; ++i) top = max(top, scores[n][i]);
         const float block_max = largest(top), new_max = states[n].max > block_max ? states[n].max : block_max;
@@ -65,25 +95,30 @@ void take_block(const Tile& tile, Seen seen, State* states) {
     for (int n = 0; n < N; ++n) {
         F16 total = f16(0.0f);
         for (int i = 0; i < VECTORS; ++i)
-            total = total + Tile::keep(weights[n], i * LANES, exp(scores[n][i] - f16(finite(states[n].max))));
+            if (i * LANES < any.last)  // else the weights are 0
+                total = total + Tile::keep(weights[n], i * LANES, exp(scores[n][i] - f16(finite(states[n].max))));
         states[n].sum = states[n].sum * scales[n] + sum(total);
     }
     constexpr int CHUNKS = Tile::template chunks<N>();
+    const Seen common = common_of<N>(seen);
     int d = 0;
     for (; d + CHUNKS * LANES <= tile.padded_dim; d += CHUNKS * LANES)
-        add_values<Tile, N, CHUNKS>(tile, d, weights, seen, scales, states);
-    for (; d < tile.padded_dim; d += LANES) add_values<Tile, N, 1>(tile, d, weights, seen, scales, states);
+        add_values<Tile, N, CHUNKS>(tile, d, weights, seen, common, scales, states);
+    for (; d < tile.padded_dim; d += LANES) add_values<Tile, N, 1>(tile, d, weights, seen, common, scales, states);
 }
 
 // Four queries share each load of keys and values; the remaining ones are computed one by one. The first of them fetch the
-// next block.
+// next block. seen: of each row, which has `group` queries.
 template <class Tile>
-void take_block(Tile& tile, Seen seen, State* states, int num_queries) {
-    for (; num_queries > 0; num_queries -= 4, states += 4) {
-        if (num_queries >= 4) take_block<Tile, 4>(tile, seen, states);
-        if (num_queries == 3) take_block<Tile, 3>(tile, seen, states);
-        if (num_queries == 2) take_block<Tile, 2>(tile, seen, states);
-        if (num_queries == 1) take_block<Tile, 1>(tile, seen, states);
+void take_block(Tile& tile, const Seen* seen, int group, State* states, int num_queries) {
+    for (int done = 0; done < num_queries; done += 4, states += 4) {
+        const int left = num_queries - done;
+        Seen own[4];
+        for (int n = 0; n < 4 && n < left; ++n) own[n] = seen[(done + n) / group];
+        if (left >= 4) take_block<Tile, 4>(tile, own, states);
+        if (left == 3) take_block<Tile, 3>(tile, own, states);
+        if (left == 2) take_block<Tile, 2>(tile, own, states);
+        if (left == 1) take_block<Tile, 1>(tile, own, states);
         tile.num_next = 0;
     }
 }
@@ -106,32 +141,31 @@ inline Seen seen_of(const Attention& a, int end, int start) {
     return {first, end - start < KEY_BLOCK ? end - start : KEY_BLOCK};
 }
 
-// Computes one block for all rows. In a chain the keys are filled once; in a tree each row has ancestors of its own.
+// Computes one block for all rows. Rows whose keys lie in the same lanes are computed together: those of a chain, and those
+// of a tree where all keys of the block are cached; elsewhere each row of a tree has ancestors of its own.
 template <class Tile>
 void take_block_for_rows(const Attention& a, const Run& run, Tile& tile, int kv_head, int start,
-                         const int32_t* depths, int first, int last, State* states) {
+                         const int32_t* depths, int first, int last, Seen* seen, State* states) {
     const int group = a.num_heads / a.num_kv_heads;
     const int committed = run.cached - start < 0 ? 0 : run.cached - start;
     int filled = 0;  // lanes with keys that every row sees at these positions
-    for (int row = first; row < last; ++row) {
-        const int depth = depths[row - first];
-        const Seen seen = seen_of(a, run.cached + depth + 1, start);
-        if (seen.last <= 0 || seen.first >= KEY_BLOCK) continue;
-        const int shared = run.parents && committed < seen.last ? committed : seen.last;
+    for (int row = first; row < last; ++row) seen[row - first] = seen_of(a, run.cached + depths[row - first] + 1, start);
+    const auto sees_none = [&](int row) { return seen[row - first].last <= 0 || seen[row - first].first >= KEY_BLOCK; };
+    const auto has_own = [&](int row) { return run.parents && committed < seen[row - first].last; };
+    for (int row = first, end; row < last; row = end) {
+        end = row + 1;
+        if (sees_none(row)) continue;
+        if (!has_own(row))
+            while (end < last && !sees_none(end) && !has_own(end)) ++end;
+        int needed = 0;
+        for (int i = row; i < end; ++i) needed = needed > seen[i - first].last ? needed : seen[i - first].last;
+        const int shared = has_own(row) ? committed : needed;
         if (shared > filled) {
-            fill_tile(a, run, tile, kv_head, start, filled, shared, row, depth);
+            fill_tile(a, run, tile, kv_head, start, filled, shared, end - 1, depths[end - 1 - first]);
             filled = shared;
         }
-        if (shared < seen.last) fill_tile(a, run, tile, kv_head, start, shared, seen.last, row, depth);
-        State* own = states + (row - first) * group;
-        int num_rows = 1;  // rows that see the same lanes of the block are computed together
-        while (shared == KEY_BLOCK && seen.first == 0 && row + num_rows < last) {
-            const Seen next = seen_of(a, run.cached + depths[row + num_rows - first] + 1, start);
-            if (next.first != 0 || next.last != KEY_BLOCK || (run.parents && committed < KEY_BLOCK)) break;
-            ++num_rows;
-        }
-        take_block(tile, seen, own, num_rows * group);
-        row += num_rows - 1;
+        if (shared < needed) fill_tile(a, run, tile, kv_head, start, shared, needed, row, depths[row - first]);
+        take_block(tile, seen + (row - first), group, states + (row - first) * group, (end - row) * group);
     }
 }
 
@@ -183,6 +217,7 @@ void attend(const Attention& a, const Run& run, Heads heads, int first, int last
     const size_t all = static_cast<size_t>(count) * static_cast<size_t>(dim);
     float *values = memory.take(all), *queries = memory.take(all), *sums = memory.take(all);
     int32_t* depths = reinterpret_cast<int32_t*>(memory.take(static_cast<size_t>(last - first)));
+    Seen* seen = reinterpret_cast<Seen*>(memory.take(2 * static_cast<size_t>(last - first)));
     State* states = reinterpret_cast<State*>(memory.take(static_cast<size_t>(count) * sizeof(State) / sizeof(float)));
     State* totals = reinterpret_cast<State*>(memory.take(static_cast<size_t>(count) * sizeof(State) / sizeof(float)));
     int deepest = 0;
@@ -201,6 +236,7 @@ void attend(const Attention& a, const Run& run, Heads heads, int first, int last
     const int begin = first_block(a, run, first), end = run.cached + deepest + 1;
     const int step = last - first <= FEW_ROWS ? KEY_BLOCK : KEY_RANGE;
     const auto take_range = [&](int r) {
+        const DenormalsAreZero denormals(Tile::DENORMALS_ARE_ZERO);
         const int from = r * KEY_RANGE > begin ? r * KEY_RANGE : begin;
         const int to = (r + 1) * KEY_RANGE < end ? (r + 1) * KEY_RANGE : end;
         for (int i = 0; i < count; ++i) {
@@ -211,7 +247,7 @@ void attend(const Attention& a, const Run& run, Heads heads, int first, int last
             for (int h = 0; h < num_heads; ++h)
                 for (int start = at; start < to && start < at + step; start += KEY_BLOCK) {
                     fetch_next(a, run, tile, heads.first + h, start + KEY_BLOCK);
-                    take_block_for_rows(a, run, tile, heads.first + h, start, depths, first, last, states + h * per_head);
+                    take_block_for_rows(a, run, tile, heads.first + h, start, depths, first, last, seen, states + h * per_head);
                 }
     };
     if (range >= 0) {
@@ -235,12 +271,18 @@ void attend(const Attention& a, const Run& run, Heads heads, int first, int last
 
 inline void attention(const Attention& a, const Run& run, Heads heads, int first, int last, int range, float* parts,
                       float* scratch) {
-    if (a.type == Type::float32) return attend<RowTile<float>>(a, run, heads, first, last, range, parts, scratch);
 #if defined(__AVX512BF16__)
+    if (a.type == Type::float32 && a.head_dim == 64)
+        return attend<TurnedTile<float, 64>>(a, run, heads, first, last, range, parts, scratch);
+    if (a.type == Type::float32) return attend<TurnedTile<float>>(a, run, heads, first, last, range, parts, scratch);
+    if (widens_pairs && a.head_dim == 64)
+        return attend<TurnedTile<uint16_t, 64>>(a, run, heads, first, last, range, parts, scratch);
+    if (widens_pairs) return attend<TurnedTile<uint16_t>>(a, run, heads, first, last, range, parts, scratch);
     if ((last - first) * (a.num_heads / a.num_kv_heads) <= 4)
         return attend<PairRowTile>(a, run, heads, first, last, range, parts, scratch);
     attend<PairTile>(a, run, heads, first, last, range, parts, scratch);
 #else
+    if (a.type == Type::float32) return attend<RowTile<float>>(a, run, heads, first, last, range, parts, scratch);
     if (a.head_dim == 64) return attend<RowTile<uint16_t, 64>>(a, run, heads, first, last, range, parts, scratch);
     if (a.head_dim == 128) return attend<RowTile<uint16_t, 128>>(a, run, heads, first, last, range, parts, scratch);
     attend<RowTile<uint16_t>>(a, run, heads, first, last, range, parts, scratch);

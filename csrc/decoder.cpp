@@ -76,29 +76,23 @@ void* Scratch::bytes(size_t count) {
 size_t attention_scratch(const Attention& a, int num_rows, int num_kv_heads) {
     const size_t dim = up_to(static_cast<size_t>(a.head_dim), 16);
     const size_t states = static_cast<size_t>(num_rows) * static_cast<size_t>(a.num_heads / a.num_kv_heads * num_kv_heads);
-    return KEY_BLOCK * 2 * dim + states * (3 * dim + 16) + static_cast<size_t>(num_rows) + 128;
+    return KEY_BLOCK * 2 * dim + states * (3 * dim + 16) + 3 * static_cast<size_t>(num_rows) + 128;
 }
 
 void product(Backend& backend, int thread, const Matrix& w, const Inputs& inputs, const Output& to,
              const std::function<void()>& prepare) {
-    static thread_local Scratch kept, rounded;  // grow to the largest pass, outside of the tiles
+    static thread_local Scratch kept, prepared;  // grow to the largest pass, outside of the tiles
+    float* sums = kept.floats(static_cast<size_t>(inputs.num_rows) * PANEL);
     Inputs x = inputs;
-    const size_t num_rows = static_cast<size_t>(x.num_rows), num_units = static_cast<size_t>(w.num_steps / UNIT);
-    float* sums = kept.floats(num_rows * PANEL);
-    if (is_quantised(w.type)) x.words = static_cast<uint32_t*>(rounded.bytes(sizeof(RoundedUnit) * num_units * num_rows));
-    const auto round_rows = [&] {  // by each thread for itself: another barrier would take longer
-        for (size_t row = 0; row < num_rows; ++row) {
-            const float* from = reinterpret_cast<const float*>(inputs.words + row * static_cast<size_t>(w.num_steps));
-            backend.kernels.round_row(from, w.num_in, w.num_steps, reinterpret_cast<RoundedUnit*>(x.words) + row, x.num_rows);
-        }
-    };
+    const size_t bytes = backend.kernels.prepared_bytes(w, inputs.num_rows);
+    if (bytes > 0) x.words = static_cast<uint32_t*>(prepared.bytes(bytes));
     const int per_tile = static_cast<int>(std::max<size_t>(1, TILE_BYTES / w.panel_bytes()));
     const int num_tiles = (w.num_panels + per_tile - 1) / per_tile;
     bool is_ready = false;
     backend.team.tiles(thread, num_tiles, [&](int tile) {
         if (!is_ready) {  // a thread without a tile may be late, and the rows may be others already
             if (prepare) prepare();
-            if (is_quantised(w.type)) round_rows();
+            if (bytes > 0) backend.kernels.prepare(w, inputs, x.words);  // by each thread: a barrier would take longer
             is_ready = true;
         }
         backend.kernels.linear(w, x, to, tile * per_tile, std::min(w.num_panels, (tile + 1) * per_tile), sums);
@@ -312,16 +306,27 @@ void Decoder::attend(int thread, const Layer& layer, int index, const Pass& pass
         if (share.num_ranges > 1) num_queries += (share.last - share.first) * s.num_heads;
     }
     const bool by_head = num_walks < ITEMS_PER_THREAD * backend_.team.num_threads();
-    const int items_per_walk = by_head ? s.num_kv_heads : 1;
-    backend_.team.tiles(thread, num_walks * items_per_walk, [&](int item) {
+    const int items_per_walk = by_head ? s.num_kv_heads : 1, num_items = num_walks * items_per_walk;
+    // What is left when all threads have equally many is cut by rows, and each thread's share ends with a piece.
+    const int num_threads = backend_.team.num_threads(), num_left = by_head ? num_items % num_threads : 0;
+    const int num_pieces = num_left > 0 ? num_threads / num_left : 1;
+    const int num_whole = num_items - num_left, count = num_whole + num_left * num_pieces;
+    const bool is_dealt = num_left > 0 && count % num_threads == 0;
+    backend_.team.tiles(thread, count, [&](int tile) {
+        const int per_thread = count / num_threads, at = is_dealt ? tile % per_thread * num_threads + tile / per_thread : tile;
+        const int beyond = at - num_whole, item = beyond < 0 ? at : num_whole + beyond / num_pieces;
         const Heads heads = by_head ? Heads{item % s.num_kv_heads, item % s.num_kv_heads + 1} : Heads{0, s.num_kv_heads};
         int walk = item / items_per_walk;
         const Share* share = shares.data();
         for (; walk >= share->num_ranges; ++share) walk -= share->num_ranges;
-        const size_t queries_per_head = static_cast<size_t>(share->last - share->first) * group;
-        const size_t part = static_cast<size_t>(walk * s.num_kv_heads + heads.first) * queries_per_head;
+        const int num_rows = share->last - share->first, piece = beyond < 0 ? 0 : beyond % num_pieces;
+        const int pieces = beyond < 0 ? 1 : num_pieces;
+        const int first = num_rows * piece / pieces, last = num_rows * (piece + 1) / pieces;
+        if (first == last) return;
+        const size_t part = (static_cast<size_t>(walk * s.num_kv_heads + heads.first) * static_cast<size_t>(num_rows) +
+                             static_cast<size_t>(first)) * group;
         const bool is_shared = share->num_ranges > 1;
-        backend_.kernels.attention(a, *share->run, heads, share->first, share->last,
+        backend_.kernels.attention(a, *share->run, heads, share->first + first, share->first + last,
                                    is_shared ? share->first_range + walk : -1,
                                    is_shared ? b.parts + (share->first_part + part) * size : nullptr, scratch);
     });

@@ -227,8 +227,10 @@ struct Heads {
 struct Kernels {
     // Product of every row with the panels [first, last). sums: 32 floats for each row, aligned to 64.
     void (*linear)(const Matrix&, const Inputs&, const Output&, int first, int last, float* sums);
-    // A row of float32 [num_in] -> what a quantised product reads; its units are `stride` apart.
-    void (*round_row)(const float* x, int num_in, int num_steps, RoundedUnit* out, int stride);
+    // Where prepared_bytes is not 0, `linear` gets in place of the words what `prepare` makes of them: units of int8 for
+    // quantised weights, floats where pairs of bfloat16 are widened.
+    size_t (*prepared_bytes)(const Matrix&, int num_rows);
+    void (*prepare)(const Matrix&, const Inputs&, void* to);
     // float32 row -> inputs of a product.
     void (*put_row)(const Inputs&, int row, const float* x, int n);
     // Root mean square norm of one row (Zhang and Sennrich 2019, eq. 4).
@@ -251,6 +253,9 @@ struct Kernels {
 size_t attention_scratch(const Attention& a, int num_rows, int num_kv_heads);  // floats
 // Floats of what one query has seen of a range: its maximum and sum, then values.
 inline size_t part_floats(const Attention& a) { return 16 + (static_cast<size_t>(a.head_dim) + 15) / 16 * 16; }
+
+// Whether AVX-512 multiplies pairs of bfloat16 as floats, with the same bits. cpu.cpp knows where that is faster.
+extern bool widens_pairs;
 
 extern const Kernels avx512_kernels, avx2_kernels, baseline_kernels;
 

@@ -20,6 +20,7 @@ constexpr int CHUNK_STEPS = 64, MANY_CHUNK_STEPS = 128;
 // ---------------------------------------------------------------------------------- one step of 16 outputs
 
 struct Float32Step {
+    static constexpr int WORDS = 1;  // of an input
     using Line = F16;
     static Line weights(const void* p) { return load(static_cast<const float*>(p)); }
     static F16 input(const uint32_t* word) {
@@ -33,13 +34,46 @@ struct Float32Step {
 #if defined(__AVX512BF16__)
 
 struct Bfloat16Step {
+    static constexpr int WORDS = 1;
     using Line = __m512bh;
     static Line weights(const void* p) { return (__m512bh)_mm512_loadu_si512(p); }
     static Line input(const uint32_t* word) { return (__m512bh)_mm512_set1_epi32(static_cast<int>(*word)); }
     static F16 add(F16 acc, Line w, Line x) { return {_mm512_dpbf16_ps(acc.v, w, x)}; }
 };
 
+// The same bits by two multiplications of floats, where those are faster (`widens_pairs`). vdpbf16ps adds the odd product
+// first, each sum rounded, and takes denormal numbers for zeros; so does this within the life of a DenormalsAreZero.
+struct Halves {
+    F16 even, odd;
+};
+struct WidePairStep {
+    static constexpr int WORDS = 2;  // an input is widened already: even, odd
+    using Line = Halves;
+    static Line weights(const void* p) {
+        const __m512i pairs = _mm512_loadu_si512(p), odd = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+        return {{_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))}, {_mm512_castsi512_ps(_mm512_and_si512(pairs, odd))}};
+    }
+    static Line input(const uint32_t* words) { return {Float32Step::input(words), Float32Step::input(words + 1)}; }
+    static F16 add(F16 acc, const Line& w, const Line& x) { return madd(w.even, x.even, madd(w.odd, x.odd, acc)); }
+};
+
+class DenormalsAreZero {
+  public:
+    explicit DenormalsAreZero(bool is_wanted) : before_(_mm_getcsr()) {
+        if (is_wanted) _mm_setcsr(before_ | 0x8040);  // of what is read, and of results
+    }
+    ~DenormalsAreZero() { _mm_setcsr(before_); }
+
+  private:
+    const unsigned before_;
+};
+
 #else
+
+struct DenormalsAreZero {
+    explicit DenormalsAreZero(bool) {}
+    ~DenormalsAreZero() {}
+};
 
 struct Pair {
     F16 first, second;
@@ -71,6 +105,7 @@ inline F16 high_halves(const void* p) {
 #endif
 
 struct Bfloat16Step {
+    static constexpr int WORDS = 1;
     using Line = Pair;
     static Line weights(const void* p) { return {low_halves(p), high_halves(p)}; }
     static Line input(const uint32_t* word) {
@@ -101,12 +136,12 @@ void block_times_panel(const char* w, const uint32_t* x, int num_steps, bool fre
         for (int n = 0; n < 2; ++n) sums[m][n] = fresh ? f16(0.0f) : load(acc + (2 * m + n) * LANES);
     for (int s = 0; s < num_steps; ++s) {
         const auto w0 = Step::weights(w + 128 * s), w1 = Step::weights(w + 128 * s + 64);
-        __builtin_prefetch(ahead.at);
-        __builtin_prefetch(ahead.at + 64);
+        __builtin_prefetch(ahead.at, 0, NEAR_CACHE);
+        __builtin_prefetch(ahead.at + 64, 0, NEAR_CACHE);
         ahead.at += ahead.stride;
 #pragma GCC unroll 14
         for (int m = 0; m < ROWS; ++m) {
-            const auto input = Step::input(x + s * ROWS + m);
+            const auto input = Step::input(x + (s * ROWS + m) * Step::WORDS);
             sums[m][0] = Step::add(sums[m][0], w0, input);
             sums[m][1] = Step::add(sums[m][1], w1, input);
         }
@@ -125,12 +160,28 @@ using Block = void (*)(const char*, const uint32_t*, int, bool, Ahead, float*);
         block_times_panel<Step, 14>
 constexpr Block FLOAT32_BLOCKS[] = {FORERUN_BLOCKS(Float32Step)};
 constexpr Block BFLOAT16_BLOCKS[] = {FORERUN_BLOCKS(Bfloat16Step)};
+#if defined(__AVX512BF16__)
+constexpr Block WIDE_BLOCKS[] = {FORERUN_BLOCKS(WidePairStep)};
+#else
+constexpr const Block* WIDE_BLOCKS = nullptr;
+#endif
 #undef FORERUN_BLOCKS
+
+// Whether the inputs of a product with bfloat16 are widened, once for all panels (`prepare`). For one or two rows it takes
+// as long to widen the weights as the other way saves.
+#if defined(__AVX512BF16__)
+inline bool has_wide_inputs(const Matrix& w, int num_rows) { return w.type == Type::bfloat16 && widens_pairs && num_rows > 2; }
+#else
+inline bool has_wide_inputs(const Matrix&, int) { return false; }
+#endif
 
 // Computes the sums of all rows for one panel, float32 [num_rows][32]. One block of rows streams the panel; several take
 // turns every CHUNK_STEPS and prefetch equal parts of the next chunk, so that reading memory never waits for arithmetic.
 inline void panel_sums(const Matrix& w, const Inputs& x, int panel, float* sums) {
-    const Block* blocks = w.type == Type::bfloat16 ? BFLOAT16_BLOCKS : FLOAT32_BLOCKS;
+    const bool is_wide = has_wide_inputs(w, x.num_rows);
+    const Block* blocks = is_wide ? WIDE_BLOCKS : w.type == Type::bfloat16 ? BFLOAT16_BLOCKS : FLOAT32_BLOCKS;
+    const size_t width = is_wide ? 2 : 1;
+    const DenormalsAreZero denormals(is_wide);
     const char* data = w.panel_at(panel);
     const int num_blocks = x.num_blocks();
     if (num_blocks == 1)
@@ -140,7 +191,7 @@ inline void panel_sums(const Matrix& w, const Inputs& x, int panel, float* sums)
         const int n = w.num_steps - s < chunk ? w.num_steps - s : chunk;
         for (int b = 0; b < num_blocks; ++b) {
             const int start = x.block_start(b), rows = x.block_start(b + 1) - start;
-            const uint32_t* words = x.words + static_cast<size_t>(start) * x.num_steps + static_cast<size_t>(s) * rows;
+            const uint32_t* words = x.words + width * (static_cast<size_t>(start) * x.num_steps + static_cast<size_t>(s) * rows);
             const char* next = data + 128 * (s + n);
             const Ahead ahead{next + static_cast<int64_t>(128) * n * b / num_blocks, 128 / num_blocks};
             blocks[rows - 1](data + 128 * s, words, n, s == 0, ahead, sums + static_cast<size_t>(start) * PANEL);
@@ -232,8 +283,24 @@ inline void best_of_panel(const Matrix& w, const Inputs& x, const Output& to, in
 }
 
 void quantised_panel(const Matrix& w, const Inputs& x, int panel, float* sums);  // quantised.h
+void round_rows(const Matrix& w, const Inputs& x, RoundedUnit* to);
 void unpack_quantised(const Matrix& w, int row, float* out);
 
+// What `linear` needs besides the inputs, or in their place: units of int8, or bfloat16 as floats.
+inline size_t prepared_bytes(const Matrix& w, int num_rows) {
+    const size_t rows = static_cast<size_t>(num_rows), steps = static_cast<size_t>(w.num_steps);
+    if (is_quantised(w.type)) return sizeof(RoundedUnit) * (steps / UNIT) * rows;
+    return has_wide_inputs(w, num_rows) ? 8 * steps * rows : 0;
+}
+
+inline void prepare(const Matrix& w, const Inputs& x, void* to) {
+    if (is_quantised(w.type)) return round_rows(w, x, static_cast<RoundedUnit*>(to));
+    uint32_t* out = static_cast<uint32_t*>(to);
+    const size_t count = static_cast<size_t>(x.num_rows) * static_cast<size_t>(x.num_steps);
+    for (size_t i = 0; i < count; ++i) out[2 * i] = x.words[i] << 16, out[2 * i + 1] = x.words[i] & 0xffff0000u;
+}
+
+// The inputs are those that `prepare` has written, where it has any.
 inline void linear(const Matrix& w, const Inputs& x, const Output& to, int first, int last, float* sums) {
     if (x.num_rows == 0) return;
     for (int panel = first; panel < last; ++panel) {

@@ -259,6 +259,13 @@ inline void round_row(const float* x, int num_in, int num_steps, RoundedUnit* ou
     }
 }
 
+inline void round_rows(const Matrix& w, const Inputs& x, RoundedUnit* to) {
+    for (int row = 0; row < x.num_rows; ++row) {
+        const float* from = reinterpret_cast<const float*>(x.words + static_cast<size_t>(row) * static_cast<size_t>(w.num_steps));
+        round_row(from, w.num_in, w.num_steps, to + row, x.num_rows);
+    }
+}
+
 // ------------------------------------------------------------------------------------------------ a panel
 
 // Scales and minimums of a unit and sixteen outputs, of one group. Codes of 8 bits are less 128 in `dot`, and so are they
@@ -299,6 +306,7 @@ inline void add_unit(const char* codes, const Scales (&scales)[GROUPS], const Ro
     if constexpr (GROUPS == 2) add_group(std::integral_constant<int, 1>());
 }
 
+constexpr int MOST_ROWS = WIDE_REGISTERS ? 8 : 4;  // that share a decoded line; fewer are computed at once, too
 constexpr int NEAR_ROWS = 64;  // rows whose sums stay in the nearest cache; 16 were 7 % slower for a prompt, 32 were 2 %
 constexpr int QUANTISED_AHEAD_BYTES = 2048;  // how far weights are fetched ahead; 4 KB were 3 to 6 % slower, 1 KB the same
 
@@ -323,11 +331,20 @@ void rows_times_panel(const Format& format, int num_units, const char* data, con
             Scales scales[GROUPS];
             for (int g = 0; g < GROUPS; ++g) scales[g] = scales_of<BITS>(f, head, unit, g, lane);
             int row = 0;
-            if constexpr (WIDE_REGISTERS)
-                for (; row + 8 <= num_rows; row += 8) add_unit<BITS, GROUPS, 8>(data, scales, x + row, sums + row * PANEL + lane);
-            for (; row + 4 <= num_rows; row += 4) add_unit<BITS, GROUPS, 4>(data, scales, x + row, sums + row * PANEL + lane);
-            if (num_rows - row >= 2) add_unit<BITS, GROUPS, 2>(data, scales, x + row, sums + row * PANEL + lane), row += 2;
-            if (row < num_rows) add_unit<BITS, GROUPS, 1>(data, scales, x + row, sums + row * PANEL + lane);
+            const auto take = [&](auto count) {
+                add_unit<BITS, GROUPS, decltype(count)::value>(data, scales, x + row, sums + row * PANEL + lane);
+                row += decltype(count)::value;
+            };
+            while (num_rows - row >= MOST_ROWS) take(std::integral_constant<int, MOST_ROWS>());
+            if constexpr (MOST_ROWS > 4) {
+                if (num_rows - row == 7) take(std::integral_constant<int, 7>());
+                if (num_rows - row == 6) take(std::integral_constant<int, 6>());
+                if (num_rows - row == 5) take(std::integral_constant<int, 5>());
+                if (num_rows - row == 4) take(std::integral_constant<int, 4>());
+            }
+            if (num_rows - row == 3) take(std::integral_constant<int, 3>());
+            if (num_rows - row == 2) take(std::integral_constant<int, 2>());
+            if (num_rows - row == 1) take(std::integral_constant<int, 1>());
         }
     }
 }

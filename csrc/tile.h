@@ -38,11 +38,11 @@ struct NextBlock {
 
     void fetch_key(int lane, int first, int last) const {
         if (lane < num_next)
-            for (int d = first; d < last; d += LINE) __builtin_prefetch(next_keys[lane] + d);
+            for (int d = first; d < last; d += LINE) __builtin_prefetch(next_keys[lane] + d, 0, NEAR_CACHE);
     }
     void fetch_value(int lane, int first, int last) const {
         if (lane < num_next)
-            for (int d = first; d < last; d += LINE) __builtin_prefetch(next_values[lane] + d);
+            for (int d = first; d < last; d += LINE) __builtin_prefetch(next_values[lane] + d, 0, NEAR_CACHE);
     }
 };
 
@@ -67,6 +67,7 @@ template <class T, int DIM = 0>
 struct RowTile : Dimensions<DIM>, NextBlock<T> {
     using Dimensions<DIM>::dim, Dimensions<DIM>::padded_dim;
     using Stored = T;
+    static constexpr bool DENORMALS_ARE_ZERO = false;
     const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
 
     RowTile(float*, int head_dim) : Dimensions<DIM>(head_dim) {}
@@ -145,6 +146,7 @@ struct RowTile : Dimensions<DIM>, NextBlock<T> {
 // What the layouts of pairs have in common: queries and weights rounded to bfloat16, and the operations on them.
 struct Pairs : NextBlock<uint16_t> {
     using Stored = uint16_t;
+    static constexpr bool DENORMALS_ARE_ZERO = false;
     int dim, padded_dim;
 
     explicit Pairs(int head_dim) : dim(head_dim), padded_dim(padded(head_dim)) {}
@@ -312,6 +314,162 @@ struct PairTile : Pairs {
 
 #endif
 
+#if defined(__AVX512BF16__)
+
+// Keys are turned once, so that a vector holds a number of 16 keys and a score is one sum. Everything is multiplied as
+// floats. Pairs of bfloat16 give the bits of PairTile: the odd one of a pair is added first, and denormals are zeros.
+template <class T, int DIM = 0>
+struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
+    using Dimensions<DIM>::dim, Dimensions<DIM>::padded_dim;
+    using Stored = T;
+    static constexpr bool PAIRS = sizeof(T) == 2, DENORMALS_ARE_ZERO = PAIRS;
+    float* keys;                    // [dim][64]; of pairs, the odd dimension is before the even one
+    const T* values[KEY_BLOCK];     // stay where they are
+
+    TurnedTile(float* memory, int head_dim)
+        : Dimensions<DIM>(head_dim), keys(memory) {}
+
+    // The dimensions in the order of the keys.
+    const void* query(const float* q, float* memory) const {
+        if constexpr (PAIRS) {
+            alignas(64) uint16_t halves[LANES];
+            for (int d = 0; d < dim; d += LANES) {
+                narrow(load_first(q + d, dim - d), halves);
+                for (int i = 0; i < LANES; ++i) memory[d + i] = widen(halves[i ^ 1]);
+            }
+        } else {
+            for (int d = 0; d < dim; d += LANES) store(memory + d, load_first(q + d, dim - d));
+        }
+        return memory;
+    }
+
+    // The first `count` of 16 keys, and zeros.
+    void put_16_keys(int lane, int count, const T* const* rows) const {
+        constexpr int PER_WORD = PAIRS ? 2 : 1;
+        const int num_words = dim / PER_WORD;
+        for (int d = 0; d < num_words; d += LANES) {
+            const int n = num_words - d < LANES ? num_words - d : LANES;
+            const __mmask16 some = static_cast<__mmask16>((1u << n) - 1);
+            F16 block[LANES];
+            const auto word = [&](int i) { return _mm512_maskz_loadu_epi32(some, rows[i] + PER_WORD * d); };
+            if (count >= LANES)
+                for (int i = 0; i < LANES; ++i) block[i].v = _mm512_castsi512_ps(word(i));
+            else
+                for (int i = 0; i < LANES; ++i) block[i].v = _mm512_castsi512_ps(i < count ? word(i) : _mm512_setzero_si512());
+            transpose(block);
+            for (int i = 0; i < n; ++i) {
+                float* const to = keys + static_cast<size_t>(PER_WORD * (d + i)) * KEY_BLOCK + lane;
+                if constexpr (PAIRS) {
+                    const Halves halves = WidePairStep::weights(&block[i]);
+                    store(to, halves.odd), store(to + KEY_BLOCK, halves.even);
+                } else {
+                    store(to, block[i]);
+                }
+            }
+        }
+    }
+    void put_key(int lane, const T* key) const {
+        for (int d = 0; d < dim; ++d) keys[(PAIRS ? d ^ 1 : d) * KEY_BLOCK + lane] = widen(key[d]);
+    }
+    void put_keys(int first, int last, const T* const* rows) const {
+        int lane = first;
+        for (; lane < last && lane % LANES != 0; ++lane) put_key(lane, rows[lane]);
+        for (; lane + 4 < last; lane += LANES) put_16_keys(lane, last - lane, rows + lane);
+        for (; lane < last; ++lane) put_key(lane, rows[lane]);
+    }
+    void put_values(int first, int last, const T* const* rows) {
+        for (int lane = first; lane < last; ++lane) values[lane] = rows[lane];
+    }
+
+    template <int N, int V>
+    void score(const State* states, F16 (*scores)[VECTORS]) const {
+        F16 sums[N][V];
+        for (int n = 0; n < N; ++n)
+            for (int i = 0; i < V; ++i) sums[n][i] = f16(0.0f);
+        for (int d = 0; d < dim; ++d) {
+            F16 key[V];
+            for (int i = 0; i < V; ++i) key[i] = load(keys + d * KEY_BLOCK + i * LANES);
+            if (d < KEY_BLOCK) this->fetch_key(d, 0, dim);
+            for (int n = 0; n < N; ++n) {
+                const F16 x = f16(static_cast<const float*>(states[n].q)[d]);
+                for (int i = 0; i < V; ++i) sums[n][i] = madd(key[i], x, sums[n][i]);
+            }
+        }
+        for (int n = 0; n < N; ++n)
+            for (int i = 0; i < V; ++i) scores[n][i] = sums[n][i];
+    }
+    template <int N>
+    void score(const State* states, Seen seen, F16 (*scores)[VECTORS]) const {
+        if (seen.last > 3 * LANES) return score<N, 4>(states, scores);
+        if (seen.last > 2 * LANES) return score<N, 3>(states, scores);
+        if (seen.last > LANES) return score<N, 2>(states, scores);
+        score<N, 1>(states, scores);
+    }
+
+    static F16 load_some(__mmask16 some, const float* p) { return {_mm512_maskz_loadu_ps(some, p)}; }
+    static F16 load_some(__mmask16 some, const uint16_t* p) {
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p)), 16))};
+    }
+
+    struct Weights {
+        alignas(64) float of[KEY_BLOCK];
+    };
+    static F16 keep(Weights& weights, int lane, F16 weight) {
+        if constexpr (PAIRS) {
+            const __m256i halves = (__m256i)_mm512_cvtneps_pbh(weight.v);
+            weight = {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))};
+        }
+        store(weights.of + lane, weight);
+        return weight;
+    }
+
+    template <int N>
+    static constexpr int chunks() {
+        return 4;
+    }
+
+    // Adds a lane that is seen, or zeros in place of one that is not and may be NaN.
+    template <int N, int CHUNKS>
+    FORERUN_INLINE void add_lane(int d, int lane, bool is_seen, __mmask16 last_chunk, const Weights* weights,
+                                 F16 (&sums)[N][CHUNKS]) const {
+        if (d % NextBlock<T>::LINE == 0) this->fetch_value(lane, d, d + CHUNKS * LANES);
+        F16 value[CHUNKS];
+        for (int c = 0; c < CHUNKS; ++c)
+            value[c] = is_seen ? load_some(c + 1 < CHUNKS ? 0xffff : last_chunk, values[lane] + d + c * LANES) : f16(0.0f);
+        for (int n = 0; n < N; ++n) {
+            const F16 weight = f16(weights[n].of[lane]);
+            for (int c = 0; c < CHUNKS; ++c) sums[n][c] = madd(value[c], weight, sums[n][c]);
+        }
+    }
+
+    template <int N, int CHUNKS>
+    void add(int d, const Weights* weights, Seen seen, F16 (*to)[CHUNKS]) const {
+        const int left = dim - d - (CHUNKS - 1) * LANES;
+        const __mmask16 some = static_cast<__mmask16>(left < LANES ? (1u << left) - 1 : 0xffffu);  // of the last chunk
+        F16 sums[N][CHUNKS];
+        for (int n = 0; n < N; ++n)
+            for (int c = 0; c < CHUNKS; ++c) sums[n][c] = to[n][c];
+        int lane = seen.first;
+        if constexpr (PAIRS) {
+            if (lane % 2 == 1) {
+                add_lane<N, CHUNKS>(d, lane, true, some, weights, sums);
+                add_lane<N, CHUNKS>(d, lane - 1, false, some, weights, sums);
+                ++lane;
+            }
+            for (; lane + 1 < seen.last; lane += 2) {
+                add_lane<N, CHUNKS>(d, lane + 1, true, some, weights, sums);
+                add_lane<N, CHUNKS>(d, lane, true, some, weights, sums);
+            }
+            if (lane < seen.last) add_lane<N, CHUNKS>(d, lane + 1, false, some, weights, sums);
+        }
+        for (; lane < seen.last; ++lane) add_lane<N, CHUNKS>(d, lane, true, some, weights, sums);
+        for (int n = 0; n < N; ++n)
+            for (int c = 0; c < CHUNKS; ++c) to[n][c] = sums[n][c];
+    }
+};
+
+#endif
+
 // --------------------------------------------------------------------------------------- from the cache
 
 // Returns the depth of a row of the run below the cached rows.
@@ -330,25 +488,26 @@ inline int ancestor_at(const Run& run, int row, int own_depth, int depth) {
     return at;
 }
 
-// Calls act(lane, offset of its row and head) for the cached rows of the block that begins at position `start`.
-template <class Act>
-void for_cached(const Attention& a, const Run& run, int kv_head, int start, Act act) {
-    const size_t width = static_cast<size_t>(a.num_kv_heads) * static_cast<size_t>(a.head_dim);
-    for (int lane = 0; lane < KEY_BLOCK && start + lane < run.cached; ++lane)
-        act(lane, static_cast<size_t>(run.rows[start + lane]) * width + static_cast<size_t>(kv_head) * a.head_dim);
+// Where the rows of lanes [first, last) have their keys and values, of the block that begins at position `start`. All of
+// them are cached.
+template <class T>
+void find_cached(const Attention& a, const Run& run, int kv_head, int start, int first, int last, const T** keys, const T** values) {
+    const int64_t width = static_cast<int64_t>(a.num_kv_heads) * a.head_dim, offset = static_cast<int64_t>(kv_head) * a.head_dim;
+    const T *const all_keys = static_cast<const T*>(a.keys) + offset, *const all_values = static_cast<const T*>(a.values) + offset;
+    const int32_t* const rows = run.rows + start;
+    for (int lane = first; lane < last; ++lane) {
+        keys[lane] = all_keys + rows[lane] * width;
+        values[lane] = all_values + rows[lane] * width;
+    }
 }
 
 // Has the cached rows of the block that begins at position `start` prefetched while the one before it is read: they lie far
 // apart, so the processor does not prefetch them itself.
 template <class Tile>
 void fetch_next(const Attention& a, const Run& run, Tile& tile, int kv_head, int start) {
-    using T = typename Tile::Stored;
-    tile.num_next = 0;
-    for_cached(a, run, kv_head, start, [&](int lane, size_t at) {
-        tile.next_keys[lane] = static_cast<const T*>(a.keys) + at;
-        tile.next_values[lane] = static_cast<const T*>(a.values) + at;
-        tile.num_next = lane + 1;
-    });
+    const int left = run.cached - start;
+    tile.num_next = left < 0 ? 0 : left < KEY_BLOCK ? left : KEY_BLOCK;
+    find_cached(a, run, kv_head, start, 0, tile.num_next, tile.next_keys, tile.next_values);
 }
 
 // Fills lanes [first, last) of the block that begins at position `start`, as `row` of the run sees them.
@@ -358,9 +517,10 @@ void fill_tile(const Attention& a, const Run& run, Tile& tile, int kv_head, int 
     using T = typename Tile::Stored;
     const size_t width = static_cast<size_t>(a.num_kv_heads) * static_cast<size_t>(a.head_dim);
     const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
-    for (int lane = first; lane < last; ++lane) {
-        int index = start + lane;
-        if (index >= run.cached) index = run.cached + ancestor_at(run, row, own_depth, index - run.cached);
+    const int committed = run.cached - start, own = committed < first ? first : committed < last ? committed : last;
+    find_cached(a, run, kv_head, start, first, own, keys, values);
+    for (int lane = own; lane < last; ++lane) {
+        const int index = run.cached + ancestor_at(run, row, own_depth, lane - committed);
         const size_t at = static_cast<size_t>(run.rows[index]) * width + static_cast<size_t>(kv_head) * a.head_dim;
         keys[lane] = static_cast<const T*>(a.keys) + at;
         values[lane] = static_cast<const T*>(a.values) + at;

@@ -11,6 +11,11 @@ source_hash: str = ...
 def supported_isas() -> list[str]:
     """Instruction sets that this processor runs, best first."""
 
+def widen_pairs(arg: bool, /) -> bool:
+    """
+    Chooses how AVX-512 multiplies pairs of bfloat16, for tests: the bits are the same. Returns what was chosen before.
+    """
+
 class BandwidthProbe:
     """A buffer that threads read as fast as this machine can."""
 

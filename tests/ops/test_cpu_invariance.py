@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun import native
 from forerun.ops.cpu import CpuOps
 from forerun.ops.cpu_decoder import CpuDecoder
 from forerun.ops.reference import ReferenceOps
 from ops.native_cases import (
+    BFLOAT16,
     DTYPES,
     FLOAT32,
     INF,
@@ -259,6 +261,41 @@ def test_wild_siblings_in_a_tree(isa: str, dtype: torch.dtype) -> None:
         for row in tame:
             assert bool(found[row].isfinite().all())
             assert same_bits(found[row : row + 1], case.alone(0, row).attend(ops_of(isa), window))
+
+
+@every_isa
+@every_dtype
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_wild_rows_behind_in_a_chain(isa: str, dtype: torch.dtype, window: int | None) -> None:
+    """Rows of a chain share their last block of keys, with lanes that the earlier rows do not see."""
+    case = attention_case(1, [chain(51, 16)], (6, 2, 20), dtype)
+    k, v = case.k.clone(), case.v.clone()
+    k[9:], v[9:] = NAN, INF
+    case = replace(case, k=k, v=v)
+    found = case.attend(ops_of(isa, 2), window)
+    for row in range(9):
+        assert bool(found[row].isfinite().all())
+        assert same_bits(found[row : row + 1], case.alone(0, row).attend(ops_of(isa), window))
+
+
+@pytest.mark.skipif("avx512" not in ISAS, reason="other instruction sets multiply pairs of bfloat16 in one way")
+@pytest.mark.parametrize("dim", [2, 24, 40, 64, 120])
+@pytest.mark.parametrize("window", [None, 3, 64])
+def test_both_ways_to_multiply_pairs_give_the_same_bits(dim: int, window: int | None) -> None:
+    """The processor decides which of them is faster."""
+    ops, rows = ops_of("avx512"), normal(7, 20, 257)
+    rows[3], rows[5, ::3] = torch.tensor(WILD).repeat(43)[:257], 1e-40
+    product = product_of(ops, 257, 97, BFLOAT16)
+    case = attention_case(dim, [chain(70, 1), chain(61, 16), RunShape(127, tree_of(9, dim))], (6, 2, dim), BFLOAT16)
+
+    def results(is_wide: bool) -> list[Tensor]:
+        before = native.extension().widen_pairs(is_wide)
+        try:
+            return [case.attend(ops, window), *(product(rows[:n]) for n in (1, 3, 8, 20))]
+        finally:
+            native.extension().widen_pairs(before)
+
+    assert all(map(same_bits, results(True), results(False)))
 
 
 @every_isa
