@@ -53,6 +53,19 @@ def test_the_hub_knows_it_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     assert auto_draft("org/tiny-two") == WITHOUT_MODEL
 
 
+def test_the_hubs_weights_may_have_a_drafter_of_their_own(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A head pays beside weights of 16 bits, and may not beside a file of 4: docs/methods/eagle.md."""
+    both = named.NamedModel(
+        "tiny-one", "", "none", 1, folder=str(folder), hub="org/tiny", auto="ngram", hub_auto="lookup"
+    )
+    monkeypatch.setattr(named, "named_models", lambda: {"tiny-one": both})
+    assert auto_draft("tiny-one") == auto_draft(str(folder)) == "ngram"
+    assert auto_draft("org/tiny") == "lookup"
+    absent = replace(both, folder=None, wheel="no-such-wheel==1", file="no")
+    monkeypatch.setattr(named, "named_models", lambda: {"tiny-one": absent})
+    assert auto_draft("tiny-one") == "lookup"
+
+
 def head_of_another_width(target: Path, folder: Path) -> str:
     """A head whose small files fit the target, and whose rows do not."""
     loaded = load_checkpoint(target, with_tokenizer=True)

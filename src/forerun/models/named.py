@@ -30,6 +30,7 @@ class NamedModel:
     hub: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     auto: str | None = None
+    hub_auto: str | None = None
 
     def path(self) -> Path | None:
         """Where it is on this machine: in this package, or in its installed wheel, which is not imported.
@@ -55,6 +56,11 @@ class NamedModel:
     def is_here(self) -> bool:
         """Whether it can be opened without a network."""
         return self.path() is not None or self.is_in_hub_cache()
+
+    def drafts(self, target: str | Path | None) -> str | None:
+        """What drafts for it where nothing is asked for; None = it states nothing. target: as a caller has named it."""
+        is_file = str(target) != self.hub and self.path() is not None
+        return self.auto if is_file or self.hub_auto is None else self.hub_auto
 
     @property
     def how_to_get(self) -> str:
