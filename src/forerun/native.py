@@ -67,6 +67,16 @@ def isa() -> str:
     return wanted
 
 
+def widens_pairs() -> bool:
+    """Tell whether products with bfloat16 widen their inputs here: on processors of Intel (docs/kernels.md)."""
+    module = extension()
+    if module is None or isa() != "avx512":
+        return False
+    is_chosen = bool(module.widen_pairs(True))
+    module.widen_pairs(is_chosen)
+    return is_chosen
+
+
 def available_isas() -> list[str]:
     """Return the values that FORERUN_ISA may have here, best first; "reference" is always among them."""
     module = extension()

@@ -170,12 +170,11 @@ def test_the_plan_is_what_a_head_takes(
 @needs_native
 @pytest.mark.parametrize("method", ["eagle", "dflash"])
 def test_beside_a_target_of_few_bits_a_head_is_counted_as_it_is_rounded(folder: Path, method: str) -> None:
-    def config(**options: Any) -> EngineConfig:
-        return EngineConfig(target=str(folder / "model"), draft=f"{method}:path={folder / method}", **options)
-
-    dense, rounded = (weights_of(planned(config(quantization=bits)), method) for bits in (None, "int8"))
-    assert rounded < 0.6 * dense
     draft = f"{method}:path={folder / method}"
+    config = EngineConfig(target=str(folder / "model"), draft=draft)
+    dense = weights_of(planned(replace(config, draft=f"{draft},quantization=none")), method)
+    rounded = weights_of(planned(replace(config, quantization="int8")), method)
+    assert rounded < 0.6 * dense
     llm = LLM(str(folder / "model"), draft=draft, quantization="int8", max_seq_len=64)
     assert rounded == pytest.approx(real_bytes(llm), rel=0.01, abs=0)
 

@@ -275,11 +275,11 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _draft_models(llms: Mapping[str, LLM]) -> list[Decoder]:
-    """Every model of a drafter once; each engine has the same."""
+    """Every draft model once; each engine has the same. Trained heads are none."""
     llm = next(iter(llms.values()))
     runners = [member.runner for member in llm.engine.drafter.members.values()]
     models = {id(runner.model): runner.model for runner in runners if runner is not None}
-    return list(models.values())  # type: ignore[arg-type]  # the models of this benchmark are decoders
+    return [model for model in models.values() if isinstance(model, Decoder)]
 
 
 def chats(llm: LLM) -> bool:

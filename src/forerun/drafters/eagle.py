@@ -44,7 +44,10 @@ class Options:
     path: str | None = field(default=None, metadata={"help": head_files.path_help("eagle")})
     quantization: str = field(
         default="auto",
-        metadata={"help": "int8 or int4[:group=N], none, or auto: int8 beside a target of 4 or 8 bits, else none"},
+        metadata={
+            "help": "int8 or int4[:group=N], none, or auto: int8 for a head of `forerun train head`, and beside "
+            "a target of 4 or 8 bits; else none"
+        },
     )
 
     def __post_init__(self) -> None:
@@ -288,9 +291,9 @@ def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Bes
     if options.path is None:
         return None
     path = head_files.located(options.path, "eagle")
-    rounded = quantization_of(options.quantization, is_packed)
-    rows = rounded
-    if rounded is not None and head_layouts.find(path, "eagle") is None:
+    own = _own_config(path, None) if head_layouts.find(path, "eagle") is None else None
+    rounded = rows = _rounded(options, own, is_packed)
+    if rounded is not None and own is not None:
         rows = replace(rounded, bits=max(8, rounded.bits))  # as those of a model's LM head, see models/quantising.py
     return head_files.own_weights(path, config, rounded, rows, all_rows=False)
 
@@ -298,15 +301,29 @@ def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Bes
 def build(options: Options, target: Target) -> Drafter:
     """Read a head. Raises what head_files.py and head_layouts.py raise, and BadOption for a target of another shape."""
     path = head_files.located(options.path, "eagle")
-    if (found := head_layouts.find(path, "eagle", target.ignore_config_keys)) is not None:
+    found = head_layouts.find(path, "eagle", target.ignore_config_keys)
+    if found is not None:
         published = head_layouts.eagle_config(found, target.model.config.cache_shape.num_layers)
         config, weights, ids = head_layouts.read_eagle(found, published, target)
     else:
         config, weights, ids = _read_own(path, target)
-    rounded = quantization_of(options.quantization, is_packed(target.model))
+    rounded = _rounded(options, config if found is None else None, is_packed(target.model))
     model = EagleModel(config, weights, ids, target.model, str(rounded or "none"), target.num_ids)
     cache = cache_for(cast(Model, model), replace(target, prefix_caching=False))
     return EagleDrafter(model, cache, target.num_ids)
+
+
+def _rounded(options: Options, own: EagleConfig | None, is_packed: bool) -> Quantization | None:
+    """What the weights are rounded to. own: of a head of `forerun train head`; None = a published one.
+
+    A pass of the head reads all of its weights, and 8 bits draft what 16 do; what others trained is left as it is.
+    """
+    option = options.quantization
+    if option == "auto" and own is not None:
+        shapes = {**input_shapes(own), **layer_shapes(own)}.values()
+        fits = all(shape[1] % Quantization.parse("int8").group == 0 for shape in shapes if len(shape) == 2)
+        option = "int8" if fits else option
+    return quantization_of(option, is_packed)
 
 
 def _read_own(path: str, target: Target) -> tuple[EagleConfig, dict[str, Tensor], Tensor]:

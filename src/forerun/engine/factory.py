@@ -56,7 +56,7 @@ def auto_draft(target: str | Path | None) -> str:
     if is_shipped(target):
         return drafters.BY_MODEL
     known = named.of(target)
-    return (known and known.drafts(target)) or drafters.WITHOUT_MODEL
+    return (known and known.auto_for(target)) or drafters.WITHOUT_MODEL
 
 
 def auto_of(checkpoint: Checkpoint, config: EngineConfig) -> str:

