@@ -20,7 +20,7 @@ def test_a_head_and_its_card_take_at_most_16_mb() -> None:
     assert head_files.shipped_names() == ["smollm2"]
     for name in head_files.shipped_names():
         files = [file for file in (head_files.SHIPPED / name).iterdir() if file.is_file()]
-        assert {file.name for file in files} == {"README.md", head_files.CONFIG, head_files.WEIGHTS}
+        assert {file.name for file in files} == {"README.md", "held_out.jsonl", head_files.CONFIG, head_files.WEIGHTS}
         assert sum(file.stat().st_size for file in files) <= 16_000_000
 
 
