@@ -11,7 +11,7 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.errors import CapacityError
-from forerun.pacing.cost import LIMIT_PASSES, WIDTHS, Costs, PassTime, calibrated, of_runner
+from forerun.pacing.cost import CONTEXT_TOKENS, LIMIT_PASSES, WIDTHS, Costs, PassTime, calibrated, of_runner
 from forerun.types import DraftStep, SequenceStep, StepReport
 
 
@@ -171,23 +171,39 @@ def test_the_slow_average_follows_the_machine_and_ignores_one_pause():
     assert costs.target.one_row_s == before, "what a prompt took says nothing of a pass over a few rows"
 
 
-def test_a_curve_that_was_wrong_is_mended_by_what_steps_take():
-    """It says that 4 rows take as long as one; they take twice as long: half of the way each time, until it is near."""
-    curve, num = PassTime(WIDTHS, [1.0] * len(WIDTHS), 0.03), 0
-    plain, drafting = [(1, 0.01), (1, 0.011), (1, 0.5)], [*[(4, 0.022)] * 8, (4, 1.0), (1, 0.0)]
-    while curve.mend(plain, drafting):
-        num += 1
-        assert num < 9
-        assert curve.one_row_s == pytest.approx(0.011)
-    assert num == 2
-    assert float(curve.ratio(4)) == pytest.approx(2.0, rel=0.15)
-    assert float(curve.ratio(1)) == 1.0
-    assert 1.0 < float(curve.ratio(2)) < float(curve.ratio(4)) < float(curve.ratio(8))
+def test_passes_that_come_slowly_into_caches_are_timed_when_they_have():
+    """Behind a pass of 16 rows or more, and at first, one row takes twice as long, less by a tenth with each pass."""
+
+    class Cached(Machine):
+        cold = 1.0
+
+        def run(self, rows: int) -> None:
+            super().run(rows)
+            self.now += self.curve(1) * self.cold
+            self.cold = 1.0 if rows >= 16 else 0.9 * self.cold
+
+    found = of(Cached(lambda n: 0.001 * (1 + 0.05 * n)))
+    for rows in (2, 4, 8):
+        assert float(found.ratio(rows)) == pytest.approx((1 + 0.05 * rows) / 1.05, rel=0.03)
+    assert found.one_row_s == pytest.approx(0.00105, rel=0.05)
 
 
-def test_a_curve_that_is_nearly_right_is_left_alone():
-    curve = PassTime(WIDTHS, [1.0, 1.1, 1.2, 1.4, 1.8, 2.6], 0.01)
-    assert not curve.mend([(1, 0.02)], [(4, 0.028)] * 9)
-    assert not curve.mend([], [(4, 1.0)] * 9)
-    assert not curve.mend([(1, 1.0)], [(1, 2.0)] * 9)
-    assert (curve.tilt, curve.one_row_s) == (0.0, 0.01)
+def test_passes_are_calibrated_behind_a_text(tmp_path, monkeypatch):
+    """Of as many tokens as CONTEXT_TOKENS says, of which nothing is left in the cache; without where it has no room."""
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    for size, seen in ((256, CONTEXT_TOKENS), (64, 0)):
+        engine, behind = LLM(draft="none", max_seq_len=size, max_batch_size=1).engine, set[int]()
+        runner = engine.runner
+        forward = runner.forward
+        monkeypatch.setattr(
+            runner,
+            "forward",
+            lambda runs, r=runner, f=forward, b=behind: b.add(r.cache.length(runs[0].slot)) or f(runs),
+        )
+        for path in tmp_path.iterdir():
+            path.unlink()
+        of_runner(runner)
+        assert behind == {seen}
+        assert len(list(tmp_path.iterdir())) == 1
+        runner.cache.check_integrity()
+        assert runner.cache.free_tokens() >= size

@@ -11,7 +11,6 @@ around them, and after drafting was slower twice in a row it pauses.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from forerun.config import AUTO_SPEC_LENGTH
 from forerun.pacing import Pacing
 from forerun.pacing.acceptance import MAX_RANKS, Acceptance
-from forerun.pacing.cost import Costs, PassTime
+from forerun.pacing.cost import Costs
 from forerun.pacing.levels import Levels
 from forerun.types import Sequence, StepReport
 
@@ -29,14 +28,12 @@ CUTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # longest draft of a plan
 REPLAN_STEPS = 8
 HYSTERESIS = 1.01  # a new plan must promise more tokens per second than the old one, times this
 FIRST_PAUSE, LONGEST_PAUSE = 8, 512  # steps between two probes of a request
-FIRST_WAIT = 8  # steps before the first comparison with plain decoding: the curve may be wrong
 SHORTEST_WAIT, LONGEST_WAIT = 32, 1024  # steps between two comparisons with plain decoding, and of a pause
 PLAIN_STEPS = 4  # plain steps of a comparison
 PLAIN_MARGIN = 1.03  # plain decoding is faster where it makes more tokens per second than drafting, times this
 
 Ints = npt.NDArray[np.intp]
 Floats = npt.NDArray[np.float64]
-Recent = deque[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -62,49 +59,35 @@ class _Request:
 class _SafetyNet:
     """Compares a few plain steps with the drafting steps around them, and pauses drafting where it is slower.
 
-    Where the passes of both do not stand to each other as the curve says, it mends the curve.
-
     num_left: plain steps that the comparison still takes; below 0 it counts the drafting steps after them. num_lost:
-    comparisons in a row in which plain decoding was faster. plain, drafting: [tokens, seconds]. The passes are the
-    last ones, as rows and seconds.
+    comparisons in a row in which plain decoding was faster. plain, drafting: [tokens, seconds].
     """
 
-    def __init__(self, curve: PassTime) -> None:
-        self.curve = curve
-        self.compare_at, self.pause, self.paused_until = FIRST_WAIT, SHORTEST_WAIT, 0
+    def __init__(self) -> None:
+        self.compare_at, self.pause, self.paused_until = SHORTEST_WAIT, SHORTEST_WAIT, 0
         self.num_left, self.num_lost = -PLAIN_STEPS, 0
         self.plain, self.drafting = np.zeros(2), np.zeros(2)
-        self.plain_passes, self.drafting_passes = Recent(maxlen=PLAIN_STEPS), Recent(maxlen=3 * PLAIN_STEPS)
 
     def allows(self, step: int) -> bool:
         """Return whether a step may draft for which the plan has drafts."""
         if step >= self.compare_at:
             self.compare_at, self.num_left = step + LONGEST_WAIT, PLAIN_STEPS
             self.plain[:] = 0
-            self.plain_passes.clear()
         self.num_left -= 1
         return self.num_left < 0 and step >= self.paused_until
 
-    def observe(self, step: int, report: StepReport) -> None:
+    def observe(self, step: int, tokens: int, seconds: float) -> None:
         """Count a step for which the plan had drafts; a few drafting steps after the plain ones, compare the two."""
-        pass_s = report.seconds - report.draft_s
         if self.num_left >= 0:
-            self.plain += (report.num_emitted, report.seconds)
-            self.plain_passes.append((report.num_rows, pass_s))
+            self.plain += (tokens, seconds)
         elif step >= self.paused_until:
-            self.drafting = self.drafting * (1 - 1 / SHORTEST_WAIT) + (report.num_emitted, report.seconds)
-            self.drafting_passes.append((report.num_rows, pass_s))
+            self.drafting = self.drafting * (1 - 1 / SHORTEST_WAIT) + (tokens, seconds)
         if self.num_left == -PLAIN_STEPS and self.plain[1]:
-            self._compare(step)
-
-    def _compare(self, step: int) -> None:
-        is_lost = self.plain[0] * self.drafting[1] > PLAIN_MARGIN * self.drafting[0] * self.plain[1]
-        self.num_lost = self.num_lost + 1 if is_lost else 0
-        self.pause = SHORTEST_WAIT if self.num_lost == 1 else min(2 * self.pause, LONGEST_WAIT)
-        self.paused_until = step + self.pause if self.num_lost > 1 else 0
-        self.compare_at = max(step, self.paused_until) + (SHORTEST_WAIT if is_lost else self.pause)
-        if self.curve.mend(self.plain_passes, self.drafting_passes):
-            self.compare_at = min(self.compare_at, step + SHORTEST_WAIT)
+            is_lost = self.plain[0] * self.drafting[1] > PLAIN_MARGIN * self.drafting[0] * self.plain[1]
+            self.num_lost = self.num_lost + 1 if is_lost else 0
+            self.pause = SHORTEST_WAIT if self.num_lost == 1 else min(2 * self.pause, LONGEST_WAIT)
+            self.paused_until = step + self.pause if self.num_lost > 1 else 0
+            self.compare_at = max(step, self.paused_until) + (SHORTEST_WAIT if is_lost else self.pause)
 
 
 class AutoPacing(Pacing):
@@ -118,7 +101,7 @@ class AutoPacing(Pacing):
         self._known: dict[str, Acceptance] = {}  # by drafter
         self._requests: dict[int, _Request] = {}
         self._levels = Levels(costs)
-        self._net: _SafetyNet | None = None  # from the first plan on, which has the curve
+        self._net = _SafetyNet()
         self._step, self._replan_at = 0, 0
         self._drafts = False  # whether the plan drafts for some request in this step
 
@@ -134,7 +117,6 @@ class AutoPacing(Pacing):
         if self._step >= self._replan_at:
             self._replan(requests, limits)
         self._drafts = any(request.length for request in requests)
-        self._net = self._net or _SafetyNet(self.costs.target)
         may_draft = not self._drafts or self._net.allows(self._step)
         for request, most in zip(requests, limits, strict=True):
             own = request.seq.params.spec_length
@@ -166,8 +148,8 @@ class AutoPacing(Pacing):
                     self._replan_at = 0
             if request.granted:
                 known.observe(request.seq.id, round_.num_drafted, round_.accepted_ranks)
-        if self._net and self._drafts and report.num_decoding and not report.num_prefill_tokens:
-            self._net.observe(self._step, report)
+        if self._drafts and report.num_decoding and not report.num_prefill_tokens:
+            self._net.observe(self._step, report.num_emitted, report.seconds)
 
     def end(self, seq: Sequence) -> None:
         self._requests.pop(seq.id, None)

@@ -25,30 +25,24 @@ from forerun.types import StepReport
 
 LOG = logging.getLogger(__name__)
 WIDTHS = (1, 2, 4, 8, 16, 32)  # rows
-NARROW_ROWS, SETTLING_PASSES = 8, 40
+NARROW_ROWS = 8  # of the passes that are timed before the wide ones
+SETTLING_PASSES = 40  # at most, before the first that is timed
 NUM_ROUNDS = 5
 LEAST_LIMIT_S, LIMIT_PASSES = 2.0, 12  # a calibration takes at most the larger of 2 s and 12 passes of one row
 CONTEXT_TOKENS = 128  # behind the rows of a calibration: attention to them takes longer for more rows, too
 FRESH = 0.02  # weight of a new measurement in the slow average
-FAR_OFF, FEWEST_PASSES = (
-    1.25,
-    3,
-)  # a curve that is wrong by less is left alone, and so is one that few passes contradict
 
 
 @dataclass
 class PassTime:
     """Time of a pass: `ratios[i]` times a pass of one row at `widths[i]` rows, linear between and beyond.
 
-    one_row_s: seconds of a pass of one row, None until one was measured; `observe` updates it. tilt: what a pass of 4
-    rows takes beyond the curve, in passes of one row; it grows with the logarithm of the rows. `mend` updates it: the
-    curve was measured without a drafter at work between the passes, and perhaps on a machine that was busy.
+    one_row_s: seconds of a pass of one row, None until one was measured; `observe` updates it.
     """
 
     widths: Seq[float] = WIDTHS
     ratios: Seq[float] = (1.0, 1.02, 1.06, 1.3, 2.2, 4.2)  # between an AVX2 and an AVX-512 server, bfloat16
     one_row_s: float | None = None
-    tilt: float = 0.0
     _num_seen: int = 0
 
     def __post_init__(self) -> None:
@@ -59,9 +53,7 @@ class PassTime:
 
     def ratio(self, num_rows: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Return the time of a pass over `num_rows` rows, in passes of one row, elementwise."""
-        rows = np.asarray(num_rows)
-        passes = np.interp(rows, self._rows, self._passes)
-        return np.asarray(np.maximum(1.0, passes + self.tilt * tilted(rows)) if self.tilt else passes)
+        return np.asarray(np.interp(np.asarray(num_rows), self._rows, self._passes))
 
     def observe(self, seconds: float, num_ratios: float) -> None:
         """Update the average by a pass of `seconds`, which should take as long as `num_ratios` passes of one row."""
@@ -69,28 +61,6 @@ class PassTime:
         had = self.one_row_s or seconds / num_ratios
         found = min(seconds / num_ratios, 3 * had)  # another process may have held one pass up
         self.one_row_s = had + max(FRESH, 1 / (self._num_seen + 1)) * (found - had)
-
-    def mend(self, plain: Seq[tuple[int, float]], drafting: Seq[tuple[int, float]]) -> bool:
-        """Tilt the curve half of the way to what passes took, if they were far from it; return whether they were.
-
-        plain, drafting: rows and seconds of passes that ran one after the other, so that a machine which slows down
-        cancels out; medians, for another process may hold some of them up.
-        """
-        more = [(rows, seconds) for rows, seconds in drafting if tilted(rows) > 0]
-        if not plain or len(more) < FEWEST_PASSES:
-            return False
-        one_row_s = statistics.median(seconds / float(self.ratio(rows)) for rows, seconds in plain)
-        beyond = statistics.median(seconds / float(self.ratio(rows)) / one_row_s for rows, seconds in more) - 1
-        if 1 / FAR_OFF < 1 + beyond < FAR_OFF:
-            return False
-        self.tilt += beyond / 2 * statistics.fmean(float(self.ratio(rows) / tilted(rows)) for rows, _ in more)
-        self.one_row_s = one_row_s
-        return True
-
-
-def tilted(num_rows: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Return how much of the tilt passes have: 0 for one row, 1 for 4."""
-    return np.asarray(np.log2(np.maximum(num_rows, 1)) / 2)
 
 
 @dataclass
