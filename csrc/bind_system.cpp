@@ -44,8 +44,9 @@ void bind_system(nb::module_& m) {
     nb::register_exception_translator(translate);
     m.attr("source_hash") = FORERUN_SOURCE_HASH;
     m.def("supported_isas", &forerun::supported_isas, "Instruction sets that this processor runs, best first.");
+    m.def("widens_pairs", [] { return forerun::widens_pairs; }, "Whether AVX-512 multiplies pairs of bfloat16 as floats.");
     m.def("widen_pairs", [](bool is_wanted) { return std::exchange(forerun::widens_pairs, is_wanted); },
-          "Chooses how AVX-512 multiplies pairs of bfloat16, for tests: the bits are the same. Returns what was chosen before.");
+          "Chooses that, for tests: the bits are the same. Returns what was chosen before.");
     nb::class_<BandwidthProbe>(m, "BandwidthProbe", "A buffer that threads read as fast as this machine can.")
         .def(nb::init<size_t, int>(), "num_bytes"_a, "num_threads"_a, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("num_bytes", &BandwidthProbe::num_bytes)

@@ -33,23 +33,25 @@ def small_datastore(target: Target, folder: Path) -> Mapping[str, Any]:
     return {"path": str(folder / "datastore")}
 
 
-def random_eagle(target: Target, folder: Path) -> Mapping[str, Any]:
-    """A head of random weights that reads all layers of a target and drafts all of its ids."""
+def random_eagle(target: Target, folder: Path, every: int = 1) -> Mapping[str, Any]:
+    """A head of random weights that reads all layers of a target, and drafts its ids 0, `every`, 2 x `every` ..."""
     width, num_ids = target.model.config.hidden_size, target.num_ids
     positions = target.model.config.max_positions
-    decoder = DecoderConfig("llama", num_ids, width, 1, 2, 1, 4, 8, 1e-5, positions, tie_embeddings=True)
+    num_own = (num_ids - 1) // every + 1
+    decoder = DecoderConfig("llama", num_own, width, 1, 2, 1, 4, 8, 1e-5, positions, tie_embeddings=True)
     config = eagle_model.EagleConfig(decoder, (0, _num_layers(target)))
     weights = _random({**eagle_model.input_shapes(config), **eagle_model.layer_shapes(config)}, width)
-    return _saved(target, folder, "eagle", weights, config.to_json())
+    offsets = torch.arange(num_own) * (every - 1)
+    return _saved(target, folder, "eagle", weights, config.to_json(), offsets=offsets)
 
 
-def random_head(llm: LLM, folder: Path) -> str:
-    """The folder of a random eagle head for the target of an engine."""
+def random_head(llm: LLM, folder: Path, every: int = 3) -> str:
+    """The folder of a random eagle head for the target of an engine; see random_eagle."""
     engine = llm.engine
     model, tokenizer = engine.runner.model, engine.tokenizer
     assert tokenizer is not None
     target = Target(model, tokenizer, engine.end_ids, tokenizer.num_ids, (), 8, 256, "paged")
-    return str(random_eagle(target, folder)["path"])
+    return str(random_eagle(target, folder, every)["path"])
 
 
 def random_medusa(target: Target, folder: Path) -> Mapping[str, Any]:
@@ -108,8 +110,11 @@ def _saved(
     config: Mapping[str, Any],
     *,
     has_ids: bool = True,
+    offsets: torch.Tensor | None = None,
 ) -> Mapping[str, Any]:
-    whole = {**weights, **({"d2t": torch.zeros(target.num_ids, dtype=torch.int64)} if has_ids else {})}
+    """Write a head. offsets [own ids]: the target's id of each own one, less the own one; None = it has all of them."""
+    offsets = torch.zeros(target.num_ids, dtype=torch.int64) if offsets is None else offsets
+    whole = {**weights, **({"d2t": offsets} if has_ids else {})}
     whole[head_files.PROBE] = head_files.probe(target.model.embed, target.num_ids)
     head_files.save(folder / method, method, whole, config, artifacts.fingerprint(target.tokenizer, target.num_ids))
     return {"path": str(folder / method)}

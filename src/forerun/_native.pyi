@@ -11,9 +11,12 @@ source_hash: str = ...
 def supported_isas() -> list[str]:
     """Instruction sets that this processor runs, best first."""
 
+def widens_pairs() -> bool:
+    """Whether AVX-512 multiplies pairs of bfloat16 as floats."""
+
 def widen_pairs(arg: bool, /) -> bool:
     """
-    Chooses how AVX-512 multiplies pairs of bfloat16, for tests: the bits are the same. Returns what was chosen before.
+    Chooses that, for tests: the bits are the same. Returns what was chosen before.
     """
 
 class BandwidthProbe:

@@ -70,11 +70,7 @@ def isa() -> str:
 def widens_pairs() -> bool:
     """Tell whether products with bfloat16 widen their inputs here: on processors of Intel (docs/kernels.md)."""
     module = extension()
-    if module is None or isa() != "avx512":
-        return False
-    is_chosen = bool(module.widen_pairs(True))
-    module.widen_pairs(is_chosen)
-    return is_chosen
+    return module is not None and isa() == "avx512" and bool(module.widens_pairs())
 
 
 def available_isas() -> list[str]:

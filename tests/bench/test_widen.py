@@ -11,6 +11,7 @@ from bench.widening import PROMPT, SMALL, TOLERANCE, WIDE, case, difference, ran
 from forerun import LLM, SamplingParams, ops as operators
 from forerun.bench.widen import (
     SHAPES,
+    head_to_widen,
     num_parameters,
     shape_named,
     widen_checkpoint,
@@ -19,7 +20,7 @@ from forerun.bench.widen import (
 )
 from forerun.cli.bench import SHAPE_NAMES
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
-from forerun.errors import BadOption, UnsupportedModel
+from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.models.layers import Decoder, parameter_shapes
 from forerun.models.loading import load_checkpoint, read_config, read_raw_config
 from forerun.models.saving import save_checkpoint
@@ -204,7 +205,7 @@ def test_a_widened_head_drafts_the_same_tokens_for_the_widened_target(tmp_path: 
     shape = WideShape(2 * c.hidden_size, c.num_layers, 2 * c.num_heads, 2 * c.num_kv_heads, 2 * c.ffn_size)
     write_widened(small, tmp_path / "wide", shape)
     head, rounds = head_of(LLM(str(small), draft="none", dtype="float32"), tmp_path), list[list[RoundDetail]]()
-    write_widened_head(head, tmp_path / "wide" / "head", shape)
+    write_widened_head(head_to_widen(head, shape, c.vocab_size), tmp_path / "wide" / "head", shape)
     for target, path in ((small, head), (tmp_path / "wide", tmp_path / "wide" / "head")):
         llm = LLM(str(target), draft=f"eagle:path={path}", dtype="float32", pacing="fixed", spec_length=3)
         rounds.append([])
@@ -213,8 +214,11 @@ def test_a_widened_head_drafts_the_same_tokens_for_the_widened_target(tmp_path: 
     same = [own.tokens == wide.tokens for own, wide in zip(*rounds, strict=True)]
     assert sum(same) >= len(same) - 2, "sums of another order may decide between two that are nearly tied"
     assert sum(len(own.tokens) for own in rounds[0]) > 10
+    head_to_widen(head, dataclasses.replace(shape, vocab_size=c.vocab_size), c.vocab_size)
     with pytest.raises(BadOption, match="not possible with a head"):
-        write_widened_head(head, tmp_path / "more", dataclasses.replace(shape, vocab_size=c.vocab_size + 9))
+        head_to_widen(head, dataclasses.replace(shape, vocab_size=c.vocab_size + 9), c.vocab_size)
+    with pytest.raises(NotFound, match="there is no head"):
+        head_to_widen("no-such-head", shape, c.vocab_size)
 
 
 def test_widening_in_memory_keeps_the_rest_of_the_checkpoint(tmp_path: Path) -> None:

@@ -143,17 +143,27 @@ def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShap
     return config
 
 
-def write_widened_head(path: str, out: Path, shape: WideShape) -> None:
-    """Widen a head of `eagle` as its target was widened, into a new folder: it drafts the same tokens.
+def head_to_widen(name: str, shape: WideShape, num_ids: int) -> Path:
+    """Return the folder of a head of `eagle`, as drafters name it.
 
-    What reads the target's rows gets zeros for their new dimensions, and writes zeros into its own. Raises BadOption
-    for a shape with more ids, whose rows have a dimension that the head does not expect.
+    num_ids: of the head's target. Raises as a drafter does for what is no such head, and BadOption for a shape with
+    more ids, whose rows have a dimension that the head does not expect.
     """
-    config = EagleConfig.from_json(head_files.read_config(path, "eagle"))
-    small, own = config.decoder, read_json(Path(path) / head_files.CONFIG)["forerun"]
-    weights = head_files.tensors(Path(path) / head_files.WEIGHTS)
-    if shape.vocab_size is not None and shape.vocab_size > len(weights["d2t"]):
-        raise BadOption(f"vocab_size={shape.vocab_size} is not possible with a head: leave it out")
+    path = head_files.located(name, "eagle")
+    EagleConfig.from_json(head_files.read_config(path, "eagle"))
+    if shape.vocab_size is not None and shape.vocab_size > num_ids:
+        raise BadOption(f"vocab_size={shape.vocab_size} is not possible with a head: its target has {num_ids} ids")
+    return Path(path)
+
+
+def write_widened_head(folder: Path, out: Path, shape: WideShape) -> None:
+    """Widen what `head_to_widen` found as its target was widened, into a new folder: it drafts the same tokens.
+
+    What reads the target's rows gets zeros for their new dimensions, and writes zeros into its own.
+    """
+    config = EagleConfig.from_json(head_files.read_config(str(folder), "eagle"))
+    small, own = config.decoder, read_json(folder / head_files.CONFIG)["forerun"]
+    weights = head_files.tensors(folder / head_files.WEIGHTS)
     layer = {name: weights[name] for name in layer_shapes(config)}
     decoder, made = widen(small, layer, dataclasses.replace(shape, num_layers=1, vocab_size=None))
     wide = dataclasses.replace(config, decoder=decoder)

@@ -203,7 +203,8 @@ def widen(
     head_dim: Size = None,
     vocab_size: Size = None,
     head: Annotated[
-        str | None, typer.Option(help="folder of an eagle head of the source, widened to OUT/head [default: none]")
+        str | None,
+        typer.Option(help="eagle head of the source, named as drafters name it; widened to OUT/head [default: none]"),
     ] = None,
 ) -> None:
     """Write a larger checkpoint that computes the same function: a widened small model, for speed measurements."""
@@ -216,11 +217,12 @@ def widen(
     from forerun.text.terminal import visible
 
     folder = locate(source)
-    wide = bench.shape_named(shape, read_config(read_raw_config(folder)))
-    wide = dataclasses.replace(wide, **sizes)
+    small = read_config(read_raw_config(folder))
+    wide = dataclasses.replace(bench.shape_named(shape, small), **sizes)
+    of = None if head is None else bench.head_to_widen(head, wide, small.vocab_size)
     config = bench.write_widened(folder, out, wide)
-    if head is not None:
-        bench.write_widened_head(head, out / "head", wide)
+    if of is not None:
+        bench.write_widened_head(of, out / "head", wide)
     size = f"{bench.num_parameters(config):,} parameters"
     typer.echo(f"{visible(str(out))}: {size}, a widened small model ({bench.describe(config)})")
 

@@ -241,10 +241,8 @@ def banner(llm: LLM, params: SamplingParams) -> str:
 
 
 def _drafting(llm: LLM) -> str:
-    method, (_, options) = (
-        llm.engine.drafter.main,
-        drafters.resolve(llm.config.draft, auto_of(llm.checkpoint, llm.config)),
-    )
+    method = llm.engine.drafter.main
+    _, options = drafters.resolve(llm.config.draft, auto_of(llm.checkpoint, llm.config))
     if method == "model":
         return "drafts by a model" if options.path is None else f"drafts by {options.path}"
     if method in ("lookup", "suffix"):

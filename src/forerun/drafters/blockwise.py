@@ -58,9 +58,7 @@ def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) 
 
 def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
     """Return what the memory plan counts of the layer's weights."""
-    if options.path is None:
-        return None
-    return head_files.own_weights(head_files.located(options.path, "blockwise"), config, all_rows=True)
+    return head_files.own_weights(options.path, "blockwise", config, all_rows=True)
 
 
 def build(options: Options, target: Target) -> Drafter:

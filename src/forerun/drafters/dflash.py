@@ -214,10 +214,8 @@ def own_model(options: Options, num_layers: int) -> OwnModel:
 
 def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
     """Return what the memory plan counts of the layers' weights."""
-    if options.path is None:
-        return None
     rounded = quantization_of(options.quantization, is_packed)
-    return head_files.own_weights(head_files.located(options.path, "dflash"), config, rounded, all_rows=False)
+    return head_files.own_weights(options.path, "dflash", config, rounded, all_rows=False)
 
 
 def build(options: Options, target: Target) -> Drafter:

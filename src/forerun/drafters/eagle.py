@@ -198,8 +198,7 @@ class EagleDrafter(Drafter):
         """Draft the likeliest tokens of all sequences in one call: what the loop in `propose` finds, one by one."""
         runs = [self._take(seqs[b], self._waits(seqs[b]), "last", True) for b in fed]
         found = self.runner.run_ahead(runs, [limits[b] for b in fed])
-        fed_rows = zip(runs, found, strict=True)
-        self.runner.cache.keep({run.slot: range(len(run.tokens) + len(own) - 1) for run, own in fed_rows})
+        self.runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})  # of drafted tokens none is needed
         chains: list[list[int]] = [[] for _ in seqs]
         for b, own in zip(fed, found, strict=True):
             chains[b] = [self._ids[i] for i in own]
@@ -295,7 +294,7 @@ def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Bes
     rounded = rows = _rounded(options, own, is_packed)
     if rounded is not None and own is not None:
         rows = replace(rounded, bits=max(8, rounded.bits))  # as those of a model's LM head, see models/quantising.py
-    return head_files.own_weights(path, config, rounded, rows, all_rows=False)
+    return head_files.own_weights(path, "eagle", config, rounded, rows, all_rows=False)
 
 
 def build(options: Options, target: Target) -> Drafter:

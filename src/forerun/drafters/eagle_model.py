@@ -122,7 +122,7 @@ class EagleModel:
         else:
             self._make_layers(own, num_ids)
         self.compiled = None if self._decoder is None else self._decoder.compiled
-        self._ahead = self._going_ahead()
+        self._ahead = self._made_ahead()
 
     def _make_layers(self, own: Mapping[str, Tensor], num_ids: int | None) -> None:
         """Layers that are no decoder's, and the LM head behind them: they are run one operator at a time."""
@@ -150,13 +150,13 @@ class EagleModel:
         """Whether a greedy draft can be had in one call: where the head's operators are native, and the target's."""
         return self._ahead is not None
 
-    def _going_ahead(self) -> Any:
+    def _made_ahead(self) -> Any:
         source = getattr(self._target, "compiled", None)
         if self.compiled is None or source is None or self._embedding is not None or self._input is None:
             return None
         norms = [self._norms.get(f"{name}.weight") for name in SIDES]
         [(matrix, _)] = self._input.parts
-        return source.goes_ahead(self.ids.tolist(), norms, self.config.norm_eps, matrix)
+        return source.ahead(self.ids.tolist(), norms, self.config.norm_eps, matrix)
 
     def joined(self, features: Seq[Tensor]) -> Tensor:
         """The target's rows [n, target_size] behind each of the layers, as features of the head [n, H]."""

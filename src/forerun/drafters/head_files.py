@@ -188,28 +188,32 @@ def shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def own_weights(
-    path: str,
+    name: str | None,
+    method: str,
     config: DecoderConfig,
     rounded: Quantization | None = None,
     rows: Quantization | None = None,
     *,
     all_rows: bool,
-) -> Beside:
-    """What a head keeps in memory, by the headers of its files. config: of its target.
+) -> Beside | None:
+    """What a head keeps in memory, by the headers of its files; None where none is named. config: of its target.
 
-    rounded: what its matrices are rounded to. Beside them it keeps a copy of the rows of the target's LM head of the
-    ids that it drafts, where it has none of its own; rows: what these are rounded to; None = as the others. all_rows:
-    whether it copies all of them where it drafts every id. Embeddings that turn out to be the target's are counted,
-    for only their numbers tell it.
+    name: as `located` takes it. rounded: what its matrices are rounded to. Beside them it keeps a copy of the rows of
+    the target's LM head of the ids that it drafts, where it has none of its own; rows: what these are rounded to; None
+    = as the others. all_rows: whether it copies all of them where it drafts every id. Embeddings that turn out to be
+    the target's are counted, for only their numbers tell it.
     """
-    names = weight_files([file.name for file in Path(path).glob("*")])
-    found = {name: shape for file in names for name, shape in shapes(Path(path) / file).items()}
-    num_rows = next((found[name][0] for name in OWN_IDS if name in found), config.vocab_size if all_rows else 0)
+    if name is None:
+        return None
+    folder = Path(located(name, method))
+    files = weight_files([file.name for file in folder.glob("*")])
+    found = {tensor: shape for file in files for tensor, shape in shapes(folder / file).items()}
+    num_rows = next((found[ids][0] for ids in OWN_IDS if ids in found), config.vocab_size if all_rows else 0)
     kept = {n: s for n, s in found.items() if n not in (*OWN_IDS, PROBE) and not IGNORED.match(n)}
     matrices = [((s[0], s[1]), _scheme(rounded)) for n, s in kept.items() if len(s) == 2 and n not in TABLES]
     if num_rows and not any(map(LM_HEAD.match, kept)):
         matrices.append(((num_rows, config.hidden_size), _scheme(rows or rounded)))
-    floats = [shape for name, shape in kept.items() if len(shape) != 2 or name == LOOK_AHEAD]
+    floats = [shape for tensor, shape in kept.items() if len(shape) != 2 or tensor == LOOK_AHEAD]
     return Beside(tuple(matrices), math.prod(kept.get(EMBEDDINGS, (0,))), sum(map(math.prod, floats)))
 
 

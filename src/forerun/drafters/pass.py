@@ -141,9 +141,7 @@ def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) 
 
 def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
     """Return what the memory plan counts of the vectors' weights."""
-    if options.path is None:
-        return None
-    return head_files.own_weights(head_files.located(options.path, "pass"), config, all_rows=False)
+    return head_files.own_weights(options.path, "pass", config, all_rows=False)
 
 
 def build(options: Options, target: Target) -> Drafter:

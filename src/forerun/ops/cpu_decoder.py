@@ -169,7 +169,7 @@ class CpuDecoder:
         batch: runs of committed tokens, with cache rows for those and for lengths[b] - 1 more, which are fed one by
         one. layers: those that run; the final norm follows the last of them. ids[b][i] is the argmax of the first
         `num_ids` logits after the run's tokens and ids[b][:i]. Returns None where a logit is NaN. Of a head: hidden
-        [T, H] is what its layer gets for the tokens, ahead how a found id is fed (`goes_ahead`).
+        [T, H] is what its layer gets for the tokens, ahead how a found id is fed (`ahead`).
         """
         if not batch.slots:
             return []
@@ -182,7 +182,7 @@ class CpuDecoder:
             *batch.ids(), counts, lengths, rotated, numbers, cache.native, list(layers), num_ids, address(hidden), ahead
         )
 
-    def goes_ahead(self, ids: Seq[int], norms: tuple[Tensor | None, Tensor | None], eps: float, matrix: Any) -> Any:
+    def ahead(self, ids: Seq[int], norms: tuple[Tensor | None, Tensor | None], eps: float, matrix: Any) -> Any:
         """Return how a head of this decoder feeds what it has found: the product of an embedding and a row.
 
         ids: this decoder's id of each id of the head. norms: of the embedding and of the row that the head's layer has

@@ -23,8 +23,6 @@ from forerun.train import losses
 from forerun.train.heads import Batch, Teacher, decayed, measured, shifted, visible
 from forerun.train.ops import RememberingOps, run_rows
 
-NAME = "look_ahead"  # the tensor [T, H]
-
 
 @dataclass(frozen=True)
 class Options:
@@ -59,7 +57,7 @@ class Head:
         self._target: Decoder = teacher.decoder(self._ops)
         # What the target writes, on average: an input of the usual size.
         mean = teacher.counts @ teacher.embeddings / teacher.counts.sum().clamp(min=1)
-        self.weights = {NAME: mean.repeat(options.vectors, 1)}
+        self.weights = {head_files.LOOK_AHEAD: mean.repeat(options.vectors, 1)}
         self.ids = torch.arange(len(teacher.head))
 
     def begin(self, batches: Iterable[Batch]) -> None:
@@ -75,7 +73,10 @@ class Head:
 
     def save(self, folder: Path, tokenizer: str) -> None:
         """See `Head` in this package."""
-        weights = {NAME: self.weights[NAME].detach().clone(), head_files.PROBE: self._probe}
+        weights = {
+            head_files.LOOK_AHEAD: self.weights[head_files.LOOK_AHEAD].detach().clone(),
+            head_files.PROBE: self._probe,
+        }
         sizes = {"num_look_ahead": self.options.vectors, "hidden_size": self._rows.shape[1]}
         head_files.save(folder, "pass", weights, sizes, tokenizer)
 
@@ -105,6 +106,6 @@ class Head:
         own = own.expand(num_rows, 1, -1, -1)
         self._ops.begin(torch.cat((mask[:, :, places].repeat_interleave(num, 2), own), -1), remembers=False)
         at = (batch.at[:, places].unsqueeze(-1) + torch.arange(1, num + 1)).flatten(1)
-        vectors = self.weights[NAME].repeat(num_rows * len(places), 1)
+        vectors = self.weights[head_files.LOOK_AHEAD].repeat(num_rows * len(places), 1)
         hidden = run_rows(self._target, torch.zeros_like(at), at, vectors)
         return torch.unflatten(hidden, 0, (num_rows, len(places), num))
