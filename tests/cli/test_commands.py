@@ -1,4 +1,4 @@
-"""`forerun drafters`, `rules`, `pacings`, `demo`, `bench widen` and `bench latency` on tiny checkpoints."""
+"""`forerun drafters`, `rules`, `pacings`, `train heads`, `demo`, `bench widen` and `bench latency` on tiny checkpoints."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,15 @@ from terminal import in_a_terminal
 
 @pytest.mark.parametrize(
     ("command", "package"),
-    [("drafters", "forerun.drafters"), ("rules", "forerun.verify"), ("pacings", "forerun.pacing")],
+    [
+        ("drafters", "forerun.drafters"),
+        ("rules", "forerun.verify"),
+        ("pacings", "forerun.pacing"),
+        ("train heads", "forerun.train.heads"),
+    ],
 )
 def test_lists_have_every_file_of_the_folder(cli: Any, command: str, package: str) -> None:
-    done = cli(command)
+    done = cli(*command.split())
     assert done.returncode == 0, done.stderr
     for name in registry.names(package):
         assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines())
@@ -28,6 +33,9 @@ def test_one_method_is_shown_with_its_options(cli: Any) -> None:
     done = cli("drafters", "lookup")
     assert done.returncode == 0, done.stderr
     assert "max_n (int, 1 to 64)" in done.stdout
+    trained = cli("train", "heads", "pass")
+    assert "vectors (int, 1 to 16)" in trained.stdout
+    assert "Without --lr its learning rate is 0.01." in " ".join(trained.stdout.split())
     wrong = cli("rules", "rato")
     assert wrong.returncode == 2
     assert "there is no acceptance rule 'rato' (did you mean 'ratio'?)" in wrong.stderr

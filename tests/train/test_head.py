@@ -389,3 +389,78 @@ def test_numbers_count_what_is_not_drafted_and_what_was_not_reached() -> None:
     assert [numbers[f"agreement_{k}"] for k in (1, 2, 3)] == [(2, 4), (0, 1), (0, 0)]
     assert [numbers[f"overlap_{k}"][1] for k in (1, 2, 3)] == [4, 3, 2]
     assert heads.measured(parts, batch, torch.tensor([0, 1]), of_learned=True)["agreement_1"] == (2, 3)
+
+
+def test_a_run_is_not_begun_anew_over_another(tiny: Make, checkpoint: Checkpoint) -> None:
+    config = tiny(steps=2)
+    training.train(config, checkpoint, quiet=True)
+    before = {path: path.read_bytes() for path in config.out.rglob("*") if path.is_file()}
+    with pytest.raises(BadOption, match="go on with --resume"):
+        training.train(tiny(steps=4), checkpoint, quiet=True)
+    assert {path: path.read_bytes() for path in config.out.rglob("*") if path.is_file()} == before
+
+
+def test_features_of_other_samples_are_refused(
+    tiny: Make, checkpoint: Checkpoint, folder: Path, tmp_path: Path
+) -> None:
+    """The same target, seed and texts, but longer answers: other ids stand at the same places."""
+    training.prepare(tiny(features=tmp_path / "features"), checkpoint)
+    writer = writer_of(folder, ops="reference")
+    writer.lengths = replace(writer.lengths, answer=30)
+    write(writer, tmp_path / "longer", 2500)
+    with pytest.raises(BadOption, match="samples"):
+        training.prepare(tiny(features=tmp_path / "features", samples=tmp_path / "longer"), checkpoint)
+
+
+def test_what_a_user_should_know_of_the_samples_is_said(
+    tiny: Make, checkpoint: Checkpoint, folder: Path, tmp_path: Path
+) -> None:
+    """A fine-tuned model, with the embeddings and norms of the one that wrote the samples."""
+    said: list[str] = []
+    stored: list[tuple[int, int]] = []
+    config = tiny(features=tmp_path / "features")
+    training.prepare(config, checkpoint, lambda num, of: stored.append((num, of)), said.append)
+    assert said == []
+    num = len(read_samples(config.samples).samples)
+    assert stored == [(i, num) for i in range(1, num + 1)]
+    other = load_target(EngineConfig(target=str(folder), ops="reference"))
+    other.model.weights[f"model.layers.{other.model.config.num_layers // 2}.self_attn.v_proj.weight"][0, 0] += 1
+    training.prepare(tiny(), other, warn=said.append)
+    assert len(said) == 1
+    assert "other weights" in said[0]
+
+
+def test_a_batch_with_nothing_to_learn_changes_nothing(tiny: Make, checkpoint: Checkpoint) -> None:
+    for method in METHODS:
+        task = training.prepare(tiny(method=method), checkpoint)
+        batch = task.data.batch(0)
+        nothing = replace(batch, is_written=torch.zeros_like(batch.is_written))
+        for weight in task.weights.values():
+            weight.requires_grad_(True)
+        task.head.loss(nothing).backward()
+        assert all(w.grad is None or not w.grad.any() for w in task.weights.values()), method
+
+
+def test_ids_without_a_token_are_never_drafted(checkpoint: Checkpoint) -> None:
+    counts = torch.zeros(checkpoint.model.config.vocab_size)
+    counts[5] = 3
+    teacher = heads.Teacher.of(checkpoint.model, counts, num_ids=100)  # the others are padding
+    for wanted, num in ((8, 8), (200, 100)):
+        ids = heads.Vocabulary(teacher, wanted).ids.tolist()
+        assert len(ids) == num
+        assert 5 in ids
+        assert max(ids) < 100
+
+
+def test_every_method_has_a_learning_rate_of_its_own() -> None:
+    assert {heads.rate_of(method) for method in METHODS} == {8e-4, 1e-3, 3e-4, 1e-2}
+    with pytest.raises(BadOption, match="there is no method that can be trained 'eagel'"):
+        heads.rate_of("eagel")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("autocast", "float32"), ("validate_every_steps", 0), ("lr", 0.0), ("decay_share", 1.5)]
+)
+def test_impossible_options_of_the_loop_are_refused(tiny: Make, name: str, value: Any) -> None:
+    with pytest.raises(BadOption, match=f"{name}="):
+        tiny(**{name: value})

@@ -7,16 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from forerun.errors import BadOption
 from forerun.models.layers import Decoder
+from forerun.text import tokenizer as text_tokenizer
 from forerun.train import batches, lm, loop
 from forerun.train.config import TrainConfig
+from forerun.train.corpus import Document
 from forerun.train.model import ModelShape, deepen, initial_weights, load_decoder, read_shape, run_windows
 from forerun.train.ops import TrainingOps
-from forerun.train.samples import SampleWriter
+from forerun.train.samples import Sample, SampleWriter
 from forerun.train.tokenizer import load_tokenizer
 from train.written import writer_of
 
@@ -61,10 +65,43 @@ def test_resumed_run_equals_an_uninterrupted_one(tiny: Make, monkeypatch: pytest
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_state_of_another_shape_is_refused(tiny: Make) -> None:
+def test_state_of_another_run_is_refused(tiny: Make) -> None:
     lm.train(tiny(steps=2), quiet=True)
     with pytest.raises(BadOption, match="shape"):
         lm.train(tiny(steps=2, shape=ModelShape(16, 1, 2, 1, 32, 300)), resume=True, quiet=True)
+    with pytest.raises(BadOption, match="seed='0', and asked for is '7'"):
+        lm.train(tiny(steps=4, seed=7), resume=True, quiet=True)
+    with pytest.raises(BadOption, match="go on with --resume"):
+        lm.train(tiny(steps=4), quiet=True)
+    lm.train(tiny(steps=4), resume=True, quiet=True)
+    assert read_log(tiny())[-1]["step"] == 4
+
+
+def test_impossible_options_are_refused(tiny: Make, tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="of 4 rows is none"):
+        tiny(samples=tmp_path / "samples", samples_share=0.1)
+    with pytest.raises(BadOption, match="device='gpu'"):
+        tiny(device="gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(BadOption, match="no CUDA device"):
+            tiny(device="cuda")
+
+
+def test_samples_of_another_tokenizer_are_refused_and_many_ids_are_not(tmp_path: Path) -> None:
+    """Equal numbers of ids prove nothing; ids of more than 16 bits are those of today's large vocabularies."""
+    words = {f"w{i}": i for i in range(70_000)}
+    large, other = Tokenizer(models.WordLevel(words)), Tokenizer(models.WordLevel({f"v{i}": i for i in range(70_000)}))
+    options = {"num_ids": 70_000, "tokenizer": text_tokenizer.Tokenizer(large, tmp_path).fingerprint}
+    file = SampleWriter(tmp_path / "samples", options)
+    ids = np.array([3, 69_999, 65_536], dtype=np.uint32)
+    assert file.append(Sample(1, "text", 0.0, 1, 1, ids))
+    file.close()
+    assert batches.load_samples(tmp_path / "samples", large, 69_998).tolist() == [3, 69_999, 65_536, 69_998]
+    with pytest.raises(BadOption, match="of another tokenizer"):
+        batches.load_samples(tmp_path / "samples", other, 0)
+    large.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    stream = batches.encode_documents([Document("m", "w1 w69999")], large, 65_540)
+    assert stream.tolist() == [1, 69_999, 65_540]
 
 
 @pytest.mark.parametrize("loss", ["kl", "alpha"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers import processors
 
 from forerun import LLM, SamplingParams
 from forerun.errors import BadOption, NotFound, UnsupportedModel
@@ -91,6 +94,8 @@ def test_other_options_and_broken_files_are_refused(writer: Writer, whole: Path,
         SampleWriter(whole, {**writer.options(), "seed": 1})
     with pytest.raises(BadOption, match="weights"):
         SampleWriter(whole, {**writer.options(), "weights": "another target's"})
+    with pytest.raises(BadOption, match="change when packages are installed"):
+        SampleWriter(whole, {**writer.options(), "texts": "others"})
     with pytest.raises(NotFound, match="train sample"):
         read_samples(tmp_path / "none")
     path, data = tmp_path / "broken", whole.read_bytes()
@@ -113,9 +118,33 @@ def test_repetition_is_found_at_its_third_time() -> None:
     assert looped([*long, *long, 99, *long], 0) is None
 
 
+def test_texts_that_are_not_read_decide_nothing(folder: Path) -> None:
+    """So that conversations can go on after packages, and with them the default texts, have changed."""
+    one, other = (writer_of(folder, [text], shares=Shares(1, 0, 0), ops="reference") for text in ("some", "other"))
+    assert one.options() == other.options()
+
+
+def test_a_text_begins_as_one_that_a_user_gives(folder: Path, tmp_path: Path) -> None:
+    """With the id that begins a sequence, where a tokenizer puts one before a text."""
+    copy = tmp_path / "begins"
+    shutil.copytree(folder, copy)
+    backend = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
+    first = backend.id_to_token(7)
+    backend.post_processor = processors.TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 7)])
+    backend.save(str(copy / "tokenizer.json"))
+    for shares, begins in ((Shares(0, 0, 1), True), (Shares(0, 1, 0), False), (Shares(1, 0, 0), False)):
+        plain, own = (writer_of(path, shares=shares, ops="reference") for path in (folder, copy))
+        for number in range(4):
+            wanted = plain.plan(number).prompt
+            assert own.plan(number).prompt == ((7, *wanted) if begins else wanted)
+    text = writer_of(copy, ops="reference").texts[0]
+    assert writer_of(copy, ops="reference").llm.tokenizer.encode(text)[0] == 7
+
+
 def test_shares_must_be_shares() -> None:
     with pytest.raises(BadOption, match="1 together"):
         Shares(0.5, 0.5, 0.5)
+    assert Shares(0.8, 0.2, 1 - 0.8 - 0.2).kind(0.999999) == "task"
 
 
 def test_a_template_that_opens_no_turn_has_no_conversations(folder: Path) -> None:

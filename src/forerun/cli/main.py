@@ -25,6 +25,7 @@ from forerun.cli.elsewhere import on_command_line
 from forerun.cli.help import App
 from forerun.cli.inputs import read_requests
 from forerun.cli.lab import lab
+from forerun.cli.methods import MethodName, list_methods
 from forerun.cli.paper import paper
 from forerun.cli.plan import plan
 from forerun.cli.quantize import quantize
@@ -445,39 +446,25 @@ def models() -> None:
     console.print('\nA name goes wherever a model does: forerun chat smollm2, --target smollm2, LLM("smollm2").')
 
 
-MethodName = Annotated[str | None, typer.Argument(help="show this one with its options", show_default=False)]
-
-
 @app.command()
 def drafters(name: MethodName = None) -> None:
     """List the drafters, or show one of them with its options."""
     how = "Choose one with --draft NAME or --draft NAME:option=value,option=value; a path means model:path=PATH."
-    _list_methods("forerun.drafters", "drafter", name, how)
+    list_methods("forerun.drafters", "drafter", name, how)
 
 
 @app.command()
 def rules(name: MethodName = None) -> None:
     """List the verification rules, or show one of them with its options."""
     how = "Choose one for a request with --acceptance NAME or --acceptance NAME:option=value."
-    _list_methods("forerun.verify", "acceptance rule", name, how)
+    list_methods("forerun.verify", "acceptance rule", name, how)
 
 
 @app.command()
 def pacings(name: MethodName = None) -> None:
     """List the pacing policies, or show one of them with its options."""
     how = "Choose one with --pacing NAME or --pacing NAME:option=value."
-    _list_methods("forerun.pacing", "pacing policy", name, how)
-
-
-def _list_methods(package: str, what: str, name: str | None, how: str) -> None:
-    from forerun.cli.folding import folded
-    from forerun.cli.show import method_lines, option_lines
-    from forerun.text.terminal import make_console
-
-    width = make_console().width
-    for line in method_lines(package, width) if name is None else option_lines(package, name, what, width):
-        typer.echo(line)
-    typer.echo("\n" + folded(how, width))
+    list_methods("forerun.pacing", "pacing policy", name, how)
 
 
 app.command()(batch)

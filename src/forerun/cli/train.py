@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from forerun.cli.help import App
+from forerun.cli.methods import MethodName, list_methods
 
 app = App("Train small language models and drafters.")
 
@@ -177,7 +178,10 @@ def sample(
 @app.command()
 def head(
     method: Annotated[
-        str, typer.Option(help="A method that can be trained, with its options, as in eagle:draft_vocab=4096,steps=3.")
+        str,
+        typer.Option(
+            help="What is trained, with its options, as in eagle:draft_vocab=4096,steps=3: see `train heads`."
+        ),
     ],
     samples: Annotated[Path, typer.Option(help="File of `train sample`, of the same target.")],
     out: Annotated[Path, typer.Option(help="Folder for log, curves, state and the head (out/head).")],
@@ -185,7 +189,9 @@ def head(
     max_steps: Annotated[int, typer.Option(help="Steps in all; the learning rate reaches 0 at the last.")] = 1000,
     tokens_per_step: Annotated[int, typer.Option(help="Tokens of one batch.")] = 2048,
     seq_len_tokens: Annotated[int, typer.Option(help="Tokens of a row, into which whole texts are packed.")] = 512,
-    lr: Annotated[float, typer.Option(help="Peak learning rate of AdamW.")] = 1e-3,
+    lr: Annotated[
+        float | None, typer.Option(help="Peak learning rate of AdamW; none = the method's own: see `train heads NAME`.")
+    ] = None,
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 50,
     decay_share: Annotated[float, typer.Option(help="Share of the steps, at the end, with falling rate.")] = 0.6,
     num_tokens: Annotated[int | None, typer.Option(help="Tokens of the samples, the first ones; none = all.")] = None,
@@ -205,10 +211,10 @@ def head(
     resume: Annotated[bool, typer.Option(help="Go on from the state in the out folder.")] = False,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
 ) -> None:
-    """Train a drafter that reads its target's hidden states, on what the target wrote itself."""
+    """Train a drafter that reads its target's hidden states, on what the target wrote itself; on the CPU."""
     from forerun.config import EngineConfig
     from forerun.engine.factory import load_target
-    from forerun.train import head as training
+    from forerun.train import head as training, heads as methods
 
     with refusals():
         config = training.HeadConfig(
@@ -216,7 +222,7 @@ def head(
             steps=max_steps,
             tokens_per_step=tokens_per_step,
             seq_len_tokens=seq_len_tokens,
-            lr=lr,
+            lr=methods.rate_of(method) if lr is None else lr,
             warmup_steps=warmup_steps,
             decay_share=decay_share,
             weight_decay=0.01,
@@ -230,9 +236,21 @@ def head(
             features=features,
             validation_rows=validation_rows,
         )
-        checkpoint = load_target(EngineConfig(target=target, dtype=dtype, ops=ops))
-        numbers = training.train(config, checkpoint, resume=resume, quiet=quiet)
+        # A head learns on the CPU: it is small, and what it reads of the target may be stored once, by --features.
+        checkpoint = load_target(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu"))
+        numbers = training.train(config, checkpoint, resume=resume, quiet=quiet, warn=lambda text: _say(text, err=True))
     typer.echo(" ".join(f"{key}={value:.4f}" for key, value in numbers.items()))
+
+
+@app.command("heads")
+def list_heads(name: MethodName = None) -> None:
+    """List what `train head` can train, or show one of them with its options."""
+    from forerun.train.heads import WHAT, rate_of
+
+    how = "Train one with forerun train head --method NAME or --method NAME:option=value,option=value."
+    with refusals():
+        rate = "" if name is None else f" Without --lr its learning rate is {rate_of(name):g}."
+        list_methods("forerun.train.heads", WHAT, name, how + rate)
 
 
 @app.command()

@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,23 +18,29 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from forerun.errors import BadOption, NotFound, shown
+from forerun.text import tokenizer as text_tokenizer
 from forerun.text.files import unreadable
 from forerun.train.corpus import Document
 from forerun.train.samples import HELD_OUT_EVERY, read_samples, stream
 
-Tokens = NDArray[np.uint16]
+Tokens = NDArray[np.unsignedinteger[Any]]
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, end: int, seed: int | None = None) -> Tokens:
     """Return one stream of token ids: every document, followed by the id `end`.
 
-    Documents come in the given order, or shuffled by `seed`. Ids must fit 16 bits.
+    Documents come in the given order, or shuffled by `seed`.
     """
     order = list(documents)
     if seed is not None:
         random.Random(seed).shuffle(order)
     ids = [i for e in tokenizer.encode_batch([d.text for d in order]) for i in (*e.ids, end)]
-    return np.asarray(ids, dtype=np.uint16)
+    return np.asarray(ids, dtype=id_type(tokenizer))
+
+
+def id_type(tokenizer: Tokenizer) -> type[np.unsignedinteger[Any]]:
+    """The smallest type that holds all ids of a tokenizer."""
+    return np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
 
 
 class Rows(Protocol):
@@ -145,16 +151,17 @@ def validation_windows(tokens: Tokens, seq_len_tokens: int, most: int) -> Tensor
 
 
 def load_samples(path: Path, tokenizer: Tokenizer, end: int, *, held_out: bool = False) -> Tokens:
-    """Read a file of `forerun train sample` as one stream, with the id `end` behind each text, uint16 [N].
+    """Read a file of `forerun train sample` as one stream, with the id `end` behind each text, [N].
 
-    held_out: the texts that training must not see. Raises BadOption where its ids are those of another tokenizer, or do
-    not fit 16 bits.
+    held_out: the texts that training must not see. Raises BadOption where its ids are those of another tokenizer.
     """
     found = read_samples(path)
-    num_ids = tokenizer.get_vocab_size()
-    if found.options["num_ids"] != num_ids or num_ids > 1 << 16:
-        raise BadOption(f"{path} holds ids of {found.options['num_ids']} tokens, and the tokenizer has {num_ids}")
-    return stream(found.split(held_out=held_out), end).astype(np.uint16)
+    if found.options["tokenizer"] != text_tokenizer.Tokenizer(tokenizer, path).fingerprint:
+        raise BadOption(
+            f"{shown(str(path))} holds ids of another tokenizer (of {found.options['num_ids']} ids) than the model's "
+            f"(of {tokenizer.get_vocab_size()}): let the teacher write its own with `forerun train sample`"
+        )
+    return stream(found.split(held_out=held_out), end).astype(id_type(tokenizer))
 
 
 def load_rows(path: Path, vocab_size: int, seq_len_tokens: int) -> NDArray[np.int64]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from forerun.errors import BadOption
 from forerun.train import losses
 from forerun.train.loop import LoopConfig
@@ -38,15 +40,28 @@ class TrainConfig(LoopConfig):
                 raise BadOption(f"--ids are all that is learned from, and --{name} is for text: drop one")
         if self.after and self.teacher is None:
             raise BadOption("after learns where earlier drafts and a target do not agree: give --teacher PATH")
+        if self.samples is not None and self.num_sample_rows == 0:
+            raise BadOption(
+                f"--samples-share {self.samples_share} of {self.rows_per_step} rows is none, so no sample is read: "
+                "give more --tokens-per-step, or leave --samples out"
+            )
+        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
+            raise BadOption("--device cuda is not possible, for torch sees no CUDA device: train with --device cpu")
+
+    @property
+    def num_sample_rows(self) -> int:
+        """Rows of a batch that the target wrote, where samples are given."""
+        return round(self.rows_per_step * self.samples_share)
 
     @property
     def reads_text(self) -> bool:
         """Whether some of what it learns from is not written by the target."""
-        return self.samples is None or round(self.rows_per_step * self.samples_share) < self.rows_per_step
+        return self.samples is None or self.num_sample_rows < self.rows_per_step
 
     def checks(self) -> dict[str, bool]:
         return {
             **super().checks(),
             "seq_len_tokens": 2 <= self.seq_len_tokens <= self.shape.max_positions,
             "samples_share": 0 <= self.samples_share <= 1,
+            "device": self.device in ("cpu", "cuda"),
         }

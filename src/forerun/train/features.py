@@ -101,7 +101,7 @@ class Stored:
 
     samples: in the order in which they are stored. layers: of those that `source` reads, which are wanted. facts: what
     the features depend on; a folder with others is refused. A process that was killed goes on where it was. say: is
-    told of each text that was added.
+    told, after each text that was added, how many there are now, and how many there will be.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Stored:
         source: Recomputed,
         layers: Seq[int],
         facts: Mapping[str, Any],
-        say: Callable[[int], None] = lambda number: None,
+        say: Callable[[int, int], None] = lambda num, of: None,
     ) -> None:
         self._num, self._width = len(source.layers), source.width
         self._wanted = [source.layers.index(k) for k in layers]
@@ -145,10 +145,10 @@ class Stored:
             torch.from_numpy(rows["mass"].copy()),
         )
 
-    def _fill(self, path: Path, samples: Seq[Sample], source: Recomputed, say: Callable[[int], None]) -> None:
+    def _fill(self, path: Path, samples: Seq[Sample], source: Recomputed, say: Callable[[int, int], None]) -> None:
         num_there = path.stat().st_size // self._record.itemsize if path.exists() else 0
         with path.open("r+b" if path.exists() else "w+b") as file:
-            for sample in samples:
+            for num, sample in enumerate(samples, 1):
                 start = self._starts[sample.number]
                 if start + len(sample.ids) <= num_there:
                     continue
@@ -158,7 +158,7 @@ class Stored:
                 rows["best"], rows["mass"] = found.best.numpy(), found.mass.numpy()
                 file.seek(start * self._record.itemsize)
                 file.write(rows.tobytes())
-                say(sample.number)
+                say(num, len(samples))
 
 
 def stored_layers(folder: Path, wanted: Seq[int]) -> tuple[int, ...]:

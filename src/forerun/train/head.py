@@ -53,9 +53,9 @@ class HeadTask:
         self.weights, self.rates = self.head.weights, getattr(self.head, "rates", {})
 
     @property
-    def identity(self) -> tuple[Any, ...]:
+    def identity(self) -> dict[str, Any]:
         """See `Task`: the method, and who wrote the texts; a run may go on with more of them."""
-        return (self.config.method, self.facts["samples"], self.config.seed)
+        return {"method": self.config.method, "seed": self.config.seed, "samples": self.facts["samples"]}
 
     def loss(self, step: int) -> Tensor:
         """See `Task`."""
@@ -91,21 +91,40 @@ def train(
     *,
     resume: bool = False,
     quiet: bool = False,
-    say: Callable[[int], None] = lambda num: None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Train a head for a target. Returns the last validation's numbers.
 
-    say: is told how many texts' features were stored. Raises BadOption for samples of another target, or too few.
+    warn: is told what a user should know of the samples. Raises BadOption for samples of another tokenizer, or too few.
     """
-    return loop.train(config, prepare(config, checkpoint, say), resume=resume, quiet=quiet)
+    loop.refuse_to_begin_anew(config, resume=resume)
+    with loop.progress_bar(quiet) as progress:
+        row = progress.add_task("hidden states", note="", visible=False)
+        task = prepare(
+            config, checkpoint, lambda num, of: progress.update(row, completed=num, total=of, visible=True), warn
+        )
+    return loop.train(config, task, resume=resume, quiet=quiet)
 
 
-def prepare(config: HeadConfig, checkpoint: Checkpoint, say: Callable[[int], None] = lambda num: None) -> HeadTask:
-    """Read the samples, compute what is to be stored, and make the head."""
+def prepare(
+    config: HeadConfig,
+    checkpoint: Checkpoint,
+    say: Callable[[int, int], None] = lambda num, of: None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> HeadTask:
+    """Read the samples, compute what is to be stored, and make the head.
+
+    say: is told of how many texts the features are stored, of how many. warn: see `train`.
+    """
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     if tokenizer is None:
         raise BadOption("a head needs its target's tokenizer: load the checkpoint with it")
     samples, options = _samples(config, tokenizer.fingerprint)
+    if options["weights"] != fingerprint(model):
+        warn(
+            f"{config.samples} was written with other weights than those of {checkpoint.name}: go on only where both "
+            "are one model, such as in other bits"
+        )
     _, module, made = heads.load(config.method, model.config)
     source = _source(config, model, module.layers(made, model.config), samples, options, say)
     parts = [[s for s in samples if s.is_held_out == is_held_out] for is_held_out in (False, True)]
@@ -118,7 +137,7 @@ def prepare(config: HeadConfig, checkpoint: Checkpoint, say: Callable[[int], Non
     head.begin(data.batch(step) for step in range(max(1, FIT_TOKENS // config.tokens_per_step)))
     facts = {
         "num_parameters": sum(weight.numel() for weight in head.weights.values()),
-        "samples": {key: options[key] for key in ("seed", "weights", "precision", "texts")},
+        "samples": dict(options),
         "num_samples": len(samples),
         "num_tokens": sum(len(sample.ids) for sample in samples),
         "target": checkpoint.name,
@@ -129,7 +148,7 @@ def prepare(config: HeadConfig, checkpoint: Checkpoint, say: Callable[[int], Non
 
 
 def _samples(config: HeadConfig, tokenizer: str) -> tuple[list[Sample], Mapping[str, Any]]:
-    """The samples that the run sees. Raises BadOption for those of another target."""
+    """The samples that the run sees. Raises BadOption for those of another tokenizer."""
     found = read_samples(config.samples)
     if found.options["tokenizer"] != tokenizer:
         raise BadOption(
@@ -151,7 +170,7 @@ def _source(
     layers: tuple[int, ...],
     samples: list[Sample],
     options: Mapping[str, Any],
-    say: Callable[[int], None],
+    say: Callable[[int, int], None],
 ) -> FeatureSource:
     longest = max((len(sample.ids) for sample in samples), default=1)
     if config.features is None:
@@ -160,6 +179,6 @@ def _source(
     facts = {
         "weights": fingerprint(model),
         "precision": model.precision,
-        "samples": [options["weights"], options["seed"], options["texts"]],
+        "samples": dict(options),
     }
     return Stored(config.features, samples, source, layers, facts, say)

@@ -27,7 +27,6 @@ from forerun.train.config import TrainConfig
 from forerun.train.corpus import Corpus, load_corpus
 from forerun.train.loop import autocast
 from forerun.train.model import (
-    ModelShape,
     deepen,
     export,
     initial_weights,
@@ -48,7 +47,8 @@ from forerun.train.tokenizer import (
 
 
 def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
-    """Train a language model by `loop.train`. Raises BadOption where the out folder's state is of another shape."""
+    """Train a language model by `loop.train`. Raises BadOption where the out folder's state is of another run."""
+    loop.refuse_to_begin_anew(config, resume=resume)
     return loop.train(config, prepare(config), resume=resume, quiet=quiet)
 
 
@@ -80,9 +80,10 @@ class LanguageModel:
     earlier: Sequence[Decoder]
 
     @property
-    def identity(self) -> ModelShape:
-        """See `Task`: the shape."""
-        return self.config.shape
+    def identity(self) -> dict[str, Any]:
+        """See `Task`: the shape, the loss, and what it learns from; a run may go on with more samples."""
+        names = ("shape", "loss", "teacher", "after", "seed")
+        return {**{name: getattr(self.config, name) for name in names}, **self.data.facts}
 
     @property
     def rates(self) -> Mapping[str, float]:
@@ -289,4 +290,4 @@ def make_mixture(config: TrainConfig, corpus: Corpus | None, tokenizer: Tokenize
         return batches.Mixture(text, num_rows)
     written = batches.load_samples(config.samples, tokenizer, end)
     own = batches.WindowStream(written, config.seq_len_tokens, config.seed + 1)
-    return batches.Mixture(text, num_rows, own, round(num_rows * config.samples_share))
+    return batches.Mixture(text, num_rows, own, config.num_sample_rows)

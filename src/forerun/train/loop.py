@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 
 Autocast = Literal["auto", "bf16", "off"]
 LOG_EVERY_STEPS = 10
@@ -50,7 +50,7 @@ class LoopConfig:
     def __post_init__(self) -> None:
         for name, is_possible in self.checks().items():
             if not is_possible:
-                raise BadOption(f"{name}={getattr(self, name)} is out of range")
+                raise BadOption(f"{name}={shown(str(getattr(self, name)))} is not possible: see --help for its range")
 
     def checks(self) -> dict[str, bool]:
         """Whether the value of each of these fields is possible."""
@@ -60,6 +60,8 @@ class LoopConfig:
             "seq_len_tokens": self.seq_len_tokens >= 2,
             "lr": self.lr > 0,
             "decay_share": 0 <= self.decay_share <= 1,
+            "validate_every_steps": self.validate_every_steps >= 1,
+            "autocast": self.autocast in get_args(Autocast),
         }
 
     @property
@@ -81,14 +83,14 @@ class LoopConfig:
 class Task(Protocol):
     """What is trained. weights: by name, trained in place.
 
-    identity: what must be equal where a run goes on from a saved state. facts: for run.json. rates: by name of a
-    weight, its learning rate over that of the others.
+    identity: by name, what must be equal where a run goes on from a saved state. facts: for run.json. rates: by name of
+    a weight, its learning rate over that of the others.
     """
 
     @property
     def weights(self) -> Mapping[str, Tensor]: ...
     @property
-    def identity(self) -> Any: ...
+    def identity(self) -> Mapping[str, Any]: ...
     @property
     def facts(self) -> Mapping[str, Any]: ...
     @property
@@ -120,8 +122,9 @@ def train(config: LoopConfig, task: Task, *, resume: bool = False, quiet: bool =
 
     With resume=True it goes on from the state in the out folder (from the beginning where there is none). Every loss
     after that is bit for bit the one of an uninterrupted run on the same machine with the same number of threads.
-    Raises BadOption where the out folder's state belongs to something else.
+    Raises BadOption where the out folder's state belongs to something else, and where there is one without resume.
     """
+    refuse_to_begin_anew(config, resume=resume)
     config.out.mkdir(parents=True, exist_ok=True)
     for weight in task.weights.values():
         weight.requires_grad_(True)
@@ -139,6 +142,12 @@ def train(config: LoopConfig, task: Task, *, resume: bool = False, quiet: bool =
     log(run, {"final": True, **numbers})
     save(run)
     return numbers
+
+
+def refuse_to_begin_anew(config: LoopConfig, *, resume: bool) -> None:
+    """Raise BadOption where the out folder holds a run that is not to be resumed, and would be lost."""
+    if not resume and (config.out / "state.pt").exists():
+        raise BadOption(f"{shown(str(config.out))} holds a run: go on with --resume, or name another folder with --out")
 
 
 def make_optimizer(
@@ -270,8 +279,13 @@ def load_state(run: Run) -> None:
     """Read what `save_state` wrote, and drop later lines of the log."""
     # This command wrote the file itself; weights_only would refuse the record of the shape.
     state = torch.load(run.config.out / "state.pt", map_location=run.config.device, weights_only=False)
-    if state["identity"] != run.task.identity:
-        raise BadOption(f"{run.config.out} holds a run of {state['identity']}, asked for is {run.task.identity}")
+    had, wanted = state["identity"], run.task.identity
+    if name := next((name for name in wanted if not isinstance(had, dict) or had.get(name) != wanted[name]), None):
+        of = shown(str(had[name])) if isinstance(had, dict) and name in had else "another"
+        raise BadOption(
+            f"{shown(str(run.config.out))} holds a run of {name}={of}, and asked for is {shown(str(wanted[name]))}: "
+            "take the same to go on, or name another folder with --out"
+        )
     with torch.no_grad():
         for name, weight in run.task.weights.items():
             weight.copy_(state["weights"][name])

@@ -111,11 +111,17 @@ class SampleWriter:
             had = _read_header(file, self.path)
             wanted = json.loads(json.dumps(dict(options)))
             for name in [*wanted, *had]:
-                if had.get(name) != wanted.get(name):
+                if had.get(name) == wanted.get(name):
+                    continue
+                if name == "texts":
                     raise BadOption(
-                        f"{shown(str(self.path))} was begun with {name}={shown(str(had.get(name)))}, and this is "
-                        f"{shown(str(wanted.get(name)))}: take the same options and model to go on, or another file"
+                        f"{shown(str(self.path))} was begun with passages of other texts (the default ones change when "
+                        "packages are installed): name the same with --text to go on, or another file"
                     )
+                raise BadOption(
+                    f"{shown(str(self.path))} was begun with {name}={shown(str(had.get(name)))}, and this is "
+                    f"{shown(str(wanted.get(name)))}: take the same options and model to go on, or another file"
+                )
             end = file.tell()
             for sample in _records(file, self.path, self._width):
                 self._count(sample)

@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
 from forerun.errors import BadOption, NotFound
-from forerun.models.runner import Model
+from forerun.models.layers import Decoder, parameter_shapes
 from forerun.text.chat import ChatTemplate
+from forerun.text.tokenizer import Tokenizer
 from forerun.train.samples import Sample, SampleWriter
 from forerun.types import SamplingParams
 
@@ -62,7 +63,7 @@ class Shares:
 
     def __post_init__(self) -> None:
         parts = (self.chat, self.task, self.text)
-        if min(parts) < 0 or abs(sum(parts) - 1) > 1e-6:
+        if min(parts) < -1e-6 or abs(sum(parts) - 1) > 1e-6:  # 1 - 0.8 - 0.2 is not 0
             raise BadOption(f"the shares of chat, task and text are {parts}: they must be at least 0, and 1 together")
 
     def kind(self, drawn: float) -> str:
@@ -136,8 +137,9 @@ class Writer:
                 "the chat template puts nothing before a user's turn, so that no question can be begun: sample with "
                 "--chat 0"
             )
-        self.texts = texts
-        self._sizes = np.cumsum([len(text) for text in texts])
+        self.texts = texts if shares.task + shares.text > 0 else []
+        self._first_ids = first_ids(llm.tokenizer)
+        self._sizes = np.cumsum([len(text) for text in self.texts])
         if shares.task + shares.text > 0 and not len(self._sizes):
             raise BadOption("there is no text to cut passages from: name some with --text, or sample with --chat 1")
 
@@ -169,7 +171,7 @@ class Writer:
         if kind != "chat":
             num = rng.randint(*self.lengths.passage)
             passage = self._passage(rng, num)
-            prompt = tuple(passage)
+            prompt = (*self._first_ids, *passage)
             if kind == "task":
                 tokenizer = self.llm.tokenizer
                 whole = rng.choice(INSTRUCTIONS).format(tokenizer.decode(passage))
@@ -266,12 +268,26 @@ def _repeats(ids: NDArray[np.int64], period: int) -> int | None:
     return int(found[0]) + period + wanted if len(found) else None
 
 
-def fingerprint(model: Model) -> str:
-    """What identifies weights as they are computed with, hexadecimal: some embeddings and the final norm."""
+def fingerprint(model: Decoder) -> str:
+    """What identifies weights as they are computed with, hexadecimal: some embeddings, the final norm, one layer.
+
+    The layer in the middle, for a fine-tuned model may have the embeddings and norms of the one that it was made of.
+    """
     rows = model.embed(range(min(64, model.config.vocab_size))).float()
-    norm = model.norm(rows[:1].new_ones(1, rows.shape[1])).float()
-    digest = hashlib.sha256(rows.cpu().numpy().tobytes() + norm.cpu().numpy().tobytes())
+    digest = hashlib.sha256(rows.cpu().numpy().tobytes())
+    digest.update(model.norm(rows[:1].new_ones(1, rows.shape[1])).float().cpu().numpy().tobytes())
+    at = f"model.layers.{model.config.num_layers // 2}."
+    for name in parameter_shapes(model.config):
+        if name.startswith(at):
+            digest.update(model.weight(name).cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def first_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What a tokenizer puts before a text, such as the id that begins a sequence; () for many."""
+    whole, bare = (tokenizer.encode("a", add_special_tokens=special) for special in (True, False))
+    num = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
+    return tuple(whole[:num])
 
 
 def longest(lengths: Lengths) -> int:

@@ -1,7 +1,8 @@
 """Heads that can be trained: each is one file, named as the drafter that reads what it writes, found by scanning.
 
-A file has `Options` (a frozen dataclass; fields with help and range in `metadata`) and `Head(options, teacher, seed)`
-with what the protocol below says. loop.py trains it, batches come from here, and `forerun train head` finds it.
+A file has `Options` (a frozen dataclass; fields with help and range in `metadata`), `LR`, the peak learning rate where
+none is given, and `Head(options, teacher, seed)` with what the protocol below says. loop.py trains it, batches come
+from here, and `forerun train head` finds it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from forerun.train import losses
 from forerun.train.features import FeatureSource
 from forerun.train.samples import Sample
 
+WHAT = "method that can be trained"
+
 
 @dataclass(frozen=True)
 class Teacher:
     """What a head may know of its target. embeddings, head: float32 [V, H], frozen.
 
-    counts [V]: how often each id was written in the texts that training sees. probe: see head_files.py. last: the
-    weights of the last layer, as those of layer 0, and the final norm. model: the whole of it.
+    counts [num_ids]: how often each id with a token was written in the texts that training sees. probe: see
+    head_files.py. last: the weights of the last layer, as those of layer 0, and the final norm. model: the whole of it.
     """
 
     config: DecoderConfig
@@ -45,7 +48,7 @@ class Teacher:
 
     @classmethod
     def of(cls, model: Decoder, counts: Tensor, num_ids: int) -> Teacher:
-        """Read them from a model in memory. num_ids: ids that have a token."""
+        """Read them from a model in memory. counts [V]; num_ids: ids that have a token, others are padding."""
         ids = range(model.config.vocab_size)
         embeddings, head = model.embed(ids).float(), model.head(ids).float()
         at, final = f"model.layers.{model.config.num_layers - 1}.", "model.norm.weight"
@@ -54,7 +57,7 @@ class Teacher:
             final: model.weight(final)
         }
         probe = head_files.probe(model.embed, num_ids)
-        return cls(model.config, embeddings, head, counts, probe, last, model)
+        return cls(model.config, embeddings, head, counts[:num_ids], probe, last, model)
 
     def decoder(self, ops: ReferenceOps) -> Decoder:
         """The target in float32, computed by other operators: a copy, 4 bytes for each weight."""
@@ -135,9 +138,9 @@ class Rows:
     def numbers(self, at: str, own: Tensor, target: Tensor, reached: Tensor) -> dict[str, tuple[float, float]]:
         """Return agreement, overlap and loss, with `at` behind their names.
 
-        agreement: the share of rows whose likeliest id is the target's, of those in which all earlier positions agreed
-        (reached): alpha at temperature 0. overlap: the mean of sum min(p, q), alpha at temperature 1, of all rows.
-        target [R, n]: the target's logits.
+        agreement: the share of rows whose likeliest id is the target's, of those where all earlier positions agreed
+        (reached): alpha at temperature 0. overlap: the mean of sum min(p, q), alpha at temperature 1, over all rows;
+        one whose likeliest id is not drafted counts as 0, so it is a little less. target [R, n]: the target's logits.
         """
         probs = (target - self.mass[self.learned].unsqueeze(-1)).exp()
         overlap = torch.minimum(probs, own.softmax(-1)).sum()
@@ -161,8 +164,8 @@ def decayed(parts: Iterable[tuple[Tensor, Tensor, Tensor]], decay: float, loss: 
     """
     total = torch.zeros(())
     for k, (_, own, target) in enumerate(parts):
-        if len(own):
-            total = total + decay**k * losses.by_row(loss, own, target).mean()
+        # Of no rows the sum is 0, with a gradient of 0: a batch may have nothing to learn.
+        total = total + (decay**k * losses.by_row(loss, own, target).mean() if len(own) else own.sum())
     return total
 
 
@@ -217,10 +220,16 @@ class Head(Protocol):
         """Write the files that the drafter of this name reads. tokenizer: a fingerprint of drafters/artifacts.py."""
 
 
+def rate_of(spec: str) -> float:
+    """The peak learning rate of `method[:option=value,...]`, where none is given. Raises BadOption."""
+    name, _ = registry.parse_spec(spec)
+    return float(registry.load(__name__, name, WHAT).LR)
+
+
 def load(spec: str, config: DecoderConfig) -> tuple[str, Any, Any]:
     """Name, module and options of `method[:option=value,...]`. Raises BadOption."""
     name, options = registry.parse_spec(spec)
-    module = registry.load(__name__, name, "method that can be trained")
+    module = registry.load(__name__, name, WHAT)
     made = registry.make_options(module.Options, options, name)
     if wrong := [k for k in module.layers(made, config) if not 0 <= k <= config.num_layers]:
         raise BadOption(f"{name}: the target has {config.num_layers} layers, so none has {wrong[0]} before it")

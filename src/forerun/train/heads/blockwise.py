@@ -23,6 +23,7 @@ from forerun.models.layers import DecoderConfig
 from forerun.train.heads import Batch, Teacher, medusa, shifted
 
 RIDGE = 1e-2  # of the mean square of the hidden layer's outputs, added to the fit's normal equations
+LR = 3e-4  # at 1e-3 it did not learn
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ from forerun.train import losses
 from forerun.train.heads import Batch, Rows, Teacher, Vocabulary, decayed, shifted
 from forerun.train.heads.layer import Layer, norm_of, rotation_of
 
+LR = 8e-4
+
 
 @dataclass(frozen=True)
 class Options:

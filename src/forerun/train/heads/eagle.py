@@ -32,6 +32,7 @@ from forerun.train.heads.layer import Layer, norm_of, rotation_of
 
 LAYER = "model.layers.0."
 RIDGE = 1e-3  # of the mean square of the inputs, added to the fit's normal equations
+LR = 8e-4
 
 
 @dataclass(frozen=True)

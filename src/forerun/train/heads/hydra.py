@@ -18,6 +18,8 @@ from torch import Tensor
 from forerun.models.layers import DecoderConfig
 from forerun.train.heads import Batch, medusa, shifted
 
+LR = 1e-3
+
 
 @dataclass(frozen=True)
 class Options(medusa.Options):

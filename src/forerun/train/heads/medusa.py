@@ -24,6 +24,8 @@ from forerun.train import losses
 from forerun.train.heads import Batch, Teacher, Vocabulary, decayed, measured, shifted
 from forerun.train.heads.backbone import PREFIX, Backbone, BackboneOptions
 
+LR = 1e-3
+
 
 @dataclass(frozen=True)
 class Options(BackboneOptions):

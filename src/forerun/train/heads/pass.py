@@ -23,6 +23,8 @@ from forerun.train import losses
 from forerun.train.heads import Batch, Teacher, decayed, measured, shifted, visible
 from forerun.train.ops import RememberingOps, run_rows
 
+LR = 1e-2  # of so few numbers
+
 
 @dataclass(frozen=True)
 class Options:
@@ -56,7 +58,7 @@ class Head:
         self._ops = RememberingOps()
         self._target: Decoder = teacher.decoder(self._ops)
         # What the target writes, on average: an input of the usual size.
-        mean = teacher.counts @ teacher.embeddings / teacher.counts.sum().clamp(min=1)
+        mean = teacher.counts @ teacher.embeddings[: len(teacher.counts)] / teacher.counts.sum().clamp(min=1)
         self.weights = {head_files.LOOK_AHEAD: mean.repeat(options.vectors, 1)}
         self.ids = torch.arange(len(teacher.head))
 
