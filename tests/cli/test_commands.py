@@ -1,4 +1,4 @@
-"""`forerun drafters`, `rules`, `pacings`, `train heads`, `demo`, `bench widen` and `bench latency` on tiny checkpoints."""
+"""Lists of methods (`forerun drafters` and others), `demo`, `bench widen` and `bench latency` on tiny checkpoints."""
 
 import json
 from pathlib import Path
