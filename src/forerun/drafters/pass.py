@@ -29,8 +29,9 @@ from forerun.models.layers import DecoderConfig
 from forerun.models.outline import Beside
 from forerun.types import Budget, Coins, Draft, Extra, Sequence
 
-# P(a guess is accepted), given that those before it were; the last one for all that follow. Not measured yet.
-RATES = (0.3, 0.25, 0.25)
+# P(a guess is accepted), given that those before it were; the last one for all that follow. Held-out agreement with
+# SmolLM2 after half a million tokens of training: 0.27, 0.14, 0.20, and overlap 0.25, 0.16, 0.13.
+RATES = (0.27, 0.15, 0.15)
 
 
 @dataclass(frozen=True)
