@@ -58,11 +58,11 @@ def train(out: Path, target_steps: int, draft_steps: int, num_own: int) -> None:
     """Write out/digits.npy, train the target on it, let it draw out/own.npy, and train the draft model on that."""
     out.mkdir(parents=True, exist_ok=True)
     np.save(out / "digits.npy", digits())
-    run(f"train lm --out {out}/target --ids {out}/digits.npy {DATA} {TARGET} --max-steps {target_steps}")
+    run(f"train lm --out {out}/target --ids {out}/digits.npy {DATA} {TARGET} --max-steps {target_steps} --resume")
     own = draw(opened(out, "none"), num_own, seed=10**6)
     np.save(out / "own.npy", np.array([o.prompt_ids + o.token_ids for o in own], dtype=np.uint8))
     teacher = f"--teacher {out}/target/model --loss kl"
-    run(f"train lm --out {out}/draft --ids {out}/own.npy {teacher} {DATA} {DRAFT} --max-steps {draft_steps}")
+    run(f"train lm --out {out}/draft --ids {out}/own.npy {teacher} {DATA} {DRAFT} --max-steps {draft_steps} --resume")
 
 
 def held_out_bits(out: Path) -> dict[str, float]:
