@@ -37,13 +37,15 @@ def in_terminal(folder: Path, *arguments: str, typed: Sequence[str] = ()) -> byt
         sys.executable, ["-m", "forerun", *arguments], env=environment, timeout=90, cwd=str(folder), echo=False
     )
     shown = b""
-    for keys in typed:
-        child.expect_exact(b"> ")
-        shown += bytes(child.before)
+    for keys, end in zip(["", *typed], [*[b"> "] * len(typed), pexpect.EOF], strict=True):
         child.send(keys)
-    child.expect(pexpect.EOF)
+        # The prompt is shown a moment before keys are read, and what was typed in that moment is dropped.
+        while child.expect_exact([end, pexpect.TIMEOUT], timeout=20 if keys else 90) == 1:
+            assert keys, "the command neither ended nor asked for anything"
+            child.send(keys)
+        shown += bytes(child.before)
     child.close()
-    return shown + bytes(child.before)
+    return shown
 
 
 def test_all_but_tab_and_newline_is_escaped() -> None:
