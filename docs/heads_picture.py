@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 PICTURE = Path(__file__).resolve().parent / "heads.svg"
 PANELS = {"agreement": "all guesses so far are right, share", "overlap": "overlap, mean of sum min(p, q)"}
-COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
+COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "black", "tab:pink")
 MOST = 4  # positions that are drawn
 
 
