@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,12 @@ def test_a_draft_learns_from_what_its_target_wrote(tiny: Make, sources: Path, tm
     alone = tiny("alone", teacher=str(folder), loss="kl", samples=path, samples_share=1.0, steps=3, seq_len_tokens=16)
     numbers = lm.train(alone, quiet=True)  # no text of others is read, not even for validation
     assert 0 < numbers["alpha"] <= 1
+    other = writer_of(folder, writer.texts, seed=5)
+    file = SampleWriter(tmp_path / "others", other.options())
+    other.write(file, 300, 4)
+    file.close()
+    with pytest.raises(BadOption, match="samples="):
+        lm.train(replace(alone, samples=tmp_path / "others"), resume=True, quiet=True)
     data = lm.prepare(alone).data
     unseen = batches.load_samples(path, tokenizer, data.end_id or 0, held_out=True)
     assert data.validation.equal(batches.validation_windows(unseen, 16, alone.validation_windows))

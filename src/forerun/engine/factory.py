@@ -70,7 +70,7 @@ def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpo
     return load_checkpoint(
         _target(config),
         dtype=config.dtype,
-        device=_device(config.device),
+        device=torch_device(config.device),
         ops=make_ops(config),
         with_tokenizer=with_tokenizer,
         ignore_config_keys=config.ignored_config_keys,
@@ -97,12 +97,12 @@ def load_unpacked(config: EngineConfig) -> Checkpoint:
 
 def make_ops(config: EngineConfig) -> ReferenceOps:
     """The operators that a configuration names. Raises BadOption where they cannot be had."""
-    return ops.make(config.ops, _device(config.device).type)
+    return ops.make(config.ops, torch_device(config.device).type)
 
 
 def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokenizer | None:
     """Raise UserError for whatever the small files of both models show; returns the target's tokenizer, if any."""
-    ops.resolve(config.ops, _device(config.device).type)
+    ops.resolve(config.ops, torch_device(config.device).type)
     pacing.make(config.pacing_spec, config.spec_length)
     auto = drafters.BY_MODEL if has_loaded_draft else auto_draft(config.target)
     methods = [own for spec in (config.draft, *config.extra_draft_specs) for own in drafters.methods(spec, auto)]
@@ -178,7 +178,8 @@ def _target(config: EngineConfig) -> str | Path:
     return config.target or SHIPPED_TARGET
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
+    """The device of a name: auto, cpu or cuda. Raises BadOption for cuda where torch sees none."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise BadOption("device='cuda' is not possible: torch sees no CUDA device; use device='cpu'")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from forerun.engine.factory import torch_device
 from forerun.errors import BadOption
 from forerun.train import losses
 from forerun.train.loop import LoopConfig
@@ -45,8 +44,7 @@ class TrainConfig(LoopConfig):
                 f"--samples-share {self.samples_share} of {self.rows_per_step} rows is none, so no sample is read: "
                 "give more --tokens-per-step, or leave --samples out"
             )
-        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
-            raise BadOption("--device cuda is not possible, for torch sees no CUDA device: train with --device cpu")
+        torch_device(self.device)
 
     @property
     def num_sample_rows(self) -> int:

@@ -97,13 +97,15 @@ def train(
 
     warn: is told what a user should know of the samples. Raises BadOption for samples of another tokenizer, or too few.
     """
-    loop.refuse_to_begin_anew(config, resume=resume)
-    with loop.progress_bar(quiet) as progress:
-        row = progress.add_task("hidden states", note="", visible=False)
-        task = prepare(
-            config, checkpoint, lambda num, of: progress.update(row, completed=num, total=of, visible=True), warn
-        )
-    return loop.train(config, task, resume=resume, quiet=quiet)
+
+    def prepared() -> HeadTask:
+        with loop.progress_bar(quiet) as progress:
+            row = progress.add_task("hidden states", note="", visible=False)
+            return prepare(
+                config, checkpoint, lambda num, of: progress.update(row, completed=num, total=of, visible=True), warn
+            )
+
+    return loop.train(config, prepared, resume=resume, quiet=quiet)
 
 
 def prepare(

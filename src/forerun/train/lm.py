@@ -36,6 +36,7 @@ from forerun.train.model import (
     run_windows,
 )
 from forerun.train.ops import TrainingOps
+from forerun.train.samples import read_samples
 from forerun.train.tokenizer import (
     END_OF_TEXT,
     copy_tokenizer,
@@ -48,8 +49,7 @@ from forerun.train.tokenizer import (
 
 def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
     """Train a language model by `loop.train`. Raises BadOption where the out folder's state is of another run."""
-    loop.refuse_to_begin_anew(config, resume=resume)
-    return loop.train(config, prepare(config), resume=resume, quiet=quiet)
+    return loop.train(config, lambda: prepare(config), resume=resume, quiet=quiet)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,11 @@ def text_data(config: TrainConfig, end_ids: frozenset[int]) -> Data:
     return Data(
         make_mixture(config, corpus, tokenizer, end),
         batches.validation_windows(held_out, config.seq_len_tokens, config.validation_windows),
-        {"corpus_sha256": corpus_hash, "tokenizer_sha256": tokenizer_hash(folder)},
+        {
+            "corpus_sha256": corpus_hash,
+            "tokenizer_sha256": tokenizer_hash(folder),
+            "samples": None if config.samples is None else dict(read_samples(config.samples).options),
+        },
         folder,
         end,
         end_ids,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -117,14 +117,19 @@ class Run:
     elapsed_s: float = 0.0
 
 
-def train(config: LoopConfig, task: Task, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
+def train(
+    config: LoopConfig, prepare: Callable[[], Task], *, resume: bool = False, quiet: bool = False
+) -> dict[str, Any]:
     """Train until config.steps, save along the way, and export. Returns the last validation's numbers.
 
-    With resume=True it goes on from the state in the out folder (from the beginning where there is none). Every loss
-    after that is bit for bit the one of an uninterrupted run on the same machine with the same number of threads.
-    Raises BadOption where the out folder's state belongs to something else, and where there is one without resume.
+    prepare: reads the data and makes the task, which may take long. With resume=True it goes on from the state in the
+    out folder (from the beginning where there is none). Every loss after that is bit for bit the one of an
+    uninterrupted run on the same machine with the same number of threads. Raises BadOption where the out folder's state
+    belongs to something else, and where there is one without resume.
     """
-    refuse_to_begin_anew(config, resume=resume)
+    if not resume and (config.out / "state.pt").exists():
+        raise BadOption(f"{shown(str(config.out))} holds a run: go on with --resume, or name another folder with --out")
+    task = prepare()
     config.out.mkdir(parents=True, exist_ok=True)
     for weight in task.weights.values():
         weight.requires_grad_(True)
@@ -142,12 +147,6 @@ def train(config: LoopConfig, task: Task, *, resume: bool = False, quiet: bool =
     log(run, {"final": True, **numbers})
     save(run)
     return numbers
-
-
-def refuse_to_begin_anew(config: LoopConfig, *, resume: bool) -> None:
-    """Raise BadOption where the out folder holds a run that is not to be resumed, and would be lost."""
-    if not resume and (config.out / "state.pt").exists():
-        raise BadOption(f"{shown(str(config.out))} holds a run: go on with --resume, or name another folder with --out")
 
 
 def make_optimizer(
