@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from forerun import LLM, SamplingParams, registry
+from forerun.cli.train import app as train_app
 from forerun.config import EngineConfig
 from forerun.drafters import eagle
 from forerun.engine.factory import load_target
@@ -458,6 +460,19 @@ def test_every_method_has_a_learning_rate_of_its_own() -> None:
     assert set(rates.values()) == {8e-4, 1e-3, 3e-4, 1e-2}
     with pytest.raises(BadOption, match="there is no method that can be trained 'eagel'"):
         heads.rate_of("eagel")
+
+
+def test_the_command_trains_on_the_cpu_at_the_rate_of_the_method(
+    samples: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where there is a GPU: what a head reads, and its first weights, are on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    command = f"head --method pass --samples {samples} --target {folder} --out {tmp_path / 'run'} --quiet"
+    sizes = "--max-steps 1 --tokens-per-step 128 --seq-len-tokens 64 --ops reference"
+    done = CliRunner().invoke(train_app, [*command.split(), *sizes.split()])
+    assert done.exit_code == 0, done.output
+    assert "agreement_1=" in done.output
+    assert json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))["options"]["lr"] == 1e-2
 
 
 @pytest.mark.parametrize(

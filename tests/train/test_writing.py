@@ -12,7 +12,7 @@ from tokenizers import processors
 from forerun import LLM, SamplingParams
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.train.samples import SampleWriter, read_samples, stream
-from forerun.train.writing import TEMPERATURES, Frame, Shares, Writer, looped
+from forerun.train.writing import TEMPERATURES, Frame, Shares, Writer, first_ids, looped
 from train.written import chatting, write, writer_of
 
 NUM_TOKENS = 900
@@ -137,8 +137,9 @@ def test_a_text_begins_as_one_that_a_user_gives(folder: Path, tmp_path: Path) ->
         for number in range(4):
             wanted = plain.plan(number).prompt
             assert own.plan(number).prompt == ((7, *wanted) if begins else wanted)
-    text = writer_of(copy, ops="reference").texts[0]
-    assert writer_of(copy, ops="reference").llm.tokenizer.encode(text)[0] == 7
+    both = [writer_of(path, ops="reference").llm.tokenizer for path in (folder, copy)]
+    assert [first_ids(tokenizer) for tokenizer in both] == [(), (7,)]
+    assert [tokenizer.encode("a river")[0] == 7 for tokenizer in both] == [False, True]
 
 
 def test_shares_must_be_shares() -> None:
