@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from forerun import LLM, SamplingParams, registry
 from forerun.cli.train import app as train_app
 from forerun.config import EngineConfig
-from forerun.drafters import eagle
+from forerun.drafters import eagle, head_files
 from forerun.engine.factory import load_target
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.models.loading import Checkpoint, load_checkpoint
@@ -290,6 +290,79 @@ def trained(samples: Path, checkpoint: Checkpoint, tmp_path_factory: pytest.Temp
     return out / "head"
 
 
+@pytest.mark.parametrize("method", [*METHODS, MEDUSA_2])
+def test_a_run_begins_as_a_head_that_was_trained_before(tiny: Make, checkpoint: Checkpoint, method: str) -> None:
+    """With its weights, and the ids that it drafts; the numbers of the first run's end are those before any step."""
+    first = training.prepare(tiny(method=method), checkpoint)
+    training.train(tiny(method=method), checkpoint, quiet=True)
+    head = tiny().out / "head"
+    trained = head_files.tensors(head / head_files.WEIGHTS)
+    config = json.loads((head / "config.json").read_text(encoding="utf-8"))
+    if method.startswith("dflash"):  # the mask of this text; that of another would be another id
+        config["dflash_config"]["mask_token_id"] -= 1
+        (head / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    again = tiny("again", method=method, init_from=str(head), steps=1, lr=1e-12)
+    task = training.prepare(again, checkpoint)
+    weights, sizes = task.head.files()
+    assert weights.keys() == trained.keys() - {head_files.PROBE}
+    for name, weight in weights.items():
+        assert torch.equal(weight, trained[name]), name
+    assert sizes == {key: value for key, value in config.items() if key != "forerun"}
+    assert any(not torch.equal(weight, weights[name]) for name, weight in first.head.files()[0].items())
+    training.train(again, checkpoint, quiet=True)
+    ended = head_files.tensors(again.out / "head" / head_files.WEIGHTS)
+    assert all(torch.equal(ended[name], trained[name]) for name in trained)
+    with pytest.raises(BadOption, match="holds a run of init_from="):
+        training.train(replace(again, init_from=None), checkpoint, resume=True, quiet=True)
+
+
+def test_ids_of_before_are_drafted_where_the_new_texts_leave_room(tiny: Make, checkpoint: Checkpoint) -> None:
+    """Behind those that were written, and before all others; how many there are may be another number."""
+    old = tiny(method="medusa:draft_vocab=4,heads=1", steps=1)
+    training.train(old, checkpoint, quiet=True)
+    head = old.out / "head"
+    chosen = torch.tensor([3, 200, 250, 255])  # as if other texts had been written
+    found = head_files.tensors(head / head_files.WEIGHTS)
+    head_config = json.loads((head / "config.json").read_text(encoding="utf-8"))
+    known = head_config.pop("forerun")["tokenizer"]
+    head_files.save(head, "medusa", found | {"d2t": chosen - torch.arange(4)}, head_config, known)
+    short = tiny("again", method="medusa:draft_vocab=250,heads=1", init_from=str(head), num_tokens=600)
+    task = training.prepare(short, checkpoint)
+    given = [sample for sample in task.data.samples if not sample.is_held_out]
+    written = {int(i) for sample in given for i in sample.ids[sample.num_given :]}
+    ids = set(task.head.ids.tolist())  # type: ignore[attr-defined]
+    assert len(ids) == 250 > len(written | set(chosen.tolist()))
+    assert written | set(chosen.tolist()) <= ids
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"method": "medusa:draft_vocab=257"}, "is a head of 'eagle' and not of medusa"),
+        ({"method": "eagle:layers=0+2,draft_vocab=257"}, "write the options that it was trained with"),
+        ({"init_from": "nothing"}, "there is no head 'nothing'"),
+        ({"init_from": "published"}, "was not made by `forerun train head`"),
+        ({"init_from": "smollm2", "method": "eagle"}, "another tokenizer"),
+        ({"init_from": "other weights"}, "trained for a target with other weights"),
+    ],
+)
+def test_heads_that_a_run_cannot_go_on_from(
+    tiny: Make, checkpoint: Checkpoint, trained: Path, tmp_path: Path, change: dict[str, str], said: str
+) -> None:
+    published = tmp_path / "published"
+    published.mkdir()
+    (published / "config.json").write_text("{}", encoding="utf-8")
+    shutil.copy(trained / "model.safetensors", published)
+    change = {"init_from": str(trained)} | change
+    if change["init_from"] == "published":
+        change["init_from"] = str(published)
+    if change["init_from"] == "other weights":
+        change["init_from"] = str(trained)
+        checkpoint = load_target(EngineConfig(target=str(write_tiny(tmp_path / "other", seed=1)), ops="reference"))
+    with pytest.raises((BadOption, NotFound), match=said):
+        training.prepare(tiny(**change), checkpoint)
+
+
 @pytest.mark.parametrize(
     ("spoil", "error", "said"),
     [
@@ -473,6 +546,15 @@ def test_the_command_trains_on_the_cpu_at_the_rate_of_the_method(
     assert done.exit_code == 0, done.output
     assert "agreement_1=" in done.output
     assert json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))["options"]["lr"] == 1e-2
+
+
+def test_the_command_says_what_a_head_was_before(samples: Path, folder: Path, trained: Path, tmp_path: Path) -> None:
+    command = f"head --method {METHODS[0]} --samples {samples} --target {folder} --out {tmp_path / 'run'} --quiet"
+    sizes = f"--init-from {trained} --max-steps 1 --lr 1e-12 --tokens-per-step 64 --seq-len-tokens 64 --ops reference"
+    done = CliRunner().invoke(train_app, [*command.split(), *sizes.split()])
+    assert done.exit_code == 0, done.output
+    before, after = done.output.splitlines()
+    assert before == f"before: {after}", "nothing was learned"
 
 
 @pytest.mark.parametrize(

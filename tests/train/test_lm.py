@@ -36,8 +36,9 @@ def read_log(config: TrainConfig) -> list[dict[str, Any]]:
 def test_tiny_run_lowers_the_loss(tiny: Make) -> None:
     config = tiny()
     numbers = lm.train(config, quiet=True)
-    first = read_log(config)[0]["train_loss"]
-    assert numbers["validation_loss"] < first - 2
+    first = read_log(config)[0]
+    assert first["step"] == 0, "what it begins with"
+    assert numbers["validation_loss"] < first["validation_loss"] - 2
     assert read_log(config)[-1]["final"] is True
     assert json.loads((config.out / "run.json").read_text())["num_parameters"] == config.shape.num_parameters
 

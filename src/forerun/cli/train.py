@@ -194,6 +194,13 @@ def head(
     ] = None,
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 50,
     decay_share: Annotated[float, typer.Option(help="Share of the steps, at the end, with falling rate.")] = 0.6,
+    init_from: Annotated[
+        str | None,
+        typer.Option(
+            help="A head of this method to go on from, with learning rate and steps of this run: a folder of "
+            "`train head`, a name, or a hub id."
+        ),
+    ] = None,
     num_tokens: Annotated[int | None, typer.Option(help="Tokens of the samples, the first ones; none = all.")] = None,
     features: Annotated[
         Path | None,
@@ -214,7 +221,7 @@ def head(
     """Train a drafter that reads its target's hidden states, on what the target wrote itself; on the CPU."""
     from forerun.config import EngineConfig
     from forerun.engine.factory import load_target
-    from forerun.train import head as training, heads as methods
+    from forerun.train import head as training, heads as methods, loop
 
     with refusals():
         config = training.HeadConfig(
@@ -234,11 +241,15 @@ def head(
             samples=samples,
             num_tokens=num_tokens,
             features=features,
+            init_from=init_from,
             validation_rows=validation_rows,
         )
         # A head learns on the CPU: it is small, and what it reads of the target may be stored once, by --features.
         checkpoint = load_target(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu"))
         numbers = training.train(config, checkpoint, resume=resume, quiet=quiet, warn=lambda text: _say(text, err=True))
+    if init_from is not None:
+        first = loop.read_log(out)[0]
+        typer.echo("before: " + " ".join(f"{key}={first[key]:.4f}" for key in numbers))
     typer.echo(" ".join(f"{key}={value:.4f}" for key, value in numbers.items()))
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.drafters import artifacts
+from forerun import registry
+from forerun.drafters import artifacts, head_files
 from forerun.errors import BadOption, shown
 from forerun.models.layers import Decoder
 from forerun.models.loading import Checkpoint
+from forerun.text.json_files import read_json
 from forerun.train import heads, loop
 from forerun.train.features import FeatureSource, Recomputed, Stored, stored_layers
 from forerun.train.heads import Packing, Teacher
@@ -21,6 +23,7 @@ from forerun.train.loop import LoopConfig, autocast
 from forerun.train.samples import Sample, read_samples
 from forerun.train.writing import fingerprint
 
+NUM_DRAFTED = {"vocab_size", "draft_vocab_size"}  # keys of config.json: a head may go on with other ids
 FIT_TOKENS = 32768  # that first weights are made of
 
 
@@ -32,6 +35,7 @@ class HeadConfig(LoopConfig):
     samples: Path
     num_tokens: int | None = None  # of the samples, the first ones; None = all
     features: Path | None = None  # folder to store the target's hidden states in; None = recompute them
+    init_from: str | None = None  # a head of the same method to go on from: a folder, a name, or a hub id
     validation_rows: int = 8
 
 
@@ -43,6 +47,7 @@ class HeadTask:
     head: heads.Head
     data: Packing
     held_out: Packing
+    probe: Tensor
     tokenizer: str
     facts: Mapping[str, Any]
     checkpoint: Checkpoint
@@ -54,8 +59,9 @@ class HeadTask:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `Task`: the method, and who wrote the texts; a run may go on with more of them."""
-        return {"method": self.config.method, "seed": self.config.seed, "samples": self.facts["samples"]}
+        """See `Task`: the method, what it began as, and who wrote the texts; a run may go on with more of them."""
+        own = {"method": self.config.method, "seed": self.config.seed, "init_from": self.config.init_from}
+        return own | {"samples": self.facts["samples"]}
 
     def loss(self, step: int) -> Tensor:
         """See `Task`."""
@@ -79,7 +85,11 @@ class HeadTask:
 
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
         """Write the folder out/head, and out/model where the target was trained along."""
-        self.head.save(self.config.out / "head", self.tokenizer)
+        weights, sizes = self.head.files()
+        method, _ = registry.parse_spec(self.config.method)
+        head_files.save(
+            self.config.out / "head", method, weights | {head_files.PROBE: self.probe}, sizes, self.tokenizer
+        )
         if (backbone := getattr(self.head, "backbone", None)) is not None:
             numbers = {name: value for line in log for name, value in line.items()}
             backbone.save(self.config.out / "model", self.checkpoint, numbers, self.config.method)
@@ -127,7 +137,9 @@ def prepare(
             f"{config.samples} was written with other weights than those of {checkpoint.name}: go on only where both "
             "are one model, such as in other bits"
         )
-    _, module, made = heads.load(config.method, model.config)
+    name, module, made = heads.load(config.method, model.config)
+    known = artifacts.fingerprint(tokenizer, tokenizer.num_ids)
+    before = None if config.init_from is None else Before.read(config.init_from, name, known, tokenizer.num_ids)
     source = _source(config, model, module.layers(made, model.config), samples, options, say)
     parts = [[s for s in samples if s.is_held_out == is_held_out] for is_held_out in (False, True)]
     data, held_out = (Packing(part, source, config.seq_len_tokens, config.rows_per_step, config.seed) for part in parts)
@@ -135,8 +147,14 @@ def prepare(
     for sample in parts[0]:
         written = torch.from_numpy(sample.ids[sample.num_given :].astype("int64"))
         counts += torch.bincount(written, minlength=len(counts))
-    head = module.Head(made, Teacher.of(model, counts, tokenizer.num_ids), config.seed)
-    head.begin(data.batch(step) for step in range(max(1, FIT_TOKENS // config.tokens_per_step)))
+    # Ids that were drafted before come behind those that were written, and before all others.
+    ranks = counts if before is None else counts.index_add(0, before.ids, torch.full(before.ids.shape, 0.5))
+    teacher = Teacher.of(model, ranks, tokenizer.num_ids)
+    head = module.Head(made, teacher, config.seed)
+    if before is None:
+        head.begin(data.batch(step) for step in range(max(1, FIT_TOKENS // config.tokens_per_step)))
+    else:
+        before.go_on(head, model, tokenizer.num_ids)
     facts = {
         "num_parameters": sum(weight.numel() for weight in head.weights.values()),
         "samples": dict(options),
@@ -145,8 +163,47 @@ def prepare(
         "target": checkpoint.name,
         "share_drafted": float(counts[head.ids].sum() / counts.sum()) if hasattr(head, "ids") else 1.0,
     }
-    known = artifacts.fingerprint(tokenizer, tokenizer.num_ids)
-    return HeadTask(config, head, data, held_out, known, facts, checkpoint)
+    return HeadTask(config, head, data, held_out, teacher.probe, known, facts, checkpoint)
+
+
+@dataclass(frozen=True)
+class Before:
+    """A head that was trained before. ids: those that it drafts, none where it drafts all."""
+
+    folder: str
+    config: Mapping[str, Any]
+    ids: Tensor
+
+    @classmethod
+    def read(cls, name: str, method: str, tokenizer: str, num_ids: int) -> Before:
+        """Read what `forerun train head` wrote. Raises for what is none, of another method, or of another tokenizer."""
+        folder = head_files.located(name, method)
+        file = Path(folder) / head_files.CONFIG
+        if file.is_file() and "forerun" not in read_json(file):
+            raise BadOption(f"{shown(name)} was not made by `forerun train head`, which goes on with its own alone")
+        config = head_files.read_config(folder, method, tokenizer)
+        d2t = head_files.tensors(Path(folder) / head_files.WEIGHTS, {"d2t"}).get("d2t")
+        ids = torch.arange(0) if d2t is None else head_files.draft_ids(folder, d2t, num_ids)
+        return cls(folder, config, ids)
+
+    @torch.no_grad()
+    def go_on(self, head: heads.Head, model: Decoder, num_ids: int) -> None:
+        """Give a head its weights. Raises where they are another target's, or were trained with other options."""
+        if (go_on_as := getattr(head, "go_on_as", None)) is not None:
+            go_on_as(self.config)
+        tensors, config = head.files()
+        for key in config.keys() - NUM_DRAFTED:
+            if self.config.get(key) != config[key]:
+                raise BadOption(
+                    f"{shown(self.folder)} has {key}={shown(str(self.config.get(key)))}, and asked for is "
+                    f"{config[key]}: write the options that it was trained with behind --method"
+                )
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        own = {"d2t": tuple(self.ids.shape)} if "d2t" in shapes else {}
+        found = head_files.read_weights(self.folder, {**shapes, **own}, model, num_ids)
+        for name, weight in head.weights.items():
+            if name in found:  # the weights of a target that is trained along stand elsewhere
+                weight.copy_(found[name])
 
 
 def _samples(config: HeadConfig, tokenizer: str) -> tuple[list[Sample], Mapping[str, Any]]:

@@ -1,8 +1,8 @@
 """The one training loop: steps, learning rate, log, checkpoints that are resumed bit for bit, curves.
 
 What is trained is a `Task`: a language model (lm.py) or a drafter's head (heads/). The out folder gets `log.jsonl` (one
-object per logged step), `run.json` (options and data), `state.pt` (to resume from) and, where matplotlib is installed,
-`curves.png`. The task exports what it has learned beside them.
+object per logged step; the first is a validation before any), `run.json` (options and data), `state.pt` (to resume
+from) and, where matplotlib is installed, `curves.png`. The task exports what it has learned beside them.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ def train(
         load_state(run)
     else:
         (config.out / "log.jsonl").write_text("", encoding="utf-8")
+        log(run, task.validate())  # what it begins with
     describe_run(run)
     with deterministic(), progress_bar(quiet) as progress:
         row = progress.add_task("training", total=config.steps, completed=run.step, note="")

@@ -11,7 +11,6 @@ import random
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -202,7 +201,8 @@ class Head(Protocol):
     """A head that is trained. weights: by the names of its file.
 
     It may have `at(share)`, which is told before each step which share of the steps is behind; `rates`, by name of a
-    weight, its learning rate over that of the others; and `backbone`, a target that is trained along (backbone.py).
+    weight, its learning rate over that of the others; `backbone`, a target that is trained along (backbone.py); and
+    `go_on_as(config)`, which takes over what else a head that it goes on from has in its config.json.
     """
 
     weights: dict[str, Tensor]
@@ -216,8 +216,8 @@ class Head(Protocol):
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
         """Numbers for the log, each as a sum and what to divide it by: those of `Rows` by position."""
 
-    def save(self, folder: Path, tokenizer: str) -> None:
-        """Write the files that the drafter of this name reads. tokenizer: a fingerprint of drafters/artifacts.py."""
+    def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors and the config.json that the drafter of this name reads."""
 
 
 def rate_of(spec: str) -> float:

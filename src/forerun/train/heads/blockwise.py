@@ -42,8 +42,6 @@ def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
 class Head(medusa.Head):
     """The layer. Until `begin` its second matrix is 0."""
 
-    method = "blockwise"
-
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         self._units = options.heads * options.units
         self._random = torch.Generator().manual_seed(seed)

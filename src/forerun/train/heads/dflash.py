@@ -13,9 +13,9 @@ target's own before the first step.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,11 +104,14 @@ class Head:
                 reached = reached & rows.found(own)
         return sums
 
-    def save(self, folder: Path, tokenizer: str) -> None:
+    def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `Head` in this package."""
         weights = {name: weight.detach().bfloat16() for name, weight in self.weights.items()}
-        weights |= {"d2t": self._vocab.offsets(), head_files.PROBE: self._teacher.probe}
-        head_files.save(folder, "dflash", weights, self.config.to_json(self._teacher.config.num_layers), tokenizer)
+        return weights | {"d2t": self._vocab.offsets()}, self.config.to_json(self._teacher.config.num_layers)
+
+    def go_on_as(self, config: Mapping[str, Any]) -> None:
+        """See `Head` in this package: the id that stands for a mask, which its layers have learned."""
+        self.config = dataclasses.replace(self.config, mask_id=int(config["dflash_config"]["mask_token_id"]))
 
     def _anchors(self, batch: Batch, start: int) -> Tensor:
         """Indices of the blocks' first tokens in a row [A]: a token has features for those behind it alone."""

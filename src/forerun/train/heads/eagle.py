@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -108,11 +108,10 @@ class Head:
         """See `Head` in this package."""
         return measured(self._steps(batch), batch, self.ids)
 
-    def save(self, folder: Path, tokenizer: str) -> None:
+    def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `Head` in this package."""
         weights = {name: weight.detach().bfloat16() for name, weight in self.weights.items()}
-        weights |= {"d2t": self._vocab.offsets(), head_files.PROBE: self._teacher.probe}
-        head_files.save(folder, "eagle", weights, self.config.to_json(), tokenizer)
+        return weights | {"d2t": self._vocab.offsets()}, self.config.to_json()
 
     def _steps(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Of each step: which rows are learned [S, L], and own and target logits of those, float32 [R, draft ids]."""

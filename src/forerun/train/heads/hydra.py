@@ -34,8 +34,6 @@ def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
 class Head(medusa.Head):
     """All heads in float32, with gradients. They begin as the target's own head."""
 
-    method = "hydra"
-
     def first_weights(self, width: int) -> dict[str, Tensor]:
         """See medusa.py; the first block reads head + 2 rows."""
         weights: dict[str, Tensor] = {}

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.drafters import head_files
 from forerun.models.layers import DecoderConfig
 from forerun.train import losses
 from forerun.train.heads import Batch, Teacher, Vocabulary, decayed, measured, shifted
@@ -51,8 +49,6 @@ def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
 
 class Head:
     """All heads in float32, with gradients. They begin as the target's own head, for their blocks add nothing."""
-
-    method = "medusa"
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         self.options, self._teacher = options, teacher
@@ -91,13 +87,12 @@ class Head:
         renewed = self.backbone.renewed(batch)
         return measured(self._heads(renewed), renewed, self.ids) | self.backbone.measure(batch, renewed)
 
-    def save(self, folder: Path, tokenizer: str) -> None:
+    def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `Head` in this package."""
         own = {name: weight for name, weight in self.weights.items() if not name.startswith(PREFIX)}
         weights = {name: weight.detach().bfloat16() for name, weight in own.items()}
-        weights |= {"d2t": self._vocab.offsets(), head_files.PROBE: self._teacher.probe}
         sizes = {"hidden_size": self._teacher.config.hidden_size, "draft_vocab_size": len(self.ids)}
-        head_files.save(folder, self.method, weights, {**self.sizes(), **sizes}, tokenizer)
+        return weights | {"d2t": self._vocab.offsets()}, {**self.sizes(), **sizes}
 
     def first_weights(self, width: int) -> dict[str, Tensor]:
         """The weights of all heads, by the names of the file."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,7 @@ class Head:
     """The vectors, and the target that stays as it is."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
-        self.options, self._probe, self._rows = options, teacher.probe, teacher.head
+        self.options, self._rows = options, teacher.head
         self._ops = RememberingOps()
         self._target: Decoder = teacher.decoder(self._ops)
         # What the target writes, on average: an input of the usual size.
@@ -73,14 +73,10 @@ class Head:
         """See `Head` in this package; of the places that are learned."""
         return measured(self._heads(batch), batch, self.ids, of_learned=True)
 
-    def save(self, folder: Path, tokenizer: str) -> None:
+    def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `Head` in this package."""
-        weights = {
-            head_files.LOOK_AHEAD: self.weights[head_files.LOOK_AHEAD].detach().clone(),
-            head_files.PROBE: self._probe,
-        }
-        sizes = {"num_look_ahead": self.options.vectors, "hidden_size": self._rows.shape[1]}
-        head_files.save(folder, "pass", weights, sizes, tokenizer)
+        weights = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        return weights, {"num_look_ahead": self.options.vectors, "hidden_size": self._rows.shape[1]}
 
     def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Of each vector: which rows are learned [S, L], and own and target logits of those, float32 [R, V]."""
