@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
 from tokenizers import processors
+from typer.testing import CliRunner
 
 from forerun import LLM, SamplingParams
+from forerun.cli.train import app as train_app
 from forerun.errors import BadOption, NotFound, UnsupportedModel
+from forerun.text import sandbox
 from forerun.train.samples import SampleWriter, read_samples, stream
 from forerun.train.writing import TEMPERATURES, Frame, Shares, Writer, first_ids, looped
-from train.written import chatting, write, writer_of
+from train.written import TEMPLATE, chatting, write, writer_of
 
 NUM_TOKENS = 900
 ALL_KINDS = Shares(0.5, 0.25, 0.25)
@@ -44,6 +49,28 @@ def test_a_killed_run_goes_on_to_the_same_bytes(writer: Writer, whole: Path, tmp
     header = data.index(b"}\n") + 2
     path.write_bytes(data[: header + int(share * (len(data) - header))])
     assert write(writer, path, NUM_TOKENS, batch_size=3) == data
+
+
+def test_a_day_later_it_goes_on_as_it_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some templates print the date."""
+
+    def written(path: Path, num_tokens: int) -> bytes:
+        how = "--question-tokens 12 --answer-tokens 24 --passage-tokens 16 --ops reference_row_by_row --quiet"
+        command = f"sample --target {folder} --out {path} --num-tokens {num_tokens} --chat 1 {how}"
+        done = CliRunner().invoke(train_app, command.split())
+        assert done.exit_code == 0, done.output
+        return path.read_bytes()
+
+    folder = chatting(tmp_path / "model", "{{ strftime_now('%d') }}" + TEMPLATE)
+    config = folder / "config.json"
+    config.write_text(config.read_text(encoding="utf-8").replace('_embeddings": 256', '_embeddings": 512'))
+    today, other = date(2026, 11, 26), date(2026, 11, 27)
+    monkeypatch.setattr(sandbox, "datetime", SimpleNamespace(now=lambda: today))
+    whole = written(tmp_path / "whole", 400)
+    assert len(written(tmp_path / "parts", 150)) < len(whole)
+    monkeypatch.setattr(sandbox, "datetime", SimpleNamespace(now=lambda: other))
+    assert written(tmp_path / "parts", 400) == whole
+    assert written(tmp_path / "another", 400) != whole
 
 
 def test_every_kind_is_what_the_target_says(writer: Writer, whole: Path, folder: Path) -> None:

@@ -30,12 +30,12 @@ def writer_of(
     return Writer(llm, texts, seed=seed, shares=shares, lengths=Lengths((4, 8), 12, 24))
 
 
-def chatting(folder: Path) -> Path:
+def chatting(folder: Path, template: str = TEMPLATE) -> Path:
     """A random checkpoint with a chat template."""
     write_tiny(folder)
     config = folder / "tokenizer_config.json"
     known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
-    config.write_text(json.dumps({**known, "chat_template": TEMPLATE}), encoding="utf-8")
+    config.write_text(json.dumps({**known, "chat_template": template}), encoding="utf-8")
     ends = json.dumps({"eos_token_id": list(range(NUM_ENDS))})
     (folder / "generation_config.json").write_text(ends, encoding="utf-8")
     return folder

@@ -137,7 +137,7 @@ def sample(
     from rich.progress import Progress, TextColumn
 
     from forerun.engine.llm import LLM
-    from forerun.train.samples import SampleWriter
+    from forerun.train.samples import SampleWriter, begun_with
     from forerun.train.texts import packaged_texts, read_texts
     from forerun.train.writing import Frame, Lengths, Shares, Writer, longest
 
@@ -158,7 +158,8 @@ def sample(
         if task is None:
             task = (1 - chat) / 2 if chat > 0 else 0.0
         texts = list(read_texts(text, 10**8)) if text else packaged_texts()
-        writer = Writer(llm, texts, seed=seed, shares=Shares(chat, task, 1 - chat - task), lengths=lengths)
+        shares = Shares(chat, task, 1 - chat - task)
+        writer = Writer(llm, texts, seed=seed, shares=shares, lengths=lengths, begun=begun_with(out))
         file = SampleWriter(out, writer.options())
         row, start, had = progress.add_task(""), time.perf_counter(), file.num_tokens
 

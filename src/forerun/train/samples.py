@@ -159,6 +159,14 @@ def read_samples(path: Path) -> Samples:
         return Samples(options, tuple(_records(file, path, 2 if options["num_ids"] <= 1 << 16 else 4)))
 
 
+def begun_with(path: Path) -> Mapping[str, Any]:
+    """The options of a file that is there already, else none. Raises UnsupportedModel for one that is no such file."""
+    if not path.exists() or not path.stat().st_size:
+        return {}
+    with path.open("rb") as file:
+        return _read_header(file, path)
+
+
 def stream(samples: Iterable[Sample], end: int) -> NDArray[np.uint32]:
     """All ids as one stream, each sample followed by the id `end`, if that is not its last one already."""
     parts: list[NDArray[np.uint32]] = []

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -124,14 +125,24 @@ class Plan:
 class Writer:
     """Plans the samples of a target, and writes them.
 
-    texts: where passages are cut from. Raises BadOption where there are none to cut from.
+    texts: where passages are cut from. begun: the options of a file that is to go on (samples.begun_with), whose frame
+    stays; some templates print the date of the day. Raises BadOption where there are no texts to cut from.
     """
 
-    def __init__(self, llm: LLM, texts: Seq[str], *, seed: int, shares: Shares, lengths: Lengths) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        texts: Seq[str],
+        *,
+        seed: int,
+        shares: Shares,
+        lengths: Lengths,
+        begun: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.llm, self.seed, self.shares, self.lengths = llm, seed, shares, lengths
         self.frame = Frame()
         if shares.chat + shares.task > 0:
-            self.frame = Frame.of_model(llm)
+            self.frame = Frame(*map(tuple, begun["frame"])) if "frame" in begun else Frame.of_model(llm)
         if shares.chat > 0 and not self.frame.before:
             raise BadOption(
                 "the chat template puts nothing before a user's turn, so that no question can be begun: sample with "
@@ -158,6 +169,7 @@ class Writer:
             "passage_tokens": list(self.lengths.passage),
             "question_tokens": self.lengths.question,
             "answer_tokens": self.lengths.answer,
+            "frame": [list(self.frame.before), list(self.frame.after)],
             "texts": hashlib.sha256("\0".join(self.texts).encode("utf-8", "surrogatepass")).hexdigest(),
         }
 
