@@ -292,7 +292,7 @@ def trained(samples: Path, checkpoint: Checkpoint, tmp_path_factory: pytest.Temp
 
 @pytest.mark.parametrize("method", [*METHODS, MEDUSA_2])
 def test_a_run_begins_as_a_head_that_was_trained_before(tiny: Make, checkpoint: Checkpoint, method: str) -> None:
-    """With its weights, and the ids that it drafts; the numbers of the first run's end are those before any step."""
+    """With its weights, and the ids that it drafts; its losses before any step are those of the first run's end."""
     first = training.prepare(tiny(method=method), checkpoint)
     training.train(tiny(method=method), checkpoint, quiet=True)
     head = tiny().out / "head"
@@ -310,6 +310,10 @@ def test_a_run_begins_as_a_head_that_was_trained_before(tiny: Make, checkpoint: 
     assert sizes == {key: value for key, value in config.items() if key != "forerun"}
     assert any(not torch.equal(weight, weights[name]) for name, weight in first.head.files()[0].items())
     training.train(again, checkpoint, quiet=True)
+    if method != MEDUSA_2 and not method.startswith("dflash"):  # a target that was trained along is another one
+        last, begun = loop.read_log(tiny().out)[-1], loop.read_log(again.out)[0]
+        losses = [name for name in last if name.startswith("loss_")]
+        assert [begun[name] for name in losses] == pytest.approx([last[name] for name in losses], abs=0.01)
     ended = head_files.tensors(again.out / "head" / head_files.WEIGHTS)
     assert all(torch.equal(ended[name], trained[name]) for name in trained)
     with pytest.raises(BadOption, match="holds a run of init_from="):
@@ -333,6 +337,19 @@ def test_ids_of_before_are_drafted_where_the_new_texts_leave_room(tiny: Make, ch
     ids = set(task.head.ids.tolist())  # type: ignore[attr-defined]
     assert len(ids) == 250 > len(written | set(chosen.tolist()))
     assert written | set(chosen.tolist()) <= ids
+
+
+def test_a_target_may_stand_in_other_files_than_when_the_head_was_made(
+    tiny: Make, checkpoint: Checkpoint, trained: Path, tmp_path: Path
+) -> None:
+    """A GGUF file rounds the target's epsilon to float32, and calls it a llama."""
+    config = json.loads((trained / "config.json").read_text(encoding="utf-8"))
+    assert config["rms_norm_eps"] != float(np.float32(config["rms_norm_eps"]))
+    rounded = {"rms_norm_eps": float(np.float32(config["rms_norm_eps"])), "model_type": "mistral"}
+    shutil.copytree(trained, tmp_path / "head")
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config | rounded), encoding="utf-8")
+    task = training.prepare(tiny(init_from=str(tmp_path / "head")), checkpoint)
+    assert torch.equal(task.head.files()[0]["fc.weight"], head_files.tensors(trained / head_files.WEIGHTS)["fc.weight"])
 
 
 @pytest.mark.parametrize(
@@ -360,7 +377,8 @@ def test_heads_that_a_run_cannot_go_on_from(
         change["init_from"] = str(trained)
         checkpoint = load_target(EngineConfig(target=str(write_tiny(tmp_path / "other", seed=1)), ops="reference"))
     with pytest.raises((BadOption, NotFound), match=said):
-        training.prepare(tiny(**change), checkpoint)
+        training.prepare(tiny(**change, features=tmp_path / "features"), checkpoint)
+    assert not (tmp_path / "features").exists(), "refused before hidden states are stored"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.text import sandbox
 from forerun.train.samples import SampleWriter, read_samples, stream
 from forerun.train.writing import TEMPERATURES, Frame, Shares, Writer, first_ids, looped
-from train.written import TEMPLATE, chatting, write, writer_of
+from train.written import CONTINUATIONS, TEMPLATE, TEXTS, chatting, write, writer_of
 
 NUM_TOKENS = 900
 ALL_KINDS = Shares(0.5, 0.25, 0.25)
@@ -71,6 +71,20 @@ def test_a_day_later_it_goes_on_as_it_was_begun(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sandbox, "datetime", SimpleNamespace(now=lambda: other))
     assert written(tmp_path / "parts", 400) == whole
     assert written(tmp_path / "another", 400) != whole
+
+
+def test_a_file_without_a_frame_goes_on(folder: Path, tmp_path: Path) -> None:
+    """One of before, when files had none; and one of continuations, where it is other shares that are refused."""
+    writer = writer_of(folder, shares=ALL_KINDS, ops="reference")
+    options, how = writer.options(), {"seed": 0, "lengths": writer.lengths}
+    older = {name: value for name, value in options.items() if name != "frame"}
+    again = Writer(writer.llm, TEXTS, shares=ALL_KINDS, begun=older, **how)
+    assert again.options() == older
+    assert again.frame == writer.frame
+    begun = Writer(writer.llm, TEXTS, shares=CONTINUATIONS, **how).options()
+    SampleWriter(tmp_path / "texts", begun).close()
+    with pytest.raises(BadOption, match="was begun with chat='0'"):
+        SampleWriter(tmp_path / "texts", Writer(writer.llm, TEXTS, shares=ALL_KINDS, begun=begun, **how).options())
 
 
 def test_every_kind_is_what_the_target_says(writer: Writer, whole: Path, folder: Path) -> None:

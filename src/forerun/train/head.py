@@ -15,6 +15,7 @@ from forerun.drafters import artifacts, head_files
 from forerun.errors import BadOption, shown
 from forerun.models.layers import Decoder
 from forerun.models.loading import Checkpoint
+from forerun.models.saving import config_to_dict
 from forerun.text.json_files import read_json
 from forerun.train import heads, loop
 from forerun.train.features import FeatureSource, Recomputed, Stored, stored_layers
@@ -140,9 +141,7 @@ def prepare(
     name, module, made = heads.load(config.method, model.config)
     known = artifacts.fingerprint(tokenizer, tokenizer.num_ids)
     before = None if config.init_from is None else Before.read(config.init_from, name, known, tokenizer.num_ids)
-    source = _source(config, model, module.layers(made, model.config), samples, options, say)
     parts = [[s for s in samples if s.is_held_out == is_held_out] for is_held_out in (False, True)]
-    data, held_out = (Packing(part, source, config.seq_len_tokens, config.rows_per_step, config.seed) for part in parts)
     counts = torch.zeros(model.config.vocab_size)
     for sample in parts[0]:
         written = torch.from_numpy(sample.ids[sample.num_given :].astype("int64"))
@@ -151,10 +150,12 @@ def prepare(
     ranks = counts if before is None else counts.index_add(0, before.ids, torch.full(before.ids.shape, 0.5))
     teacher = Teacher.of(model, ranks, tokenizer.num_ids)
     head = module.Head(made, teacher, config.seed)
+    if before is not None:  # and refuse, before hours of storing
+        before.go_on(head, model, tokenizer.num_ids)
+    source = _source(config, model, module.layers(made, model.config), samples, options, say)
+    data, held_out = (Packing(part, source, config.seq_len_tokens, config.rows_per_step, config.seed) for part in parts)
     if before is None:
         head.begin(data.batch(step) for step in range(max(1, FIT_TOKENS // config.tokens_per_step)))
-    else:
-        before.go_on(head, model, tokenizer.num_ids)
     facts = {
         "num_parameters": sum(weight.numel() for weight in head.weights.values()),
         "samples": dict(options),
@@ -192,7 +193,9 @@ class Before:
         if (go_on_as := getattr(head, "go_on_as", None)) is not None:
             go_on_as(self.config)
         tensors, config = head.files()
-        for key in config.keys() - NUM_DRAFTED:
+        of_target = config_to_dict(model.config)  # its files may round them otherwise; shapes and probe are compared
+        chosen = {key for key in config if config[key] != of_target.get(key)}
+        for key in chosen - NUM_DRAFTED:
             if self.config.get(key) != config[key]:
                 raise BadOption(
                     f"{shown(self.folder)} has {key}={shown(str(self.config.get(key)))}, and asked for is "

@@ -142,7 +142,9 @@ class Writer:
         self.llm, self.seed, self.shares, self.lengths = llm, seed, shares, lengths
         self.frame = Frame()
         if shares.chat + shares.task > 0:
-            self.frame = Frame(*map(tuple, begun["frame"])) if "frame" in begun else Frame.of_model(llm)
+            known = begun.get("frame", ())
+            self.frame = Frame(*map(tuple, known)) if any(known) else Frame.of_model(llm)
+        self._writes_frame = not begun or "frame" in begun  # files once were begun without
         if shares.chat > 0 and not self.frame.before:
             raise BadOption(
                 "the chat template puts nothing before a user's turn, so that no question can be begun: sample with "
@@ -157,7 +159,8 @@ class Writer:
     def options(self) -> dict[str, Any]:
         """What decides what a number becomes, for the file."""
         llm = self.llm
-        return {
+        frame = {"frame": [list(self.frame.before), list(self.frame.after)]} if self._writes_frame else {}
+        options = {
             "num_ids": llm.tokenizer.num_ids,
             "tokenizer": llm.tokenizer.fingerprint,
             "weights": fingerprint(llm.checkpoint.model),
@@ -169,9 +172,9 @@ class Writer:
             "passage_tokens": list(self.lengths.passage),
             "question_tokens": self.lengths.question,
             "answer_tokens": self.lengths.answer,
-            "frame": [list(self.frame.before), list(self.frame.after)],
             "texts": hashlib.sha256("\0".join(self.texts).encode("utf-8", "surrogatepass")).hexdigest(),
         }
+        return options | frame
 
     def plan(self, number: int) -> Plan:
         """What this number is to become; a function of the options."""
