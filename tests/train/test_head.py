@@ -337,6 +337,8 @@ def test_ids_of_before_are_drafted_where_the_new_texts_leave_room(tiny: Make, ch
     ids = set(task.head.ids.tolist())  # type: ignore[attr-defined]
     assert len(ids) == 250 > len(written | set(chosen.tolist()))
     assert written | set(chosen.tolist()) <= ids
+    full = replace(short, method=f"medusa:draft_vocab={len(written)},heads=1")
+    assert set(training.prepare(full, checkpoint).head.ids.tolist()) == written  # type: ignore[attr-defined]
 
 
 def test_a_target_may_stand_in_other_files_than_when_the_head_was_made(
@@ -566,13 +568,23 @@ def test_the_command_trains_on_the_cpu_at_the_rate_of_the_method(
     assert json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))["options"]["lr"] == 1e-2
 
 
-def test_the_command_says_what_a_head_was_before(samples: Path, folder: Path, trained: Path, tmp_path: Path) -> None:
-    command = f"head --method {METHODS[0]} --samples {samples} --target {folder} --out {tmp_path / 'run'} --quiet"
-    sizes = f"--init-from {trained} --max-steps 1 --lr 1e-12 --tokens-per-step 64 --seq-len-tokens 64 --ops reference"
+def test_the_command_goes_on_and_says_what_a_head_was_before(
+    samples: Path, folder: Path, trained: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    command = f"head --method {METHODS[0]} --samples {samples} --target {folder} --out {out} --quiet"
+    sizes = f"--init-from {trained} --max-steps 6 --lr 0.01 --tokens-per-step 64 --seq-len-tokens 64 --ops reference"
     done = CliRunner().invoke(train_app, [*command.split(), *sizes.split()])
     assert done.exit_code == 0, done.output
-    before, after = done.output.splitlines()
-    assert before == f"before: {after}", "nothing was learned"
+    before, after = (
+        dict(word.split("=") for word in line.split()) for line in done.output.split("before: ")[1].splitlines()
+    )
+    ended, begun = loop.read_log(trained.parent)[-1], loop.read_log(out)[0]
+    assert before.keys() == after.keys() > {"agreement_1", "overlap_1", "loss_1"}
+    assert before == {name: f"{begun[name]:.4f}" for name in before}
+    assert before != after
+    assert begun["loss_1"] == pytest.approx(ended["loss_1"], abs=0.01)
+    assert json.loads((out / "run.json").read_text(encoding="utf-8"))["options"]["init_from"] == str(trained)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from forerun.train.model import (
     run_windows,
 )
 from forerun.train.ops import TrainingOps
-from forerun.train.samples import read_samples
+from forerun.train.samples import begun_with
 from forerun.train.tokenizer import (
     END_OF_TEXT,
     copy_tokenizer,
@@ -202,7 +202,7 @@ def text_data(config: TrainConfig, end_ids: frozenset[int]) -> Data:
         {
             "corpus_sha256": corpus_hash,
             "tokenizer_sha256": tokenizer_hash(folder),
-            "samples": None if config.samples is None else dict(read_samples(config.samples).options),
+            "samples": None if config.samples is None else dict(begun_with(config.samples)),
         },
         folder,
         end,
