@@ -1,0 +1,345 @@
+"""What a model is: a list of blocks, told as data before a byte of its weights is read.
+
+A family's file (`models/<model_type>.py`) turns a config.json into a `Spec`. Whatever computes, packs, plans, rounds,
+saves, widens or shards a model reads the spec and `weights(spec)`; nothing else lists the matrices of a layer. A block
+that no backend computes yet may be said all the same: each backend's `supports(spec)` answers with a reason.
+
+Sizes are in elements, windows and positions in tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Role = Literal["matrix", "vector", "table", "experts"]
+Split = Literal["out", "in"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of rows: root mean square (Zhang and Sennrich 2019, eq. 4) or layer norm (Ba et al. 2016, eq. 4).
+
+    offset: what is added to the stored weight (1 in Gemma). weight: whether it has one. span: over all of a row, or
+    over each head of it.
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    offset: float = 0.0
+    weight: bool = True
+    bias: bool = False
+    span: Literal["all", "head"] = "all"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (Su et al. 2021, eq. 34).
+
+    dims: how many dimensions of a head are turned, None = all. pairs: dimension i turns with i + dims/2 ("half"), or
+    2i with 2i + 1 ("adjacent"). factor: linear and llama3. low_freq_factor, high_freq_factor: llama3. Both lists of
+    factors are longrope's; attention_factor, beta_fast, beta_slow and mscale are yarn's. original_max_positions: what
+    llama3, yarn and longrope were trained with.
+    """
+
+    theta: float = 10000.0
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+    dims: int | None = None
+    pairs: Literal["half", "adjacent"] = "half"
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """A learned bias for each bucket of distances and head, added to the scores of attention (Raffel et al. 2020)."""
+
+    num: int
+    max_distance: int
+    both_ways: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of `heads` query heads over `kv_heads` heads of keys and values, `head_dim` wide each.
+
+    scale: of the scores; None = 1 / sqrt(head_dim). window: a row sees so many positions, its own included; None = all.
+    softcap: scores become c tanh(score / c). sinks: a learned score for each head that takes its share and gives
+    nothing. gate: the output is multiplied by the sigmoid of a projection. sees: earlier rows, all rows, or those of
+    the encoder. reads: width of what is projected, None = the hidden size. k_is_v: values are the keys before their
+    norm. position_scale: q is scaled by 1 + beta log(1 + floor(position / length)), as (beta, length). bias: of
+    relative positions; a number is the block whose bias this one shares. shares_kv_of: the block whose keys and values
+    this one reads in place of its own.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float | None = None
+    window: int | None = None
+    rope: Rope | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    v_norm: Norm | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    softcap: float | None = None
+    sinks: bool = False
+    gate: bool = False
+    sees: Literal["past", "all", "encoder"] = "past"
+    reads: int | None = None
+    k_is_v: bool = False
+    position_scale: tuple[float, int] | None = None
+    bias: Buckets | int | None = None
+    shares_kv_of: int | None = None
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A block that keeps a state in place of rows of keys and values.
+
+    gated_delta: heads of value_dim x key_dim states (Yang et al. 2024, eq. 10); short_conv: the last `conv` inputs.
+    """
+
+    kind: Literal["gated_delta", "short_conv"]
+    conv: int
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+
+Act = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"]
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A feed-forward part of `size` inner outputs: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
+
+    size: int
+    act: Act = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of `num` feed-forward parts, of which each row takes `chosen` (Shazeer et al. 2017, eq. 1).
+
+    shared: one more that every row takes, weighed by a sigmoid where shared_gate. router_norm: of what the router
+    reads. score: of the router's outputs; normalise: the chosen scores sum to 1; scale: of their sum.
+    """
+
+    num: int
+    chosen: int
+    mlp: Mlp
+    shared: Mlp | None = None
+    shared_gate: bool = False
+    router_norm: Norm | None = None
+    score: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
+    router_bias: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer: attention or a recurrence, then a feed-forward part, experts, both or neither.
+
+    pre_*, post_*: norms before and behind a part. norm_at: post-norms are of a branch before it is added, or of the
+    sum. parallel: both parts read the same rows. branch_scale: of what a part adds. out_scale: whether the block's
+    output is multiplied by a stored number. per_layer_input: width of the embeddings that each layer has of its own.
+    """
+
+    pre_attention: Norm | None = None
+    attention: Attention | None = None
+    recurrence: Recurrence | None = None
+    post_attention: Norm | None = None
+    pre_mlp: Norm | None = None
+    mlp: Mlp | None = None
+    experts: Experts | None = None
+    post_mlp: Norm | None = None
+    norm_at: Literal["branch", "sum"] = "branch"
+    parallel: bool = False
+    branch_scale: float = 1.0
+    out_scale: bool = False
+    per_layer_input: int | None = None
+
+
+@dataclass(frozen=True)
+class Positions:
+    """A learned embedding of each position, added to that of the token. offset: row of position 0."""
+
+    num: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A whole model; all that decides the function it computes.
+
+    model_type: the family's file. max_positions: the longest text. tied: the LM head is the embedding. head: whether it
+    has one. embed_scale: of embeddings, rounded to the type that is computed with, as published code does. positions:
+    learned ones; rotary ones are in the blocks. logit_softcap: logits become c tanh(logit / c). logit_scale: what they
+    are multiplied by. encoder: of an encoder-decoder. next_tokens: the blocks that guess further tokens (MTP).
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    blocks: tuple[Block, ...]
+    final_norm: Norm | None = Norm()
+    embed_scale: float = 1.0
+    embed_norm: Norm | None = None
+    positions: Positions | None = None
+    head: bool = True
+    tied: bool = False
+    head_bias: bool = False
+    logit_softcap: float | None = None
+    logit_scale: float = 1.0
+    encoder: Spec | None = None
+    next_tokens: Spec | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """The number of blocks."""
+        return len(self.blocks)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One stored tensor of a spec, under the name that published checkpoints usually give it.
+
+    product: matrices with the same product have one input and may be joined in one. least_bits: how narrow it may be
+    rounded. split: which side tensor parallelism cuts.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    product: str = ""
+    least_bits: int = 16
+    split: Split | None = None
+
+
+EMBEDDING, POSITIONS = "model.embed_tokens.weight", "model.embed_positions.weight"
+FINAL_NORM, HEAD = "model.norm.weight", "lm_head.weight"
+MATRIX_BITS, TABLE_BITS = 4, 8  # no fewer: an LM head's or an embedding's errors go into every token
+
+
+def weights(spec: Spec) -> list[Weight]:
+    """Every stored tensor of a spec, in the order in which it is computed with; the LM head comes last."""
+    hidden = spec.hidden_size
+    found = [Weight(EMBEDDING, (spec.vocab_size, hidden), "table", "embedding", TABLE_BITS, "out")]
+    if spec.positions is not None:
+        found += [Weight(POSITIONS, (spec.positions.num + spec.positions.offset, hidden), "table")]
+    found += _norm("model.embed_norm", spec.embed_norm, hidden)
+    for i, block in enumerate(spec.blocks):
+        found += block_weights(block, hidden, f"model.layers.{i}.")
+    found += _norm("model.norm", spec.final_norm, hidden)
+    if spec.head and not spec.tied:
+        found += [Weight(HEAD, (spec.vocab_size, hidden), "matrix", "head", TABLE_BITS, "out")]
+    if spec.head and spec.head_bias:
+        found += [Weight("lm_head.bias", (spec.vocab_size,), "vector", "head")]
+    return found
+
+
+def block_weights(block: Block, hidden: int, at: str) -> list[Weight]:
+    """The tensors of one block of rows `hidden` wide, whose names begin with `at`."""
+    found: list[Weight] = []
+    found += _norm(at + "input_layernorm", block.pre_attention, hidden)
+    if block.attention is not None:
+        found += _attention(block.attention, hidden, at)
+    found += _norm(at + "post_attention_layernorm", block.post_attention, hidden)
+    found += _norm(at + pre_mlp_name(block), block.pre_mlp, hidden)
+    if block.mlp is not None:
+        found += _mlp(block.mlp, hidden, at + "mlp.")
+    if block.experts is not None:
+        found += _experts(block.experts, hidden, at + "mlp.")
+    found += _norm(at + "post_feedforward_layernorm", block.post_mlp, hidden)
+    if block.out_scale:
+        found += [Weight(at + "layer_scalar", (1,), "vector")]
+    return found
+
+
+def pre_mlp_name(block: Block) -> str:
+    """Published code calls the norm before the feed-forward part by what it follows, unless that has a norm as well."""
+    return "post_attention_layernorm" if block.post_attention is None else "pre_feedforward_layernorm"
+
+
+def _norm(name: str, norm: Norm | None, size: int) -> Iterator[Weight]:
+    if norm is not None and norm.weight:
+        yield Weight(f"{name}.weight", (size,), "vector")
+    if norm is not None and norm.bias:
+        yield Weight(f"{name}.bias", (size,), "vector")
+
+
+def _matrix(name: str, outputs: int, inputs: int, product: str, bias: bool, split: Split) -> Iterator[Weight]:
+    yield Weight(f"{name}.weight", (outputs, inputs), "matrix", product, MATRIX_BITS, split)
+    if bias:
+        yield Weight(f"{name}.bias", (outputs,), "vector", product, split="out" if split == "out" else None)
+
+
+def _attention(a: Attention, hidden: int, at: str) -> Iterator[Weight]:
+    own = f"{at}self_attn."
+    reads, q, kv = a.reads or hidden, a.heads * a.head_dim, a.kv_heads * a.head_dim
+    yield from _matrix(f"{own}q_proj", q, reads, f"{at}qkv", a.qkv_bias, "out")
+    if a.gate:
+        yield from _matrix(f"{own}gate_proj", q, reads, f"{at}qkv", a.qkv_bias, "out")
+    yield from _norm(f"{own}q_norm", a.q_norm, _span(a.q_norm, a.heads, a.head_dim))
+    if a.shares_kv_of is None:
+        yield from _matrix(f"{own}k_proj", kv, reads, f"{at}qkv", a.qkv_bias, "out")
+        if not a.k_is_v:
+            yield from _matrix(f"{own}v_proj", kv, reads, f"{at}qkv", a.qkv_bias, "out")
+        yield from _norm(f"{own}k_norm", a.k_norm, _span(a.k_norm, a.kv_heads, a.head_dim))
+        yield from _norm(f"{own}v_norm", a.v_norm, _span(a.v_norm, a.kv_heads, a.head_dim))
+    if a.sinks:
+        yield Weight(f"{own}sinks", (a.heads,), "vector", split="out")
+    if isinstance(a.bias, Buckets):
+        yield Weight(f"{own}relative_attention_bias.weight", (a.bias.num, a.heads), "table")
+    yield from _matrix(f"{own}o_proj", hidden, q, f"{at}o", a.o_bias, "in")
+
+
+def _span(norm: Norm | None, heads: int, head_dim: int) -> int:
+    return head_dim if norm is not None and norm.span == "head" else heads * head_dim
+
+
+def _mlp(mlp: Mlp, hidden: int, at: str) -> Iterator[Weight]:
+    if mlp.gated:
+        yield from _matrix(f"{at}gate_proj", mlp.size, hidden, f"{at}gate_up", mlp.bias, "out")
+    yield from _matrix(f"{at}up_proj", mlp.size, hidden, f"{at}gate_up", mlp.bias, "out")
+    yield from _matrix(f"{at}down_proj", hidden, mlp.size, f"{at}down", mlp.bias, "in")
+
+
+def _experts(e: Experts, hidden: int, at: str) -> Iterator[Weight]:
+    yield from _norm(f"{at}router_norm", e.router_norm, hidden)
+    yield Weight(f"{at}gate.weight", (e.num, hidden), "matrix", f"{at}router")
+    if e.router_bias:
+        yield Weight(f"{at}gate.bias", (e.num,), "vector", f"{at}router")
+    for i in range(e.num):
+        for weight in _mlp(e.mlp, hidden, f"{at}experts.{i}."):
+            yield replace(weight, role="experts") if weight.role == "matrix" else weight
+    if e.shared is not None:
+        yield from _mlp(e.shared, hidden, f"{at}shared_expert.")
+    if e.shared_gate:
+        yield Weight(f"{at}shared_expert_gate.weight", (1, hidden), "matrix", f"{at}shared_gate")
+
+
+def products(found: Seq[Weight]) -> dict[str, list[Weight]]:
+    """The matrices of `weights` by product, in order: those of one product have one input and may be joined."""
+    groups: dict[str, list[Weight]] = {}
+    for weight in found:
+        if weight.role in ("matrix", "experts", "table") and weight.product:
+            groups.setdefault(weight.product, []).append(weight)
+    return groups
