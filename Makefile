@@ -1,8 +1,9 @@
 # `make demo` and `make test` set everything up themselves, in .venv beside this file. All they need is make and
 # Python 3.11 or newer with its venv module; and, for the native kernels, a C++ compiler and Python's headers.
 #
-#   TORCH_INDEX   one more package index for torch, such as PyTorch's own for the small CPU builds, where the default
-#                 would be the CUDA build of several gigabytes
+#   TORCH_INDEX   one more package index for torch, or nothing for pip's own alone. If not given: PyTorch's index of CPU
+#                 builds where `nvidia-smi` finds no GPU and that index answers, for the usual build of torch for Linux
+#                 is the CUDA build, of several gigabytes
 #   PYTHON        the interpreter .venv is made with; the first one found that is new enough if not given
 #   ARGS          more arguments for demo, bench, test, test-isas and parity: make bench ARGS="--help"
 #
@@ -10,10 +11,36 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-TORCH_INDEX ?=
 ARGS ?=
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+
+CPU_BUILDS := https://download.pytorch.org/whl/cpu
+ANSWER_S := 2
+
+# A shell command that prints the index for torch, or nothing.
+FIND_TORCH_INDEX = nvidia-smi -L 2>/dev/null | grep -q GPU || \
+	"$(firstword $(wildcard $(BIN)/python) $(PYTHON))" -c "$$ANSWERS" $(CPU_BUILDS) $(ANSWER_S) || \
+	echo "$(CPU_BUILDS) does not answer: torch comes from pip's own index, which may have the CUDA build alone" >&2
+ifneq ($(origin TORCH_INDEX),undefined)
+FIND_TORCH_INDEX = echo "$(TORCH_INDEX)"
+endif
+
+# Prints an index if it answers within so many seconds. The timer ends the process, for looking up a host's name does not
+# heed urlopen's timeout.
+define ANSWERS
+import os, sys, threading, urllib.request
+url, seconds = sys.argv[1], float(sys.argv[2])
+timer = threading.Timer(seconds, os._exit, (1,))
+timer.daemon = True
+timer.start()
+try:
+    urllib.request.urlopen(urllib.request.Request(url + '/torch/', method='HEAD'), timeout=seconds)
+except Exception:
+    os._exit(1)
+print(url)
+endef
+export ANSWERS
 
 # .venv has run-time packages, or those and the tools of `make test`. Where the latter are there, the former are.
 READY := $(VENV)/ready
@@ -49,7 +76,7 @@ unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-isas check native parity bench clean
+.PHONY: help demo test test-isas check native parity bench clean torch-index
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -98,10 +125,14 @@ clean:  ## remove .venv, caches and what was compiled
 	rm -f src/forerun/_native*.so
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): WHAT := -e .
+torch-index:
+	@$(FIND_TORCH_INDEX)
+
+# What `forerun lab` and `serve` need is small, and a newcomer tries them next.
+$(READY): WHAT := -e '.[serve]'
 $(TEST_READY): WHAT := -e '.[test]' $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
 $(READY) $(TEST_READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
-	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(WHAT)
+	@index="$$($(FIND_TORCH_INDEX))"; set -x; $(PIP) $${index:+--extra-index-url "$$index"} $(WHAT)
 	@touch $@ $(NATIVE)
 
 # The test tools hold those that build, so that only what has changed is compiled; otherwise pip fetches them once more.

@@ -1,0 +1,81 @@
+"""Which package index `make demo` takes torch from, and that it brings what the lab needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+
+
+class Answering(BaseHTTPRequestHandler):
+    """An index that is there."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def index() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/whl/cpu"
+        server.shutdown()
+
+
+def chosen(folder: Path, gpus: str, *variables: str) -> tuple[str, str]:
+    """What make chooses, and what it says, where nvidia-smi lists these GPUs."""
+    tool = folder / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\nprintf "{gpus}"\n', encoding="utf-8")
+    tool.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if name not in ("TORCH_INDEX", "MAKEFLAGS")}
+    env |= {"PATH": f"{folder}:{env['PATH']}", "no_proxy": "*"}
+    done = subprocess.run(
+        ["make", "--no-print-directory", "torch-index", *variables],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout.strip(), done.stderr.strip()
+
+
+def test_without_a_gpu_the_cpu_builds_are_taken_where_their_index_answers(tmp_path: Path, index: str) -> None:
+    assert chosen(tmp_path, "", f"CPU_BUILDS={index}") == (index, "")
+
+
+def test_with_a_gpu_pips_own_index_is_left_alone(tmp_path: Path, index: str) -> None:
+    assert chosen(tmp_path, "GPU 0: some card", f"CPU_BUILDS={index}") == ("", "")
+
+
+def test_an_index_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        found, said = chosen(tmp_path, "", f"CPU_BUILDS={url}", "ANSWER_S=0.2")
+    assert found == ""
+    assert "does not answer: torch comes from pip's own index" in said
+
+
+@pytest.mark.parametrize("given", ["", "https://example.org/simple"])
+def test_an_index_that_is_named_is_the_one(tmp_path: Path, index: str, given: str) -> None:
+    assert chosen(tmp_path, "", f"CPU_BUILDS={index}", f"TORCH_INDEX={given}") == (given, "")
+
+
+def test_the_demo_installs_what_the_lab_needs() -> None:
+    assert "$(READY): WHAT := -e '.[serve]'\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
