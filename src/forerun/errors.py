@@ -89,3 +89,14 @@ class CapacityError(ForerunError):
 
 class InternalError(ForerunError):
     """A broken promise of ours."""
+
+
+def not_installed(what: str, extra: str, package: str | None) -> BadOption:
+    """The error for packages that are not here. what: what needs them. extra: the name in pyproject.toml that has them.
+
+    The package itself is on no index yet, and anyone could take its name there: so the checkout is named.
+    """
+    return BadOption(
+        f"{what} needs packages that are not here ({package}): pip install '.[{extra}]' in the folder of forerun's "
+        "sources"
+    )

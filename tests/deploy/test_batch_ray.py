@@ -13,7 +13,7 @@ import pytest
 
 from serve.running import START_S, wait_for
 
-pytest.importorskip("ray", reason="needs Ray: pip install 'forerun[ray]'")
+pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
 from deploy.cluster import kill_one, two_nodes
 

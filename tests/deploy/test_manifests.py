@@ -35,7 +35,7 @@ def test_pods_run_a_command_that_is_there() -> None:
 
 def test_ray_serves_an_application_that_is_there() -> None:
     """Its arguments are accepted, by Ray's own schema too; every node has the variable that the proxies need."""
-    pytest.importorskip("ray", reason="needs Ray: pip install 'forerun[ray]'")
+    pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
     from ray.serve.schema import ServeDeploySchema
 
     from forerun.deploy import ray

@@ -16,7 +16,7 @@ import pytest
 from forerun import LLM, SamplingParams
 from serve.running import wait_for
 
-pytest.importorskip("ray", reason="needs Ray: pip install 'forerun[ray]'")
+pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
 from deploy.cluster import free_port, kill_one, two_nodes
 from forerun.errors import BadOption

@@ -92,7 +92,7 @@ def test_a_state_that_cannot_be_cut_is_refused() -> None:
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(NotFound, match=re.escape("pip install 'forerun[hf]'")):
+    with pytest.raises(NotFound, match=re.escape("pip install transformers")):
         autoregressive_generate(PROMPT, BART, use_cache=True)
 
 

@@ -155,6 +155,13 @@ def test_forbidden_words(kind: str) -> None:
     assert not found, "\n".join([f"{kind}:", *found])
 
 
+def test_no_text_asks_for_a_package_that_is_on_no_index() -> None:
+    """Anyone could take the name of this package there, so extras are installed from the checkout."""
+    texts = {path: path.read_text(encoding="utf-8") for path in TEXTS if path != Path(__file__)}
+    found = [relative(path) for path, text in texts.items() if re.search(r"pip install [^\n]*forerun\[", text)]
+    assert not found, found
+
+
 def test_models_never_learn_the_word_draft() -> None:
     """No name in models/ contains it: a model runs rows and knows nothing of why."""
     found = []

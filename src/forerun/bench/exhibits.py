@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forerun.errors import BadOption, InternalError
+from forerun.errors import InternalError, not_installed
 from forerun.text.rounds import MARKS, STYLES, Kind
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def can_draw() -> bool:
 def check_can_draw() -> None:
     """Raise BadOption where no picture can be drawn."""
     if not can_draw():
-        raise BadOption("pictures need matplotlib: pip install 'forerun[plots]'")
+        raise not_installed("a picture", "plots", "matplotlib")
 
 
 def write_exhibit(exhibit: Exhibit, folder: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.bench.methods_results import AGAIN, PLAIN, Cell, Summary
-from forerun.errors import BadOption, shown
+from forerun.errors import BadOption, not_installed, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ def check_picture(file: Path | None) -> None:
     if file.suffix not in ("", *SUFFIXES):
         raise BadOption(f"--picture {shown(str(file))} is not possible: its name must end in .svg or .png, or neither")
     if importlib.util.find_spec("matplotlib") is None:
-        raise BadOption("--picture needs matplotlib: pip install 'forerun[plots]', or leave it out")
+        raise not_installed("--picture", "plots", "matplotlib")
 
 
 def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path, title: str, about: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.cli import flags
-from forerun.errors import BadOption
+from forerun.errors import BadOption, not_installed
 
 INPUT_HELP = (
     'requests, one JSON object per line: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions" or '
@@ -22,7 +22,7 @@ SERVED_HELP = (
 )
 RAY_HELP = (
     "answer on a Ray cluster: that of RAY_ADDRESS, else the one that runs here, else one of this machine alone [needs "
-    "forerun[ray]]"
+    "the extra ray]"
 )
 RAY_ENGINES_HELP = "with --ray: engines [default: one for each node]"
 RAY_CPUS_HELP = "with --ray: cores of each engine [default: those of the smallest node]"
@@ -90,5 +90,5 @@ def _place(num_engines: int | None, num_cpus: float | None, num_gpus: float) -> 
     try:
         from forerun.deploy.batch import on_ray
     except ImportError as error:
-        raise BadOption(f"--ray needs packages that are not here ({error.name}): pip install 'forerun[ray]'") from None
+        raise not_installed("--ray", "ray", error.name) from None
     return on_ray(num_engines, num_cpus, num_gpus)

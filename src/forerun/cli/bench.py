@@ -14,7 +14,7 @@ import typer
 
 from forerun.cli import flags
 from forerun.cli.help import App
-from forerun.errors import BadOption, shown
+from forerun.errors import BadOption, not_installed, shown
 from forerun.registry import parse_specs
 
 app = App("Measure this machine and model; each benchmark prints what it does, a table, and how to read it.")
@@ -375,7 +375,7 @@ def replicas(
 ) -> None:
     """Compare replicas of Ray on this machine with pinned `forerun serve` processes, in tokens per second."""
     if find_spec("ray") is None:
-        raise BadOption("this benchmark needs Ray: pip install 'forerun[ray]'")
+        raise not_installed("this benchmark", "ray", "ray")
     from forerun.bench import replicas as bench
 
     plan = bench.ReplicasPlan(target, replicas, concurrency, max_tokens, seconds, repeats)
@@ -570,9 +570,7 @@ def serving(
     try:
         from forerun.bench import serving as bench, serving_overhead
     except ImportError as error:
-        raise BadOption(
-            f"forerun bench serving needs packages that are not here ({error.name}): pip install 'forerun[serve]'"
-        ) from None
+        raise not_installed("forerun bench serving", "serve", error.name) from None
     from forerun.bench.serving_client import Load
     from forerun.bench.serving_results import Limits
 

@@ -9,7 +9,7 @@ import typer
 
 from forerun.cli import flags
 from forerun.cli.serve import FIRST_MODEL, TARGET_HELP, with_target
-from forerun.errors import BadOption
+from forerun.errors import not_installed
 
 VIEWERS = 4  # sequences that run together, where nothing else is said: a cache for each drafter with a model is made
 
@@ -52,9 +52,7 @@ def lab(
         from forerun.lab.app import make_lab
         from forerun.serve.server import ServerOptions, run
     except ImportError as error:
-        raise BadOption(
-            f"forerun lab needs packages that are not here ({error.name}): pip install 'forerun[serve]'"
-        ) from None
+        raise not_installed("forerun lab", "serve", error.name) from None
     options = ServerOptions(host=host, port=port, api_key=api_key or None)
     if engine.extra_drafts is None:  # all that can be had, for the menu of the widget Live
         engine = dataclasses.replace(engine, extra_drafts=";".join(usable_drafts(engine)))

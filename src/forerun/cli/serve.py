@@ -9,7 +9,7 @@ import typer
 
 from forerun.cli import flags
 from forerun.config import EngineConfig
-from forerun.errors import BadOption
+from forerun.errors import BadOption, not_installed
 
 FIRST_MODEL = "smollm2"  # what is served where none is named, if it is here
 SERVED_HELP = (
@@ -83,9 +83,7 @@ def serve(
         from forerun.serve.limits import Limits
         from forerun.serve.server import ServerOptions, run
     except ImportError as error:
-        raise BadOption(
-            f"forerun serve needs packages that are not here ({error.name}): pip install 'forerun[serve]'"
-        ) from None
+        raise not_installed("forerun serve", "serve", error.name) from None
     options = ServerOptions(
         host=host,
         port=port,

@@ -256,7 +256,7 @@ def cache_classes() -> tuple[Any, Any]:
         from transformers import DynamicCache, EncoderDecoderCache
     except ImportError as error:
         raise NotFound(
-            f"modules of transformers need that package ({error}): pip install 'forerun[hf]', or use_cache=False"
+            f"modules of transformers need that package ({error}): pip install transformers, or use_cache=False"
         ) from None
     return DynamicCache, EncoderDecoderCache
 
