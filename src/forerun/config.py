@@ -24,6 +24,11 @@ from forerun.registry import by_name, by_value, checked, unknown
 DEFAULT_SPEC_LENGTH = 5  # of pacing=fixed
 AUTO_SPEC_LENGTH = 16  # the most that pacing=auto grants
 MOST_CONFIG_BYTES = 10**6  # of a file with some twenty options
+COMMAND_VARIABLES = ("FORERUN_API_KEY",)  # read by commands (serve, lab, bench serving), and no option of the engine
+# What Kubernetes tells every pod of a Service whose name begins with "forerun" (FORERUN_SERVICE_HOST,
+# FORERUN_PORT=tcp://...), and containers of each other, is not meant for us.
+_SERVICE_LINK = re.compile(r"FORERUN_(\w+_)?(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP))(_\w+)?")
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+")
 
 
 def _option(default: Any, text: str, **range_: Any) -> Any:
@@ -325,12 +330,13 @@ def _set(options: dict[str, Any], name: str, value: Any, alias: str) -> None:
 
 
 def _read_environment() -> dict[str, Any]:
-    """Return the FORERUN_* variables by option name. Raises BadOption for one that names no option."""
+    """Return the FORERUN_* variables by option name. Raises BadOption for one that nothing here reads."""
     known = [*EngineConfig.__dataclass_fields__, *_ALIASES, _USE, "config"]
     names = {f"FORERUN_{name.upper()}": name for name in known}
-    allowed = [*names, *VARIABLES]
-    for variable in os.environ:
-        if variable.startswith("FORERUN_") and variable not in allowed:
+    allowed = [*names, *VARIABLES, *COMMAND_VARIABLES]
+    for variable, value in os.environ.items():
+        is_a_link = _SERVICE_LINK.fullmatch(variable) or _SERVICE_ADDRESS.fullmatch(value)
+        if variable.startswith("FORERUN_") and variable not in allowed and not is_a_link:
             option = variable.removeprefix("FORERUN_").lower()
             there = by_name(option, EngineConfig.__dataclass_fields__, "SamplingParams", "FORERUN_")
             raise BadOption(f"there is no {variable}: {there}" if there else unknown("variable", variable, allowed))

@@ -24,7 +24,7 @@ from typing import IO
 import httpx
 
 from forerun.bench.serving_client import Server, find_model
-from forerun.config import DEFAULT_SPEC_LENGTH, EngineConfig
+from forerun.config import COMMAND_VARIABLES, DEFAULT_SPEC_LENGTH, EngineConfig
 from forerun.errors import BadOption, InternalError, NotFound, UserError
 
 PLAIN, FIXED, AUTO = VARIANTS = ("plain", "fixed", "auto")
@@ -103,7 +103,10 @@ def started(name: str, command: Seq[str], port: int, *, is_own: bool) -> Iterato
 
 def _engine_variables() -> set[str]:
     """What the command line says already: variables that would say it again, or otherwise."""
-    return {f"FORERUN_{option.name.upper()}" for option in fields(EngineConfig)} | {"FORERUN_CONFIG", "FORERUN_API_KEY"}
+    return {f"FORERUN_{option.name.upper()}" for option in fields(EngineConfig)} | {
+        "FORERUN_CONFIG",
+        *COMMAND_VARIABLES,
+    }
 
 
 @contextmanager

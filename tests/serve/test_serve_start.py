@@ -1,0 +1,115 @@
+"""The server starts by each way that the papers of the house show, with every variable that they name."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from forerun.config import EngineConfig
+from forerun.errors import BadOption
+from forerun.serve import server
+from serve.running import serving
+
+pytestmark = pytest.mark.once("nothing is drafted")
+ROOT = Path(__file__).parents[2]
+PAPERS = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "deploy").iterdir(), *(ROOT / "docs").rglob("*.md")]
+NO_VARIABLE = ("FORERUN_END_OF_MESSAGE",)  # a word that a template is asked with
+# What Kubernetes tells a pod that runs beside a Service called forerun.
+SERVICE_LINKS = {
+    "FORERUN_PORT": "tcp://10.96.0.7:80",
+    "FORERUN_PORT_80_TCP": "tcp://10.96.0.7:80",
+    "FORERUN_PORT_80_TCP_PROTO": "tcp",
+    "FORERUN_SERVICE_HOST": "10.96.0.7",
+    "FORERUN_SERVICE_PORT_HTTP": "80",
+    "FORERUN_SERVE_SVC_SERVICE_PORT": "8000",
+}
+
+
+def variables() -> list[str]:
+    """Every variable of ours that a paper, a manifest or a line of the source names."""
+    files = [*PAPERS, *(ROOT / "src" / "forerun").rglob("*.py")]
+    found = {name for file in files for name in re.findall(r"\bFORERUN_[A-Z_]*[A-Z]", file.read_text(encoding="utf-8"))}
+    return sorted(found.difference(NO_VARIABLE))
+
+
+def test_every_variable_that_is_named_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = variables()
+    assert {"FORERUN_API_KEY", "FORERUN_CACHE_DIR", "FORERUN_CONFIG", "FORERUN_NUM_THREADS"} <= set(names)
+    config = tmp_path / "forerun.toml"
+    config.write_text("spec_length = 3\n", encoding="utf-8")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    for name, value in {"FORERUN_CONFIG": str(config), **SERVICE_LINKS}.items():
+        monkeypatch.setenv(name, value)
+    assert EngineConfig.from_sources({}).spec_length == 3
+    monkeypatch.setenv("FORERUN_PORT", "8000")
+    with pytest.raises(BadOption, match="there is no FORERUN_PORT"):
+        EngineConfig.from_sources({})
+
+
+def commands() -> Iterator[tuple[list[str], dict[str, str]]]:
+    """The words behind `forerun` of each command that starts a server, and the variables beside it."""
+    for paper in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for line in re.findall(r"^\$ (.*\bforerun (?:serve|lab)\b.*)$", paper.read_text(encoding="utf-8"), re.M):
+            yield _words(re.split(r" (?:>|&|;)", line)[0]), {}
+    unit = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
+    [start] = re.findall(r"^ExecStart=(.*)$", unit, re.M)
+    yield _words(start), dict(found.split("=", 1) for found in re.findall(r"^Environment=(.*)$", unit, re.M))
+    image = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    [command] = re.findall(r"^CMD (.*)$", image, re.M)
+    [variable] = re.findall(r"docker run .*-e (\w+)=", image)
+    yield json.loads(command)[1:], {variable: "secret"}
+    yield pod()
+
+
+def _words(line: str) -> list[str]:
+    words = shlex.split(line)
+    return words[next(i for i, word in enumerate(words) if Path(word).name == "forerun") + 1 :]
+
+
+def pod() -> tuple[list[str], dict[str, str]]:
+    """What the manifest of Kubernetes starts; secrets are "secret"."""
+    documents = yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text(encoding="utf-8"))
+    [spec] = [one["spec"]["template"]["spec"] for one in documents if one["kind"] == "Deployment"]
+    [container] = spec["containers"]
+    assert spec["enableServiceLinks"] is False
+    return container["args"][1:], {one["name"]: one.get("value", "secret") for one in container["env"]}
+
+
+def test_every_command_that_is_shown_starts_a_server(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the model: options and variables are read, and the key that a variable holds is asked for."""
+    started: list[server.ServerOptions] = []
+
+    def run(config: EngineConfig, options: server.ServerOptions, pages: Any) -> int:
+        server.check(options)
+        started.append(options)
+        return 0
+
+    monkeypatch.setattr(server, "run", run)
+    shown = list(commands())
+    assert len(shown) >= 8
+    for words, given in shown:
+        done = cli(*words, **given)
+        assert done.returncode == 0, (words, given, done.stderr)
+        assert started.pop().api_key == given.get("FORERUN_API_KEY"), words
+
+
+def test_a_pod_asks_for_the_key_of_its_secret(checkpoints: Path) -> None:
+    """What the manifest starts, with a tiny model, beside a Service that is called as it."""
+    (command, target, *options), variables = pod()
+    tiny = str(checkpoints / "llama") if target == "shipped" else target
+    variables |= {"FORERUN_NUM_THREADS": "1", **SERVICE_LINKS}
+    with serving(*options, target=tiny, command=command, **variables) as running:
+        url = running.url.replace("0.0.0.0", "127.0.0.1")
+        body = {"prompt": "x", "max_tokens": 2}
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 401
+        key = {"authorization": "Bearer secret"}
+        assert httpx.post(f"{url}/v1/completions", json=body, headers=key).status_code == 200
