@@ -103,8 +103,8 @@ test-isas: $(TEST_READY) $(NATIVE)  ## the tests of what the kernels compute, on
 	done
 
 check: $(TEST_READY) $(NATIVE)  ## lint, formatting, types, import order
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests docs examples
+	$(BIN)/ruff format --check src tests docs examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 

@@ -26,10 +26,13 @@ SOURCE = ROOT / "src" / "forerun"
 FILES = sorted(SOURCE.rglob("*.py"))
 TEXTS = [
     path
-    for folder in ("src", "tests", "docs", ".ci")
+    for folder in ("src", "tests", "docs", "examples", ".ci", ".github")
     for path in sorted((ROOT / folder).rglob("*"))
-    if path.suffix in {".py", ".md", ".toml", ".json", ""} and path.is_file() and "__pycache__" not in path.parts
-] + [ROOT / name for name in ("README.md", "Makefile", "pyproject.toml", "constraints.txt", ".gitignore")]
+    if path.suffix in {".py", ".md", ".toml", ".json", ".yml", ""}
+    and path.is_file()
+    and "__pycache__" not in path.parts
+] + [path for path in sorted(ROOT.iterdir()) if path.suffix in {".md", ".toml", ".txt", ".yml", ".yaml"}]
+TEXTS += [ROOT / name for name in ("Makefile", ".gitignore")]
 
 # A longer file says why, in the first lines: "Longer than 400 lines: <reason>".
 
