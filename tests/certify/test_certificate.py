@@ -29,7 +29,7 @@ from tiny import write_tiny
 
 ON_THE_PAIR = ("texts", "cells", "streams")
 SHORT = 1e-4  # minutes: every part does the least that it can
-QUICK = ("m10", "m13", "m15", "m17")  # the mutants that `make test` has; `make parity` has all
+QUICK = ("m10", "m13", "m15", "m17", "m18", "m19")  # the mutants that `make test` has; `make parity` has all
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,13 @@ def test_a_mutant_that_nothing_finds_is_a_problem(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parity
 def test_every_check_on_toys() -> None:
     checks = toys.checks(Clock(60), None)
-    assert [one.name for one in checks] == ["every outcome", "wrong versions", "float32 sampling", "caches"]
+    assert [one.name for one in checks] == [
+        "every outcome",
+        "wrong versions",
+        "float32 sampling",
+        "caches",
+        "production coins",
+    ]
     assert all(one.passed for one in checks), [one.problems for one in checks]
     every = checks[0]
     assert every.num_samples > 250
@@ -109,7 +115,7 @@ def test_every_wrong_version_fails(models: Path, name: str) -> None:
     made = found(models, Plan(SHORT, mutant=name, parts=("toys",)))
     assert not made.passed, made.record()
     assert made.verdict().startswith("FAILED: ")
-    expected = "caches" if name == "m17" else "every outcome"
+    expected = {"outputs": "every outcome", "caches": "caches", "coins": "production coins"}[WRONG[name].shows_in]
     assert expected in [one.name for one in made.checks if one.passed is False]
 
 
@@ -233,7 +239,7 @@ def test_plans_that_cannot_be() -> None:
         ({"minutes": -1}, "must be above 0"),
         ({"minutes": float("nan")}, "minutes=nan"),
         ({"seed": -1}, "seed=-1"),
-        ({"mutant": "m18"}, "there is no mutant 'm18'"),
+        ({"mutant": "m20"}, "there is no mutant 'm20'"),
     ):
         with pytest.raises(BadOption, match=message):
             Plan(**options)

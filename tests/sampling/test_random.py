@@ -80,15 +80,23 @@ def test_coins_depend_on_everything_in_the_counter_and_on_nothing_else():
 
     def numbers(seed=1, position=5, round=2, depth=3):
         coins = PhiloxCoins(seed, position, round)
-        return coins.draw(probs, depth), coins.draft(probs, depth), coins.pick(probs, depth)
+        tossed = int(coins.coin(depth) * 1000)
+        return coins.draw(probs, depth), coins.draft(probs, depth), tossed, coins.pick(probs, depth)
 
     base = numbers()
-    assert len(set(base)) == 3, "purposes are separate"
+    assert len(set(base)) == 4, "purposes are separate"
     assert numbers() == base
     assert numbers(position=6, depth=2) == base, "only position + depth counts"
     assert all(a != b for a, b in zip(numbers(seed=2), base, strict=True))
     assert all(a != b for a, b in zip(numbers(depth=4), base, strict=True))
-    assert [a == b for a, b in zip(numbers(round=3), base, strict=True)] == [False, False, True]
+    assert [a == b for a, b in zip(numbers(round=3), base, strict=True)] == [False, False, False, True]
+
+
+def test_purposes_are_different_words():
+    """Two draws of one purpose at one depth would be one number; 4 and 5 are taken, too (docs/exactness.md)."""
+    words = {name: word for name, word in vars(rng).items() if name.startswith("PURPOSE_")}
+    assert words.keys() >= {"PURPOSE_DRAFT", "PURPOSE_ACCEPT", "PURPOSE_NEXT", "PURPOSE_MATCH", "PURPOSE_SEED"}
+    assert len({*words.values(), 4, 5}) == len(words) + 2
 
 
 def test_accept_never_for_zero_always_for_one():

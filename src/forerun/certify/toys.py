@@ -24,7 +24,7 @@ from forerun.testing.engines import (
     every_way,
     resembling,
 )
-from forerun.testing.wrong import CAUGHT, EXACT, PERFECT, WRONG, Wrong, cache_errors
+from forerun.testing.wrong import CAUGHT, EXACT, NUM_ROUNDS, PERFECT, WRONG, Wrong, cache_errors, coin_error
 from forerun.types import SamplingParams
 
 FLOAT32 = 1e-5  # the total variation that rounding to float32 may make of a few tokens
@@ -49,7 +49,7 @@ NARROW: Mapping[str, Any] = MappingProxyType({})
 
 def checks(clock: Clock, mutant: Wrong | None) -> list[Check]:
     """Make the checks on toys. mutant: the wrong version that is switched in, if one is."""
-    made = [enumeration(clock, mutant), in_float32(clock, mutant), caches()]
+    made = [enumeration(clock, mutant), in_float32(clock, mutant), caches(), production_coins()]
     if mutant is None:
         made.insert(1, wrong_versions(clock))
     return made
@@ -101,7 +101,7 @@ def _core() -> list[tuple[str, Case]]:
     """The cases in which the wrong versions show: they are run whatever the time."""
     found = dict[int, tuple[str, Case]]()
     for wrong in WRONG.values():
-        if not wrong.sees_caches:
+        if wrong.shows_in == "outputs":
             found.setdefault(id(wrong.case), (_label(wrong.case, "as for " + wrong.name), wrong.case))
     return list(found.values())
 
@@ -147,8 +147,8 @@ def wrong_versions(clock: Clock) -> Check:
     check = Check(
         "wrong versions",
         "toy",
-        "m1 to m17 switched into this process, one after the other",
-        "the enumeration and the look at caches can fail; not that they find every possible mistake",
+        "m1 to m19 switched into this process, one after the other",
+        "the enumeration and the looks at caches and coins can fail; not that they find every possible mistake",
         unit="mutants",
     )
     for wrong in WRONG.values():
@@ -208,6 +208,22 @@ def caches() -> Check:
         check.problems.append(f"a perfect copy is accepted with probability {alpha:.3f}, not always")
     check.result = f"no wrong row, copy accepted {alpha:.0%}" if not check.problems else "wrong rows"
     check.facts = {"perfect_copy_alpha": alpha}
+    return check
+
+
+def production_coins() -> Check:
+    """Draw rounds with the coins of real requests, which the enumeration replaces by its own."""
+    check = Check(
+        "production coins",
+        "toy",
+        "rounds of ratio with Philox coins, each with its own seed; G-test of the tokens that they emit",
+        "drafts, acceptance and corrections are drawn with numbers that do not depend on each other (m18, m19)",
+        unit="rounds",
+        num_samples=NUM_ROUNDS,
+    )
+    if (distance := coin_error()) > 0:
+        check.problems.append(f"what rounds emit is off by {distance:.3f} in total variation")
+    check.result = f"TV {distance:.3f}" if distance else "no difference"
     return check
 
 

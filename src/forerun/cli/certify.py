@@ -17,7 +17,7 @@ from forerun.cli.serve import FIRST_MODEL, TARGET_HELP, with_target
 if TYPE_CHECKING:
     from forerun.certify.checks import Tell
 
-MUTANT_HELP = "m1 to m17: a wrong version that is switched in first, to see the certificate fail [default: none]"
+MUTANT_HELP = "m1 to m19: a wrong version that is switched in first, to see the certificate fail [default: none]"
 BATCH = 8  # sequences that run together, where nothing else is said
 
 

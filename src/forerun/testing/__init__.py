@@ -12,7 +12,7 @@ the distribution of the target alone, because rounds compose. `MUTANTS` are smal
 is given, that a proof must refuse.
 
 `forerun.testing.engines` does the same with a whole engine on a toy model, and `forerun.testing.wrong` switches the
-mutants m1 ... m17 in wherever the package computes: the tests and `forerun certify` share both.
+mutants m1 ... m19 in wherever the package computes: the tests and `forerun certify` share both.
 """
 
 from forerun.testing.coins import Branching, enumerate_outcomes

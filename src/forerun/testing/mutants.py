@@ -1,4 +1,4 @@
-"""Wrong rules, each a small change of a right one, or of what it is given. The numbers m1 ... m17 are fixed names."""
+"""Wrong rules, each a small change of a right one, or of what it is given. The numbers m1 ... m19 are fixed names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong versions of the package, m1 ... m17, each with the toy case in which it must show.
+"""Wrong versions of the package, m1 ... m19, each with the toy case in which it must show.
 
 A proof is worth something only if it can fail. `WRONG[name].switched_in()` changes the code that runs, in this process,
 until the block ends; `WRONG[name].error()` is how far the case is then from what it should be, and must be above CAUGHT
@@ -11,8 +11,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from forerun import sampling
@@ -21,17 +22,21 @@ from forerun.engine import request as engine_request
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
 from forerun.registry import unknown
+from forerun.sampling import random as rng
 from forerun.sampling.random import PhiloxCoins
 from forerun.testing import engines
 from forerun.testing.coins import Branching, Reused
 from forerun.testing.engines import HORIZON, TARGET, Case, Wrap, as_they_are, resembling
 from forerun.testing.mutants import MUTANTS, SECOND_DRAW
-from forerun.testing.rules import RuleFunction
+from forerun.testing.rules import Floats, RuleFunction
+from forerun.theory.significance import g_test
 from forerun.types import AcceptanceTest, Coins, Draft, Probs, SamplingParams, Sequence
 from forerun.verify import Ruling, kseq, match, ratio
 
 CAUGHT, EXACT = 1e-6, 1e-12
 NUM_CACHE_TOKENS = 12  # of the request whose caches are looked at
+NUM_ROUNDS = 2000  # of production coins, which find a total variation of 0.06
+CHANCE = 1e-6  # the p-value below which counts are no chance; the seeds are fixed
 
 Switch = Callable[[], AbstractContextManager[None]]
 
@@ -40,8 +45,8 @@ Switch = Callable[[], AbstractContextManager[None]]
 class Wrong:
     """One wrong version.
 
-    case: where it shows. wrap: what enumeration puts around its coins while the mutant is in. sees_caches: whether it
-    shows in the caches alone, because outputs stay exact.
+    case: where it shows. wrap: what enumeration puts around its coins while the mutant is in. shows_in: "outputs" of
+    the enumeration; "caches", where outputs stay exact; or the production "coins", which enumeration replaces.
     """
 
     name: str
@@ -49,15 +54,17 @@ class Wrong:
     switched_in: Switch
     case: Case
     wrap: Wrap = as_they_are
-    sees_caches: bool = False
+    shows_in: Literal["outputs", "caches", "coins"] = "outputs"
 
     def error(self, is_in: bool = True) -> float:
         """Return the total variation between the outputs of the case and plain decoding's, or wrong rows of caches.
 
-        is_in: whether the mutant is switched in while this runs.
+        Of production coins: `coin_error`. is_in: whether the mutant is switched in while this runs.
         """
-        if self.sees_caches:
+        if self.shows_in == "caches":
             return float(cache_errors(self.case))
+        if self.shows_in == "coins":
+            return coin_error()
         return engines.error(self.case, self.wrap if is_in else as_they_are)
 
 
@@ -203,6 +210,37 @@ def _wrong_rows(cache: Any, slot: int, tokens: list[int]) -> int:
     return int((~(right_ids & right_positions)).sum())
 
 
+def _purpose(name: str, other: str) -> Switch:
+    """Return the switch that draws the numbers of one purpose with the word of another."""
+    return lambda: replaced((rng, name, getattr(rng, other)))
+
+
+def coin_error() -> float:
+    """Return how far rounds of `ratio` with production coins are from the target's distribution; 0 = by chance.
+
+    Each round drafts two tokens with its own seed. Counted are the first tokens, and those behind an accepted one; the
+    result is the larger total variation of the two whose G-test has a p-value below CHANCE.
+    """
+    target, drafted = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.3, 0.4, 0.1, 0.2])
+    p, q = (Probs(dense=torch.tensor(probs, dtype=torch.float32)) for probs in (target, drafted))
+    firsts, seconds = list[int](), list[int]()
+    for seed in range(NUM_ROUNDS):
+        coins = PhiloxCoins(seed, position=7, round=1)
+        draft = Draft.chains([[coins.draft(q, depth) for depth in range(2)]], [[q, q]])
+        path, token, _ = ratio.rule(draft, 0, [p, p, p], coins)
+        emitted = [*(draft.tokens[node] for node in path), token]
+        firsts.append(emitted[0])
+        seconds += emitted[1:2]
+    return max(_off(tokens, target) for tokens in (firsts, seconds))
+
+
+def _off(tokens: Seq[int], probs: Floats) -> float:
+    """Return the total variation between counts of tokens and their probabilities [V]; 0 where it may be chance."""
+    counts = np.bincount(tokens, minlength=len(probs))
+    is_chance = g_test(counts, probs).p_value >= CHANCE
+    return 0.0 if is_chance else float(np.abs(counts / counts.sum() - probs).sum() / 2)
+
+
 # ------------------------------------------------------------------------------------------------------------- the list
 
 
@@ -256,7 +294,21 @@ WRONG: Mapping[str, Wrong] = {
             "the draft's cache is stale after a fully accepted draft",
             _stale_draft_cache,
             PERFECT,
-            sees_caches=True,
+            shows_in="caches",
+        ),
+        Wrong(
+            "m18",
+            "a correction is drawn with the number that rejected the token",
+            _purpose("PURPOSE_ACCEPT", "PURPOSE_NEXT"),
+            WIDER,
+            shows_in="coins",
+        ),
+        Wrong(
+            "m19",
+            "a token is accepted by the number that it was drafted with",
+            _purpose("PURPOSE_DRAFT", "PURPOSE_ACCEPT"),
+            WIDER,
+            shows_in="coins",
         ),
     )
 }
