@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +124,60 @@ def test_what_can_never_run_is_refused_before_it_is_made() -> None:
             for url in ("/tokenize", "/v1/completions"):
                 long = await client.post(url, json={"prompt": CODE * 100_000})
                 assert (long.status_code, "whatever they are" in long.json()["error"]["message"]) == (400, True)
+
+    run(test)
+
+
+@asynccontextmanager
+async def begun(service: Service, url: str, first: bytes) -> AsyncIterator[asyncio.Task[list[dict[str, Any]]]]:
+    """A request that sends the first bytes of its body and no more; the task ends with what it was answered."""
+    app, sent, told = make_app(service, pages={"/page": large_or_small}), list[dict[str, Any]](), asyncio.Event()
+    messages = iter([{"type": "http.request", "body": first, "more_body": True}])
+
+    async def receive() -> Any:
+        if (message := next(messages, None)) is None:
+            told.set()
+            await asyncio.Event().wait()
+        return message
+
+    async def ask() -> list[dict[str, Any]]:
+        headers = [(b"content-length", b"1000"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": url, "query_string": b"", "headers": headers}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await app(scope, receive, send)
+        return sent
+
+    asking = asyncio.create_task(ask())
+    await asyncio.wait((asking, asyncio.create_task(told.wait())), return_when=asyncio.FIRST_COMPLETED)
+    try:
+        yield asking
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+def test_bodies_that_do_not_end_take_no_place_and_little_memory() -> None:
+    """A place is taken when the body is whole: there are three, and 40 that wait for more. The oldest is given up."""
+    llm = LLM("shipped", draft="none", max_batch_size=2)
+
+    async def test() -> None:
+        async with served(llm, max_queue=1, max_body_bytes=1000) as (client, service), AsyncExitStack() as stack:
+            for i in range(20):
+                for url in ("/v1/completions", ("/tokenize", "/page/api/x")[i % 2]):
+                    await stack.enter_async_context(begun(service, url, b"{"))
+            assert (service.gate.num_taken, service.arriving.num_bytes) == (0, 40)
+            assert (await client.post("/v1/completions", **asked(max_tokens=1))).status_code == 200
+        async with served(llm, max_body_bytes=1000) as (client, service), AsyncExitStack() as stack:
+            first, *others = [
+                await stack.enter_async_context(begun(service, "/tokenize", b" " * 999)) for _ in range(17)
+            ]
+            assert [(await first)[0]["status"], *(other.done() for other in others)] == [408, *[False] * 16]
+            assert service.arriving.num_bytes == 16 * 999
+            assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
+        assert service.arriving.num_bytes == 0
 
     run(test)
 

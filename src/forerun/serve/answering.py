@@ -106,8 +106,8 @@ class Exchange:
     async def run(self) -> None:
         """Raises ForerunError before the first byte of an answer was sent, and ClientGone."""
         service = self._service
+        body = await read_body(self._headers, self._receive, service)
         with service.gate.enter() as place:
-            body = await read_body(self._headers, self._receive, service)
             async with self._until_gone():
                 job, prompts, requests = await self._guarded(self._prepare, body)
                 del body
@@ -284,7 +284,12 @@ class Exchange:
 
 
 async def read_body(headers: Any, receive: Receive, service: Service) -> bytes:
-    """The body of a request. Raises Refused where it is too large or takes too long, ClientGone where it ends early."""
+    """The body of a request, for which there was room when it began.
+
+    Raises Refused where there is none, and for a body that is too large or takes too long; ClientGone where it ends
+    early.
+    """
+    service.gate.look()
     limits = service.limits
     most = limits.max_body_bytes
     too_large = Refused(
@@ -296,23 +301,20 @@ async def read_body(headers: Any, receive: Receive, service: Service) -> bytes:
     length = headers.get("content-length", "")
     is_too_large = length.isdigit() and int(length) > most
     parts, num_bytes, more = list[bytes](), 0, True
-    try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                part, more = message.get("body", b""), message.get("more_body", False)
-                num_bytes += len(part)
-                if num_bytes > most:
-                    is_too_large, parts = True, []
-                    if num_bytes > MOST_DRAINED_BYTES:
-                        break
-                elif not is_too_large:
-                    parts.append(part)
-    except TimeoutError:
-        late = f"the body did not come within {limits.body_timeout_s:g} s: send it faster"
-        raise Refused(late, code="body_timeout", status=408) from None
+    async with service.arriving.body(limits.body_timeout_s) as came:
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part, more = message.get("body", b""), message.get("more_body", False)
+            num_bytes += len(part)
+            if num_bytes > most:
+                is_too_large, parts = True, []
+                if num_bytes > MOST_DRAINED_BYTES:
+                    break
+            elif not is_too_large:
+                parts.append(part)
+                came(len(part))
     if is_too_large:
         raise too_large
     return b"".join(parts)

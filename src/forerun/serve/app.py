@@ -6,20 +6,19 @@ request's id in the header x-request-id, and in request-id, where the client of 
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -104,8 +103,8 @@ def _counting(service: Service, url: str, work: Any, error_of: Any) -> Callable[
     async def count(request: Request) -> Response:
         headers: dict[str, str] = {}
         try:
+            body = await read_body(request.headers, request.receive, service)
             with service.gate.enter():
-                body = await read_body(request.headers, request.receive, service)
                 made, ignored = await service.in_thread(work, service, parse, body)
             if ignored:
                 headers["x-forerun-ignored"] = ignored_header(ignored)
@@ -189,6 +188,16 @@ def _error_answer(path: str, error: ForerunError, request_id: str) -> tuple[int,
     return (messages.error_answer if is_messages else _plain_error)(error, request_id)
 
 
+def _again(body: bytes, receive: Receive) -> Receive:
+    """What gives an application a body that was read already, and then what comes behind it."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receiving() -> Message:
+        return first.pop() if first else await receive()
+
+    return receiving
+
+
 class Door:
     """Before every route: the request's id, the API key, and what the log says of the request when it is over."""
 
@@ -217,24 +226,28 @@ class Door:
 
         with span(scope["path"], record, headers):
             try:
-                with ExitStack() as room:
-                    refused = self._refused(scope, headers, room)
-                    if refused is None:
-                        is_page = self._asks_page(scope["path"])
-                        await self._app(scope, self._in_time(receive) if is_page else receive, sending)
-                if refused is not None:
-                    code, body = _error_answer(scope["path"], refused, request_id)
-                    more = {"www-authenticate": "Bearer"} if code == 401 else {}
-                    if refused.retry_after_s is not None:
-                        more["retry-after"] = str(refused.retry_after_s)
-                    await JSONResponse(body, code, more)(scope, receive, sending)
+                self._check(scope, headers)
+                if not self._asks_page(scope["path"]):
+                    await self._app(scope, receive, sending)
+                else:
+                    body = await read_body(Headers(scope=scope), receive, self._service)
+                    with self._service.gate.enter():
+                        await self._app(scope, _again(body, receive), sending)
+            except ClientGone:
+                record["reason"] = "disconnect"
+            except Refused as error:
+                code, answer = _error_answer(scope["path"], error, request_id)
+                more = {"www-authenticate": "Bearer"} if code == 401 else {}
+                if error.retry_after_s is not None:
+                    more["retry-after"] = str(error.retry_after_s)
+                await JSONResponse(answer, code, more)(scope, receive, sending)
             except Exception as error:
                 LOG.exception("request %s failed", request_id)
                 record["error"] = repr(error)[:200]
                 if not has_begun:
                     failed = InternalError(f"the request {request_id} failed; the log says why")
-                    code, body = _error_answer(scope["path"], failed, request_id)
-                    await JSONResponse(body, code)(scope, receive, sending)
+                    code, answer = _error_answer(scope["path"], failed, request_id)
+                    await JSONResponse(answer, code)(scope, receive, sending)
             finally:
                 route = getattr(scope.get("route"), "path", "other")
                 self._service.metrics.answered(route, status)
@@ -247,49 +260,27 @@ class Door:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
-    def _refused(self, scope: Scope, headers: dict[bytes, bytes], room: ExitStack) -> Refused | None:
-        """Why a request does not come in, if it does not. room: gets the place that one of a page's API takes."""
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Raise Refused for a request that does not come in. Nothing of its body is read before."""
         most = self._service.limits.max_header_bytes
         if sum(len(name) + len(value) for name, value in scope["headers"]) > most:
-            return Refused(f"the headers have more than {most:,} bytes: send fewer", status=431)
-        if self._is_known(scope["path"], headers):
-            return self._refused_by_page(scope, headers, room) if self._asks_page(scope["path"]) else None
-        message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-        return Refused(message, code="invalid_api_key", status=401)
+            raise Refused(f"the headers have more than {most:,} bytes: send fewer", status=431)
+        if not self._is_known(scope["path"], headers):
+            message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            raise Refused(message, code="invalid_api_key", status=401)
+        if self._asks_page(scope["path"]):
+            self._check_page(scope, headers)
 
     def _asks_page(self, path: str) -> bool:
         return any(path.startswith(f"{page}/api/") for page in self._pages)
 
-    def _refused_by_page(self, scope: Scope, headers: dict[bytes, bytes], room: ExitStack) -> Refused | None:
-        """Routes of the server count bytes and take their places themselves; pages know neither limits nor gate."""
+    def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Routes of the server read bodies and take places themselves; pages know neither limits nor gate."""
         length, most = headers.get(b"content-length", b""), self._service.limits.max_body_bytes
         if scope["method"] == "POST" and not length.isdigit():
-            return Refused("the length of the body is missing: send content-length", status=411)
+            raise Refused("the length of the body is missing: send content-length", status=411)
         if length and int(length) > most:
-            return Refused(f"the body has more than {most:,} bytes: send a shorter one", status=413)
-        try:
-            room.enter_context(self._service.gate.enter())
-        except Refused as error:
-            return error
-        return None
-
-    def _in_time(self, receive: Receive) -> Receive:
-        """What gives a page's body its time, as routes of the server do: a slow one must not keep its place."""
-        ends_s, is_read = asyncio.get_running_loop().time() + self._service.limits.body_timeout_s, False
-
-        async def receiving() -> Message:
-            nonlocal is_read
-            if is_read:
-                return await receive()  # until the client has gone
-            try:
-                async with asyncio.timeout_at(ends_s):
-                    message = await receive()
-            except TimeoutError:
-                return {"type": "http.disconnect"}
-            is_read = not message.get("more_body", False)
-            return message
-
-        return receiving
+            raise Refused(f"the body has more than {most:,} bytes: send a shorter one", status=413)
 
     def _is_known(self, path: str, headers: dict[bytes, bytes]) -> bool:
         """Whether the request brings the key, compared in a time that says nothing of it."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,6 +27,47 @@ class Limits:
     body_timeout_s: float = 30.0  # to send the headers, and then to send the body
     stall_timeout_s: float = 60.0  # a reader that takes nothing of its stream
     keep_alive_s: float = 15.0  # between two signs of life in a stream that has nothing to say
+
+
+class Arriving:
+    """The bodies that are not whole yet. One thread, that of the event loop, uses it.
+
+    They take no place in the Gate, so their number is not limited; most_bytes is what all of them may hold. Beyond it
+    the oldest is given up: whoever sends a body at once is not kept out by those who never end theirs.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most, self._bytes = most_bytes, dict[asyncio.Timeout, int]()
+        self.num_bytes = 0
+
+    @asynccontextmanager
+    async def body(self, timeout_s: float) -> AsyncIterator[Callable[[int], None]]:
+        """Reading of one body; gives what is to be told how many bytes came. Raises Refused (408) where it is late."""
+        limit = asyncio.timeout(timeout_s)
+        self._bytes[limit] = 0
+
+        def came(num_bytes: int) -> None:
+            self._bytes[limit] += num_bytes
+            self.num_bytes += num_bytes
+            if self.num_bytes > self._most:
+                self._give_up_oldest()
+
+        try:
+            async with limit:
+                yield came
+        except TimeoutError:
+            late = f"the body did not come within {timeout_s:g} s: send it faster"
+            if limit not in self._bytes:
+                late = "the body did not come while there was room for it: send it faster"
+            raise Refused(late, code="body_timeout", status=408) from None
+        finally:
+            self.num_bytes -= self._bytes.pop(limit, 0)
+
+    def _give_up_oldest(self) -> None:
+        oldest = next(iter(self._bytes))
+        self.num_bytes -= self._bytes.pop(oldest)
+        if not oldest.expired():
+            oldest.reschedule(asyncio.get_running_loop().time())
 
 
 class Patience:
@@ -101,9 +142,8 @@ class Gate:
         self.is_empty.set()
         self._mean_s = 1.0  # that a request takes which generates
 
-    @contextmanager
-    def enter(self) -> Iterator[Place]:
-        """The room of one request, as long as it lasts. Raises Refused: 429 where all is taken, 503 while draining."""
+    def look(self) -> None:
+        """Raise Refused where `enter` would now: a client is told so before it sends a body in vain."""
         if self.is_draining:
             raise Refused(
                 "the server is shutting down: send the request to another one, or later",
@@ -112,6 +152,14 @@ class Gate:
                 retry_after_s=self.retry_after_s(),
             )
         self.check(1)
+
+    @contextmanager
+    def enter(self) -> Iterator[Place]:
+        """The room of one request, as long as it lasts. Raises Refused: 429 where all is taken, 503 while draining.
+
+        To be entered when the body is whole: those that only begin a body cost memory (see Arriving) and no place.
+        """
+        self.look()
         place, started_s = Place(self), asyncio.get_running_loop().time()
         self.num_taken += 1
         self.is_empty.clear()

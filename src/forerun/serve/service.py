@@ -14,13 +14,14 @@ from forerun.engine.llm import LLM
 from forerun.errors import CapacityError, ForerunError, InternalError, PromptTooLong
 from forerun.serve.bodies import Job, Refused
 from forerun.serve.generation import Generation, News
-from forerun.serve.limits import Gate, Limits
+from forerun.serve.limits import Arriving, Gate, Limits
 from forerun.serve.metrics import Metrics
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 _TICK_S = 0.05  # between two measurements of the event loop's delay
 _MARGIN = 2  # for tokenizers that drop some of a text before they read it
+MOST_ARRIVING = 16  # the longest bodies that are kept while they are not whole; shorter ones are as many more
 NUM_THREADS = 4  # that make texts; they share one interpreter with the engine's thread
 
 
@@ -49,6 +50,7 @@ class Service:
         self.started_s = int(time.time())
         batch = llm.config.max_batch_size
         self.gate = Gate(batch + self.limits.max_queue, batch)
+        self.arriving = Arriving(MOST_ARRIVING * self.limits.max_body_bytes)
         longest = max(map(len, llm.tokenizer.id_to_token.values()), default=1)
         self._most_prompt_chars = _MARGIN * longest * llm.engine.max_seq_len
         self.metrics = metrics or Metrics(llm, self.name)
