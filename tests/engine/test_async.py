@@ -530,6 +530,30 @@ def test_a_drafter_that_fails_is_done_without(
 
 
 @pytest.mark.speculation("fixed")
+@pytest.mark.parametrize("method", ["begin", "propose", "observe", "catch_up"])
+def test_a_drafter_that_does_not_suit_a_request_serves_the_next(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it refuses is decoded plainly, and nothing is kept of it."""
+    llm = LLM(**llm_options())
+    drafter = llm.engine.drafter.first
+    (expected,) = llm.generate(PROMPTS[0], params())
+
+    def refuse(*_: object) -> None:
+        raise BadOption("not this one")
+
+    with monkeypatch.context() as refusing, caplog.at_level(logging.WARNING):
+        refusing.setattr(drafter, method, refuse)
+        (refused,) = llm.generate(PROMPTS[0], params())
+    assert refused.token_ids == expected.token_ids
+    assert refused.report.num_drafted <= expected.report.num_drafted
+    assert "is decoded plainly: the drafter 'model' does not suit it (not this one)" in caplog.text
+    assert llm.engine.drafter.first is drafter
+    assert llm.generate(PROMPTS[0], params())[0].report.num_drafted == expected.report.num_drafted > 0
+    assert_idle(llm)
+
+
+@pytest.mark.speculation("fixed")
 def test_a_drafter_that_takes_more_than_it_was_granted_is_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

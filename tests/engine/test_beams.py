@@ -15,7 +15,7 @@ from engine.load import check, run
 from forerun import BadOption, SamplingParams
 from forerun.drafters import Drafter
 from forerun.drafters.lookup import LookupDrafter, Options
-from forerun.drafters.model import ModelDrafter
+from forerun.drafters.model import ModelDrafter, Options as Draws
 from forerun.engine.beams import BeamSearch
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
@@ -374,6 +374,20 @@ def test_what_does_not_go_together_is_refused_in_a_sentence(sentence: str) -> No
     with pytest.raises(BadOption) as refusal:
         search(**{"num_beams": 2, **REFUSED[sentence]})
     assert str(refusal.value).startswith(sentence)
+
+
+def test_options_of_draws_say_nothing_to_a_search_and_the_drafter_goes_on() -> None:
+    model = target(1)
+    draws = Draws(draft_temperature=0.5, draft_top_k=2)
+    drafter = ModelDrafter(runner_of(drafts_of(model)["good"], None), draws)
+    router = Router({"model": drafter})
+    engine = Engine(runner_of(model, None), router, FixedPacing(2), end_ids=frozenset([END]), max_seq_len=64)
+    outputs = engine.add_all([1, 2, 3], search(n=3))
+    run(engine, outputs)
+    assert_found(outputs, searched(model, [1, 2, 3], search(n=3)))
+    sampled = engine.add([1, 2, 3], SamplingParams(max_tokens=8, seed=1, ignore_eos=True))
+    run(engine, [sampled])
+    assert min(outputs[0].report.num_drafted, sampled.report.num_drafted) > 0
 
 
 def test_a_drafter_that_knows_one_text_is_refused() -> None:

@@ -52,7 +52,7 @@ def unspared() -> Iterator[None]:
     """Let what a drafter raises pass through the router, which otherwise goes on without it."""
 
     @contextmanager
-    def raised(self: Router, name: str) -> Iterator[None]:
+    def raised(self: Router, name: str, seqs: Seq[Any] = ()) -> Iterator[None]:
         yield
 
     spared, Router._spared = Router._spared, raised  # type: ignore[method-assign]
@@ -164,7 +164,13 @@ class Asked:
     def plain(self) -> SamplingParams:
         """The same for plain decoding; every other one needs all logits, where greedy ones take a shorter way."""
         alone = {"draft": None, "spec_length": None, "acceptance": None, "cache_salt": None, "prediction": None}
-        return dataclasses.replace(self.params, logprobs=0 if self.number % 2 else None, **alone)
+        needs_logits = self.number % 2 and not self.params.searches
+        return dataclasses.replace(self.params, logprobs=0 if needs_logits else None, **alone)
+
+    def searched(self) -> Asked:
+        """The same as a search with two beams."""
+        beams = {"num_beams": 2, "temperature": 0.0, "acceptance": None}
+        return dataclasses.replace(self, params=dataclasses.replace(self.params, **beams))
 
     def __str__(self) -> str:
         p = self.params
@@ -236,12 +242,13 @@ class KeptRows:
             self._last[run.slot] = partial(self._row, scores, b)
         return scores
 
-    def _keep(self, kept: Any) -> list[int]:
+    def _keep(self, kept: Any, held: Mapping[int, Any] = MappingProxyType({})) -> list[int]:
+        """held: rows of beam searches, whose pending ones are numbered, too: no digest is kept of them."""
         for slot, rows in kept.items():
             start = self.cache.length(slot)
-            for i, row in enumerate(rows):
+            for i, row in enumerate(rows if slot not in held else ()):
                 self.rows[slot, start + i] = self._last[slot](row)
-        return self.keep(kept)
+        return self.keep(kept, held)
 
     @staticmethod
     def _row(scores: Scores, b: int, i: int) -> Row:
@@ -264,6 +271,7 @@ class Mixture:
     num_other_rows: int = 0
     num_preemptions: int = 0
     num_cached: int = 0  # prompt tokens that were found in a cache
+    num_searches: int = 0
     accepted: Counter[str] = field(default_factory=Counter)  # by drafter
     drafted: Counter[str] = field(default_factory=Counter)
     by_pair: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -306,7 +314,12 @@ def compare_mixed(
         requests = []
         for pair, ids in zip(mix.pairs(engine, len(share)), share, strict=True):
             shared = head[: rng.randint(64, HEAD_TOKENS)] if rng.random() < 0.4 else []
-            requests.append(mix.asked(pair, [*shared, *ids][: MAX_SEQ_LEN - num_tokens]))
+            asked = mix.asked(pair, [*shared, *ids][: MAX_SEQ_LEN - num_tokens])
+            # Two texts that share nothing but the prompt must fit into the whole cache.
+            num_needed = len(asked.prompt_ids) + 2 * num_tokens
+            is_small = num_needed <= (place.cache_tokens or MAX_SEQ_LEN)
+            may_search = is_small and engine.drafter.members[pair[0]].branches and pair[1] == "ratio"
+            requests.append(asked.searched() if may_search else asked)
         rng.shuffle(requests)
         expected = [alone(plain_engine.engine, asked) for asked in requests]
         requests = [_with_prediction(asked, ids) for asked, (ids, _) in zip(requests, expected, strict=True)]
@@ -372,6 +385,7 @@ def _serve(
         others = [at for at, row, plain_row in pairs if row.differs(plain_row)]
         found.num_outputs += 1
         found.num_aborted += was_cut
+        found.num_searches += request.searcher is not None
         found.num_tokens += len(seq.output_ids)
         found.num_rows += len(pairs)
         found.num_other_rows += len(others)

@@ -440,15 +440,16 @@ class ModelDrafter(Drafter):
     def _draft_params(self, params: SamplingParams) -> SamplingParams:
         """Return the request's parameters with the drafter's own options put in.
 
-        Log-probabilities and biases of ids that the draft model does not have are left out.
+        Log-probabilities and biases of ids that the draft model does not have are left out. A beam search draws
+        nothing, so that the options of draws say nothing to it.
         """
         o = self.options
         changed: dict[str, Any] = {} if params.logprobs is None else {"logprobs": None}
         if params.logit_bias:
             changed["logit_bias"] = {i: bias for i, bias in params.logit_bias.items() if i < self.width}
-        if o.draft_temperature is not None:
+        if o.draft_temperature is not None and not params.searches:
             changed["temperature"] = o.draft_temperature
-        if o.draft_top_k is not None:
+        if o.draft_top_k is not None and not params.searches:
             changed["top_k"] = o.draft_top_k
         return dataclasses.replace(params, **changed) if changed else params
 

@@ -1,7 +1,9 @@
 """Several drafters in one batch: each sequence is served by the one that its request chose.
 
-A drafter that raises is not asked again: its requests are decoded plainly. Greedy and `match` texts are the same then;
-a sampled one has its distribution unless the error hung on the value of a drawn token, which no drafter may let happen.
+A drafter that raises a UserError does not suit the requests that it was asked about, and these are decoded plainly from
+there on. One that raises anything else is broken and not asked again. Greedy and `match` texts are the same then. So is
+the distribution of sampled ones, unless the drafter raises because of the value of a token that it drew, which none may
+do.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ LOOKUP, PREDICTION = "lookup", "prediction"  # cost no weights and no cache: the
 
 
 class _Silent(Drafter):
-    """Stands in for a drafter that has failed."""
+    """Stands in for a drafter that has failed, or that does not suit a request."""
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         return Draft.empty(len(seqs))
@@ -57,6 +59,7 @@ class Router(Drafter):
         self.hidden_layers = tuple(sorted({k for drafter in self.members.values() for k in drafter.hidden_layers}))
         self._aliases = {"auto": self.main, **(aliases or {})}
         self._is_auto = is_auto
+        self._unsuited: set[int] = set()  # sequences that their drafter does not suit
         self._steps: dict[str, DraftStep] = {}
         self.shares_s: dict[int, float] = {}
 
@@ -96,15 +99,16 @@ class Router(Drafter):
 
     def of(self, seq: Sequence) -> Drafter:
         """The drafter that serves a sequence."""
-        return self.members[seq.draft]
+        return self.members[NONE if seq.id in self._unsuited else seq.draft]
 
     def begin(self, seq: Sequence) -> None:
-        with self._spared(seq.draft):
+        with self._spared(seq.draft, [seq]):
             self.of(seq).begin(seq)
 
     def end(self, seq: Sequence) -> None:
         with self._spared(seq.draft):
             self.of(seq).end(seq)
+        self._unsuited.discard(seq.id)
 
     def free_tokens(self, without: Collection[int] = ()) -> int | None:
         """The least of those that have a cache of their own."""
@@ -117,13 +121,13 @@ class Router(Drafter):
     def guess(self, seq: Sequence, num_tokens: int, coins: Coins) -> Seq[int]:
         """The chain that the drafter of a sequence would draft, if that costs nothing; not counted."""
         found: Seq[int] = ()
-        with self._spared(seq.draft):
+        with self._spared(seq.draft, [seq]):
             if self.of(seq).is_free and self.of(seq).shape == "chain":
                 found = self.of(seq).propose([seq], Budget([num_tokens], 0), [coins]).tokens
         return found
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        clock, groups = time.perf_counter(), _groups(seqs, budget.num_tokens)
+        clock, groups = time.perf_counter(), self._groups(seqs, budget.num_tokens)
         if [len(members) for members in groups.values()] != [len(seqs)]:
             return self._joined(seqs, budget, coins, groups, clock)
         (name,) = groups  # which serves all
@@ -157,7 +161,7 @@ class Router(Drafter):
     def _asked(self, name: str, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         """The draft of one member; an empty one where it fails."""
         granted = list(budget.num_tokens)
-        with self._spared(name):
+        with self._spared(name, seqs):
             draft = self.members[name].propose(seqs, budget, coins)
             if draft.num_sequences != len(granted):
                 raise InternalError(f"it drafted for {draft.num_sequences} sequences and was asked for {len(granted)}")
@@ -169,17 +173,35 @@ class Router(Drafter):
         return Draft.empty(len(seqs))
 
     @contextmanager
-    def _spared(self, name: str) -> Iterator[None]:
-        """Go on without a drafter that raises. An AssertionError passes: it says that the program is wrong."""
+    def _spared(self, name: str, seqs: Seq[Sequence] = ()) -> Iterator[None]:
+        """Go on without a drafter that raises, where a UserError for these sequences alone.
+
+        An AssertionError passes: it says that the program is wrong.
+        """
         try:
             yield
         except AssertionError:
             raise
-        except Exception:
+        except Exception as error:
             if not self.spares:
                 raise
-            LOG.exception("the drafter %r failed and is not asked again: its requests are decoded plainly", name)
-            self.members[name] = _Silent()
+            if isinstance(error, UserError) and seqs:
+                self._leave(name, seqs, error)
+            else:
+                self._give_up(name)
+
+    def _leave(self, name: str, seqs: Seq[Sequence], error: UserError) -> None:
+        """Decode sequences plainly that a drafter refuses; it goes on for the others."""
+        for seq in seqs:
+            LOG.warning("request %d is decoded plainly: the drafter %r does not suit it (%s)", seq.id, name, error)
+            with self._spared(name):
+                self.members[name].end(seq)
+            self._unsuited.add(seq.id)
+
+    def _give_up(self, name: str) -> None:
+        """Decode all sequences of a drafter plainly, now that it has failed."""
+        LOG.exception("the drafter %r failed and is not asked again: its requests are decoded plainly", name)
+        self.members[name] = _Silent()
 
     def _add_draft(self, name: str, begun: float, draft: Draft) -> DraftStep:
         """Add a draft, asked for at the time `begun`, to what its drafter did in this step; returns that."""
@@ -193,10 +215,11 @@ class Router(Drafter):
 
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
         found: list[list[Next | None]] = [[None] * len(level) for level in levels]
-        for name, members in _groups(seqs, list(map(len, levels))).items():
+        for name, members in self._groups(seqs, list(map(len, levels))).items():
             drafter, own, begun = self.members[name], [levels[b] for b in members], time.perf_counter()
-            with self._spared(name):
-                nexts = drafter.branch([seqs[b] for b in members], own, catchup_tokens)
+            served = [seqs[b] for b in members]
+            with self._spared(name, served):
+                nexts = drafter.branch(served, own, catchup_tokens)
                 for b, each in zip(members, nexts, strict=True):
                     found[b] = each
             catchup_tokens -= sum(drafter.caught_up.values())
@@ -206,21 +229,23 @@ class Router(Drafter):
         return found
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        for name, members in _groups(seqs, [num_tokens] * len(seqs)).items():
+        for name, members in self._groups(seqs, [num_tokens] * len(seqs)).items():
             drafter, start = self.members[name], time.perf_counter()
-            with self._spared(name):
-                drafter.catch_up([seqs[b] for b in members], num_tokens)
+            served = [seqs[b] for b in members]
+            with self._spared(name, served):
+                drafter.catch_up(served, num_tokens)
             if drafter.caught_up:
                 self._count(name, start)
                 num_tokens -= sum(drafter.caught_up.values())
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        for name, members in _groups(seqs, [1] * len(seqs)).items():
-            with self._spared(name):
-                self.members[name].observe([seqs[b] for b in members], [seen[b] for b in members])
+        for name, members in self._groups(seqs, [1] * len(seqs)).items():
+            served = [seqs[b] for b in members]
+            with self._spared(name, served):
+                self.members[name].observe(served, [seen[b] for b in members])
 
     def resumes_from(self, seq: Sequence, num_tokens: int) -> int:
-        with self._spared(seq.draft):
+        with self._spared(seq.draft, [seq]):
             return self.of(seq).resumes_from(seq, num_tokens)
         return num_tokens
 
@@ -242,17 +267,18 @@ class Router(Drafter):
 
     def take_steps(self) -> dict[str, DraftStep]:
         """What each drafter did since the last call."""
-        steps, self._steps, self.shares_s = self._steps, {}, {}
+        steps = self._steps
+        self._steps = {}
+        self.shares_s = {}
         return steps
 
-
-def _groups(seqs: Seq[Sequence], granted: Seq[int]) -> dict[str, list[int]]:
-    """By drafter: the sequences that may draft, but those that want no drafter."""
-    groups: dict[str, list[int]] = {}
-    for b, seq in enumerate(seqs):
-        if granted[b] > 0 and seq.draft != NONE:
-            groups.setdefault(seq.draft, []).append(b)
-    return groups
+    def _groups(self, seqs: Seq[Sequence], granted: Seq[int]) -> dict[str, list[int]]:
+        """By drafter: the sequences that may draft, but those that no drafter serves."""
+        groups: dict[str, list[int]] = {}
+        for b, seq in enumerate(seqs):
+            if granted[b] > 0 and seq.draft != NONE and seq.id not in self._unsuited:
+                groups.setdefault(seq.draft, []).append(b)
+        return groups
 
 
 def _made(spec: str, target: Target) -> tuple[str, Drafter]:
