@@ -24,7 +24,7 @@ FinishReason = Literal["stop", "length", "abort"]
 Origin = Literal["accepted", "correction", "bonus", "plain"]
 
 BEAM = "beam"  # in place of a rule, of a request that is a beam search
-NO_TOKEN = -2  # in place of the next token of a verdict that has none
+NO_TOKEN = -2  # in place of a token where there is none: of a search whose texts differ, or where masks leave none
 ROUND_TOKENS = 2  # committed tokens that a round leaves a draft model to run: one, or two after a fully accepted draft
 
 
@@ -201,7 +201,7 @@ class Probs:
             place = int(self.ids.numpy().searchsorted(token))
             if place == len(self.ids) or int(self.ids[place]) != token:
                 return 0.0
-        return float(self.weights[place]) if place < len(self.weights) else 0.0
+        return float(self.weights[place]) if 0 <= place < len(self.weights) else 0.0
 
     @property
     def weights(self) -> Tensor:

@@ -182,6 +182,17 @@ def test_an_end_inside_a_draft(name, rule, min_tokens):
     assert_lossless(Case(name, params(rule, min_tokens=min_tokens), end_ids=frozenset({2})))
 
 
+NOTHING_BEHIND_AN_END = tuple((2, token) for token in range(V))  # as bad words
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("name", "rule"), also_long(PAIRS, lambda c: c[0] in ("lookup", "model", "random", "tree")))
+def test_masks_may_leave_no_token_behind_an_end(name, rule, temperature):
+    """Plain decoding never asks for a token there, and an accepted end must not fail, either."""
+    given = params(rule, temperature=temperature)
+    assert_lossless(Case(name, given, end_ids=frozenset({2}), bad_words=NOTHING_BEHIND_AN_END))
+
+
 def stops_early(policy: str) -> bool:
     """Whether a policy may end a draft while it is drawn."""
     made = pacing.make(policy, 3)

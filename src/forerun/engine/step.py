@@ -27,7 +27,7 @@ from forerun.engine.catchup import CatchUp
 from forerun.engine.request import Request
 from forerun.engine.router import Router
 from forerun.engine.scheduler import Plan
-from forerun.errors import InternalError
+from forerun.errors import ForerunError, InternalError
 from forerun.kv import Held
 from forerun.models.runner import NO_NUMBERS, Run, Runner, Scores
 from forerun.pacing import Pacing, overrides
@@ -103,7 +103,7 @@ class Stepper:
         except verify.RulingFailed as failure:
             raise RequestFailed(seqs[failure.b], failure.error) from failure
         for seq, token in zip(seqs, verdict.next_tokens, strict=True):
-            if token == NO_NUMBERS:
+            if token == NO_NUMBERS:  # behind its last committed token
                 raise RequestFailed(seq, InternalError("the model returned logits that are no numbers"))
         clock.append(time.perf_counter())
         rounds = [
@@ -271,7 +271,8 @@ class Stepper:
 class _LazyRows(Seq[Probs]):
     """target_probs of one sequence, computed when a rule asks for them: rows behind a rejection cost nothing.
 
-    Row 0 is the distribution after the last committed token, row 1 + i the one after node i of the sequence.
+    Row 0 is the distribution after the last committed token, row 1 + i the one after node i of the sequence. Behind a
+    node a row may have none, as where a bad word would follow an end token: that fails nothing unless it is reached.
     """
 
     def __init__(self, seq: Sequence, draft: Draft, b: int, packed: Packed | None, logits: Tensor) -> None:
@@ -289,7 +290,13 @@ class _LazyRows(Seq[Probs]):
             path = self._draft.path(self._first + row - 1) if row > 0 else []
             history = sampling.History.of(self._seq, [self._draft.tokens[n] for n in path])
             logits = self._logits[_row(self._packed, row - 1) if row > 0 else 0]
-            probs = self.known[row] = sampling.probs(logits, self._seq.params, history, self._soft)
+            try:
+                probs = sampling.probs(logits, self._seq.params, history, self._soft)
+            except ForerunError:
+                if row == 0:
+                    raise
+                probs = Probs.of_point(NO_TOKEN)
+            self.known[row] = probs
         return probs
 
 

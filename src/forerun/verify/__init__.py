@@ -12,6 +12,10 @@ A file `<name>.py` (the name is a value of SamplingParams.acceptance, `name:opti
 A rule is pure: it sees distributions, tokens and coins, and no model, cache or clock. Callers compute each row when it
 is read. Unless it needs all rows, a rule reads only those behind the last committed token and behind accepted nodes;
 and no rule reads one behind a token of probability 0, where no token may be allowed any more.
+
+A row of which no distribution can be made is a point at an id below 0, as if there were one more token, which no
+drafter proposes. So rules stay exact, and need no case for it. Where a round ends there, `judge` leaves its last token
+to be the next one: if the output goes on behind it, the next round fails as plain decoding would.
 """
 
 from __future__ import annotations
@@ -112,8 +116,10 @@ def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], specs:
     for b, (rows, spec) in enumerate(zip(target_probs, specs, strict=True)):
         rule = find(spec) if isinstance(spec, str) else spec
         try:
-            if starts[b] < starts[b + 1] or rule is spec:
+            if rule is spec:
                 rulings.append(rule.rule(draft, b, rows, coins[b]))
+            elif starts[b] < starts[b + 1]:
+                rulings.append(_ended(draft, rule.rule(draft, b, rows, coins[b])))
             else:
                 row = rows[0]
                 rulings.append(([], coins[b].pick(row, 0) if row.point is None else row.point, []))  # which is no draw
@@ -122,6 +128,12 @@ def judge(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins], specs:
         except Exception as error:
             raise RulingFailed(b, error) from error
     return collected(rulings)
+
+
+def _ended(draft: Draft, ruling: Ruling) -> Ruling:
+    """Return a ruling that ends with a token, its last accepted one where no token can follow that."""
+    path, next_token, tests = ruling
+    return (path[:-1], draft.tokens[path[-1]], tests) if next_token < 0 and path else ruling
 
 
 def collected(rulings: Seq[Ruling]) -> Verdict:
