@@ -271,22 +271,9 @@ void attend(const Attention& a, const Run& run, Heads heads, int first, int last
 
 inline void attention(const Attention& a, const Run& run, Heads heads, int first, int last, int range, float* parts,
                       float* scratch) {
-#if defined(__AVX512BF16__)
-    if (a.type == Type::float32 && a.head_dim == 64)
-        return attend<TurnedTile<float, 64>>(a, run, heads, first, last, range, parts, scratch);
-    if (a.type == Type::float32) return attend<TurnedTile<float>>(a, run, heads, first, last, range, parts, scratch);
-    if (widens_pairs && a.head_dim == 64)
-        return attend<TurnedTile<uint16_t, 64>>(a, run, heads, first, last, range, parts, scratch);
-    if (widens_pairs) return attend<TurnedTile<uint16_t>>(a, run, heads, first, last, range, parts, scratch);
-    if ((last - first) * (a.num_heads / a.num_kv_heads) <= 4)
-        return attend<PairRowTile>(a, run, heads, first, last, range, parts, scratch);
-    attend<PairTile>(a, run, heads, first, last, range, parts, scratch);
-#else
-    if (a.type == Type::float32) return attend<RowTile<float>>(a, run, heads, first, last, range, parts, scratch);
-    if (a.head_dim == 64) return attend<RowTile<uint16_t, 64>>(a, run, heads, first, last, range, parts, scratch);
-    if (a.head_dim == 128) return attend<RowTile<uint16_t, 128>>(a, run, heads, first, last, range, parts, scratch);
-    attend<RowTile<uint16_t>>(a, run, heads, first, last, range, parts, scratch);
-#endif
+    with_tile(a, (last - first) * (a.num_heads / a.num_kv_heads), [&](auto tile) {
+        attend<typename decltype(tile)::Tile>(a, run, heads, first, last, range, parts, scratch);
+    });
 }
 
 // Folds the parts of one query, which are `stride` floats apart, and writes the result.

@@ -7,7 +7,6 @@
 #include <new>
 #include <stdexcept>
 
-#include "cpu.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -48,7 +47,7 @@ __attribute__((always_inline)) inline uint64_t read_tile(const char* tile) {
 // The same function once per width of a load: the compiler splits a line where the registers are narrower.
 template <int streams, int ahead, bool once>
 struct Reader {
-#if defined(FORERUN_X86)
+#if defined(__x86_64__)
     __attribute__((target("avx512f"))) static uint64_t avx512(const char* tile) {
         return read_tile<streams, ahead, once>(tile);
     }
@@ -58,10 +57,11 @@ struct Reader {
 #endif
     static uint64_t baseline(const char* tile) { return read_tile<streams, ahead, once>(tile); }
 
-    static Read best([[maybe_unused]] const std::string& isa) {
-#if defined(FORERUN_X86)
-        if (isa == "avx512") return avx512;
-        if (isa == "avx2") return avx2;
+    static Read best() {
+#if defined(__x86_64__)
+        __builtin_cpu_init();
+        if (__builtin_cpu_supports("avx512f")) return avx512;
+        if (__builtin_cpu_supports("avx2")) return avx2;
 #endif
         return baseline;
     }
@@ -75,14 +75,13 @@ struct Probe {
 // Of two dozen ways that were tried, these were the fastest in some case: on an idle machine two streams read most, on a
 // busy one all are alike, and one thread alone reads most with two streams and a prefetch that spares the caches.
 std::vector<Probe> all_probes() {
-    const std::string isa = supported_isas().front();
     return {
-        {"1 stream, the processor's own prefetching", Reader<1, 0, false>::best(isa)},
-        {"1 stream, prefetch once 4096 bytes ahead", Reader<1, 4096, true>::best(isa)},
-        {"2 streams, prefetch once 512 bytes ahead", Reader<2, 512, true>::best(isa)},
-        {"2 streams, prefetch once 1024 bytes ahead", Reader<2, 1024, true>::best(isa)},
-        {"2 streams, prefetch 2048 bytes ahead", Reader<2, 2048, false>::best(isa)},
-        {"4 streams, prefetch 1024 bytes ahead", Reader<4, 1024, false>::best(isa)},
+        {"1 stream, the processor's own prefetching", Reader<1, 0, false>::best()},
+        {"1 stream, prefetch once 4096 bytes ahead", Reader<1, 4096, true>::best()},
+        {"2 streams, prefetch once 512 bytes ahead", Reader<2, 512, true>::best()},
+        {"2 streams, prefetch once 1024 bytes ahead", Reader<2, 1024, true>::best()},
+        {"2 streams, prefetch 2048 bytes ahead", Reader<2, 2048, false>::best()},
+        {"4 streams, prefetch 1024 bytes ahead", Reader<4, 1024, false>::best()},
     };
 }
 

@@ -38,12 +38,6 @@ T* at(Address address) {
     return reinterpret_cast<T*>(address);
 }
 
-const Kernels& kernels_of(const std::string& isa) {
-    const Kernels* kernels = kernels_for(isa);
-    if (!kernels) throw std::invalid_argument("this processor has no " + isa);
-    return *kernels;
-}
-
 // The runs of a pass, with the physical rows that their block tables name.
 struct Runs {
     std::vector<Run> runs;
@@ -307,7 +301,7 @@ void bind_ops(nb::module_& m) {
              "Copies row sources[i] to row targets[i] in every layer, one after the other.");
     nb::class_<Backend>(m, "Backend", "The kernels of one instruction set and a team of threads.")
         .def("__init__", [](Backend* self, const std::string& isa, int num_threads) {
-            new (self) Backend(kernels_of(isa), num_threads);
+            new (self) Backend(kernels_for(isa), num_threads);
         })
         .def("pack", &pack, Free())
         .def("pack_quantised", &pack_quantised, Free())

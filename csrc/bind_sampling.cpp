@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu.h"
 #include "philox.h"
 #include "sampling.h"
 
@@ -39,7 +40,7 @@ nb::object array_of(std::vector<T>&& values) {
 Found or_none(int64_t found) { return found < 0 ? Found() : Found(found); }
 
 struct Sampler {
-    explicit Sampler(const std::string& isa) : kernels(forerun::sampling_kernels(isa)) {}
+    explicit Sampler(const std::string& isa) : kernels(forerun::kernels_for(isa).sampling) {}
 
     Found argmax(Floats row) const {
         nb::gil_scoped_release released;

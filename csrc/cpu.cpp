@@ -1,6 +1,6 @@
 #include "cpu.h"
 
-#include <algorithm>
+#include <stdexcept>
 
 namespace forerun {
 
@@ -9,7 +9,7 @@ namespace {
 // Intel's vdpbf16ps takes two cycles (a Xeon of 2023: 45 G multiplications a second and core, of floats 78 G); AMD's takes
 // one.
 bool is_intel() {
-#if defined(FORERUN_X86)
+#if defined(__x86_64__)
     __builtin_cpu_init();
     return __builtin_cpu_is("intel");
 #else
@@ -21,29 +21,29 @@ bool is_intel() {
 
 bool widens_pairs = is_intel();
 
-std::vector<std::string> supported_isas() {
-    std::vector<std::string> names;
-#if defined(FORERUN_X86)
+// csrc/CMakeLists.txt writes a line for each file of isa/, best first: FORERUN_SET(name, needs, whether the processor has them).
+#define FORERUN_SET(name, needs, is_supported) extern const Kernels name##_kernels;
+#include "isas.inc"
+#undef FORERUN_SET
+
+const std::vector<InstructionSet>& instruction_sets() {
+#if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"))
-        names.push_back("avx512");
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-        names.push_back("avx2");
 #endif
-    names.push_back("baseline");
-    return names;
+#define FORERUN_SET(name, needs, is_supported) {#name, needs, is_supported, &name##_kernels},
+    static const std::vector<InstructionSet> sets = {
+#include "isas.inc"
+    };
+#undef FORERUN_SET
+    return sets;
 }
 
-const Kernels* kernels_for(const std::string& isa) {
-    const std::vector<std::string> names = supported_isas();
-    if (std::find(names.begin(), names.end(), isa) == names.end()) return nullptr;
-#if defined(FORERUN_X86)
-    if (isa == "avx512") return &avx512_kernels;
-    if (isa == "avx2") return &avx2_kernels;
-#endif
-    return &baseline_kernels;
+const Kernels& kernels_for(const std::string& isa) {
+    for (const InstructionSet& set : instruction_sets())
+        if (set.name == isa && set.is_supported) return *set.kernels;
+    throw std::invalid_argument("this processor has no " + isa);
 }
+
+const Kernels& portable_kernels() { return *instruction_sets().back().kernels; }
 
 }  // namespace forerun

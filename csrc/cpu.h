@@ -1,7 +1,4 @@
-// The instruction sets of this processor, and their kernels.
-//
-// FORERUN_X86 is defined where the files for AVX-512 and AVX2 were compiled (csrc/CMakeLists.txt); elsewhere there is only
-// the baseline, which is portable C++.
+// The instruction sets that kernels were compiled for, and those of this processor.
 #pragma once
 
 #include <string>
@@ -11,11 +8,20 @@
 
 namespace forerun {
 
-// Those of "avx512" (F, BW, DQ, VL, VNNI, BF16), "avx2" (AVX2, FMA, F16C) and "baseline" (any processor) that processor and
-// operating system support, best first.
-std::vector<std::string> supported_isas();
+struct InstructionSet {
+    std::string name;   // of its file in isa/
+    std::string needs;  // features of a processor, between spaces
+    bool is_supported;  // by this processor and its operating system
+    const Kernels* kernels;
+};
 
-// The kernels of a supported instruction set; null for any other name.
-const Kernels* kernels_for(const std::string& isa);
+// Best first; the last is portable C++.
+const std::vector<InstructionSet>& instruction_sets();
+
+// Throws std::invalid_argument where this processor cannot run it.
+const Kernels& kernels_for(const std::string& isa);
+
+// Portable kernels, for what has to have the same bits everywhere.
+const Kernels& portable_kernels();
 
 }  // namespace forerun

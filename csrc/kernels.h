@@ -7,9 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
-// This header is compiled with the flags of every instruction set, and a linker keeps only one of several equal functions.
-// A function that is not inlined could be kept with instructions that the processor lacks, so all of them are inlined.
-#define FORERUN_INLINE inline __attribute__((always_inline))
+#include "inline.h"
+#include "sampling_loops.h"
 
 namespace forerun {
 
@@ -19,6 +18,7 @@ constexpr int KEY_BLOCK = 64;      // logical positions per attention block
 constexpr int KEY_RANGE = 4 * KEY_BLOCK;  // keys of one item of work, where a run is shared among threads
 
 constexpr int UNIT = 32;           // inputs of a quantised product that are rounded together
+constexpr int UNIT_WORDS = UNIT / 4;  // 32-bit words of their codes
 
 // int8: inputs that are rounded to it, and weights of any format that are multiplied with them.
 enum class Type : int { float32 = 0, bfloat16 = 1, int8 = 2 };
@@ -248,6 +248,7 @@ struct Kernels {
     void (*attention)(const Attention&, const Run&, Heads, int first, int last, int range, float* parts, float* scratch);
     // One row and query head from its parts, which are `stride` floats apart. scratch: part_floats.
     void (*combine)(const Attention&, int row, int head, const float* parts, int num_parts, size_t stride, float* scratch);
+    SamplingKernels sampling;
 };
 
 size_t attention_scratch(const Attention& a, int num_rows, int num_kv_heads);  // floats
@@ -256,7 +257,5 @@ inline size_t part_floats(const Attention& a) { return 16 + (static_cast<size_t>
 
 // Whether AVX-512 multiplies pairs of bfloat16 as floats, with the same bits. cpu.cpp knows where that is faster.
 extern bool widens_pairs;
-
-extern const Kernels avx512_kernels, avx2_kernels, baseline_kernels;
 
 }  // namespace forerun

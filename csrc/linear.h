@@ -31,94 +31,27 @@ struct Float32Step {
     static F16 add(F16 acc, Line w, F16 x) { return madd(w, x, acc); }
 };
 
-#if defined(__AVX512BF16__)
-
 struct Bfloat16Step {
     static constexpr int WORDS = 1;
-    using Line = __m512bh;
-    static Line weights(const void* p) { return (__m512bh)_mm512_loadu_si512(p); }
-    static Line input(const uint32_t* word) { return (__m512bh)_mm512_set1_epi32(static_cast<int>(*word)); }
-    static F16 add(F16 acc, Line w, Line x) { return {_mm512_dpbf16_ps(acc.v, w, x)}; }
+    using Line = Pairs;
+    static Line weights(const void* p) { return load_pairs(p); }
+    static Line input(const uint32_t* word) { return spread_pair(*word); }
+    static F16 add(F16 acc, const Line& w, const Line& x) { return add_pairs(acc, w, x); }
 };
 
-// The same bits by two multiplications of floats, where those are faster (`widens_pairs`). vdpbf16ps adds the odd product
-// first, each sum rounded, and takes denormal numbers for zeros; so does this within the life of a DenormalsAreZero.
+// The same bits as an instruction's by two multiplications of floats, where those are faster (`widens_pairs`). vdpbf16ps adds
+// the odd product first, each sum rounded, and takes denormal numbers for zeros; so does this within the life of a
+// DenormalsAreZero.
 struct Halves {
     F16 even, odd;
 };
 struct WidePairStep {
     static constexpr int WORDS = 2;  // an input is widened already: even, odd
     using Line = Halves;
-    static Line weights(const void* p) {
-        const __m512i pairs = _mm512_loadu_si512(p), odd = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-        return {{_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))}, {_mm512_castsi512_ps(_mm512_and_si512(pairs, odd))}};
-    }
+    static Line weights(const void* p) { return {low_halves(p), high_halves(p)}; }
     static Line input(const uint32_t* words) { return {Float32Step::input(words), Float32Step::input(words + 1)}; }
     static F16 add(F16 acc, const Line& w, const Line& x) { return madd(w.even, x.even, madd(w.odd, x.odd, acc)); }
 };
-
-class DenormalsAreZero {
-  public:
-    explicit DenormalsAreZero(bool is_wanted) : before_(_mm_getcsr()) {
-        if (is_wanted) _mm_setcsr(before_ | 0x8040);  // of what is read, and of results
-    }
-    ~DenormalsAreZero() { _mm_setcsr(before_); }
-
-  private:
-    const unsigned before_;
-};
-
-#else
-
-struct DenormalsAreZero {
-    explicit DenormalsAreZero(bool) {}
-    ~DenormalsAreZero() {}
-};
-
-struct Pair {
-    F16 first, second;
-};
-
-#if defined(__AVX2__)
-inline F16 low_halves(const void* p) {
-    const __m256i* v = static_cast<const __m256i*>(p);
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(v), 16)),
-            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(v + 1), 16))};
-}
-inline F16 high_halves(const void* p) {
-    const __m256i* v = static_cast<const __m256i*>(p);
-    const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-    return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(v), mask)),
-            _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(v + 1), mask))};
-}
-#else
-inline F16 low_halves(const void* p) {
-    uint32_t words[LANES];
-    std::memcpy(words, p, sizeof words);
-    return lanewise([&](int i) { return from_bits(words[i] << 16); });
-}
-inline F16 high_halves(const void* p) {
-    uint32_t words[LANES];
-    std::memcpy(words, p, sizeof words);
-    return lanewise([&](int i) { return from_bits(words[i] & 0xffff0000u); });
-}
-#endif
-
-struct Bfloat16Step {
-    static constexpr int WORDS = 1;
-    using Line = Pair;
-    static Line weights(const void* p) { return {low_halves(p), high_halves(p)}; }
-    static Line input(const uint32_t* word) {
-        const uint32_t low = *word << 16, high = *word & 0xffff0000u;
-        float x, y;
-        std::memcpy(&x, &low, 4);
-        std::memcpy(&y, &high, 4);
-        return {f16(x), f16(y)};
-    }
-    static F16 add(F16 acc, const Line& w, const Line& x) { return madd(w.second, x.second, madd(w.first, x.first, acc)); }
-};
-
-#endif
 
 // -------------------------------------------------------------------------------- a block of rows, a panel
 
@@ -152,34 +85,30 @@ void block_times_panel(const char* w, const uint32_t* x, int num_steps, bool fre
 
 using Block = void (*)(const char*, const uint32_t*, int, bool, Ahead, float*);
 
-#define FORERUN_BLOCKS(Step)                                                                                        \
-    block_times_panel<Step, 1>, block_times_panel<Step, 2>, block_times_panel<Step, 3>, block_times_panel<Step, 4>, \
-        block_times_panel<Step, 5>, block_times_panel<Step, 6>, block_times_panel<Step, 7>,                         \
-        block_times_panel<Step, 8>, block_times_panel<Step, 9>, block_times_panel<Step, 10>,                        \
-        block_times_panel<Step, 11>, block_times_panel<Step, 12>, block_times_panel<Step, 13>,                      \
-        block_times_panel<Step, 14>
-constexpr Block FLOAT32_BLOCKS[] = {FORERUN_BLOCKS(Float32Step)};
-constexpr Block BFLOAT16_BLOCKS[] = {FORERUN_BLOCKS(Bfloat16Step)};
-#if defined(__AVX512BF16__)
-constexpr Block WIDE_BLOCKS[] = {FORERUN_BLOCKS(WidePairStep)};
-#else
-constexpr const Block* WIDE_BLOCKS = nullptr;
-#endif
-#undef FORERUN_BLOCKS
+template <class Step>
+constexpr Block BLOCKS[] = {block_times_panel<Step, 1>,  block_times_panel<Step, 2>,  block_times_panel<Step, 3>,
+                            block_times_panel<Step, 4>,  block_times_panel<Step, 5>,  block_times_panel<Step, 6>,
+                            block_times_panel<Step, 7>,  block_times_panel<Step, 8>,  block_times_panel<Step, 9>,
+                            block_times_panel<Step, 10>, block_times_panel<Step, 11>, block_times_panel<Step, 12>,
+                            block_times_panel<Step, 13>, block_times_panel<Step, 14>};
 
 // Whether the inputs of a product with bfloat16 are widened, once for all panels (`prepare`). For one or two rows it takes
 // as long to widen the weights as the other way saves.
-#if defined(__AVX512BF16__)
-inline bool has_wide_inputs(const Matrix& w, int num_rows) { return w.type == Type::bfloat16 && widens_pairs && num_rows > 2; }
-#else
-inline bool has_wide_inputs(const Matrix&, int) { return false; }
-#endif
+inline bool has_wide_inputs(const Matrix& w, int num_rows) {
+    return PAIR_PRODUCTS && w.type == Type::bfloat16 && widens_pairs && num_rows > 2;
+}
+
+inline const Block* blocks_for(const Matrix& w, bool is_wide) {
+    if constexpr (PAIR_PRODUCTS)
+        if (is_wide) return BLOCKS<WidePairStep>;
+    return w.type == Type::bfloat16 ? BLOCKS<Bfloat16Step> : BLOCKS<Float32Step>;
+}
 
 // Computes the sums of all rows for one panel, float32 [num_rows][32]. One block of rows streams the panel; several take
 // turns every CHUNK_STEPS and prefetch equal parts of the next chunk, so that reading memory never waits for arithmetic.
 inline void panel_sums(const Matrix& w, const Inputs& x, int panel, float* sums) {
     const bool is_wide = has_wide_inputs(w, x.num_rows);
-    const Block* blocks = is_wide ? WIDE_BLOCKS : w.type == Type::bfloat16 ? BFLOAT16_BLOCKS : FLOAT32_BLOCKS;
+    const Block* const blocks = blocks_for(w, is_wide);
     const size_t width = is_wide ? 2 : 1;
     const DenormalsAreZero denormals(is_wide);
     const char* data = w.panel_at(panel);

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <new>
 
+#include "cpu.h"
 #include "decoder.h"
 
 #if defined(__linux__)
@@ -203,7 +204,7 @@ void Packed::pack_panel(const std::vector<Part>& parts, int panel, uint32_t* out
 void Packed::unpack(int index, void* out) const {
     const auto [panel, lane] = place_of(index);
     if (is_quantised(matrix_.type))  // the same bits on every instruction set
-        return baseline_kernels.unpack_row(matrix_, panel * PANEL + lane, static_cast<float*>(out));
+        return portable_kernels().unpack_row(matrix_, panel * PANEL + lane, static_cast<float*>(out));
     const uint32_t* words = static_cast<const uint32_t*>(data_.get()) + matrix_.panel_bytes() / 4 * panel + lane;
     const size_t row_bytes = static_cast<size_t>(matrix_.num_in) * bytes_of(matrix_.type);
     for (int s = 0; s < matrix_.num_steps; ++s) {

@@ -1,25 +1,29 @@
-// The inner loops of sampling, written once and compiled once for each instruction set (sampling.cpp).
+// The inner loops of sampling, written once and compiled for each instruction set.
 //
-// Included several times, each time with another FORERUN_SAMPLING_ISA as namespace, other instructions allowed, and the
-// size of their vectors as FORERUN_VECTOR_BYTES (the compiler's own macros do not follow its target pragma in C++).
-// Only loops over plain arrays stand here: a template of the standard library that was first instantiated with AVX-512
-// would be shared with the baseline. Multiplications and additions are never fused (-ffp-contract=off), so that all
-// sets, and numpy, return the same bits.
+// Only loops over plain arrays stand here: a template of the standard library that was first instantiated with AVX-512 would
+// be shared with other sets. Multiplications and additions are never fused (-ffp-contract=off), so that all sets, and numpy,
+// return the same bits.
+#pragma once
+
+#include <cmath>
+
+#include "sampling_loops.h"
+#include "simd.h"
+
+#pragma GCC diagnostic ignored "-Wpsabi"
 
 namespace forerun {
-namespace FORERUN_SAMPLING_ISA {
+namespace FORERUN_ISA {
+namespace sampling {
 
-constexpr int VECTOR_BYTES = FORERUN_VECTOR_BYTES;
 constexpr int NUM_LANES = VECTOR_BYTES / 4;
 
 typedef float Lanes __attribute__((vector_size(VECTOR_BYTES)));
-typedef int32_t Marks __attribute__((vector_size(VECTOR_BYTES)));
-typedef uint64_t Wide __attribute__((vector_size(VECTOR_BYTES)));
 
 typedef float Quad __attribute__((vector_size(16)));
 typedef int32_t QuadMarks __attribute__((vector_size(16)));
 
-static inline __attribute__((always_inline)) Quad halves_swapped(const Quad& x) {
+FORERUN_INLINE Quad halves_swapped(const Quad& x) {
 #if defined(__clang__)
     return __builtin_shufflevector(x, x, 2, 3, 0, 1);
 #else
@@ -27,7 +31,7 @@ static inline __attribute__((always_inline)) Quad halves_swapped(const Quad& x) 
 #endif
 }
 
-static inline __attribute__((always_inline)) float largest_of(const Lanes& lanes) {
+FORERUN_INLINE float largest_of(const Lanes& lanes) {
     Quad x[NUM_LANES / 4];
     std::memcpy(x, &lanes, sizeof x);
     for (int i = 1; i < NUM_LANES / 4; ++i) x[0] = x[i] > x[0] ? x[i] : x[0];
@@ -37,7 +41,7 @@ static inline __attribute__((always_inline)) float largest_of(const Lanes& lanes
 }
 
 // A float, or 0: without a branch, and without a choice between floats that could not be made for several at once.
-static inline __attribute__((always_inline)) float zero_unless(bool condition, float x) {
+FORERUN_INLINE float zero_unless(bool condition, float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     bits &= condition ? 0xffffffffu : 0u;
@@ -45,7 +49,7 @@ static inline __attribute__((always_inline)) float zero_unless(bool condition, f
     return x;
 }
 
-static void scan_tail(const float* x, int64_t n, Scan& scan, float* block_largest) {
+inline void scan_tail(const float* x, int64_t n, Scan& scan, float* block_largest) {
     float largest = -INFINITY;
     for (int64_t i = 0; i < n; ++i) {
         largest = x[i] > largest ? x[i] : largest;
@@ -56,7 +60,7 @@ static void scan_tail(const float* x, int64_t n, Scan& scan, float* block_larges
     scan.largest = largest > scan.largest ? largest : scan.largest;
 }
 
-static Scan scan(const float* x, int64_t n, float* block_largest) {
+inline Scan scan(const float* x, int64_t n, float* block_largest) {
     Lanes largest = Lanes{} - INFINITY, smallest = Lanes{} + INFINITY;
     Marks ordered = Marks{} - 1;
     const int64_t num_blocks = n / SCAN_BLOCK;
@@ -78,11 +82,11 @@ static Scan scan(const float* x, int64_t n, float* block_largest) {
     return found;
 }
 
-static void scale(const float* x, int64_t n, Scale scale, float* out) {
+inline void scale(const float* x, int64_t n, Scale scale, float* out) {
     for (int64_t i = 0; i < n; ++i) out[i] = (x[i] - scale.top) / scale.temperature;
 }
 
-static uint64_t ticks(const float* weights, int64_t n, double ticks_per_one) {
+inline uint64_t ticks(const float* weights, int64_t n, double ticks_per_one) {
     uint64_t sum = 0;
     for (int64_t i = 0; i < n; ++i) sum += tick_of(weights[i], ticks_per_one);
     return sum;
@@ -90,7 +94,7 @@ static uint64_t ticks(const float* weights, int64_t n, double ticks_per_one) {
 
 // e^x for x <= 0, within 1 unit in the last place, 0 below -87: x = k ln 2 + r, a polynomial of degree 6 in r (Cephes
 // expf, Moshier 1989), k goes into the exponent. What comes out below -87 is nonsense, and is not looked at.
-static inline __attribute__((always_inline)) float exp_of(float x) {
+FORERUN_INLINE float exp_of(float x) {
     const float shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23
     const float k = shifted - 12582912.0f;
     const float r = (x - k * 0.693359375f) - k * -2.12194440e-4f;
@@ -108,20 +112,20 @@ static inline __attribute__((always_inline)) float exp_of(float x) {
     return zero_unless(x >= -87.0f, y * power);
 }
 
-static uint64_t exp(const float* x, int64_t n, double ticks_per_one, float* weights) {
+inline uint64_t exp(const float* x, int64_t n, double ticks_per_one, float* weights) {
     for (int64_t i = 0; i < n; ++i) weights[i] = exp_of(x[i]);
     return ticks(weights, n, ticks_per_one);
 }
 
-static void divide(float* x, int64_t n, float divisor) {
+inline void divide(float* x, int64_t n, float divisor) {
     for (int64_t i = 0; i < n; ++i) x[i] /= divisor;
 }
 
-static void divide_from(const float* values, float threshold, float* weights, int64_t n, float divisor) {
+inline void divide_from(const float* values, float threshold, float* weights, int64_t n, float divisor) {
     for (int64_t i = 0; i < n; ++i) weights[i] = zero_unless(values[i] >= threshold, weights[i] / divisor);
 }
 
-static Counts count(const float* values, int64_t n, float threshold) {
+inline Counts count(const float* values, int64_t n, float threshold) {
     int32_t above = 0, equal = 0;
     for (int64_t i = 0; i < n; ++i) above += values[i] > threshold, equal += values[i] == threshold;
     return {above, equal};
@@ -130,21 +134,7 @@ static Counts count(const float* values, int64_t n, float threshold) {
 // Most groups hold nothing of what is looked for: they are passed over whole.
 constexpr int GROUP = 16;
 
-static inline __attribute__((always_inline)) bool any(const Marks& marks) {
-#if defined(FORERUN_X86) && FORERUN_VECTOR_BYTES == 64
-    return _mm512_movepi32_mask((__m512i)marks) != 0;
-#elif defined(FORERUN_X86) && FORERUN_VECTOR_BYTES == 32
-    return _mm256_movemask_epi8((__m256i)marks) != 0;
-#elif defined(FORERUN_X86)
-    return _mm_movemask_epi8((__m128i)marks) != 0;
-#else
-    int32_t found = 0;
-    for (int i = 0; i < NUM_LANES; ++i) found |= marks[i];
-    return found != 0;
-#endif
-}
-
-static inline __attribute__((always_inline)) bool any_from(const float* values, float threshold) {
+FORERUN_INLINE bool any_from(const float* values, float threshold) {
     Marks marks = {};
     for (int i = 0; i < GROUP; i += NUM_LANES) {
         Lanes a;
@@ -154,7 +144,7 @@ static inline __attribute__((always_inline)) bool any_from(const float* values, 
     return any(marks);
 }
 
-static inline __attribute__((always_inline)) bool any_between(const float* values, float low, float high) {
+FORERUN_INLINE bool any_between(const float* values, float low, float high) {
     Marks marks = {};
     for (int i = 0; i < GROUP; i += NUM_LANES) {
         Lanes a;
@@ -164,7 +154,7 @@ static inline __attribute__((always_inline)) bool any_between(const float* value
     return any(marks);
 }
 
-static int64_t from(const float* values, int64_t n, float threshold, int64_t first_id, int64_t* ids, float* kept) {
+inline int64_t from(const float* values, int64_t n, float threshold, int64_t first_id, int64_t* ids, float* kept) {
     int64_t count = 0;
     for (int64_t start = 0; start < n; start += GROUP) {
         const int64_t end = start + GROUP <= n ? start + GROUP : n;
@@ -177,7 +167,7 @@ static int64_t from(const float* values, int64_t n, float threshold, int64_t fir
     return count;
 }
 
-static int64_t between(const float* values, int64_t n, float low, float high, float* out) {
+inline int64_t between(const float* values, int64_t n, float low, float high, float* out) {
     int64_t count = 0;
     for (int64_t start = 0; start < n; start += GROUP) {
         const int64_t end = start + GROUP <= n ? start + GROUP : n;
@@ -190,7 +180,7 @@ static int64_t between(const float* values, int64_t n, float low, float high, fl
     return count;
 }
 
-static void buckets(const float* values, const float* weights, int64_t n, double ticks_per_one, uint64_t* mass) {
+inline void buckets(const float* values, const float* weights, int64_t n, double ticks_per_one, uint64_t* mass) {
     int32_t bucket[SCAN_BLOCK];
     uint64_t counts[SCAN_BLOCK];
     for (int64_t i = 0; i < n; ++i) {
@@ -203,22 +193,10 @@ static void buckets(const float* values, const float* weights, int64_t n, double
 
 // ------------------------------------------------------------------------------------------------ the match noise
 
-static inline __attribute__((always_inline)) void times(const Wide& a, const Wide& b, Wide& out) {
-#if defined(FORERUN_X86) && FORERUN_VECTOR_BYTES == 64
-    out = (Wide)_mm512_maskz_mul_epu32(0xff, (__m512i)a, (__m512i)b);
-#elif defined(FORERUN_X86) && FORERUN_VECTOR_BYTES == 32
-    out = (Wide)_mm256_mul_epu32((__m256i)a, (__m256i)b);
-#elif defined(FORERUN_X86)
-    out = (Wide)_mm_mul_epu32((__m128i)a, (__m128i)b);
-#else
-    out = (a & 0xffffffffu) * (b & 0xffffffffu);
-#endif
-}
-
 constexpr int WIDTH = sizeof(Wide) / 8;        // counters in one vector, each in 64 bits of which the upper are ignored
 constexpr int NUM_WIDE = SCAN_BLOCK / 4 / WIDTH;  // vectors in one block of ids
 
-static inline __attribute__((always_inline)) void philox_rounds(Wide (&c)[4][NUM_WIDE], Noise noise) {
+FORERUN_INLINE void philox_rounds(Wide (&c)[4][NUM_WIDE], Noise noise) {
     const Wide even = Wide{} + PHILOX_MULTIPLIER_0, odd = Wide{} + PHILOX_MULTIPLIER_1;
     for (int round = 0; round < PHILOX_ROUNDS; ++round) {
         const Wide key0 = Wide{} + noise.key0, key1 = Wide{} + noise.key1;
@@ -237,7 +215,7 @@ static inline __attribute__((always_inline)) void philox_rounds(Wide (&c)[4][NUM
 
 // The words of ids 64 * block .. + 63, and which of these ids may finish before the reach: bit i = id 64 * block + i.
 // `reach` counts in half units of the words, with a margin; words as float are rounded, which the margin covers.
-static uint64_t able(const float* weights, uint32_t block, Noise noise, float reach, uint32_t* words) {
+inline uint64_t able(const float* weights, uint32_t block, Noise noise, float reach, uint32_t* words) {
     Wide c[4][NUM_WIDE];
     for (int v = 0; v < NUM_WIDE; ++v) {
         c[0][v] = Wide{} + noise.position, c[1][v] = Wide{} + PURPOSE_MATCH, c[2][v] = Wide{};
@@ -264,7 +242,8 @@ static uint64_t able(const float* weights, uint32_t block, Noise noise, float re
     return found;
 }
 
-static const SamplingKernels kernels = {scan, scale, exp, ticks, divide, divide_from, count, from, between, buckets, able};
+constexpr SamplingKernels KERNELS = {scan, scale, exp, ticks, divide, divide_from, count, from, between, buckets, able};
 
-}  // namespace FORERUN_SAMPLING_ISA
+}  // namespace sampling
+}  // namespace FORERUN_ISA
 }  // namespace forerun

@@ -1,2 +1,7 @@
+// rank: 1
+// processors: x86_64 amd64
+// needs: avx2 fma f16c
 #define FORERUN_ISA avx2
+#include "../simd/avx2.h"
+#include "../simd/row_tiles.h"
 #include "kernels.inc"

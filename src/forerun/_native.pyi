@@ -8,8 +8,13 @@ from numpy.typing import NDArray
 
 source_hash: str = ...
 
+def known_isas() -> list[tuple[str, str]]:
+    """
+    Instruction sets that kernels were compiled for, best first, with the features that a processor needs.
+    """
+
 def supported_isas() -> list[str]:
-    """Instruction sets that this processor runs, best first."""
+    """Those that this processor runs, best first."""
 
 def widens_pairs() -> bool:
     """Whether AVX-512 multiplies pairs of bfloat16 as floats."""

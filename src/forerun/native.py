@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import math
 import os
-import platform
 import shutil
 import sys
 import sysconfig
@@ -24,17 +23,11 @@ from typing import Any
 
 from forerun.errors import BadOption, shown
 
-ISAS = ("avx512", "avx2", "baseline", "reference")
 VARIABLES = ("FORERUN_CACHE_DIR", "FORERUN_ISA", "FORERUN_NUM_THREADS", "FORERUN_REQUIRE_NATIVE")
 MAX_THREADS = 1024
 PACKAGE = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 _SOURCES = {".cpp", ".h", ".inc"}
-# Names in /proc/cpuinfo of the parts of an instruction set; csrc/cpu.cpp asks the processor itself.
-_FLAGS = {
-    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"},
-    "avx2": {"avx2", "fma", "f16c"},
-}
 
 
 # ------------------------------------------------------------------------------------------------------ the extension
@@ -45,20 +38,18 @@ def extension() -> Any:
     return _load()[0]
 
 
-X86 = ("x86_64", "amd64", "i386", "i686")  # as platform.machine() has them, in small letters
-
-
 @cache
 def isa() -> str:
     """Return the instruction set whose kernels run: the best that was built and that the processor has.
 
-    "reference" = none, torch computes. It is also the default on processors other than x86, where the portable kernels
-    have not been tested yet. FORERUN_ISA overrides the choice; raises BadOption for a value that is not possible here.
+    "reference" = none, torch computes. It is also the default where portable kernels alone were compiled, for on such
+    processors they have not been tested yet. FORERUN_ISA overrides the choice; raises BadOption for a value that is not
+    possible here.
     """
     possible = available_isas()
     wanted = os.environ.get("FORERUN_ISA")
     if wanted is None:
-        return possible[0] if platform.machine().lower() in X86 else "reference"
+        return possible[0] if len(known_isas()) > 1 else "reference"
     if wanted not in possible:
         why = "" if extension() is not None else f" ({why_not()})"
         raise BadOption(
@@ -79,16 +70,19 @@ def available_isas() -> list[str]:
     return [*(module.supported_isas() if module is not None else []), "reference"]
 
 
-def processor_isas(root: Path = Path("/")) -> list[str]:
-    """Return the instruction sets of the processor that forerun has kernels for, even if no extension was built.
+def known_isas() -> dict[str, str]:
+    """Return the instruction sets that kernels were compiled for, best first, and what a processor needs for each.
 
-    Without the extension they are read from /proc/cpuinfo below `root`; best first.
+    A processor's features are between spaces; the last set is portable C++ and needs none. Empty without the extension.
     """
     module = extension()
-    if module is not None:
-        return list(module.supported_isas())
-    flags = set(_field("flags", root).split())
-    return [*(name for name, parts in _FLAGS.items() if parts <= flags), "baseline"]
+    return {} if module is None else dict(module.known_isas())
+
+
+def processor_isas() -> list[str]:
+    """Return those of them that this processor runs, best first."""
+    module = extension()
+    return [] if module is None else list(module.supported_isas())
 
 
 def processor_name(root: Path = Path("/")) -> str:

@@ -59,7 +59,7 @@ class Facts:
     version: str
     python: str
     processor: str
-    processor_isas: list[str]  # those that forerun has kernels for
+    processor_isas: list[str]  # those that kernels were compiled for
     cores: native.Cores
     load_average: float | None  # processes that wanted to run, over the last minute
     operators: Operators
@@ -111,7 +111,7 @@ def examine(root: Path = Path("/")) -> Facts:
         version=__version__,
         python=platform.python_version(),
         processor=f"{native.processor_name(root) or platform.processor() or 'unknown'} ({platform.machine()})",
-        processor_isas=native.processor_isas(root),
+        processor_isas=native.processor_isas(),
         cores=native.cores(root),
         load_average=load,
         operators=operators,
@@ -265,7 +265,7 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "processor", facts.processor
     yield "cores", _cores(facts.cores)
     active = "" if operators.isa == "reference" else f"; active: {operators.isa}"
-    yield "instruction sets", f"{', '.join(facts.processor_isas)}{active}"
+    yield "instruction sets", f"{', '.join(facts.processor_isas) or 'none were compiled for'}{active}"
     threads = _count(operators.num_threads, "thread")
     if operators.backend == "native":
         yield "operators", f"native kernels ({operators.isa}), {threads}; dtype auto is {operators.default_dtype}"

@@ -1,0 +1,161 @@
+// AVX2: an F16 is two registers. Pairs of bfloat16 are multiplied as floats, bytes by twos into 16 bits.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "../kernels.h"
+#include "../scalar.h"
+#include "x86.h"
+
+namespace forerun {
+namespace FORERUN_ISA {
+
+constexpr int LANES = 16;
+constexpr bool WIDE_REGISTERS = false;  // whether an F16 is one register
+
+struct F16 {
+    __m256 lo, hi;
+};
+inline F16 f16(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, F16 a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
+inline F16 operator+(F16 a, F16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline F16 operator-(F16 a, F16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline F16 operator*(F16 a, F16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline F16 operator/(F16 a, F16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline F16 madd(F16 a, F16 b, F16 c) {
+    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline F16 max(F16 a, F16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline F16 less_than(F16 a, F16 b, F16 then, F16 otherwise) {
+    return {_mm256_blendv_ps(otherwise.lo, then.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)),
+            _mm256_blendv_ps(otherwise.hi, then.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))};
+}
+inline __m256 shift_half(__m256 a) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23)); }
+inline F16 shift_to_exponent(F16 a) { return {shift_half(a.lo), shift_half(a.hi)}; }
+inline __m256 add_half_bits(__m256 a, __m256 b) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+}
+inline F16 add_bits(F16 a, F16 b) { return {add_half_bits(a.lo, b.lo), add_half_bits(a.hi, b.hi)}; }
+inline bool any_at_least(F16 a, float bound) {  // or NaN
+    const __m256 b = _mm256_set1_ps(bound);
+    return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(a.lo, b, _CMP_NLT_UQ), _mm256_cmp_ps(a.hi, b, _CMP_NLT_UQ)));
+}
+inline __m256 load_half_bf16(const uint16_t* p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline F16 load_bf16(const uint16_t* p) { return {load_half_bf16(p), load_half_bf16(p + 8)}; }
+
+inline void narrow(F16 a, uint16_t* out) {
+    alignas(64) float lanes[LANES];
+    store(lanes, a);
+    for (int i = 0; i < LANES; ++i) out[i] = float_to_bf16(lanes[i]);
+}
+
+inline __m256 half_sum(F16 a) { return _mm256_add_ps(a.lo, a.hi); }
+inline float sum(F16 a) { return sum_of_eight(half_sum(a)); }
+inline float largest(F16 a) { return largest_of_eight(_mm256_max_ps(a.lo, a.hi)); }
+inline void store_half_sum(float* p, F16 a) { _mm256_store_ps(p, half_sum(a)); }
+inline F16 sums_of_halves(const float (*p)[LANES / 2]) { return {sums_of_eight(p), sums_of_eight(p + LANES / 2)}; }
+
+// ------------------------------------------------------------------------------------------------- pairs of bfloat16
+
+inline F16 low_halves(const void* p) {
+    const __m256i* v = static_cast<const __m256i*>(p);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(v), 16)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(v + 1), 16))};
+}
+inline F16 high_halves(const void* p) {
+    const __m256i* v = static_cast<const __m256i*>(p);
+    const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+    return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(v), mask)),
+            _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(v + 1), mask))};
+}
+
+// ------------------------------------------------------------------------------------------------- quantised numbers
+
+struct I16 {
+    __m256i v[2];
+};
+inline F16 to_float(I16 a) { return {_mm256_cvtepi32_ps(a.v[0]), _mm256_cvtepi32_ps(a.v[1])}; }
+inline F16 nmadd(F16 a, F16 b, F16 c) {  // c - a * b
+    return {_mm256_fnmadd_ps(a.lo, b.lo, c.lo), _mm256_fnmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline F16 load_halves(const char* p) {
+    const __m128i* halves = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
+}
+inline __m128i load_bytes(const char* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
+inline F16 load_signed(const char* p) {
+    return to_float({{_mm256_cvtepi8_epi32(load_bytes(p)), _mm256_cvtepi8_epi32(load_bytes(p + 8))}});
+}
+inline F16 load_unsigned(const char* p) {
+    return to_float({{_mm256_cvtepu8_epi32(load_bytes(p)), _mm256_cvtepu8_epi32(load_bytes(p + 8))}});
+}
+
+// The codes of word j of eight outputs; of 8 bits less 128.
+template <int BITS>
+inline __m256i weight_codes(const char* codes, int j) {
+    const __m256i* lines = reinterpret_cast<const __m256i*>(codes);
+    if constexpr (BITS == 8) return _mm256_loadu_si256(lines + j);
+    const __m256i line = _mm256_loadu_si256(lines + j / 2);
+    const __m256i low = _mm256_and_si256(j % 2 ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
+    if constexpr (BITS == 4 || BITS == 8) {
+        return low;
+    } else {
+        constexpr int HIGH = BITS - 4, PER_BYTE = 8 / HIGH;
+        const __m256i plane = _mm256_loadu_si256(lines + UNIT_WORDS / 2 + j / PER_BYTE);
+        const int shift = 4 - HIGH * (j % PER_BYTE);
+        const __m256i shifted = shift > 0 ? _mm256_slli_epi16(plane, shift) : _mm256_srli_epi16(plane, -shift);
+        return _mm256_or_si256(low, _mm256_and_si256(shifted, _mm256_set1_epi8(((1 << HIGH) - 1) << 4)));
+    }
+}
+
+// The exact sums over words [FIRST, LAST) of sixteen outputs, for ROWS rows; of codes of 8 bits less 128.
+template <int BITS, int FIRST, int LAST, int ROWS>
+inline void dot(const char* codes, const RoundedUnit* x, I16 (&sums)[ROWS]) {
+    constexpr int SPAN = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;  // words whose sums fit into 16 bits
+    __m256i pairs[ROWS][2];
+#pragma GCC unroll 8
+    for (int j = FIRST; j < LAST; ++j) {
+        const __m256i code[2] = {weight_codes<BITS>(codes, j), weight_codes<BITS>(codes + BITS * UNIT, j)};
+        const bool begins = (j - FIRST) % SPAN == 0, ends = (j - FIRST + 1) % SPAN == 0 || j + 1 == LAST;
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) {
+            int32_t word;
+            std::memcpy(&word, x[r].codes + 4 * j, 4);
+            const __m256i input = _mm256_set1_epi32(word);
+            for (int n = 0; n < 2; ++n) {
+                const __m256i product = BITS == 8
+                                            ? _mm256_maddubs_epi16(_mm256_abs_epi8(code[n]), _mm256_sign_epi8(input, code[n]))
+                                            : _mm256_maddubs_epi16(code[n], input);
+                pairs[r][n] = begins ? product : _mm256_add_epi16(pairs[r][n], product);
+                if (ends) {
+                    const __m256i four = _mm256_madd_epi16(pairs[r][n], _mm256_set1_epi16(1));
+                    sums[r].v[n] = j - FIRST < SPAN ? four : _mm256_add_epi32(sums[r].v[n], four);
+                }
+                // Else the compiler reorders the sums and computes all products first, for which there are no registers.
+                __m256i& sum = ends ? sums[r].v[n] : pairs[r][n];
+                __asm__("" : "+x"(sum));
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------- sampling
+
+constexpr int VECTOR_BYTES = 32;
+typedef int32_t Marks __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint64_t Wide __attribute__((vector_size(VECTOR_BYTES)));
+FORERUN_INLINE bool any(const Marks& marks) { return _mm256_movemask_epi8((__m256i)marks) != 0; }
+// The products of the lower 32 bits of each number.
+FORERUN_INLINE void times(const Wide& a, const Wide& b, Wide& out) { out = (Wide)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
+
+}  // namespace FORERUN_ISA
+}  // namespace forerun
+
+#include "float_pairs.h"

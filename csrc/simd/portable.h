@@ -1,0 +1,200 @@
+// Portable C++: an F16 is an array, which a compiler turns into whatever registers it may use.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "../kernels.h"
+#include "../scalar.h"
+
+#if defined(__SSE2__)  // every x86-64 processor has it; two functions of sampling are slow without
+#include <emmintrin.h>
+#endif
+
+namespace forerun {
+namespace FORERUN_ISA {
+
+constexpr int LANES = 16;
+constexpr bool WIDE_REGISTERS = false;  // whether an F16 is one register
+
+struct F16 {
+    float v[LANES];
+};
+template <class Op>
+inline F16 lanewise(Op op) {
+    F16 out;
+    for (int i = 0; i < LANES; ++i) out.v[i] = op(i);
+    return out;
+}
+inline float from_bits(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+inline uint32_t to_bits(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+inline F16 f16(float x) {
+    return lanewise([&](int) { return x; });
+}
+inline F16 load(const float* p) {
+    return lanewise([&](int i) { return p[i]; });
+}
+inline void store(float* p, F16 a) { std::memcpy(p, a.v, sizeof a.v); }
+inline F16 operator+(F16 a, F16 b) {
+    return lanewise([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline F16 operator-(F16 a, F16 b) {
+    return lanewise([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline F16 operator*(F16 a, F16 b) {
+    return lanewise([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline F16 operator/(F16 a, F16 b) {
+    return lanewise([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline F16 madd(F16 a, F16 b, F16 c) {
+    return lanewise([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+}
+inline F16 max(F16 a, F16 b) {
+    return lanewise([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline F16 less_than(F16 a, F16 b, F16 then, F16 otherwise) {
+    return lanewise([&](int i) { return a.v[i] < b.v[i] ? then.v[i] : otherwise.v[i]; });
+}
+inline F16 shift_to_exponent(F16 a) {
+    return lanewise([&](int i) { return from_bits(to_bits(a.v[i]) << 23); });
+}
+inline F16 add_bits(F16 a, F16 b) {
+    return lanewise([&](int i) { return from_bits(to_bits(a.v[i]) + to_bits(b.v[i])); });
+}
+inline bool any_at_least(F16 a, float bound) {  // or NaN
+    bool any = false;
+    for (int i = 0; i < LANES; ++i) any |= !(a.v[i] < bound);
+    return any;
+}
+inline F16 load_bf16(const uint16_t* p) {
+    return lanewise([&](int i) { return from_bits(static_cast<uint32_t>(p[i]) << 16); });
+}
+
+inline void narrow(F16 a, uint16_t* out) {
+    for (int i = 0; i < LANES; ++i) out[i] = float_to_bf16(a.v[i]);
+}
+
+// Sums the lanes by one fixed tree (halves, quarters, ...), so that the order is always the same.
+inline float sum(F16 a) {
+    alignas(64) float x[LANES];
+    store(x, a);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) x[i] += x[i + width];
+    return x[0];
+}
+inline float largest(F16 a) {
+    alignas(64) float x[LANES];
+    store(x, a);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+    return x[0];
+}
+inline void store_half_sum(float* p, F16 a) {
+    for (int i = 0; i < LANES / 2; ++i) p[i] = a.v[i] + a.v[i + LANES / 2];
+}
+inline F16 sums_of_halves(const float (*p)[LANES / 2]) {
+    return lanewise([&](int i) {
+        const float* x = p[i];
+        return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+    });
+}
+
+// ------------------------------------------------------------------------------------------------- pairs of bfloat16
+
+inline F16 low_halves(const void* p) {
+    uint32_t words[LANES];
+    std::memcpy(words, p, sizeof words);
+    return lanewise([&](int i) { return from_bits(words[i] << 16); });
+}
+inline F16 high_halves(const void* p) {
+    uint32_t words[LANES];
+    std::memcpy(words, p, sizeof words);
+    return lanewise([&](int i) { return from_bits(words[i] & 0xffff0000u); });
+}
+
+// ------------------------------------------------------------------------------------------------- quantised numbers
+
+inline void round_codes(const float* x, int8_t* codes, float* sums) {
+    for (int h = 0; h < 2; ++h) {
+        int sum = 0;
+        for (int i = h * UNIT / 2; i < (h + 1) * UNIT / 2; ++i) {
+            codes[i] = static_cast<int8_t>(to_bits(x[i] + 12582912.0f) & 0xff);  // 1.5 * 2^23: the integer in the low bits
+            sum += codes[i];
+        }
+        sums[h] = static_cast<float>(sum);
+    }
+}
+
+struct I16 {
+    int32_t v[LANES];
+};
+inline F16 to_float(I16 a) {
+    return lanewise([&](int i) { return static_cast<float>(a.v[i]); });
+}
+inline F16 nmadd(F16 a, F16 b, F16 c) {
+    return lanewise([&](int i) { return c.v[i] - a.v[i] * b.v[i]; });
+}
+inline F16 load_halves(const char* p) {
+    return lanewise([&](int i) {
+        uint16_t half;
+        std::memcpy(&half, p + 2 * i, 2);
+        return half_to_float(half);
+    });
+}
+inline F16 load_signed(const char* p) {
+    return lanewise([&](int i) { return static_cast<float>(static_cast<int8_t>(p[i])); });
+}
+inline F16 load_unsigned(const char* p) {
+    return lanewise([&](int i) { return static_cast<float>(static_cast<uint8_t>(p[i])); });
+}
+
+template <int BITS, int FIRST, int LAST, int ROWS>
+inline void dot(const char* packed, const RoundedUnit* x, I16 (&sums)[ROWS]) {
+    for (int o = 0; o < LANES; ++o) {
+        int codes[UNIT];
+        for (int k = 4 * FIRST; k < 4 * LAST; ++k)
+            codes[k] = code_at(BITS, packed + o / 8 * BITS * UNIT, k, o % 8) - (BITS == 8 ? 128 : 0);
+        for (int r = 0; r < ROWS; ++r) {
+            int32_t sum = 0;
+            for (int k = 4 * FIRST; k < 4 * LAST; ++k) sum += codes[k] * x[r].codes[k];
+            sums[r].v[o] = sum;
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------- sampling
+
+constexpr int VECTOR_BYTES = 16;
+typedef int32_t Marks __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint64_t Wide __attribute__((vector_size(VECTOR_BYTES)));
+FORERUN_INLINE bool any(const Marks& marks) {
+#if defined(__SSE2__)
+    return _mm_movemask_epi8((__m128i)marks) != 0;
+#else
+    int32_t found = 0;
+    for (int i = 0; i < VECTOR_BYTES / 4; ++i) found |= marks[i];
+    return found != 0;
+#endif
+}
+// The products of the lower 32 bits of each number.
+FORERUN_INLINE void times(const Wide& a, const Wide& b, Wide& out) {
+#if defined(__SSE2__)
+    out = (Wide)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#else
+    out = (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}
+
+}  // namespace FORERUN_ISA
+}  // namespace forerun
+
+#include "float_pairs.h"

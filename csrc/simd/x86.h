@@ -1,0 +1,43 @@
+// What AVX-512 and AVX2 do alike, eight floats at a time.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace forerun {
+namespace FORERUN_ISA {
+
+// Sums the lanes by one fixed tree (quarters, ...), so that the order is always the same.
+inline float sum_of_eight(__m256 half) {
+    const __m128 x = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    const __m128 y = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(y, _mm_shuffle_ps(y, y, 1)));
+}
+inline float largest_of_eight(__m256 half) {
+    const __m128 x = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    const __m128 y = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(y, _mm_shuffle_ps(y, y, 1)));
+}
+
+inline __m256 sums_of_eight(const float (*p)[8]) {
+    const auto pairs = [&](int i) { return _mm256_hadd_ps(_mm256_load_ps(p[i]), _mm256_load_ps(p[i + 1])); };
+    const __m256 a = _mm256_hadd_ps(pairs(0), pairs(2)), b = _mm256_hadd_ps(pairs(4), pairs(6));
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
+// Rounds 32 numbers to the nearest codes, ties to even. Returns the sums of both halves.
+inline void round_codes(const float* x, int8_t* codes, float* sums) {
+    __m256i whole[4];
+    for (int i = 0; i < 4; ++i) whole[i] = _mm256_cvtps_epi32(_mm256_loadu_ps(x + 8 * i));
+    const __m256i mixed = _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm256_permutevar8x32_epi32(mixed, order));
+    const __m256i pairs = _mm256_hadd_epi32(_mm256_add_epi32(whole[0], whole[1]), _mm256_add_epi32(whole[2], whole[3]));
+    const __m128i quarters = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    const __m128 halves = _mm_cvtepi32_ps(_mm_hadd_epi32(quarters, quarters));
+    _mm_storel_pi(reinterpret_cast<__m64*>(sums), halves);
+}
+
+}  // namespace FORERUN_ISA
+}  // namespace forerun
