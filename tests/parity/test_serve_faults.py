@@ -20,6 +20,8 @@ import pytest
 from serve.running import CODE, Running, serving, wait_for
 
 pytestmark = pytest.mark.parity
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+JSON = {"content-type": "application/json"}
 NUM_REQUESTS = int(os.environ.get("FORERUN_TEST_REQUESTS", "10000"))
 NUM_CLIENTS = 20
 OPTIONS = ["--max-batch-size", "8", "--max-queue", "24", "--max-body-bytes", "50000", "--log-level", "warning"]
@@ -96,10 +98,10 @@ class Client:
             b"[" * 20_000,
             b'{"messages": [{"role": {}}]}',
         ]
-        self.saw("malformed", await self.http.post(url, content=self.random.choice(wrong)))
+        self.saw("malformed", await self.http.post(url, content=self.random.choice(wrong), headers=JSON))
         name = self.random.choice(list(body))
         value = self.random.choice((-1, 1e9, {}, [], [[]], "\ud800", {"a": [None]}, 2**70))
-        self.saw("malformed", await self.http.post(url, content=json.dumps({**body, name: value})))
+        self.saw("malformed", await self.http.post(url, content=json.dumps({**body, name: value}), headers=JSON))
 
     async def oversized(self) -> None:
         answer = await self.http.post("/v1/completions", json={"prompt": "x" * self.random.choice((60_000, 2_000_000))})
@@ -108,7 +110,7 @@ class Client:
 
     async def half_a_body(self) -> None:
         _, writer = await asyncio.open_connection(self.host, self.port)
-        writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 90\r\n\r\n{"prompt": ')
+        writer.write(HEAD + b'Content-Length: 90\r\n\r\n{"prompt": ')
         await writer.drain()
         await asyncio.sleep(self.random.random() * 0.05)
         writer.close()
@@ -117,7 +119,7 @@ class Client:
         """Reads a little now and then, and goes before the end as often as not."""
         body = b'{"prompt": "def f(", "max_tokens": 400, "logprobs": 5, "stream": true, "ignore_eos": true}'
         reader, writer = await asyncio.open_connection(self.host, self.port, limit=1024)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n")
+        writer.write(HEAD + b"Connection: close\r\n")
         writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
         for _ in range(self.random.randrange(20)):
             if not await reader.read(512):

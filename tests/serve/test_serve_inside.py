@@ -31,12 +31,14 @@ from forerun.serve import server
 from forerun.serve.app import APIS, make_app
 from forerun.serve.events import KEEP_ALIVE
 from forerun.serve.limits import Gate, Limits, Patience
-from forerun.serve.server import PatientProtocol, _end_on_signals, _Server, is_loopback
+from forerun.serve.origins import is_local
+from forerun.serve.server import PatientProtocol, _end_on_signals, _Server
 from forerun.serve.service import Service
 from serve.running import CODE, Running
 from speculation import llm_options
 
 pytestmark = pytest.mark.once("faults, whatever the speculation")
+JSON = [(b"content-type", b"application/json")]
 
 
 @asynccontextmanager
@@ -141,7 +143,7 @@ async def begun(service: Service, url: str, first: bytes) -> AsyncIterator[async
         return message
 
     async def ask() -> list[dict[str, Any]]:
-        headers = [(b"content-length", b"1000"), (b"content-type", b"application/json")]
+        headers = [(b"content-length", b"1000"), *JSON]
         scope = {"type": "http", "method": "POST", "path": url, "query_string": b"", "headers": headers}
 
         async def send(message: Any) -> None:
@@ -376,7 +378,7 @@ def test_a_stream_gives_signs_of_life_while_its_prompt_is_read() -> None:
         body = json.dumps({"prompt": CODE * 60, "max_tokens": 1, "ignore_eos": True, "stream": True}).encode()
         messages = asyncio.Queue[dict[str, Any]]()
         messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": JSON}
 
         async def send(message: dict[str, Any]) -> None:
             sent.append(message.get("body", b""))
@@ -399,7 +401,7 @@ def test_a_reader_that_takes_nothing_loses_its_request(caplog: pytest.LogCapture
         body = json.dumps({"prompt": CODE, "max_tokens": 2000, "ignore_eos": True, "stream": True}).encode()
         messages = asyncio.Queue[dict[str, Any]]()
         messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": JSON}
 
         async def send(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.body":
@@ -485,7 +487,7 @@ def test_what_a_server_says_before_a_model_is_loaded(cli: Any, monkeypatch: pyte
         assert (done.returncode, sentence in done.stderr) == (2, True), done.stderr
     done = cli("serve", "nowhere/at-all", "--host", "0.0.0.0", "--port", "0", HF_HUB_OFFLINE="1")
     assert (done.returncode, "can be reached from other machines" in done.stderr) == (2, True)
-    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1", "example.org")] == [
+    assert [is_local(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1", "example.org")] == [
         *[True] * 3,
         *[False] * 3,
     ]

@@ -19,6 +19,8 @@ from serve.agents import CLAUDE_CODE, CODEX
 from serve.running import CODE, Running, serving, wait_for
 
 pytestmark = pytest.mark.once("a process of its own, which speculates")
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+JSON = {"content-type": "application/json"}
 KEY = {"Authorization": "Bearer secret"}
 LONG: Any = {"prompt": CODE, "max_tokens": 1500, "ignore_eos": True, "logit_bias": {}}
 SECRET = "a text that nobody else is to read"
@@ -58,7 +60,8 @@ def test_the_lab_has_the_limits_of_the_server(strict: Running) -> None:
     assert httpx.post(f"{strict.url}/lab/api/theory", json=asked).status_code == 401
     assert strict.http.post("/lab/api/theory", json=asked).json()["results"] == [pytest.approx(2.94117 / 2)]
     assert strict.http.post("/lab/api/theory", json={**asked, "more": " " * 20_000}).status_code == 413
-    assert strict.http.post("/lab/api/theory", content=iter([json.dumps(asked).encode()])).status_code == 411
+    chunked = strict.http.post("/lab/api/theory", content=iter([json.dumps(asked).encode()]), headers=JSON)
+    assert chunked.status_code == 411
 
 
 def test_agents_are_told_what_was_ignored(strict: Running) -> None:
@@ -90,13 +93,13 @@ def test_bodies_that_are_no_bodies(strict: Running) -> None:
         (b'{"prompt": [99999999]}', "the model's ids are"),
         (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "not valid JSON"),
     ):
-        answer = strict.http.post("/v1/completions", content=content)
+        answer = strict.http.post("/v1/completions", content=content, headers=JSON)
         assert (answer.status_code, sentence in answer.json()["error"]["message"]) == (400, True), answer.text
     offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": ""}  # Java's client makes it
     assert strict.http.post("/tokenize", json={"prompt": "x"}, headers=offer).status_code == 200
     large = {"prompt": "x" * 30_000}
     assert code(strict.http.post("/v1/completions", json=large)) == (413, "body_too_large")
-    chunked = strict.http.post("/v1/completions", content=iter([b" " * 15_000] * 2))
+    chunked = strict.http.post("/v1/completions", content=iter([b" " * 15_000] * 2), headers=JSON)
     assert code(chunked) == (413, "body_too_large")
     assert strict.http.get("/nothing").status_code == 404
     assert strict.http.get("/v1/completions").status_code == 405
@@ -112,7 +115,7 @@ def test_headers_and_bodies_that_do_not_come_are_not_waited_for(strict: Running)
     address = ("127.0.0.1", int(strict.url.rsplit(":", 1)[1]))
     with socket.create_connection(address) as no_headers, socket.create_connection(address) as no_body:
         no_headers.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Length: 9\r\n\r\n{"
+        head = HEAD + b"Authorization: Bearer secret\r\nContent-Length: 9\r\n\r\n{"
         no_body.sendall(head)
         no_body.settimeout(30)
         no_headers.settimeout(30)
@@ -170,9 +173,7 @@ def test_clients_that_leave_free_what_they_held(server: Running) -> None:
     for stream in (True, False):
         with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as leaving:
             body = json.dumps({**slow, "stream": stream}).encode()
-            leaving.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-            )
+            leaving.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             wait_for(lambda: server.metric("forerun:num_requests_running"))
         wait_for(server.is_idle)
     assert server.metric("forerun:generation_tokens_total") - before < 2 * LONG["max_tokens"], "they went on to the end"
@@ -196,7 +197,7 @@ def test_a_slow_reader_gets_longer_pieces_and_stops_nobody(server: Running) -> N
     with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = json.dumps(asked).encode()
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        slow.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         wait_for(lambda: server.metric("forerun:num_requests_running"))
         assert server.http.post("/v1/completions", json={"prompt": CODE, "max_tokens": 4}).status_code == 200
         wait_for(server.is_idle)

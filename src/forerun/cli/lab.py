@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from forerun.cli import flags
-from forerun.cli.serve import FIRST_MODEL, TARGET_HELP, with_target
+from forerun.cli.serve import FIRST_MODEL, ORIGIN_HELP, TARGET_HELP, with_target
 from forerun.errors import not_installed
 
 VIEWERS = 4  # sequences that run together, where nothing else is said: a cache for each drafter with a model is made
@@ -27,6 +27,7 @@ def lab(
         str | None,
         typer.Option(envvar="FORERUN_API_KEY", help="what the page asks for [default: nothing]", show_default=False),
     ] = None,
+    allow_origin: Annotated[list[str] | None, typer.Option(help=ORIGIN_HELP, show_default=False)] = None,
     ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
     extra_drafts: flags.ExtraDrafts = None,
@@ -53,7 +54,7 @@ def lab(
         from forerun.serve.server import ServerOptions, run
     except ImportError as error:
         raise not_installed("forerun lab", "serve", error.name) from None
-    options = ServerOptions(host=host, port=port, api_key=api_key or None)
+    options = ServerOptions(host=host, port=port, api_key=api_key or None, allow_origins=tuple(allow_origin or ()))
     if engine.extra_drafts is None:  # all that can be had, for the menu of the widget Live
         engine = dataclasses.replace(engine, extra_drafts=";".join(usable_drafts(engine)))
     raise typer.Exit(run(engine, options, {"/lab": make_lab}))

@@ -20,6 +20,10 @@ IGNORE_HELP = (
     "serve requests with fields that are not built (tools, reasoning, ...) without them; the header x-forerun-ignored "
     "of the answer lists them [default: such requests are refused]"
 )
+ORIGIN_HELP = (
+    "web page that may use this server, as SCHEME://HOST[:PORT], or * for any; may be repeated [default: its own "
+    "pages alone]"
+)
 TARGET_HELP = str(flags.TARGET_HELP).partition("; none")[0]
 
 
@@ -36,6 +40,7 @@ def serve(
         str | None,
         typer.Option(envvar="FORERUN_API_KEY", help="what requests must bring [default: nothing]", show_default=False),
     ] = None,
+    allow_origin: Annotated[list[str] | None, typer.Option(help=ORIGIN_HELP, show_default=False)] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help=SERVED_HELP, show_default=False)] = None,
     ignore_unsupported: Annotated[bool, typer.Option("--ignore-unsupported", help=IGNORE_HELP)] = False,
     max_queue: Annotated[int, typer.Option(help="choices that wait at most; more get status 429")] = 256,
@@ -89,6 +94,7 @@ def serve(
         port=port,
         served_names=tuple(served_model_name or ()),
         api_key=api_key or None,
+        allow_origins=tuple(allow_origin or ()),
         ignore_unsupported=ignore_unsupported,
         metrics_prefix=metrics_prefix,
         log_format=log_format,

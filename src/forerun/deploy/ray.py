@@ -32,6 +32,7 @@ from forerun.registry import checked
 from forerun.serve.app import make_app
 from forerun.serve.limits import Limits
 from forerun.serve.metrics import CONTENT_TYPE
+from forerun.serve.origins import Origins
 from forerun.serve.server import ServerOptions, check, loaded, make_service
 
 NAME = "forerun"  # of the application and of its deployment
@@ -155,7 +156,8 @@ def make_deployment(config: EngineConfig, options: ServerOptions, scale: Scale) 
 
     def build() -> FastAPI:
         service = make_service(loaded(config), options)
-        app = make_app(service, api_key=options.api_key or os.environ.get("FORERUN_API_KEY") or None)
+        key = options.api_key or os.environ.get("FORERUN_API_KEY") or None
+        app = make_app(service, api_key=key, origins=Origins.parse(options.allow_origins))
         app.state.service, app.state.watching = service, asyncio.create_task(service.watch_delay())
         app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") != "/metrics"]
         app.get("/metrics")(_all_metrics)
@@ -211,8 +213,8 @@ async def _all_metrics() -> Response:
 def application(arguments: Mapping[str, Any]) -> Any:
     """Build the application from the arguments of `serve run`, or of a file.
 
-    They are the fields of Scale, ServerOptions, Limits and EngineConfig. served_names may be separated by commas.
-    Raises BadOption for an argument that cannot be honoured.
+    They are the fields of Scale, ServerOptions, Limits and EngineConfig. served_names and allow_origins may be
+    separated by commas. Raises BadOption for an argument that cannot be honoured.
     """
     left = dict(arguments)
     take = partial(_take, left)
@@ -220,9 +222,11 @@ def application(arguments: Mapping[str, Any]) -> Any:
     for name in ("host", "port", "log_format", "log_level", "log_texts"):
         if name in left:
             raise BadOption(f"{name} is not an argument of a replica: HTTP and logs are Ray's, set them there")
-    names = left.pop("served_names", ())
-    names = tuple(names.split(",")) if isinstance(names, str) else tuple(names)
-    options = dataclasses.replace(take(ServerOptions), served_names=names, limits=limits)
+    lists = {}
+    for name in ("served_names", "allow_origins"):
+        given = left.pop(name, ())
+        lists[name] = tuple(given.split(",")) if isinstance(given, str) else tuple(given)
+    options = dataclasses.replace(take(ServerOptions), limits=limits, **lists)
     return make_deployment(EngineConfig.make(**left), options, scale)
 
 

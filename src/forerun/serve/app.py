@@ -29,6 +29,7 @@ from forerun.serve.answering import RECORD, Answer, Api, ClientGone, ignored_hea
 from forerun.serve.bodies import Refused
 from forerun.serve.events import as_json
 from forerun.serve.metrics import CONTENT_TYPE
+from forerun.serve.origins import Origins
 from forerun.serve.service import Service
 from forerun.serve.tracing import span
 
@@ -61,13 +62,20 @@ APIS = {
 }
 
 
-def make_app(service: Service, *, api_key: str | None = None, pages: Mapping[str, ASGIApp] | None = None) -> FastAPI:
+def make_app(
+    service: Service,
+    *,
+    api_key: str | None = None,
+    pages: Mapping[str, ASGIApp] | None = None,
+    origins: Origins | None = None,
+) -> FastAPI:
     """The application. api_key: what requests must bring, but for OPEN_PATHS and pages; None = nothing.
 
-    pages: path -> an application of its own; what lies below /api in it needs the key, too.
+    pages: path -> an application of its own; what lies below /api in it needs the key, too. origins: of the web pages
+    that may use it; None = its own alone.
     """
     app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(Door, service=service, api_key=api_key, pages=tuple(pages or ()))
+    app.add_middleware(Door, service=service, api_key=api_key, pages=tuple(pages or ()), origins=origins or Origins())
     app.add_exception_handler(HTTPException, _http_error)
     bodies = {url: openapi.as_body(schema) for url, schema in openapi.bodies(service.llm, service.names).items()}
     for url, api in APIS.items():
@@ -201,8 +209,10 @@ def _again(body: bytes, receive: Receive) -> Receive:
 class Door:
     """Before every route: the request's id, the API key, and what the log says of the request when it is over."""
 
-    def __init__(self, app: ASGIApp, service: Service, api_key: str | None, pages: tuple[str, ...] = ()) -> None:
-        self._app, self._service, self._pages = app, service, pages
+    def __init__(
+        self, app: ASGIApp, service: Service, api_key: str | None, pages: tuple[str, ...], origins: Origins
+    ) -> None:
+        self._app, self._service, self._pages, self._origins = app, service, pages, origins
         self._api_key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -268,6 +278,7 @@ class Door:
         if not self._is_known(scope["path"], headers):
             message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise Refused(message, code="invalid_api_key", status=401)
+        self._origins.check(scope["method"], headers)
         if self._asks_page(scope["path"]):
             self._check_page(scope, headers)
 

@@ -60,6 +60,7 @@ FORM = Form(MESSAGES, _OWN, _INERT, _NEUTRAL)
 _KIND_OF = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

@@ -217,7 +217,7 @@ def answer_body(
 def error_answer(error: ForerunError) -> tuple[int, dict[str, Any]]:
     """The HTTP status and the body of an answer that is an error."""
     status, code, param = status_of(error)
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return status, {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 

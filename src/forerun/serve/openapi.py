@@ -214,9 +214,11 @@ def bodies(llm: LLM, names: Seq[str]) -> dict[str, Schema]:
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "the body cannot be honoured; the message names the field"},
     401: {"description": "the API key is missing or wrong"},
+    403: {"description": "a web page of another origin, or a foreign host name"},
     404: {"description": "no such model"},
     408: {"description": "the body did not come in time"},
     413: {"description": "the body is too large"},
+    415: {"description": "the body is not said to be JSON"},
     429: {"description": "all places are taken; Retry-After says when to come again"},
     500: {"description": "a fault of the server"},
     503: {"description": "the server shuts down"},

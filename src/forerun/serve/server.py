@@ -6,7 +6,6 @@ SIGTERM and Ctrl-C let every accepted request finish while new ones get 503; a s
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import logging
 import math
@@ -33,6 +32,7 @@ from forerun.serve.app import make_app
 from forerun.serve.bodies import model_names
 from forerun.serve.limits import Limits
 from forerun.serve.metrics import Metrics
+from forerun.serve.origins import Origins, is_local
 from forerun.serve.service import Service
 from forerun.text.terminal import note, visible
 
@@ -54,6 +54,7 @@ class ServerOptions:
     port: int = 8000  # 0 = one that is free
     served_names: Seq[str] = ()
     api_key: str | None = None
+    allow_origins: Seq[str] = ()  # of web pages that may use it, beside its own
     ignore_unsupported: bool = False
     metrics_prefix: str = "forerun"
     log_format: str = "text"
@@ -70,7 +71,7 @@ def run(config: EngineConfig, options: ServerOptions, pages: Pages | None = None
     """
     check(options)
     with bound(options.host, options.port) as listening, _logging(options):
-        if not is_loopback(options.host) and options.api_key is None:
+        if not is_local(options.host) and options.api_key is None:
             note(
                 f"warning: {options.host} can be reached from other machines and there is no API key: anyone there may "
                 "use this server; give --api-key, or FORERUN_API_KEY"
@@ -89,14 +90,13 @@ def check(options: ServerOptions) -> None:
     ):
         if value not in known:
             raise BadOption(f"--{name}={value!r} is not possible: it must be {' or '.join(known)}")
+    origins_of(options)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a host is reached from this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def origins_of(options: ServerOptions) -> Origins:
+    """The web pages that may use the server; without a key, what only this machine reaches has only local names."""
+    only_local = is_local(options.host) and options.api_key is None
+    return Origins.parse(options.allow_origins, only_local=only_local)
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def _uvicorn_config(service: Service, options: ServerOptions, pages: Mapping[str
         headers_s, stall_s = options.limits.body_timeout_s, options.limits.stall_timeout_s + STALL_MARGIN_S
 
     return uvicorn.Config(
-        make_app(service, api_key=options.api_key, pages=pages),
+        make_app(service, api_key=options.api_key, pages=pages, origins=origins_of(options)),
         http=Protocol,
         ws="none",
         loop="asyncio",
