@@ -97,7 +97,7 @@ class EngineConfig:
     quantization: str | None = _option(
         None, "int8 or int4[:group=N]: the target's weights are rounded to so many bits while they are loaded"
     )
-    device: str = _option("auto", "auto, cpu or cuda")
+    device: str = _option("auto", "auto (cpu), cpu or cuda")
     generation_config: str = _option(
         "none", "none, or model: the sampling values in the checkpoint's generation_config.json become the defaults"
     )

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+import torch
 
 from forerun import drafters, registry
 from forerun.config import EngineConfig
+from forerun.engine import factory
 from forerun.errors import BadOption, NotFound
 from forerun.registry import by_value, peer_values
 from forerun.types import SamplingParams
@@ -330,6 +332,16 @@ def test_sampling_parameters_become_plain_values():
     )
     assert (given.stop, given.stop_token_ids, given.logit_bias) == (("a",), (3, 4), {3: 1.0})
     assert (type(given.max_tokens), type(given.temperature), type(given.stop_token_ids[0])) == (int, float, int)
+
+
+def test_the_device_is_the_processor_unless_another_is_named(monkeypatch):
+    """Models have not been run on CUDA devices yet, so that none is chosen for anybody."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert factory.torch_device("auto").type == factory.device_of(EngineConfig()) == "cpu"
+    assert factory.torch_device("cuda").type == factory.device_of(EngineConfig(device="cuda")) == "cuda"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BadOption, match="torch sees no CUDA device"):
+        factory.torch_device("cuda")
 
 
 def test_a_name_of_another_engine_is_answered_with_ours():

@@ -68,21 +68,6 @@ def test_a_request_is_shrunk_to_its_drafter_and_then_its_own():
     assert shares(known, 0)[0] == pytest.approx(known.drafter_shares()[0])
 
 
-def test_guesses_are_scored_when_the_text_says_how_much_was_right():
-    known = Acceptance()
-    text = [7, 7, 1, 2, 3, 4, 5]
-    known.guess(0, 2, [1, 2, 9, 9])
-    known.score_guess(0, text[:4])
-    assert known._mean.drafted[0] == 0, "1, 2 were right so far, and nothing says that 9 is wrong"
-    known.score_guess(0, text[:5])
-    assert known._mean.drafted[:5] == [1, 1, 1, 1, 0]
-    assert known._mean.accepted[:5] == [1, 1, 0, 0, 0]
-    known.score_guess(0, text)
-    assert known._mean.drafted[0] == 1, "once"
-    known.guess(0, 2, [])
-    assert not known._guesses
-
-
 def test_a_draft_that_found_nothing_counts_as_not_found_and_not_as_wrong():
     known = Acceptance()
     chain(known, 0.9, 100)

@@ -84,22 +84,6 @@ def test_the_net_catches_a_curve_that_lies():
     assert sum(granted[0] > 0 for granted in track.granted[150:]) < 0.4 * 1050
 
 
-def test_a_lookup_that_was_granted_nothing_is_scored_in_the_shadow():
-    """Guesses that were not drafted were right, so tokens are granted before a probe is due."""
-    policy = auto.build(auto.Options(), None, Costs())
-    seq = Sequence(0, [1] * 10, 10, SamplingParams(), 0, 10**6, draft="lookup")
-    for _ in range(400):  # wrong for long: probes have become rare
-        granted = policy.budget([seq], [16])[0]
-        policy.observe(_report(seq, granted, 0))
-    assert policy._requests[0].pause >= 128
-    start = policy._step
-    while policy.budget([seq], [16]) == [0] and policy._step < start + 120:
-        policy.guess(seq, [1] * 8)
-        policy.observe(_report(seq, 0, 0))
-    assert policy._requests[0].length > 0
-    assert policy._step < start + 120
-
-
 def _report(seq: Sequence, num_drafted: int, num_accepted: int) -> StepReport:
     seq.tokens.extend([1] * (num_accepted + 1))
     round_ = SequenceStep(seq.id, seq.draft, num_drafted, num_drafted, tuple(range(num_accepted)), num_accepted + 1)
@@ -112,12 +96,10 @@ def test_nothing_of_an_ended_request_is_kept():
     policy = auto.build(auto.Options(), None, Costs())
     seq = Sequence(0, [1], 1, SamplingParams(), 0, 100, draft="lookup")
     policy.budget([seq], [4])
-    policy.guess(seq, [1, 2])
     policy.observe(_report(seq, 2, 1))
     policy.end(seq)
     assert not policy._requests
     assert not policy._known["lookup"]._requests
-    assert not policy._known["lookup"]._guesses
 
 
 def test_unknown_options_are_refused():

@@ -68,35 +68,99 @@ def test_a_cache_without_room_drops_widths():
 def test_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     params = SamplingParams(max_tokens=4, temperature=0)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         LLM(max_seq_len=256).generate("def f(", params)
     files = sorted(tmp_path.glob("passes-*.json"))
     assert len(files) == 2, "one of the target, one of the draft model"
-    assert len([r for r in caplog.records if "once" in r.getMessage()]) == 2
+    said = [r for r in caplog.records if "once" in r.getMessage()]
+    assert [r.levelno for r in said] == [logging.INFO] * 2
     widths, ratios, one_row_s = json.loads(files[0].read_text())
     assert widths[0] == 1
     assert ratios == sorted(ratios)
     assert 0 < one_row_s < 10
     caplog.clear()
     kept = {path: path.read_text() for path in files}
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         llm = LLM(max_seq_len=256)
         llm.generate("def f(", params)
-    assert not caplog.records
+    assert "once" not in caplog.text
     assert {path: path.read_text() for path in tmp_path.iterdir()} == kept
     cache = llm.engine.runner.cache
     cache.check_integrity()
     assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
 
 
-def test_what_could_not_be_measured_is_not_kept(tmp_path, monkeypatch, caplog):
-    """The one block of a contiguous cache belongs to the request that runs, so that no pass can be tried."""
+def test_what_could_not_be_measured_is_not_kept(tmp_path, monkeypatch):
+    machine = Machine(lambda n: 0.001 * n, most_rows=0)
+    runner = SimpleNamespace(fingerprint="a full cache", try_pass=lambda n, behind=0: machine.run(n))
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
-    params = SamplingParams(max_tokens=4, temperature=0)
-    with caplog.at_level(logging.WARNING):
-        LLM(max_seq_len=256, kv_cache_backend="contiguous", max_batch_size=1).generate("def f(", params)
+    assert of_runner(runner).one_row_s is None
     assert not list(tmp_path.iterdir())
-    assert not caplog.records
+
+
+def test_passes_are_measured_before_the_first_request_is_admitted(tmp_path, monkeypatch):
+    """While nothing runs, so that no stream waits; not for a request that drafts nothing."""
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    engine = LLM(max_seq_len=256, kv_cache_backend="contiguous", max_batch_size=1).engine
+    costs, ready, running = engine.costs, engine.costs.ready, list[int]()
+
+    def watched() -> None:
+        running.append(len(engine.scheduler.running))
+        ready()
+
+    monkeypatch.setattr(costs, "ready", watched)
+    for draft in ("none", None, None):
+        request = engine.add([1, 2, 3], SamplingParams(max_tokens=2, temperature=0, draft=draft))
+        while request.seq.finish_reason is None:
+            engine.step()
+        assert bool(costs.runners) == (draft == "none"), "what is to be measured"
+    assert running == [0, 0]
+
+
+def flat_steps(costs: Costs, num: int) -> None:
+    """So many plain steps, and steps of 8 rows that take as long."""
+    for rows in (1, 8) * num:
+        costs.observe(StepReport(num_decoding=1, num_rows=rows, score_s=0.01, target_forward_s=0.01))
+
+
+def test_a_curve_that_steps_contradict_is_measured_again(tmp_path, monkeypatch):
+    """Once, when nothing runs: a curve from a busy moment is not kept for good."""
+    machine = Machine(lambda n: 0.001 * n)
+    runner = SimpleNamespace(fingerprint="a machine", try_pass=lambda n, behind=0: machine.run(n))
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    costs = Costs(runners={"": [runner]})
+    monkeypatch.setattr("forerun.pacing.cost.calibrated", lambda run: calibrated(run, machine.clock))
+    costs.ready()
+    assert float(costs.target.ratio(8)) == pytest.approx(8)
+    machine.curve = lambda n: 0.001  # what it is when nothing else runs
+    flat_steps(costs, 20)
+    costs.ready()
+    assert float(costs.target.ratio(8)) == pytest.approx(8), "a few steps may be chance"
+    flat_steps(costs, 200)
+    costs.ready()
+    assert float(costs.target.ratio(8)) == pytest.approx(1)
+    assert of_runner(runner).ratios[3] == pytest.approx(1), "in the file, too"
+    num_passes = len(machine.ran)
+    flat_steps(costs, 200)
+    costs.ready()
+    assert len(machine.ran) == num_passes
+
+
+def test_steps_as_the_curve_says_change_nothing():
+    costs = Costs(PassTime(WIDTHS, [1.0, 1.1, 1.2, 1.4, 2.0, 4.0]), _calibrated=["a runner"])
+    for rows in (1, 8) * 200:
+        forward_s = 0.01 * float(costs.target.ratio(rows))
+        costs.observe(StepReport(num_decoding=1, num_rows=rows, score_s=forward_s, target_forward_s=forward_s))
+    assert not costs.runners
+
+
+def test_a_drafter_with_two_models_takes_the_time_of_both():
+    steep, flat = PassTime((1, 2, 4), (1.0, 2.0, 4.0), 0.01), PassTime((1, 8), (1.0, 1.0), 0.03)
+    both = PassTime.together([steep, flat])
+    assert both.one_row_s == pytest.approx(0.04)
+    assert float(both.ratio(4)) == pytest.approx((0.04 + 0.03) / 0.04)
+    assert PassTime.together([steep]) is steep
+    assert PassTime.together([steep, PassTime()]).one_row_s is None
 
 
 @pytest.mark.parametrize(

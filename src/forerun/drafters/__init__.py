@@ -118,12 +118,17 @@ class Drafter:
     # How siblings are drawn: as "point" masses; "independent" draws of one distribution; "distinct" ones (without
     # replacement, each states what its earlier siblings left); "any": each states a distribution of its own.
     draws = "independent"
-    runner: Runner | None = None  # of the drafter's own model, whose passes pacing measures
+    runner: Runner | None = None  # of the drafter's own model
     branches = False  # whether `branch` answers, so that the drafter serves beam searches
     is_free = False  # whether it runs no model and draws nothing, so that a guess costs microseconds and no coins
     clock: Callable[[], float] = staticmethod(time.perf_counter)  # the one that a drafter may steer by; tests set it
     caught_up: Mapping[int, int] = MappingProxyType({})
     catchup_s = 0.0
+
+    @property
+    def runners(self) -> Seq[Runner]:
+        """The runners of its own models, whose passes pacing measures."""
+        return () if self.runner is None else (self.runner,)
 
     def begin(self, seq: Sequence) -> None:
         """Prepare for a sequence that was admitted."""

@@ -7,12 +7,16 @@ model that was not asked for some rounds is behind; it runs the committed tokens
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence as Seq
+from typing import TYPE_CHECKING
 
 from forerun import drafters
 from forerun.drafters import Drafter, Seen, Target
 from forerun.errors import BadOption, shown
 from forerun.registry import parse_list
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
+
+if TYPE_CHECKING:
+    from forerun.models.runner import Runner
 
 
 class _Lanes:
@@ -41,6 +45,10 @@ class Compound(Drafter):
         self.runner = next((member.runner for member in members if member.runner is not None), None)
         self.is_free = all(member.is_free for member in members)
         self.caught_up: dict[int, int] = {}
+
+    @property
+    def runners(self) -> Seq[Runner]:
+        return [runner for member in self.members for runner in member.runners]
 
     def begin(self, seq: Sequence) -> None:
         for member in self.members:

@@ -162,6 +162,9 @@ class Engine:
         begun = time.perf_counter()
         for request in [r for r in self.scheduler.running if r.seq.finish_reason is not None]:
             self._finish(request)  # left over from a step that was interrupted
+        waiting = self.scheduler.waiting
+        if not self.scheduler.running and any(request.seq.draft != NONE for request in waiting):
+            self.pacing.prepare()  # now, while no stream waits for it
         plan = self.scheduler.plan()
         self.stepper.wants_detail = any(entry.detail for entry in self._listeners)
         try:

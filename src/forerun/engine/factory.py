@@ -179,11 +179,13 @@ def _target(config: EngineConfig) -> str | Path:
 
 
 def torch_device(name: str) -> torch.device:
-    """The device of a name: auto, cpu or cuda. Raises BadOption for cuda where torch sees none."""
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
+    """The device of a name: auto, cpu or cuda. Raises BadOption for cuda where torch sees none.
+
+    auto is cpu, also where there is a CUDA device: models have not been run and measured on one yet.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
         raise BadOption("device='cuda' is not possible: torch sees no CUDA device; use device='cpu'")
-    return torch.device("cuda" if name in ("auto", "cuda") and available else "cpu")
+    return torch.device("cuda" if name == "cuda" else "cpu")
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
@@ -319,7 +321,7 @@ def _path_of(own: drafters.OwnCheckpoint, method: str, config: EngineConfig) -> 
 
 def device_of(config: EngineConfig) -> str:
     """As LLM chooses; "cuda" may be planned for where there is none."""
-    return config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    return "cpu" if config.device == "auto" else config.device
 
 
 def dtype_of(config: EngineConfig, device: str, raw: Mapping[str, Any]) -> torch.dtype:
@@ -357,8 +359,8 @@ def build(
     members = router.make([config.draft, *config.extra_draft_specs], target)
     costs = Costs()
     if config.calibrate:
-        models = {name: drafter.runner for name, drafter in members.members.items() if drafter.runner is not None}
-        costs.runners = {"": runner, **models}
+        models = {name: drafter.runners for name, drafter in members.members.items() if drafter.runners}
+        costs.runners = {"": [runner], **models}
     return Engine(
         runner,
         members,

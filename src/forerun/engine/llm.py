@@ -266,8 +266,8 @@ class LLM:
     def pass_times(self) -> dict[str, PassTime]:
         """What passes take on this machine by their rows: of the target under "", of drafters by name.
 
-        They are measured before the first draft, if the pacing asks for them; until then `one_row_s` is None, and the
-        curve is a usual one.
+        They are measured before the first request that drafts, if the pacing asks for them; until then `one_row_s` is
+        None, and the curve is a usual one.
         """
         costs = self.engine.costs
         return {"": dataclasses.replace(costs.target), **{n: dataclasses.replace(t) for n, t in costs.drafts.items()}}

@@ -118,14 +118,6 @@ class Router(Drafter):
                 found.append(self.members[name].free_tokens(without))
         return min([free for free in found if free is not None], default=None)
 
-    def guess(self, seq: Sequence, num_tokens: int, coins: Coins) -> Seq[int]:
-        """The chain that the drafter of a sequence would draft, if that costs nothing; not counted."""
-        found: Seq[int] = ()
-        with self._spared(seq.draft, [seq]):
-            if self.of(seq).is_free and self.of(seq).shape == "chain":
-                found = self.of(seq).propose([seq], Budget([num_tokens], 0), [coins]).tokens
-        return found
-
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         clock, groups = time.perf_counter(), self._groups(seqs, budget.num_tokens)
         if [len(members) for members in groups.values()] != [len(seqs)]:

@@ -50,8 +50,6 @@ from forerun.types import (
     Verdict,
 )
 
-GUESS_TOKENS = 16  # of a drafter that costs nothing, for a request that is granted nothing: scored, never verified
-
 
 class RequestFailed(Exception):
     """One sequence cannot go on; the step was not committed and can be repeated without it."""
@@ -140,8 +138,6 @@ class Stepper:
         if searches:
             limits = [0 if b in searches else limit for b, limit in enumerate(limits)]
         granted = self._granted(seqs, limits, searches)
-        if self.pacing.guesses:
-            self._guess(seqs, granted, limits, coins)
         draft = self._drafted(seqs, granted, coins) if any(granted) else Draft.empty(len(seqs))
         return (self._with_searches(draft, searches, plan.draft_limits) if searches else draft), granted
 
@@ -180,12 +176,6 @@ class Stepper:
         if overrides(self.pacing, "go_behind"):
             budget.go_behind = lambda b, *at: self.pacing.go_behind(seqs[b], *at)
         return self.drafter.propose(seqs, budget, coins)
-
-    def _guess(self, seqs: Seq[Sequence], granted: Seq[int], limits: Seq[int], coins: Seq[Coins]) -> None:
-        """Let drafters that cost nothing guess where nothing was granted: pacing scores that, nothing verifies it."""
-        for b, seq in enumerate(seqs):
-            if not granted[b] and limits[b]:
-                self.pacing.guess(seq, self.drafter.guess(seq, min(GUESS_TOKENS, limits[b]), coins[b]))
 
     def _score(self, plan: Plan, draft: Draft, packed: Seq[Packed | None]) -> Scores:
         """One pass over [last committed token, draft nodes] of every decoding sequence and over the prompt chunks."""

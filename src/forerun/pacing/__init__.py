@@ -30,11 +30,6 @@ class Pacing:
 
     reads_logits = False  # whether `go_on` and `go_behind` want the drafter's logits, which it must then compute
 
-    @property
-    def guesses(self) -> bool:
-        """Whether the policy uses `guess`, so that the engine has to call it."""
-        return overrides(self, "guess")
-
     def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
         """Return the most draft nodes of each decoding sequence of this step, [B].
 
@@ -75,8 +70,8 @@ class Pacing:
         """Return whether the drafter is to run a sequence's prompt beside the target, ready for the first round."""
         return True
 
-    def guess(self, seq: Sequence, tokens: Seq[int]) -> None:
-        """Take note of what a free drafter would have drafted for a sequence that was granted no nodes."""
+    def prepare(self) -> None:
+        """Measure what the policy wants to know: called before a request that drafts is admitted, while none runs."""
 
     def observe(self, report: StepReport) -> None:
         """Learn from the numbers of the step that was just done."""

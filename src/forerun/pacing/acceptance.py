@@ -50,7 +50,6 @@ class Acceptance:
         self.found_share = 1.0
         self._mean = Average(memory=100)
         self._requests: dict[int, Average] = {}
-        self._guesses: dict[int, tuple[int, Seq[int]]] = {}  # not drafted: tokens before the guess, and the guess
 
     def observe(self, request: int, num_drafted: int, ranks: Seq[int]) -> None:
         """Add one round of a request that was granted a draft. ranks: those of the accepted nodes."""
@@ -59,25 +58,9 @@ class Acceptance:
             self._mean.add(num_drafted, ranks)
             self._requests.setdefault(request, Average(memory=30)).add(num_drafted, ranks)
 
-    def guess(self, request: int, num_tokens: int, tokens: Seq[int]) -> None:
-        """Keep what would have been drafted behind `num_tokens` tokens, until committed tokens can judge it."""
-        if tokens:
-            self._guesses.setdefault(request, (num_tokens, tokens[:MAX_RANKS]))
-
-    def score_guess(self, request: int, text: Seq[int]) -> None:
-        """Compare a guess with the tokens committed since, as soon as they show how many of its tokens were right."""
-        if request in self._guesses:
-            start, guessed = self._guesses[request]
-            came = text[start : start + len(guessed)]
-            right = next((i for i, (a, b) in enumerate(zip(guessed, came, strict=False)) if a != b), len(came))
-            if right < len(came) or len(came) == len(guessed):
-                del self._guesses[request]
-                self.observe(request, len(guessed), range(right))
-
     def forget(self, request: int) -> None:
         """Forget what a request has shown."""
         self._requests.pop(request, None)
-        self._guesses.pop(request, None)
 
     def drafter_shares(self) -> Shares:
         """Return P(rank i is accepted) for a request without a round of its own."""

@@ -112,7 +112,6 @@ class AutoPacing(Pacing):
             for request in self._requests.values():
                 request.granted = 0  # what an earlier step granted is not to be counted again
             return [0] * len(seqs)
-        self.costs.ready()
         requests = [self._requests.get(seq.id) or self._meet(seq) for seq in seqs]
         if self._step >= self._replan_at:
             self._replan(requests, limits)
@@ -129,8 +128,8 @@ class AutoPacing(Pacing):
     def prepares(self, seq: Sequence) -> bool:
         return self._of(seq).drafter_shares()[0] > 0.1
 
-    def guess(self, seq: Sequence, tokens: Seq[int]) -> None:
-        self._of(seq).guess(seq.id, len(seq.tokens), tokens)
+    def prepare(self) -> None:
+        self.costs.ready()
 
     def observe(self, report: StepReport) -> None:
         self.costs.observe(report)
@@ -140,7 +139,6 @@ class AutoPacing(Pacing):
             if request is None:
                 continue
             known = self._of(request.seq)
-            known.score_guess(request.seq.id, request.seq.tokens)
             if round_.accepted_ranks:
                 request.pause = FIRST_PAUSE
                 if request.length == 0:  # a probe was accepted, against the averages: begin new ones

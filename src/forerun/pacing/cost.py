@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import statistics
 import time
@@ -31,6 +32,9 @@ NUM_ROUNDS = 5
 LEAST_LIMIT_S, LIMIT_PASSES = 2.0, 12  # a calibration takes at most the larger of 2 s and 12 passes of one row
 CONTEXT_TOKENS = 128  # behind the rows of a calibration: attention to them takes longer for more rows, too
 FRESH = 0.02  # weight of a new measurement in the slow average
+WIDE = 1.1  # passes of one row that a pass takes which says something of the curve
+NUM_PASSES = 64  # narrow ones, and wide ones, before they can contradict the curve
+MUCH = 1.5  # by which wide passes must be slower or faster than the curve says
 
 
 @dataclass
@@ -62,22 +66,58 @@ class PassTime:
         found = min(seconds / num_ratios, 3 * had)  # another process may have held one pass up
         self.one_row_s = had + max(FRESH, 1 / (self._num_seen + 1)) * (found - had)
 
+    @staticmethod
+    def together(curves: Seq[PassTime]) -> PassTime:
+        """Return the time of a pass of several models, one after the other; the built-in curve if one is unknown."""
+        known = [(curve, curve.one_row_s) for curve in curves if curve.one_row_s is not None]
+        if len(curves) == 1 or len(known) < len(curves):
+            return curves[0] if len(curves) == 1 else PassTime()
+        widths = max((curve.widths for curve in curves), key=len)
+        seconds = np.sum([curve.ratio(widths) * one_row_s for curve, one_row_s in known], axis=0)
+        return PassTime(widths, (seconds / seconds[0]).tolist(), float(seconds[0]))
+
+
+class _Doubt:
+    """Whether passes of steps contradict a curve: the wide ones must say of one row what the narrow ones say."""
+
+    def __init__(self) -> None:
+        self._counts = {False: 0, True: 0}
+        self._logs = {False: 0.0, True: 0.0}  # decaying mean of the logarithm of the seconds of one row
+
+    def observe(self, seconds: float, ratio: float) -> bool:
+        """Add a pass; return whether the curve is contradicted. ratio: what it should take, in passes of one row."""
+        is_wide = ratio > WIDE
+        self._counts[is_wide] += 1
+        weight = 1 / min(self._counts[is_wide], NUM_PASSES)
+        self._logs[is_wide] += weight * (math.log(seconds / ratio) - self._logs[is_wide])
+        is_enough = min(self._counts.values()) >= NUM_PASSES
+        return is_enough and abs(self._logs[True] - self._logs[False]) > math.log(MUCH)
+
 
 @dataclass
 class Costs:
     """The times of an engine's passes.
 
     drafts: by drafter; one without a model counts as free until a step of it was seen. runners: the models to calibrate
-    before the first plan, the target under ""; without runners the curves stay as they are.
+    before the first draft, by drafter, the target under ""; without runners the curves stay as they are.
     """
 
     target: PassTime = field(default_factory=PassTime)
     drafts: dict[str, PassTime] = field(default_factory=dict)
-    runners: Mapping[str, Runner] = field(default_factory=dict)
+    runners: Mapping[str, Seq[Runner]] = field(default_factory=dict)
+    _calibrated: Seq[Runner] = ()  # of the target, until its curve was contradicted once
+    _doubt: _Doubt = field(default_factory=_Doubt)
+    _is_contradicted: bool = False
 
     def ready(self) -> None:
-        """Calibrate the models that were not calibrated yet."""
-        found, self.runners = {name: of_runner(runner) for name, runner in self.runners.items()}, {}
+        """Calibrate the models that were not calibrated yet, and the target again where its curve was contradicted."""
+        found = {
+            name: PassTime.together([of_runner(runner, self._is_contradicted) for runner in runners])
+            for name, runners in self.runners.items()
+        }
+        self._calibrated = () if self._is_contradicted else self.runners.get("", self._calibrated)
+        self._is_contradicted = False
+        self.runners = {}
         self.target = found.pop("", self.target)
         self.drafts.update(found)
 
@@ -89,20 +129,29 @@ class Costs:
         """Update the averages by a step, unless it ran a prompt."""
         if report.num_prefill_tokens or not report.num_decoding:
             return
-        self.target.observe(report.seconds - report.draft_s, float(self.target.ratio(report.num_rows)))
+        ratio = float(self.target.ratio(report.num_rows))
+        self.target.observe(report.seconds - report.draft_s, ratio)
+        if self._calibrated and report.target_forward_s > 0 and self._doubt.observe(report.target_forward_s, ratio):
+            LOG.info("passes take another time than was measured: they are measured again when nothing runs")
+            self.runners = {"": self._calibrated}
+            self._calibrated = ()
+            self._is_contradicted = True
         for name, step in report.drafts.items():
             if step.depth and not step.num_catchup_tokens:
                 cost = self.draft(name)
                 cost.observe(step.seconds, step.depth * float(cost.ratio(step.num_nodes / step.depth)))
 
 
-def of_runner(runner: Runner) -> PassTime:
-    """Return the curve of a model on this machine, from the cache folder, else measured and written there."""
+def of_runner(runner: Runner, anew: bool = False) -> PassTime:
+    """Return the curve of a model on this machine, from the cache folder, else measured and written there.
+
+    anew: whether it is measured although a curve was kept.
+    """
     folder = os.environ.get("FORERUN_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "forerun")
     measured = f"{runner.fingerprint} behind {CONTEXT_TOKENS}"
     name = hashlib.sha256(measured.encode()).hexdigest()[:16]
     path = Path(folder).expanduser() / f"passes-{name}.json"
-    if kept := _kept(path):
+    if not anew and (kept := _kept(path)):
         return kept
     found = calibrated(lambda num_rows: runner.try_pass(num_rows, CONTEXT_TOKENS))
     if found.one_row_s is None:  # such a text may have no room
@@ -112,7 +161,7 @@ def of_runner(runner: Runner) -> PassTime:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps([found.widths, found.ratios, found.one_row_s]), encoding="utf-8")
-        LOG.warning("measured what passes of this model take, once: kept in %s", path)
+        LOG.info("measured what passes of this model take, once: kept in %s", path)
     except OSError as error:
         LOG.warning("measured what passes of this model take; %s cannot be written (%s)", path, error)
     return found

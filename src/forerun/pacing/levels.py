@@ -34,7 +34,6 @@ class Levels:
 
         num_rows: of the pass, beside their own; each counts as a token, which a longer pass delays.
         """
-        self.costs.ready()
         keys = [(s.draft, s.params.num_beams, s.params.draft_beams or s.params.num_beams) for s in seqs]
         self._keys |= zip((seq.id for seq in seqs), keys, strict=True)
         rates = [self._rate(keys, num_rows, num_levels) for num_levels in range(MOST_LEVELS + 1)]
