@@ -1,50 +1,48 @@
-"""README.md and docs/*.md are executed. An HTML comment on the line above a fenced block says how:
+"""README.md, CONTRIBUTING.md and docs/ are executed. An HTML comment on the line above a fenced block says how:
 
     <!-- file: PATH -->      the block is a file; it is written to PATH before anything runs
-    <!-- needs: REASON -->   the block is not run, because of what it needs
+    <!-- needs: REASON -->   the block is not run, because of what it needs; its commands must exist all the same
     <!-- printed -->         (```text) what the ```python block before it prints
     <!-- stable -->          (```console) what stands below each `$ ` line is compared with what the command prints
 
-Every other ```python block is run: one namespace and one process per document, in order. Every other ```console block
-is run after them, line by line. Both see a copy of the package in an empty folder, so that a document can add a file
-to it. In compared output `...` stands for anything.
+Every other ```python block is run, in order, with one namespace per document. Every other ```console block is run after
+them, line by line: `forerun ...` in this process, so that torch is loaded once, and everything else by a shell. All of
+it happens in an empty folder. In compared output `...` stands for anything.
 """
 
 from __future__ import annotations
 
+import contextlib
 import doctest
+import gc
+import io
 import itertools
-import json
 import os
 import re
-import shutil
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
+
+from forerun.cli.main import app, main
 
 ROOT = Path(__file__).parents[2]
-PAGES = [page for folder in ("", "methods", "tutorials") for page in (ROOT / "docs" / folder).glob("*.md")]
-DOCUMENTS = [ROOT / "README.md", *sorted(PAGES)]
+FOLDERS = ("", "api", "methods", "tutorials")
+PAGES = [page for folder in FOLDERS for page in (ROOT / "docs" / folder).glob("*.md")]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(PAGES)]
 HISTORY = sorted((ROOT / "docs" / "history").glob("*.md"))  # read, and not run: its commands are of their time
 FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[a-z]+)(?:: (?P<value>.+?))? -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
 LANGUAGES = {"python": {"file", "needs"}, "console": {"needs", "stable"}, "text": {"printed"}, "json": {"file"}}
-TIMEOUT_S = 300  # of one command, on a busy machine; alone they take seconds
-
-# Runs in the copy: each block under its own line numbers; what it printed goes to a file, by line.
-DRIVER = """
-import contextlib, io, json, sys
-namespace, outputs = {"__name__": "__main__"}, {}
-for line, code in json.load(open("blocks.json", encoding="utf-8")):
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile("\\n" * line + code, sys.argv[1], "exec"), namespace)
-    outputs[line] = printed.getvalue()
-json.dump(outputs, open("outputs.json", "w", encoding="utf-8"))
-"""
+TIMEOUT_S = 300  # of one command of a shell, on a busy machine; alone they take seconds
+SHELL = re.compile(r"[|&;<>$`]|\bcat\b")
 
 
 @dataclass(frozen=True)
@@ -71,24 +69,33 @@ def name_of(document: Path) -> str:
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """An empty folder with the package in it, its data linked."""
-    package = tmp_path / "src" / "forerun"
-    shutil.copytree(ROOT / "src" / "forerun", package, ignore=shutil.ignore_patterns("__pycache__", "data"))
-    (package / "data").symlink_to(ROOT / "src" / "forerun" / "data")
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to be in, with the variables of a plain terminal of 100 columns."""
+    for name in [name for name in os.environ if name.startswith("FORERUN_")]:
+        monkeypatch.delenv(name)
+    for name, value in {"NO_COLOR": "1", "COLUMNS": "100", "TERM": "dumb", "PYTHONPATH": str(ROOT / "src")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def run(command: list[str], folder: Path) -> str:
-    """Stdout and stderr of a command that must succeed, run with the package in `folder`."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith("FORERUN_")}
-    env.pop("PYTHONDONTWRITEBYTECODE", None)  # the commands of a document share what the first one compiled
-    env |= {"PYTHONPATH": str(folder / "src"), "NO_COLOR": "1", "COLUMNS": "100", "TERM": "dumb"}
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+def in_this_process(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
+    """What `forerun ...` prints, stdout before stderr. It must succeed."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    gc.unfreeze()  # this process has other tests to run
+    printed = "".join(capfd.readouterr())
+    assert not ended.value.code, f"forerun {arguments} ended with {ended.value.code}:\n{printed}"
+    return printed
+
+
+def in_a_shell(command: str) -> str:
+    """What a command prints that must succeed."""
     done = subprocess.run(
-        command,
-        cwd=folder,
-        env=env,
+        ["bash", "-c", command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -104,29 +111,31 @@ def same_output(wanted: str, got: str) -> bool:
     return doctest.OutputChecker().check_output(wanted, got, flags)
 
 
-def run_python(document: Path, blocks: list[Block], folder: Path) -> None:
-    code = [(block.line, block.text) for block in blocks if block.language == "python" and block.mark is None]
-    if not code:
-        return
-    (folder / "blocks.json").write_text(json.dumps(code), encoding="utf-8")
-    run([sys.executable, "-c", DRIVER, name_of(document)], folder)
-    outputs = json.loads((folder / "outputs.json").read_text(encoding="utf-8"))
+def run_python(document: Path, blocks: list[Block]) -> None:
+    """Run each block under its own line numbers, and compare what it prints with the block that says so."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    printed: dict[int, str] = {}
+    for block in blocks:
+        if block.language != "python" or block.mark is not None:
+            continue
+        code = compile("\n" * block.line + block.text, name_of(document), "exec")
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            exec(code, namespace)
+        printed[block.line] = said.getvalue()
     for before, block in itertools.pairwise(blocks):
         if block.mark == "printed":
-            got = outputs[str(before.line)]
+            got = printed[before.line]
             assert same_output(block.text, got), f"{name_of(document)}:{block.line} prints\n{got}"
 
 
-def run_console(document: Path, block: Block, folder: Path) -> None:
+def commands_of(block: Block) -> Iterator[tuple[str, str]]:
+    """Each command, with what stands below it."""
     for part in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
         lines = part.splitlines(keepends=True)
         num_lines = 1
         while lines[num_lines - 1].endswith("\\\n"):
             num_lines += 1
-        printed = run(["bash", "-c", "".join(lines[:num_lines])], folder)
-        wanted = "".join(lines[num_lines:])
-        if block.mark == "stable":
-            assert same_output(wanted, printed), f"{name_of(document)}:{block.line} prints\n{printed}"
+        yield "".join(lines[:num_lines]), "".join(lines[num_lines:])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
@@ -140,17 +149,92 @@ def test_every_block_is_of_a_known_kind(document: Path) -> None:
         assert block.mark is None or block.mark in LANGUAGES[block.language], f"{name_of(document)}:{block.line}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_examples_run(document: Path, copy: Path) -> None:
+def runs(document: Path) -> bool:
+    return any(block.mark != "needs" and block.language in {"python", "console"} for block in blocks_of(document))
+
+
+@pytest.mark.parametrize("document", list(filter(runs, DOCUMENTS)), ids=name_of)
+def test_examples_run(
+    document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     blocks = blocks_of(document)
     for block in blocks:
         if block.mark == "file":
             assert block.value is not None
-            (copy / block.value).write_text(block.text, encoding="utf-8")
-    run_python(document, blocks, copy)
+            (folder / block.value).write_text(block.text, encoding="utf-8")
+    run_python(document, blocks)
     for block in blocks:
-        if block.language == "console" and block.mark != "needs":
-            run_console(document, block, copy)
+        if block.language != "console" or block.mark == "needs":
+            continue
+        for command, wanted in commands_of(block):
+            if command.startswith("forerun ") and not SHELL.search(re.sub(r"'[^']*'|\"[^\"]*\"", "", command)):
+                printed = in_this_process(shlex.split(command.replace("\\\n", " "))[1:], monkeypatch, capfd)
+            else:
+                printed = in_a_shell(command)
+            if block.mark == "stable":
+                assert same_output(wanted, printed), f"{name_of(document)}:{block.line} prints\n{printed}"
+
+
+# ------------------------------------------------------------------------------------------------- what is only named
+
+COMMAND_LINE: Any = typer.main.get_command(app)
+TARGETS = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+
+
+def words_of(command: str) -> list[str]:
+    """The words of the first command of a line, without variables before it and redirections behind it."""
+    words = shlex.split(command.replace("\\\n", " "), comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words.pop(0)
+    return list(itertools.takewhile(lambda word: word not in {"|", "||", "&&", "&", ">", ";"}, words))
+
+
+def fault_of(words: list[str]) -> str | None:
+    """What is wrong with a command of ours as a document writes it; None for a good one, and for one of others."""
+    match words:
+        case ["make", target, *_] if target not in TARGETS and "=" not in target:
+            return f"no target {target} in the Makefile"
+        case ["python", "-m", module, *_] if module.partition(".")[0] in {"benchmarks", "forerun"}:
+            path = module.replace(".", "/")
+            places = [ROOT / path, ROOT / "src" / path]
+            found = any(place.with_suffix(".py").exists() or (place / "__main__.py").exists() for place in places)
+            return None if found else f"no module {module}"
+        case ["python", path, *_] if path.startswith(("docs/", "examples/", "tests/")) and not (ROOT / path).exists():
+            return f"no file {path}"
+        case ["forerun", *rest]:
+            return _fault_of_ours(rest)
+    return None
+
+
+def _fault_of_ours(words: list[str]) -> str | None:
+    command = COMMAND_LINE
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words[0]]
+        words = words[1:]
+    if getattr(command, "commands", None) and words and not words[0].startswith("-"):
+        return f"no command {words[0]}"
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    for word in words:
+        if word == "--":
+            return None
+        flag = word.partition("=")[0]
+        if re.match(r"--[a-z]", word) and flag not in {*known, "--help"}:
+            return f"no option {flag}"
+    return None
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_commands_exist(document: Path) -> None:
+    """Whether or not a command is run here: its name, and each of its options; also of one within a sentence."""
+    faults = []
+    for block in blocks_of(document):
+        if block.language == "console" and not re.search(r"^error: ", block.text, re.M):
+            faults += [(block.line, command, fault_of(words_of(command))) for command, _ in commands_of(block)]
+    page = FENCE.sub("", document.read_text(encoding="utf-8"))
+    for span in re.findall(r"`((?:[A-Z_]+=\S+ )*(?:forerun|make|python) [^`]+)`", page):
+        faults.append((0, span, fault_of(words_of(" ".join(span.split())))))
+    wrong = [f"{name_of(document)}:{line} {command!r}: {fault}" for line, command, fault in faults if fault]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *HISTORY], ids=name_of)
