@@ -46,6 +46,7 @@ export ANSWERS
 READY := $(VENV)/ready
 TEST_READY := $(VENV)/ready-for-tests
 RUN_READY := $(if $(wildcard $(TEST_READY)),$(TEST_READY),$(READY))
+DOCS_READY := $(VENV)/ready-for-docs
 
 # The extension, in src/forerun. It is made with the set-up, and again when its sources change.
 NATIVE := $(VENV)/native
@@ -74,7 +75,7 @@ unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-isas check native parity bench clean torch-index
+.PHONY: help demo test test-isas check native parity bench docs clean torch-index
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -117,6 +118,10 @@ parity: $(TEST_READY) $(NATIVE)  ## the long comparison of every drafter with pl
 bench: $(RUN_READY) $(NATIVE)  ## plain decoding against each drafter, on this machine
 	$(BIN)/forerun bench latency $(ARGS)
 
+docs: $(DOCS_READY)  ## the documentation as a site, in build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
+
 clean:  ## remove .venv, caches and what was compiled
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	rm -f src/forerun/_native*.so
@@ -134,6 +139,10 @@ $(READY) $(TEST_READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
 
 # The test tools hold those that build, so that only what has changed is compiled; otherwise pip fetches them once more.
 REBUILD = $(PIP) --quiet --no-deps $(if $(wildcard $(TEST_READY)),--no-build-isolation) -e .
+
+$(DOCS_READY): pyproject.toml constraints.txt | $(RUN_READY)
+	$(PIP) $(if $(wildcard $(TEST_READY)),--no-build-isolation) -e '.[docs]'
+	@touch $@ $(NATIVE)
 
 # Listed behind one of the two above, which may have made it.
 $(NATIVE): $(CSRC)

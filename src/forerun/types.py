@@ -295,7 +295,7 @@ class Draft:
 
     @staticmethod
     def chains(tokens: Seq[Seq[int]], probs: Seq[Seq[Probs]]) -> Draft:
-        """Make a draft of one chain per sequence: tokens[b][i] was drawn from probs[b][i] after tokens[b][:i]."""
+        """Make a draft of one chain per sequence; `tokens[b][i]` was drawn from `probs[b][i]` after `tokens[b][:i]`."""
         starts, parents = [0], []
         for chain in tokens:
             parents += [-1 if i == 0 else starts[-1] + i - 1 for i in range(len(chain))]

@@ -66,7 +66,8 @@ def speculative_generate(
 
     Args:
         inputs: token ids, or several lists of them, each of which is generated from by itself.
-        drafter, target: modules with config.vocab_size, both causal or both encoder-decoders, each on its own device.
+        drafter: a module with config.vocab_size, causal or an encoder-decoder as the target is.
+        target: the module whose text it is. Each module may stand on a device of its own.
         tokenizer: of transformers, for `debug`, and for how many ids have a token, where the modules have padding.
         gamma: tokens drafted per round, 1 to 64; near the end of the output fewer.
         use_egag: draft by the entropy of the drafter's first distribution (forerun/pacing/entropy.py), from gamma_min
