@@ -120,7 +120,7 @@ bench: $(RUN_READY) $(NATIVE)  ## plain decoding against each drafter, on this m
 
 docs: $(DOCS_READY)  ## the documentation as a site, in build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "open build/site/index.html"
+	@echo "open build/site/index.html; to search it, serve it: $(BIN)/python -m http.server -d build/site"
 
 clean:  ## remove .venv, caches and what was compiled
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
