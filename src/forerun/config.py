@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.errors import BadOption, NotFound, shown
 from forerun.native import VARIABLES
 from forerun.params import SamplingParams
-from forerun.registry import by_name, by_value, checked, unknown
+from forerun.registry import by_name, by_value, checked, option, unknown
 
 DEFAULT_SPEC_LENGTH = 5  # of pacing=fixed
 AUTO_SPEC_LENGTH = 16  # the most that pacing=auto grants
@@ -29,10 +29,6 @@ COMMAND_VARIABLES = ("FORERUN_API_KEY",)  # read by commands (serve, lab, bench 
 # FORERUN_PORT=tcp://...), and containers of each other, is not meant for us.
 _SERVICE_LINK = re.compile(r"FORERUN_(\w+_)?(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP))(_\w+)?")
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+")
-
-
-def _option(default: Any, text: str, **range_: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"help": text, **range_})
 
 
 GROUPS = {8: (16, 32, 64, 128), 4: (32, 64, 128)}  # weights that may share a scale, by their bits
@@ -66,58 +62,65 @@ class Quantization:
 class EngineConfig:
     """The options that an engine is started with. Raises BadOption for an option that cannot be honoured."""
 
-    target: str | None = _option(
+    target: str | None = option(
         None,
         "checkpoint folder, GGUF file, hub id (org/name[@revision]), or a name that `forerun models` lists; none = the "
         "shipped model",
     )
-    draft: str = _option(
-        "auto", "auto, none, a method with options such as lookup:max_n=3, or a draft model's folder or hub id"
+    draft: str = option(
+        "auto",
+        "auto, none, a method with options such as lookup:max_n=3, or a draft model's folder or hub id",
+        methods="forerun.drafters",
     )
-    extra_drafts: str | None = _option(
+    extra_drafts: str | None = option(
         None, "more drafters that requests may choose, separated by semicolons; lookup and none are always there"
     )
-    spec_length: int | None = _option(
+    spec_length: int | None = option(
         None,
         "tokens drafted per step (K) by requests that draft; none = as many as pay; with pacing=auto the most that are "
         "granted",
         min=1,
         max=64,
     )
-    pacing: str | None = _option(
-        None, "policy that decides how far to draft; none = fixed where spec_length is given, else auto"
+    pacing: str | None = option(
+        None,
+        "policy that decides how far to draft; none = fixed where spec_length is given, else auto",
+        methods="forerun.pacing",
     )
-    pacing_log: str | None = _option(
+    pacing_log: str | None = option(
         None, "file for one JSON line per round: what was granted, drafted and accepted, and the policy's own numbers"
     )
-    calibrate: bool = _option(
+    calibrate: bool = option(
         True, "pacing=auto measures what passes take by their rows, once per machine and model; off: a built-in curve"
     )
-    dtype: str = _option("auto", "auto, float32 or bfloat16")
-    quantization: str | None = _option(
+    dtype: str = option("auto", "auto, float32 or bfloat16")
+    quantization: str | None = option(
         None, "int8 or int4[:group=N]: the target's weights are rounded to so many bits while they are loaded"
     )
-    device: str = _option("auto", "auto (cpu), cpu or cuda")
-    generation_config: str = _option(
+    device: str = option("auto", "auto (cpu), cpu or cuda")
+    generation_config: str = option(
         "none", "none, or model: the sampling values in the checkpoint's generation_config.json become the defaults"
     )
-    ignore_config_keys: str | None = _option(
-        None, "keys of config.json to read it without, separated by commas: of all models that are loaded"
+    ignore_config_keys: str | None = option(
+        None,
+        "keys of config.json to read it without, separated by commas: of all models that are loaded",
+        flag="--ignore-config-key",
+        takes=list[str],
     )
-    chat_template: str | None = _option(None, "file with the chat template (Jinja); none = the checkpoint's own")
-    ops: str = _option(
+    chat_template: str | None = option(None, "file with the chat template (Jinja); none = the checkpoint's own")
+    ops: str = option(
         "auto", "auto, native (a CPU's kernels), reference (torch), or reference_row_by_row (slow; any device)"
     )
-    kv_cache_backend: str = _option("paged", "paged (blocks of 16 tokens) or contiguous (one block per sequence)")
-    kv_cache_tokens: int | None = _option(None, "tokens in the KV cache; none = max_batch_size * max_seq_len", min=16)
-    max_batch_size: int = _option(8, "sequences that run together at most", min=1, max=1024)
-    max_seq_len: int | None = _option(None, "prompt + output tokens; none = the model's, at most 4096", min=2)
-    prefix_caching: bool = _option(True, "let requests share what equal beginnings left in the KV cache (paged only)")
-    prefill_chunk_tokens: int = _option(512, "prompt tokens run per step at most", min=1)
-    max_num_batched_tokens: int = _option(
+    kv_cache_backend: str = option("paged", "paged (blocks of 16 tokens) or contiguous (one block per sequence)")
+    kv_cache_tokens: int | None = option(None, "tokens in the KV cache; none = max_batch_size * max_seq_len", min=16)
+    max_batch_size: int = option(8, "sequences that run together at most", min=1, max=1024)
+    max_seq_len: int | None = option(None, "prompt + output tokens; none = the model's, at most 4096", min=2)
+    prefix_caching: bool = option(True, "let requests share what equal beginnings left in the KV cache (paged only)")
+    prefill_chunk_tokens: int = option(512, "prompt tokens run per step at most", min=1)
+    max_num_batched_tokens: int = option(
         1024, "rows of one target pass at most: sequences that decode, prompt tokens and drafts", min=1
     )
-    draft_catchup_tokens: int = _option(
+    draft_catchup_tokens: int = option(
         512,
         "committed tokens per step that draft models run to catch up, at most; fewer where that would double a step",
         min=1,

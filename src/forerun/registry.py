@@ -29,6 +29,22 @@ from typing import Any
 
 from forerun.errors import BadOption, shown
 
+
+def option(default: Any, help: str, **about: Any) -> Any:
+    """Return a field of a dataclass of options: its default, what it is, and its range, which is checked by `checked`.
+
+    about: min and max, of each entry where there are several; unit, of numbers; and how a command has it, where that
+    does not follow from the field (cli/signatures.py): flag, takes, envvar, methods (the room that has them),
+    is_written (a file), usual (what help calls the default).
+    """
+    return dataclasses.field(default=default, metadata={"help": help, **about})
+
+
+def flag_of(field: dataclasses.Field[Any]) -> str:
+    """Return the flag of a field on the command line."""
+    return str(field.metadata.get("flag", f"--{field.name.replace('_', '-')}"))
+
+
 MAX_NESTED = 20  # parentheses of a spec in one another
 LONGEST_GUESSED = 100  # characters of a name for which the nearest known one is looked for
 
@@ -152,7 +168,7 @@ def checked(cls: type[Any], values: Mapping[str, Any], method: str = "") -> dict
             )
         label = f"{method}:{key}" if method else key
         made[key] = _convert(value, hints[key], label)
-        _check_range(made[key], fields[key].metadata, label)
+        check_range(made[key], fields[key].metadata, f"{label}={shown(made[key])}")
     return made
 
 
@@ -186,13 +202,14 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     raise BadOption(f"{name}={shown(value)} is not possible: it must be of type {kind.__name__}")
 
 
-def _check_range(value: Any, metadata: Mapping[str, Any], name: str) -> None:
+def check_range(value: Any, metadata: Mapping[str, Any], said: str) -> None:
+    """Raise BadOption for a value outside of its field's range. said: name and value, as they were given."""
     low, high = metadata.get("min"), metadata.get("max")
     if value is None or (low is None and high is None):
         return
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         bounds = f"at least {low}" if high is None else f"in {low} .. {high}"
-        raise BadOption(f"{name}={shown(value)} is not possible: it must be {bounds}")
+        raise BadOption(f"{said} is not possible: it must be {bounds}")
 
 
 # ------------------------------------------------------------------------------------- names that other engines use

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from forerun.cli.signatures import Fields
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, NotFound, shown
 from forerun.registry import by_name, names, unknown
@@ -96,6 +99,35 @@ ConfigFile = Annotated[
         rich_help_panel=ENGINE_OPTION,
     ),
 ]
+
+_APART: dict[str, Any] = {"use_speculative_decoding": UseSpeculativeDecoding, "config": ConfigFile}
+
+
+@dataclass(frozen=True)
+class _EngineFields(Fields):
+    """Those of EngineConfig, and what is given beside them: the config file, and whether to draft at all."""
+
+    cls: type[Any] = EngineConfig
+    panel: str | None = ENGINE_OPTION
+
+    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield each name with its parameter of a command."""
+        apart = [name for name in _APART if name in self.names or not self.names]
+        names = [name for name in self.names if name not in apart]
+        yield from Fields(EngineConfig, names, self.leave_out, self.usual, self.panel).parameters()
+        for name in apart:
+            yield name, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=_APART[name])
+
+
+def engine(*names: str, leave_out: Collection[str] = (), **usual: Any) -> Fields:
+    """Stand for flags of the engine's options, in the order of the names; without names for all of them.
+
+    usual: what a command has in place of a default.
+    """
+    return _EngineFields(names=names, leave_out=leave_out, usual=usual)
+
+
+MODEL = ("device", "dtype", "quantization", "ops", "kv_cache_backend", "config")  # of most commands that measure
 
 TEMPERATURE_HELP = "0 = greedy"
 TOP_K_HELP = "keep the k most likely ids; 0 = all"
@@ -269,5 +301,6 @@ def engine_config(flags: Mapping[str, Any], config_file: Path | None = None, **u
 
     usual: what the command has in place of a default.
     """
+    config_file = flags.get("config", config_file)
     given = {k: v for k, v in flags.items() if k in _ENGINE}
     return EngineConfig.from_sources(given, str(config_file) if config_file else None, usual)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from forerun.cli.folding import folded
+from forerun.cli.signatures import expanded
+from forerun.errors import BadOption
 
 LEAST_WIDTH = 40  # columns
 NARROW = 76  # columns; below, flags have less room beside their texts
@@ -55,6 +57,16 @@ class _Command(TyperCommand):
 
 class _Group(TyperGroup):
     context_class = _Context
+    moved: Mapping[str, str] = {}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Raises BadOption for a command that is no longer in the package, with where it is."""
+        if args[0] in self.moved:
+            raise BadOption(
+                f"{ctx.command_path} {args[0]} is a developer's benchmark, which is not in the package: in a copy of "
+                f"forerun's repository, python -m benchmarks.{self.moved[args[0]]} runs it"
+            )
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The first sentence of each command's help, whole: click would cut it off at the end of the line."""
@@ -67,12 +79,12 @@ class _Group(TyperGroup):
 
 
 class App(typer.Typer):
-    """A command with subcommands. text: its help."""
+    """A command with subcommands. text: its help. moved: commands that it had, and the benchmark that each is now."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, moved: Mapping[str, str] | None = None) -> None:
         super().__init__(
             help=text,
-            cls=_Group,
+            cls=type("_Group", (_Group,), {"moved": moved or {}}),
             no_args_is_help=True,
             add_completion=False,
             rich_markup_mode=None,
@@ -80,5 +92,6 @@ class App(typer.Typer):
         )
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
-        """See typer.Typer.command."""
-        return super().command(name, **{"cls": _Command, **settings})
+        """See typer.Typer.command; the flags of fields stand in the command's signature as Fields."""
+        add = super().command(name, **{"cls": _Command, **settings})
+        return lambda command: add(expanded(command))
