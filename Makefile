@@ -101,8 +101,8 @@ test-isas: $(TEST_READY) $(NATIVE)  ## the tests of what the kernels compute, on
 	done
 
 check: $(TEST_READY) $(NATIVE)  ## lint, formatting, types, import order
-	$(BIN)/ruff check src tests docs examples
-	$(BIN)/ruff format --check src tests docs examples
+	$(BIN)/ruff check src tests docs examples benchmarks
+	$(BIN)/ruff format --check src tests docs examples benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
@@ -125,7 +125,7 @@ docs: $(DOCS_READY)  ## the documentation as a site, in build/site; a link that 
 clean:  ## remove .venv, caches and what was compiled
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	rm -f src/forerun/_native*.so
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 torch-index:
 	@$(FIND_TORCH_INDEX)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from forerun.bench.latency import WORKLOADS, ForwardClock, Plan, planned, run_once
+from forerun.bench.latency import WORKLOADS, ForwardClock, planned, run_once
+from forerun.bench.plans import LatencyPlan
 from forerun.bench.results import Tally, Variant, line_of, plain_pass_s_of
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption
@@ -90,12 +91,12 @@ def test_a_step_is_charged_with_its_own_forwards_only(tmp_path: Path) -> None:
 
 
 def test_a_workload_is_a_plan_that_says_which_models() -> None:
-    plan, engine = planned("w1", shape=None, draft_shape=None, drafts=(), spec_lengths=(), num_prompts=2)
-    assert plan == Plan(num_prompts=2, **WORKLOADS["w1"][0])
+    plan, engine = planned("w1", {"num_prompts": 2})
+    assert plan == LatencyPlan(num_prompts=2, **WORKLOADS["w1"][0])
     assert (plan.shape, plan.draft_shape) == ("llama-3.2-3b", "llama-3.2-1b")
     assert engine == {"dtype": "bfloat16"}
-    assert planned("w1", spec_lengths=(2,))[0].spec_lengths == (2,)
-    assert planned(None, shape="demo") == (Plan(shape="demo"), {})
+    assert planned("w1", {"spec_lengths": (2,)})[0].spec_lengths == (2,)
+    assert planned(None, {"shape": "demo"}) == (LatencyPlan(shape="demo"), {})
 
 
 @pytest.mark.parametrize(
@@ -108,5 +109,5 @@ def test_a_workload_is_a_plan_that_says_which_models() -> None:
 )
 def test_contradictory_plans_are_refused(workload: str | None, wanted: dict[str, Any], sentence: str) -> None:
     with pytest.raises(BadOption) as caught:
-        planned(workload, **wanted)
+        planned(workload, wanted)
     assert sentence in str(caught.value)

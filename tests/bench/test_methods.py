@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 from forerun import registry
 from forerun.bench import methods, methods_picture
-from forerun.bench.methods import PROMPTS, MethodsPlan, Turn, Way, WorkPrompt, compare, read_work, run
+from forerun.bench.methods import PROMPTS, Turn, Way, WorkPrompt, compare, read_work, run
 from forerun.bench.methods_results import AGAIN, PLAIN, cells_of, summaries_of
+from forerun.bench.plans import MethodsPlan
 from forerun.bench.results import Tally, Variant
 from forerun.cli.bench import app
 from forerun.config import EngineConfig

@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from forerun.bench import paper_formulas, report
+from benchmarks import paper_formulas
+from forerun.bench import report
 from forerun.bench.exhibits import record_of
 from forerun.errors import BadOption, NotFound
 

@@ -12,16 +12,16 @@ import tomllib
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from forerun.bench import report, tune_grid
+from forerun.bench import report
+from forerun.bench.plans import TunePlan
 from forerun.bench.results import Tally, Variant
 from forerun.bench.tune import contenders_of, drop_slow, further, run
-from forerun.bench.tune_engine import TunePlan, candidates_of
+from forerun.bench.tune_engine import candidates_of
 from forerun.bench.tune_prediction import LONGEST, Passes, Prediction, Predictor, Round, Turn, alphas, replay
 from forerun.bench.tune_results import (
     Contender,
@@ -327,7 +327,6 @@ def test_every_command_that_runs_an_engine_takes_a_config_file() -> None:
     commands = {**top.commands, **{f"bench {k}": v for k, v in top.commands["bench"].commands.items()}}  # type: ignore[attr-defined]
     takers = {name for name, command in commands.items() if any(param.name == "config" for param in command.params)}
     assert {"generate", "chat", "serve", "batch", "lab", "plan", "tune", "bench latency", "bench methods"} <= takers
-    assert {"bench throughput", "bench serving", "bench gaps", "bench quality", "bench peers", "bench tune"} <= takers
 
 
 def test_two_requests_at_once_and_sampled(tiny: Path, tmp_path: Path) -> None:
@@ -388,13 +387,3 @@ def test_candidates_of_a_model_without_a_draft_are_those_that_need_no_file(tiny:
     assert candidates_of(EngineConfig(target=str(tiny)), TunePlan(drafts=("none", "lookup"), only=True)) == ["lookup"]
     with pytest.raises(BadOption, match="no drafter is left"):
         candidates_of(EngineConfig(target=str(tiny)), TunePlan(drafts=("none",), only=True))
-
-
-def test_the_check_of_the_choice_measures_a_grid(tiny: Path, tmp_path: Path, capsys: Any) -> None:
-    request = ("one two one two one", SamplingParams(max_tokens=6, temperature=0))
-    plan = TunePlan(requests=(request,), drafts=("lookup",), only=True, minutes=0.001, max_tokens=6)
-    record = tune_grid.run(EngineConfig(target=str(tiny)), tune_grid.GridPlan(plan, (2,), 1))
-    ways = {(one["draft"], one["spec_length"]) for one in record["grid"]}
-    assert {("none", 0), ("lookup", 2), ("lookup", None)} <= ways
-    assert record["choice_over_best"] <= 1
-    assert "of the best of the grid" in " ".join(capsys.readouterr().out.split())

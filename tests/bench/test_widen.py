@@ -9,6 +9,7 @@ import torch
 
 from bench.widening import PROMPT, SMALL, TOLERANCE, WIDE, case, difference, random_weights, run_greedy
 from forerun import LLM, SamplingParams, ops as operators
+from forerun.bench.plans import SHAPE_NAMES
 from forerun.bench.widen import (
     SHAPES,
     head_to_widen,
@@ -18,7 +19,6 @@ from forerun.bench.widen import (
     write_widened,
     write_widened_head,
 )
-from forerun.cli.bench import SHAPE_NAMES
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.models.layers import Decoder, parameter_shapes

@@ -31,7 +31,6 @@ CASES = {
     "target_case": (("generate", "--target", "SmolLM2", "x"), "there is no folder SmolLM2 (did you mean smollm2?)"),
     "target_empty": (("generate", "--target", "", "x"), "target='' names nothing: leave target out"),
     "draft_empty": ((*LLAMA, "--draft", ""), "draft='' names nothing: leave draft out"),
-    "variant": (("bench", "quality", "--variant", "int5"), "--variant 'int5' is not possible: it must be float32,"),
     "draft_folder": ((*LLAMA, "--draft", "./nowhere"), "there is no folder"),
     "no_tokenizer": (("generate", "--target", "bare", "x"), "bare"),
     "prompt_file": (("generate", "--target", "llama", "--prompt-file", "no.txt"), "the prompt file 'no.txt' cannot be"),

@@ -1,4 +1,4 @@
-"""`forerun theory` and `forerun paper` as commands."""
+"""`forerun theory` as a command."""
 
 from __future__ import annotations
 
@@ -45,12 +45,3 @@ def test_refusals(cli, arguments, message):
     done = cli("theory", *arguments)
     assert done.returncode == 2
     assert message in done.stderr
-
-
-def test_paper_prints_what_is_asked(cli):
-    done = cli("paper", "table-1", "lenience")
-    assert done.returncode == 0
-    assert "Table 1" in done.stdout
-    assert "A.5" in done.stdout
-    assert "Figure" not in done.stdout
-    assert cli("paper", "table-2").returncode == 2

@@ -103,10 +103,9 @@ def test_the_command_line_takes_and_prints_ids(target: Path, tmp_path: Path) -> 
 def test_the_benchmark_takes_prompts_of_ids(target: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"id": "a", "ids": [20]}\n{"id": "b", "text": "x"}\n', encoding="utf-8")
-    plan = latency.Plan(prompt_file=file)
-    assert latency.read_texts_or_ids(plan) == [("a", [20]), ("b", "x")]
+    assert latency.read_texts_or_ids(5, file) == [("a", [20]), ("b", "x")]
     with pytest.raises(BadOption, match="the prompt 'a' is token ids, and this benchmark takes texts"):
-        latency.read_prompts(plan)
+        latency.read_prompts(5, file)
     file.write_text(json.dumps({"id": "a", "ids": "x"}), encoding="utf-8")
     with pytest.raises(BadOption, match="is not a prompt file"):
-        latency.read_texts_or_ids(plan)
+        latency.read_texts_or_ids(5, file)

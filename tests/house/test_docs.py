@@ -73,8 +73,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to be in, with the variables of a plain terminal of 100 columns."""
     for name in [name for name in os.environ if name.startswith("FORERUN_")]:
         monkeypatch.delenv(name)
-    for name, value in {"NO_COLOR": "1", "COLUMNS": "100", "TERM": "dumb", "PYTHONPATH": str(ROOT / "src")}.items():
+    for name, value in {"NO_COLOR": "1", "COLUMNS": "100", "TERM": "dumb"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")  # the second has the benchmarks
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.quality import QualityPlan, measure, text_ids
 from forerun import LLM, SamplingParams, ops
-from forerun.bench.quality import QualityPlan, measure, text_ids
 from forerun.cli.main import main
 from forerun.config import EngineConfig, Quantization
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET

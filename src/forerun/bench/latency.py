@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence as Seq
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forerun import drafters, registry
+from forerun.bench.plans import LatencyPlan
 from forerun.bench.results import (
     Ceiling,
     Line,
@@ -44,27 +45,6 @@ from forerun.types import SamplingParams, StepReport
 PLAIN = Variant("none", 0)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to measure.
-
-    drafts: () = every method that needs nothing else. shape, draft_shape: presets of widen, or "none"; with a
-    draft_shape all drafts are models, which get it, () = the configuration's. spec_lengths: () = the configuration's.
-    """
-
-    drafts: tuple[str, ...] = ()
-    shape: str = "none"
-    draft_shape: str = "none"
-    spec_lengths: tuple[int, ...] = ()
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    acceptance: str = "ratio"
-    num_prompts: int = 5
-    max_tokens: int = 64
-    num_repeats: int = 1
-    prompt_file: Path | None = None
-    seed: int = 1
-
-
 # Named workloads: what the options of a plan are where the command line does not say otherwise, and the engine's.
 WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # The pair of Llama 3.2 1B drafting for 3B at its true shapes; one request at a time.
@@ -75,19 +55,18 @@ WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def planned(workload: str | None, **wanted: Any) -> tuple[Plan, dict[str, Any]]:
-    """A plan and the engine's options: those of a workload, under what is wanted (None and () = not said).
+def planned(workload: str | None, given: Mapping[str, Any]) -> tuple[LatencyPlan, dict[str, Any]]:
+    """A plan and the engine's options: those of a workload, under what is given.
 
     Raises BadOption for an unknown workload, and for one whose models are to be others.
     """
     if workload is not None and workload not in WORKLOADS:
         raise BadOption(registry.unknown("workload", workload, WORKLOADS))
     measured, engine = ({}, {}) if workload is None else WORKLOADS[workload]
-    given = {key: value for key, value in wanted.items() if value is not None and value != ()}
     for key in ("shape", "draft_shape"):
         if workload is not None and key in given:
             raise BadOption(f"--workload {workload} contradicts --{key.replace('_', '-')}: drop one")
-    return Plan(**{**measured, **given}), engine
+    return LatencyPlan(**{**measured, **given}), engine
 
 
 @dataclass(frozen=True)
@@ -100,7 +79,7 @@ class Measured:
     ceiling: Ceiling
 
 
-def run(config: EngineConfig, plan: Plan) -> dict[str, Any]:
+def run(config: EngineConfig, plan: LatencyPlan) -> dict[str, Any]:
     """Measure, print tables, and return all of it for JSON. Raises UserError for what cannot be measured."""
     console = make_console()
     found = measured(config, plan, console)
@@ -110,9 +89,9 @@ def run(config: EngineConfig, plan: Plan) -> dict[str, Any]:
     return about | record_of(found.lines, found.target.model, found.drafts, found.ceiling)
 
 
-def measured(config: EngineConfig, plan: Plan, console: Console) -> Measured:
+def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measured:
     """Measure, and print what is measured. Raises UserError for what cannot be."""
-    prompts = read_texts_or_ids(plan)
+    prompts = read_texts_or_ids(plan.num_prompts, plan.prompt_file)
     if plan.draft_shape != "none":
         for name in _models(config, plan):
             draft_options(name)
@@ -140,18 +119,18 @@ def measured(config: EngineConfig, plan: Plan, console: Console) -> Measured:
     return Measured(lines, checkpoint, drafts, ceiling)
 
 
-def read_prompts(plan: Plan) -> list[tuple[str, str]]:
+def read_prompts(num: int, file: Path | None = None) -> list[tuple[str, str]]:
     """(id, text) of the first held-out prompts, one from each module in turn. Raises NotFound, BadOption."""
-    found = read_texts_or_ids(plan)
+    found = read_texts_or_ids(num, file)
     for name, prompt in found:
         if not isinstance(prompt, str):
             raise BadOption(f'the prompt {shown(name)} is token ids, and this benchmark takes texts: give "text"')
     return cast(list[tuple[str, str]], found)
 
 
-def read_texts_or_ids(plan: Plan) -> list[tuple[str, Prompt]]:
+def read_texts_or_ids(num: int, file: Path | None = None) -> list[tuple[str, Prompt]]:
     """The same, of a file whose lines may have "ids" in place of "text"."""
-    file = plan.prompt_file or PROMPTS
+    file = file or PROMPTS
     if not file.is_file():
         raise NotFound(f"there is no prompt file {file}: name one with --prompt-file")
     try:
@@ -168,13 +147,13 @@ def read_texts_or_ids(plan: Plan) -> list[tuple[str, Prompt]]:
     if not ranked:
         raise BadOption(f"{file} holds no prompt: every line must be JSON with id and text")
     ranked.sort(key=lambda one: one[:2])
-    return [(name, prompt) for _, _, name, prompt in ranked[: plan.num_prompts]]
+    return [(name, prompt) for _, _, name, prompt in ranked[:num]]
 
 
 # ---------------------------------------------------------------------------------------------------------- engines
 
 
-def _build(checkpoint: Checkpoint, config: EngineConfig, plan: Plan, console: Console) -> dict[Variant, LLM]:
+def _build(checkpoint: Checkpoint, config: EngineConfig, plan: LatencyPlan, console: Console) -> dict[Variant, LLM]:
     """One engine per drafter and length over the same weights, plain decoding first."""
     # A prompt's second run would find most of the first one's cache.
     options = {**config.options(), "draft": "none", "prefix_caching": False}
@@ -201,7 +180,7 @@ def _build(checkpoint: Checkpoint, config: EngineConfig, plan: Plan, console: Co
     return llms
 
 
-def _models(config: EngineConfig, plan: Plan) -> tuple[str, ...]:
+def _models(config: EngineConfig, plan: LatencyPlan) -> tuple[str, ...]:
     """Return the draft models to widen."""
     return plan.drafts or (str(config.draft) if config.draft not in ("none", "auto") else "model",)
 
@@ -255,7 +234,9 @@ class ForwardClock:
         return seconds
 
 
-def _measure(llms: dict[Variant, LLM], prompts: list[tuple[str, Prompt]], plan: Plan, progress: Progress) -> list[Line]:
+def _measure(
+    llms: dict[Variant, LLM], prompts: list[tuple[str, Prompt]], plan: LatencyPlan, progress: Progress
+) -> list[Line]:
     clocks = {}
     for variant, llm in llms.items():
         runner = llm.engine.drafter.first.runner
@@ -278,7 +259,9 @@ def _measure(llms: dict[Variant, LLM], prompts: list[tuple[str, Prompt]], plan: 
     return [line_of(tally, tallies[tally.temperature, PLAIN], plain_pass_s) for tally in tallies.values()]
 
 
-def _runs(plan: Plan, prompts: list[tuple[str, Prompt]]) -> Iterator[tuple[int, tuple[int, tuple[str, Prompt]], float]]:
+def _runs(
+    plan: LatencyPlan, prompts: list[tuple[str, Prompt]]
+) -> Iterator[tuple[int, tuple[int, tuple[str, Prompt]], float]]:
     for repeat in range(plan.num_repeats):
         for prompt in enumerate(prompts):
             for t in plan.temperatures:

@@ -12,7 +12,6 @@ import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +21,7 @@ from forerun import native, pacing, registry, verify
 from forerun.bench.latency import ForwardClock, progress_bar, run_once
 from forerun.bench.methods_picture import check_picture, draw
 from forerun.bench.methods_results import AGAIN, PLAIN, cells_of, print_methods, summaries_of
+from forerun.bench.plans import MethodsPlan
 from forerun.bench.results import Ceiling, Tally, Variant, print_ceiling, record_of
 from forerun.bench.widen import load_widened
 from forerun.config import EngineConfig
@@ -40,43 +40,6 @@ from forerun.types import SamplingParams
 
 PROMPTS = named.DATA / "work.jsonl"
 WARM_UP_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class MethodsPlan:
-    """What to measure.
-
-    drafts: () = every drafter that needs no file. pacings: () = the engine's. acceptances: () = the engine's own
-    choice: match at temperature > 0, for every run has a seed. kinds: () = all that the prompt file has. shape: a
-    preset of widen, or "none". picture: without .svg or .png at its end both are written.
-    """
-
-    drafts: tuple[str, ...] = ()
-    pacings: tuple[str, ...] = ()
-    acceptances: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = ()
-    shape: str = "none"
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    prompts_per_kind: int = 2
-    max_tokens: int = 64
-    num_repeats: int = 1
-    prompt_file: Path | None = None
-    picture: Path | None = None
-    seed: int = 1
-
-    def params(
-        self, temperature: float, way: Way | None, salt: str, turn: int = 0, ignore_eos: bool = False
-    ) -> SamplingParams:
-        """Return how one run is decoded. salt: runs of the same one may learn from each other."""
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=temperature,
-            seed=self.seed + turn,
-            acceptance=None if way is None else way.acceptance,
-            draft=None if way is None else way.draft,
-            cache_salt=salt,
-            ignore_eos=ignore_eos,
-        )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Every record gets what ran, a plot of its main numbers (inline SVG, by matplotlib), its table, and the record itself.
 VIEWS says which numbers of a benchmark are plotted; a record of another kind has its table alone. The tables and
-figures of `forerun paper --out`, which are records too, keep their own pictures.
+figures of `python -m benchmarks.paper --out`, which are records too, keep their own pictures.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ from rich.progress import Progress, TaskID
 
 from forerun.bench.latency import progress_bar
 from forerun.bench.methods_picture import check_picture
+from forerun.bench.plans import TunePlan
 from forerun.bench.results import Tally, Variant
-from forerun.bench.tune_engine import TunePlan, TuningEngine, candidates_of
+from forerun.bench.tune_engine import TuningEngine, candidates_of
 from forerun.bench.tune_picture import draw
 from forerun.bench.tune_prediction import LONGEST, Passes, Prediction, Predictor, Turn, alphas, full_steps, per_token_s
 from forerun.bench.tune_results import (

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from forerun import drafters, pacing
-from forerun.bench.latency import Plan as LatencyPlan, read_prompts, run_together
-from forerun.bench.methods import MethodsPlan, chats, conversation_ids, read_work
+from forerun.bench.latency import read_prompts, run_together
+from forerun.bench.methods import chats, conversation_ids, read_work
+from forerun.bench.plans import MethodsPlan, Prompt, TunePlan
 from forerun.bench.results import Tally, Variant
 from forerun.bench.tune_prediction import LONGEST
 from forerun.bench.tune_results import PLAIN, Way
@@ -34,31 +33,6 @@ GROUP_REQUESTS = 4  # prompts that are run one behind the other in each place of
 WARM_UP_TOKENS = 8
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 17)  # rows of the passes that are measured, for each request
 CALIBRATION_SHARE, LEAST_CALIBRATION_S = 0.05, 0.5  # of the time, for these
-
-Prompt = str | list[int] | list[dict[str, Any]]  # a text, ids, or a conversation
-Request = tuple[Prompt, SamplingParams]
-
-
-@dataclass(frozen=True)
-class TunePlan:
-    """What is measured, and for how long.
-
-    requests: () = the project's own prompts. drafts: considered beside those that need no file. only: no others are.
-    concurrency: requests at once. minutes: of measuring, about. max_tokens: of an output. shape: a preset of widen.
-    out: the config file. picture: .png or .svg.
-    """
-
-    requests: Seq[Request] = ()
-    drafts: tuple[str, ...] = ()
-    only: bool = False
-    temperature: float = 0.0
-    concurrency: int = 1
-    minutes: float = 5.0
-    max_tokens: int = 64
-    seed: int = 1
-    shape: str = "none"
-    out: Path | None = None
-    picture: Path | None = None
 
 
 def candidates_of(config: EngineConfig, plan: TunePlan) -> list[str]:
@@ -216,7 +190,7 @@ def encoded(llm: LLM, config: EngineConfig, plan: TunePlan) -> list[tuple[list[i
 
 def _own_prompts(config: EngineConfig) -> list[Prompt]:
     if is_shipped(config.target):  # which continues code, and knows no other work
-        return [text for _, text in read_prompts(LatencyPlan(num_prompts=12))]
+        return [text for _, text in read_prompts(12)]
     return [prompt.messages for prompt in read_work(MethodsPlan(prompts_per_kind=PROMPTS_PER_KIND))]
 
 

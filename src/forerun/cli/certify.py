@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forerun.cli import flags
-from forerun.cli.bench import writable
 from forerun.cli.serve import FIRST_MODEL, TARGET_HELP, with_target
+from forerun.cli.signatures import writable
 
 if TYPE_CHECKING:
     from forerun.certify.checks import Tell

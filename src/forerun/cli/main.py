@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, cast
 
 import typer
 
+from forerun.bench.plans import SHAPE_NAMES
 from forerun.cli import flags
 from forerun.cli.batch import batch
-from forerun.cli.bench import SHAPE_NAMES, app as bench_app
+from forerun.cli.bench import app as bench_app
 from forerun.cli.certify import certify
 from forerun.cli.doctor import doctor
 from forerun.cli.elsewhere import on_command_line
@@ -26,7 +27,6 @@ from forerun.cli.help import App
 from forerun.cli.inputs import read_requests
 from forerun.cli.lab import lab
 from forerun.cli.methods import MethodName, list_methods
-from forerun.cli.paper import paper
 from forerun.cli.plan import plan
 from forerun.cli.quantize import quantize
 from forerun.cli.serve import serve
@@ -74,7 +74,7 @@ REPORT_FIELDS = (
 
 Encoded = tuple[str | list[int], SamplingParams]  # what LLM.generate takes: a prompt and its parameters
 
-app = App("Speculative decoding that never changes what the model says.")
+app = App("Speculative decoding that never changes what the model says.", moved={"paper": "paper"})
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 
@@ -475,20 +475,22 @@ app.command()(plan)
 app.command()(doctor)
 app.command()(quantize)
 app.command()(theory)
-app.command()(paper)
 app.command()(certify)
 
 
 # --------------------------------------------------------------------------------------------------------------- main
 
 
-def main(arguments: Seq[str] | None = None) -> None:
-    """Run the command line and exit: 0, 1 (our fault), 2 (yours), 3 (capacity), 130 (Ctrl-C), 141 (reader gone)."""
+def main(arguments: Seq[str] | None = None, commands: App = app, name: str = "forerun") -> None:
+    """Run the command line and exit: 0, 1 (our fault), 2 (yours), 3 (capacity), 130 (Ctrl-C), 141 (reader gone).
+
+    commands, name: of another program that is to behave as `forerun` does.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     try:
-        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        code = _run(list(sys.argv[1:] if arguments is None else arguments), commands, name)
         sys.stdout.flush()
     except BrokenPipeError:
         # The process that read our output has ended. Python would report it again when it flushes at exit.
@@ -497,9 +499,9 @@ def main(arguments: Seq[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], commands: App = app, name: str = "forerun") -> int:
     try:
-        code = app(arguments, prog_name="forerun", standalone_mode=False)
+        code = commands(arguments, prog_name=name, standalone_mode=False)
     except ForerunError as error:
         return _fail(str(error), error.exit_code)
     except BrokenPipeError:
@@ -519,7 +521,7 @@ def _run(arguments: list[str]) -> int:
             return 2
         context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
         there = on_command_line(arguments, option, context) if context and option else None
-        command = context.command_path if context else "forerun"
+        command = context.command_path if context else name
         return _fail(there or f"{error.format_message().rstrip('.')}: see {command} --help", 2)
     return code if isinstance(code, int) else 0
 

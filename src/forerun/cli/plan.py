@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forerun.bench.plans import SHAPE_NAMES
 from forerun.cli import flags
-from forerun.cli.bench import SHAPE_NAMES
 from forerun.cli.folding import folded
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, shown

@@ -65,7 +65,7 @@ class Machine(NamedTuple):
 
 
 # H100 SXM, A100 SXM 80 GB, GeForce RTX 4090: the vendor's data sheets, bfloat16 without sparsity. The CPU: two AVX-512
-# cores with BF16, as `forerun bench kernels` measures them.
+# cores with BF16, as `python -m benchmarks.kernels` measures them.
 MACHINES = {
     "h100": Machine(3.35e12, 989.4e12),
     "a100": Machine(2.039e12, 312e12),

@@ -1,0 +1,190 @@
+"""The results of `benchmarks.gaps`: medians over the repeats with their ranges, two tables, a summary.
+
+The largest of a hundred gaps depends on the machine's worst moment. The largest gap of plain decoding in the same runs
+shows how long that is without any drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.throughput_results import Ratio
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Seconds between the steps in which a request emits; several tokens of one step come at once."""
+
+    num: int
+    median_s: float
+    max_s: float
+
+    @classmethod
+    def of(cls, gaps_s: Seq[float]) -> Gaps:
+        """Summarise at least one gap."""
+        return cls(len(gaps_s), median(gaps_s), max(gaps_s))
+
+    @property
+    def max_over_median(self) -> float:
+        return self.max_s / self.median_s
+
+
+@dataclass(frozen=True)
+class Run:
+    """One variant in one repeat.
+
+    cold_s, repeated_s: seconds to the first token of a prompt, and of the same prompt again. num_cached_cold,
+    num_cached_repeated: tokens of it that the prefix cache had. alone, reading: gaps of a stream by itself, and while a
+    long prompt is read. behind: gaps of both requests after the long prompt's first token. catching_up: those of
+    `behind` in whose step a draft model caught up, None where none did. most_caught_up: tokens caught up in one of
+    these steps. long_prompt_s: seconds to the long prompt's first token.
+    """
+
+    variant: str
+    repeat: int
+    cold_s: float
+    num_cached_cold: int
+    repeated_s: float
+    num_cached_repeated: int
+    alone: Gaps
+    reading: Gaps
+    behind: Gaps
+    catching_up: Gaps | None
+    most_caught_up: int
+    long_prompt_s: float
+    draft_prefill_s: float  # of the long request
+
+
+@dataclass(frozen=True)
+class Line:
+    """The numbers of one variant: medians over the repeats, and ratios within one run."""
+
+    variant: str
+    cold_s: float
+    repeated_s: float
+    repeated_over_cold: Ratio
+    alone_median_s: float
+    alone_max_over_median: Ratio
+    reading_median_s: float
+    reading_max_over_median: Ratio
+    behind_median_s: float
+    behind_max_s: float
+    behind_max_over_median: Ratio
+    long_prompt_s: float
+    draft_prefill_s: float
+    catching_up_over_median: Ratio | None  # median gap of steps that caught up / of all; only runs with such steps
+    most_caught_up: int  # tokens in one step after the first token, over all repeats
+
+
+def lines_of(runs: Seq[Run]) -> list[Line]:
+    """Return one line for each variant, in the order of their first runs."""
+    groups: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.repeat):
+        groups.setdefault(run.variant, []).append(run)
+    return [_line(variant, own) for variant, own in groups.items()]
+
+
+def _line(variant: str, runs: Seq[Run]) -> Line:
+    late = [run.catching_up.median_s / run.behind.median_s for run in runs if run.catching_up]
+    return Line(
+        variant=variant,
+        cold_s=median(run.cold_s for run in runs),
+        repeated_s=median(run.repeated_s for run in runs),
+        repeated_over_cold=Ratio.of([run.repeated_s / run.cold_s for run in runs]),
+        alone_median_s=median(run.alone.median_s for run in runs),
+        alone_max_over_median=Ratio.of([run.alone.max_over_median for run in runs]),
+        reading_median_s=median(run.reading.median_s for run in runs),
+        reading_max_over_median=Ratio.of([run.reading.max_over_median for run in runs]),
+        behind_median_s=median(run.behind.median_s for run in runs),
+        behind_max_s=median(run.behind.max_s for run in runs),
+        behind_max_over_median=Ratio.of([run.behind.max_over_median for run in runs]),
+        long_prompt_s=median(run.long_prompt_s for run in runs),
+        draft_prefill_s=median(run.draft_prefill_s for run in runs),
+        catching_up_over_median=Ratio.of(late) if late else None,
+        most_caught_up=max(run.most_caught_up for run in runs),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- output
+
+
+def first_tokens_table(lines: Seq[Line]) -> Table:
+    """Return the table of the time to the first token of a new prompt, and of the same prompt again."""
+    table = _table("cold\nms", "again\nms", "again /\ncold", "(range)", "long\nms", "draft\nprefill ms")
+    for line in lines:
+        ratio = line.repeated_over_cold
+        table.add_row(
+            line.variant,
+            _ms(line.cold_s),
+            _ms(line.repeated_s),
+            f"{ratio.median:.3f}",
+            "{:.3f}-{:.3f}".format(*ratio.range),
+            _ms(line.long_prompt_s),
+            _ms(line.draft_prefill_s),
+        )
+    return table
+
+
+def gaps_table(lines: Seq[Line]) -> Table:
+    """Return the table of median gaps, and of the largest gap over the median."""
+    part = "{}\nms", "max /\nmedian"
+    names = [name.format(phase) for phase in ("alone", "reading", "behind") for name in part]
+    table = _table(*names, "(range)", "caught\nup", "up /\nmedian")
+    for line in lines:
+        late, ratio = line.catching_up_over_median, line.behind_max_over_median
+        table.add_row(
+            line.variant,
+            _ms(line.alone_median_s),
+            f"{line.alone_max_over_median.median:.2f}",
+            _ms(line.reading_median_s),
+            f"{line.reading_max_over_median.median:.2f}",
+            _ms(line.behind_median_s),
+            f"{ratio.median:.2f}",
+            "{:.2f}-{:.2f}".format(*ratio.range),
+            str(line.most_caught_up),
+            f"{late.median:.2f}" if late else "-",
+        )
+    return table
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+
+
+NOTES = """\
+cold, again: time to the first token of a prompt, and of the same prompt again; long: the same of the long prompt, \
+beside a stream; draft prefill: time in which the draft model caught up with the long prompt.
+alone, reading, behind: gaps of a stream alone, of it while the long prompt is read, and of both requests after the \
+long prompt's first token; several tokens of one step count as one. max / median: the largest gap of a run over its \
+median; all are medians over the repeats. caught up: the most tokens that draft models caught up in one step after the \
+first token; up / median: the median gap of such steps over that of all.
+late: no drafter reads a prompt beside the target, so all of it is caught up after the first token."""
+
+
+def print_summary(lines: Seq[Line], plain: str, console: Console) -> None:
+    """Print the largest gap over the median after the long prompt's first token, beside that of plain decoding."""
+    told = {
+        line.variant: "{:.2f} ({:.2f} to {:.2f})".format(
+            line.behind_max_over_median.median, *line.behind_max_over_median.range
+        )
+        for line in lines
+    }
+    ceiling = told.pop(plain)
+    others = "; ".join(f"{variant} {number}" for variant, number in told.items())
+    console.print(
+        f"largest gap over the median, behind the first token of the long prompt: {others}; plain decoding in the same "
+        f"runs {ceiling}"
+    )

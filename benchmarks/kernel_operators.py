@@ -1,0 +1,227 @@
+"""The operators that `benchmarks.kernels` measures, on random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.config import Quantization
+from forerun.kv.cache import BlockCache
+from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
+from forerun.models.quantising import planned
+from forerun.models.source import Stored
+from forerun.ops.cpu import CpuOps
+from forerun.ops.packed import PackedMatrix
+from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
+from forerun.ops.quantising import quantise
+from forerun.types import RaggedBatch
+
+Call = Callable[[], object]
+STOCK = 1 << 22  # random numbers
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator to measure.
+
+    prepare(M): returns a function that runs the operator on M rows, in `num_parts` layers. num_bytes: the bytes that
+    one run must read.
+    """
+
+    name: str
+    prepare: Callable[[int], Call]
+    num_bytes: int = 0  # 0: the operator is not limited by memory
+    num_parts: int = 1
+    prefill: bool = False  # whether it is measured on the many rows of a prompt, too
+
+
+def random_weights(
+    config: DecoderConfig, dtype: torch.dtype, seed: int = 1, quantization: Quantization | None = None
+) -> dict[str, Any]:
+    """Make every weight of a decoder of normal numbers; some millions of them are repeated, because that is fast.
+
+    Matrices are quantised where that is wanted. Raises BadOption for a group that does not divide their rows.
+    """
+    stock = (torch.randn(STOCK, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+    weights = empty_weights(config, dtype, "cpu")
+    rounded = {} if quantization is None else _random_matrices(config, stock, quantization)
+    for weight in (weight for name, weight in weights.items() if name not in rounded):
+        flat = weight.view(-1)
+        for start in range(0, len(flat), len(stock)):
+            part = flat[start : start + len(stock)]
+            part.copy_(stock[: len(part)])
+    return {**weights, **rounded}
+
+
+def _random_matrices(config: DecoderConfig, stock: Tensor, quantization: Quantization) -> dict[str, QuantisedMatrix]:
+    """Return the matrices of a decoder as if they had been rounded at load; those of one width repeat the same rows."""
+    shapes = parameter_shapes(config)
+    dense = {name: Stored(Path("random weights"), shape, stock.dtype) for name, shape in shapes.items()}
+    schemes = {name: stored.scheme for name, stored in planned(dense, quantization).items() if stored.scheme}
+
+    @cache
+    def rounded(scheme: Scheme, num_in: int) -> QuantisedRows:
+        return quantise(stock[: len(stock) // num_in * num_in].view(-1, num_in), scheme)
+
+    def blocks(scheme: Scheme, num_out: int, num_in: int) -> Iterator[QuantisedRows]:
+        rows = rounded(scheme, num_in)
+        assert rows.zeros is not None
+        for first in range(0, num_out, len(rows)):
+            num = min(len(rows), num_out - first)
+            yield QuantisedRows(scheme, rows.codes[:num], rows.scales[:num], rows.zeros[:num])
+
+    return {
+        name: QuantisedMatrix(scheme, (shapes[name][0], shapes[name][1]), partial(blocks, scheme, *shapes[name]))
+        for name, scheme in schemes.items()
+    }
+
+
+def operators(model: Decoder, ops: CpuOps, most_rows: int, context: int, contexts: Seq[int]) -> list[Operator]:
+    """Return all operators in the order of a layer, then the LM head, and whole passes behind `context` tokens.
+
+    most_rows: the most rows of a pass. contexts: tokens before the rows of attention; prompts use the first one alone.
+    """
+    config, head = model.config, model.compiled.matrices["head"]
+    found = _products(model, ops)
+    found.append(Operator("norm + rope", lambda m: _norm_and_rope(ops, config, m), prefill=True))
+    found += [_attention(model, ops, c, most_rows, prefill=c == contexts[0]) for c in contexts]
+    hidden, num_ids, best = config.hidden_size, config.vocab_size, model.compiled.best
+    found += [
+        Operator("LM head", lambda m: _call(model.logits, torch.randn(m, hidden)), head.nbytes),
+        Operator(
+            "LM head, argmax", lambda m: _call(best, torch.randn(m, hidden), list(range(m)), num_ids), head.nbytes
+        ),
+    ]
+    cache = cache_behind(model, context, most_rows)
+
+    def whole(num_rows: int) -> Call:
+        batch = batch_of(config, context, num_rows)
+        return lambda: model.logits(model.forward(batch, cache))
+
+    def layers(num_rows: int) -> Call:
+        return _call(model.forward, batch_of(config, context, num_rows), cache)
+
+    found.append(Operator("all layers", layers, model.bytes_per_pass - head.nbytes, prefill=True))
+    found.append(Operator("whole pass", whole, model.bytes_per_pass))
+    return found
+
+
+def _call(function: Callable[..., object], *arguments: Any) -> Call:
+    return lambda: function(*arguments)
+
+
+def _products(model: Decoder, ops: CpuOps) -> list[Operator]:
+    """Return the products of each layer: qkv, output, gate and up with their activation, down."""
+    layers, matrices = range(model.config.num_layers), model.compiled.matrices
+    sets: dict[str, list[PackedMatrix]] = {
+        name: [matrices[f"{i}.{name}"] for i in layers] for name in ("qkv", "o", "gate_up", "down")
+    }
+    # gate and up end in the inputs of a next product: one with a single output costs next to nothing.
+    one = ops.pack(torch.full((1, model.config.ffn_size), 0.01, dtype=model.weight_dtype))
+
+    def added(name: str) -> Callable[[int], Call]:
+        def prepare(num_rows: int) -> Call:
+            x, out = torch.randn(num_rows, sets[name][0].num_in), torch.zeros(num_rows, sets[name][0].num_out)
+            return lambda: [ops.add_linear(out, x, matrix) for matrix in sets[name]]
+
+        return prepare
+
+    def stored(num_rows: int) -> Call:
+        x = torch.randn(num_rows, model.config.hidden_size)
+        return lambda: [ops.linear(x, matrix) for matrix in sets["qkv"]]
+
+    def gated(num_rows: int) -> Call:
+        x, out = torch.randn(num_rows, model.config.hidden_size), torch.zeros(num_rows, 1)
+        return lambda: [ops.add_gated(out, x, matrix, one) for matrix in sets["gate_up"]]
+
+    prepare = {"qkv": stored, "o": added("o"), "gate_up": gated, "down": added("down")}
+    shown = {"gate_up": "gate, up + silu"}
+    return [
+        Operator(shown.get(name, name), prepare[name], sum(m.nbytes for m in sets[name]), len(layers), prefill=True)
+        for name in sets
+    ]
+
+
+def _norm_and_rope(ops: CpuOps, config: DecoderConfig, num_rows: int) -> Call:
+    """Prepare one layer's two norms, and the rotation of its queries and keys: four calls from Python."""
+    x, weight = torch.randn(num_rows, config.hidden_size), torch.ones(config.hidden_size)
+    q, k = (torch.randn(num_rows, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads))
+    cos = torch.randn(num_rows, 1, config.head_dim)
+
+    def call() -> None:
+        for _ in range(2):
+            ops.rms_norm(x, weight, config.norm_eps)
+        ops.rope(q, cos, cos)
+        ops.rope(k, cos, cos)
+
+    return call
+
+
+def _attention(model: Decoder, ops: CpuOps, context: int, most_rows: int, *, prefill: bool) -> Operator:
+    """Return attention as passes of a decoder with the same heads and layers, but small matrices.
+
+    So its time includes rotation, writing to the cache, and waiting of threads, as in a whole pass. The bytes of the
+    small matrices are counted; they are just large enough that threads share a pass of one row, as for a large model.
+    """
+    small = replace(model.config, hidden_size=128, ffn_size=32, vocab_size=32)
+    heads = Decoder(small, random_weights(small, model.weight_dtype), ops)
+    cache = cache_behind(heads, context, most_rows)
+    num_bytes = heads.bytes_per_pass + context * small.cache_shape.bytes_per_token(model.cache_dtype)
+
+    def prepare(num_rows: int) -> Call:
+        return _call(heads.forward, batch_of(small, context, num_rows), cache)
+
+    return Operator(f"attention, {context}", prepare, num_bytes, small.num_layers, prefill)
+
+
+def cache_behind(model: Decoder, context: int, num_rows: int) -> BlockCache:
+    """Make a paged cache whose slot 0 holds `context` tokens of random numbers, with room for a pass behind them."""
+    length = context + num_rows
+    cache = BlockCache.create(
+        model.config.cache_shape, "paged", max_batch_size=1, max_seq_len=length, dtype=model.cache_dtype, device="cpu"
+    )
+    for pool in (*cache.keys, *cache.values):
+        pool.copy_(torch.randn(pool.shape[1:]) * 0.5)
+    cache.open(0)
+    cache.reserve(0, length)
+    cache.keep({0: range(context)})
+    cache.reserve(0, num_rows)
+    return cache
+
+
+def batch_of(config: DecoderConfig, context: int, num_rows: int) -> RaggedBatch:
+    """Make the batch of one sequence's run of new tokens."""
+    tokens = torch.arange(num_rows) * 7919 % config.vocab_size
+    return RaggedBatch(tokens, torch.arange(context, context + num_rows), [0, num_rows], [0], [context])
+
+
+def torch_products(config: DecoderConfig, dtype: torch.dtype, num_tokens: int) -> Call:
+    """Prepare every layer's products and activation in torch, and nothing else. All layers use one layer's weights.
+
+    That is fair, because these are larger than all caches together, and memory does not limit a pass of many rows.
+    """
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: Mapping[str, tuple[int, int]] = {
+        "qkv": (q + 2 * kv, config.hidden_size),
+        "o": (config.hidden_size, q),
+        "gate_up": (2 * config.ffn_size, config.hidden_size),
+        "down": (config.hidden_size, config.ffn_size),
+    }
+    weights = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    x, attended = (torch.randn(num_tokens, width).to(dtype) for width in (config.hidden_size, q))
+
+    def call() -> None:
+        for _ in range(config.num_layers):
+            F.linear(x, weights["qkv"])
+            F.linear(attended, weights["o"])
+            gate, up = F.linear(x, weights["gate_up"]).chunk(2, dim=-1)
+            F.linear(F.silu(gate) * up, weights["down"])
+
+    return call

@@ -1,0 +1,165 @@
+"""Tables 2 and 4 and Figure 1 of Leviathan et al. 2023 (arXiv 2211.17192), measured with `forerun bench latency`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+
+from benchmarks.paper_alpha import T5
+from forerun.bench.exhibits import Coloured, Column, Exhibit, Panel, Plot, Token, Tokens, Value, dots
+from forerun.bench.latency import Measured, read_prompts
+from forerun.bench.results import Line
+from forerun.engine.llm import LLM
+from forerun.models.loading import Checkpoint
+from forerun.text.rounds import round_pieces
+from forerun.text.tokenizer import token_text
+from forerun.theory import formulas
+from forerun.theory.published import TABLE_4, Speed
+from forerun.types import SamplingParams, StepReport
+
+FIGURE_TOKENS = 64
+
+
+def table_2(found: Measured, sizes: Mapping[str, str], about: str, recipe: str) -> Exhibit:
+    """Return the fastest length of every draft model and temperature, beside the published ones.
+
+    sizes: names of the draft models by what they were called when they were measured, the smallest first.
+    """
+    rows: list[tuple[Value, ...]] = []
+    for temperature in (0, 1):
+        for place, draft in enumerate(sizes):
+            own = [line for line in found.lines if (line.draft, line.temperature) == (draft, temperature)]
+            best = max(own, key=lambda line: line.speedup)
+            beside = _published(temperature, place)
+            theirs = (None, None, None) if beside is None else (beside.draft, beside.alpha, beside.measured)
+            rows.append(
+                (
+                    sizes[draft],
+                    temperature,
+                    best.spec_length,
+                    best.alpha_hat,
+                    best.c,
+                    best.speedup,
+                    best.speedup_range,
+                    *theirs,
+                )
+            )
+    curves = (dots("measured, band: prompts", rows, 5, 6), dots("published, T5-XXL EnDe", rows, 9))
+    return Exhibit(
+        "table-2",
+        "Table 2: speed over plain decoding",
+        (
+            Column("draft"),
+            Column("T"),
+            Column("K"),
+            Column("alpha", "{:.2f}"),
+            Column("c", "{:.3f}"),
+            Column("speed", "{:.2f}"),
+            Column("least-most", "{:.2f}"),
+            Column("published\ndraft"),
+            Column("published\nalpha", "{:.2f}"),
+            Column("published\nspeed", "{:.1f}"),
+        ),
+        rows,
+        Plot([Panel("", "tokens/s over plain decoding's", "", curves, [f"{row[0]}, T={row[1]}" for row in rows])]),
+        f"{about} K: the fastest of the measured lengths. alpha: accepted / tested tokens. c: seconds of a drafted "
+        "token / of a plain pass. speed: median over the prompts, with the least and the most. Published: T5-XXL, "
+        "EnDe, one TPU-v4, in the order of sizes.",
+        recipe,
+    )
+
+
+def _published(temperature: int, place: int) -> Speed | None:
+    if place >= len(T5):
+        return None
+    return next(row for row in TABLE_4 if (row.task, row.draft, row.temperature) == ("EnDe", T5[place], temperature))
+
+
+def table_4_measured(found: Measured, sizes: Mapping[str, str], about: str, recipe: str) -> Exhibit:
+    """Return what Theorem 3.8 expects of measured alpha and costs, beside the measured speed."""
+    rows: list[tuple[Value, ...]] = []
+    for line in _drafting(found.lines, sizes):
+        tokens = formulas.expected_tokens(line.alpha_hat, line.spec_length) if line.alpha_hat is not None else None
+        share = line.speedup / line.expected - 1 if line.expected else None
+        of_tokens = line.tokens_per_step / tokens - 1 if tokens else None
+        rows.append(
+            (
+                sizes[line.draft],
+                f"{line.temperature:g}",
+                line.spec_length,
+                line.alpha_hat,
+                line.c,
+                line.v,
+                of_tokens,
+                line.theorem_3_8,
+                line.expected,
+                line.speedup,
+                share,
+            )
+        )
+    curves = [
+        dots(label, rows, column) for label, column in (("Theorem 3.8", 7), ("with v and overhead", 8), ("measured", 9))
+    ]
+    names = [f"{row[0]}, T={row[1]}, K={row[2]}" for row in rows]
+    return Exhibit(
+        "table-4-measured",
+        "Table 4, measured: expected and measured improvement",
+        (
+            Column("draft"),
+            Column("T"),
+            Column("K"),
+            Column("alpha", "{:.2f}"),
+            Column("c", "{:.3f}"),
+            Column("v(K)", "{:.2f}"),
+            Column("tokens over\nequation (1)", "{:+.0%}"),
+            Column("Thm\n3.8", "{:.2f}"),
+            Column("with\ncosts", "{:.2f}"),
+            Column("measured", "{:.2f}"),
+            Column("over\ncosts", "{:+.0%}"),
+        ),
+        rows,
+        Plot([Panel("", "tokens/s over plain decoding's", "", curves, names)]),
+        f"{about} v(K): seconds of a pass over K + 1 tokens / over one. with costs: Theorem 3.8 with v(K) and the time "
+        "outside of the models. tokens over equation (1): measured tokens of a pass, where acceptances are not "
+        "independent and the last round is cut, over the formula's at this alpha.",
+        recipe,
+    )
+
+
+def _drafting(lines: Seq[Line], sizes: Mapping[str, str]) -> list[Line]:
+    order = list(sizes)
+    drafting = [line for line in lines if line.draft in sizes]
+    return sorted(drafting, key=lambda line: (line.temperature, order.index(line.draft), line.spec_length))
+
+
+def figure_1(target: Checkpoint, draft: Checkpoint, seed: int, recipe: str) -> Exhibit:
+    """Return a sampled text, one line for each pass of the target, coloured by what became of the guesses."""
+    llm = LLM(target, draft=draft, spec_length=5, max_batch_size=1)
+    reports: list[StepReport] = []
+    end = llm.listen(reports.append, detail=True)
+    try:
+        (_, prompt), *_ = read_prompts(1)
+        params = SamplingParams(max_tokens=FIGURE_TOKENS, temperature=1, seed=seed, acceptance="ratio", ignore_eos=True)
+        (output,) = llm.generate(prompt, params)
+    finally:
+        end()
+    left: int | None = output.prompt_ids[-1]
+    rows: list[tuple[Value, ...]] = []
+    lines: list[Tokens] = []
+    for report in reports:
+        for detail in report.rounds:
+            tokens = []
+            for piece in round_pieces(detail, report.num_committed):
+                tokens.append(Token(token_text(llm.tokenizer, piece.token, left), piece.kind))
+                left = left if piece.kind in ("rejected", "untested") else piece.token
+            lines.append(Tokens(tuple(tokens)))
+            rows.append((len(lines), f"{len(detail.accepted)}/{len(detail.tokens)}", lines[-1]))
+    return Exhibit(
+        "figure-1",
+        f"Figure 1: {len(output.token_ids)} tokens in {len(lines)} passes of the target",
+        (Column("pass"), Column("accepted"), Column("tokens")),
+        rows,
+        Coloured(lines),
+        "Green: accepted guesses. Red, [-marked-]: rejected ones; {behind them}: never tested. Blue, [+marked+]: the "
+        "target's own. Temperature 1, K = 5. The paper's figure has 38 tokens in 9 passes.",
+        recipe,
+    )

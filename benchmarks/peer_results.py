@@ -1,0 +1,168 @@
+"""The results of `benchmarks.peers`: rates, ratios with their range, where texts differ, and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from statistics import geometric_mean, median
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.peer_process import Outcome
+
+OWN = "forerun"
+PLAIN = "plain"
+
+Variant = tuple[str, str]  # engine and configuration
+Runs = Mapping[Variant, Seq[Outcome]]  # one per prompt and repeat, in the same order for all
+Range = tuple[float, float]
+Gap = Callable[[int, int], tuple[float, int]]  # (run, position) -> forerun's top-2 gap there, and its second best id
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a text first differs from forerun's plain text.
+
+    run: index of the run. position: index of the token in the output, from 0. own, other: the ids, None behind the end.
+    top2_gap: difference of forerun's two best logits there; where it is small, rounding decides. is_second: whether the
+    other engine took forerun's second best.
+    """
+
+    run: int
+    position: int
+    own: int | None
+    other: int | None
+    top2_gap: float
+    is_second: bool
+
+
+@dataclass(frozen=True)
+class PeerLine:
+    """One row of the table and of the JSON. Ratios are forerun's best configuration / this one."""
+
+    engine: str
+    configuration: str
+    tokens_per_s: float  # median over the runs, prompt included
+    decode_tokens_per_s: float | None  # from the first tokens on
+    ratio: float
+    ratio_range: Range
+    decode_ratio: float | None
+    decode_ratio_range: Range | None
+    num_runs: int
+    divergences: tuple[Divergence, ...]
+
+
+def best_of(runs: Runs, engine: str) -> Variant:
+    """Return an engine's configuration with the largest geometric mean of tokens per second over the same runs.
+
+    A geometric mean ranks configurations by their ratios run by run. A median would not, because prompts differ more
+    than configurations do.
+    """
+    return max((v for v in runs if v[0] == engine), key=lambda v: geometric_mean(o.tokens_per_s for o in runs[v]))
+
+
+def lines_of(runs: Runs, gap: Gap) -> list[PeerLine]:
+    """Return all rows. runs: of every variant, in the same order of prompts and repeats."""
+    best, plain = runs[best_of(runs, OWN)], runs[OWN, PLAIN]
+    return [_line(variant, outcomes, best, plain, gap) for variant, outcomes in runs.items()]
+
+
+def _line(variant: Variant, outcomes: Seq[Outcome], best: Seq[Outcome], plain: Seq[Outcome], gap: Gap) -> PeerLine:
+    ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(best, outcomes, strict=True)]
+    rates = [outcome.decode_tokens_per_s for outcome in outcomes]
+    pairs = zip([outcome.decode_tokens_per_s for outcome in best], rates, strict=True)
+    decode_ratios = [a / b for a, b in pairs if a is not None and b is not None]
+    pairs_of_ids = enumerate(zip(plain, outcomes, strict=True))
+    return PeerLine(
+        *variant,
+        tokens_per_s=median(outcome.tokens_per_s for outcome in outcomes),
+        decode_tokens_per_s=_median([rate for rate in rates if rate is not None]),
+        ratio=median(ratios),
+        ratio_range=(min(ratios), max(ratios)),
+        decode_ratio=_median(decode_ratios),
+        decode_ratio_range=(min(decode_ratios), max(decode_ratios)) if decode_ratios else None,
+        num_runs=len(outcomes),
+        divergences=tuple(
+            _divergence(run, own.tokens, other.tokens, gap)
+            for run, (own, other) in pairs_of_ids
+            if own.tokens != other.tokens
+        ),
+    )
+
+
+def _median(values: Seq[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _divergence(run: int, own: Seq[int], other: Seq[int], gap: Gap) -> Divergence:
+    pairs = zip(own, other, strict=False)
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(other)))
+    mine, theirs = (ids[position] if position < len(ids) else None for ids in (own, other))
+    top2_gap, second = gap(run, position)
+    return Divergence(run, position, mine, theirs, top2_gap, theirs == second)
+
+
+# ----------------------------------------------------------------------------------------------------------- output
+
+
+def table_of(lines: Seq[PeerLine]) -> Table:
+    """Return the table with one row per engine and configuration."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("engine", no_wrap=True)
+    table.add_column("configuration", overflow="fold")
+    for name in ("tok/s", "ratio\n(range)", "decode\ntok/s", "decode\nratio", "same\ntext"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for line in lines:
+        table.add_row(
+            line.engine,
+            line.configuration,
+            f"{line.tokens_per_s:.1f}",
+            ratio_text(line),
+            _number(line.decode_tokens_per_s, "{:.1f}"),
+            _number(line.decode_ratio, "{:.2f}x"),
+            f"{line.num_runs - len(line.divergences)}/{line.num_runs}",
+        )
+    return table
+
+
+def ratio_text(line: PeerLine) -> str:
+    """Write the median of the ratios with the least and the largest of them."""
+    return f"{line.ratio:.2f}x ({line.ratio_range[0]:.2f}..{line.ratio_range[1]:.2f})"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def print_notes(lines: Seq[PeerLine], runs: Runs, prompt_ids: Seq[str], console: Console) -> None:
+    """Print how to read the table, forerun's best against each peer's best, and where texts differ."""
+    best = best_of(runs, OWN)
+    console.print(
+        "tok/s: new tokens over the wall time of one generate call, prompt included, median over the runs; decode: "
+        "from the first tokens on; both without loading, tokenizers and warm-up. ratio: forerun's best, "
+        f"{best[1]}, over this one, median of the runs' ratios (least..largest). same text: as forerun's plain decoding"
+    )
+    for engine in dict.fromkeys(line.engine for line in lines if line.engine != OWN):
+        line = next(line for line in lines if (line.engine, line.configuration) == best_of(runs, engine))
+        console.print(
+            f"forerun ({best[1]}) against the best of {engine} ({line.configuration}): {ratio_text(line)}, "
+            f"decoding alone {_number(line.decode_ratio, '{:.2f}x')}"
+        )
+    alike: dict[tuple[str, tuple[Divergence, ...]], list[str]] = {}
+    for line in lines:
+        alike.setdefault((line.engine, line.divergences), []).append(line.configuration)
+    for (engine, divergences), configurations in alike.items():
+        if divergences:
+            names = ", ".join(configurations)
+            console.print(f"{engine} ({names}): {_divergences_text(divergences, lines[0].num_runs, prompt_ids)}")
+
+
+def _divergences_text(divergences: Seq[Divergence], num_runs: int, prompt_ids: Seq[str]) -> str:
+    """Describe the differences by the one with the largest gap of logits; the JSON has all of them."""
+    worst = max(divergences, key=lambda d: d.top2_gap)
+    choice = "forerun's second best" if worst.is_second else "neither of forerun's two best"
+    return (
+        f"{len(divergences)} of {num_runs} texts differ; the widest top-2 gap of forerun's own logits where one first "
+        f"does is {worst.top2_gap:.3f}, at token {worst.position + 1} of {prompt_ids[worst.run]} (it took {choice})"
+    )

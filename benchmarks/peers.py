@@ -1,0 +1,403 @@
+"""`benchmarks.peers` runs the same checkpoint, prompts and threads in forerun and in other engines.
+
+All decode greedily, one request at a time, and every engine has its own environment. A folder runs in bfloat16, or with
+`quantization` in as few bits as each engine makes of it; a GGUF file runs as it is, here and in llama.cpp. All engines
+are loaded before the first run and take turns prompt by prompt, because a shared machine is faster in one minute than
+in the next; each prompt begins with another engine. Only one engine may work at any time: the processor time of those
+that wait is printed. peer_process.py talks to a peer, peer_results.py computes the numbers; peer_forwards.py compares
+single passes instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence as Seq
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import torch
+import typer
+from rich.console import Console
+
+from benchmarks.peer_process import INSTALL, Outcome, PeerError, PeerProcess, Question, python_flag
+from benchmarks.peer_results import OWN, PLAIN, Runs, Variant, lines_of, print_notes, table_of
+from benchmarks.start import start
+from forerun import native
+from forerun.bench import latency
+from forerun.bench.plans import SHAPE_NAMES, Plan, prompt_file, shape
+from forerun.bench.results import print_ceiling, record_of
+from forerun.bench.widen import describe, draft_options, num_parameters, shape_named, write_widened
+from forerun.cli import flags
+from forerun.cli.bench import JsonFile, keep
+from forerun.cli.signatures import Fields, Given
+from forerun.config import EngineConfig
+from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
+from forerun.engine.llm import LLM
+from forerun.errors import BadOption, CapacityError, shown
+from forerun.models.hub import locate
+from forerun.models.layers import Decoder
+from forerun.models.loading import Checkpoint, load_checkpoint, read_config, read_raw_config
+from forerun.models.widening import wide_config
+from forerun.registry import option
+from forerun.text.terminal import make_console
+from forerun.types import SamplingParams, StepReport
+
+WARM_UP_TOKENS = 16
+LOOKUP_MAX_N = 3  # for all engines; it is lookup's default
+GGUF_POSITIONS = 4096  # of llama.cpp's cache, prompt and output
+DISK_COPIES = (
+    2.2  # a working folder has the weights twice, as the checkpoint and as a peer's conversion, and small files
+)
+
+
+@dataclass(frozen=True)
+class PeersPlan(Plan):
+    """The options of the benchmark. pythons: interpreter of each peer's environment, None = this one."""
+
+    shape: str | None = shape(
+        None,
+        f"the target is widened to it in a folder: {SHAPE_NAMES}, or none",
+        usual="llama-3.2-1b for the shipped target",
+    )
+    folder: Path | None = option(
+        None, "keeps the widened model and what peers convert it to, about 4 GB", usual="a temporary one"
+    )
+    spec_lengths: tuple[int, ...] = option((5,), "tokens drafted per step (K)", flag="--spec-length", min=1, usual="5")
+    num_prompts: int = option(5, "held-out prompts", flag="--prompts", min=1, usual="5")
+    max_tokens: int = option(64, "tokens per prompt", min=2, usual="64")
+    num_repeats: int = option(
+        1, "times every prompt is run, or every pass", flag="--repeats", min=1, usual="1, of passes 15"
+    )
+    prompt_file: Path | None = prompt_file()
+    num_threads: int | None = option(None, "of every engine", min=1, max=1024, usual="FORERUN_NUM_THREADS")
+    pythons: Mapping[str, Path | None] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """forerun or a peer. about: what runs there. idle_cpu_s: processor time that it took while it had to wait."""
+
+    name: str
+    about: str
+    idle_cpu_s: float
+
+
+class Generating(Engine, Protocol):
+    """An engine that continues prompts."""
+
+    configurations: list[str]
+
+    def generate(self, configuration: str, ids: list[int], max_tokens: int) -> Outcome: ...
+
+
+def run(config: EngineConfig, plan: PeersPlan) -> dict[str, Any]:
+    """Measure, print tables, and return all of it for JSON. Raises UserError for what cannot be measured."""
+    console = make_console()
+    config = checked(config, plan.pythons)
+    prompts = latency.read_prompts(plan.num_prompts, plan.prompt_file)
+    num_threads = set_num_threads(plan.num_threads)
+    left_out: dict[str, str] = {}
+    with ExitStack() as stack:
+        work = plan.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forerun-peers-")))
+        own, question = open_own(config, plan, work, num_threads)
+        model = own.checkpoint.model
+        console.print(f"target: {num_parameters(model.config):,} parameters ({describe(model.config)}), {own.weights}")
+        ceiling = print_ceiling(model, console)
+        engines: list[Generating] = [own, *start_peers(plan.pythons, question, left_out, stack)]
+        ids = [own.encode(text) for _, text in prompts] * plan.num_repeats
+        measured = measure(engines, ids, plan.max_tokens, left_out)
+    busy_s = sum(outcome.seconds for outcomes in measured.values() for outcome in outcomes)
+    print_engines(engines, left_out, busy_s, console)
+    lines = lines_of(measured, lambda i, position: own.top2_gap(ids[i], position))
+    console.print(table_of(lines))
+    print_notes(lines, measured, [name for name, _ in prompts] * plan.num_repeats, console)
+    drafts = [] if own.draft is None else [own.draft.model]
+    about: dict[str, Any] = {
+        "bench": "peers",
+        "target": own.checkpoint.name,
+        "plan": {k: v for k, v in asdict(plan).items() if k not in ("folder", "pythons", "prompt_file")},
+        "engines": {engine.name: engine.about for engine in engines},
+        "left_out": left_out,
+        "idle_cpu_s": {engine.name: engine.idle_cpu_s for engine in engines},
+        "prompts": [name for name, _ in prompts],
+    }
+    return {**about, **record_of([], model, drafts, ceiling), "lines": [asdict(line) for line in lines]}
+
+
+def print_engines(engines: Seq[Engine], left_out: Mapping[str, str], busy_s: float, console: Console) -> None:
+    """Print which engines ran, which did not, and the processor time of waiting ones. busy_s: seconds of all runs."""
+    for engine in engines:
+        console.print(f"{engine.name}: {engine.about}")
+    for name, why in left_out.items():
+        console.print(f"{name} is left out: {why}")
+    waiting = ", ".join(f"{engine.name} {engine.idle_cpu_s:.2f} s" for engine in engines)
+    console.print(f"processor time of engines while another one ran: {waiting}, in {busy_s:.1f} s of runs")
+
+
+def set_num_threads(wanted: int | None) -> int:
+    """Set and return the threads of every engine, forerun's and torch's operators included. wanted: None = default."""
+    if wanted is not None:
+        os.environ["FORERUN_NUM_THREADS"] = str(wanted)
+    num_threads = native.num_threads()
+    torch.set_num_threads(num_threads)
+    return num_threads
+
+
+def checked(config: EngineConfig, pythons: Mapping[str, Path | None]) -> EngineConfig:
+    """Return the configuration in bfloat16 on a CPU, as all engines compute. Raises BadOption and NotFound."""
+    for name, allowed in (("dtype", "bfloat16"), ("device", "cpu")):
+        if getattr(config, name) not in ("auto", allowed):
+            value = getattr(config, name)
+            raise BadOption(f"{name}={shown(value)} is not possible: engines are compared in bfloat16 on a CPU")
+    for name, python in pythons.items():
+        if python is not None and not python.is_file():
+            raise BadOption(f"{python_flag(name)} {python} is not possible: there is no such file; name an interpreter")
+    return replace(config, dtype="bfloat16", device="cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------- models
+
+
+def open_own(config: EngineConfig, plan: PeersPlan, work: Path, num_threads: int) -> tuple[OwnEngine, Question]:
+    """Open forerun on the target that all engines read, and return it with the models that the others are to load.
+
+    Only the shipped target has a draft model that need not be named. Raises UserError, CapacityError.
+    """
+    draft = None
+    if config.draft != "auto":
+        name, quantization = draft_options(config.draft if config.draft != "none" else "auto")
+        if quantization is not None:
+            raise BadOption("other engines' draft models are not quantised here: drop quantization from --draft")
+        draft = locate(name).resolve()
+    elif config.target is None:
+        draft = SHIPPED_DRAFT
+    path, checkpoint = open_target(config, plan.shape, work)
+    question = Question(
+        target=path,
+        draft=draft,
+        work=work.resolve(),
+        num_threads=num_threads,
+        spec_lengths=plan.spec_lengths,
+        lookup_max_n=LOOKUP_MAX_N,
+        weights=config.quantization,
+        num_positions=min(GGUF_POSITIONS, checkpoint.model.config.max_positions),
+    )
+    return OwnEngine(checkpoint, config, draft, plan.spec_lengths, weights_of(config, path)), question
+
+
+def open_target(config: EngineConfig, shape: str | None, work: Path) -> tuple[Path, Checkpoint]:
+    """Load the target that all engines read, in forerun; shape as in PeersPlan. Returns its path, too.
+
+    Raises UserError, CapacityError.
+    """
+    source = locate(config.target) if config.target is not None else SHIPPED_TARGET
+    shape = shape or ("llama-3.2-1b" if config.target is None else "none")
+    path = (source if shape == "none" else widened(source, shape, work)).resolve()
+    say(f"loading {path.name} ...")
+    return path, load_target(replace(config, target=str(path)))
+
+
+def widened(source: Path, shape: str, work: Path) -> Path:
+    """Return the folder of the widened target below `work`; it is written where it does not exist.
+
+    Raises BadOption where the folder has another model, CapacityError where the disk has no room.
+    """
+    config = read_config(read_raw_config(source))
+    wide = shape_named(shape, config)
+    folder = work / shape
+    if folder.is_dir() and any(folder.iterdir()):
+        if read_config(read_raw_config(folder)) != wide_config(config, wide):
+            raise BadOption(f"{folder} is not {source.name} widened to {shape}: name another --folder, or delete it")
+        return folder
+    work.mkdir(parents=True, exist_ok=True)
+    needed = int(num_parameters(wide_config(config, wide)) * 2 * DISK_COPIES)
+    if (free := shutil.disk_usage(work).free) < needed:
+        raise CapacityError(
+            f"{work} has {free / 1e9:.1f} GB free and the models take {needed / 1e9:.1f} GB: name a --folder with room"
+        )
+    say(f"writing {folder} ...")
+    with tempfile.TemporaryDirectory(prefix=f"{shape}-", dir=work) as partial:  # an interruption leaves no files
+        write_widened(source, Path(partial) / shape, wide)
+        (Path(partial) / shape).rename(folder)
+    return folder
+
+
+def weights_of(config: EngineConfig, path: Path) -> str:
+    """Return the type of the target's weights, for reports."""
+    return config.quantization or (path.name if path.is_file() else "bfloat16")
+
+
+def about_own(model: Decoder, weights: str) -> str:
+    """Describe the operators that forerun runs."""
+    return f"{model.ops.build}, {model.ops.num_threads} threads, {weights}"
+
+
+def say(text: str) -> None:
+    """Print progress on standard error, without animation, which would take time from the engine that runs."""
+    make_console(stderr=True).print(text)
+
+
+# ---------------------------------------------------------------------------------------------------------- engines
+
+
+class OwnEngine:
+    """forerun in this process, with one LLM per configuration over the same weights."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: EngineConfig, draft: Path | None, spec_lengths: Seq[int], weights: str
+    ) -> None:
+        model = checkpoint.model
+        self.name, self.idle_cpu_s, self.checkpoint, self.weights = OWN, 0.0, checkpoint, weights
+        self.draft: Checkpoint | None = None
+        # The prefix cache is off, because the other engines have none, and a repeated prompt would be found in it.
+        options = {**config.options(), "max_batch_size": 1, "prefix_caching": False}
+        drafts: dict[str, str | Checkpoint] = {"lookup": f"lookup:max_n={LOOKUP_MAX_N}"}
+        if draft is not None:
+            self.draft = load_checkpoint(
+                draft, dtype=model.weight_dtype, device=model.device, ops=model.ops, with_tokenizer=True
+            )
+            drafts["draft"] = self.draft
+        self._llms = {PLAIN: LLM(checkpoint, **{**options, "draft": "none"})}
+        for method, value in drafts.items():
+            for spec_length in spec_lengths:
+                llm = LLM(checkpoint, **{**options, "draft": value, "spec_length": spec_length})
+                self._llms[f"{method} K={spec_length}"] = llm
+        self.configurations = list(self._llms)
+        self.about = about_own(model, weights)
+
+    def encode(self, text: str) -> list[int]:
+        """Return a prompt as the ids that all engines get."""
+        return self._llms[PLAIN].tokenizer.encode(text)
+
+    def generate(self, configuration: str, ids: list[int], max_tokens: int) -> Outcome:
+        """Continue one prompt, greedily and past the end of sequence."""
+        llm = self._llms[configuration]
+        commits: list[tuple[float, int]] = []
+
+        def note(report: StepReport) -> None:
+            if report.num_committed:
+                commits.append((time.perf_counter(), report.num_committed))
+
+        end = llm.listen(note)
+        start = time.perf_counter()
+        try:
+            (output,) = llm.generate([ids], SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True))
+        finally:
+            end()
+        seconds, (first, num_first) = time.perf_counter() - start, commits[0]
+        return Outcome(output.token_ids, seconds, first - start, num_first)
+
+    def top2_gap(self, ids: list[int], position: int) -> tuple[float, int]:
+        """Return the gap of the two best logits at one position of the plain output, and the id of the second best."""
+        params = SamplingParams(max_tokens=position + 1, temperature=0, ignore_eos=True, logprobs=2)
+        (output,) = self._llms[PLAIN].generate([ids], params)
+        assert output.logprobs is not None
+        (_, best), (second, next_best) = output.logprobs[position].top
+        return best - next_best, second
+
+
+def start_peers(
+    pythons: Mapping[str, Path | None], question: Question, left_out: dict[str, str], stack: ExitStack
+) -> list[PeerProcess]:
+    """Start every peer that can be started. `left_out` gets the reasons of the others; the stack ends them all."""
+    peers = []
+    for name in INSTALL:
+        say(f"loading {name} ...")
+        try:
+            peer = PeerProcess(name, pythons.get(name) or Path(sys.executable), question)
+        except PeerError as error:
+            left_out[name] = str(error)
+            continue
+        stack.callback(peer.close)
+        peers.append(peer)
+    return peers
+
+
+# -------------------------------------------------------------------------------------------------------- measuring
+
+
+def measure(engines: Seq[Generating], prompts: Seq[list[int]], max_tokens: int, left_out: dict[str, str]) -> Runs:
+    """Run all configurations of all engines, first to warm up, then in turns prompt by prompt.
+
+    Each prompt begins with another configuration. A peer's configuration that fails is dropped, and the reason is put
+    into `left_out`.
+    """
+    runs: dict[Variant, list[Outcome]] = {(e.name, name): [] for e in engines for name in e.configurations}
+    by_name = {engine.name: engine for engine in engines}
+
+    def attempt(variant: Variant, ids: list[int], num_tokens: int, keep: Callable[[Outcome], object]) -> None:
+        cpu_s = time.process_time()
+        try:
+            keep(by_name[variant[0]].generate(variant[1], ids, num_tokens))
+        except PeerError as error:
+            del runs[variant]
+            left_out[f"{variant[0]}, {variant[1]}"] = str(error)
+        if variant[0] != OWN:
+            by_name[OWN].idle_cpu_s += time.process_time() - cpu_s
+
+    say("warming up ...")
+    for variant in list(runs):
+        attempt(variant, prompts[0], min(max_tokens, WARM_UP_TOKENS), lambda outcome: None)
+    for engine in engines:
+        engine.idle_cpu_s = 0.0
+    for i, ids in enumerate(prompts):
+        say(f"run {i + 1} of {len(prompts)}: {len(runs)} configurations x {max_tokens} tokens ...")
+        order = list(runs)
+        for variant in order[i % len(order) :] + order[: i % len(order)]:
+            attempt(variant, ids, max_tokens, runs[variant].append)
+    return runs
+
+
+def command(
+    engine: Annotated[Given, flags.engine("target", "draft", "quantization", "ops", "kv_cache_backend", "config")],
+    plan: Annotated[Given, Fields(PeersPlan, is_plan=True)],
+    forward: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="instead of prompts, measure single passes of this many tokens with all their logits; may be repeated",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="tokens before a pass of --forward; may be repeated [default: 256]", min=1, show_default=False
+        ),
+    ] = None,
+    transformers_python: Annotated[
+        Path | None, typer.Option(help="interpreter that can import transformers [default: this one]")
+    ] = None,
+    openvino_python: Annotated[
+        Path | None,
+        typer.Option(help="interpreter that can import openvino_genai and optimum.intel [default: this one]"),
+    ] = None,
+    llama_cpp_python: Annotated[
+        Path | None, typer.Option(help="interpreter that can import llama_cpp, for GGUF files [default: this one]")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Run the same checkpoint, prompts and threads in forerun, transformers, OpenVINO and llama.cpp, greedily."""
+    config = flags.engine_config(engine)
+    plan["pythons"] = {
+        "transformers": transformers_python,
+        "openvino": openvino_python,
+        "llama.cpp": llama_cpp_python,
+    }
+    if forward:
+        from benchmarks import peer_forwards
+
+        keep(peer_forwards.run(config, peer_forwards.planned(forward, context, plan, engine["draft"])), json_file)
+    elif context:
+        raise BadOption(f"--context {context[0]} is not possible without --forward: drop it, or say --forward 8")
+    else:
+        keep(run(config, PeersPlan(**plan)), json_file)
+
+
+if __name__ == "__main__":
+    start(command)

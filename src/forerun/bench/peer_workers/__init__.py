@@ -1,1 +1,0 @@
-"""Scripts that `forerun bench peers` runs inside the environments of other engines; they import nothing of forerun."""

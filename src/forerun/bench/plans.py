@@ -1,0 +1,152 @@
+"""What each benchmark is asked to measure. The fields are its flags; nothing here imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forerun.params import SamplingParams
+from forerun.registry import check_range, flag_of, option
+
+if TYPE_CHECKING:
+    from forerun.bench.methods import Way
+
+SHAPE_NAMES = "demo (about 0.4 B), llama-3.2-1b or llama-3.2-3b (with as many layers as it has, at least)"
+SHAPE_HELP = f"the target is widened to it in memory: {SHAPE_NAMES}"
+
+Prompt = str | list[int] | list[dict[str, Any]]  # a text, ids, or a conversation
+Request = tuple[Prompt, SamplingParams]
+
+
+class Plan:
+    """The options of a benchmark, as fields of a frozen dataclass. Raises BadOption for one outside of its range."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each subclass is a dataclass
+            value = getattr(self, field.name)
+            for one in value if isinstance(value, tuple) else (value,):
+                said = f"{one:g}" if isinstance(one, float) else str(one)
+                check_range(one, field.metadata, f"{flag_of(field)} {said}")
+
+
+# ---------------------------------------------------------------------------------- fields that several benchmarks have
+
+
+def shape(default: str | None = "none", help: str = f"{SHAPE_HELP}, or none", **about: Any) -> Any:
+    """The shape that the target is widened to."""
+    return option(default, help, **about)
+
+
+def repeats(default: int = 1, help: str = "times every prompt is run", least: int = 1) -> Any:
+    """How often everything is run. least: that makes sense."""
+    return option(default, help, flag="--repeats", min=least)
+
+
+def prompt_file(what: str = '"id" and "text"') -> Any:
+    """A file with prompts. what: its lines have."""
+    return option(None, f"JSON lines with {what}", usual="the shipped ones")
+
+
+def picture(help: str) -> Any:
+    """A file for a picture."""
+    return option(None, help, is_written=True)
+
+
+WORK = '"id", "kind" and "messages"'
+KINDS = "chat, summary, edit, question, list or story"
+
+
+@dataclass(frozen=True)
+class LatencyPlan(Plan):
+    """What `forerun bench latency` measures.
+
+    drafts: () = every method that needs nothing else. With a draft_shape all drafts are models, which get it; () = the
+    configuration's. spec_lengths: () = the configuration's.
+    """
+
+    drafts: tuple[str, ...] = option((), "drafter to measure", flag="--draft", usual="all")
+    shape: str = option("none", SHAPE_HELP, usual="none")
+    draft_shape: str = option("none", "the same for the draft model, which is then the only drafter", usual="none")
+    spec_lengths: tuple[int, ...] = option((), "tokens drafted per step (K)", flag="--spec-length", min=1, usual="5")
+    temperatures: tuple[float, ...] = option((0.0, 1.0), "0 = greedy", flag="--temperature")
+    acceptance: str = option("ratio", "verification rule at temperature > 0")
+    num_prompts: int = option(5, "held-out prompts", flag="--prompts", min=1)
+    max_tokens: int = option(64, "tokens per prompt", min=2)
+    num_repeats: int = repeats()
+    prompt_file: Path | None = prompt_file('"id", and "text" or a list of "ids"')
+    seed: int = option(1, "of the sampled runs; each prompt adds its index")
+
+
+@dataclass(frozen=True)
+class MethodsPlan(Plan):
+    """What `forerun bench methods` measures.
+
+    drafts: () = every drafter that needs no file. pacings: () = the engine's. acceptances: () = the engine's own
+    choice: match at temperature > 0, for every run has a seed. kinds: () = all that the prompt file has. picture:
+    without .svg or .png at its end both are written.
+    """
+
+    drafts: tuple[str, ...] = option((), "drafter to measure, with its options", flag="--draft", usual="all")
+    kinds: tuple[str, ...] = option((), KINDS, flag="--kind", usual="all")
+    shape: str = shape()
+    temperatures: tuple[float, ...] = option((0.0, 1.0), "0 = greedy", flag="--temperature")
+    acceptances: tuple[str, ...] = option(
+        (),
+        "verification rules to compare, as in ratio,block",
+        flag="--acceptance",
+        usual="match at temperature > 0, which keeps texts",
+    )
+    pacings: tuple[str, ...] = option(
+        (),
+        "pacing policies to compare, as in auto,fixed,svip",
+        flag="--pacing",
+        usual="fixed where --spec-length is given, else auto",
+    )
+    prompts_per_kind: int = option(2, "of each kind", flag="--prompts", min=1)
+    max_tokens: int = option(64, "tokens per prompt at most", min=2)
+    num_repeats: int = repeats()
+    prompt_file: Path | None = prompt_file(WORK)
+    seed: int = option(1, "of the first run; each turn adds one")
+    picture: Path | None = picture(
+        "file for a picture, .svg or .png; both where its name ends in neither; needs matplotlib"
+    )
+
+    def params(
+        self, temperature: float, way: Way | None, salt: str, turn: int = 0, ignore_eos: bool = False
+    ) -> SamplingParams:
+        """Return how one run is decoded. salt: runs of the same one may learn from each other."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=temperature,
+            seed=self.seed + turn,
+            acceptance=None if way is None else way.acceptance,
+            draft=None if way is None else way.draft,
+            cache_salt=salt,
+            ignore_eos=ignore_eos,
+        )
+
+
+@dataclass(frozen=True)
+class TunePlan(Plan):
+    """What `forerun tune` measures, and for how long. requests: () = the project's own prompts. shape: of `widen`."""
+
+    requests: Seq[Request] = ()
+    shape: str = "none"
+    out: Path | None = option(
+        None,
+        "config file to write, TOML, or JSON where its name ends in .json; every command takes it with --config",
+        is_written=True,
+    )
+    picture: Path | None = picture("file for a plot of the speed-up by draft length, .svg or .png; needs matplotlib")
+    drafts: tuple[str, ...] = option(
+        (), "drafter to consider beside those that need no file: a draft model, or a name", flag="--draft"
+    )
+    only: bool = option(False, "consider those of --draft alone")
+    temperature: float = option(0.0, "0 = greedy")
+    concurrency: int = option(1, "requests at once", min=1, max=1024)
+    minutes: float = option(5.0, "of measuring, about; a large model may need more")
+    max_tokens: int = option(64, "tokens per prompt at most", min=2)
+    seed: int = option(1, "of the sampled runs; each prompt adds its index")

@@ -1,0 +1,35 @@
+"""Runs benchmarks' commands in this process, with small probes of the memory."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from bench.conftest import small_probes
+from benchmarks.start import start
+
+__all__ = ["small_probes"]  # found here by its name
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Runs `python -m benchmarks.NAME ARGUMENTS` in this process."""
+
+    def run(name: str, *arguments: str) -> Done:
+        with pytest.raises(SystemExit) as exit_:
+            start(importlib.import_module(f"benchmarks.{name}").command, arguments)
+        return Done(int(exit_.value.code or 0), *capsys.readouterr())
+
+    return run

