@@ -252,17 +252,20 @@ def _fill(row: Floats, one: Probs) -> None:
 # ------------------------------------------------------------------------------------------------------------ exhibits
 
 
-def published(found: Found, table: Mapping[str, Any], guess: Guesser, is_gpt: bool = False) -> Any:
+def published(
+    found: Found, table: Mapping[str, Any], guess: Guesser, is_gpt: bool = False, drafts: Seq[str] = T5
+) -> Any:
     """Return the published entry beside a guesser: tables by name, models in the order of their sizes; None of none.
 
-    is_gpt: of the GPT-like pair, whose one draft model stands beside the one with the nearest ratio of sizes.
+    is_gpt: of the GPT-like pair, whose one draft model stands beside the one with the nearest ratio of sizes. drafts:
+    the published draft models, by size.
     """
     models = [one for one in found.guessers if one.num_parameters]
     if guess.num_parameters is None:
         return table.get(guess.name)
     if not is_gpt:
         place = models.index(guess)
-        return table.get(T5[place]) if place < len(T5) else None
+        return table.get(drafts[place]) if place < len(drafts) else None
 
     def distance(one: Guesser) -> float:
         return abs(math.log(found.target_parameters / (one.num_parameters or 1) / GPT_RATIO))
@@ -282,6 +285,8 @@ def table_3(found: Found, recipe: str) -> Exhibit:
                 for pair in (
                     published(found, TABLE_3["GPT-like 97M"], guess, is_gpt=True),
                     published(found, TABLE_3["T5-XXL EnDe"], guess),
+                    published(found, TABLE_3["T5-XXL CNNDM"], guess),
+                    published(found, TABLE_3["LaMDA 137B"], guess, drafts=tuple(TABLE_3["LaMDA 137B"])),
                 )
             ]
             rows.append((guess.name, setting, one.alpha, one.alpha_error, *beside))
@@ -289,6 +294,8 @@ def table_3(found: Found, recipe: str) -> Exhibit:
         dots("measured", rows, 2),
         dots("published, GPT-like 97M", rows, 4),
         dots("published, T5-XXL EnDe", rows, 5),
+        dots("published, T5-XXL CNNDM", rows, 6),
+        dots("published, LaMDA 137B", rows, 7),
     )
     return Exhibit(
         "table-3",
@@ -300,15 +307,17 @@ def table_3(found: Found, recipe: str) -> Exhibit:
             Column("+-", "{:.3f}"),
             Column("published,\nGPT-like 97M", "{:.2f}"),
             Column("published,\nT5-XXL EnDe", "{:.2f}"),
+            Column("published,\nT5-XXL CNNDM", "{:.2f}"),
+            Column("published,\nLaMDA 137B", "{:.2f}"),
         ),
         rows,
         Plot([Panel("", "alpha", "", curves, [f"{row[0]}, {row[1]}" for row in rows], x_limit=1)]),
         f"alpha: mean of sum min(p, q) over {found.num_tokens:,} tokens that the target, of "
         f"{size_name(found.target_parameters)} parameters, wrote in each setting; +-: one standard error, from text to "
         "text. Published: of other models and texts: unigram and bigram beside theirs, T5-small, base and large "
-        "beside the draft models in the "
-        "order of their sizes, GPT-like 6M beside the one with the nearest ratio of sizes. The paper's LaMDA always "
-        "samples through top-k 40: .57 to .74.",
+        "and LaMDA 100M, 2B and 8B beside the draft "
+        "models in the order of their sizes, GPT-like 6M beside the one with the nearest ratio of sizes. LaMDA always "
+        "samples through top-k 40.",
         recipe,
     )
 

@@ -254,6 +254,7 @@ NO_DRAFT = (
     "without it the engine drafts where that pays"
 )
 _ALIASES = {"draft_model": "draft", "num_speculative_tokens": "spec_length"}
+_AS_IT_IS = {"batching_mode": "continuous", "use_cuda_graphs": False}  # options of others with one value here
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 # Methods of speculative_config that have another name here; vLLM takes the first two in the place of a model, too.
 _LOOKUP = {"ngram": "lookup", "[ngram]": "lookup"}
@@ -270,9 +271,16 @@ _METHOD_OPTIONS = {  # by our name of a method: vLLM's options of it, and ours
 def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return one source's options with draft_model, num_speculative_tokens and speculative_config replaced by ours.
 
-    use_speculative_decoding=False becomes draft="none"; True is kept, because another source may name the draft.
+    use_speculative_decoding=False becomes draft="none"; True is kept, because another source may name the draft. What
+    says how things are here anyway is taken out.
     """
-    given = {k: v for k, v in options.items() if v is not None or k not in {"draft", "speculative_config", *_ALIASES}}
+    may_be_none = {"draft", "speculative_config", *_ALIASES, *_AS_IT_IS}
+    given = {k: v for k, v in options.items() if v is not None or k not in may_be_none}
+    for name, only in _AS_IT_IS.items():
+        value = given.pop(name, only)
+        value = _SWITCH.get(value.lower(), value) if isinstance(value, str) else value
+        if value != only:
+            raise BadOption(f"{name}={shown(value)} is not possible: it is {only!r} here, and may be left out")
     for key, value in _flatten(given.pop("speculative_config", {})).items():
         _set(given, key, value, f"speculative_config[{shown(key)}]")
     for alias, name in _ALIASES.items():
@@ -334,7 +342,7 @@ def _set(options: dict[str, Any], name: str, value: Any, alias: str) -> None:
 
 def _read_environment() -> dict[str, Any]:
     """Return the FORERUN_* variables by option name. Raises BadOption for one that nothing here reads."""
-    known = [*EngineConfig.__dataclass_fields__, *_ALIASES, _USE, "config"]
+    known = [*EngineConfig.__dataclass_fields__, *_ALIASES, *_AS_IT_IS, _USE, "config"]
     names = {f"FORERUN_{name.upper()}": name for name in known}
     allowed = [*names, *VARIABLES, *COMMAND_VARIABLES]
     for variable, value in os.environ.items():

@@ -61,8 +61,8 @@ class UserError(ForerunError):
     exit_code = 2
 
 
-class BadOption(UserError):
-    """An option, parameter or value that cannot be honoured."""
+class BadOption(UserError, ValueError):
+    """An option, parameter or value that cannot be honoured; a ValueError, as other libraries raise for one."""
 
 
 class PromptTooLong(UserError):

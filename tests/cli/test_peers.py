@@ -186,8 +186,14 @@ ON_COMMANDS = [
     for row, spelling in SPELLINGS
     for command in ("generate", "drafters")
     if as_flag(spelling) not in {flag for command in ("generate", "batch", "serve") for flag in FLAGS[command].values()}
+    and as_flag(spelling) != "--draft-model"  # another spelling of --draft, which works
     and (command == "generate" or (row.ours and spelling == row.theirs[0]))
 ]
+
+
+def test_the_draft_has_the_name_that_other_engines_give_it() -> None:
+    (draft,) = (option for option in ROOT.commands["generate"].params if option.name == "draft")
+    assert draft.opts == ["--draft", "--draft-model"]
 
 
 def parsed(*words: str) -> str:

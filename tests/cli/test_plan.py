@@ -174,6 +174,8 @@ def test_the_draft_is_the_one_that_the_engine_would_choose(cli: Any, checkpoints
 
 def test_shapes_are_those_of_widened_models(cli: Any) -> None:
     wide = ("--shape", "llama-3.2-3b", "--draft-shape", "llama-3.2-1b", "--dtype", "bfloat16")
+    longer = planned(cli, *wide, "--memory", "64GB", "--max-seq-len", "4096", "--ops", "reference")
+    assert longer["max_seq_len"] == 4096, "more than the positions of the model that is widened"
     found = planned(cli, *wide, "--memory", "16GB", "--max-seq-len", "2048", "--ops", "reference")
     assert found["parts"]["target weights"] == 2 * 3_212_749_824
     assert found["parts"]["draft weights"] == 2 * 1_235_814_400

@@ -28,6 +28,7 @@ def test_aliases_of_other_engines_mean_the_same():
     assert EngineConfig.make(draft=None).draft == "auto"
     assert EngineConfig.make(draft_model=None, num_speculative_tokens=None, speculative_config=None) == EngineConfig()
     assert EngineConfig.make(use_speculative_decoding=None) == EngineConfig()
+    assert EngineConfig.make(batching_mode="continuous", use_cuda_graphs=False) == EngineConfig()
     assert EngineConfig.make(use_speculative_decoding=True, draft="auto") == EngineConfig()
     assert EngineConfig.make(speculative_config={"method": "draft_model", "model": "./d"}).draft == "./d"
     assert EngineConfig.make(speculative_config={"method": "eagle3", "model": "./h"}).draft == "eagle:path=./h"
@@ -332,6 +333,12 @@ def test_sampling_parameters_become_plain_values():
     )
     assert (given.stop, given.stop_token_ids, given.logit_bias) == (("a",), (3, 4), {3: 1.0})
     assert (type(given.max_tokens), type(given.temperature), type(given.stop_token_ids[0])) == (int, float, int)
+
+
+def test_what_is_off_here_cannot_be_switched_on():
+    for name, value in (("use_cuda_graphs", True), ("batching_mode", "static")):
+        with pytest.raises(ValueError, match=f"{name}={value!r} is not possible"):
+            EngineConfig.make(**{name: value})
 
 
 def test_the_device_is_the_processor_unless_another_is_named(monkeypatch):

@@ -18,7 +18,10 @@ from forerun.engine.options import LLMOptions
 pytestmark = pytest.mark.once("about names and types, not about drafts")
 
 SOURCE = Path(__file__).parents[2] / "src"
-ALIASES = {"draft_model", "num_speculative_tokens", "speculative_config", "use_speculative_decoding"}
+ALIASES = {
+    *("draft_model", "num_speculative_tokens", "speculative_config", "use_speculative_decoding"),
+    *("batching_mode", "use_cuda_graphs"),
+}
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from forerun.functional import (
     autoregressive_generate,
     beam_search_generate,
     max_fn,
+    printing,
     prune_cache,
     prune_dynamic_cache,
     prune_tuple_cache,
@@ -243,7 +244,7 @@ def test_rounds_are_printed_with_the_right_numbers(capsys: pytest.CaptureFixture
         head = re.search(r"Position: (\d+), Gamma: (\d+), Accepted: (\d+)", text)
         assert head is not None
         at, gamma, accepted = map(int, head.groups())
-        drafts = re.findall(r"  \[(\d+)\]: \"(t\d)\" \(q=\d\.\d\d\) (✓|✗|-)", text)
+        drafts = re.findall(r"  \[(\d+)\]: \"(t\d)\" \(q=[\d.e-]+\) (✓|✗|-)", text)
         assert at == position
         assert [int(number) for number, *_ in drafts] == list(range(at + 1, at + 1 + gamma))
         assert sum(mark == "✓" for *_, mark in drafts) == accepted
@@ -260,6 +261,11 @@ def test_rounds_are_printed_with_the_right_numbers(capsys: pytest.CaptureFixture
     assert rate == num_accepted / num_drafted
     assert "✗ (rejected: r=" in printed
     assert "(not tested)" in printed
+
+
+def test_small_probabilities_are_printed_as_what_they_are() -> None:
+    """Two digits behind the point would say 0 of what was drawn."""
+    assert [printing._prob(q) for q in (0.0, 0.25, 0.005, 0.0012, 3e-7)] == ["0.00", "0.25", "0.01", "0.0012", "3e-07"]
 
 
 def test_entropy_is_printed_and_nothing_is_without_debug(capsys: pytest.CaptureFixture[str]) -> None:

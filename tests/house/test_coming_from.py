@@ -26,7 +26,10 @@ ROOT: Any = typer.main.get_command(app)
 PEERS = list(dict.fromkeys(row.peer for row in peers.peer_options()))
 ON_A_COMMAND_LINE = ("vLLM", "SGLang", "llama.cpp")  # the others are used from Python
 FIELDS = {"LLM": set(EngineConfig.__dataclass_fields__), "SamplingParams": set(SamplingParams.__dataclass_fields__)}
-ALIASES = {"draft_model", "num_speculative_tokens", "speculative_config", "use_speculative_decoding"}
+ALIASES = {
+    *("draft_model", "num_speculative_tokens", "speculative_config", "use_speculative_decoding"),
+    *("batching_mode", "use_cuda_graphs"),
+}
 ANNOUNCED = {"forerun plan"}  # may be missing still
 HEADER = ["| option there | here | remark |", "|---|---|---|"]
 

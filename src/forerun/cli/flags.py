@@ -35,10 +35,12 @@ def _engine(name: str, methods: str | None = None, flag: str | None = None, defa
     """
     field, flag = EngineConfig.__dataclass_fields__[name], flag or name.replace("_", "-")
     known = "" if methods is None else f"; methods: {', '.join(names(methods))}"
+    aliases = ("--draft-model",) if name == "draft" else ()
     value = default or field.default
     shown_default = "" if value is None else f" [default: {value}]"
     return typer.Option(
         f"--{flag}/--no-{flag}" if isinstance(field.default, bool) else f"--{flag}",
+        *aliases,
         help=field.metadata["help"] + known + shown_default,
         show_default=False,
         rich_help_panel=ENGINE_OPTION,  # read by elsewhere.py; no help text shows it
@@ -237,10 +239,10 @@ def requests(text: str, defaults: SamplingParams, ignored: Collection[str] = ())
         if line.strip():
             try:
                 made.append(_request(json.loads(line), defaults, ignored))
-            except (ValueError, RecursionError) as error:
-                raise BadOption(f"line {number} is not valid JSON: {error}") from None
             except BadOption as error:
                 raise BadOption(f"line {number}: {error}") from None
+            except (ValueError, RecursionError) as error:
+                raise BadOption(f"line {number} is not valid JSON: {error}") from None
     return made
 
 
@@ -282,8 +284,9 @@ def _biases(pairs: Iterable[str]) -> dict[int, float]:
     made = {}
     for pair in pairs:
         token, _, value = pair.partition("=")
+        number = _token_id(token, pair)
         try:
-            made[_token_id(token, pair)] = float(value)
+            made[number] = float(value)
         except ValueError:
             raise BadOption(f"logit_bias={shown(pair)} is not possible: write ID=VALUE, for example 5=-1.5") from None
     return made

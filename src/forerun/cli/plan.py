@@ -93,7 +93,7 @@ class Models:
             )
         for name, wanted in (("target", shape), ("draft", draft_shape)):
             if wanted is not None:
-                found[name] = _widened(found[name], wanted)
+                found[name] = _widened(found[name], wanted, config.max_seq_len)
         return cls(found | made_outlines(config, found["target"]), device_of(config))
 
     def plan(self, config: EngineConfig, available: int | None) -> MemoryPlan:
@@ -138,11 +138,13 @@ def parse_bytes(text: str) -> int:
     return found
 
 
-def _widened(model: Outline, shape: str) -> Outline:
+def _widened(model: Outline, shape: str, max_seq_len: int | None) -> Outline:
+    """Return the outline of a model widened to a shape, which has no fewer positions than are asked for."""
     from forerun.bench.widen import shape_named
     from forerun.models.widening import wide_config
 
-    return model.widened(wide_config(model.config, shape_named(shape, model.config)))
+    wide = wide_config(model.config, shape_named(shape, model.config))
+    return model.widened(dataclasses.replace(wide, max_positions=max(wide.max_positions, max_seq_len or 0)))
 
 
 # ------------------------------------------------------------------------------------------------------- what is shown

@@ -43,6 +43,8 @@ class LLMOptions(TypedDict, total=False):
     num_speculative_tokens: int | None
     speculative_config: Mapping[str, Any] | None
     use_speculative_decoding: bool | None
+    batching_mode: str | None
+    use_cuda_graphs: bool | None
 
 
 def llm_signature() -> Signature:

@@ -44,7 +44,7 @@ class DebugPrinter:
         tested = {test.node: test for test in detail.tests}
         coins = {toss.depth: toss.coin for toss in detail.tosses}
         for node, token in enumerate(detail.tokens):
-            line = f"  [{detail.position + 1 + node}]: {self._text(token)} (q={detail.draft_probs[node]:.2f})"
+            line = f"  [{detail.position + 1 + node}]: {self._text(token)} (q={_prob(detail.draft_probs[node])})"
             if node in accepted:
                 yield f"{line} ✓"
             elif node in tested:
@@ -66,4 +66,9 @@ class DebugPrinter:
 
 def _why(test: Any, coin: float | None) -> str:
     ratio = test.target_prob / test.draft_prob if test.draft_prob else 0.0
-    return f"p/q={ratio:.2f}" if coin is None else f"r={coin:.2f} > p/q={ratio:.2f}"
+    return f"p/q={_prob(ratio)}" if coin is None else f"r={_prob(coin)} > p/q={_prob(ratio)}"
+
+
+def _prob(value: float) -> str:
+    """A number with two digits behind the point, or two that say something where it is smaller than these."""
+    return f"{value:.2f}" if value == 0 or value >= 0.005 else f"{value:.2g}"

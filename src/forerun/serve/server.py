@@ -305,7 +305,7 @@ def _logging(options: ServerOptions) -> Iterator[None]:
     if level is None:
         raise BadOption(f"--log-level={options.log_level!r} is not possible: it must be debug, info, warning or error")
     root.addHandler(sending)
-    loggers = [root, *map(logging.getLogger, ("uvicorn.error", "asyncio", "forerun.engine"))]
+    loggers = [root, *map(logging.getLogger, ("uvicorn.error", "asyncio"))]
     before = [logger.level for logger in loggers]
     root.setLevel(level)
     for noisy in loggers[1:]:

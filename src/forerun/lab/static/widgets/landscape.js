@@ -224,6 +224,8 @@ export async function mount(element, lab) {
     el("div", { class: "card" }, el("div", { class: "split" },
       el("div", { class: "stack" }, place,
         controls.legend([["ink", "best K (ridge)", "line"], ["ink", "break-even, 1×", "dashed"], ["ink", "published", "diamond"], ["target", "measured here", "dot"]]),
+        el("p", { class: "note" }, "speed-up = (1 − α", el("sup", {}, "K + 1"), ") / ((1 − α) (K c + v)): tokens of a round over what it costs, "
+          + "with v the passes of the target over one token that checking K tokens takes (Leviathan et al. 2023, theorem 3.8, where v = 1)"),
         verdict),
       el("div", { class: "stack" }, knobs.alpha.element, knobs.k.element, knobs.c.element, numbers.element,
         el("hr", { class: "rule" }), el("div", { class: "row" }, measureButton), measureSaid, publishedChoice.element, publishedSaid))),
