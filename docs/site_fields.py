@@ -46,8 +46,12 @@ def _told(field: griffe.Attribute, comments: dict[int, str]) -> str:
         text = _text(told)
         words = {"min": "from", "max": "to"}
         bounds = [f"{word} {ast.unparse(metadata[key])}" for key, word in words.items() if key in metadata]
-        if bounds:
-            text += f" ({' '.join(bounds)})"
+        range_ = _text(metadata.get("range")) or " ".join(bounds)
+        beside = [each for each in (_text(metadata.get("unit")), range_) if each]
+        if beside:
+            text += f" ({', '.join(beside)})"
+        if note := _text(metadata.get("note")):
+            text += f"; {note}"
         default = made.args[0] if made.args else metadata.get("default")
         value = ast.unparse(default) if default is not None else ""
     lines = range(field.lineno or 0, (field.endlineno or 0) + 1)

@@ -9,132 +9,14 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from inspect import Signature, signature
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption, shown
-from forerun.registry import by_name, unknown
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request is decoded. Every field works with speculation, which never changes the output distribution.
-
-    Where one text or several may be given, the field is a tuple of them afterwards. Raises BadOption, naming the field
-    and its value, for anything that cannot be honoured.
-    """
-
-    max_tokens: int | None = 128  # tokens to generate at most; None = as far as max_seq_len goes
-    min_tokens: int = 0  # end-of-sequence and stop ids cannot be drawn before this many tokens
-    temperature: float = 1.0  # 0 = greedy
-    top_k: int = 0  # keep the k most likely ids; 0 = all
-    top_p: float = 1.0  # keep the shortest prefix of the sorted ids whose mass reaches top_p, in (0, 1]
-    min_p: float = 0.0  # drop ids below min_p times the largest probability, in [0, 1]
-    repetition_penalty: float = 1.0  # in [1e-6, 1e6]; over prompt and output
-    presence_penalty: float = 0.0  # in [-2, 2]; over the output
-    frequency_penalty: float = 0.0  # in [-2, 2]; over the output
-    logit_bias: Mapping[int, float] | None = None  # id -> added to its logit, in [-1e20, 1e20]; -inf forbids the id
-    bad_words: str | Sequence[str] = ()  # texts that must not be completed
-    stop: str | Sequence[str] = ()  # texts that end the output; they are cut from `text`
-    stop_token_ids: Sequence[int] = ()  # ids that end the output
-    ignore_eos: bool = False  # go on past the model's end-of-sequence ids
-    seed: int | None = None  # 64 bit; None = one is drawn and reported
-    logprobs: int | None = None  # per token: its log-probability and this many alternatives, 0 to 20
-    n: int = 1  # outputs for the prompt, 1 to 16384, with seeds derived from `seed`, or the n best of a beam search
-    num_beams: int = 1  # width of a beam search, 1 to 64; needs temperature=0
-    draft_beams: int | None = None  # width of the drafter's own search, from num_beams to 64; None = num_beams
-    length_penalty: float = 1.0  # of a beam search, -16 to 16: a score is the sum of log-probabilities / length^it
-    early_stopping: bool | str = False  # True = at num_beams finished texts; False, "never" = while one may get better
-    acceptance: str | None = None  # a verification rule; None = match for a seed and temperature > 0, else ratio
-    draft: str | None = None  # a drafter that the engine was started with, or none; None = the engine's own choice
-    prediction: str | Sequence[int] | None = (
-        None  # what the output may resemble, as text or ids: a hint, for speed alone
-    )
-    spec_length: int | None = None  # tokens drafted per step, whatever the engine's pacing; None = as it paces
-    priority: int = 0  # lower numbers are served first, and preempted last
-    cache_salt: str | None = None  # prompts share what is in the cache only with those of the same salt
-
-    if not TYPE_CHECKING:  # checkers know the fields, and refuse other names themselves
-
-        def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
-            """Raises BadOption for a name that is no field, with what it is called here or the nearest field."""
-            for name in given.keys() - cls.__dataclass_fields__.keys():
-                raise BadOption(no_field(name))
-            return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        for name, default in _DEFAULTS.items():
-            if (value := getattr(self, name)) is not default:  # what is left as it is needs no look
-                self._accept(name, value, name == "max_tokens" or default is None)
-        if self.max_tokens is not None:
-            _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
-        for token, bias in (self.logit_bias or {}).items():
-            ok = 0 <= token < _NUM_IDS and (bias == -math.inf or abs(bias) <= 1e20)
-            _require(ok, "logit_bias", {token: bias}, "from ids in 0 .. 2**31 - 1 to numbers in [-1e20, 1e20], or -inf")
-        self._check_beams()
-
-    def _check_beams(self) -> None:
-        """Raise BadOption for what a beam search cannot honour, and for its options without one."""
-        if not self.searches:
-            for name in ("length_penalty", "early_stopping"):
-                if (value := getattr(self, name)) != _DEFAULTS[name]:
-                    raise BadOption(f"{name}={shown(value)} belongs to a beam search: add num_beams, or drop it")
-            return
-        width = f"num_beams={self.num_beams}"
-        search = width if self.num_beams > 1 else f"draft_beams={self.draft_beams}"
-        if not self.greedy:
-            raise BadOption(
-                f"{search} is not possible with temperature={self.temperature}: a beam search draws nothing; add "
-                "temperature=0"
-            )
-        _require(self.n <= self.num_beams, "n", self.n, f"at most {width}")
-        draft_beams = self.draft_beams or self.num_beams
-        _require(draft_beams >= self.num_beams, "draft_beams", draft_beams, f"at least {width}")
-        for name, why in _NOT_WITH_BEAMS.items():
-            if (value := getattr(self, name)) is not None:
-                raise BadOption(f"{name}={shown(value)} is not possible with {search}: {why}; drop one of them")
-
-    def _accept(self, name: str, value: Any, optional: bool) -> None:
-        """Convert one field and check its range."""
-        if value is None and optional:
-            return
-        convert, what = _KINDS[name]
-        try:
-            value = convert(value)
-        except (TypeError, ValueError, OverflowError):
-            _require(False, name, value, f"{what}, or None" if optional else what)
-        object.__setattr__(self, name, value)
-        if name in _RANGES:
-            is_inside, what = _RANGES[name]
-            _require(is_inside(value), name, value, what)
-
-    @property
-    def greedy(self) -> bool:
-        """True where the next token is the argmax."""
-        return self.temperature == 0
-
-    @property
-    def searches(self) -> bool:
-        """True where the output is found by a beam search; one beam is one where draft_beams is given."""
-        return self.num_beams > 1 or self.draft_beams is not None
-
-
-_NOT_WITH_BEAMS = {
-    "logprobs": "an output has its score and the sum of its log-probabilities",
-    "acceptance": "all beams are compared, no token is accepted or rejected by itself",
-    "prediction": "it is one text, and beams are several",
-}
-
-# Of the fields, for help() and completion: that of __new__ would say nothing.
-SamplingParams.__signature__ = Signature(list(signature(SamplingParams.__init__).parameters.values())[1:])  # type: ignore[attr-defined]
-
-
-def no_field(name: str) -> str:
-    """Return the sentence for a name that is no field of SamplingParams."""
-    known = SamplingParams.__dataclass_fields__
-    return by_name(name, known, "LLM") or unknown("sampling parameter", name, known)
+from forerun.registry import by_name, check_range, option, unknown
 
 
 def _instance(value: Any, kind: Any) -> Any:
@@ -190,50 +72,306 @@ def _biases(value: Any) -> dict[int, float]:
     return {_integer(token): _number(bias) for token, bias in _instance(value, Mapping).items()}
 
 
-# What a field takes: how it becomes a plain Python value, and the words for a value that does not.
-_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "logprobs"), (_wide, "an integer of 64 bits")),
-    **dict.fromkeys(("n", "spec_length", "priority", "num_beams", "draft_beams"), (_wide, "an integer of 64 bits")),
-    "length_penalty": (_number, "a number"),
-    "early_stopping": (lambda value: value if value == "never" else _instance(value, bool), "True, False or 'never'"),
-    "seed": (_integer, "an integer"),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), (_number, "a number")),
-    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), (_number, "a number")),
-    **dict.fromkeys(("stop", "bad_words"), (_texts, "a text or several, in valid UTF-8")),
-    "stop_token_ids": (_integers, "several integers"),
-    "prediction": (_text_or_ids, "a text in valid UTF-8 or several integers"),
-    "logit_bias": (_biases, "a mapping from integers to numbers"),
-    "ignore_eos": (lambda value: _instance(value, bool), "True or False"),
-    **dict.fromkeys(("acceptance", "draft", "cache_salt"), (lambda value: _instance(value, str), "a text")),
-}
+@dataclass(frozen=True)
+class Kind:
+    """What a field takes: how a value becomes a plain Python one, and the words for a value that does not."""
+
+    convert: Callable[[Any], Any]
+    what: str
+
 
 MAX_BEAMS = 64
-_NUM_IDS = 2**31  # no vocabulary is larger; which ids a model has is checked when a request is added
+NUM_IDS = 2**31  # no vocabulary is larger; which ids a model has is checked when a request is added
 
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_tokens": (lambda n: n >= 1, "at least 1, or None"),
-    "min_tokens": (lambda n: n >= 0, "at least 0"),
-    # Below 1e-5 a temperature only amplifies rounding: use 0, which is exactly greedy.
-    "temperature": (lambda t: t == 0 or 1e-5 <= t < math.inf, "0 (greedy) or a finite number of at least 1e-5"),
-    "top_k": (lambda k: k >= 0, "0 (all ids) or at least 1"),
-    "top_p": (lambda p: 0 < p <= 1, "in (0, 1]"),
-    "min_p": (lambda p: 0 <= p <= 1, "in [0, 1]"),
-    "repetition_penalty": (lambda x: 1e-6 <= x <= 1e6, "in [1e-6, 1e6]"),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (lambda x: -2 <= x <= 2, "in [-2, 2]")),
-    "stop_token_ids": (lambda ids: all(0 <= i < _NUM_IDS for i in ids), "ids in 0 .. 2**31 - 1"),
-    "prediction": (
-        lambda given: isinstance(given, str) or all(0 <= i < _NUM_IDS for i in given),
-        "a text, or ids in 0 .. 2**31 - 1",
-    ),
-    **dict.fromkeys(("stop", "bad_words"), (all, "texts that are not empty")),
-    "seed": (lambda n: 0 <= n < 2**64, "in 0 .. 2**64 - 1, or left out for one that is drawn"),
-    "n": (lambda n: 1 <= n <= 16384, "in 1 .. 16384"),
-    **dict.fromkeys(("num_beams", "draft_beams"), (lambda n: 1 <= n <= MAX_BEAMS, f"in 1 .. {MAX_BEAMS}")),
-    "length_penalty": (lambda x: -16 <= x <= 16, "in [-16, 16]"),
-    "spec_length": (lambda k: 1 <= k <= 64, "in 1 .. 64"),
-    "logprobs": (lambda n: 0 <= n <= 20, "in 0 .. 20"),
-}
-_DEFAULTS = {name: SamplingParams.__dataclass_fields__[name].default for name in _KINDS}
+INTEGER = Kind(_wide, "an integer of 64 bits")
+SEED = Kind(_integer, "an integer")
+NUMBER = Kind(_number, "a number")
+FLAG = Kind(lambda value: _instance(value, bool), "True or False")
+STOPPING = Kind(lambda value: value if value == "never" else _instance(value, bool), "True, False or 'never'")
+TEXT = Kind(lambda value: _instance(value, str), "a text")
+TEXTS = Kind(_texts, "a text or several, in valid UTF-8")
+IDS = Kind(_integers, "several integers")
+TEXT_OR_IDS = Kind(_text_or_ids, "a text in valid UTF-8 or several integers")
+BIASES = Kind(_biases, "a mapping from integers to numbers")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded. Every field works with speculation, which never changes the output distribution.
+
+    Where one text or several may be given, the field is a tuple of them afterwards. Raises BadOption, naming the field
+    and its value, for anything that cannot be honoured.
+    """
+
+    # A field is all that is said of a parameter: `forerun generate --help`, the server's schema, the API page and what
+    # is refused follow from it. kind: what it takes. min, max: included, of each entry; above: excluded. also: values
+    # outside of these. range: their words, where they do not follow. note: what the API page says beside the help text.
+    # of_beams: whether it belongs to a beam search; beams: why it cannot go with one. suggested: its key in
+    # generation_config.json.
+
+    max_tokens: int | None = option(
+        128,
+        "tokens to generate at most",
+        kind=INTEGER,
+        unit="tokens",
+        min=1,
+        range="at least 1, or None",
+        note="None = as far as max_seq_len goes",
+        suggested="max_new_tokens",
+    )
+    min_tokens: int = option(
+        0,
+        "no end of sequence and no stop id before this many tokens",
+        kind=INTEGER,
+        unit="tokens",
+        min=0,
+        suggested="min_new_tokens",
+    )
+    temperature: float = option(
+        1.0,
+        "0 = greedy",
+        kind=NUMBER,
+        min=1e-5,  # below it only amplifies rounding: use 0, which is exactly greedy
+        max=sys.float_info.max,
+        also=(0,),
+        range="0 (greedy) or a finite number of at least 1e-5",
+        suggested="temperature",
+    )
+    top_k: int = option(
+        0,
+        "keep the k most likely ids; 0 = all",
+        kind=INTEGER,
+        unit="ids",
+        min=0,
+        range="0 (all ids) or at least 1",
+        suggested="top_k",
+    )
+    top_p: float = option(
+        1.0,
+        "keep the likeliest ids that together reach this mass, in (0, 1]",
+        kind=NUMBER,
+        above=0,
+        max=1,
+        suggested="top_p",
+    )
+    min_p: float = option(
+        0.0,
+        "drop ids below this share of the largest probability, in [0, 1]",
+        kind=NUMBER,
+        min=0,
+        max=1,
+        suggested="min_p",
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "in 1e-6 .. 1e6; over prompt and output",
+        kind=NUMBER,
+        min=1e-6,
+        max=1e6,
+        range="in [1e-6, 1e6]",
+        suggested="repetition_penalty",
+    )
+    presence_penalty: float = option(
+        0.0, "in [-2, 2]; over the output", kind=NUMBER, min=-2, max=2, suggested="presence_penalty"
+    )
+    frequency_penalty: float = option(
+        0.0, "in [-2, 2]; over the output", kind=NUMBER, min=-2, max=2, suggested="frequency_penalty"
+    )
+    logit_bias: Mapping[int, float] | None = option(
+        None,
+        "ID=VALUE: added to the logit of an id; may be repeated",
+        kind=BIASES,
+        takes=list[str],
+        note="a mapping from ids to numbers in [-1e20, 1e20]; -inf forbids the id",
+    )
+    bad_words: str | Sequence[str] = option(
+        (),
+        "text that must not be completed; may be repeated",
+        kind=TEXTS,
+        flag="--bad-word",
+        takes=list[str],
+    )
+    stop: str | Sequence[str] = option(
+        (), "text that ends the output and is cut from it; may be repeated", kind=TEXTS, takes=list[str]
+    )
+    stop_token_ids: Sequence[int] = option(
+        (),
+        "id that ends the output; may be repeated",
+        kind=IDS,
+        min=0,
+        max=NUM_IDS - 1,
+        range="ids in 0 .. 2**31 - 1",
+        flag="--stop-token-id",
+        takes=list[int],
+    )
+    ignore_eos: bool = option(False, "go on past the end of sequence", kind=FLAG)
+    seed: int | None = option(
+        None,
+        "the same seed, the same text; without one a seed is drawn and shown",
+        kind=SEED,
+        min=0,
+        max=2**64 - 1,
+        range="in 0 .. 2**64 - 1, or left out for one that is drawn",
+    )
+    logprobs: int | None = option(
+        None,
+        "with --json: log-probabilities, and those of this many likely ids, 0 to 20",
+        kind=INTEGER,
+        unit="ids",
+        min=0,
+        max=20,
+        beams="an output has its score and the sum of its log-probabilities",
+    )
+    n: int = option(
+        1,
+        "outputs for each prompt, with seeds of their own",
+        kind=INTEGER,
+        min=1,
+        max=16384,
+        note="of a beam search the n best",
+    )
+    num_beams: int = option(
+        1, "width of a beam search; needs --temperature 0", kind=INTEGER, unit="beams", min=1, max=MAX_BEAMS
+    )
+    draft_beams: int | None = option(
+        None,
+        "width of the drafter's own search, at least --num-beams",
+        kind=INTEGER,
+        unit="beams",
+        min=1,
+        max=MAX_BEAMS,
+        note="None = num_beams",
+    )
+    length_penalty: float = option(
+        1.0,
+        "of a beam search: scores are divided by length to this power",
+        kind=NUMBER,
+        min=-16,
+        max=16,
+        of_beams=True,
+        note="a score is the sum of log-probabilities over that",
+    )
+    early_stopping: bool | str = option(
+        False,
+        "of a beam search: true = when --num-beams texts are finished; or false, or never",
+        kind=STOPPING,
+        takes=str,
+        of_beams=True,
+        note="False, 'never' = while one may get better",
+    )
+    acceptance: str | None = option(
+        None,
+        "verification rule",
+        kind=TEXT,
+        usual="match with a seed and temperature, else ratio",
+        beams="all beams are compared, no token is accepted or rejected by itself",
+    )
+    draft: str | None = option(
+        None, "a drafter that the engine was started with, or none", kind=TEXT, note="None = the engine's own choice"
+    )
+    prediction: str | Sequence[int] | None = option(
+        None,
+        "text that the output may resemble, or @FILE (@@ for a text with an @ first): speed alone",
+        kind=TEXT_OR_IDS,
+        min=0,
+        max=NUM_IDS - 1,
+        range="a text, or ids in 0 .. 2**31 - 1",
+        takes=str,
+        beams="it is one text, and beams are several",
+        note="in Python the text itself, or ids",
+    )
+    spec_length: int | None = option(
+        None,
+        "tokens drafted per step, whatever the engine's pacing",
+        kind=INTEGER,
+        unit="tokens",
+        min=1,
+        max=64,
+        note="None = as the engine paces",
+    )
+    priority: int = option(0, "lower numbers are served first", kind=INTEGER, note="and preempted last")
+    cache_salt: str | None = option(None, "share what is in the cache only with prompts of the same salt", kind=TEXT)
+
+    if not TYPE_CHECKING:  # checkers know the fields, and refuse other names themselves
+
+        def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
+            """Raises BadOption for a name that is no field, with what it is called here or the nearest field."""
+            for name in given.keys() - cls.__dataclass_fields__.keys():
+                raise BadOption(no_field(name))
+            return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, field in _FIELDS.items():
+            if (value := getattr(self, name)) is not field.default:  # what is left as it is needs no look
+                self._accept(field, value)
+        if self.max_tokens is not None:
+            _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
+        for token, bias in (self.logit_bias or {}).items():
+            ok = 0 <= token < NUM_IDS and (bias == -math.inf or abs(bias) <= 1e20)
+            _require(ok, "logit_bias", {token: bias}, "from ids in 0 .. 2**31 - 1 to numbers in [-1e20, 1e20], or -inf")
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        """Raise BadOption for what a beam search cannot honour, and for its options without one."""
+        if not self.searches:
+            for name, field in _FIELDS.items():
+                if field.metadata.get("of_beams") and (value := getattr(self, name)) != field.default:
+                    raise BadOption(f"{name}={shown(value)} belongs to a beam search: add num_beams, or drop it")
+            return
+        width = f"num_beams={self.num_beams}"
+        search = width if self.num_beams > 1 else f"draft_beams={self.draft_beams}"
+        if not self.greedy:
+            raise BadOption(
+                f"{search} is not possible with temperature={self.temperature}: a beam search draws nothing; add "
+                "temperature=0"
+            )
+        _require(self.n <= self.num_beams, "n", self.n, f"at most {width}")
+        draft_beams = self.draft_beams or self.num_beams
+        _require(draft_beams >= self.num_beams, "draft_beams", draft_beams, f"at least {width}")
+        for name, field in _FIELDS.items():
+            if "beams" in field.metadata and (value := getattr(self, name)) is not None:
+                why = field.metadata["beams"]
+                raise BadOption(f"{name}={shown(value)} is not possible with {search}: {why}; drop one of them")
+
+    def _accept(self, field: Field[Any], value: Any) -> None:
+        """Convert one field and check its range."""
+        about = field.metadata
+        kind: Kind = about["kind"]
+        is_optional = field.default is None or field.name == "max_tokens"
+        if value is None and is_optional:
+            return
+        try:
+            value = kind.convert(value)
+        except (TypeError, ValueError, OverflowError):
+            _require(False, field.name, value, f"{kind.what}, or None" if is_optional else kind.what)
+        object.__setattr__(self, field.name, value)
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, str) and kind is TEXTS:
+                _require(one != "", field.name, value, "texts that are not empty")
+            elif not isinstance(one, str):
+                check_range(one, about, f"{field.name}={shown(value)}")
+
+    @property
+    def greedy(self) -> bool:
+        """True where the next token is the argmax."""
+        return self.temperature == 0
+
+    @property
+    def searches(self) -> bool:
+        """True where the output is found by a beam search; one beam is one where draft_beams is given."""
+        return self.num_beams > 1 or self.draft_beams is not None
+
+
+_FIELDS = SamplingParams.__dataclass_fields__
+
+# Of the fields, for help() and completion: that of __new__ would say nothing.
+SamplingParams.__signature__ = Signature(list(signature(SamplingParams.__init__).parameters.values())[1:])  # type: ignore[attr-defined]
+
+
+def no_field(name: str) -> str:
+    """Return the sentence for a name that is no field of SamplingParams."""
+    known = SamplingParams.__dataclass_fields__
+    return by_name(name, known, "LLM") or unknown("sampling parameter", name, known)
 
 
 def _require(ok: bool, name: str, value: object, what: str) -> None:

@@ -33,9 +33,9 @@ from forerun.errors import BadOption, shown
 def option(default: Any, help: str, **about: Any) -> Any:
     """Return a field of a dataclass of options: its default, what it is, and its range, which is checked by `checked`.
 
-    about: min and max, of each entry where there are several; unit, of numbers; and how a command has it, where that
-    does not follow from the field (cli/signatures.py): flag, takes, envvar, methods (the room that has them),
-    is_written (a file), usual (what help calls the default).
+    about: its range (`check_range`), of each entry where there are several; unit, of numbers; and how a command has it,
+    where that does not follow from the field (cli/signatures.py): flag, takes, envvar, methods (the room that has
+    them), is_written (a file), usual (what help calls the default).
     """
     return dataclasses.field(default=default, metadata={"help": help, **about})
 
@@ -202,14 +202,23 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     raise BadOption(f"{name}={shown(value)} is not possible: it must be of type {kind.__name__}")
 
 
-def check_range(value: Any, metadata: Mapping[str, Any], said: str) -> None:
-    """Raise BadOption for a value outside of its field's range. said: name and value, as they were given."""
-    low, high = metadata.get("min"), metadata.get("max")
-    if value is None or (low is None and high is None):
+def check_range(value: Any, about: Mapping[str, Any], said: str) -> None:
+    """Raise BadOption for a value outside of its field's range. about: the field's metadata. said: as it was given."""
+    low, above, high = about.get("min"), about.get("above"), about.get("max")
+    if value is None or (low is None and above is None and high is None) or value in about.get("also", ()):
         return
-    if (low is not None and not value >= low) or (high is not None and not value <= high):
-        bounds = f"at least {low}" if high is None else f"in {low} .. {high}"
-        raise BadOption(f"{said} is not possible: it must be {bounds}")
+    if (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high):
+        return
+    raise BadOption(f"{said} is not possible: it must be {about.get('range') or _range(value, low, above, high)}")
+
+
+def _range(value: Any, low: Any, above: Any, high: Any) -> str:
+    """Say a range: of numbers as an interval, where their bounds are integers or one is excluded."""
+    if high is None:
+        return f"at least {low}" if above is None else f"above {above}"
+    if above is not None or (isinstance(value, float) and isinstance(low, int)):
+        return f"in {'(' if low is None else '['}{above if low is None else low}, {high}]"
+    return f"in {low} .. {high}"
 
 
 # ------------------------------------------------------------------------------------- names that other engines use

@@ -144,3 +144,12 @@ def test_what_a_refusal_says(values, words):
     with pytest.raises(BadOption) as refused:
         SamplingParams(**values)
     assert str(refused.value).startswith(words)
+
+
+def test_a_field_says_all_that_is_said_of_a_parameter():
+    for name, field in SamplingParams.__dataclass_fields__.items():
+        about = field.metadata
+        assert about["help"], name
+        assert about["kind"].what, name
+        is_counted = about["kind"].what.startswith("an integer") and name != "priority"
+        assert not is_counted or "min" in about, f"{name} has no least value"

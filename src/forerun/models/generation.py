@@ -23,15 +23,9 @@ Raw = Mapping[str, Any]
 FILE = "generation_config.json"
 # Keys of the file -> fields of SamplingParams that mean the same.
 SAME = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
+    field.metadata["suggested"]: name
+    for name, field in SamplingParams.__dataclass_fields__.items()
+    if "suggested" in field.metadata
 }
 # Bookkeeping; what is cached, compiled and returned; how to speculate, which is ours to decide; what only beam search
 # reads; logits shifted as a whole or mended where they are no numbers; words for a chat program.

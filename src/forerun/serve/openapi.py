@@ -6,13 +6,15 @@ What is checked is checked when a body is read; a test holds these schemas to th
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import Field
 from typing import Any
 
+from forerun import params
 from forerun.engine.llm import LLM
-from forerun.params import MAX_BEAMS
+from forerun.params import Kind, SamplingParams
 from forerun.registry import names as registered
 from forerun.serve import messages, openai, responses
-from forerun.serve.bodies import PARAMS, Form
+from forerun.serve.bodies import MAX_CHOICES, PARAMS, SPECULATION, Form
 from forerun.text.chat import ROLES as _ROLES
 
 Schema = dict[str, Any]
@@ -51,45 +53,58 @@ _CONTENT_OF_INPUT = _either(
     _TEXT, _list(_object(("type", "text"), type={"enum": ["input_text", "output_text", "text"]}, text=_TEXT), 1)
 )
 _PREDICTION = _object(("type", "content"), type={"const": "content"}, content=_CONTENT)
-_MOST_TOKENS = _integer(1, 2**31 - 1)
 
-# Fields of SamplingParams, and what goes by the same name in every API.
-_SHARED: dict[str, Schema] = {
-    "model": _TEXT,
-    "max_tokens": _MOST_TOKENS,
-    "min_tokens": _integer(0, 2**31 - 1),
-    "temperature": _either({"const": 0}, _number(1e-5, 2)),
-    "top_k": _integer(0, 2**31 - 1),
-    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "min_p": _number(0, 1),
-    "repetition_penalty": _number(1e-6, 1e6),
-    "presence_penalty": _number(-2, 2),
-    "frequency_penalty": _number(-2, 2),
-    "logit_bias": {
+_MOST = 2**31 - 1  # of a whole number, where its field says nothing
+
+# Of each kind of value of SamplingParams: its type in JSON. Those of numbers get the field's range.
+_TYPES: dict[Kind, Schema] = {
+    params.INTEGER: {"type": "integer"},
+    params.SEED: {"type": "integer"},
+    params.NUMBER: {"type": "number"},
+    params.FLAG: _FLAG,
+    params.STOPPING: _either(_FLAG, {"const": "never"}),
+    params.TEXT: _TEXT,
+    params.TEXTS: _STOPS,
+    params.IDS: _list(_ID),
+    params.TEXT_OR_IDS: _either(_PREDICTION, _TEXT, _IDS),
+    params.BIASES: {
         "type": "object",
         "additionalProperties": _number(-100, 100),
         "propertyNames": {"pattern": "^[0-9]{1,5}$"},
     },
-    "bad_words": _STOPS,
-    "stop": _STOPS,
-    "stop_token_ids": _list(_ID),
-    "ignore_eos": _FLAG,
-    "seed": _integer(0, 2**63 - 1),
-    "n": _integer(1, 128),
-    "num_beams": _integer(1, MAX_BEAMS),
-    "draft_beams": _integer(1, MAX_BEAMS),
-    "length_penalty": _number(-16, 16),
-    "early_stopping": _either(_FLAG, {"const": "never"}),
-    "acceptance": _TEXT,
-    "draft": _TEXT,
-    "prediction": _either(_PREDICTION, _TEXT, _IDS),
-    "spec_length": _integer(1, 64),
-    "priority": _integer(-(2**31), 2**31 - 1),
-    "cache_salt": _TEXT,
-    "speculation": _object(draft=_TEXT, spec_length=_integer(1, 64), acceptance=_TEXT, report=_FLAG),
+}
+# What the server allows, or promises, less of than the engine.
+_LESS: dict[str, Schema] = {
+    "max_tokens": {"maximum": _MOST},
+    "temperature": {"maximum": 2},
+    "n": {"maximum": MAX_CHOICES},
+    "seed": {"maximum": 2**63 - 1},
+}
+
+
+def _of_field(field: Field[Any]) -> Schema:
+    """The schema of a field of SamplingParams."""
+    about = field.metadata
+    schema = dict(_TYPES[about["kind"]])
+    if schema.get("type") in ("integer", "number"):
+        bounds = {"min": "minimum", "above": "exclusiveMinimum", "max": "maximum"}
+        schema |= {key: about[name] for name, key in bounds.items() if name in about}
+        if schema["type"] == "integer":
+            schema = {"minimum": -_MOST - 1, "maximum": _MOST, **schema}
+    schema |= _LESS.get(field.name, {})
+    return _either(*({"const": value} for value in about["also"]), schema) if "also" in about else schema
+
+
+_FIELDS = {name: _of_field(field) for name, field in SamplingParams.__dataclass_fields__.items()}
+_MOST_TOKENS = _FIELDS["max_tokens"]
+# Fields of SamplingParams, and what goes by the same name in every API.
+_SHARED: dict[str, Schema] = {
+    **_FIELDS,
+    "model": _TEXT,
+    "speculation": _object((), report=_FLAG, **{name: _FIELDS[name] for name in SPECULATION}),
     "stream": _FLAG,
     "chat_template_kwargs": _OBJECT,
-    "top_logprobs": _integer(0, 20),
+    "top_logprobs": _FIELDS["logprobs"],
 }
 _OWN: dict[str, dict[str, Schema]] = {
     openai.CHAT: {
@@ -101,9 +116,9 @@ _OWN: dict[str, dict[str, Schema]] = {
     openai.COMPLETIONS: {
         "prompt": _either(_TEXT, _IDS, _list(_TEXT, 1), _list(_IDS, 1)),
         "max_completion_tokens": _MOST_TOKENS,
-        "logprobs": _integer(0, 20),
+        "logprobs": _FIELDS["logprobs"],
         "stream_options": _object(include_usage=_FLAG, continuous_usage_stats=_FLAG),
-        "best_of": _integer(1, 128),
+        "best_of": _FIELDS["n"],
     },
     responses.RESPONSES: {
         "input": _either(
