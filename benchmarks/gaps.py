@@ -23,13 +23,14 @@ from typing import Annotated, Any, NamedTuple
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.gaps_results import NOTES, Gaps, Run, first_tokens_table, gaps_table, lines_of, print_summary
+from benchmarks.gaps_results import FIRST_TOKENS, GAPS, NOTES, Gaps, Run, lines_of, print_summary
 from benchmarks.start import start
 from benchmarks.throughput_results import AUTO, PLAIN, fixed_name
 from forerun import drafters
 from forerun.bench import latency
 from forerun.bench.plans import Plan, prompt_file, repeats, shape
 from forerun.bench.results import Variant, print_ceiling, record_of
+from forerun.bench.tables import table
 from forerun.bench.widen import load_widened, with_positions
 from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep
@@ -90,7 +91,7 @@ def run(config: EngineConfig, plan: GapsPlan) -> dict[str, Any]:
     with latency.progress_bar() as progress:
         runs = _measure(llms, prompts, plan, sizes, progress)
     lines = lines_of(runs)
-    for part in (first_tokens_table(lines), "", gaps_table(lines), NOTES):
+    for part in (table(lines, FIRST_TOKENS), "", table(lines, GAPS), NOTES):
         console.print(part)
     print_summary(lines, PLAIN, console)
     return {

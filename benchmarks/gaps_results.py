@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.throughput_results import Ratio
+from forerun.bench.tables import Column, Ratio, milliseconds
 
 
 @dataclass(frozen=True)
@@ -113,57 +112,27 @@ def _line(variant: str, runs: Seq[Run]) -> Line:
 # ----------------------------------------------------------------------------------------------------------- output
 
 
-def first_tokens_table(lines: Seq[Line]) -> Table:
-    """Return the table of the time to the first token of a new prompt, and of the same prompt again."""
-    table = _table("cold\nms", "again\nms", "again /\ncold", "(range)", "long\nms", "draft\nprefill ms")
-    for line in lines:
-        ratio = line.repeated_over_cold
-        table.add_row(
-            line.variant,
-            _ms(line.cold_s),
-            _ms(line.repeated_s),
-            f"{ratio.median:.3f}",
-            "{:.3f}-{:.3f}".format(*ratio.range),
-            _ms(line.long_prompt_s),
-            _ms(line.draft_prefill_s),
-        )
-    return table
-
-
-def gaps_table(lines: Seq[Line]) -> Table:
-    """Return the table of median gaps, and of the largest gap over the median."""
-    part = "{}\nms", "max /\nmedian"
-    names = [name.format(phase) for phase in ("alone", "reading", "behind") for name in part]
-    table = _table(*names, "(range)", "caught\nup", "up /\nmedian")
-    for line in lines:
-        late, ratio = line.catching_up_over_median, line.behind_max_over_median
-        table.add_row(
-            line.variant,
-            _ms(line.alone_median_s),
-            f"{line.alone_max_over_median.median:.2f}",
-            _ms(line.reading_median_s),
-            f"{line.reading_max_over_median.median:.2f}",
-            _ms(line.behind_median_s),
-            f"{ratio.median:.2f}",
-            "{:.2f}-{:.2f}".format(*ratio.range),
-            str(line.most_caught_up),
-            f"{late.median:.2f}" if late else "-",
-        )
-    return table
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f}" if seconds < 1 else f"{1e3 * seconds:.0f}"
-
-
+FIRST_TOKENS = (
+    Column("", "variant"),
+    Column("cold\nms", "cold_s", milliseconds),
+    Column("again\nms", "repeated_s", milliseconds),
+    Column("again /\ncold", "repeated_over_cold.median", "{:.3f}"),
+    Column("(range)", "repeated_over_cold.range", "{:.3f}"),
+    Column("long\nms", "long_prompt_s", milliseconds),
+    Column("draft\nprefill ms", "draft_prefill_s", milliseconds),
+)
+GAPS = (
+    Column("", "variant"),
+    Column("alone\nms", "alone_median_s", milliseconds),
+    Column("max /\nmedian", "alone_max_over_median.median", "{:.2f}"),
+    Column("reading\nms", "reading_median_s", milliseconds),
+    Column("max /\nmedian", "reading_max_over_median.median", "{:.2f}"),
+    Column("behind\nms", "behind_median_s", milliseconds),
+    Column("max /\nmedian", "behind_max_over_median.median", "{:.2f}"),
+    Column("(range)", "behind_max_over_median.range", "{:.2f}"),
+    Column("caught\nup", "most_caught_up"),
+    Column("up /\nmedian", lambda line: line.catching_up_over_median and line.catching_up_over_median.median, "{:.2f}"),
+)
 NOTES = """\
 cold, again: time to the first token of a prompt, and of the same prompt again; long: the same of the long prompt, \
 beside a stream; draft prefill: time in which the draft model caught up with the long prompt.

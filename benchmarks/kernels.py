@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Annotated, Any
@@ -37,6 +37,7 @@ from forerun import native
 from forerun.bench.bandwidth import Probes
 from forerun.bench.plans import Plan, repeats
 from forerun.bench.results import print_ceiling, record_of
+from forerun.bench.tables import Column, table
 from forerun.bench.widen import describe, num_parameters, shape_named
 from forerun.cli.bench import JsonFile, keep
 from forerun.cli.signatures import Fields, Given
@@ -313,29 +314,28 @@ def measure_prefill(model: Decoder, plan: KernelsPlan, num_threads: int) -> Pref
 
 def table_of(lines: Seq[Line], first: int) -> Table:
     """Return the table with one row for each operator and number of rows; ranges are over the repeats."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("operator", no_wrap=True)
-    for name in ("rows", "ms", "GB/s", "of the\nprobes", "(range)", f"t(M)/\nt({first})", "(range)"):
-        table.add_column(name, justify="right", no_wrap=True)
-    name = ""
-    for line in lines:
-        counted = line.bytes_per_s is not None and line.num_rows <= MEMORY_BOUND_ROWS
-        table.add_row(
-            "" if line.operator == name else line.operator,
-            str(line.num_rows),
-            f"{1e3 * line.seconds:.3f}",
-            f"{(line.bytes_per_s or 0) / 1e9:.1f}" if counted else "-",
-            f"{line.fraction:.2f}" if counted else "-",
-            _range(line.fraction_range if counted else None),
-            f"{line.ratio:.2f}",
-            _range(line.ratio_range),
-        )
-        name = line.operator
-    return table
 
+    def counted(name: str) -> Callable[[Line], Any]:
+        """A number of the memory, where it is what a pass waits for."""
 
-def _range(ends: tuple[float, float] | None) -> str:
-    return "" if ends is None else "{:.2f}-{:.2f}".format(*ends)
+        def value(line: Line) -> Any:
+            return None if line.bytes_per_s is None or line.num_rows > MEMORY_BOUND_ROWS else getattr(line, name)
+
+        return value
+
+    return table(
+        lines,
+        [
+            Column("operator", "operator", is_once=True),
+            Column("rows", "num_rows"),
+            Column("ms", lambda line: 1e3 * line.seconds, "{:.3f}"),
+            Column("GB/s", counted("bytes_per_s"), lambda number: f"{number / 1e9:.1f}"),
+            Column("of the\nprobes", counted("fraction"), "{:.2f}"),
+            Column("(range)", counted("fraction_range"), "{:.2f}", absent=""),
+            Column(f"t(M)/\nt({first})", "ratio", "{:.2f}"),
+            Column("(range)", "ratio_range", "{:.2f}"),
+        ],
+    )
 
 
 def _print_notes(prefill: Prefill, bandwidths: Seq[float], plan: KernelsPlan, console: Console) -> None:

@@ -23,7 +23,8 @@ import torch
 
 from benchmarks.peers import say
 from forerun.bench import latency
-from forerun.bench.exhibits import Column, Curve, Exhibit, Panel, Plot, Value, dots
+from forerun.bench.exhibits import Curve, Exhibit, Panel, Plot, Value, dots
+from forerun.bench.tables import Column
 from forerun.bench.widen import num_parameters
 from forerun.drafters import artifacts, tables
 from forerun.engine.llm import LLM
@@ -303,12 +304,12 @@ def table_3(found: Found, recipe: str) -> Exhibit:
         (
             Column("draft"),
             Column("sampling"),
-            Column("alpha", "{:.3f}"),
-            Column("+-", "{:.3f}"),
-            Column("published,\nGPT-like 97M", "{:.2f}"),
-            Column("published,\nT5-XXL EnDe", "{:.2f}"),
-            Column("published,\nT5-XXL CNNDM", "{:.2f}"),
-            Column("published,\nLaMDA 137B", "{:.2f}"),
+            Column("alpha", form="{:.3f}"),
+            Column("+-", form="{:.3f}"),
+            Column("published,\nGPT-like 97M", form="{:.2f}"),
+            Column("published,\nT5-XXL EnDe", form="{:.2f}"),
+            Column("published,\nT5-XXL CNNDM", form="{:.2f}"),
+            Column("published,\nLaMDA 137B", form="{:.2f}"),
         ),
         rows,
         Plot([Panel("", "alpha", "", curves, [f"{row[0]}, {row[1]}" for row in rows], x_limit=1)]),
@@ -340,9 +341,9 @@ def table_5(found: Found, recipe: str) -> Exhibit:
         (
             Column("draft"),
             Column("T"),
-            *(Column(f"l={x:g}", "{:.3f}") for x in LENIENCES),
-            Column("TV at\n.1", "{:.3f}"),
-            *(Column(f"publ.\nl={x:g}", "{:.2f}") for x in LENIENCES),
+            *(Column(f"l={x:g}", form="{:.3f}") for x in LENIENCES),
+            Column("TV at\n.1", form="{:.3f}"),
+            *(Column(f"publ.\nl={x:g}", form="{:.2f}") for x in LENIENCES),
         ),
         rows,
         Plot([Panel("temperature 1", "lenience l", "alpha", curves, y_limit=1, x_limit=1)]),
@@ -372,12 +373,12 @@ def independence(found: Found, spec_lengths: Seq[int], recipe: str) -> Exhibit:
             Column("draft"),
             Column("T"),
             Column("K"),
-            Column("alpha", "{:.3f}"),
-            Column("equation\n(1)", "{:.3f}"),
-            Column("along\ntexts", "{:.3f}"),
-            Column("+-", "{:.3f}"),
-            Column("more", "{:+.1%}"),
-            Column("neighbours'\ncorrelation", "{:+.2f}"),
+            Column("alpha", form="{:.3f}"),
+            Column("equation\n(1)", form="{:.3f}"),
+            Column("along\ntexts", form="{:.3f}"),
+            Column("+-", form="{:.3f}"),
+            Column("more", form="{:+.1%}"),
+            Column("neighbours'\ncorrelation", form="{:+.2f}"),
         ),
         rows,
         Plot([Panel("", "tokens of a round", "", curves, [f"{row[0]}, {row[1]}, K={row[2]}" for row in rows])]),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from forerun.bench.exhibits import Bar, Column, Curve, Exhibit, Panel, Plot, Timeline, Value, dots
+from forerun.bench.exhibits import Bar, Curve, Exhibit, Panel, Plot, Timeline, Value, dots
+from forerun.bench.tables import Column
 from forerun.theory import formulas
 from forerun.theory.landscape import landscape
 from forerun.theory.published import (
@@ -58,12 +59,12 @@ def table_1() -> Exhibit:
         "table-1",
         "Table 1: operations and speed over plain decoding, c = c_hat = 0",
         (
-            Column("alpha", "{:.1f}"),
+            Column("alpha", form="{:.1f}"),
             Column("gamma"),
-            Column("operations\nThm 3.11", "{:.3f}"),
-            Column("operations\npublished", "{:.2f}"),
-            Column("speed\nThm 3.8", "{:.3f}"),
-            Column("speed\npublished", "{:.2f}"),
+            Column("operations\nThm 3.11", form="{:.3f}"),
+            Column("operations\npublished", form="{:.2f}"),
+            Column("speed\nThm 3.8", form="{:.3f}"),
+            Column("speed\npublished", form="{:.2f}"),
             Column("same\ndigits"),
         ),
         rows,
@@ -100,12 +101,12 @@ def table_4() -> Exhibit:
             Column("draft"),
             Column("T"),
             Column("K"),
-            Column("alpha", "{:.2f}"),
-            Column("c", "{:.2f}"),
-            Column("Thm\n3.8", "{:.2f}"),
-            Column("by\nrounding", "{:.2f}"),
-            Column("\nEXP", "{:.1f}"),
-            Column("\nEMP", "{:.1f}"),
+            Column("alpha", form="{:.2f}"),
+            Column("c", form="{:.2f}"),
+            Column("Thm\n3.8", form="{:.2f}"),
+            Column("by\nrounding", form="{:.2f}"),
+            Column("\nEXP", form="{:.1f}"),
+            Column("\nEMP", form="{:.1f}"),
             Column("EXP is\nThm 3.8"),
         ),
         rows,
@@ -135,12 +136,12 @@ def lenience() -> Exhibit:
         f"Appendix A.5: improvement by lenience, T5-small for T5-XXL, c = {A_5_C:g}",
         (
             Column("T"),
-            Column("lenience", "{:g}"),
-            Column("alpha", "{:.2f}"),
+            Column("lenience", form="{:g}"),
+            Column("alpha", form="{:.2f}"),
             Column("K"),
-            Column("Thm\n3.8", "{:.2f}"),
-            Column("by\nrounding", "{:.2f}"),
-            Column("\npublished", "{:.1f}"),
+            Column("Thm\n3.8", form="{:.2f}"),
+            Column("by\nrounding", form="{:.2f}"),
+            Column("\npublished", form="{:.1f}"),
             Column("published is\nThm 3.8"),
         ),
         rows,
@@ -164,7 +165,11 @@ def figure_2() -> Exhibit:
     return Exhibit(
         "figure-2",
         "Figure 2: expected tokens of a round, equation (1)",
-        (Column("alpha", "{:.2f}"), *(Column(f"K={g}", "{:.3f}") for g in GAMMAS), Column("no limit", "{:.2f}")),
+        (
+            Column("alpha", form="{:.2f}"),
+            *(Column(f"K={g}", form="{:.3f}") for g in GAMMAS),
+            Column("no limit", form="{:.2f}"),
+        ),
         rows,
         Plot([Panel("", "alpha", "tokens per pass of the target", curves, y_limit=11, x_limit=1)]),
         "K: gamma. no limit: 1 / (1 - alpha). The paper's curves are of the same formula.",
@@ -182,7 +187,7 @@ def figure_3() -> Exhibit:
     return Exhibit(
         "figure-3",
         "Figure 3: the best gamma by alpha",
-        (Column("alpha", "{:.2f}"), *(Column(f"c={c:g}") for c in COSTS)),
+        (Column("alpha", form="{:.2f}"), *(Column(f"c={c:g}") for c in COSTS)),
         rows,
         Plot([Panel("", "alpha", "best gamma", curves, x_limit=1)]),
         "0: no drafting gains anything, which is so where alpha <= c (Corollary 3.9).",
@@ -201,11 +206,11 @@ def figure_4() -> Exhibit:
         (a, *(value for g in GAMMAS for value in (formulas.speedup(a, g, 0), formulas.operations_factor(a, g, 0))))
         for a in SHOWN_ALPHAS
     ]
-    heads = [Column(f"{head}\nK={g}", "{:.2f}") for g in GAMMAS for head in ("speed", "oper.")]
+    heads = [Column(f"{head}\nK={g}", form="{:.2f}") for g in GAMMAS for head in ("speed", "oper.")]
     return Exhibit(
         "figure-4",
         "Figure 4: speed-up and operations over plain decoding, c = c_hat = 0",
-        (Column("alpha", "{:.2f}"), *heads),
+        (Column("alpha", form="{:.2f}"), *heads),
         rows,
         Plot(
             [
@@ -243,10 +248,10 @@ def figure_5(seed: int = 1) -> Exhibit:
         f"Figure 5: a trace of {TRACE_TOKENS} tokens by an encoder-decoder",
         (
             Column("decoding"),
-            Column("passes of\nthe target", "{}"),
-            Column("of the\ndraft", "{}"),
-            Column("time", "{:.2f}"),
-            Column("speed-up", "{:.2f}"),
+            Column("passes of\nthe target", form="{}"),
+            Column("of the\ndraft", form="{}"),
+            Column("time", form="{:.2f}"),
+            Column("speed-up", form="{:.2f}"),
         ),
         table,
         Timeline(rows, "time, in passes of the target's decoder"),

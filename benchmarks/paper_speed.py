@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence as Seq
 
 from benchmarks.paper_alpha import T5
-from forerun.bench.exhibits import Coloured, Column, Exhibit, Panel, Plot, Token, Tokens, Value, dots
+from forerun.bench.exhibits import Coloured, Exhibit, Panel, Plot, Token, Tokens, Value, dots
 from forerun.bench.latency import Measured, read_prompts
 from forerun.bench.results import Line
+from forerun.bench.tables import Column
 from forerun.engine.llm import LLM
 from forerun.models.loading import Checkpoint
 from forerun.text.rounds import round_pieces
@@ -51,13 +52,13 @@ def table_2(found: Measured, sizes: Mapping[str, str], about: str, recipe: str) 
             Column("draft"),
             Column("T"),
             Column("K"),
-            Column("alpha", "{:.2f}"),
-            Column("c", "{:.3f}"),
-            Column("speed", "{:.2f}"),
-            Column("least-most", "{:.2f}"),
+            Column("alpha", form="{:.2f}"),
+            Column("c", form="{:.3f}"),
+            Column("speed", form="{:.2f}"),
+            Column("least-most", form="{:.2f}"),
             Column("published\ndraft"),
-            Column("published\nalpha", "{:.2f}"),
-            Column("published\nspeed", "{:.1f}"),
+            Column("published\nalpha", form="{:.2f}"),
+            Column("published\nspeed", form="{:.1f}"),
         ),
         rows,
         Plot([Panel("", "tokens/s over plain decoding's", "", curves, [f"{row[0]}, T={row[1]}" for row in rows])]),
@@ -107,14 +108,14 @@ def table_4_measured(found: Measured, sizes: Mapping[str, str], about: str, reci
             Column("draft"),
             Column("T"),
             Column("K"),
-            Column("alpha", "{:.2f}"),
-            Column("c", "{:.3f}"),
-            Column("v(K)", "{:.2f}"),
-            Column("tokens over\nequation (1)", "{:+.0%}"),
-            Column("Thm\n3.8", "{:.2f}"),
-            Column("with\ncosts", "{:.2f}"),
-            Column("measured", "{:.2f}"),
-            Column("over\ncosts", "{:+.0%}"),
+            Column("alpha", form="{:.2f}"),
+            Column("c", form="{:.3f}"),
+            Column("v(K)", form="{:.2f}"),
+            Column("tokens over\nequation (1)", form="{:+.0%}"),
+            Column("Thm\n3.8", form="{:.2f}"),
+            Column("with\ncosts", form="{:.2f}"),
+            Column("measured", form="{:.2f}"),
+            Column("over\ncosts", form="{:+.0%}"),
         ),
         rows,
         Plot([Panel("", "tokens/s over plain decoding's", "", curves, names)]),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
@@ -39,6 +39,7 @@ from benchmarks.peers import (
 from forerun.bench import latency
 from forerun.bench.bandwidth import Probes
 from forerun.bench.results import print_ceiling, record_of
+from forerun.bench.tables import Column, table
 from forerun.bench.widen import describe, num_parameters
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
@@ -332,25 +333,25 @@ def _line(key: Key, passes: Seq[Pass], own: Seq[Pass], fewest: Seq[Pass], shorte
 
 def table_of(lines: Seq[ForwardLine], plan: ForwardsPlan) -> Table:
     """Return the table with one row per engine, context and number of tokens; ranges are over the rounds."""
-    table, several = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0)), len(plan.contexts) > 1
-    table.add_column("engine", no_wrap=True)
-    last = [f"ms over\n{plan.contexts[0]}"] if several else []
-    growth = f"t(M)/\nt({plan.rows[0]})"
-    for name in ("behind", "rows", "ms", "over\nours", "(range)", growth, *(last or ["(range)"]), "same\nid"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for line in lines:
-        table.add_row(
-            line.engine,
-            str(line.context),
-            str(line.num_rows),
-            f"{1e3 * line.seconds:.1f}",
-            f"{line.ratio:.2f}x",
-            "({:.2f}..{:.2f})".format(*line.ratio_range),
-            f"{line.growth:.2f}",
-            f"{1e3 * line.extra_s:.1f}" if several else "({:.2f}..{:.2f})".format(*line.growth_range),
-            f"{line.num_same}/{line.num_tokens}",
-        )
-    return table
+
+    def ends(name: str) -> Callable[[ForwardLine], str]:
+        return lambda line: "({:.2f}..{:.2f})".format(*getattr(line, name))
+
+    over_first = Column(f"ms over\n{plan.contexts[0]}", lambda line: 1e3 * line.extra_s, "{:.1f}")
+    return table(
+        lines,
+        [
+            Column("engine", "engine"),
+            Column("behind", "context"),
+            Column("rows", "num_rows"),
+            Column("ms", lambda line: 1e3 * line.seconds, "{:.1f}"),
+            Column("over\nours", "ratio", "{:.2f}x"),
+            Column("(range)", ends("ratio_range"), is_text=False),
+            Column(f"t(M)/\nt({plan.rows[0]})", "growth", "{:.2f}"),
+            over_first if len(plan.contexts) > 1 else Column("(range)", ends("growth_range"), is_text=False),
+            Column("same\nid", lambda line: f"{line.num_same}/{line.num_tokens}", is_text=False),
+        ],
+    )
 
 
 def _share_of_bandwidth(passes: Seq[Pass], bandwidths: Seq[float], num_bytes: int) -> float:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import geometric_mean, median
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.peer_process import Outcome
+from forerun.bench.tables import Column
 
 OWN = "forerun"
 PLAIN = "plain"
@@ -106,24 +106,15 @@ def _divergence(run: int, own: Seq[int], other: Seq[int], gap: Gap) -> Divergenc
 # ----------------------------------------------------------------------------------------------------------- output
 
 
-def table_of(lines: Seq[PeerLine]) -> Table:
-    """Return the table with one row per engine and configuration."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("engine", no_wrap=True)
-    table.add_column("configuration", overflow="fold")
-    for name in ("tok/s", "ratio\n(range)", "decode\ntok/s", "decode\nratio", "same\ntext"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for line in lines:
-        table.add_row(
-            line.engine,
-            line.configuration,
-            f"{line.tokens_per_s:.1f}",
-            ratio_text(line),
-            _number(line.decode_tokens_per_s, "{:.1f}"),
-            _number(line.decode_ratio, "{:.2f}x"),
-            f"{line.num_runs - len(line.divergences)}/{line.num_runs}",
-        )
-    return table
+TABLE = (
+    Column("engine", "engine"),
+    Column("configuration", "configuration"),
+    Column("tok/s", "tokens_per_s", "{:.1f}"),
+    Column("ratio\n(range)", lambda line: ratio_text(line), is_text=False),
+    Column("decode\ntok/s", "decode_tokens_per_s", "{:.1f}"),
+    Column("decode\nratio", "decode_ratio", "{:.2f}x"),
+    Column("same\ntext", lambda line: f"{line.num_runs - len(line.divergences)}/{line.num_runs}", is_text=False),
+)
 
 
 def ratio_text(line: PeerLine) -> str:

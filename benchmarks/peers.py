@@ -26,12 +26,13 @@ import typer
 from rich.console import Console
 
 from benchmarks.peer_process import INSTALL, Outcome, PeerError, PeerProcess, Question, python_flag
-from benchmarks.peer_results import OWN, PLAIN, Runs, Variant, lines_of, print_notes, table_of
+from benchmarks.peer_results import OWN, PLAIN, TABLE, Runs, Variant, lines_of, print_notes
 from benchmarks.start import start
 from forerun import native
 from forerun.bench import latency
 from forerun.bench.plans import SHAPE_NAMES, Plan, prompt_file, shape
 from forerun.bench.results import print_ceiling, record_of
+from forerun.bench.tables import table
 from forerun.bench.widen import describe, draft_options, num_parameters, shape_named, write_widened
 from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep
@@ -114,7 +115,7 @@ def run(config: EngineConfig, plan: PeersPlan) -> dict[str, Any]:
     busy_s = sum(outcome.seconds for outcomes in measured.values() for outcome in outcomes)
     print_engines(engines, left_out, busy_s, console)
     lines = lines_of(measured, lambda i, position: own.top2_gap(ids[i], position))
-    console.print(table_of(lines))
+    console.print(table(lines, TABLE))
     print_notes(lines, measured, [name for name, _ in prompts] * plan.num_repeats, console)
     drafts = [] if own.draft is None else [own.draft.model]
     about: dict[str, Any] = {

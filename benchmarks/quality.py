@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,12 +22,12 @@ from typing import Annotated, Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.peers import say
 from benchmarks.start import start
 from forerun.bench import latency
 from forerun.bench.plans import Plan
+from forerun.bench.tables import Column, table
 from forerun.bench.widen import describe, num_parameters
 from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep
@@ -109,7 +109,7 @@ def run(config: EngineConfig, plan: QualityPlan) -> dict[str, Any]:
         window = min(plan.window_tokens, given.model.config.max_positions)
         windows = [ids[first : first + window] for first in range(0, len(ids) - 1, window)]
         lines = measure(loaded, windows, plan)
-    console.print(table_of(lines))
+    console.print(table(lines, TABLE))
     text = f"{len(ids):,} tokens of {about_text(config, plan)} in windows of {max(map(len, windows))}"
     _print_notes(text, min(plan.num_prompts, len(windows)), plan, is_quantised, console)
     return {
@@ -272,25 +272,20 @@ def _lookup_alpha_hat(checkpoint: Checkpoint, prompts: Seq[list[int]], max_token
 # ------------------------------------------------------------------------------------------------------------- output
 
 
-def table_of(lines: Seq[QualityLine]) -> Table:
-    """Return the table with one row per variant."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("weights", no_wrap=True)
-    alphas = ("drafter's\nalpha", "same\nbest id", "logit\nerror", "lookup's\nalpha")
-    for name in ("perplexity", "over\nbfloat16", *alphas, "MB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for line in lines:
-        table.add_row(
-            line.variant,
-            f"{line.perplexity:.4f}",
-            f"{100 * line.over_base:+.2f} %",
-            f"{line.drafter_alpha:.3f}",
-            f"{100 * line.same_best:.1f} %",
-            f"{100 * line.logit_error:.2f} %",
-            "-" if line.lookup_alpha_hat is None else f"{line.lookup_alpha_hat:.3f}",
-            f"{line.weights_mb:.0f}",
-        )
-    return table
+def _percent(form: str) -> Callable[[float], str]:
+    return lambda share: f"{100 * share:{form}} %"
+
+
+TABLE = (
+    Column("weights", "variant"),
+    Column("perplexity", "perplexity", "{:.4f}"),
+    Column("over\nbfloat16", "over_base", _percent("+.2f")),
+    Column("drafter's\nalpha", "drafter_alpha", "{:.3f}"),
+    Column("same\nbest id", "same_best", _percent(".1f")),
+    Column("logit\nerror", "logit_error", _percent(".2f")),
+    Column("lookup's\nalpha", "lookup_alpha_hat", "{:.3f}"),
+    Column("MB", "weights_mb", "{:.0f}"),
+)
 
 
 def _print_notes(text: str, num_texts: int, plan: QualityPlan, is_quantised: bool, console: Console) -> None:

@@ -27,10 +27,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.table import Table
-
 from benchmarks.start import start
 from forerun.bench.plans import Plan, repeats
+from forerun.bench.tables import Column, Ratio, table
 from forerun.cli.bench import JsonFile, keep
 from forerun.cli.signatures import Fields, Given
 from forerun.errors import BadOption, InternalError, not_installed
@@ -39,6 +38,12 @@ from forerun.text.terminal import make_console
 
 START_S = 300.0
 PROCESSES, RAY = "forerun serve", "Ray replicas"
+TABLE = (
+    Column("", lambda side: side[0]),
+    Column("tokens/s", lambda side: statistics.median(side[1]), "{:,.0f}"),
+    Column("least", lambda side: min(side[1]), "{:,.0f}"),
+    Column("most", lambda side: max(side[1]), "{:,.0f}"),
+)
 
 
 @dataclass(frozen=True)
@@ -73,22 +78,18 @@ def run(plan: ReplicasPlan) -> dict[str, Any]:
         for i in range(plan.num_repeats):
             for name in list(sides)[:: 1 if i % 2 == 0 else -1]:
                 rates[name].append(_load(plan, sides[name], plan.seconds))
-    ratios = [a / b for a, b in zip(rates[RAY], rates[PROCESSES], strict=True)]
-    table = Table("", "tokens/s", "least", "most")
-    for name, values in rates.items():
-        table.add_row(name, *(f"{value:,.0f}" for value in (statistics.median(values), min(values), max(values))))
-    console.print(table)
-    ratio = statistics.median(ratios)
+    ratio = Ratio.of([a / b for a, b in zip(rates[RAY], rates[PROCESSES], strict=True)])
+    console.print(table(list(rates.items()), TABLE))
     console.print(
-        f"Ray's are at {ratio:.3f} of the processes (each round against the one beside it: {min(ratios):.3f} to "
-        f"{max(ratios):.3f})"
+        f"Ray's are at {ratio.median:.3f} of the processes (each round against the one beside it: "
+        f"{ratio.range[0]:.3f} to {ratio.range[1]:.3f})"
     )
     return {
         "bench": "replicas",
         **asdict(plan),
         "num_cores": len(cores),
         "tokens_per_s": rates,
-        "ratio": round(ratio, 4),
+        "ratio": round(ratio.median, 4),
     }
 
 

@@ -33,9 +33,9 @@ from benchmarks.serving_servers import (
     started,
 )
 from benchmarks.start import start
+from forerun.bench.exhibits import check_picture
 from forerun.bench.latency import progress_bar
 from forerun.bench.methods import WorkPrompt, read_work
-from forerun.bench.methods_picture import check_picture
 from forerun.bench.plans import KINDS, WORK, MethodsPlan, Plan, picture, prompt_file, repeats
 from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from queue import SimpleQueue
 from statistics import median
@@ -18,13 +18,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from benchmarks.serving import ServingPlan, bodies_of, path_of, plan_record, read_prompts
 from benchmarks.serving_client import CHAT, Run, Server, run_load
 from benchmarks.serving_results import Line, lines_of, record_of
 from benchmarks.serving_servers import cpu_s_of, forerun_command, free_port, started
 from forerun.bench.latency import progress_bar
+from forerun.bench.tables import Column, table
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
@@ -244,17 +244,22 @@ def overhead_of(way: str, timed: Seq[Timed]) -> Overhead:
     )
 
 
+def _if_not_engine(name: str) -> Callable[[Overhead], Any]:
+    return lambda one: None if one.way == ENGINE else getattr(one, name)
+
+
+TABLE = (
+    Column("way", lambda one: ABOUT[one.way]),
+    Column("tokens/s", "tokens_per_s", "{:.1f}"),
+    Column("takes", _if_not_engine("share"), "{:.1%}", absent=""),
+    Column("(range)", _if_not_engine("range"), "{:.1%}", absent=""),
+    Column("CPU us\nper token", "cpu_s_per_token", lambda seconds: f"{1e6 * seconds:.0f}"),
+    Column("more", _if_not_engine("cpu_share"), "{:.1%}", absent=""),
+)
+
+
 def _print(overheads: Seq[Overhead], line: Line, step_s: float, console: Console) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("way")
-    for name in ("tokens/s", "takes", "(range)", "CPU us\nper token", "more"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for o in overheads:
-        shares = ("", "") if o.way == ENGINE else (f"{o.share:.1%}", "{:.1%} to {:.1%}".format(*o.range))
-        cpu = "-" if o.cpu_s_per_token is None else f"{1e6 * o.cpu_s_per_token:.0f}"
-        more = "" if o.way == ENGINE or o.cpu_share is None else f"{o.cpu_share:.1%}"
-        table.add_row(ABOUT[o.way], f"{o.tokens_per_s:.1f}", *shares, cpu, more)
-    console.print(table)
+    console.print(table(overheads, TABLE))
     console.print(
         "takes: 1 - tokens/s over the engine's of the same repeat, the median; CPU: processor time of all threads, "
         f"with HTTP the client's, too, which took {line.client_cpu_share:.0%} of a core."

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 
 from benchmarks.serving_results import Limits, Line, Percentiles
+from forerun.bench.exhibits import save_picture
 
 
 def draw(lines: Seq[Line], limits: Limits, file: Path, title: str) -> None:
     """Write a row of panels for each kind of load that was measured: concurrency, rate."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     kinds = [
@@ -45,8 +45,7 @@ def draw(lines: Seq[Line], limits: Limits, file: Path, title: str) -> None:
             panel.tick_params(labelsize=9)
             panel.grid(alpha=0.3)
         row[0].legend(fontsize=8)
-    with rc_context({"svg.fonttype": "none"}):  # texts stay texts
-        figure.savefig(file, dpi=150)
+    save_picture(figure, file)
 
 
 def _load(line: Line) -> float:

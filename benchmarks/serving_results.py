@@ -11,7 +11,7 @@ A gap is "quiet" where no other request was between its sending and its first te
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -21,6 +21,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.serving_client import Answered, Run
+from forerun.bench.tables import Column, milliseconds, rate, table
 
 PERCENTILES = (50, 90, 99)
 
@@ -177,36 +178,27 @@ def record_of(run: Run) -> dict[str, Any]:
 
 def table_of(lines: Seq[Line], limits: Limits) -> Table:
     """Rates and percentiles, in milliseconds, one row for each load and server."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("load", no_wrap=True)
-    table.add_column("server", overflow="fold")
-    goodput = ("good\nreq/s",) if limits.are_set else ()
-    heads = ("tok/s", "over\nfirst", "TTFT ms\np50", "p90", "p99", "ITL ms\np50", "p90", "p99", "TPOT\np50")
-    for name in (*heads, *goodput):
-        table.add_column(name, justify="right", no_wrap=True)
-    before = ""
-    for line in lines:
-        tpot = None if line.tpot_s is None else line.tpot_s.p50
-        table.add_row(
-            line.load if line.load != before else "",
-            line.server,
-            f"{line.tokens_per_s:.1f}" if line.tokens_per_s < 1000 else f"{line.tokens_per_s:.0f}",
-            "" if line.speedup is None else f"{line.speedup:.2f}",
-            *_milliseconds(line.ttft_s),
-            *_milliseconds(line.itl_s),
-            "-" if tpot is None else _ms(tpot),
-            *([f"{line.goodput_per_s:.2f}"] if limits.are_set else []),
-        )
-        before = line.load
-    return table
 
+    def at(name: str, percentile: str) -> Callable[[Line], float | None]:
+        return lambda line: None if getattr(line, name) is None else getattr(getattr(line, name), percentile)
 
-def _milliseconds(found: Percentiles | None) -> tuple[str, ...]:
-    return ("-", "-", "-") if found is None else (_ms(found.p50), _ms(found.p90), _ms(found.p99))
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+    percentiles = [
+        Column(f"{head} ms\np50" if i == 0 else f"p{p}", at(name, f"p{p}"), milliseconds)
+        for head, name in (("TTFT", "ttft_s"), ("ITL", "itl_s"))
+        for i, p in enumerate(PERCENTILES)
+    ]
+    return table(
+        lines,
+        [
+            Column("load", "load", is_once=True),
+            Column("server", "server"),
+            Column("tok/s", "tokens_per_s", rate),
+            Column("over\nfirst", "speedup", "{:.2f}", absent=""),
+            *percentiles,
+            Column("TPOT\np50", at("tpot_s", "p50"), milliseconds),
+            *([Column("good\nreq/s", "goodput_per_s", "{:.2f}")] if limits.are_set else []),
+        ],
+    )
 
 
 NOTE = """\

@@ -30,21 +30,22 @@ from benchmarks.start import start
 from benchmarks.throughput_results import (
     AGAIN,
     AUTO,
+    COSTS,
     NOTES,
     PLAIN,
+    RATES,
     WRONG,
     Counts,
     bars_of,
-    costs_table,
     fixed_name,
     lines_of,
     print_bars,
-    rates_table,
 )
 from forerun import drafters
 from forerun.bench import latency
 from forerun.bench.plans import Plan, prompt_file, repeats, shape
 from forerun.bench.results import Variant, print_ceiling, record_of
+from forerun.bench.tables import table
 from forerun.bench.widen import load_widened
 from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep
@@ -117,7 +118,7 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> dict[str, Any]:
         runs = _measure(llms, prompts, plan, progress)
     lines = lines_of(runs, plan.spec_lengths)
     bars = bars_of(lines)
-    for part in (rates_table(lines), "", costs_table(lines), NOTES):
+    for part in (table(lines, RATES), "", table(lines, COSTS), NOTES):
         console.print(part)
     print_bars(bars, console)
     _print_hits(runs, console)

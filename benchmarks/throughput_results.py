@@ -7,12 +7,14 @@ repeat is chosen on the other repeats: the best of many noisy runs would be bett
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from statistics import geometric_mean, median
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+
+from forerun.bench.tables import Column, Ratio, rate
 
 PLAIN, AGAIN, AUTO, WRONG = "plain", "plain again", "auto", "auto, always wrong"
 
@@ -45,20 +47,6 @@ class Counts:
     @property
     def tokens_per_s(self) -> float:
         return self.num_committed / self.seconds
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Paired ratios, one for each repeat."""
-
-    values: tuple[float, ...]
-    median: float
-    range: tuple[float, float]
-
-    @classmethod
-    def of(cls, values: Seq[float]) -> Ratio:
-        """Of at least one value."""
-        return cls(tuple(values), median(values), (min(values), max(values)))
 
 
 @dataclass(frozen=True)
@@ -124,7 +112,7 @@ def _line(concurrency: int, repeats: Seq[Run], spec_lengths: Seq[int]) -> Line:
     steps = sum(run.num_sequence_steps for run in autos)
     return Line(
         concurrency=concurrency,
-        plain_tokens_per_s=median(rate[PLAIN] for rate in rates),
+        plain_tokens_per_s=median(own[PLAIN] for own in rates),
         spec_lengths=tuple(names[name] for name in fixed),
         fixed_tokens_per_s=median(rate[name] for rate, name in zip(rates, fixed, strict=True)),
         auto_tokens_per_s=median(rate[AUTO] for rate in rates),
@@ -170,66 +158,36 @@ def bars_of(lines: Seq[Line]) -> dict[str, Bar]:
 # ----------------------------------------------------------------------------------------------------------- output
 
 
-def rates_table(lines: Seq[Line]) -> Table:
-    """Tokens per second, and the ratios with their range over the repeats."""
-    names = ("plain\ntok/s", "best\nK", "its\ntok/s", "auto\ntok/s", "auto /\nbetter", "(range)", "auto /\nmax")
-    table = _table("at\nonce", *names, "wrong /\nplain", "(range)", "A/A\n(range)")
-    for line in lines:
-        table.add_row(
-            str(line.concurrency),
-            _rate(line.plain_tokens_per_s),
-            "/".join(str(length) for length in sorted(set(line.spec_lengths))),
-            _rate(line.fixed_tokens_per_s),
-            _rate(line.auto_tokens_per_s),
-            *_ratio(line.auto_over_better),
-            f"{line.auto_over_max.median:.3f}",
-            *_ratio(line.wrong_over_plain),
-            _ratio(line.again_over_plain)[1],
-        )
-    return table
+def _of(ratio: str, part: str) -> Callable[[Line], Any]:
+    """A part of a ratio; None where it was not measured."""
+    return lambda line: None if getattr(line, ratio) is None else getattr(getattr(line, ratio), part)
 
 
-def costs_table(lines: Seq[Line]) -> Table:
-    """Auto's lengths, and what a step takes outside of model forwards."""
-    names = (
-        "granted",
-        "drafted",
-        "accepted",
-        "batch\nplain",
-        "auto",
-        "overhead\nplain",
-        "auto",
-        "us/seq\nplain",
-        "auto",
-    )
-    table = _table("at\nonce", *names)
-    for line in lines:
-        plain, auto = line.plain_cost, line.auto_cost
-        table.add_row(
-            str(line.concurrency),
-            *(f"{mean:.2f}" for mean in (line.mean_granted, line.mean_drafted, line.mean_accepted)),
-            *(f"{cost.mean_batch:.1f}" for cost in (plain, auto)),
-            *(f"{cost.overhead_share:.1%}" for cost in (plain, auto)),
-            *(f"{cost.overhead_us_per_sequence:.0f}" for cost in (plain, auto)),
-        )
-    return table
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _rate(tokens_per_s: float) -> str:
-    return f"{tokens_per_s:.1f}" if tokens_per_s < 1000 else f"{tokens_per_s:.0f}"
-
-
-def _ratio(ratio: Ratio | None) -> tuple[str, str]:
-    return ("-", "") if ratio is None else (f"{ratio.median:.3f}", "{:.2f}-{:.2f}".format(*ratio.range))
-
-
+RATES = (
+    Column("at\nonce", "concurrency"),
+    Column("plain\ntok/s", "plain_tokens_per_s", rate),
+    Column("best\nK", lambda line: "/".join(map(str, sorted(set(line.spec_lengths)))), is_text=False),
+    Column("its\ntok/s", "fixed_tokens_per_s", rate),
+    Column("auto\ntok/s", "auto_tokens_per_s", rate),
+    Column("auto /\nbetter", "auto_over_better.median", "{:.3f}"),
+    Column("(range)", "auto_over_better.range", "{:.2f}"),
+    Column("auto /\nmax", "auto_over_max.median", "{:.3f}"),
+    Column("wrong /\nplain", _of("wrong_over_plain", "median"), "{:.3f}"),
+    Column("(range)", _of("wrong_over_plain", "range"), "{:.2f}", absent=""),
+    Column("A/A\n(range)", _of("again_over_plain", "range"), "{:.2f}", absent=""),
+)
+COSTS = (
+    Column("at\nonce", "concurrency"),
+    Column("granted", "mean_granted", "{:.2f}"),
+    Column("drafted", "mean_drafted", "{:.2f}"),
+    Column("accepted", "mean_accepted", "{:.2f}"),
+    Column("batch\nplain", "plain_cost.mean_batch", "{:.1f}"),
+    Column("auto", "auto_cost.mean_batch", "{:.1f}"),
+    Column("overhead\nplain", "plain_cost.overhead_share", "{:.1%}"),
+    Column("auto", "auto_cost.overhead_share", "{:.1%}"),
+    Column("us/seq\nplain", "plain_cost.overhead_us_per_sequence", "{:.0f}"),
+    Column("auto", "auto_cost.overhead_us_per_sequence", "{:.0f}"),
+)
 NOTES = """\
 at once: requests that are kept going; rates: committed tokens per second of everything, prompts included; better: \
 plain or the best fixed K, chosen on the other repeats; max: the faster of these two in the same repeat; wrong: auto \

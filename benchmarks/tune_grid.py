@@ -6,18 +6,18 @@ prompts in the same engine: how far predictions are off, and how much faster the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.start import start
 from forerun.bench.latency import progress_bar
 from forerun.bench.plans import SHAPE_HELP, Plan, TunePlan, repeats
+from forerun.bench.tables import Column, table
 from forerun.bench.tune import one_round, prediction_of, tuned
 from forerun.bench.tune_engine import TuningEngine, candidates_of
 from forerun.bench.tune_results import PLAIN, Contender, Found, Way, measured_of, print_found
@@ -88,24 +88,22 @@ def errors_of(grid: Seq[Contender]) -> list[tuple[Contender, float]]:
 
 def print_grid(grid: Seq[Contender], chosen: Contender, console: Console) -> None:
     """Print every way, the fastest first, and what comes of the two bars."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("draft", overflow="fold", min_width=12)
-    for name in ("K", "tokens/pass\npredicted", "counted", "speed-up\npredicted", "measured", "least-most", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
     errors: Mapping[Way, float] = {one.way: error for one, error in errors_of(grid)}
-    for one in sorted(grid, key=lambda one: -one.measured.speedup):
-        own, guess = one.measured, one.predicted
-        table.add_row(
-            one.way.draft + ("*" if one is chosen else ""),
-            one.way.length,
-            "-" if guess is None else f"{guess.tokens_per_pass:.2f}",
-            f"{one.tokens_per_pass:.2f}",
-            "-" if guess is None else f"{guess.speedup:.2f}",
-            f"{own.speedup:.2f}",
-            f"{own.least:.2f}-{own.most:.2f}",
-            f"{errors[one.way]:+.0%}" if one.way in errors else "-",
-        )
-    console.print(table)
+
+    def predicted(name: str) -> Callable[[Contender], float | None]:
+        return lambda one: None if one.predicted is None else getattr(one.predicted, name)
+
+    columns = [
+        Column("draft", lambda one: one.way.draft + ("*" if one is chosen else "")),
+        Column("K", "way.length", is_text=False),
+        Column("tokens/pass\npredicted", predicted("tokens_per_pass"), "{:.2f}"),
+        Column("counted", "tokens_per_pass", "{:.2f}"),
+        Column("speed-up\npredicted", predicted("speedup"), "{:.2f}"),
+        Column("measured", "measured.speedup", "{:.2f}"),
+        Column("least-most", lambda one: (one.measured.least, one.measured.most), "{:.2f}"),
+        Column("error", lambda one: errors.get(one.way), "{:+.0%}"),
+    ]
+    console.print(table(sorted(grid, key=lambda one: -one.measured.speedup), columns))
     best = max(grid, key=lambda one: one.measured.speedup)
     share = chosen.measured.speedup / best.measured.speedup
     close = sum(abs(error) <= BAR_PREDICTION for error in errors.values())

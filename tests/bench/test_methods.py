@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forerun import registry
-from forerun.bench import methods, methods_picture
+from forerun.bench import exhibits, methods
 from forerun.bench.methods import PROMPTS, Turn, Way, WorkPrompt, compare, read_work, run
 from forerun.bench.methods_results import AGAIN, PLAIN, cells_of, summaries_of
 from forerun.bench.plans import MethodsPlan
@@ -299,7 +299,7 @@ def test_a_picture_is_refused_before_a_model_is_read(tmp_path: Path, monkeypatch
     config = EngineConfig(target=str(tmp_path / "absent"))
     with pytest.raises(BadOption, match=r"a.pdf' is not possible: its name must end in .svg or .png"):
         run(config, MethodsPlan(picture=Path("a.pdf")))
-    monkeypatch.setattr(methods_picture.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(exhibits.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BadOption, match=r"\(matplotlib\): pip install '.\[plots\]'"):
         run(config, MethodsPlan(picture=Path("a.svg")))
 

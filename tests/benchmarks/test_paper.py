@@ -14,6 +14,7 @@ import torch
 from benchmarks import paper, paper_formulas
 from benchmarks.paper_plan import PaperPlan
 from forerun.bench import exhibits
+from forerun.bench.tables import Column
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, NotFound
 from forerun.text.terminal import make_console
@@ -106,9 +107,9 @@ def test_records_keep_every_column():
 
 def test_cells_are_written_once():
     tokens = exhibits.Tokens((exhibits.Token("a", "accepted"), exhibits.Token("b", "rejected")))
-    assert exhibits.written(tokens, exhibits.Column("")) == "a[-b-]"
-    assert exhibits.written((1.0, 2.0), exhibits.Column("", "{:.1f}")) == "1.0-2.0"
-    assert exhibits.written(None, exhibits.Column("", "{:.1f}")) == "-"
+    assert exhibits.written(tokens, Column("")) == "a[-b-]"
+    assert exhibits.written((1.0, 2.0), Column("", form="{:.1f}")) == "1.0-2.0"
+    assert exhibits.written(None, Column("", form="{:.1f}")) == "-"
 
 
 def test_recipes_name_what_was_measured():

@@ -10,15 +10,15 @@ import importlib.util
 import json
 import textwrap
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from forerun.errors import InternalError, not_installed
+from forerun.bench.tables import Column, table
+from forerun.errors import BadOption, InternalError, not_installed, shown
 from forerun.text.rounds import MARKS, STYLES, Kind
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ COLOURS = {
 }
 CURVES = ("#1b5dc2", "#a34a06", "#157038", "#6d36c9", "#b91c2b", "#556171")  # of several in one panel, in turn
 
+SUFFIXES = (".png", ".svg")
+
 Interval = tuple[float, float]
 
 
@@ -57,13 +59,6 @@ class Tokens(NamedTuple):
 
 
 Value = float | int | str | Interval | Tokens | None
-
-
-class Column(NamedTuple):
-    """A column, and how its numbers are written."""
-
-    name: str
-    form: str = "{}"
 
 
 @dataclass(frozen=True)
@@ -156,35 +151,30 @@ def dots(label: str, rows: Seq[Seq[Value]], column: int, spans: int | None = Non
 def print_exhibit(exhibit: Exhibit, console: Console) -> None:
     """Print the table, and how it is read."""
     console.print(Text(exhibit.title, "bold"))
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    for i, column in enumerate(exhibit.columns):
-        is_text = any(isinstance(row[i], str | Tokens) for row in exhibit.rows)
-        is_long = any(isinstance(row[i], Tokens) for row in exhibit.rows)
-        table.add_column(column.name, justify="left" if is_text else "right", no_wrap=not is_long, overflow="fold")
-    for row in exhibit.rows:
-        table.add_row(*(_cell(value, column) for value, column in zip(row, exhibit.columns, strict=True)))
-    console.print(table)
+    console.print(table(exhibit.rows, [_shown(column, i, exhibit.rows) for i, column in enumerate(exhibit.columns)]))
     console.print(f"{exhibit.note}\nAgain: {exhibit.recipe}\n")
+
+
+def _shown(column: Column, i: int, rows: Seq[Seq[Value]]) -> Column:
+    """The column that shows the values of a place; one that has tokens is folded."""
+    has_tokens = any(isinstance(row[i], Tokens) for row in rows)
+    return replace(column, value=lambda row: _cell(row[i], column), is_text=column.is_text or has_tokens or None)
 
 
 def written(value: Value, column: Column) -> str:
     """Return a value as a table has it, tokens with their marks."""
-    if value is None:
-        return "-"
     if isinstance(value, Tokens):
         return "".join("".join((before, text, after)) for text, (before, after) in map(_marked, value.tokens))
-    if isinstance(value, tuple):
-        return "-".join(column.form.format(end) for end in value)
-    return value if isinstance(value, str) else column.form.format(value)
+    return column.written(value)
 
 
 def _marked(token: Token) -> tuple[str, tuple[str, str]]:
     return token.text, MARKS.get(token.kind, ("", ""))
 
 
-def _cell(value: Value, column: Column) -> Text:
+def _cell(value: Value, column: Column) -> Any:
     if not isinstance(value, Tokens):
-        return Text(written(value, column))
+        return value
     cells = [(written(Tokens((token,)), column), STYLES[token.kind]) for token in value.tokens]
     return Text.assemble(*cells)
 
@@ -201,6 +191,22 @@ def check_can_draw() -> None:
     """Raise BadOption where no picture can be drawn."""
     if not can_draw():
         raise not_installed("a picture", "plots", "matplotlib")
+
+
+def check_picture(file: Path | None) -> None:
+    """Raise BadOption for the file of a picture that cannot be drawn."""
+    if file is None:
+        return
+    if file.suffix not in ("", *SUFFIXES):
+        raise BadOption(f"--picture {shown(str(file))} is not possible: its name must end in .svg or .png, or neither")
+    if not can_draw():
+        raise not_installed("--picture", "plots", "matplotlib")
+
+
+def save_picture(figure: Figure, file: Path) -> None:
+    """Save a figure as .svg or .png; as both where the file's name ends in neither."""
+    for suffix in [file.suffix] if file.suffix else SUFFIXES:
+        save(figure, file.with_name(file.stem + suffix))
 
 
 def write_exhibit(exhibit: Exhibit, folder: Path) -> list[Path]:

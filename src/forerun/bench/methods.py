@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from forerun import native, pacing, registry, verify
+from forerun.bench.exhibits import check_picture
 from forerun.bench.latency import ForwardClock, progress_bar, run_once
-from forerun.bench.methods_picture import check_picture, draw
+from forerun.bench.methods_picture import draw
 from forerun.bench.methods_results import AGAIN, PLAIN, cells_of, print_methods, summaries_of
 from forerun.bench.plans import MethodsPlan
 from forerun.bench.results import Ceiling, Tally, Variant, print_ceiling, record_of

@@ -5,20 +5,18 @@ It needs matplotlib.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import textwrap
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forerun.bench.exhibits import save_picture
 from forerun.bench.methods_results import AGAIN, PLAIN, Cell, Summary
-from forerun.errors import BadOption, not_installed, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SUFFIXES = (".png", ".svg")
 MOST_SHOWN = 2.5  # the speed-up with the strongest colour; 1 / it has the strongest of the other one
 DARK = 0.65  # share of the strongest colour, in logarithms, from which on black text cannot be read
 CHARACTERS_PER_INCH = 120  # of a font of one point, on average
@@ -29,23 +27,12 @@ NOTE = (
 )
 
 
-def check_picture(file: Path | None) -> None:
-    """Raise BadOption for a picture that cannot be drawn."""
-    if file is None:
-        return
-    if file.suffix not in ("", *SUFFIXES):
-        raise BadOption(f"--picture {shown(str(file))} is not possible: its name must end in .svg or .png, or neither")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise not_installed("--picture", "plots", "matplotlib")
-
-
 def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path, title: str, about: str) -> None:
     """Write a row of panels for each temperature: speed-ups with whiskers, and a heat map of the kinds.
 
     Ways are sorted, the fastest first; the last row is plain decoding against itself. title: the model and the machine.
     about: what ran.
     """
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     temperatures = list(dict.fromkeys(summary.temperature for summary in summaries))
@@ -63,9 +50,7 @@ def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path,
         _dots(dots, rows, temperature)
         of_kind = {(cell.name, cell.kind): cell.speedup for cell in cells if cell.temperature == temperature}
         _squares(squares, [[of_kind[row.name, kind] for kind in kinds] for row in rows], kinds)
-    with rc_context({"svg.fonttype": "none"}):  # texts stay texts
-        for suffix in [file.suffix] if file.suffix else SUFFIXES:
-            figure.savefig(file.with_name(file.stem + suffix), dpi=150)
+    save_picture(figure, file)
 
 
 def _folded(text: str, points: int, width_in: float) -> str:

@@ -7,8 +7,9 @@ a summary is the geometric mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import geometric_mean, median
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.bench.results import Ceiling, Tally, overheads
+from forerun.bench.tables import Column, table
 
 PLAIN, AGAIN = "none", "none again"  # the second is the same once more: what is not 1 is noise
 
@@ -126,50 +128,47 @@ def summaries_of(tallies: Mapping[tuple[float, str, str], Tally], cells: Seq[Cel
 
 def speed_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head: str) -> Table:
     """Return the speed-ups of one temperature, ways by kinds; the best of each column has a star."""
-    table = _table(summaries, (*kinds, "all", "least\n-most", "tokens\n/s"), head)
     found = {(cell.name, cell.kind): cell.speedup for cell in cells}
     rows = [summary for summary in summaries if summary.name not in (PLAIN, AGAIN)]
-    best = {kind: max(found[row.name, kind] for row in rows) for kind in kinds}
-    for row in [*rows, *(summary for summary in summaries if summary.name == AGAIN)]:
-        table.add_row(
-            row.name,
-            *(_starred(found[row.name, kind], best[kind]) for kind in kinds),
-            _starred(row.speedup, max(other.speedup for other in rows)),
-            "{:.2f}-{:.2f}".format(*row.speedup_range),
-            f"{row.tokens_per_s:.1f}",
-        )
-    return table
+    again = [summary for summary in summaries if summary.name == AGAIN]
+    speedups = {kind: _on(kind, found) for kind in kinds} | {"all": attrgetter("speedup")}
+    return table(
+        [*rows, *again],
+        [
+            Column(head, "name"),
+            *(Column(_broken(name), _starred(of, max(map(of, rows))), is_text=False) for name, of in speedups.items()),
+            Column("least\n-most", "speedup_range", "{:.2f}"),
+            Column("tokens\n/s", "tokens_per_s", "{:.1f}"),
+        ],
+    )
 
 
 def counts_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head: str) -> Table:
     """Return tokens per pass of one temperature, ways by kinds, and what is counted over all kinds."""
-    table = _table(summaries, (*kinds, "all", "alpha", "draft-\ning", "over-\nhead"), head)
     found = {(cell.name, cell.kind): cell.tokens_per_pass for cell in cells}
-    for row in (summary for summary in summaries if summary.name != AGAIN):
-        table.add_row(
-            row.name,
-            *(f"{found[row.name, kind]:.2f}" for kind in kinds),
-            f"{row.tokens_per_pass:.2f}",
-            "-" if row.alpha_hat is None else f"{row.alpha_hat:.2f}",
-            f"{row.draft_share:.1%}",
-            f"{row.overhead_share:.1%}",
-        )
-    return table
+    return table(
+        [summary for summary in summaries if summary.name != AGAIN],
+        [
+            Column(head, "name"),
+            *(Column(_broken(kind), _on(kind, found), "{:.2f}") for kind in kinds),
+            Column("all", "tokens_per_pass", "{:.2f}"),
+            Column("alpha", "alpha_hat", "{:.2f}"),
+            Column("draft-\ning", "draft_share", "{:.1%}"),
+            Column("over-\nhead", "overhead_share", "{:.1%}"),
+        ],
+    )
 
 
-def _table(summaries: Seq[Summary], columns: Iterable[str], head: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    longest = max(len(summary.name) for summary in summaries)
-    table.add_column(head, overflow="fold", min_width=min(longest, 12))
-    for name in columns:
-        table.add_column(
-            name.replace("question", "ques-\ntion").replace("summary", "sum-\nmary"), justify="right", no_wrap=True
-        )
-    return table
+def _on(kind: str, found: Mapping[tuple[str, str], float]) -> Callable[[Summary], float]:
+    return lambda row: found[row.name, kind]
 
 
-def _starred(speedup: float, best: float) -> Text:
-    return Text(f"{speedup:.2f}*", "bold") if speedup == best else Text(f"{speedup:.2f} ")
+def _broken(kind: str) -> str:
+    return kind.replace("question", "ques-\ntion").replace("summary", "sum-\nmary")
+
+
+def _starred(of: Callable[[Summary], float], best: float) -> Callable[[Summary], Text]:
+    return lambda row: Text(f"{of(row):.2f}*", "bold") if of(row) == best else Text(f"{of(row):.2f} ")
 
 
 SPEED_NOTE = (

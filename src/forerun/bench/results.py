@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from forerun.bench import bandwidth
+from forerun.bench.tables import Column, table
 from forerun.bench.widen import describe, num_parameters
 from forerun.models.layers import Decoder
 from forerun.theory import formulas
@@ -165,56 +165,28 @@ def print_ceiling(model: Decoder, console: Console) -> Ceiling:
     return ceiling
 
 
-def gains_table(lines: Seq[Line]) -> Table:
-    """Return the table of what speculation brings, with one row per variant and temperature."""
-    table = _table(lines, ("tokens/s", "speed-\nup", "least\n-most", "tokens/\npass", "accep-\nted"))
-    for line in lines:
-        least, most = line.speedup_range
-        table.add_row(
-            *_names(line),
-            f"{line.tokens_per_s:.1f}",
-            f"{line.speedup:.2f}x",
-            f"{least:.2f}-{most:.2f}",
-            f"{line.tokens_per_step:.2f}",
-            _number(line.acceptance_rate, "{:.0%}"),
-        )
-    return table
-
-
-def theory_table(lines: Seq[Line]) -> Table:
-    """Return the table of what speculation costs and what theory makes of that, with the rows that draft."""
-    drafting = [line for line in lines if line.spec_length]
-    table = _table(drafting, ("alpha", "c", "v(K)", "over-\nhead", "Thm\n3.8", "with\ncosts"))
-    for line in drafting:
-        table.add_row(
-            *_names(line),
-            _number(line.alpha_hat, "{:.3f}"),
-            _number(line.c, "{:.3f}"),
-            _number(line.v, "{:.2f}"),
-            f"{line.overhead_share:.1%}",
-            _number(line.theorem_3_8, "{:.2f}x"),
-            _number(line.expected, "{:.2f}x"),
-        )
-    return table
-
-
-def _table(lines: Seq[Line], columns: Seq[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("T", justify="right", no_wrap=True)
-    table.add_column("draft", overflow="fold", min_width=min(max((len(line.draft) for line in lines), default=0), 10))
-    for name in ("K", *columns):
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _names(line: Line) -> tuple[str, str, str]:
-    return f"{line.temperature:g}", line.draft, str(line.spec_length)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
+_NAMES = (
+    Column("T", "temperature", "{:g}"),
+    Column("draft", "draft", is_text=True),
+    Column("K", "spec_length"),
+)
+GAINS = (
+    *_NAMES,
+    Column("tokens/s", "tokens_per_s", "{:.1f}"),
+    Column("speed-\nup", "speedup", "{:.2f}x"),
+    Column("least\n-most", "speedup_range", "{:.2f}"),
+    Column("tokens/\npass", "tokens_per_step", "{:.2f}"),
+    Column("accep-\nted", "acceptance_rate", "{:.0%}"),
+)
+COSTS = (  # and what theory makes of them
+    *_NAMES,
+    Column("alpha", "alpha_hat", "{:.3f}"),
+    Column("c", "c", "{:.3f}"),
+    Column("v(K)", "v", "{:.2f}"),
+    Column("over-\nhead", "overhead_share", "{:.1%}"),
+    Column("Thm\n3.8", "theorem_3_8", "{:.2f}x"),
+    Column("with\ncosts", "expected", "{:.2f}x"),
+)
 GAINS_NOTE = (
     "T: temperature, 0 = greedy. K: tokens drafted per step. speed-up: tokens/s over those of plain decoding (none), "
     "the median over the prompts, with the least and the most. tokens/pass: tokens that come of one pass of the "
@@ -232,11 +204,11 @@ THEORY_NOTE = (
 def print_tables(lines: Seq[Line], ceiling: Ceiling, console: Console) -> None:
     """Print both tables, how they are read, and which length was best for each temperature and drafter."""
     plain = next(line for line in lines if line.spec_length == 0)
-    console.print(gains_table(lines))
+    console.print(table(lines, GAINS))
     console.print(f"{GAINS_NOTE} Plain decoding reaches {plain.tokens_per_s / ceiling.tokens_per_s:.0%} of its limit.")
-    if any(line.spec_length for line in lines):
+    if drafting := [line for line in lines if line.spec_length]:
         console.print("\nWhy, and what theory says (docs/exactness.md):")
-        console.print(theory_table(lines))
+        console.print(table(drafting, COSTS))
         console.print(THEORY_NOTE)
     groups = {(line.temperature, line.draft): 0 for line in lines if line.spec_length}
     for temperature, draft in groups:

@@ -20,8 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from forerun.bench.exhibits import check_picture
 from forerun.bench.latency import progress_bar
-from forerun.bench.methods_picture import check_picture
 from forerun.bench.plans import TunePlan
 from forerun.bench.results import Tally, Variant
 from forerun.bench.tune_engine import TuningEngine, candidates_of

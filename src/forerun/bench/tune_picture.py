@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from forerun.bench.exhibits import save_picture
 from forerun.bench.tune_prediction import LONGEST
 from forerun.bench.tune_results import Found
 
@@ -21,7 +22,6 @@ def draw(found: Found, file: Path, name: str) -> None:
     """Write the picture, .png or .svg; both where the file's name ends in neither. name: of the target."""
     import textwrap
 
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 5.2), layout="constrained")
@@ -58,6 +58,4 @@ def draw(found: Found, file: Path, name: str) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(frameon=False, fontsize=9)
     figure.supxlabel(textwrap.fill(NOTE, 105), fontsize=8, x=0.02, ha="left")
-    with rc_context({"svg.fonttype": "none"}):  # texts stay texts
-        for suffix in [file.suffix] if file.suffix else (".png", ".svg"):
-            figure.savefig(file.with_name(file.stem + suffix), dpi=150)
+    save_picture(figure, file)

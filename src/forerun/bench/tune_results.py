@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -17,9 +17,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from forerun.bench.results import Tally, Variant
+from forerun.bench.tables import Column, table
 from forerun.bench.tune_prediction import Prediction
 from forerun.config import EngineConfig
 
@@ -171,32 +171,40 @@ NOTE = (
 
 def table_of(found: Found) -> Table:
     """Return a row for each way that was measured, the fastest first, then the best length of every other drafter."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("draft", overflow="fold", min_width=12)
-    for name in ("K", "alpha", "tokens\n/pass", "c", "v", "pre-\ndicted", "meas-\nured", "least\n-most"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in sorted(found.contenders, key=lambda one: -one.measured.speedup):
-        own = one.measured
-        tokens = one.tokens_per_pass if one.predicted is None else one.predicted.tokens_per_pass
-        speedup = Text(f"{own.speedup:.2f}" + ("*" if one is found.chosen else " "))
-        spread = "" if one.way.spec_length == 0 else f"{own.least:.2f}-{own.most:.2f}"
-        table.add_row(*_names(one.way, found), f"{tokens:.2f}", *_costs(one.predicted), speedup, spread)
-    for spec, own_predictions in found.predictions.items():
-        if all(one.way.draft != spec for one in found.contenders):
-            best = max(own_predictions, key=lambda one: one.speedup)
-            names = _names(Way(spec, best.spec_length), found)
-            table.add_row(*names, f"{best.tokens_per_pass:.2f}", *_costs(best), "- ", "")
-    return table
+    measured = {one.way.draft for one in found.contenders}
+    best = {spec: max(own, key=lambda one: one.speedup) for spec, own in found.predictions.items()}
+    rows: list[tuple[Way, Prediction | None, Contender | None]] = [
+        *((one.way, one.predicted, one) for one in sorted(found.contenders, key=lambda one: -one.measured.speedup)),
+        *((Way(spec, own.spec_length), own, None) for spec, own in best.items() if spec not in measured),
+    ]
 
+    def predicted(name: str) -> Callable[[Any], float | None]:
+        return lambda row: None if row[1] is None else getattr(row[1], name)
 
-def _names(way: Way, found: Found) -> tuple[str, str, str]:
-    alpha = found.alpha_hats.get(way.draft)
-    name = "none (plain)" if way.spec_length == 0 else way.draft
-    return name, way.length, "-" if alpha is None else f"{alpha:.2f}"
+    def tokens(row: Any) -> float:
+        return float(row[2].tokens_per_pass if row[1] is None else row[1].tokens_per_pass)
 
+    def speedup(row: Any) -> str:
+        return "- " if row[2] is None else f"{row[2].measured.speedup:.2f}" + ("*" if row[2] is found.chosen else " ")
 
-def _costs(one: Prediction | None) -> tuple[str, str, str]:
-    return ("-", "-", "-") if one is None else (f"{one.c:.3f}", f"{one.v:.2f}", f"{one.speedup:.2f}")
+    def spread(row: Any) -> tuple[float, float] | None:
+        is_plain = row[2] is None or row[0].spec_length == 0
+        return None if is_plain else (row[2].measured.least, row[2].measured.most)
+
+    return table(
+        rows,
+        [
+            Column("draft", lambda row: "none (plain)" if row[0].spec_length == 0 else row[0].draft),
+            Column("K", lambda row: row[0].length, is_text=False),
+            Column("alpha", lambda row: found.alpha_hats.get(row[0].draft), "{:.2f}"),
+            Column("tokens\n/pass", tokens, "{:.2f}"),
+            Column("c", predicted("c"), "{:.3f}"),
+            Column("v", predicted("v"), "{:.2f}"),
+            Column("pre-\ndicted", predicted("speedup"), "{:.2f}"),
+            Column("meas-\nured", speedup, is_text=False),
+            Column("least\n-most", spread, "{:.2f}", absent=""),
+        ],
+    )
 
 
 def print_found(found: Found, console: Console) -> None:

@@ -1,0 +1,103 @@
+"""Tables of what was measured: columns that say what they show of a row, and ratios with their range.
+
+A row may be anything: a column takes a field of it by its name, or a function. exhibits.py makes tables and pictures
+with the same columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from operator import attrgetter
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+MOST_FOLDED = 12  # characters that a column of texts has at least, where one of them is as long
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Paired ratios, one for each repeat."""
+
+    values: tuple[float, ...]
+    median: float
+    range: tuple[float, float]
+
+    @classmethod
+    def of(cls, values: Seq[float]) -> Ratio:
+        """Of at least one value."""
+        return cls(tuple(values), median(values), (min(values), max(values)))
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    name: its head, where \\n breaks the line. value: what it shows of a row, as the path of a field or a function; None
+    where rows are tuples. form: how a value is written, each end of an interval by itself. absent: what stands for
+    None. is_text: left-justified and folded; None = where a value is a text. is_once: what the row before has, too, is
+    not shown again.
+    """
+
+    name: str
+    value: str | Callable[[Any], Any] | None = None
+    form: str | Callable[[Any], str] = "{}"
+    absent: str = "-"
+    is_text: bool | None = None
+    is_once: bool = False
+
+    def of(self, row: Any) -> Any:
+        """Return what the column shows of a row."""
+        if isinstance(self.value, str):
+            return attrgetter(self.value)(row)
+        return row if self.value is None else self.value(row)
+
+    def written(self, value: Any) -> str:
+        """Return a value as a table has it."""
+        if value is None:
+            return self.absent
+        if isinstance(value, tuple):
+            return "-".join(self.written(end) for end in value)
+        if isinstance(value, str):
+            return value
+        return self.form.format(value) if isinstance(self.form, str) else self.form(value)
+
+
+def table(rows: Seq[Any], columns: Seq[Column]) -> Table:
+    """Return a table of these columns, with a line for each row. A value may be a Text of its own."""
+    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    shown = [_values(column, rows) for column in columns]
+    for column, values in zip(columns, shown, strict=True):
+        is_text = any(isinstance(value, str) for value in values) if column.is_text is None else column.is_text
+        longest = max((len(value) for value in values if isinstance(value, str)), default=0)
+        made.add_column(
+            column.name,
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,
+            overflow="fold",
+            min_width=min(longest, MOST_FOLDED) if is_text else None,
+        )
+    for i in range(len(rows)):
+        cells = [(column, values[i]) for column, values in zip(columns, shown, strict=True)]
+        made.add_row(*(value if isinstance(value, Text) else Text(column.written(value)) for column, value in cells))
+    return made
+
+
+def _values(column: Column, rows: Seq[Any]) -> list[Any]:
+    values = [column.of(row) for row in rows]
+    if not column.is_once:
+        return values
+    return ["" if i > 0 and value == values[i - 1] else value for i, value in enumerate(values)]
+
+
+def milliseconds(seconds: float) -> str:
+    """Write seconds as milliseconds."""
+    return f"{1e3 * seconds:.1f}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+
+
+def rate(per_s: float) -> str:
+    """Write a rate per second."""
+    return f"{per_s:.1f}" if per_s < 1000 else f"{per_s:.0f}"
