@@ -73,7 +73,7 @@ inline float finite(float max) { return max == -__builtin_inff() ? 0.0f : max; }
 
 // Adds one block to the running states of N queries. Lanes that a query does not see have no effect on it.
 template <class Tile, int N>
-void take_block(const Tile& tile, const Seen* seen, State* states) {
+void take_block(const Tile& tile, const Seen* seen, float softcap, State* states) {
     F16 scores[N][VECTORS];
     typename Tile::Weights weights[N];
     alignas(64) float scales[LANES] = {};
@@ -83,6 +83,8 @@ void take_block(const Tile& tile, const Seen* seen, State* states) {
         any = {any.first < seen[n].first ? any.first : seen[n].first, any.last > seen[n].last ? any.last : seen[n].last};
     }
     tile.template score<N>(states, any, scores);
+    for (int n = 0; n < N && softcap > 0.0f; ++n)
+        for (int i = 0; i < VECTORS; ++i) scores[n][i] = capped(scores[n][i], softcap);
     for (int n = 0; n < N; ++n) {
         hide(seen[n], scores[n]);
         F16 top = scores[n][0];
@@ -110,15 +112,15 @@ void take_block(const Tile& tile, const Seen* seen, State* states) {
 // Four queries share each load of keys and values; the remaining ones are computed one by one. The first of them fetch the
 // next block. seen: of each row, which has `group` queries.
 template <class Tile>
-void take_block(Tile& tile, const Seen* seen, int group, State* states, int num_queries) {
+void take_block(Tile& tile, const Seen* seen, int group, float softcap, State* states, int num_queries) {
     for (int done = 0; done < num_queries; done += 4, states += 4) {
         const int left = num_queries - done;
         Seen own[4];
         for (int n = 0; n < 4 && n < left; ++n) own[n] = seen[(done + n) / group];
-        if (left >= 4) take_block<Tile, 4>(tile, own, states);
-        if (left == 3) take_block<Tile, 3>(tile, own, states);
-        if (left == 2) take_block<Tile, 2>(tile, own, states);
-        if (left == 1) take_block<Tile, 1>(tile, own, states);
+        if (left >= 4) take_block<Tile, 4>(tile, own, softcap, states);
+        if (left == 3) take_block<Tile, 3>(tile, own, softcap, states);
+        if (left == 2) take_block<Tile, 2>(tile, own, softcap, states);
+        if (left == 1) take_block<Tile, 1>(tile, own, softcap, states);
         tile.num_next = 0;
     }
 }
@@ -165,7 +167,7 @@ void take_block_for_rows(const Attention& a, const Run& run, Tile& tile, int kv_
             filled = shared;
         }
         if (shared < needed) fill_tile(a, run, tile, kv_head, start, shared, needed, row, depths[row - first]);
-        take_block(tile, seen + (row - first), group, states + (row - first) * group, (end - row) * group);
+        take_block(tile, seen + (row - first), group, a.softcap, states + (row - first) * group, (end - row) * group);
     }
 }
 
@@ -251,10 +253,10 @@ void attend(const Attention& a, const Run& run, Heads heads, int first, int last
                 }
     };
     if (range >= 0) {
-        for (int i = 0; i < count; ++i) states[i].values = parts + static_cast<size_t>(i) * part_floats(a) + LANES;
+        for (int i = 0; i < count; ++i) states[i].values = parts + static_cast<size_t>(i) * part_floats(a.head_dim) + LANES;
         take_range(range);
         for (int i = 0; i < count; ++i) {
-            float* part = parts + static_cast<size_t>(i) * part_floats(a);
+            float* part = parts + static_cast<size_t>(i) * part_floats(a.head_dim);
             part[0] = states[i].max, part[1] = states[i].sum;
         }
         return;

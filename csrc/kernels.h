@@ -158,11 +158,15 @@ struct Inputs {
     }
 };
 
+enum class Act : int { silu, gelu, gelu_tanh, relu };
+
 enum class Finish : int {
-    store,   // out = product + bias
-    add,     // out += product + bias: the residual stream
-    gated,   // inputs of the next product = silu(gate) * up
-    argmax,  // per row, the largest value in the given panels and its lowest id
+    store,      // out = product + bias
+    add,        // out += product + bias: the residual stream
+    gated,      // inputs of the next product = act(gate) * up
+    activated,  // inputs of the next product = act(product + bias)
+    logits,     // out = scale (product + bias), capped
+    argmax,     // per row, the largest logit in the given panels and its lowest id
 };
 
 // The largest logit of a row so far.
@@ -179,15 +183,33 @@ FORERUN_INLINE bool beats(const Best& a, const Best& b) {
     return a.value > b.value;
 }
 
-// Where a product is written. out: float32 [num_rows, stride]. next: for `gated`. best: for `argmax`, one per row, which
-// is updated.
+// What becomes of logits: they are multiplied, and then c tanh(logit / c) where there is a cap c, which 0 says that there is not.
+struct LogitRange {
+    float scale, cap;
+    FORERUN_INLINE bool is_plain() const { return scale == 1.0f && cap == 0.0f; }
+};
+
+// Where a product is written. out: float32 [num_rows, stride]. next, act: for `gated` and `activated`. best: for `argmax`, one
+// per row, which is updated.
 struct Output {
     Finish finish;
     float* out;
     size_t stride;
     Inputs next;
+    Act act;
+    LogitRange range;
     Best* best;
 };
+
+FORERUN_INLINE Output stored(float* out, size_t stride) { return {Finish::store, out, stride, {}, Act::silu, {1, 0}, nullptr}; }
+FORERUN_INLINE Output added(float* out, size_t stride) { return {Finish::add, out, stride, {}, Act::silu, {1, 0}, nullptr}; }
+FORERUN_INLINE Output activated_as(const Inputs& next, Act act, bool gated) {
+    return {gated ? Finish::gated : Finish::activated, nullptr, 0, next, act, {1, 0}, nullptr};
+}
+FORERUN_INLINE Output logits_of(float* out, size_t stride, LogitRange range) {
+    return {range.is_plain() ? Finish::store : Finish::logits, out, stride, {}, Act::silu, range, nullptr};
+}
+FORERUN_INLINE Output best_of(Best* best, LogitRange range) { return {Finish::argmax, nullptr, 0, {}, Act::silu, range, best}; }
 
 // One sequence's run of new rows within a pass, for attention.
 struct Run {
@@ -207,6 +229,7 @@ struct Attention {
     const void* values;
     int num_heads, num_kv_heads, head_dim;
     int window;               // 0 = none
+    float softcap;            // of scores: c tanh(score / c); 0 = none
     float* out;               // [rows, out_stride] float32, or null
     size_t out_stride;
     Inputs next;              // the inputs of the next product, written where out is null
@@ -235,9 +258,13 @@ struct Kernels {
     void (*put_row)(const Inputs&, int row, const float* x, int n);
     // Root mean square norm of one row (Zhang and Sennrich 2019, eq. 4).
     void (*rms_norm)(const float* x, const float* weight, int n, float eps, float* out);
+    // Layer norm of one row (Ba et al. 2016, eq. 4). bias: or null.
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, int n, float eps, float* out);
     void (*silu_mul)(const float* gate, const float* up, int n, float* out);
     // Rotary positions (Su et al. 2021), pairs (i, i + n/2); cos, sin [n], the first half of sin negated.
     void (*rope)(const float* x, const float* cos, const float* sin, int n, float scale, float* out);
+    // The same of pairs (2i, 2i + 1); cos and sin in the same order as above.
+    void (*rope_adjacent)(const float* x, const float* cos, const float* sin, int n, float scale, float* out);
     void (*to_type)(const float* x, int n, Type type, void* out);
     void (*from_type)(const void* x, int n, Type type, float* out);
     // One row of an embedding that is packed as a matrix.
@@ -251,9 +278,8 @@ struct Kernels {
     SamplingKernels sampling;
 };
 
-size_t attention_scratch(const Attention& a, int num_rows, int num_kv_heads);  // floats
 // Floats of what one query has seen of a range: its maximum and sum, then values.
-inline size_t part_floats(const Attention& a) { return 16 + (static_cast<size_t>(a.head_dim) + 15) / 16 * 16; }
+FORERUN_INLINE size_t part_floats(int head_dim) { return 16 + (static_cast<size_t>(head_dim) + 15) / 16 * 16; }
 
 // Whether AVX-512 multiplies pairs of bfloat16 as floats, with the same bits. cpu.cpp knows where that is faster.
 extern bool widens_pairs;

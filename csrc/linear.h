@@ -5,6 +5,7 @@
 // same for one row and for five hundred. With bfloat16 a step takes two inputs at once.
 #pragma once
 
+#include "activations.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -159,8 +160,6 @@ inline void put_row(const Inputs& to, int row, const float* x, int n) {
     }
 }
 
-inline F16 silu(F16 x) { return x / (f16(1.0f) + exp(f16(0.0f) - x)); }
-
 inline void store_first(float* out, F16 values, int n, bool add) {
     if (n == LANES) return store(out, add ? load(out) + values : values);
     alignas(64) float lanes[LANES];
@@ -173,6 +172,11 @@ inline int lanes_left(int num_out, int first) {
     return left < 0 ? 0 : left < LANES ? left : LANES;
 }
 
+inline F16 logits(F16 x, LogitRange range) {
+    if (range.scale != 1.0f) x = x * f16(range.scale);
+    return range.cap == 0.0f ? x : capped(x, range.cap);
+}
+
 inline void finish_panel(const Matrix& w, const Inputs& x, const Output& to, int panel, const float* sums) {
     const F16 zero = f16(0.0f);
     const F16 bias0 = w.bias ? load(w.bias + panel * PANEL) : zero;
@@ -180,14 +184,20 @@ inline void finish_panel(const Matrix& w, const Inputs& x, const Output& to, int
     const int first = w.paired ? panel * LANES : panel * PANEL;
     for (int row = 0; row < x.num_rows; ++row) {
         const float* at = sums + static_cast<size_t>(row) * PANEL;
-        const F16 y0 = w.bias ? load(at) + bias0 : load(at), y1 = w.bias ? load(at + LANES) + bias1 : load(at + LANES);
+        F16 y0 = w.bias ? load(at) + bias0 : load(at), y1 = w.bias ? load(at + LANES) + bias1 : load(at + LANES);
+        const int rest = lanes_left(w.num_out, first + LANES);
         if (to.finish == Finish::gated) {
-            put(to.next, row, first, silu(y0) * y1, lanes_left(w.num_out, first));
+            put(to.next, row, first, activated(to.act, y0) * y1, lanes_left(w.num_out, first));
             continue;
         }
+        if (to.finish == Finish::activated) {
+            put(to.next, row, first, activated(to.act, y0), lanes_left(w.num_out, first));
+            if (rest > 0) put(to.next, row, first + LANES, activated(to.act, y1), rest);
+            continue;
+        }
+        if (to.finish == Finish::logits) y0 = logits(y0, to.range), y1 = logits(y1, to.range);
         float* out = to.out + static_cast<size_t>(row) * to.stride + first;
         store_first(out, y0, lanes_left(w.num_out, first), to.finish == Finish::add);
-        const int rest = lanes_left(w.num_out, first + LANES);
         if (rest > 0) store_first(out + LANES, y1, rest, to.finish == Finish::add);
     }
 }
@@ -200,6 +210,7 @@ inline void best_of_panel(const Matrix& w, const Inputs& x, const Output& to, in
         for (int n = 0; n < PANEL; n += LANES) {
             F16 y = load(sums + static_cast<size_t>(row) * PANEL + n);
             if (w.bias) y = y + load(w.bias + first + n);
+            if (!to.range.is_plain()) y = logits(y, to.range);
             store(values + n, y);
             worth_a_look |= any_at_least(y, to.best[row].value);
         }

@@ -6,7 +6,7 @@
 #include <new>
 
 #include "cpu.h"
-#include "decoder.h"
+#include "memory.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>

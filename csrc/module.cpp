@@ -3,6 +3,7 @@
 
 void bind_system(nanobind::module_& m);
 void bind_ops(nanobind::module_& m);
+void bind_model(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
 
 NB_MODULE(_native, m) {
@@ -10,5 +11,6 @@ NB_MODULE(_native, m) {
     nanobind::set_leak_warnings(false);  // a process that called gc.freeze() exits with its engines alive
     bind_system(m);
     bind_ops(m);
+    bind_model(m);
     bind_sampling(m);
 }

@@ -29,6 +29,28 @@ inline void rms_norm(const float* x, const float* weight, int n, float eps, floa
     }
 }
 
+// Sums of a row as above: of numbers, then of squared differences from their mean.
+inline void layer_norm(const float* x, const float* weight, const float* bias, int n, float eps, float* out) {
+    const auto sum_of = [&](const auto& part) {
+        F16 total = f16(0.0f);
+        for (int i = 0; i < n; i += LANES) total = total + part(i, n - i < LANES ? n - i : LANES);
+        return sum(total) / static_cast<float>(n);
+    };
+    const F16 mean = f16(sum_of([&](int i, int count) { return load_first(x + i, count); }));
+    const float variance = sum_of([&](int i, int count) {
+        alignas(64) float lanes[LANES] = {};  // zeros behind the last number
+        store_first(lanes, load_first(x + i, count) - mean, count, false);
+        const F16 difference = load(lanes);
+        return difference * difference;
+    });
+    const F16 inverse = f16(1.0f / __builtin_sqrtf(variance + eps));
+    for (int i = 0; i < n; i += LANES) {
+        const int count = n - i < LANES ? n - i : LANES;
+        const F16 normed = (load_first(x + i, count) - mean) * inverse * load_first(weight + i, count);
+        store_first(out + i, bias ? normed + load_first(bias + i, count) : normed, count, false);
+    }
+}
+
 inline void silu_mul(const float* gate, const float* up, int n, float* out) {
     for (int i = 0; i < n; i += LANES) {
         const int count = n - i < LANES ? n - i : LANES;
@@ -45,6 +67,20 @@ inline void rope(const float* x, const float* cos, const float* sin, int n, floa
         const F16 high = b * load_first(cos + i + half, count) + a * load_first(sin + i + half, count);
         store_first(out + i, low * f16(scale), count, false);
         store_first(out + i + half, high * f16(scale), count, false);
+    }
+}
+
+inline void rope_adjacent(const float* x, const float* cos, const float* sin, int n, float scale, float* out) {
+    alignas(64) float apart[2][LANES];
+    const int half = n / 2;
+    for (int i = 0; i < half; i += LANES) {
+        const int count = half - i < LANES ? half - i : LANES;
+        for (int j = 0; j < count; ++j) apart[0][j] = x[2 * (i + j)], apart[1][j] = x[2 * (i + j) + 1];
+        const F16 a = load_first(apart[0], count), b = load_first(apart[1], count);
+        const F16 low = a * load_first(cos + i, count) + b * load_first(sin + i, count);
+        const F16 high = b * load_first(cos + i + half, count) + a * load_first(sin + i + half, count);
+        store(apart[0], low * f16(scale)), store(apart[1], high * f16(scale));
+        for (int j = 0; j < count; ++j) out[2 * (i + j)] = apart[0][j], out[2 * (i + j) + 1] = apart[1][j];
     }
 }
 

@@ -1,7 +1,7 @@
 """Native CPU kernels of forerun; loaded through forerun.native."""
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, overload
 
 import numpy
 from numpy.typing import NDArray
@@ -45,15 +45,6 @@ class Packed:
     def unpack_row(self, index: int, out: int) -> None:
         """Writes a row as it was before packing to the address `out`."""
 
-class Pools:
-    """Addresses of a cache's keys and values, one pool for each layer."""
-
-    def __init__(self, arg0: Sequence[int], arg1: Sequence[int], arg2: int, arg3: int, /) -> None: ...
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """
-        Copies row sources[i] to row targets[i] in every layer, one after the other.
-        """
-
 class Backend:
     """The kernels of one instruction set and a team of threads."""
 
@@ -94,16 +85,48 @@ class Backend:
         parts: addresses of float32 [num_rows, width] each. norms: of each part's weights, 0 = the part as it is.
         """
 
-class Decoder:
+def refusal(spec: object) -> str | None:
     """
-    A whole decoder; one call for each pass. Arguments that are integers where a tensor is meant are addresses of contiguous memory, which the caller keeps alive.
+    Says why these kernels do not compute a forerun.blocks.Spec, in a sentence without an end; None where they do.
     """
+
+def pass_bytes(
+    isa: str, spec: object, bfloat16: bool, quantised: bool, num_rows: int, context: int, num_threads: int
+) -> int:
+    """
+    Counts the bytes of a model's buffers after a pass of so many rows behind so many tokens, an upper bound.
+    """
+
+class Pools:
+    """Addresses of a cache's keys and values, one pool for each block."""
+
+    @overload
+    def __init__(
+        self, keys: Sequence[int], values: Sequence[int], block_tokens: int, row_bytes: Sequence[int]
+    ) -> None: ...
+    @overload
+    def __init__(self, keys: Sequence[int], values: Sequence[int], block_tokens: int, row_bytes: int) -> None: ...
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """
+        Copies row sources[i] to row targets[i] in every block, one after the other.
+        """
+
+class Model:
+    """
+    A whole model; one call for each pass. Arguments that are integers where a tensor is meant are addresses of contiguous memory, which the caller keeps alive.
+    """
+
+    @property
+    def rotations(self) -> list[int]:
+        """
+        Of each table of cos and sin that a pass takes, the first block that it is of.
+        """
 
     def forward(
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
-        rotations: int,
+        rotations: int | Sequence[int],
         num_runs: int,
         numbers: Sequence[int],
         pools: Pools,
@@ -112,16 +135,24 @@ class Decoder:
         taps: Sequence[tuple[int, int]],
         is_normed: bool,
         hidden: int,
+        read: int = 0,
     ) -> None:
         """
-        Runs a ragged pass through some layers and writes its rows, float32 [tokens, hidden_size], to `hidden`.
+        Runs a ragged pass through some blocks and writes its rows, float32 [tokens, hidden_size], to `hidden`.
 
-        rotations: cos and sin by position, float32 [positions, 2, head_dim]. numbers: the runs, as forerun.ops.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first of them, 0 = the tokens' embeddings. taps: ascending pairs (k, address) that receive the residual stream before layer k. is_normed: whether the final norm is applied. Raises IndexError for a token that is no row of the embedding.
+        rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions]; see the property. numbers: the runs, as forerun.ops.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first of them, 0 = the tokens' embeddings. taps: ascending pairs (k, address) that receive the residual stream before block k. is_normed: whether the final norm is applied. read: what the first block's attention reads in place of the stream. Raises IndexError for a token that is no row of the embedding, and for a position that has none.
         """
 
-    def logits(self, hidden: int, num_rows: int, out: int) -> None:
+    def norm(self, hidden: int, num_rows: int, out: int) -> None:
         """
-        Writes the logits of rows after the final norm, float32 [num_rows, vocab_size], to `out`.
+        Writes rows behind the final norm, float32 [num_rows, hidden_size], to `out`.
+        """
+
+    def logits(self, hidden: int, num_rows: int, out: int, head: Packed | None = None) -> None:
+        """
+        Writes the logits of rows after the final norm, float32 [num_rows, outputs], to `out`.
+
+        head: a matrix in place of the model's own.
         """
 
     def argmax(self, hidden: int, rows: Sequence[int], num_ids: int) -> tuple[list[int], list[float]]:
@@ -137,7 +168,7 @@ class Decoder:
         positions: Sequence[int],
         counts: Sequence[int],
         lengths: Sequence[int],
-        rotations: int,
+        rotations: int | Sequence[int],
         numbers: Sequence[int],
         pools: Pools,
         layers: Sequence[int],
@@ -148,7 +179,7 @@ class Decoder:
         """
         Continues each run greedily by lengths[i] ids, and returns them; None where a logit is NaN.
 
-        counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, what the first layer gets for them. ahead: of a head, how a found id is fed.
+        counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, what the first block gets for them. ahead: of a head, how a found id is fed.
         """
 
 class Ahead:
@@ -156,9 +187,21 @@ class Ahead:
     How a head goes on: a found id's embedding of the target and the row before are joined.
     """
 
-    def __init__(
-        self, target: Decoder, ids: Sequence[int], norms: Sequence[int], eps: float, input: Packed
-    ) -> None: ...
+    def __init__(self, target: Model, ids: Sequence[int], norms: Sequence[int], eps: float, input: Packed) -> None: ...
+
+def make_model(
+    backend: Backend,
+    spec: object,
+    bfloat16: bool,
+    matrices: Mapping[str, Packed],
+    vectors: Mapping[str, int],
+    tables: Mapping[str, int],
+) -> Model:
+    """
+    Makes a model of a forerun.blocks.Spec.
+
+    bfloat16: the type of keys, values and plain rows, else float32. matrices: packed, by the products of blocks.weights(spec), with their biases; gate and up paired; "head" unless it is "embedding"; the caller keeps them. vectors: addresses of norms' weights and biases, float32, by name; they are copied. tables: addresses of an embedding that is not packed, and of learned positions, by name, in the type above. Raises ValueError for a spec that `refusal` refuses and for a weight that is missing.
+    """
 
 def make_decoder(
     backend: Backend,
@@ -172,7 +215,7 @@ def make_decoder(
     embedding: int,
     final_norm: int,
     head: Packed,
-) -> Decoder: ...
+) -> Model: ...
 
 class Sampler:
     def __init__(self, isa: str) -> None: ...

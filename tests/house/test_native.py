@@ -351,11 +351,11 @@ def test_the_source_package_holds_the_kernels(project: Path, tmp_path: Path) -> 
 
 
 @NEEDS_EXTENSION
-def test_the_decoder_says_what_its_methods_do() -> None:
-    decoder = native.extension().Decoder
-    methods = [name for name in dir(decoder) if not name.startswith("_")]
-    assert methods == ["argmax", "forward", "logits", "run_ahead"]
+def test_the_model_says_what_its_methods_do() -> None:
+    model = native.extension().Model
+    methods = [name for name in dir(model) if not name.startswith("_") and callable(getattr(model, name))]
+    assert methods == ["argmax", "forward", "logits", "norm", "run_ahead"]
     for name in methods:
-        signature, _, text = getattr(decoder, name).__doc__.partition("\n\n")
+        signature, _, text = getattr(model, name).__doc__.partition("\n\n")
         assert "arg0" not in signature
         assert text.split(".")[0].split()[0].endswith("s"), "a sentence that begins with its verb"

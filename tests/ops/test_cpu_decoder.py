@@ -1,6 +1,6 @@
 """Whole native decoders: the same bits as their operators one after the other; the LM head; embeddings.
 
-`Composed` is csrc/decoder.cpp written down with single operators.
+`Composed` is csrc/model.cpp written down with single operators.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Memory of the native operators: packed weights to the byte, and an upper bound of the buffers of a pass.
 
-The numbers follow csrc/matrix.cpp and kernels.h, which pack, csrc/decoder.cpp, whose buffers grow to the largest pass
+The numbers follow csrc/matrix.cpp and kernels.h, which pack, csrc/model.cpp, whose buffers grow to the largest pass
 and stay, and ops/cpu.py. No kernel is compiled while they run, so memory does not grow later.
 
 Quantised matrices are packed as they are where the rest is bfloat16, and dequantised under float32. Their bytes follow
@@ -36,7 +36,7 @@ from forerun.ops.quantised import UNIT, QuantisedMatrix, Scheme
 
 ROUNDED_BYTES = 48  # of a unit of a row that is rounded to int8: csrc/kernels.h
 WORD_BYTES = 4  # inputs of a step: one float32, or two bfloat16
-HUGE_PAGE_BYTES = 2 << 20  # larger buffers take whole huge pages: csrc/decoder.cpp
+HUGE_PAGE_BYTES = 2 << 20  # larger buffers take whole huge pages: csrc/memory.cpp
 GIVE_BACK_BYTES = 8 << 20  # bytes packed before source pages are given back: csrc/matrix.cpp
 KEY_BLOCK, ATTENTION_ROWS = 64, 16  # keys and rows that attention takes at once
 KEY_RANGE, ITEMS_PER_THREAD = 256, 4  # keys of a piece of its work, and pieces below which a run is shared
@@ -147,7 +147,7 @@ class NativeSizes:
         return {weight: scheme for weight, scheme in self.schemes.get(name, {}).items() if packs(scheme)}
 
     def _buffer_bytes(self, run: Pass) -> int:
-        """Return the bytes of one decoder's buffers (Decoder::buffers, line by line) and of its rotary table.
+        """Return the bytes of one decoder's buffers (buffer_sizes, line by line) and of its rotary table.
 
         The last two are those of `product`, which each thread has for itself.
         """
@@ -179,7 +179,7 @@ class NativeSizes:
         return buffers + rope_table_bytes(c, self.max_seq_len, FLOAT_BYTES)
 
     def _shared_rows(self, run: Pass) -> int:
-        """Return rows x ranges of keys that threads have seen apart from each other: Decoder::shares_of.
+        """Return rows x ranges of keys that threads have seen apart from each other: attention_work.cpp.
 
         Runs are shared among threads in passes that have less than a few pieces of work for each.
         """

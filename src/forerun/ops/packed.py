@@ -106,7 +106,7 @@ def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[Quantis
 
 
 def run_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
-    """Return a batch as csrc/bind_ops.cpp takes it: six numbers for each run, then block tables and parents of trees.
+    """Return a batch as csrc/bindings.h takes it: six numbers for each run, then block tables and parents of trees.
 
     The six are the first row, the rows, the cached rows, the pending rows, the index at which the table begins, and the
     index at which the parents begin (0 = a chain).

@@ -1,0 +1,50 @@
+// Kernels of one instruction set with the threads that run them, and the products that they compute together.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace forerun {
+
+struct Backend {
+    const Kernels& kernels;
+    Team team;
+    Backend(const Kernels& k, int num_threads) : kernels(k), team(num_threads) {}
+};
+
+constexpr size_t ALONE_BYTES = 1 << 20;  // what reads less runs on one thread: waking others would cost more
+
+// Computes a product with all threads of a team; each of them must call it inside `run`. prepare: what a thread does before
+// its first tile, to write a copy of the inputs of its own.
+void product(Backend& backend, int thread, const Matrix& w, const Inputs& x, const Output& to,
+             const std::function<void()>& prepare = nullptr);
+
+// A norm of rows. weight: with its offset; ones where a norm has none. bias: or null. is_per_head: over each head of a row.
+struct Norm {
+    bool is_layer;
+    float eps;
+    const float *weight, *bias;
+    bool is_per_head;
+};
+
+// out may be x.
+void norm_row(const Kernels& kernels, const Norm& norm, const float* x, int width, float* out);
+
+// Rows that stand side by side, each behind a norm of its own, and their product: [norm(a) | norm(b) | ...] w. It makes
+// what the layer of a head reads (EAGLE).
+struct Join {
+    std::vector<const float*> norms;  // of each part; null = the part as it is
+    float norm_eps;
+    const Matrix* w;
+};
+
+// Throws std::invalid_argument unless parts of this width are the inputs of the product.
+void check_join(const Join& join, int width);
+
+// parts: of each float32 [num_rows, inputs of w / parts]. out: float32 [num_rows, outputs of w].
+void join_rows(Backend& backend, const Join& join, const std::vector<const float*>& parts, int num_rows, float* out);
+
+}  // namespace forerun

@@ -1,0 +1,244 @@
+// Bindings of whole models. The interpreter lock is released while they run.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/unordered_map.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "bindings.h"
+#include "cpu.h"
+#include "matrix.h"
+#include "model.h"
+#include "spec.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace forerun;
+
+namespace {
+
+using Tables = std::variant<Address, std::vector<Address>>;  // one, or as many as a model has kinds of rotation
+using Places = std::unordered_map<std::string, Address>;
+
+// ---------------------------------------------------------------------------------------------------------------- caches
+
+struct Pools {
+    std::vector<void*> keys, values;
+    int block_tokens;
+    std::vector<size_t> row_bytes;  // by pool
+
+    Pools(const std::vector<Address>& k, const std::vector<Address>& v, int tokens, std::vector<size_t> bytes)
+        : block_tokens(tokens), row_bytes(std::move(bytes)) {
+        for (Address a : k) keys.push_back(at<void>(a));
+        for (Address a : v) values.push_back(at<void>(a));
+        if (row_bytes.size() == 1) row_bytes.resize(keys.size(), row_bytes[0]);
+        if (keys.size() != values.size() || keys.size() != row_bytes.size())
+            throw std::invalid_argument("every pool of keys needs one of values, and the bytes of a row");
+    }
+
+    void copy(const std::vector<size_t>& sources, const std::vector<size_t>& targets) const {
+        for (const auto* pools : {&keys, &values})
+            for (size_t p = 0; p < pools->size(); ++p) {
+                char* const pool = static_cast<char*>((*pools)[p]);
+                for (size_t i = 0; i < sources.size(); ++i)
+                    std::memcpy(pool + targets[i] * row_bytes[p], pool + sources[i] * row_bytes[p], row_bytes[p]);
+            }
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------- models
+
+std::unique_ptr<Model> make_model(Backend& b, nb::handle spec, bool bfloat16,
+                                  const std::unordered_map<std::string, const Packed*>& matrices, const Places& vectors,
+                                  const Places& tables) {
+    WeightPlaces places{{}, vectors, tables};
+    for (const auto& [name, packed] : matrices) places.matrices[name] = &packed->matrix();
+    auto [parts, kept] = read_spec(spec, bfloat16 ? Type::bfloat16 : Type::float32, &places);
+    return std::make_unique<Model>(b, std::move(parts), std::move(kept));
+}
+
+// A decoder like Llama's. norms: four addresses for each layer (input, mlp, q, k; the last two may be 0). matrices: qkv, o,
+// gate_up, down for each.
+std::unique_ptr<Model> make_decoder(Backend& b, const std::vector<int>& sizes, float eps, bool bfloat16,
+                                    const std::vector<Address>& norms, const std::vector<const Packed*>& matrices,
+                                    const std::vector<int>& windows, const Packed* packed_embedding, Address embedding,
+                                    Address final_norm, const Packed& head) {
+    const int hidden = sizes[0], heads = sizes[1], kv_heads = sizes[2], head_dim = sizes[3], vocab = sizes[5];
+    const auto norm = [&](Address weight, bool per_head) {
+        return weight ? std::optional<Norm>(Norm{false, eps, at<const float>(weight), nullptr, per_head}) : std::nullopt;
+    };
+    ModelParts parts{};
+    parts.vocab_size = vocab, parts.hidden_size = hidden, parts.type = bfloat16 ? Type::bfloat16 : Type::float32;
+    parts.rotations = {0}, parts.embed_scale = 1, parts.range = {1, 0};
+    for (size_t i = 0; i < windows.size(); ++i) {
+        const Address* n = &norms[4 * i];
+        const auto matrix = [&](size_t k) { return &matrices[4 * i + k]->matrix(); };
+        Block block{};
+        block.pre_attention = norm(n[0], false), block.pre_mlp = norm(n[1], false), block.branch_scale = 1;
+        block.attention = AttentionPart{heads, kv_heads, head_dim, hidden, 1.0f / std::sqrt(static_cast<float>(head_dim)), 0, windows[i],
+                                        0, head_dim, false, norm(n[2], true), norm(n[3], true), std::nullopt, matrix(0), matrix(1)};
+        block.mlp = MlpPart{sizes[4], Act::silu, true, matrix(2), matrix(3)};
+        parts.blocks.push_back(block);
+    }
+    parts.embedding = {packed_embedding ? &packed_embedding->matrix() : nullptr, at<const void>(embedding), vocab};
+    parts.final_norm = norm(final_norm, false), parts.head = &head.matrix();
+    return std::make_unique<Model>(b, std::move(parts), std::vector<std::vector<float>>());
+}
+
+size_t bytes_of_pass(const std::string& isa, nb::handle spec, bool bfloat16, bool quantised, int num_rows, int context,
+                     int num_threads) {
+    const ModelParts parts = read_spec(spec, bfloat16 ? Type::bfloat16 : Type::float32, nullptr).first;
+    return pass_bytes(kernels_for(isa), parts, quantised, num_rows, context, num_threads);
+}
+
+// ---------------------------------------------------------------------------------------------------------------- passes
+
+Pass make_pass(const Ids& tokens, const int64_t* positions, const Tables& rotations, const Runs& runs, const Pools& pools,
+               const std::vector<int>& layers) {
+    Pass pass{};
+    pass.num_rows = static_cast<int>(tokens.size());
+    pass.tokens = tokens.data(), pass.positions = positions;
+    if (const Address* one = std::get_if<Address>(&rotations)) pass.rotations.push_back(at<const float>(*one));
+    else
+        for (Address table : std::get<std::vector<Address>>(rotations)) pass.rotations.push_back(at<const float>(table));
+    pass.runs = runs.runs;
+    pass.keys = pools.keys.data(), pass.values = pools.values.data();
+    pass.layers = layers;
+    pass.is_normed = true;
+    return pass;
+}
+
+// input: 0 = embeddings of the tokens. taps: see Pass.
+void forward(Model& m, const Ids& tokens, const Ids& positions, const Tables& rotations, int num_runs, const Numbers& numbers,
+             const Pools& pools, const std::vector<int>& layers, Address input,
+             const std::vector<std::pair<int, Address>>& taps, bool is_normed, Address hidden, Address read) {
+    if (positions.size() != tokens.size()) throw std::invalid_argument("every token needs a position");
+    const Runs runs(numbers, num_runs, pools.block_tokens);
+    Pass pass = make_pass(tokens, positions.data(), rotations, runs, pools, layers);
+    pass.input = at<const float>(input), pass.read = at<const float>(read);
+    pass.is_normed = is_normed, pass.hidden = at<float>(hidden);
+    for (const auto& [k, address] : taps) pass.taps.emplace_back(k, at<float>(address));
+    nb::gil_scoped_release release;
+    m.forward(pass);
+}
+
+void logits(Model& m, Address hidden, int num_rows, Address out, const Packed* head) {
+    nb::gil_scoped_release release;
+    m.logits(at<const float>(hidden), num_rows, head ? &head->matrix() : nullptr, at<float>(out));
+}
+
+// Returns the ids of the largest logits, and these logits.
+std::pair<Ids, std::vector<float>> argmax(Model& m, Address hidden, const std::vector<int>& rows, int num_ids) {
+    Ids ids(rows.size());
+    std::vector<float> values(rows.size());
+    {
+        nb::gil_scoped_release release;
+        m.argmax(at<const float>(hidden), rows, num_ids, ids.data(), values.data());
+    }
+    return {std::move(ids), std::move(values)};
+}
+
+// Returns None where a logit is NaN. numbers: as for `forward`, with rows for all tokens that are fed; counts: how many of
+// `tokens` each run begins with.
+std::optional<std::vector<Ids>> run_ahead(Model& m, const Ids& tokens, const Ids& positions, const std::vector<int>& counts,
+                                          const std::vector<int>& lengths, const Tables& rotations, const Numbers& numbers,
+                                          const Pools& pools, const std::vector<int>& layers, int num_ids, Address input,
+                                          const Ahead* ahead) {
+    if ((input != 0) != (ahead != nullptr)) throw std::invalid_argument("a head, and only a head, has an input");
+    if (ahead && ahead->ids.size() < static_cast<size_t>(num_ids)) throw std::invalid_argument("every id needs one of the target");
+    if (ahead) check_join(ahead->join, m.parts().hidden_size);
+    if (lengths.size() != counts.size()) throw std::invalid_argument("every run needs a length");
+    Runs runs(numbers, static_cast<int>(counts.size()), pools.block_tokens);
+    int first_row = 0;
+    for (size_t i = 0; i < counts.size(); ++i) {
+        Run& run = runs.runs[i];
+        if (counts[i] < 1 || lengths[i] < 1 || counts[i] + lengths[i] - 1 > run.num_rows)
+            throw std::invalid_argument("a run is fed its tokens, and all that is wanted but the last");
+        run.first_row = first_row, run.num_rows = counts[i];
+        first_row += counts[i];
+    }
+    if (static_cast<size_t>(first_row) != tokens.size() || positions.size() != tokens.size() || counts.empty())
+        throw std::invalid_argument("every token needs a run and a position");
+    Pass pass = make_pass(tokens, positions.data(), rotations, runs, pools, layers);
+    pass.input = at<const float>(input);
+    std::vector<Ids> ids;
+    nb::gil_scoped_release release;
+    if (!m.run_ahead(pass, lengths, num_ids, ahead, ids)) return {};
+    return ids;
+}
+
+}  // namespace
+
+void bind_model(nb::module_& m) {
+    m.def("refusal", &refusal, "spec"_a,
+          "Says why these kernels do not compute a forerun.blocks.Spec, in a sentence without an end; None where they do.");
+    m.def("pass_bytes", &bytes_of_pass, "isa"_a, "spec"_a, "bfloat16"_a, "quantised"_a, "num_rows"_a, "context"_a, "num_threads"_a,
+          "Counts the bytes of a model's buffers after a pass of so many rows behind so many tokens, an upper bound.");
+    nb::class_<Pools>(m, "Pools", "Addresses of a cache's keys and values, one pool for each block.")
+        .def(nb::init<const std::vector<Address>&, const std::vector<Address>&, int, std::vector<size_t>>(), "keys"_a, "values"_a,
+             "block_tokens"_a, "row_bytes"_a)
+        .def("__init__", [](Pools* self, const std::vector<Address>& keys, const std::vector<Address>& values, int tokens,
+                            size_t row_bytes) { new (self) Pools(keys, values, tokens, {row_bytes}); },
+             "keys"_a, "values"_a, "block_tokens"_a, "row_bytes"_a)
+        .def("copy", &Pools::copy, "sources"_a, "targets"_a,
+             "Copies row sources[i] to row targets[i] in every block, one after the other.");
+    nb::class_<Model>(m, "Model", "A whole model; one call for each pass. Arguments that are integers where a tensor is meant are "
+                                  "addresses of contiguous memory, which the caller keeps alive.")
+        .def_prop_ro("rotations", [](const Model& self) { return self.parts().rotations; },
+                     "Of each table of cos and sin that a pass takes, the first block that it is of.")
+        .def("forward", &forward, "tokens"_a, "positions"_a, "rotations"_a, "num_runs"_a, "numbers"_a, "pools"_a, "layers"_a,
+             "input"_a, "taps"_a, "is_normed"_a, "hidden"_a, "read"_a = 0,
+             "Runs a ragged pass through some blocks and writes its rows, float32 [tokens, hidden_size], to `hidden`.\n\n"
+             "rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions]; see the property. "
+             "numbers: the runs, as forerun.ops.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first "
+             "of them, 0 = the tokens' embeddings. taps: ascending pairs (k, address) that receive the residual stream before block "
+             "k. is_normed: whether the final norm is applied. read: what the first block's attention reads in place of the stream. "
+             "Raises IndexError for a token that is no row of the embedding, and for a position that has none.")
+        .def("norm", [](Model& self, Address hidden, int rows, Address out) {
+            self.norm(at<const float>(hidden), rows, at<float>(out)); }, Free(), "hidden"_a, "num_rows"_a, "out"_a,
+             "Writes rows behind the final norm, float32 [num_rows, hidden_size], to `out`.")
+        .def("logits", &logits, "hidden"_a, "num_rows"_a, "out"_a, "head"_a.none() = nb::none(),
+             "Writes the logits of rows after the final norm, float32 [num_rows, outputs], to `out`.\n\nhead: a matrix in place of "
+             "the model's own.")
+        .def("argmax", &argmax, "hidden"_a, "rows"_a, "num_ids"_a,
+             "Returns the ids of the largest of the first `num_ids` logits of some rows, and these logits.\n\nTies go to the "
+             "lowest id, and NaN counts as the largest.")
+        .def("run_ahead", &run_ahead, "tokens"_a, "positions"_a, "counts"_a, "lengths"_a, "rotations"_a, "numbers"_a, "pools"_a,
+             "layers"_a, "num_ids"_a, "input"_a = 0, "ahead"_a.none() = nb::none(),
+             "Continues each run greedily by lengths[i] ids, and returns them; None where a logit is NaN.\n\ncounts: tokens "
+             "that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, "
+             "what the first block gets for them. ahead: of a head, how a found id is fed.");
+    nb::class_<Ahead>(m, "Ahead", "How a head goes on: a found id's embedding of the target and the row before are joined.")
+        .def("__init__", [](Ahead* self, const Model& target, const Ids& ids, const std::array<Address, 2>& norms, float eps,
+                            const Packed& input) {
+            for (int64_t id : ids)
+                if (id < 0 || id >= target.parts().vocab_size) throw std::invalid_argument("an id is none of the target's");
+            new (self) Ahead{&target, ids, {{at<const float>(norms[0]), at<const float>(norms[1])}, eps, &input.matrix()}};
+            check_join(self->join, target.parts().hidden_size);
+        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 6>(), "target"_a, "ids"_a, "norms"_a, "eps"_a, "input"_a);
+    m.def("make_model", &make_model, "backend"_a, "spec"_a, "bfloat16"_a, "matrices"_a, "vectors"_a, "tables"_a,
+          nb::keep_alive<0, 1>(),
+          "Makes a model of a forerun.blocks.Spec.\n\nbfloat16: the type of keys, values and plain rows, else float32. matrices: "
+          "packed, by the products of blocks.weights(spec), with their biases; gate and up paired; \"head\" unless it is "
+          "\"embedding\"; the caller keeps them. vectors: addresses of norms' weights and biases, float32, by name; they are "
+          "copied. tables: addresses of an embedding that is not packed, and of learned positions, by name, in the type above. "
+          "Raises ValueError for a spec that `refusal` refuses and for a weight that is missing.");
+    m.def("make_decoder", &make_decoder, "backend"_a, "sizes"_a, "eps"_a, "bfloat16"_a, "norms"_a, "matrices"_a, "windows"_a,
+          "packed_embedding"_a.none(), "embedding"_a, "final_norm"_a, "head"_a, nb::keep_alive<0, 1>());
+}

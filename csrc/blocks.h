@@ -1,0 +1,66 @@
+// What a model is: a list of blocks (src/forerun/blocks.py), as far as these kernels compute it. spec.cpp reads it from Python.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "backend.h"
+
+namespace forerun {
+
+// Attention of one block. Weights are null where only sizes are asked for.
+struct AttentionPart {
+    int heads, kv_heads, head_dim;
+    int reads;      // width of what is projected
+    float scale;    // of the scores
+    float softcap;  // 0 = none
+    int window;     // 0 = all
+    int rotation;   // which of a model's tables of cos and sin, -1 = none
+    int turned;     // dimensions of a head that are rotated
+    bool adjacent;  // whether dimension 2i turns with 2i + 1, in place of i + turned / 2
+    std::optional<Norm> q_norm, k_norm, v_norm;
+    const Matrix *qkv, *o;
+
+    int q_size() const { return heads * head_dim; }
+    int kv_size() const { return kv_heads * head_dim; }
+    int qkv_size() const { return q_size() + 2 * kv_size(); }
+};
+
+struct MlpPart {
+    int size;
+    Act act;
+    bool gated;
+    const Matrix *up, *down;  // up: gate and up, paired, where it is gated
+};
+
+// post-norms are of a branch before it is added, or of the sum.
+struct Block {
+    std::optional<Norm> pre_attention, post_attention, pre_mlp, post_mlp;
+    std::optional<AttentionPart> attention;
+    std::optional<MlpPart> mlp;
+    bool norms_sum;
+    float branch_scale;
+};
+
+// Rows that are looked up by number: a packed matrix, plain rows in the model's type, or none.
+struct Table {
+    const Matrix* packed;
+    const void* rows;
+    int num_rows;
+    bool is_there() const { return packed || rows; }
+};
+
+struct ModelParts {
+    int vocab_size, hidden_size;
+    Type type;  // of dense weights, keys and values
+    std::vector<Block> blocks;
+    std::vector<int> rotations;  // of each table of cos and sin, the first block that uses it
+    std::optional<Norm> embed_norm, final_norm;
+    Table embedding, positions;
+    float embed_scale;
+    int position_offset;  // the row of position 0
+    LogitRange range;
+    const Matrix* head;   // null = none
+};
+
+}  // namespace forerun

@@ -1,0 +1,461 @@
+#include "model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace forerun {
+
+namespace {
+
+constexpr int FEW_BLOCKS = 2;  // up to so many blocks of rows, each thread norms all rows and waits for none
+
+bool shares_inputs(int num_rows) { return Inputs{nullptr, Type::float32, num_rows, 0}.num_blocks() > FEW_BLOCKS; }
+
+HeadShape shape_of(const AttentionPart& a) { return {a.heads, a.kv_heads, a.head_dim, a.window}; }
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------------------------------ buffers
+
+// The buffers that one pass writes, besides the caches. The inputs of one product after the other use the same memory.
+struct Model::Buffers {
+    int num_rows, width;
+    float *residual, *branch, *qkv, *normed, *attention, *parts;
+    size_t normed_stride, attention_stride;
+    uint32_t *inputs, *ffn;  // inputs of products; those of the heads are where those of the hidden rows were
+    uint32_t* own;           // each thread's own copy of the normed rows, or null
+    size_t own_stride;
+    std::vector<AttentionWork> work;  // by shape
+
+    Inputs inputs_of(const Matrix& w, uint32_t* words) const { return {words, w.type, num_rows, w.num_steps}; }
+    float* row(float* rows, int i) const { return rows + static_cast<size_t>(i) * static_cast<size_t>(width); }
+    Output add() const { return added(residual, static_cast<size_t>(width)); }
+};
+
+BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, int num_rows, size_t part_floats) {
+    const auto steps = [&](int n) {  // at most
+        return static_cast<size_t>(steps_of(weights_are_quantised ? Type::int8 : model.type, n));
+    };
+    const size_t rows = static_cast<size_t>(num_rows), hidden = static_cast<size_t>(model.hidden_size);
+    size_t qkv = 0, widest = steps(model.hidden_size), read = model.hidden_size, ffn = 0, attention = 0;
+    bool has_branch = false;
+    for (const Block& block : model.blocks) {
+        has_branch |= (block.post_attention || block.post_mlp) && !block.norms_sum;
+        has_branch |= block.branch_scale != 1.0f;
+        if (block.mlp) ffn = std::max(ffn, steps(block.mlp->size));
+        if (!block.attention) continue;
+        const AttentionPart& a = *block.attention;
+        qkv = std::max(qkv, static_cast<size_t>(a.qkv_size()));
+        widest = std::max({widest, steps(a.q_size()), steps(a.reads)});
+        read = std::max(read, static_cast<size_t>(a.reads));
+        attention = std::max(attention, attention_scratch(shape_of(a), ATTENTION_ROWS, a.kv_heads));
+    }
+    BufferSizes sizes{};
+    sizes.residual = rows * hidden;
+    sizes.branch = has_branch ? rows * hidden : 0;
+    sizes.qkv = rows * qkv;
+    sizes.inputs = rows * widest;
+    sizes.ffn = rows * ffn;
+    sizes.parts = part_floats;
+    sizes.each_normed = up_to(read, 64);
+    sizes.each_own = shares_inputs(num_rows) ? 0 : up_to(rows * steps(static_cast<int>(read)), 32);
+    sizes.each_attention = up_to(attention, 64);
+    return sizes;
+}
+
+size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_are_quantised, int num_rows, int context,
+                  int num_threads) {
+    const size_t rows = static_cast<size_t>(num_rows), threads = static_cast<size_t>(num_threads);
+    size_t parts = 0;
+    int widest = model.hidden_size;
+    for (const Block& block : model.blocks) {
+        if (block.mlp) widest = std::max(widest, block.mlp->size);
+        if (!block.attention) continue;
+        const AttentionPart& a = *block.attention;
+        widest = std::max({widest, a.q_size(), a.reads});
+        parts = std::max(parts, most_part_floats(shape_of(a), num_rows, context, num_threads));
+    }
+    // Each thread has its own copy of few rows' inputs after a pass of few rows, which may have come before this one.
+    const int few_rows = FEW_BLOCKS * (MAX_BLOCK_ROWS - 2);
+    const BufferSizes s = buffer_sizes(model, weights_are_quantised, num_rows, parts);
+    const size_t own = buffer_sizes(model, weights_are_quantised, std::min(num_rows, few_rows), 0).each_own;
+    size_t bytes = 0;
+    for (size_t count : {s.residual, s.branch, s.qkv, s.inputs, s.ffn, s.parts, threads * s.each_normed, threads * own,
+                         threads * s.each_attention})
+        bytes += count > 0 ? allocated_bytes(4 * count) : 0;
+    // What `product` keeps for each thread: the sums of a panel, and prepared inputs.
+    const Matrix w{weights_are_quantised ? Type::int8 : model.type, false, 0, widest,
+                   steps_of(weights_are_quantised ? Type::int8 : model.type, widest), 0, nullptr, nullptr, nullptr, 0};
+    return bytes + threads * (allocated_bytes(4 * rows * PANEL) + allocated_bytes(kernels.prepared_bytes(w, num_rows)));
+}
+
+Model::Buffers Model::buffers(Room& room, const Pass& pass) const {
+    Buffers b{};
+    size_t part_floats = 0;
+    const int num_threads = backend_.team.num_threads();
+    for (const HeadShape& shape : shapes_) {
+        b.work.push_back(attention_work(pass.runs, shape, num_threads));
+        part_floats = std::max(part_floats, b.work.back().num_floats);
+    }
+    const BufferSizes sizes = buffer_sizes(parts_, is_any_quantised_, pass.num_rows, part_floats);
+    const size_t threads = static_cast<size_t>(num_threads);
+    b.num_rows = pass.num_rows, b.width = parts_.hidden_size;
+    b.residual = room.residual.floats(sizes.residual);
+    b.branch = room.branch.floats(sizes.branch);
+    b.qkv = room.qkv.floats(sizes.qkv);
+    b.inputs = room.inputs.words(sizes.inputs);
+    b.ffn = room.ffn.words(sizes.ffn);
+    b.parts = room.parts.floats(sizes.parts);
+    b.normed_stride = sizes.each_normed, b.normed = room.normed.floats(threads * sizes.each_normed);
+    b.own_stride = sizes.each_own, b.own = sizes.each_own ? room.own.words(threads * sizes.each_own) : nullptr;
+    b.attention_stride = sizes.each_attention, b.attention = room.attention.floats(threads * sizes.each_attention);
+    return b;
+}
+
+Inputs Model::head_inputs(Room& room, const Matrix& head, int num_rows) const {
+    return {room.inputs.words(static_cast<size_t>(num_rows) * static_cast<size_t>(head.num_steps)), head.type, num_rows,
+            head.num_steps};
+}
+
+// -------------------------------------------------------------------------------------------------------------- passes
+
+Model::Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>> vectors)
+    : backend_(backend), parts_(std::move(parts)), vectors_(std::move(vectors)) {
+    const auto count = [&](const Matrix* w) {
+        bytes_ += w->bytes();
+        is_any_quantised_ |= is_quantised(w->type);
+    };
+    for (const Block& block : parts_.blocks) {
+        size_t shape = 0;
+        if (block.attention) {
+            count(block.attention->qkv), count(block.attention->o);
+            const HeadShape wanted = shape_of(*block.attention);
+            shape = static_cast<size_t>(std::find(shapes_.begin(), shapes_.end(), wanted) - shapes_.begin());
+            if (shape == shapes_.size()) shapes_.push_back(wanted);
+        }
+        if (block.mlp) count(block.mlp->up), count(block.mlp->down);
+        shape_of_.push_back(shape);
+    }
+}
+
+bool Model::alone(int num_rows) const {
+    return bytes_ / std::max<size_t>(parts_.blocks.size(), 1) * static_cast<size_t>(num_rows) < ALONE_BYTES;
+}
+
+const Matrix& Model::head() const {
+    if (!parts_.head) throw std::logic_error("the model has no LM head");
+    return *parts_.head;
+}
+
+void Model::embed(int64_t token, float* x) const {
+    const Table& table = parts_.embedding;
+    const size_t width = static_cast<size_t>(parts_.hidden_size);
+    if (table.packed) {
+        backend_.kernels.unpack_row(*table.packed, static_cast<int>(token), x);
+    } else {
+        const size_t at = static_cast<size_t>(token) * width * bytes_of(parts_.type);
+        backend_.kernels.from_type(static_cast<const char*>(table.rows) + at, parts_.hidden_size, parts_.type, x);
+    }
+    for (size_t i = 0; i < width && parts_.embed_scale != 1.0f; ++i) x[i] *= parts_.embed_scale;
+}
+
+// Adds the learned position to what the first block gets, and norms it.
+void Model::enter(const Pass& pass, int row, float* x) const {
+    if (parts_.positions.is_there()) {
+        static thread_local std::vector<float> position;
+        const size_t width = static_cast<size_t>(parts_.hidden_size);
+        position.resize(width);
+        const size_t at = static_cast<size_t>(pass.positions[row] + parts_.position_offset) * width * bytes_of(parts_.type);
+        backend_.kernels.from_type(static_cast<const char*>(parts_.positions.rows) + at, parts_.hidden_size, parts_.type, position.data());
+        for (size_t i = 0; i < width; ++i) x[i] += position[i];
+    }
+    if (parts_.embed_norm) norm_row(backend_.kernels, *parts_.embed_norm, x, parts_.hidden_size, x);
+}
+
+void Model::check(const Pass& pass) const {
+    if (pass.rotations.size() != parts_.rotations.size()) throw std::invalid_argument("every kind of rotation needs a table");
+    if (!pass.input && !parts_.embedding.is_there()) throw std::logic_error("the model has no embedding and was given no rows");
+    for (size_t i = 0; i < pass.layers.size(); ++i) {
+        const auto& attention = parts_.blocks[static_cast<size_t>(pass.layers[i])].attention;
+        if (attention && attention->reads != parts_.hidden_size && !(pass.read && i == 0))
+            throw std::invalid_argument("a block that reads rows of another width needs them");
+    }
+    const Table& positions = parts_.positions;
+    for (int row = 0; row < pass.num_rows; ++row) {
+        if (!pass.input && (pass.tokens[row] < 0 || pass.tokens[row] >= parts_.embedding.num_rows))
+            throw std::out_of_range("there is no token with the id " + std::to_string(pass.tokens[row]));
+        const int64_t at = pass.positions[row] + parts_.position_offset;
+        if (positions.is_there() && (at < 0 || at >= positions.num_rows))
+            throw std::out_of_range("there is no position " + std::to_string(pass.positions[row]));
+    }
+}
+
+void Model::forward(const Pass& pass) {
+    check(pass);
+    Room& room = room_.get();
+    std::lock_guard<std::mutex> lock(room.turn);
+    Buffers b = buffers(room, pass);
+    const size_t width = static_cast<size_t>(parts_.hidden_size);
+    const int num_blocks = static_cast<int>(parts_.blocks.size());
+    const bool enters = !pass.input || (!pass.layers.empty() && pass.layers[0] == 0);
+    backend_.team.run(alone(pass.num_rows), [&](int thread) {
+        const auto for_rows = [&](const auto& act) {
+            backend_.team.tiles(thread, pass.num_rows, [&](int row) { act(row, static_cast<size_t>(row) * width); });
+        };
+        const auto copy = [&](const float* from, float* to) {
+            for_rows([&](int, size_t at) { std::memcpy(to + at, from + at, width * sizeof(float)); });
+        };
+        size_t tap = 0;
+        const auto write_taps = [&](int last) {  // of all blocks up to `last` that are not written yet
+            for (; tap < pass.taps.size() && pass.taps[tap].first <= last; ++tap) copy(b.residual, pass.taps[tap].second);
+        };
+        for_rows([&](int row, size_t at) {
+            float* const x = b.residual + at;
+            if (pass.input) std::memcpy(x, pass.input + at, width * sizeof(float));
+            else embed(pass.tokens[row], x);
+            if (enters) enter(pass, row, x);
+        });
+        for (int i : pass.layers) {
+            write_taps(i);
+            run_block(thread, i, pass, b);
+        }
+        write_taps(num_blocks);
+        if (!pass.is_normed || !parts_.final_norm) return copy(b.residual, pass.hidden);
+        for_rows([&](int, size_t at) {
+            norm_row(backend_.kernels, *parts_.final_norm, b.residual + at, parts_.hidden_size, pass.hidden + at);
+        });
+    });
+}
+
+void Model::run_block(int thread, int index, const Pass& pass, Buffers& b) {
+    const Block& block = parts_.blocks[static_cast<size_t>(index)];
+    if (block.attention) run_attention(thread, index, pass, b);
+    if (block.mlp) run_mlp(thread, block, b);
+}
+
+void Model::run_attention(int thread, int index, const Pass& pass, Buffers& b) {
+    const Block& block = parts_.blocks[static_cast<size_t>(index)];
+    const AttentionPart& a = *block.attention;
+    const Kernels& kernels = backend_.kernels;
+    const size_t stride = static_cast<size_t>(a.qkv_size());
+    const bool reads_pass = pass.read && index == pass.layers[0];
+    times_rows(thread, reads_pass ? pass.read : b.residual, a.reads, reads_pass ? std::nullopt : block.pre_attention, *a.qkv,
+               stored(b.qkv, stride), b);
+    backend_.team.tiles(thread, pass.num_rows, [&](int row) { rotate_and_write(a, index, pass, b, row); });
+    const Attention attention{parts_.type, b.qkv,      stride,   pass.keys[index], pass.values[index], a.heads, a.kv_heads,
+                              a.head_dim,  a.window,   a.softcap, nullptr,          0,                  b.inputs_of(*a.o, b.inputs)};
+    const AttentionWork& work = b.work[shape_of_[static_cast<size_t>(index)]];
+    float* const scratch = b.attention + b.attention_stride * static_cast<size_t>(thread);
+    backend_.team.tiles(thread, static_cast<int>(work.items.size()), [&](int i) {
+        const AttentionItem& item = work.items[static_cast<size_t>(i)];
+        if (item.first < item.last)
+            kernels.attention(attention, *item.run, item.heads, item.first, item.last, item.range, b.parts + item.parts, scratch);
+    });
+    if (!work.queries.empty())
+        backend_.team.tiles(thread, static_cast<int>(work.queries.size()), [&](int i) {
+            const AttentionQuery& query = work.queries[static_cast<size_t>(i)];
+            kernels.combine(attention, query.row, query.head, b.parts + query.parts, query.num_parts, query.stride, scratch);
+        });
+    add_branch(thread, block, block.post_attention, *a.o, b.inputs_of(*a.o, b.inputs), b);
+}
+
+void Model::run_mlp(int thread, const Block& block, Buffers& b) {
+    const MlpPart& mlp = *block.mlp;
+    const Inputs inner = b.inputs_of(*mlp.down, b.ffn);
+    times_rows(thread, b.residual, parts_.hidden_size, block.pre_mlp, *mlp.up, activated_as(inner, mlp.act, mlp.gated), b);
+    add_branch(thread, block, block.post_mlp, *mlp.down, inner, b);
+}
+
+// The product of rows behind their norm, where they have one.
+void Model::times_rows(int thread, const float* rows, int width, const std::optional<Norm>& norm, const Matrix& w,
+                       const Output& to, Buffers& b) {
+    Inputs x = b.inputs_of(w, b.inputs);
+    float* const normed = b.normed + b.normed_stride * static_cast<size_t>(thread);
+    const auto put_rows = [&](int first, int last) {
+        for (int row = first; row < last; ++row) {
+            const float* from = rows + static_cast<size_t>(row) * static_cast<size_t>(width);
+            if (norm) norm_row(backend_.kernels, *norm, from, width, normed);
+            backend_.kernels.put_row(x, row, norm ? normed : from, width);
+        }
+    };
+    if (b.own) {
+        x.words = b.own + b.own_stride * static_cast<size_t>(thread);
+        return product(backend_, thread, w, x, to, [&] { put_rows(0, b.num_rows); });
+    }
+    // Rows of one block share cache lines, so a block belongs to one thread.
+    backend_.team.tiles(thread, x.num_blocks(), [&](int block) { put_rows(x.block_start(block), x.block_start(block + 1)); });
+    product(backend_, thread, w, x, to);
+}
+
+// Adds a part's last product to the residual stream: behind its norm, or before the norm of the sum.
+void Model::add_branch(int thread, const Block& block, const std::optional<Norm>& post, const Matrix& w, const Inputs& x,
+                       Buffers& b) {
+    Team& team = backend_.team;
+    const bool norms_branch = post && !block.norms_sum, norms_sum = post && block.norms_sum;
+    if (!norms_branch && block.branch_scale == 1.0f) {
+        product(backend_, thread, w, x, b.add());
+        if (norms_sum)
+            team.tiles(thread, b.num_rows, [&](int i) {
+                norm_row(backend_.kernels, *post, b.row(b.residual, i), b.width, b.row(b.residual, i));
+            });
+        return;
+    }
+    product(backend_, thread, w, x, stored(b.branch, static_cast<size_t>(b.width)));
+    team.tiles(thread, b.num_rows, [&](int i) {
+        float *const branch = b.row(b.branch, i), *const sum = b.row(b.residual, i);
+        if (norms_branch) norm_row(backend_.kernels, *post, branch, b.width, branch);
+        for (int k = 0; k < b.width; ++k) sum[k] += branch[k] * block.branch_scale;
+        if (norms_sum) norm_row(backend_.kernels, *post, sum, b.width, sum);
+    });
+}
+
+// Norms heads where the model wants it, rotates by position, and writes new keys and values into the cache.
+void Model::rotate_and_write(const AttentionPart& a, int index, const Pass& pass, Buffers& b, int row) const {
+    const Kernels& k = backend_.kernels;
+    const int dim = a.head_dim;
+    float* const q = b.qkv + static_cast<size_t>(row) * static_cast<size_t>(a.qkv_size());
+    float *const key = q + a.q_size(), *const value = key + a.kv_size();
+    const float *cos = nullptr, *sin = nullptr;
+    if (a.rotation >= 0) {
+        cos = pass.rotations[static_cast<size_t>(a.rotation)] + static_cast<size_t>(pass.positions[row]) * 2 * static_cast<size_t>(a.turned);
+        sin = cos + a.turned;
+    }
+    const auto norm = [&](float* x, int num_heads, const std::optional<Norm>& norm) {
+        if (!norm) return;
+        const int width = norm->is_per_head ? dim : num_heads * dim;
+        for (int at = 0; at < num_heads * dim; at += width) norm_row(k, *norm, x + at, width, x + at);
+    };
+    const auto turn = [&](float* x, int num_heads, float scale) {
+        for (int head = 0; head < num_heads; ++head, x += dim) {
+            const int turned = a.rotation >= 0 ? a.turned : 0;
+            if (turned > 0) (a.adjacent ? k.rope_adjacent : k.rope)(x, cos, sin, turned, scale, x);
+            for (int i = turned; i < dim && scale != 1.0f; ++i) x[i] *= scale;
+        }
+    };
+    norm(q, a.heads, a.q_norm), norm(key, a.kv_heads, a.k_norm), norm(value, a.kv_heads, a.v_norm);
+    turn(q, a.heads, a.scale), turn(key, a.kv_heads, 1.0f);
+    const Run* run = &pass.runs[0];
+    while (row >= run->first_row + run->num_rows) ++run;
+    const int at = run->cached + run->pending + row - run->first_row;
+    const size_t offset = static_cast<size_t>(run->rows[at]) * static_cast<size_t>(a.kv_size()) * bytes_of(parts_.type);
+    k.to_type(key, a.kv_size(), parts_.type, static_cast<char*>(pass.keys[index]) + offset);
+    k.to_type(value, a.kv_size(), parts_.type, static_cast<char*>(pass.values[index]) + offset);
+}
+
+// ------------------------------------------------------------------------------------------------ behind the last block
+
+void Model::norm(const float* hidden, int num_rows, float* out) {
+    const size_t width = static_cast<size_t>(parts_.hidden_size);
+    if (!parts_.final_norm) {
+        std::memcpy(out, hidden, static_cast<size_t>(num_rows) * width * sizeof(float));
+        return;
+    }
+    backend_.team.run(false, [&](int thread) {
+        backend_.team.tiles(thread, num_rows, [&](int row) {
+            const size_t at = static_cast<size_t>(row) * width;
+            norm_row(backend_.kernels, *parts_.final_norm, hidden + at, parts_.hidden_size, out + at);
+        });
+    });
+}
+
+void Model::logits(const float* hidden, int num_rows, const Matrix* own, float* out) {
+    const Matrix& head = own ? *own : this->head();
+    Room& room = room_.get();
+    std::lock_guard<std::mutex> lock(room.turn);
+    const Inputs x = head_inputs(room, head, num_rows);
+    const int width = parts_.hidden_size;
+    backend_.team.run(head.bytes() < ALONE_BYTES, [&](int thread) {
+        backend_.team.tiles(thread, num_rows, [&](int row) {
+            backend_.kernels.put_row(x, row, hidden + static_cast<size_t>(row) * static_cast<size_t>(width), width);
+        });
+        product(backend_, thread, head, x, logits_of(out, static_cast<size_t>(head.num_out), parts_.range));
+    });
+}
+
+void Model::argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values) {
+    Matrix head = this->head();
+    Room& room = room_.get();
+    std::lock_guard<std::mutex> lock(room.turn);
+    const int num_rows = static_cast<int>(rows.size()), width = parts_.hidden_size;
+    const Inputs x = head_inputs(room, head, num_rows);
+    const size_t threads = static_cast<size_t>(backend_.team.num_threads());
+    std::vector<Best> best(threads * static_cast<size_t>(num_rows), Best{-__builtin_inff(), INT32_MAX});
+    head.num_out = std::min(num_ids, head.num_out);
+    head.num_panels = (head.num_out + PANEL - 1) / PANEL;
+    backend_.team.run(head.bytes() < ALONE_BYTES, [&](int thread) {
+        backend_.team.tiles(thread, num_rows, [&](int i) {
+            const size_t row = static_cast<size_t>(rows[static_cast<size_t>(i)]);
+            backend_.kernels.put_row(x, i, hidden + row * static_cast<size_t>(width), width);
+        });
+        Best* own = best.data() + static_cast<size_t>(thread) * static_cast<size_t>(num_rows);
+        product(backend_, thread, head, x, best_of(own, parts_.range));
+    });
+    for (int row = 0; row < num_rows; ++row) {
+        Best winner = best[static_cast<size_t>(row)];
+        for (size_t t = 1; t < threads; ++t) {
+            const Best& other = best[t * static_cast<size_t>(num_rows) + static_cast<size_t>(row)];
+            if (beats(other, winner)) winner = other;
+        }
+        ids[row] = winner.id;
+        values[row] = winner.value;
+    }
+}
+
+bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const Ahead* ahead,
+                        std::vector<std::vector<int64_t>>& ids) {
+    const size_t num_runs = lengths.size(), width = static_cast<size_t>(parts_.hidden_size);
+    const size_t num_floats = static_cast<size_t>(first.num_rows) * width;
+    std::vector<float> hidden(num_floats), values(num_runs), left, embedded, before, input;
+    std::vector<int64_t> tokens, positions, found(num_runs);
+    std::vector<int> rows, row_of(num_runs);
+    std::vector<size_t> going(num_runs);
+    ids.assign(num_runs, {});
+    Pass pass = first;
+    pass.hidden = hidden.data();
+    if (ahead) {
+        left.resize(num_floats), embedded.resize(num_runs * width), before.resize(num_runs * width), input.resize(num_runs * width);
+        pass.taps = {{static_cast<int>(parts_.blocks.size()), left.data()}};
+    }
+    for (size_t i = 0; i < num_runs; ++i) {
+        const Run& run = first.runs[i];
+        going[i] = i;
+        rows.push_back(row_of[i] = run.first_row + run.num_rows - 1);
+    }
+    for (int depth = 1;; ++depth) {
+        forward(pass);
+        argmax(hidden.data(), rows, num_ids, found.data(), values.data());
+        for (size_t k = 0; k < going.size(); ++k) {
+            if (!std::isfinite(values[k])) return false;
+            ids[going[k]].push_back(found[k]);
+        }
+        pass.runs.clear(), tokens.clear(), positions.clear(), rows.clear(), going.clear();
+        for (size_t i = 0; i < num_runs; ++i) {
+            if (lengths[i] <= depth) continue;
+            const Run& run = first.runs[i];
+            const int at = run.cached + run.num_rows + depth - 1;
+            const size_t row = going.size();
+            if (ahead) {
+                ahead->target->embed(ahead->ids[static_cast<size_t>(ids[i].back())], embedded.data() + row * width);
+                const float* const from = left.data() + static_cast<size_t>(row_of[i]) * width;
+                std::memcpy(before.data() + row * width, from, width * sizeof(float));
+            }
+            rows.push_back(row_of[i] = static_cast<int>(row));
+            pass.runs.push_back({rows.back(), 1, at, 0, run.rows, nullptr});
+            tokens.push_back(ids[i].back());
+            positions.push_back(at);
+            going.push_back(i);
+        }
+        if (going.empty()) return true;
+        pass.num_rows = static_cast<int>(going.size());
+        pass.tokens = tokens.data(), pass.positions = positions.data();
+        if (ahead) {
+            join_rows(backend_, ahead->join, {embedded.data(), before.data()}, pass.num_rows, input.data());
+            pass.input = input.data();
+        }
+    }
+}
+
+}  // namespace forerun

@@ -1,0 +1,115 @@
+// A whole model as one native call for each pass: a list of blocks on a residual stream.
+#pragma once
+
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "attention_work.h"
+#include "backend.h"
+#include "blocks.h"
+#include "memory.h"
+#include "process.h"
+
+namespace forerun {
+
+// One ragged pass through some blocks, in ascending order. tokens, positions [num_rows]; rotations: for each kind of the
+// model, cos and sin by position, [.., 2, turned dimensions]; keys, values: one pool for each block; input: what the first
+// block gets, null = embeddings of the tokens; read: what the first block's attention reads, null = that stream behind its norm;
+// hidden: receives the result, after the final norm if is_normed; taps: ascending pairs (k, memory that receives the residual
+// stream before block k). All rows are float32 [num_rows, hidden_size], but those of `read`, which are as wide as it reads.
+struct Pass {
+    int num_rows;
+    const int64_t *tokens, *positions;
+    std::vector<const float*> rotations;
+    std::vector<Run> runs;
+    void* const* keys;
+    void* const* values;
+    std::vector<int> layers;
+    const float *input, *read;
+    std::vector<std::pair<int, float*>> taps;
+    bool is_normed;
+    float* hidden;
+};
+
+// Floats and words of the buffers of a pass, by name; `each` = of every thread.
+struct BufferSizes {
+    size_t residual, branch, qkv, inputs, ffn, parts;
+    size_t each_normed, each_own, each_attention;
+};
+
+// weights_are_quantised: whether a matrix is, whose inputs take more.
+BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, int num_rows, size_t part_floats);
+
+// The bytes of the buffers of a model after a pass of so many rows behind a context, an upper bound.
+size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_are_quantised, int num_rows, int context,
+                  int num_threads);
+
+class Model;
+
+// How a head goes on: the row behind a found id joins that id's embedding of the target with what the last block has
+// left of the row before.
+struct Ahead {
+    const Model* target;
+    std::vector<int64_t> ids;  // the target's, of each own id
+    Join join;
+};
+
+class Model {
+  public:
+    // vectors: the weights of norms that the parts point to.
+    Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>> vectors);
+
+    // Throws std::out_of_range for a token that is no row of the embedding, or a position that has none.
+    void forward(const Pass& pass);
+    // Final norm of rows [num_rows, hidden_size], float32.
+    void norm(const float* hidden, int num_rows, float* out);
+    // Rows of the final hidden states [num_rows, hidden_size] -> float32 logits [num_rows, outputs of the head].
+    // head: null = the model's own.
+    void logits(const float* hidden, int num_rows, const Matrix* head, float* out);
+    // Finds the largest of the first num_ids logits of some rows and its id, without writing the other logits. Ties go to
+    // the lowest id; a NaN counts as the largest, the first one if there are several.
+    void argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values);
+    // Continues each run greedily: ids[i][k] follows the run's tokens and ids[i][0 .. k-1], which are fed one by one.
+    // lengths [runs], each at least 1: how many ids are wanted; a run must have cache rows for all of them but the last.
+    // Stops and returns false where a logit is NaN. ahead: of a head, whose pass has an input; null = a found id is fed by its
+    // embedding.
+    bool run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const Ahead* ahead,
+                   std::vector<std::vector<int64_t>>& ids);
+    void embed(int64_t token, float* x) const;  // the token must be a row of the embedding
+    const ModelParts& parts() const { return parts_; }
+
+  private:
+    struct Buffers;
+    // The buffers of passes, which take turns.
+    struct Room {
+        std::mutex turn;
+        Scratch residual, branch, qkv, inputs, own, ffn, normed, attention, parts;
+    };
+    const Matrix& head() const;
+    void check(const Pass& pass) const;
+    Buffers buffers(Room& room, const Pass& pass) const;
+    Inputs head_inputs(Room& room, const Matrix& head, int num_rows) const;
+    void enter(const Pass& pass, int row, float* x) const;
+    void run_block(int thread, int index, const Pass& pass, Buffers& b);
+    void run_attention(int thread, int index, const Pass& pass, Buffers& b);
+    void run_mlp(int thread, const Block& block, Buffers& b);
+    void times_rows(int thread, const float* rows, int width, const std::optional<Norm>& norm, const Matrix& w, const Output& to,
+                    Buffers& b);
+    void add_branch(int thread, const Block& block, const std::optional<Norm>& post, const Matrix& w, const Inputs& x,
+                    Buffers& b);
+    void rotate_and_write(const AttentionPart& a, int index, const Pass& pass, Buffers& b, int row) const;
+    bool alone(int num_rows) const;
+
+    Backend& backend_;
+    ModelParts parts_;
+    std::vector<std::vector<float>> vectors_;
+    std::vector<HeadShape> shapes_;    // of attention, each once
+    std::vector<size_t> shape_of_;     // by block
+    size_t bytes_ = 0;                 // weights that a pass reads
+    bool is_any_quantised_ = false;
+    PerProcess<Room> room_;
+};
+
+}  // namespace forerun

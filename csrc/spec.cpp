@@ -1,0 +1,279 @@
+#include "spec.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <cmath>
+#include <map>
+#include <set>
+#include <stdexcept>
+
+#include "cpu.h"
+
+namespace nb = nanobind;
+
+namespace forerun {
+
+namespace {
+
+using std::optional, std::string;
+
+// ------------------------------------------------------------------------------------------------------------ refusals
+
+// The fields that are read here or decide nothing here (tables of rotations come from Python). Any other field, also one that is
+// new in blocks.py, must have its default.
+const std::map<string, std::set<string>> READ = {
+    {"Norm", {"kind", "eps", "offset", "weight", "bias", "span"}},
+    {"Rope", {"theta", "kind", "factor", "low_freq_factor", "high_freq_factor", "original_max_positions", "dims", "pairs",
+              "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "short_factor", "long_factor"}},
+    {"Attention", {"heads", "kv_heads", "head_dim", "scale", "window", "rope", "q_norm", "k_norm", "v_norm", "qkv_bias",
+                   "o_bias", "softcap", "reads"}},
+    {"Mlp", {"size", "act", "gated", "bias"}},
+    {"Block", {"pre_attention", "attention", "post_attention", "pre_mlp", "mlp", "post_mlp", "norm_at", "branch_scale"}},
+    {"Positions", {"num", "offset"}},
+    {"Spec", {"model_type", "vocab_size", "hidden_size", "max_positions", "blocks", "final_norm", "embed_scale", "embed_norm",
+              "positions", "head", "tied", "head_bias", "logit_softcap", "logit_scale"}},
+};
+
+// What a field stands for, for people.
+const std::map<string, string> WORDS = {
+    {"Attention.sinks", "sinks of attention"},
+    {"Attention.gate", "gates of attention"},
+    {"Attention.sees", "attention to later rows or to an encoder"},
+    {"Attention.k_is_v", "values that are keys"},
+    {"Attention.position_scale", "queries scaled by position"},
+    {"Attention.bias", "biases of relative positions"},
+    {"Attention.shares_kv_of", "blocks that share keys and values"},
+    {"Block.recurrence", "blocks that keep a state"},
+    {"Block.experts", "mixtures of experts"},
+    {"Block.parallel", "attention and feed-forward parts side by side"},
+    {"Block.out_scale", "scaled outputs of blocks"},
+    {"Block.per_layer_input", "embeddings of single layers"},
+    {"Spec.encoder", "encoders"},
+    {"Spec.next_tokens", "blocks that guess further tokens"},
+};
+
+const std::set<string> ACTS = {"silu", "gelu", "gelu_tanh", "relu"};
+
+string type_of(nb::handle object) { return nb::cast<string>(object.type().attr("__name__")); }
+string shown(nb::handle object) { return nb::cast<string>(nb::repr(object)); }
+string no(const string& what) { return "the native kernels compute no " + what; }
+
+optional<string> refusal_of(nb::handle object);
+
+optional<string> refusal_of_parts(nb::handle value) {
+    if (nb::hasattr(value, "__dataclass_fields__")) return refusal_of(value);
+    if (nb::isinstance<nb::tuple>(value))
+        for (nb::handle item : value)
+            if (auto reason = refusal_of_parts(item)) return reason;
+    return {};
+}
+
+optional<string> refusal_of_values(const string& type, nb::handle object) {
+    const auto number = [&](const char* name) { return nb::cast<int>(object.attr(name)); };
+    if (type == "Attention" && number("head_dim") % 2 != 0)
+        return no("pairs of dimensions where head_dim is odd, as " + std::to_string(number("head_dim")));
+    if (type == "Attention" && (number("kv_heads") < 1 || number("heads") % number("kv_heads") != 0))
+        return no("heads=" + std::to_string(number("heads")) + " that are no multiple of kv_heads=" + std::to_string(number("kv_heads")));
+    if (type == "Mlp" && ACTS.count(nb::cast<string>(object.attr("act"))) == 0)
+        return no("activation " + nb::cast<string>(object.attr("act")));
+    return {};
+}
+
+optional<string> refusal_of(nb::handle object) {
+    const string type = type_of(object);
+    const auto read = READ.find(type);
+    if (read == READ.end()) return no(type);
+    for (nb::handle field : nb::module_::import_("dataclasses").attr("fields")(object)) {
+        const string name = nb::cast<string>(field.attr("name"));
+        const nb::object value = object.attr(name.c_str());
+        if (read->second.count(name) == 0) {
+            if (value.equal(field.attr("default"))) continue;
+            const auto words = WORDS.find(type + "." + name);
+            return no(words == WORDS.end() ? type + "." + name + "=" + shown(value) : words->second);
+        }
+        if (auto reason = refusal_of_parts(value)) return reason;
+    }
+    return refusal_of_values(type, object);
+}
+
+// -------------------------------------------------------------------------------------------------------------- reading
+
+int whole(nb::handle object, const char* name, int otherwise = 0) {
+    const nb::object value = object.attr(name);
+    return value.is_none() ? otherwise : nb::cast<int>(value);
+}
+float real(nb::handle object, const char* name, float otherwise = 0.0f) {
+    const nb::object value = object.attr(name);
+    return value.is_none() ? otherwise : static_cast<float>(nb::cast<double>(value));
+}
+bool yes(nb::handle object, const char* name) { return nb::cast<bool>(object.attr(name)); }
+string text(nb::handle object, const char* name) { return nb::cast<string>(object.attr(name)); }
+
+Act act_of(const string& name) {
+    return name == "silu" ? Act::silu : name == "gelu" ? Act::gelu : name == "gelu_tanh" ? Act::gelu_tanh : Act::relu;
+}
+
+class Reader {
+  public:
+    Reader(Type type, const WeightPlaces* places) : type_(type), places_(places) {}
+
+    ModelParts model(nb::handle spec) {
+        ModelParts m{};
+        m.vocab_size = whole(spec, "vocab_size"), m.hidden_size = hidden_ = whole(spec, "hidden_size");
+        m.type = type_;
+        int index = 0;
+        for (nb::handle block : spec.attr("blocks")) {
+            const string at = "model.layers." + std::to_string(index) + ".";
+            m.blocks.push_back(this->block(block, at));
+            if (m.blocks.back().attention)
+                m.blocks.back().attention->rotation = rotation(block.attr("attention"), index, m.rotations);
+            ++index;
+        }
+        m.embed_norm = norm(spec.attr("embed_norm"), "model.embed_norm", hidden_);
+        m.final_norm = norm(spec.attr("final_norm"), "model.norm", hidden_);
+        m.embed_scale = rounded(real(spec, "embed_scale"));
+        m.range = {real(spec, "logit_scale"), real(spec, "logit_softcap")};
+        m.embedding = {maybe(places_ ? &places_->matrices : nullptr, "embedding"), table("model.embed_tokens.weight"), m.vocab_size};
+        const nb::object positions = spec.attr("positions");
+        if (!positions.is_none()) {
+            m.position_offset = whole(positions, "offset");
+            m.positions = {nullptr, table("model.embed_positions.weight"), whole(positions, "num") + m.position_offset};
+            if (places_ && !m.positions.rows) throw std::invalid_argument("there is no weight model.embed_positions.weight");
+        }
+        if (yes(spec, "head")) {
+            m.head = maybe(places_ ? &places_->matrices : nullptr, "head");
+            if (!m.head && yes(spec, "tied")) m.head = m.embedding.packed;
+        }
+        return m;
+    }
+
+    std::vector<std::vector<float>> vectors;
+
+  private:
+    Block block(nb::handle b, const string& at) {
+        Block found{};
+        const bool has_post = !b.attr("post_attention").is_none();
+        found.pre_attention = norm(b.attr("pre_attention"), at + "input_layernorm", hidden_);
+        found.post_attention = norm(b.attr("post_attention"), at + "post_attention_layernorm", hidden_);
+        found.pre_mlp = norm(b.attr("pre_mlp"), at + (has_post ? "pre_feedforward_layernorm" : "post_attention_layernorm"), hidden_);
+        found.post_mlp = norm(b.attr("post_mlp"), at + "post_feedforward_layernorm", hidden_);
+        found.norms_sum = text(b, "norm_at") == "sum";
+        found.branch_scale = real(b, "branch_scale");
+        if (!b.attr("attention").is_none()) found.attention = attention(b.attr("attention"), at);
+        if (!b.attr("mlp").is_none()) found.mlp = mlp(b.attr("mlp"), at + "mlp.");
+        return found;
+    }
+
+    AttentionPart attention(nb::handle a, const string& at) {
+        AttentionPart found{};
+        const string own = at + "self_attn.";
+        found.heads = whole(a, "heads"), found.kv_heads = whole(a, "kv_heads"), found.head_dim = whole(a, "head_dim");
+        found.reads = whole(a, "reads", hidden_);
+        found.scale = real(a, "scale", 1.0f / std::sqrt(static_cast<float>(found.head_dim)));
+        found.softcap = real(a, "softcap"), found.window = whole(a, "window");
+        found.q_norm = head_norm(a.attr("q_norm"), own + "q_norm", found.heads, found.head_dim);
+        found.k_norm = head_norm(a.attr("k_norm"), own + "k_norm", found.kv_heads, found.head_dim);
+        found.v_norm = head_norm(a.attr("v_norm"), own + "v_norm", found.kv_heads, found.head_dim);
+        const nb::object rope = a.attr("rope");
+        if (!rope.is_none()) {
+            found.turned = text(rope, "kind") == "proportional" ? found.head_dim : whole(rope, "dims", found.head_dim);
+            found.adjacent = text(rope, "pairs") == "adjacent";
+        }
+        found.qkv = matrix(at + "qkv"), found.o = matrix(at + "o");
+        return found;
+    }
+
+    MlpPart mlp(nb::handle m, const string& at) {
+        return {whole(m, "size"), act_of(text(m, "act")), yes(m, "gated"), matrix(at + "gate_up"), matrix(at + "down")};
+    }
+
+    // The table of cos and sin that a block uses: blocks with equal ropes and heads share one.
+    int rotation(nb::handle attention, int index, std::vector<int>& first_blocks) {
+        const nb::object rope = attention.attr("rope");
+        if (rope.is_none()) return -1;
+        const nb::object key = nb::make_tuple(rope, attention.attr("head_dim"));
+        for (size_t i = 0; i < ropes_.size(); ++i)
+            if (ropes_[i].equal(key)) return static_cast<int>(i);
+        ropes_.push_back(key), first_blocks.push_back(index);
+        return static_cast<int>(ropes_.size()) - 1;
+    }
+
+    optional<Norm> head_norm(nb::handle n, const string& name, int heads, int head_dim) {
+        const bool is_whole = !n.is_none() && text(n, "span") == "all";
+        return norm(n, name, is_whole ? heads * head_dim : head_dim);
+    }
+
+    // The stored weight and the offset are added in float32, as published code adds them in every pass.
+    optional<Norm> norm(nb::handle n, const string& name, int width) {
+        if (n.is_none()) return {};
+        Norm found{text(n, "kind") == "layer", real(n, "eps"), nullptr, nullptr, text(n, "span") == "head"};
+        if (!places_) return found;
+        const size_t size = static_cast<size_t>(width);
+        std::vector<float> weight(size, 1.0f);
+        if (yes(n, "weight")) {
+            const float *stored = vector(name + ".weight"), offset = real(n, "offset");
+            for (size_t i = 0; i < size; ++i) weight[i] = offset == 0.0f ? stored[i] : stored[i] + offset;
+        }
+        found.weight = kept(std::move(weight));
+        if (yes(n, "bias")) {
+            const float* const stored = vector(name + ".bias");
+            found.bias = kept({stored, stored + size});
+        }
+        return found;
+    }
+
+    const float* kept(std::vector<float> values) {
+        vectors.push_back(std::move(values));
+        return vectors.back().data();
+    }
+
+    const float* vector(const string& name) const {
+        const auto found = places_->vectors.find(name);
+        if (found == places_->vectors.end()) throw std::invalid_argument("there is no weight " + name);
+        return reinterpret_cast<const float*>(found->second);
+    }
+    const Matrix* matrix(const string& product) const {
+        if (!places_) return nullptr;
+        const Matrix* const found = maybe(&places_->matrices, product);
+        if (!found) throw std::invalid_argument("there is no product " + product);
+        return found;
+    }
+    static const Matrix* maybe(const std::unordered_map<string, const Matrix*>* matrices, const string& name) {
+        if (!matrices) return nullptr;
+        const auto found = matrices->find(name);
+        return found == matrices->end() ? nullptr : found->second;
+    }
+    const void* table(const string& name) const {
+        if (!places_) return nullptr;
+        const auto found = places_->tables.find(name);
+        return found == places_->tables.end() ? nullptr : reinterpret_cast<const void*>(found->second);
+    }
+
+    float rounded(float x) const {  // to the model's type
+        uint16_t half[16];
+        if (type_ != Type::bfloat16) return x;
+        float out;
+        portable_kernels().to_type(&x, 1, type_, half);
+        portable_kernels().from_type(half, 1, type_, &out);
+        return out;
+    }
+
+    const Type type_;
+    const WeightPlaces* const places_;
+    int hidden_ = 0;
+    std::vector<nb::object> ropes_;
+};
+
+}  // namespace
+
+optional<string> refusal(nb::handle spec) { return refusal_of(spec); }
+
+std::pair<ModelParts, std::vector<std::vector<float>>> read_spec(nb::handle spec, Type type, const WeightPlaces* places) {
+    if (const auto reason = refusal(spec)) throw std::invalid_argument(*reason);
+    Reader reader(type, places);
+    ModelParts parts = reader.model(spec);
+    return {std::move(parts), std::move(reader.vectors)};
+}
+
+}  // namespace forerun

@@ -1,0 +1,379 @@
+"""Tiny random models of every kind of block that the kernels compute, on the extension and in plain torch.
+
+`Native` packs the weights of a spec and runs passes over pools of its own. `Reference` computes one sequence, all of
+its rows at once, with nothing but torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun import blocks
+from forerun.blocks import Attention, Block, Mlp, Norm, Positions, Rope, Spec, products, weights
+from forerun.ops.quantised import QuantisedMatrix
+from forerun.ops.quantising import quantise, scheme_of
+from ops.native_cases import NAN, ops_of, seeded
+
+NUM_POSITIONS = 96
+RMS, PLUS_ONE, LAYER = Norm(eps=1e-5), Norm(eps=1e-6, offset=1.0), Norm("layer", eps=1e-5, bias=True)
+
+
+def of_heads(norm: Norm) -> Norm:
+    return replace(norm, span="head")
+
+
+def spec_of(found: list[Block], **changes: Any) -> Spec:
+    return Spec(
+        **{
+            "model_type": "test",
+            "vocab_size": 61,
+            "hidden_size": 44,
+            "max_positions": NUM_POSITIONS,
+            "blocks": tuple(found),
+            "final_norm": RMS,
+            "tied": True,
+            **changes,
+        }
+    )
+
+
+def gemma(window: int | None, theta: float, softcap: float | None = None) -> Block:
+    a = Attention(
+        4,
+        2,
+        24,
+        scale=0.3,
+        window=window,
+        rope=Rope(theta),
+        softcap=softcap,
+        q_norm=of_heads(PLUS_ONE),
+        k_norm=of_heads(PLUS_ONE),
+    )
+    return Block(PLUS_ONE, a, None, PLUS_ONE, PLUS_ONE, Mlp(57, "gelu_tanh"), post_mlp=PLUS_ONE)
+
+
+GPT2 = Block(
+    LAYER,
+    Attention(4, 4, 10, qkv_bias=True, o_bias=True),
+    pre_mlp=LAYER,
+    mlp=Mlp(88, "gelu_tanh", gated=False, bias=True),
+)
+PLAIN = Block(RMS, Attention(2, 1, 16, rope=Rope()), pre_mlp=RMS, mlp=Mlp(33))
+
+SPECS: dict[str, Spec] = {
+    "gemma3": spec_of([gemma(5, 1e4), gemma(None, 1e6), gemma(5, 1e4)], final_norm=PLUS_ONE, embed_scale=math.sqrt(44)),
+    "gemma2": spec_of([gemma(None, 1e4, 2.0), gemma(7, 1e4, 2.0)], final_norm=PLUS_ONE, logit_softcap=3.0),
+    "gpt2": spec_of([GPT2, GPT2], final_norm=LAYER, positions=Positions(NUM_POSITIONS)),
+    "opt": spec_of(
+        [dataclasses.replace(GPT2, mlp=Mlp(70, "relu", gated=False, bias=True))],
+        final_norm=LAYER,
+        positions=Positions(NUM_POSITIONS, offset=2),
+        embed_norm=replace(LAYER, bias=False),
+    ),
+    "partial": spec_of(
+        [
+            Block(RMS, Attention(4, 2, 20, rope=Rope(dims=8, pairs="adjacent")), pre_mlp=RMS, mlp=Mlp(40, "gelu")),
+            Block(RMS, Attention(4, 2, 20, rope=Rope(dims=12)), pre_mlp=RMS, mlp=Mlp(40, "gelu", gated=False)),
+            Block(RMS, Attention(4, 2, 20, rope=Rope(pairs="adjacent")), pre_mlp=RMS, mlp=Mlp(40, "relu")),
+        ],
+        tied=False,
+        head_bias=True,
+    ),
+    "sizes": spec_of(
+        [
+            replace(PLAIN, mlp=Mlp(90)),
+            replace(PLAIN, attention=Attention(6, 3, 12, rope=Rope(), window=6), branch_scale=0.5),
+            Block(RMS, Attention(1, 1, 64, rope=None, v_norm=replace(of_heads(RMS), weight=False))),
+            Block(pre_mlp=LAYER, mlp=Mlp(31, bias=True)),
+        ],
+        tied=False,
+        logit_scale=0.25,
+        logit_softcap=5.0,
+    ),
+    "sums": spec_of(  # norms behind the sums, as BERT's; norms over all heads at once, as OLMo 2's
+        [
+            Block(
+                attention=Attention(2, 2, 22, rope=Rope(), q_norm=RMS, k_norm=replace(RMS, bias=True)),
+                post_attention=LAYER,
+                mlp=Mlp(50, "gelu", gated=False),
+                post_mlp=LAYER,
+                norm_at="sum",
+            )
+        ]
+        * 2,
+        final_norm=None,
+    ),
+}
+
+
+def random_weights(spec: Spec, dtype: torch.dtype, bits: int = 0) -> dict[str, Tensor]:
+    """Tensors of these numbers; with bits, matrices are what their rounded weights stand for, in float32."""
+    generator, found = seeded(len(spec.blocks) + spec.hidden_size), {}
+    for weight in weights(spec):
+        centre = 1.0 if "norm" in weight.name and weight.name.endswith("weight") and "model_type" else 0.0
+        made = (torch.randn(weight.shape, generator=generator) * 0.25 + centre * 0.8).to(dtype)
+        found[weight.name] = made.float() if bits and weight.role == "matrix" else made
+    return found
+
+
+@dataclass(frozen=True)
+class Table:
+    """cos and sin by position, as the kernels take them: float32 [positions, 2, turned dimensions]."""
+
+    rows: Tensor
+
+    @classmethod
+    def of(cls, rope: Rope, head_dim: int) -> Table:
+        dims = rope.dims or head_dim
+        frequencies = rope.theta ** -(torch.arange(0, dims, 2).double() / dims)
+        angles = torch.arange(NUM_POSITIONS).double()[:, None] * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return cls(torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1).float().contiguous())
+
+
+class Native:
+    """A model on the extension, with pools for some slots of NUM_POSITIONS rows, which lie in shuffled order."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        stored: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        isa: str,
+        *,
+        bits: int = 0,
+        num_threads: int = 1,
+        num_slots: int = 3,
+    ) -> None:
+        self.spec, self.kept, ops = spec, dict[str, Any](), ops_of(isa, num_threads)
+        groups = products(weights(spec))
+        for product, members in groups.items():
+            if product == "embedding" and not spec.tied:
+                continue
+            parts: list[Any] = [stored[m.name] for m in members]
+            if bits and members[0].role == "matrix":
+                scheme = scheme_of(bits, _group(members[0].shape[1]))
+                parts = [_rounded(part, bits) for part in parts]
+                assert all(part.scheme == scheme for part in parts)
+            biases = [stored.get(m.name.removesuffix("weight") + "bias") for m in members]
+            bias = None if biases[0] is None else torch.cat([b.float() for b in biases])  # type: ignore[union-attr]
+            self.kept[product] = ops.pack(parts, bias, paired=product.endswith("gate_up") and len(members) == 2)
+        vectors = {w.name: stored[w.name].float().contiguous() for w in weights(spec) if w.role == "vector"}
+        names = [blocks.POSITIONS, *([] if spec.tied else [blocks.EMBEDDING])]
+        tables = {name: stored[name].contiguous() for name in names if name in stored}
+        self._addressed = (vectors, tables)
+        self.model = ops.extension.make_model(
+            ops.backend,
+            spec,
+            dtype == torch.bfloat16,
+            {name: m.handle for name, m in self.kept.items()},
+            *({name: tensor.data_ptr() for name, tensor in group.items()} for group in self._addressed),
+        )
+        shapes = [(b.attention.kv_heads, b.attention.head_dim) if b.attention else (0, 0) for b in spec.blocks]
+        self.pools = [
+            torch.full((2, num_slots * NUM_POSITIONS, heads * dim), NAN, dtype=dtype) for heads, dim in shapes
+        ]
+        keys, values = ([pool[i].data_ptr() for pool in self.pools] for i in (0, 1))
+        sizes = [heads * dim * dtype.itemsize for heads, dim in shapes]
+        self.native_pools = ops.extension.Pools(keys, values, 1, sizes)
+        order = torch.randperm(num_slots * NUM_POSITIONS, generator=seeded(1)).tolist()
+        self.rows = [order[s * NUM_POSITIONS : (s + 1) * NUM_POSITIONS] for s in range(num_slots)]
+        self.tables = []
+        for i in self.model.rotations:
+            a = spec.blocks[i].attention
+            assert a is not None
+            assert a.rope is not None
+            self.tables.append(Table.of(a.rope, a.head_dim))
+
+    def numbers(
+        self, cached: Mapping[int, int], counts: Mapping[int, int], trees: Mapping[int, list[int]]
+    ) -> list[int]:
+        found, first = [0] * (6 * len(counts)), 0
+        for b, (slot, count) in enumerate(counts.items()):
+            table, start = self.rows[slot][: cached[slot] + count], len(found)
+            tree = trees.get(slot)
+            at_parents = 0 if tree is None else start + len(table)
+            found[6 * b : 6 * b + 6] = (first, count, cached[slot], 0, start, at_parents)
+            found += [*table, *(tree or ())]
+            first += count
+        return found
+
+    def run(
+        self,
+        runs: Mapping[int, list[int]],
+        cached: Mapping[int, int],
+        trees: Mapping[int, list[int]] | None = None,
+        **given: Any,
+    ) -> Tensor:
+        """Rows [T, H + V] of one pass: hidden states behind the final norm, and logits."""
+        positions = [
+            cached[slot] + depth for slot, run in runs.items() for depth in depths(run, (trees or {}).get(slot))
+        ]
+        tokens = [token for run in runs.values() for token in run]
+        numbers = self.numbers(cached, {slot: len(run) for slot, run in runs.items()}, trees or {})
+        hidden = torch.empty(len(tokens), self.spec.hidden_size)
+        layers = given.get("layers", list(range(self.spec.num_layers)))
+        self.model.forward(
+            tokens,
+            positions,
+            self.addresses,
+            len(runs),
+            numbers,
+            self.native_pools,
+            layers,
+            given.get("input", 0),
+            given.get("taps", []),
+            given.get("is_normed", True),
+            hidden.data_ptr(),
+        )
+        return torch.cat((hidden, self.logits(hidden)), 1)
+
+    @property
+    def addresses(self) -> list[int]:
+        return [table.rows.data_ptr() for table in self.tables]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        out = torch.empty(len(hidden), self.spec.vocab_size)
+        self.model.logits(hidden.data_ptr(), len(hidden), out.data_ptr())
+        return out
+
+
+def depths(run: list[int], tree: list[int] | None) -> list[int]:
+    found: list[int] = []
+    for i in range(len(run)):
+        parent = i - 1 if tree is None else tree[i]
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
+
+
+def path_to(row: int, tree: list[int] | None) -> list[int]:
+    path = [row]
+    while (parent := path[0] - 1 if tree is None else tree[path[0]]) >= 0:
+        path.insert(0, parent)
+    return path
+
+
+def _group(num_in: int) -> int:
+    return next(group for group in (128, 64, 32, 16) if num_in % group == 0)
+
+
+def _rounded(rows: Tensor, bits: int) -> QuantisedMatrix:
+    scheme = scheme_of(bits, _group(rows.shape[1]))
+    return QuantisedMatrix(scheme, tuple(rows.shape), lambda: iter([quantise(rows, scheme)]))  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------- in plain torch
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The same function in float64, of one sequence of tokens. weights: as `random_weights` has them."""
+
+    spec: Spec
+    weights: Mapping[str, Tensor]
+    dtype: torch.dtype
+
+    def rows(self, tokens: list[int]) -> Tensor:
+        """[T, H + V]."""
+        s = self.spec
+        x = self.w(blocks.EMBEDDING)[tokens] * float(torch.tensor(s.embed_scale).to(self.dtype))
+        if s.positions is not None:
+            x = x + self.w(blocks.POSITIONS)[torch.arange(len(tokens)) + s.positions.offset]
+        x = self.norm(x, s.embed_norm, "model.embed_norm")
+        for i, block in enumerate(s.blocks):
+            at = f"model.layers.{i}."
+            if block.attention is not None:
+                y = self.norm(x, block.pre_attention, at + "input_layernorm")
+                y = self.attention(y, block.attention, at + "self_attn.")
+                x = self.added(x, y, block, block.post_attention, at + "post_attention_layernorm")
+            if block.mlp is not None:
+                y = self.mlp(self.norm(x, block.pre_mlp, at + blocks.pre_mlp_name(block)), block.mlp, at + "mlp.")
+                x = self.added(x, y, block, block.post_mlp, at + "post_feedforward_layernorm")
+        x = self.norm(x, s.final_norm, "model.norm")
+        logits = x @ self.w(blocks.EMBEDDING if s.tied else blocks.HEAD).T
+        logits = (logits + (self.w("lm_head.bias") if s.head_bias else 0)) * s.logit_scale
+        return torch.cat((x, self.capped(logits, s.logit_softcap)), 1)
+
+    def w(self, name: str) -> Tensor:
+        return self.weights[name].double()
+
+    def capped(self, x: Tensor, cap: float | None) -> Tensor:
+        return x if cap is None else cap * torch.tanh(x / cap)
+
+    def added(self, x: Tensor, y: Tensor, block: Block, post: Norm | None, at: str) -> Tensor:
+        if block.norm_at == "branch":
+            return x + self.norm(y, post, at) * block.branch_scale
+        return self.norm(x + y * block.branch_scale, post, at)
+
+    def norm(self, x: Tensor, norm: Norm | None, at: str) -> Tensor:
+        if norm is None:
+            return x
+        if norm.kind == "layer":
+            x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        x = x * (self.w(at + ".weight") + norm.offset) if norm.weight else x
+        return x + self.w(at + ".bias") if norm.bias else x
+
+    def product(self, x: Tensor, name: str) -> Tensor:
+        bias = self.weights.get(name + ".bias")
+        return x @ self.w(name + ".weight").T + (0 if bias is None else bias.double())
+
+    def heads(self, x: Tensor, num: int, dim: int, norm: Norm | None, at: str) -> Tensor:
+        if norm is not None and norm.span == "all":
+            x = self.norm(x, norm, at)
+        x = x.view(len(x), num, dim)
+        return self.norm(x, norm, at) if norm is not None and norm.span == "head" else x
+
+    def attention(self, y: Tensor, a: Attention, at: str) -> Tensor:
+        q = self.heads(self.product(y, at + "q_proj"), a.heads, a.head_dim, a.q_norm, at + "q_norm")
+        k = self.heads(self.product(y, at + "k_proj"), a.kv_heads, a.head_dim, a.k_norm, at + "k_norm")
+        v = self.heads(self.product(y, at + "v_proj"), a.kv_heads, a.head_dim, a.v_norm, at + "v_norm")
+        q, k = self.turned(q, a), self.turned(k, a)
+        k, v = (x.repeat_interleave(a.heads // a.kv_heads, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (a.head_dim**-0.5 if a.scale is None else a.scale)
+        scores = self.capped(scores, a.softcap)
+        distance = torch.arange(len(y))[:, None] - torch.arange(len(y))
+        hidden = (distance < 0) | (distance >= (a.window or len(y)))
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        return self.product(torch.einsum("hqk,khd->qhd", weights, v).flatten(1), at + "o_proj")
+
+    def turned(self, x: Tensor, a: Attention) -> Tensor:
+        if a.rope is None:
+            return x
+        dims = a.rope.dims or a.head_dim
+        table = Table.of(a.rope, a.head_dim).rows[: len(x)].double()
+        cos, sin = table[:, 0, None, : dims // 2], table[:, 1, None, dims // 2 :]
+        first, second = slice(0, dims // 2), slice(dims // 2, dims)
+        if a.rope.pairs == "adjacent":
+            first, second = slice(0, dims, 2), slice(1, dims, 2)
+        out = x.clone()
+        out[..., first] = x[..., first] * cos - x[..., second] * sin
+        out[..., second] = x[..., second] * cos + x[..., first] * sin
+        return out
+
+    def mlp(self, y: Tensor, mlp: Mlp, at: str) -> Tensor:
+        acts = {
+            "silu": torch.nn.functional.silu,
+            "relu": torch.relu,
+            "gelu": torch.nn.functional.gelu,
+            "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        }
+        up = self.product(y, at + "up_proj")
+        inner = acts[mlp.act](self.product(y, at + "gate_proj")) * up if mlp.gated else acts[mlp.act](up)
+        return self.product(inner, at + "down_proj")
+
+
+def stands_for(spec: Spec, stored: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
+    """The same weights with matrices as their rounded integers stand for them."""
+    found = dict(stored)
+    for weight in weights(spec):
+        if bits and weight.role == "matrix":
+            found[weight.name] = next(iter(_rounded(stored[weight.name], bits).blocks())).dequantise()
+    return found

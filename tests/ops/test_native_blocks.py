@@ -1,0 +1,278 @@
+"""Blocks on the kernels: the function that plain torch computes, and the bits of a row whatever is beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun import native
+from forerun.blocks import Attention, Block, Experts, Mlp, Norm, Recurrence, Rope, Spec
+from ops.native_blocks import (
+    PLAIN,
+    RMS,
+    SPECS,
+    Native,
+    Reference,
+    path_to,
+    random_weights,
+    spec_of,
+    stands_for,
+)
+from ops.native_cases import BFLOAT16, FLOAT32, ISAS, needs_native, ops_of, same_bits, seeded
+
+pytestmark = needs_native
+every_isa = pytest.mark.parametrize("isa", ISAS)
+every_spec = pytest.mark.parametrize("name", SPECS)
+# What weights are stored as, and how far rows may be from those of exact arithmetic, in shares of their lengths.
+TYPES = [
+    pytest.param(FLOAT32, 0, 1e-5, id="float32"),
+    pytest.param(BFLOAT16, 0, 0.06, id="bfloat16"),
+    pytest.param(BFLOAT16, 4, 0.13, id="int4"),
+    pytest.param(BFLOAT16, 8, 0.13, id="int8"),
+]
+every_type = pytest.mark.parametrize(("dtype", "bits", "tolerance"), TYPES)
+TREE = [-1, 0, 0, 1, 1, 2, -1, 6]
+
+
+def roundable(spec: Spec) -> Spec:
+    """The same blocks with sizes that groups of 16 divide."""
+
+    def block(b: Block) -> Block:
+        a, mlp = b.attention, b.mlp
+        if a is not None:
+            a = replace(
+                a, head_dim=16 if a.head_dim < 24 else 32, rope=a.rope and replace(a.rope, dims=a.rope.dims and 8)
+            )
+        return replace(b, attention=a, mlp=mlp and replace(mlp, size=-(-mlp.size // 32) * 32))
+
+    return replace(spec, hidden_size=48, blocks=tuple(map(block, spec.blocks)))
+
+
+@cache
+def model_of(name: str, dtype: torch.dtype, bits: int, isa: str, num_threads: int = 1) -> tuple[Native, Reference]:
+    spec = roundable(SPECS[name]) if bits else SPECS[name]
+    stored = random_weights(spec, dtype, bits)
+    made = Native(spec, stored, dtype, isa, bits=bits, num_threads=num_threads)
+    return made, Reference(spec, stands_for(spec, stored, bits), dtype)
+
+
+def tokens_of(seed: int, num: int) -> list[int]:
+    return torch.randint(61, (num,), generator=seeded(seed)).tolist()
+
+
+def passes(model: Native) -> list[tuple[list[int], Tensor]]:
+    """Chunks of 17, 8 and 2 rows, a tree and a row, two sequences side by side: the tokens before each row, and it."""
+    texts: dict[int, list[int]] = {0: [], 1: []}
+    found: list[tuple[list[int], Tensor]] = []
+    for step, (own, other) in enumerate([(17, 1), (8, 17), (2, 2), (len(TREE), 3), (1, 1)]):
+        runs = {0: tokens_of(step, own), 1: tokens_of(9 + step, other)}
+        tree = TREE if own == len(TREE) and step == 3 else None
+        cached = {slot: len(text) for slot, text in texts.items()}
+        rows = model.run(runs, cached, {0: tree} if tree else None)
+        at = 0
+        for slot, run in runs.items():
+            own_tree = tree if slot == 0 else None
+            for i in range(len(run)):
+                path = path_to(i, own_tree)
+                found.append((texts[slot] + [run[k] for k in path], rows[at + i]))
+            at += len(run)
+            texts[slot] += run if own_tree is None else [run[k] for k in path_to(0, own_tree)]
+        # Of the tree its first row is kept, which is where a chain's first row would be.
+    return found
+
+
+def alone(model: Native, text: list[int]) -> Tensor:
+    """The last row of a text that is decoded one token at a time, in a slot of its own."""
+    return torch.cat([model.run({2: [token]}, {2: i}) for i, token in enumerate(text)])
+
+
+@every_isa
+@every_type
+@every_spec
+def test_rows_are_those_of_torch_and_their_bits_those_of_rows_alone(
+    name: str, dtype: torch.dtype, bits: int, tolerance: float, isa: str
+) -> None:
+    model, reference = model_of(name, dtype, bits, isa)
+    found = passes(model)
+    texts = sorted({tuple(text) for text, _ in found}, key=len)
+    longest = [text for text in texts if not any(other[: len(text)] == text and other != text for other in texts)]
+    expected: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+    for text in longest:
+        exact, plain = reference.rows(list(text)), alone(model, list(text))
+        for i in range(len(text)):
+            expected[text[: i + 1]] = exact[i], plain[i]
+    for text, row in found:
+        exact, plain = expected[tuple(text)]
+        assert same_bits(row, plain), len(text)
+        assert float((row.double() - exact).norm()) <= tolerance * float(exact.norm()), len(text)
+
+
+@every_isa
+@every_spec
+def test_threads_do_not_matter(name: str, isa: str) -> None:
+    one, three = (passes(model_of(name, BFLOAT16, 0, isa, num)[0]) for num in (1, 3))
+    assert all(same_bits(a, b) for (_, a), (_, b) in zip(one, three, strict=True))
+
+
+@every_isa
+def test_the_best_id_is_that_of_the_logits(isa: str) -> None:
+    """Where a cap makes logits equal, the lowest id wins, as among the logits that are written."""
+    for name in ("gemma2", "sizes", "partial"):
+        model, _ = model_of(name, FLOAT32, 0, isa)
+        hidden = torch.randn(5, 44, generator=seeded(1)) * torch.tensor([1, 3, 30, 1e4, 1e30])[:, None]
+        logits = model.logits(hidden)
+        ids, values = model.model.argmax(hidden.data_ptr(), [0, 1, 2, 3, 4], 61)
+        assert same_bits(torch.tensor(values), logits.max(1).values)
+        assert ids == [int((row == row.max()).nonzero()[0]) for row in logits]
+
+
+@every_isa
+def test_a_run_goes_on_as_one_pass_for_each_token_would(isa: str) -> None:
+    for name in ("gemma3", "gpt2"):
+        model, _ = model_of(name, BFLOAT16, 0, isa, 2)
+        text = tokens_of(3, 9)
+        numbers = model.numbers({0: 0}, {0: 9 + 4}, {})
+        (ids,) = model.model.run_ahead(
+            text,
+            list(range(9)),
+            [9],
+            [5],
+            model.addresses,
+            numbers,
+            model.native_pools,
+            list(range(model.spec.num_layers)),
+            61,
+        )
+        for i, token in enumerate(ids):
+            rows = model.run({1: text + ids[:i]}, {1: 0})
+            assert token == int(rows[-1, 44:].argmax())
+
+
+@every_isa
+def test_taps_parts_and_rows_in_place_of_embeddings(isa: str) -> None:
+    """A pass cut behind a block goes on from its rows; learned positions come with the first block."""
+    for name in ("gpt2", "gemma3"):
+        model, _ = model_of(name, FLOAT32, 0, isa)
+        last = model.spec.num_layers - 1
+        whole = model.run({0: tokens_of(1, 6)}, {0: 0})
+        first = torch.empty(6, 44)
+        middle = model.run(
+            {0: tokens_of(1, 6)}, {0: 0}, layers=list(range(last)), is_normed=False, taps=[(0, first.data_ptr())]
+        )[:, :44].contiguous()
+        rest = model.run({0: tokens_of(1, 6)}, {0: 0}, layers=[last], input=middle.data_ptr())
+        assert same_bits(rest, whole)
+        embedded = first - model._addressed[1]["model.embed_positions.weight"][:6] if name == "gpt2" else first
+        again = model.run({0: tokens_of(1, 6)}, {0: 0}, input=embedded.contiguous().data_ptr())
+        assert bool((again - whole).abs().max() < 1e-4)
+
+
+@every_isa
+def test_an_attention_may_read_rows_of_another_width(isa: str) -> None:
+    """As a head's does: what is projected comes from outside, twice as wide as the stream that the block adds to."""
+    spec = spec_of([replace(PLAIN, pre_attention=None, attention=replace(PLAIN.attention, reads=88)), PLAIN])
+    model = Native(spec, random_weights(spec, FLOAT32), FLOAT32, isa)
+    reference = Reference(spec, random_weights(spec, FLOAT32), FLOAT32)
+    read, stream = torch.randn(3, 88, generator=seeded(1)), torch.randn(3, 44, generator=seeded(2))
+    hidden = torch.empty(3, 44)
+    arguments = (
+        [0, 0, 0],
+        [0, 1, 2],
+        model.addresses,
+        1,
+        model.numbers({0: 0}, {0: 3}, {}),
+        model.native_pools,
+        [0, 1],
+        stream.data_ptr(),
+        [],
+        True,
+        hidden.data_ptr(),
+    )
+    model.model.forward(*arguments, read.data_ptr())
+    x, at = stream.double(), "model.layers.0."
+    assert spec.blocks[0].attention is not None
+    x = x + reference.attention(read.double(), spec.blocks[0].attention, at + "self_attn.")
+    x = x + reference.mlp(reference.norm(x, RMS, at + "post_attention_layernorm"), PLAIN.mlp, at + "mlp.")  # type: ignore[arg-type]
+    at = "model.layers.1."
+    x = x + reference.attention(reference.norm(x, RMS, at + "input_layernorm"), PLAIN.attention, at + "self_attn.")  # type: ignore[arg-type]
+    x = x + reference.mlp(reference.norm(x, RMS, at + "post_attention_layernorm"), PLAIN.mlp, at + "mlp.")  # type: ignore[arg-type]
+    assert bool((hidden - reference.norm(x, RMS, "model.norm")).abs().max() < 1e-4)
+    with pytest.raises(ValueError, match="another width"):
+        model.model.forward(*arguments)
+
+
+@every_isa
+def test_a_position_that_is_not_there_is_refused(isa: str) -> None:
+    model, _ = model_of("gpt2", FLOAT32, 0, isa)
+    with pytest.raises(IndexError, match="no position 96"):
+        model.run({0: [1]}, {0: 96})
+    with pytest.raises(IndexError, match="no token with the id 61"):
+        model.run({0: [61]}, {0: 0})
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+NOT_COMPUTED: dict[str, tuple[Any, str]] = {
+    "experts": (Block(RMS, PLAIN.attention, pre_mlp=RMS, experts=Experts(4, 2, Mlp(8))), "mixtures of experts"),
+    "state": (Block(RMS, recurrence=Recurrence("short_conv", 3)), "blocks that keep a state"),
+    "sinks": (replace(PLAIN, attention=Attention(2, 1, 16, sinks=True)), "sinks of attention"),
+    "encoder": (replace(PLAIN, attention=Attention(2, 1, 16, sees="encoder")), "to an encoder"),
+    "odd": (replace(PLAIN, attention=Attention(2, 1, 15)), "head_dim is odd, as 15"),
+    "act": (replace(PLAIN, mlp=Mlp(8, "clamped_silu")), "activation clamped_silu"),
+    "parallel": (replace(PLAIN, parallel=True), "side by side"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_COMPUTED)
+def test_what_is_not_computed_is_refused_in_a_sentence(name: str) -> None:
+    block, words = NOT_COMPUTED[name]
+    reason = native.extension().refusal(spec_of([PLAIN, block]))
+    assert reason.startswith("the native kernels compute no ")
+    assert words in reason
+    assert "\n" not in reason
+    with pytest.raises(ValueError, match="the native kernels compute no"):
+        native.extension().make_model(ops_of(ISAS[0]).backend, spec_of([block]), False, {}, {}, {})
+
+
+def test_what_is_computed_is_not_refused() -> None:
+    assert [native.extension().refusal(spec) for spec in SPECS.values()] == [None] * len(SPECS)
+    ropes = [Rope(kind="yarn", factor=4.0), Rope(kind="longrope", short_factor=(1.0,) * 8, long_factor=(2.0,) * 8)]
+    for rope in ropes:
+        assert native.extension().refusal(spec_of([replace(PLAIN, attention=Attention(2, 1, 16, rope=rope))])) is None
+
+
+def test_a_field_that_the_kernels_do_not_know_is_refused_unless_it_says_nothing() -> None:
+    """A description that is newer than the extension is never computed as if it were older."""
+    newer = dataclasses.make_dataclass("Mlp", [("new", int, 0)], bases=(Mlp,), frozen=True)
+    assert native.extension().refusal(spec_of([replace(PLAIN, mlp=newer(8))])) is None
+    assert "Mlp.new=3" in native.extension().refusal(spec_of([replace(PLAIN, mlp=newer(8, new=3))]))
+
+
+def test_a_missing_weight_is_named() -> None:
+    spec = spec_of([PLAIN])
+    stored = random_weights(spec, FLOAT32)
+    made = Native(spec, stored, FLOAT32, ISAS[0])
+    matrices = {name: packed.handle for name, packed in made.kept.items()}
+    vectors = {name: tensor.data_ptr() for name, tensor in made._addressed[0].items()}
+    backend = ops_of(ISAS[0]).backend
+    with pytest.raises(ValueError, match=r"no product model.layers.0.o$"):
+        native.extension().make_model(
+            backend, spec, False, {k: m for k, m in matrices.items() if k[-1] != "o"}, vectors, {}
+        )
+    del vectors["model.norm.weight"]
+    with pytest.raises(ValueError, match=r"no weight model.norm.weight$"):
+        native.extension().make_model(backend, spec, False, matrices, vectors, {})
+
+
+def test_norms_are_equal_in_every_way_to_say_them() -> None:
+    """An offset is added to the stored weight in float32; a norm without weights has ones."""
+    weights = random_weights(SPECS["gemma3"], FLOAT32)
+    plain = replace(SPECS["gemma3"], final_norm=Norm(eps=1e-6))
+    folded = {**weights, "model.norm.weight": weights["model.norm.weight"] + 1}
+    a = Native(SPECS["gemma3"], weights, FLOAT32, ISAS[0]).run({0: [1, 2]}, {0: 0})
+    assert same_bits(a, Native(plain, folded, FLOAT32, ISAS[0]).run({0: [1, 2]}, {0: 0}))
