@@ -25,6 +25,7 @@ from forerun.errors import BadOption, shown
 
 VARIABLES = ("FORERUN_CACHE_DIR", "FORERUN_ISA", "FORERUN_NUM_THREADS", "FORERUN_REQUIRE_NATIVE")
 MAX_THREADS = 1024
+FEW_THREADS = 256  # more would be a slip of the hand on a machine with few processors
 PACKAGE = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 _SOURCES = {".cpp", ".h", ".inc"}
@@ -188,13 +189,18 @@ def cores(root: Path = Path("/")) -> Cores:
 def num_threads() -> int:
     """Return the threads of the native kernels: FORERUN_NUM_THREADS, else OMP_NUM_THREADS, else the usable cores.
 
-    Raises BadOption for a FORERUN_NUM_THREADS that is no number from 1 to 1024. An OMP_NUM_THREADS that OpenMP itself
-    would not understand is ignored, as OpenMP ignores it.
+    Raises BadOption for a FORERUN_NUM_THREADS that is no number, or far above the machine's processors. An
+    OMP_NUM_THREADS that OpenMP itself would not understand is ignored, as OpenMP ignores it.
     """
     wanted = os.environ.get("FORERUN_NUM_THREADS")
     if wanted is not None:
-        if not wanted.isdecimal() or not 1 <= int(wanted) <= MAX_THREADS:
-            raise BadOption(f"FORERUN_NUM_THREADS={shown(wanted)} is not possible: it must be in 1 .. {MAX_THREADS}")
+        processors = os.cpu_count() or 1
+        most = min(max(FEW_THREADS, 4 * processors), MAX_THREADS)
+        if not wanted.isdecimal() or not 1 <= int(wanted) <= most:
+            raise BadOption(
+                f"FORERUN_NUM_THREADS={shown(wanted)} is not possible: it must be in 1 .. {most} on this machine, "
+                f"which has {processors} logical processors"
+            )
         return int(wanted)
     outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if outermost.isdecimal() and 1 <= int(outermost) <= MAX_THREADS:
