@@ -17,12 +17,14 @@ from forerun.bench.widen import draft_options, num_parameters
 from forerun.config import EngineConfig
 from forerun.engine.factory import is_shipped, load_target
 from forerun.errors import BadOption
+from forerun.models import named
 from forerun.models.loading import Checkpoint, load_checkpoint
 from forerun.text.terminal import make_console
 
 
 def exhibits(plan: PaperPlan, config: EngineConfig) -> Iterator[Exhibit]:
     """Measure and yield what the plan wants of MEASURED. Raises UserError for what cannot be measured."""
+    config = replace(config, target=config.target or named.PAIR)
     if not plan.drafts and not is_shipped(config.target):
         raise BadOption("a target of your own has no draft model that ships with it: name one with --draft")
     specs = plan.drafts or ("model",)

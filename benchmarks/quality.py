@@ -33,10 +33,11 @@ from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep
 from forerun.cli.signatures import Fields, Given
 from forerun.config import HOW_QUANTISED, EngineConfig, Quantization
-from forerun.engine.factory import SHIPPED_TARGET, is_shipped, load_target
+from forerun.engine.factory import is_shipped, load_target
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption, NotFound, shown
 from forerun.kv.cache import BlockCache
+from forerun.models import named
 from forerun.models.hub import locate
 from forerun.models.loading import DTYPES, Checkpoint, load_checkpoint
 from forerun.models.runner import Run, Runner
@@ -90,6 +91,7 @@ class QualityLine:
 def run(config: EngineConfig, plan: QualityPlan) -> dict[str, Any]:
     """Measure, print tables, and return all of it for JSON. Raises UserError for what cannot be measured."""
     console = make_console()
+    config = replace(config, target=config.target or named.PAIR)
     if config.quantization is not None or config.dtype != "auto":
         raise BadOption("dtype and quantization are what this compares: name --variant instead")
     _check(plan)
@@ -169,7 +171,7 @@ def text_ids(checkpoint: Checkpoint, config: EngineConfig, plan: QualityPlan) ->
 
 def target_path(config: EngineConfig) -> Path:
     """Return the folder or file of the target."""
-    return SHIPPED_TARGET if config.target is None else locate(config.target)
+    return locate(config.target or named.PAIR)
 
 
 def _write_dense(config: EngineConfig, given: Checkpoint, folder: Path) -> None:

@@ -64,8 +64,8 @@ class EngineConfig:
 
     target: str | None = option(
         None,
-        "checkpoint folder, GGUF file, hub id (org/name[@revision]), or a name that `forerun models` lists; none = the "
-        "shipped model",
+        "checkpoint folder, GGUF file, hub id (org/name[@revision]), or a name that `forerun models` lists; none = "
+        "smollm2, which must be here",
     )
     draft: str = option(
         "auto",
@@ -99,7 +99,9 @@ class EngineConfig:
     )
     device: str = option("auto", "auto (cpu), cpu or cuda")
     generation_config: str = option(
-        "none", "none, or model: the sampling values in the checkpoint's generation_config.json become the defaults"
+        "auto",
+        "auto: the sampling values of generation_config.json become the defaults, or 0.7 and top-p 0.9 those of a chat "
+        "model that has none; model: refuse to start where one of its values cannot be honoured; none: temperature 1",
     )
     ignore_config_keys: str | None = option(
         None,
@@ -145,6 +147,8 @@ class EngineConfig:
         for name in ("target", "draft"):
             if getattr(self, name) == "":
                 raise BadOption(f"{name}='' names nothing: leave {name} out, or give it a value")
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, hub_id_of(getattr(self, name)))
         if self.quantization is not None:
             Quantization.parse(self.quantization)
         if self.max_num_batched_tokens < self.max_batch_size:
@@ -220,10 +224,15 @@ class EngineConfig:
         return cls.make(**merged)
 
 
+_ADDRESS = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[\w.-]+/[\w.-]+)"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[\w.-]+)(?:/(?P<file>[^?#]+\.gguf))?)?/?(?P<kind>:[\w.-]+)?(?:[?#].*)?",
+    re.IGNORECASE,
+)
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "device": ("auto", "cpu", "cuda"),
-    "generation_config": ("none", "model"),
+    "generation_config": ("auto", "model", "none"),
     "ops": ("auto", "native", "reference", "reference_row_by_row"),
     "kv_cache_backend": ("paged", "contiguous"),
 }
@@ -238,6 +247,19 @@ def _no_option(name: str, value: object) -> str:
         )
     known = EngineConfig.__dataclass_fields__
     return by_name(name, known, "SamplingParams") or unknown("option", name, known)
+
+
+def hub_id_of(text: str) -> str:
+    """The hub id that an address of a model on the hub stands for; any other text stays as it is.
+
+    https://huggingface.co/org/name/tree/main is org/name@main, .../blob/main/FILE.gguf is org/name@main:FILE.gguf.
+    """
+    found = _ADDRESS.fullmatch(text.strip())
+    if found is None:
+        return text
+    revision, file, kind = found["revision"], found["file"], found["kind"]
+    at = f"@{revision}" if revision and revision != "main" else ""
+    return f"{found['id']}{at}" + (f":{file}" if file else "") + (kind or "")
 
 
 def _as_text(value: Any) -> Any:

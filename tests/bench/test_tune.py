@@ -127,7 +127,7 @@ def test_alpha_by_position() -> None:
 
 def test_counts_are_those_of_a_real_run_with_shorter_drafts() -> None:
     """The shipped pair, greedy: the same text, so that what is predicted for K = 2 and 5 can be counted."""
-    llm = LLM(extra_drafts="suffix:shape=tree", max_batch_size=1, prefix_caching=False)
+    llm = LLM("shipped", extra_drafts="suffix:shape=tree", max_batch_size=1, prefix_caching=False)
     prompt = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\nclass Line:\n"
     for draft in ("model", "suffix:shape=tree"):
         rounds = {k: run_rounds(llm, prompt, draft, k) for k in (LONGEST, 5, 2)}
@@ -383,7 +383,7 @@ def test_what_cannot_be_honoured_is_refused_before_anything_is_measured(tiny: Pa
 def test_candidates_of_a_model_without_a_draft_are_those_that_need_no_file(tiny: Path) -> None:
     found = candidates_of(EngineConfig(target=str(tiny)), TunePlan())
     assert found[:3] == ["suffix:shape=tree", "suffix", "lookup"]
-    assert candidates_of(EngineConfig(), TunePlan())[:2] == ["model", "tree"]
+    assert candidates_of(EngineConfig(target="shipped"), TunePlan())[:2] == ["model", "tree"]
     assert candidates_of(EngineConfig(target=str(tiny)), TunePlan(drafts=("none", "lookup"), only=True)) == ["lookup"]
     with pytest.raises(BadOption, match="no drafter is left"):
         candidates_of(EngineConfig(target=str(tiny)), TunePlan(drafts=("none",), only=True))

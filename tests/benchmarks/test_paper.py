@@ -169,7 +169,7 @@ def measured():
     from forerun.engine.factory import SHIPPED_DRAFT, load_target
     from forerun.models.loading import load_checkpoint
 
-    target = load_target(EngineConfig.make())
+    target = load_target(EngineConfig.make(target="shipped"))
     draft = load_checkpoint(SHIPPED_DRAFT, dtype=target.model.weight_dtype, ops=target.model.ops, with_tokenizer=True)
     return paper_alpha.measure(target, [draft], None, 300, seed=1), target, draft
 

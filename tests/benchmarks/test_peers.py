@@ -206,7 +206,7 @@ def test_forwards_beside_a_real_peer(
 
 def test_a_pass_sees_the_tokens_before_it() -> None:
     """A pass gives the same tokens whatever the cache holds before, and however the text is cut."""
-    checkpoint = load_target(EngineConfig(dtype="float32"))
+    checkpoint = load_target(EngineConfig(target="shipped", dtype="float32"))
     text = text_of(checkpoint, 60)
     own = OwnForward(checkpoint.model, EngineConfig(), 60, 2, "float32")
     whole = own.forward(text[:1], text[1:], 0).best
@@ -219,7 +219,7 @@ def test_a_pass_sees_the_tokens_before_it() -> None:
 
 
 def test_an_engine_that_fails_is_dropped(tmp_path: Path, one_thread: None) -> None:
-    checkpoint = load_target(EngineConfig(dtype="bfloat16"))
+    checkpoint = load_target(EngineConfig(target="shipped", dtype="bfloat16"))
     own = OwnForward(checkpoint.model, EngineConfig(), 400, 1, "bfloat16")
     asked = dataclasses.replace(question(tmp_path), draft=None, worker=peer_forwards.WORKER)
     peer = PeerProcess("transformers", Path(sys.executable), asked)

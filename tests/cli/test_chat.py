@@ -20,9 +20,10 @@ import pyte
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.cli.chat import Chat, usual_fields
+from forerun.cli.chat import Chat
 from forerun.config import EngineConfig
-from forerun.errors import BadOption
+from forerun.engine.factory import usual_fields
+from forerun.errors import BadOption, UnsupportedModel
 from forerun.types import StepReport
 from tiny import write_tiny
 
@@ -115,7 +116,7 @@ def test_the_banner_names_model_precision_drafter_and_temperature(terminal: Any,
     child = terminal(str(talker), "--draft", "lookup", "--dtype", "float32", columns=60)
     child.expect_exact(READY)
     banner = " ".join(shown(child))
-    assert "talker: float32, drafts from the conversation (lookup), temperature 0.7, top-p 0.9 Type" in banner
+    assert "talker: float32, drafts from the text (lookup), temperature 0.7, top-p 0.9 Type" in banner
     assert all(line.endswith((",", "drafts", "conversation", "0.9")) for line in shown(child)[:1])  # folded by words
     child.sendeof()
 
@@ -190,10 +191,10 @@ def test_parameters_can_be_set(talker: Path) -> None:
 def test_help_says_how_a_conversation_is_drawn(cli: Any) -> None:
     page = " ".join(cli("chat", "--help").stdout.split())
     for flag, default in {
-        "--temperature": "the model's own, else 0.7",
-        "--top-p": "the model's own, else 0.9",
+        "--temperature": "the model's own, else 0.7 for a chat model, else 1.0",
+        "--top-p": "the model's own, else 0.9 for a chat model, else 1.0",
         "--top-k": "the model's own, else 0",
-        "--generation-config": "model",
+        "--generation-config": "auto",
     }.items():
         assert f"[default: {default}]" in page.partition(f" {flag} ")[2].partition(" --")[0]
 
@@ -201,7 +202,7 @@ def test_help_says_how_a_conversation_is_drawn(cli: Any) -> None:
 def test_a_model_with_sampling_values_of_its_own(talker: Path, tmp_path: Path) -> None:
     def fields(**values: Any) -> dict[str, Any]:
         (folder / "generation_config.json").write_text(json.dumps(values), encoding="utf-8")
-        return usual_fields(EngineConfig(target=str(folder), generation_config="model"))
+        return usual_fields(EngineConfig(target=str(folder)))
 
     folder = tmp_path / "model"
     shutil.copytree(talker, folder)
@@ -209,7 +210,29 @@ def test_a_model_with_sampling_values_of_its_own(talker: Path, tmp_path: Path) -
     assert fields(repetition_penalty=1.1) == {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
     assert fields(temperature=0.6, top_k=20) == {"temperature": 0.6, "top_k": 20}
     assert fields(do_sample=False) == {"temperature": 0.0}
-    assert usual_fields(EngineConfig(target=str(folder))) == {"temperature": 0.7, "top_p": 0.9}
+    assert usual_fields(EngineConfig(target=str(folder), generation_config="none")) == {}
+    assert fields(temperature=0.6, typical_p=0.9) == {"temperature": 0.7, "top_p": 0.9}  # the others are logged
+    with pytest.raises(UnsupportedModel, match=r"typical_p=0\.9"):
+        usual_fields(EngineConfig(target=str(folder), generation_config="model"))
+    llm = LLM(folder, draft="none")
+    assert llm.default_params == SamplingParams(temperature=0.7, top_p=0.9)
+    assert llm.params(max_tokens=3, top_p=1.0) == SamplingParams(temperature=0.7, max_tokens=3)
+
+
+def test_a_text_is_a_message_everywhere(cli: Any, talker: Path) -> None:
+    """LLM.generate, stream and `forerun generate` mean the same by a text; raw continues it."""
+    llm = LLM(talker, draft="none")
+    greedy = SamplingParams(temperature=0, max_tokens=9)
+    answer, continued = (llm.generate("hello", greedy, raw=raw)[0].text for raw in (False, True))
+    assert answer == llm.chat([{"role": "user", "content": "hello"}], greedy)[0].text
+    assert answer == "".join(chunk.text for chunk in llm.stream("hello", greedy))
+    assert continued == llm.generate(llm.tokenizer.encode("hello"), greedy)[0].text != answer
+    base = ("generate", "--target", str(talker), "--draft", "none", "--temperature", "0", "--max-tokens", "9", "hello")
+    for more, text in ((), answer), (("--raw",), continued):
+        done = cli(*base, *more)
+        assert done.stdout == f"{text}\n"
+        assert done.stderr.startswith("[talker, ")  # nothing but the closing line
+    assert "temperature 0.7, top-p 0.9" in cli(*base[:5], "--max-tokens", "2", "hello").stderr
 
 
 def test_through_pipes_standard_output_is_the_answers_alone(cli: Any, talker: Path) -> None:

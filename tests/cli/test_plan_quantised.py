@@ -81,7 +81,7 @@ def test_weights_that_are_rounded_at_load(cli: Any, target: str | None, draft: s
     spec = f"model:path={SHIPPED_DRAFT}" + (f",quantization={draft}" if draft else "")
     chosen = ("--quantization", target) if target else ()
     found = planned(cli, "--draft", spec, "--extra-drafts", spec, *chosen, "--dtype", dtype, "--ops", "native")
-    llm = LLM(draft=spec, quantization=target, dtype=dtype, ops="native", max_seq_len=64, max_batch_size=1)
+    llm = LLM("shipped", draft=spec, quantization=target, dtype=dtype, ops="native", max_seq_len=64, max_batch_size=1)
     assert found["parts"]["target weights"] == weight_bytes(llm)
     assert found["parts"]["draft weights"] == weight_bytes(llm, draft=True)
     assert "extra draft weights" not in found["parts"], "they are loaded once"

@@ -44,7 +44,8 @@ def test_help_is_as_wide_as_the_terminal_and_breaks_no_word(cli: Any, path: tupl
 
 @pytest.mark.parametrize("width", [60, 160])
 def test_a_plan_fits_the_terminal(width: int) -> None:
-    page = in_a_terminal(width, "plan", "--memory", "1MB", "--ops", "reference", "--dtype", "float32")
+    arguments = ("--target", "shipped", "--memory", "1MB", "--ops", "reference", "--dtype", "float32")
+    page = in_a_terminal(width, "plan", *arguments)
     lines, words = page.splitlines(), one_line(page)
     assert max(map(len, lines)) <= width
     assert "bytes; one row, while a token is drawn from it, 48 bytes more for each of these" in words
@@ -67,10 +68,10 @@ def test_lists_fit_the_terminal(command: str, width: int) -> None:
 
 @pytest.mark.parametrize("kind", ["xterm-256color", "dumb"])
 def test_errors_are_folded_by_words_in_a_terminal_and_one_line_in_a_pipe(cli: Any, kind: str) -> None:
-    page = in_a_terminal(60, "generate", "x", "--draft", "ngram-lookup-of-a-kind", kind=kind)
+    page = in_a_terminal(60, "generate", "x", "--target", "shipped", "--draft", "ngram-lookup-of-a-kind", kind=kind)
     assert len(page.splitlines()) > 1
     assert max(map(len, page.splitlines())) <= 60
-    piped = cli("generate", "x", "--draft", "ngram-lookup-of-a-kind").stderr
+    piped = cli("generate", "x", "--target", "shipped", "--draft", "ngram-lookup-of-a-kind").stderr
     assert piped.count("\n") == 1
     assert one_line(page) == piped.strip()
 

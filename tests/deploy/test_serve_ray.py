@@ -73,7 +73,7 @@ def cluster() -> Iterator[Cluster]:
 
 def test_answers_are_those_of_one_process(cluster: Cluster) -> None:
     """By the client of OpenAI, whole and streamed; with one request id, and no entry without the key."""
-    [expected] = LLM().generate("def fib(n):\n", SamplingParams(temperature=0, max_tokens=24))
+    [expected] = LLM("shipped").generate("def fib(n):\n", SamplingParams(temperature=0, max_tokens=24))
     assert cluster.ask("def fib(n):\n", 24) == expected.text
     stream = cluster.client.completions.create(
         model="shipped", prompt="def fib(n):\n", max_tokens=24, temperature=0, stream=True

@@ -144,7 +144,7 @@ def test_lookup_guesses_behind_drafted_tokens_and_keeps_nothing_of_them() -> Non
 
 def test_the_passes_of_each_model_are_measured() -> None:
     shipped = str(factory.SHIPPED_DRAFT)
-    engine = LLM(draft=f"several:of=model+(model:path={shipped},quantization=int8)", max_seq_len=64).engine
+    engine = LLM("shipped", draft=f"several:of=model+(model:path={shipped},quantization=int8)", max_seq_len=64).engine
     runners = engine.costs.runners["several"]
     assert len({id(runner) for runner in runners}) == 2
     assert list(runners) == [member.runner for member in engine.drafter.first.members]  # type: ignore[attr-defined]

@@ -24,10 +24,10 @@ class Asked(FixedPacing):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_draft_made_at_once_is_the_one_that_is_made_step_by_step(dtype: str, tmp_path: Path) -> None:
     """Requests of different lengths beside one that draws, whose drafts are made step by step in both."""
-    spec = f"eagle:path={random_head(LLM(dtype=dtype, draft='none'), tmp_path)}"
+    spec = f"eagle:path={random_head(LLM('shipped', dtype=dtype, draft='none'), tmp_path)}"
     outputs, rounds, calls = list[Any](), list[list[RoundDetail]](), list[int]()
     for policy in (FixedPacing, Asked):
-        llm, found = LLM(draft=spec, pacing="fixed", dtype=dtype, max_seq_len=128), list[RoundDetail]()
+        llm, found = LLM("shipped", draft=spec, pacing="fixed", dtype=dtype, max_seq_len=128), list[RoundDetail]()
         engine = llm.engine
         engine.stepper.pacing = engine.pacing = policy(3)
         runner: Any = engine.drafter.members["eagle"].runner
@@ -50,4 +50,4 @@ def test_a_draft_made_at_once_is_the_one_that_is_made_step_by_step(dtype: str, t
     assert rounds[0] == rounds[1]
     assert any(detail.tokens for detail in rounds[0])
     assert calls[1] == 0
-    assert calls[0] > 5 or LLM(dtype=dtype, draft="none").engine.runner.model.compiled is None  # type: ignore[attr-defined]
+    assert calls[0] > 5 or LLM("shipped", dtype=dtype, draft="none").engine.runner.model.compiled is None  # type: ignore[attr-defined]

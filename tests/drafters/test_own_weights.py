@@ -181,7 +181,7 @@ def test_a_fitted_file_drafts_for_its_target_alone(tmp_path):
     )
     assert guessed == plain
     with pytest.raises(BadOption, match="ids of another tokenizer"):
-        LLM(draft=f"early_exit:path={out}")
+        LLM("shipped", draft=f"early_exit:path={out}")
     out.write_bytes(out.read_bytes()[:-4])
     with pytest.raises(UnsupportedModel, match=r"layers\.safetensors"):
         LLM(target, draft=f"early_exit:path={out}", **options)

@@ -201,4 +201,4 @@ def test_it_is_always_there(llm: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(draft="lookup", spec_length=8, pacing="fixed", max_batch_size=2, max_seq_len=128)
+    return LLM("shipped", draft="lookup", spec_length=8, pacing="fixed", max_batch_size=2, max_seq_len=128)

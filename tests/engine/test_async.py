@@ -36,7 +36,7 @@ needs_native = pytest.mark.skipif(native.isa() == "reference", reason="torch's t
 
 @pytest.fixture(scope="module")
 def llm(speculation: str | None) -> LLM:
-    return LLM(**llm_options())
+    return LLM("shipped", **llm_options())
 
 
 def params(max_tokens: int = 24) -> SamplingParams:
@@ -436,7 +436,7 @@ def test_a_child_of_fork_says_where_a_step_ran(llm: LLM) -> None:
 
 @pytest.mark.once("an LLM of its own")
 def test_an_llm_that_is_dropped_takes_its_thread_along() -> None:
-    llm = LLM(**llm_options())
+    llm = LLM("shipped", **llm_options())
     llm.generate(PROMPTS[0], params(4))
     thread, engine = llm._loop._thread, weakref.ref(llm.engine)
     assert thread is not None
@@ -451,7 +451,7 @@ def test_an_llm_that_is_dropped_takes_its_thread_along() -> None:
 
 @pytest.mark.once("an LLM of its own")
 def test_a_program_that_ends_while_requests_run_ends_quietly() -> None:
-    program = "from forerun import LLM; LLM(draft='lookup').submit('x = 1')"
+    program = "from forerun import LLM; LLM('shipped', draft='lookup').submit('x = 1')"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
@@ -517,8 +517,8 @@ def test_each_caller_hears_of_the_end_where_a_step_fails_late(
 def test_a_drafter_that_fails_is_done_without(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = [out.token_ids for out in LLM(draft="none").generate(PROMPTS, params())]
-    llm = LLM(**llm_options())
+    expected = [out.token_ids for out in LLM("shipped", draft="none").generate(PROMPTS, params())]
+    llm = LLM("shipped", **llm_options())
     llm.generate(PROMPTS[0], params())
     monkeypatch.setattr(llm.engine.drafter.first, method, lambda *args: 1 // 0)
     with caplog.at_level(logging.ERROR):
@@ -535,7 +535,7 @@ def test_a_drafter_that_does_not_suit_a_request_serves_the_next(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it refuses is decoded plainly, and nothing is kept of it."""
-    llm = LLM(**llm_options())
+    llm = LLM("shipped", **llm_options())
     drafter = llm.engine.drafter.first
     (expected,) = llm.generate(PROMPTS[0], params())
 
@@ -557,7 +557,7 @@ def test_a_drafter_that_does_not_suit_a_request_serves_the_next(
 def test_a_drafter_that_takes_more_than_it_was_granted_is_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llm = LLM(**llm_options())
+    llm = LLM("shipped", **llm_options())
     expected, propose = llm.generate(PROMPTS[0], params())[0].token_ids, llm.engine.drafter.first.propose
 
     def greedy(seqs: Any, budget: Budget, coins: Any) -> Draft:

@@ -33,7 +33,7 @@ def name_it(monkeypatch: pytest.MonkeyPatch, folder: Path, auto: str) -> None:
 
 
 def test_without_more_it_is_the_shipped_draft_or_needs_nothing(folder: Path) -> None:
-    assert auto_draft(None) == auto_draft("shipped") == auto_draft(SHIPPED_TARGET) == BY_MODEL
+    assert auto_draft("shipped") == auto_draft(SHIPPED_TARGET) == BY_MODEL
     assert auto_draft(str(folder)) == auto_draft("org/name") == WITHOUT_MODEL
 
 

@@ -19,7 +19,7 @@ OTHERS = [
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(draft="model", extra_drafts="self", max_seq_len=256)
+    return LLM("shipped", draft="model", extra_drafts="self", max_seq_len=256)
 
 
 def search(**given: Any) -> SamplingParams:

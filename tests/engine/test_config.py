@@ -101,7 +101,7 @@ def test_no_value_that_works_here_is_answered_as_a_peers():
     works = {
         "draft": ["auto", "elsewhere", *registry.names("forerun.drafters")],
         "dtype": ["auto", "float32", "bfloat16"],
-        "generation_config": ["none", "model"],
+        "generation_config": ["auto", "model", "none"],
         "quantization": ["int8", "int4", "int4:group=128"],
     }
     assert set(works) == {option for option, _, _ in peer_values()}
@@ -121,7 +121,6 @@ def test_no_value_that_works_here_is_answered_as_a_peers():
             ({"dtype": name}, f"dtype={name!r} is not possible: weights stored in float16 are read and computed in")
             for name in ("float16", "half")
         ],
-        ({"generation_config": "auto"}, "generation_config='auto' is not possible: vLLM's auto is model here"),
         ({"generation_config": "vllm"}, "generation_config='vllm' is not possible: vLLM's vllm is none here"),
         ({"generation_config": "./folder"}, "there is no generation_config called './folder'"),
         ({"speculative_config": {"method": "pard", "model": "x"}}, "draft='pard' is not possible: there is no such"),

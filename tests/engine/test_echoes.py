@@ -76,4 +76,4 @@ def test_every_door_echoes_little(door, value):
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_an_llm_says_why_it_cannot_be_pickled(duplicate):
     with pytest.raises(BadOption, match=r"^an LLM cannot be pickled: it holds .*; make one in each process$"):
-        duplicate(LLM(draft="none"))
+        duplicate(LLM("shipped", draft="none"))

@@ -25,7 +25,7 @@ PROMPT = "class Stack:\n    def __init__(self):\n"
 
 @cache
 def made(**options) -> LLM:
-    return LLM(**options)
+    return LLM("shipped", **options)
 
 
 def llm(draft: str | None = None) -> LLM:
@@ -174,7 +174,7 @@ def test_a_draft_model_need_not_know_every_id(tmp_path, sampling):
     weights = dict(small.weights)
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:2048]
     save_checkpoint(tmp_path / "draft", config, weights, tokenizer_folder=SHIPPED_DRAFT)
-    half, drafted = LLM(draft=str(tmp_path / "draft")), []
+    half, drafted = LLM("shipped", draft=str(tmp_path / "draft")), []
     end = half.listen(lambda report: drafted.extend(t for d in report.rounds for t in d.tokens), detail=True)
     params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)
     prompts = [[id_ for id_ in half.tokenizer.encode(PROMPT) if id_ < 2048], [5, 4000, 6]]
@@ -190,7 +190,7 @@ def test_a_draft_model_need_not_know_every_id(tmp_path, sampling):
 
 def test_without_a_limit_an_output_goes_as_far_as_the_cache():
     """A request without max_tokens gets as many tokens as there is room for."""
-    small = LLM(**llm_options(), kv_cache_tokens=64)
+    small = LLM("shipped", **llm_options(), kv_cache_tokens=64)
     (out,) = small.generate([[5, 6, 7]], SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True))
     assert (len(out.token_ids), out.finish_reason) == (61, "length")
     with pytest.raises(CapacityError, match="the whole KV cache holds 64"):
@@ -202,7 +202,7 @@ def test_a_draft_model_may_end_at_other_ids(tmp_path):
     """A base model drafts for a chat model: the draft's end ids differ from the target's and are not used."""
     small = load_checkpoint(SHIPPED_DRAFT).model
     save_checkpoint(tmp_path / "draft", small.config, small.weights, end_ids=[7], tokenizer_folder=SHIPPED_DRAFT)
-    (out,) = LLM(draft=str(tmp_path / "draft")).generate(PROMPT, greedy(24))
+    (out,) = LLM("shipped", draft=str(tmp_path / "draft")).generate(PROMPT, greedy(24))
     assert out.report.num_drafted > 0
     assert out.token_ids == llm("none").generate(PROMPT, greedy(24))[0].token_ids
 
@@ -220,7 +220,7 @@ def test_ids_that_the_drafts_tokenizer_lacks_are_not_drafted(tmp_path):
     raw["model"]["merges"] = [pair for pair in raw["model"]["merges"] if token not in ("".join(pair), *pair)]
     save_checkpoint(tmp_path / "draft", small.config, small.weights)
     (tmp_path / "draft" / "tokenizer.json").write_text(json.dumps(raw))
-    lacking, drafted = LLM(draft=str(tmp_path / "draft")), []
+    lacking, drafted = LLM("shipped", draft=str(tmp_path / "draft")), []
     end = lacking.listen(lambda report: drafted.extend(t for d in report.rounds for t in d.tokens), detail=True)
     assert lacking.generate(PROMPT, greedy(40))[0].token_ids == out.token_ids
     end()

@@ -337,7 +337,7 @@ def trimmed():
     return status("VmRSS")
 
 def run(prompt_tokens, **options):
-    llm = LLM(spec_length=4, max_batch_size=4, **options)
+    llm = LLM("shipped", spec_length=4, max_batch_size=4, **options)
     prompts = [[1 + (7 * b + i * i) % 256 for i in range(prompt_tokens)] for b in range(4)]
     params = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, seed=1)
     outputs = llm.generate(prompts, params)

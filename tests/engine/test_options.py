@@ -26,7 +26,7 @@ ALIASES = {
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(draft="none", max_seq_len=512)
+    return LLM("shipped", draft="none", max_seq_len=512)
 
 
 # ---------------------------------------------------------------------------------------------------------- signatures

@@ -100,7 +100,7 @@ def test_other_doors_refuse_in_a_sentence_too(odd):
 
 
 def test_an_llm_refuses_ids_that_its_model_lacks():
-    llm, params = LLM(draft="none"), SamplingParams(max_tokens=1)
+    llm, params = LLM("shipped", draft="none"), SamplingParams(max_tokens=1)
     last = llm.engine.runner.num_ids - 1
     for prompt, wrong in (([1, -1], -1), ([last + 1], last + 1), (np.array([1, 2**30]), 2**30)):
         words = f"the prompt holds the id {wrong}, but the model's ids are 0 .. {last}"

@@ -214,7 +214,7 @@ def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
     rounds, num_at_once, lengths = list[list[RoundDetail]](), list[int](), list[list[list[int]]]()
     reports = list[StepReport]()
     for policy in (FixedPacing, Asked):
-        llm, found = LLM(pacing="fixed", max_seq_len=256), list[RoundDetail]()
+        llm, found = LLM("shipped", pacing="fixed", max_seq_len=256), list[RoundDetail]()
         engine, calls, held = llm.engine, list[int](), list[list[int]]()
         runner: Runner = engine.drafter.first.runner  # type: ignore[attr-defined]
         at_once = runner.run_ahead
@@ -249,7 +249,7 @@ def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
 
 @pytest.mark.once("about threads")
 def test_a_step_on_native_operators_keeps_torch_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, seen = LLM(draft="none", max_seq_len=64).engine, list[int]()
+    engine, seen = LLM("shipped", draft="none", max_seq_len=64).engine, list[int]()
     forward = engine.runner.forward
     monkeypatch.setattr(engine.runner, "forward", lambda runs: seen.append(torch.get_num_threads()) or forward(runs))
     before = torch.get_num_threads()

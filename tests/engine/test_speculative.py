@@ -27,7 +27,7 @@ pytestmark = pytest.mark.once("each compares plain decoding with speculation its
 
 @cache
 def make(**options: Any) -> LLM:
-    return LLM(**options)
+    return LLM("shipped", **options)
 
 
 def test_accept_reject_greedy() -> None:

@@ -50,8 +50,8 @@ def test_a_file_that_comes_later_is_found(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("spec_length", [2, 6])
 def test_a_drafter_of_trees_is_one_file(with_neighbours: None, spec_length: int) -> None:
     """Texts are plain decoding's, bit for bit, trees are accepted and rejected, and no block leaks."""
-    plain = LLM(draft="none").generate([PROMPT, PROMPT[:60]], [GREEDY, SAMPLED])
-    llm = LLM(draft="neighbours:width=3", spec_length=spec_length, max_seq_len=512)
+    plain = LLM("shipped", draft="none").generate([PROMPT, PROMPT[:60]], [GREEDY, SAMPLED])
+    llm = LLM("shipped", draft="neighbours:width=3", spec_length=spec_length, max_seq_len=512)
     rounds: list[Any] = []
     llm.listen(lambda report: rounds.extend(report.rounds), detail=True)
     for _ in range(2):  # the second time the target's cache holds the prompt, and the drafter must see it all the same
@@ -74,7 +74,7 @@ def test_a_drafter_of_trees_is_one_file(with_neighbours: None, spec_length: int)
 def test_a_pair_that_cannot_be_judged_is_refused_when_it_is_added(
     with_neighbours: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(draft="neighbours", max_seq_len=512)
+    llm = LLM("shipped", draft="neighbours", max_seq_len=512)
     monkeypatch.setattr(match, "SHAPES", ("chain",))
     with pytest.raises(BadOption, match=r"'match' cannot judge .*'neighbours' \(tree, point\): use .*'ratio'"):
         llm.generate(PROMPT, SAMPLED)

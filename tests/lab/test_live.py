@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(extra_drafts="tree", max_batch_size=4)
+    return LLM("shipped", extra_drafts="tree", max_batch_size=4)
 
 
 @pytest.fixture(scope="module")

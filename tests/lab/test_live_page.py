@@ -30,7 +30,7 @@ TREE = {"draft": "tree", "k": 8, "temperature": 0.8, "tokens": 48, "seed": 11, "
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(extra_drafts="tree", max_batch_size=2)
+    return LLM("shipped", extra_drafts="tree", max_batch_size=2)
 
 
 @pytest.fixture(scope="module")

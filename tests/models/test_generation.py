@@ -114,8 +114,8 @@ def test_no_file_and_null_values_are_our_own_defaults(tmp_path: Path) -> None:
     assert sampling_defaults(folder_with(tmp_path, temperature=None, num_beams=1, typical_p=1.0)) == SamplingParams()
 
 
-OTHERS = "leave out generation_config='model' and give the sampling values that you want"
-LENGTH = "which counts the prompt, too: leave out generation_config='model' and give {}, which counts the output alone"
+OTHERS = "give generation_config='none' and the sampling values that you want"
+LENGTH = "which counts the prompt, too: give generation_config='none' and {}, which counts the output alone"
 REFUSED = [
     *[({key: 4}, OTHERS) for key in ("num_beams", "num_return_sequences", "max_time", "no_repeat_ngram_size")],
     *[({key: True}, OTHERS) for key in ("token_healing", "num_beams", "a_key_of_the_future")],
@@ -236,7 +236,7 @@ def test_no_end_id_lies_outside_the_vocabulary(tmp_path: Path) -> None:
 
 def test_they_are_applied_on_request_only(tmp_path: Path) -> None:
     folder = folder_with(write_tiny(tmp_path / "model"), eos_token_id=2, do_sample=False, max_new_tokens=5)
-    plain, asked = LLM(folder), LLM(folder, generation_config="model")
+    plain, asked = LLM(folder, generation_config="none"), LLM(folder)
     assert plain.checkpoint.end_ids == asked.checkpoint.end_ids == {0, 2}
     assert plain.default_params == SamplingParams()
     assert asked.default_params == SamplingParams(temperature=0, max_tokens=5)

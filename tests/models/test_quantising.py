@@ -110,7 +110,7 @@ def test_target_and_draft_are_rounded_independently() -> None:
     texts = {}
     for target in (None, "int4"):
         for draft in ("none", "model:quantization=int8", "model"):
-            llm = LLM(draft=draft, quantization=target, **options)
+            llm = LLM("shipped", draft=draft, quantization=target, **options)
             (out,) = llm.generate(["def fib(n):\n    if n"], params)
             texts[target, draft] = out.token_ids
     assert texts[None, "none"] == texts[None, "model"] == texts[None, "model:quantization=int8"]
@@ -124,7 +124,7 @@ def test_target_and_draft_are_rounded_independently() -> None:
 
 @pytest.mark.parametrize("text", ["int3", "int4:32", "int4:group=48", "int4:group=16", "INT8", "int8:group=0", "", "4"])
 def test_other_words_are_refused(text: str) -> None:
-    for make in (lambda: EngineConfig(quantization=text), lambda: LLM(draft=f"model:quantization={text}")):
+    for make in (lambda: EngineConfig(quantization=text), lambda: LLM("shipped", draft=f"model:quantization={text}")):
         with pytest.raises(
             BadOption, match=r"quantization='.*' is not possible: write int8 or int4, or one with a gro"
         ):
@@ -181,7 +181,7 @@ def test_few_bits_cost_little(tmp_path: Path, outliers: bool) -> None:
         name: load_checkpoint(folder, dtype="bfloat16", ops=ops.make("auto", "cpu"), quantization=quantization)
         for name, quantization in (("bfloat16", None), ("int8", "int8"), ("int4", "int4"))
     }
-    ids = text_ids(given, EngineConfig(), QualityPlan(num_tokens=1536))
+    ids = text_ids(given, EngineConfig(target="shipped"), QualityPlan(num_tokens=1536))
     windows = [ids[first : first + 512] for first in range(0, len(ids), 512)]
     base, *lines = measure(loaded, windows, QualityPlan(num_prompts=0))
     assert (base.variant, base.over_base, base.logit_error, base.same_best) == ("bfloat16", 0.0, 0.0, 1.0)

@@ -116,7 +116,7 @@ def busy() -> None:
 
 def llm() -> None:
     """Fork with an LLM of the shipped pair."""
-    engine, params = LLM(), SamplingParams(max_tokens=12, temperature=0)
+    engine, params = LLM("shipped"), SamplingParams(max_tokens=12, temperature=0)
     text = engine.generate("def fib(n):", params)[0].text
     time.sleep(0.1)
 

@@ -111,8 +111,8 @@ def test_unknown_options_are_refused():
 
 def test_the_shipped_pair_drafts_and_says_the_same():
     params = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
-    plain = LLM(draft="none").generate("def fib(n):", params)[0]
-    fast = LLM(calibrate=False).generate("def fib(n):", params)[0]
+    plain = LLM("shipped", draft="none").generate("def fib(n):", params)[0]
+    fast = LLM("shipped", calibrate=False).generate("def fib(n):", params)[0]
     assert fast.token_ids == plain.token_ids
     assert fast.report.num_accepted > 0
 

@@ -69,7 +69,7 @@ def test_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     params = SamplingParams(max_tokens=4, temperature=0)
     with caplog.at_level(logging.INFO):
-        LLM(max_seq_len=256).generate("def f(", params)
+        LLM("shipped", max_seq_len=256).generate("def f(", params)
     files = sorted(tmp_path.glob("passes-*.json"))
     assert len(files) == 2, "one of the target, one of the draft model"
     said = [r for r in caplog.records if "once" in r.getMessage()]
@@ -81,7 +81,7 @@ def test_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, caplog):
     caplog.clear()
     kept = {path: path.read_text() for path in files}
     with caplog.at_level(logging.INFO):
-        llm = LLM(max_seq_len=256)
+        llm = LLM("shipped", max_seq_len=256)
         llm.generate("def f(", params)
     assert "once" not in caplog.text
     assert {path: path.read_text() for path in tmp_path.iterdir()} == kept
@@ -101,7 +101,7 @@ def test_what_could_not_be_measured_is_not_kept(tmp_path, monkeypatch):
 def test_passes_are_measured_before_the_first_request_is_admitted(tmp_path, monkeypatch):
     """While nothing runs, so that no stream waits; not for a request that drafts nothing."""
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
-    engine = LLM(max_seq_len=256, kv_cache_backend="contiguous", max_batch_size=1).engine
+    engine = LLM("shipped", max_seq_len=256, kv_cache_backend="contiguous", max_batch_size=1).engine
     costs, ready, running = engine.costs, engine.costs.ready, list[int]()
 
     def watched() -> None:
@@ -195,7 +195,7 @@ def test_a_file_that_holds_no_curve_is_written_anew(tmp_path, monkeypatch, broke
 
 def test_without_calibration_nothing_is_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
-    LLM(max_seq_len=256, calibrate=False).generate("def f(", SamplingParams(max_tokens=4, temperature=0))
+    LLM("shipped", max_seq_len=256, calibrate=False).generate("def f(", SamplingParams(max_tokens=4, temperature=0))
     assert not list(tmp_path.iterdir())
 
 
@@ -203,7 +203,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, capl
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
-        LLM(max_seq_len=256).generate("def f(", SamplingParams(max_tokens=4, temperature=0))
+        LLM("shipped", max_seq_len=256).generate("def f(", SamplingParams(max_tokens=4, temperature=0))
     assert "cannot be written" in caplog.text
 
 
@@ -256,7 +256,7 @@ def test_passes_are_calibrated_behind_a_text(tmp_path, monkeypatch):
     """Of as many tokens as CONTEXT_TOKENS says, of which nothing is left in the cache; without where it has no room."""
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     for size, seen in ((256, CONTEXT_TOKENS), (64, 0)):
-        engine, behind = LLM(draft="none", max_seq_len=size, max_batch_size=1).engine, set[int]()
+        engine, behind = LLM("shipped", draft="none", max_seq_len=size, max_batch_size=1).engine, set[int]()
         runner = engine.runner
         forward = runner.forward
         monkeypatch.setattr(

@@ -154,7 +154,7 @@ def test_a_greedy_draft_model_is_asked_for_its_logits(spec):
 
 def test_the_log_has_a_line_for_each_round(tmp_path: Path):
     file = tmp_path / "log.jsonl"
-    llm = LLM(pacing="entropy", spec_length=6, pacing_log=str(file))
+    llm = LLM("shipped", pacing="entropy", spec_length=6, pacing_log=str(file))
     out = llm.generate("def fib(n):", SamplingParams(max_tokens=24, temperature=0))[0]
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert len(lines) == out.report.num_steps
@@ -163,7 +163,7 @@ def test_the_log_has_a_line_for_each_round(tmp_path: Path):
         line["spec_length_accepted"] <= line["spec_length_used"] <= line["spec_length_granted"] for line in lines
     )
     assert {"entropy_normalized", "entropy_smoothed", "position", "drafter"} <= lines[0].keys()
-    plain = LLM(draft="none").generate("def fib(n):", SamplingParams(max_tokens=24, temperature=0))[0]
+    plain = LLM("shipped", draft="none").generate("def fib(n):", SamplingParams(max_tokens=24, temperature=0))[0]
     assert out.token_ids == plain.token_ids
 
 

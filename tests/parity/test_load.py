@@ -49,13 +49,13 @@ def test_two_hundred_mixed_requests_write_what_each_writes_alone(
     dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options: dict[str, Any] = {"dtype": dtype, "max_seq_len": 1024}
-    llm = LLM(max_batch_size=24, kv_cache_tokens=4096, prefill_chunk_tokens=96, **options)
+    llm = LLM("shipped", max_batch_size=24, kv_cache_tokens=4096, prefill_chunk_tokens=96, **options)
     wanted = shipped_requests(llm)
     requests = [llm.engine.add(ids, params) for ids, params in wanted]
     while any(request.seq.finish_reason is None for request in requests):
         llm.engine.step()
         check(llm.engine)
-    plain = LLM(draft="none", max_batch_size=1, prefix_caching=False, **options)
+    plain = LLM("shipped", draft="none", max_batch_size=1, prefix_caching=False, **options)
     different = 0
     for request, (ids, params) in zip(requests, wanted, strict=True):
         alone = SamplingParams(**{**vars(params), "draft": None, "spec_length": None})

@@ -49,7 +49,7 @@ def run(draft: str, mode: str) -> list[tuple[list[int], list[int]]]:
 @cache
 def tau() -> float:
     """2 x the largest logit deviation between one-row, six-row and whole-prompt passes over 20 sequences."""
-    runner = LLM(draft="none", ops="reference", dtype="float32").engine.runner
+    runner = LLM("shipped", draft="none", ops="reference", dtype="float32").engine.runner
     return measured_tau(
         runner, [(prompt_ids + token_ids)[-200:] for prompt_ids, token_ids in run("none", "greedy")[:20]]
     )
@@ -57,7 +57,7 @@ def tau() -> float:
 
 @cache
 def oracle() -> Runner:
-    return LLM(draft="none", ops="reference_row_by_row", dtype="float32").engine.runner
+    return LLM("shipped", draft="none", ops="reference_row_by_row", dtype="float32").engine.runner
 
 
 @pytest.mark.parametrize("mode", ["greedy", "match"])

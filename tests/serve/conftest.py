@@ -18,22 +18,25 @@ from speculation import environment, llm_options, pytest_generate_tests, specula
 __all__ = ["any_cli", "any_start", "checkpoints", "process", "pytest_generate_tests", "speculation"]
 
 
+SHIPPED = {"FORERUN_TARGET": "shipped"}
+
+
 @pytest.fixture
 def cli(any_cli: Callable[..., Any]) -> Callable[..., Any]:
-    """`forerun ...` in this process, with or without speculation where its arguments do not say so."""
-    return lambda *arguments, **env: any_cli(*arguments, **{**environment(), **env})
+    """`forerun ...` in this process, on the shipped pair, with or without speculation, if not said otherwise."""
+    return lambda *arguments, **env: any_cli(*arguments, **{**SHIPPED, **environment(), **env})
 
 
 @pytest.fixture
 def start(any_start: Callable[..., Any]) -> Callable[..., Any]:
     """The same as a process of its own, which `process` runs to its end."""
-    return lambda *arguments, **env: any_start(*arguments, **{**environment(), **env})
+    return lambda *arguments, **env: any_start(*arguments, **{**SHIPPED, **environment(), **env})
 
 
 @pytest.fixture(scope="module")
 def llm(speculation: str | None) -> LLM:
     """The shipped target, with its shipped drafter or without."""
-    return LLM(**llm_options())
+    return LLM("shipped", **llm_options())
 
 
 @pytest.fixture(scope="session")

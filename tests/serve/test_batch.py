@@ -191,7 +191,7 @@ def test_ctrl_c_in_a_terminal_that_shows_a_bar(cli: Any, write: Any, answers_in:
     short = [(f"short-{i}", COMPLETIONS, {"prompt": "x", "max_tokens": 2}) for i in range(2)]
     requests, out = write(*short, *long), tmp_path / "out.jsonl"
     command = ["-m", "forerun", "batch", str(requests), str(out)]
-    env = {**os.environ, **environment(), "TERM": "xterm-256color", "COLUMNS": "100"}
+    env = {**os.environ, **environment(), "FORERUN_TARGET": "shipped", "TERM": "xterm-256color", "COLUMNS": "100"}
     child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=90, env=env, dimensions=(24, 100))
     child.expect(r"2/42\D.* \d+\.\d tokens/s")
     other = cli("batch", str(requests), str(out), "--target", "nowhere")

@@ -106,7 +106,6 @@ def test_what_changes_nothing_is_taken() -> None:
 
 
 def test_names_of_a_model(tmp_path: Path) -> None:
-    assert model_names(None) == ("shipped",)
     (tmp_path / "small").mkdir()
     assert model_names(str(tmp_path / "small")) == ("small", str(tmp_path / "small"))
     assert model_names("org/name@v2") == ("org/name", "org/name@v2")

@@ -18,6 +18,8 @@ from house.enumeration import TARGET
 
 TEXT = "def first(values):\n    return values[0]\n"
 
+STORE = ("datastore", "--target", "shipped", "--text")
+
 
 def shipped(tokenizer: Tokenizer) -> Target:
     return Target(TARGET, tokenizer, frozenset(), tokenizer.num_ids, (), 2, 32, "paged")
@@ -26,7 +28,9 @@ def shipped(tokenizer: Tokenizer) -> Target:
 def test_a_text_is_continued_from_the_file_of_it(tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
     out = tmp_path / "store"
-    done = CliRunner().invoke(app, ["datastore", "--text", str(tmp_path / "text.py"), "--out", str(out), "--quiet"])
+    done = CliRunner().invoke(
+        app, ["datastore", "--target", "shipped", "--text", str(tmp_path / "text.py"), "--out", str(out), "--quiet"]
+    )
     assert done.exit_code == 0, done.output
     tokenizer = Tokenizer.load(target_files(EngineConfig.make()))
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
@@ -41,7 +45,9 @@ def test_what_is_not_possible_is_refused_with_one_sentence(tmp_path: Path, wrong
     (tmp_path / "empty.txt").write_text("", encoding="utf-8")
     text = tmp_path / ("missing.txt" if wrong == "no text" else "empty.txt")
     out = tmp_path if wrong == "out is a folder" else tmp_path / "store"
-    done = CliRunner().invoke(app, ["datastore", "--text", str(text), "--out", str(out), "--quiet"])
+    done = CliRunner().invoke(
+        app, ["datastore", "--target", "shipped", "--text", str(text), "--out", str(out), "--quiet"]
+    )
     assert done.exit_code == 2
     assert "error: " in done.output
     assert not (tmp_path / "store").exists()

@@ -40,7 +40,7 @@ def test_a_text_may_be_cut_inside_a_character(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def fitted(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("fitted") / "table"
-    done = CliRunner().invoke(app, ["ngram", "--text", str(sources), "--out", str(out)])
+    done = CliRunner().invoke(app, ["ngram", "--target", "shipped", "--text", str(sources), "--out", str(out)])
     assert done.exit_code == 0, done.output
     assert "tokens counted into" in done.output
     return out
@@ -52,7 +52,7 @@ def test_the_drafters_read_the_file_and_change_no_output(fitted: Path, draft: st
     prompt = "def alpha_3(value):\n    total = value + 3\n    return total\n\n\ndef alpha_4("
     asked = [SamplingParams(max_tokens=24, temperature=t, seed=5, acceptance="match") for t in (0.0, 0.9)]
     spec = f"{draft}{',' if ':' in draft else ':'}path={fitted}"
-    llm = LLM(draft=spec, spec_length=2, pacing="fixed", max_batch_size=2, max_seq_len=128)
+    llm = LLM("shipped", draft=spec, spec_length=2, pacing="fixed", max_batch_size=2, max_seq_len=128)
     drafted, plain = (
         llm.generate([prompt] * 2, [SamplingParams(**{**vars(p), "draft": name}) for p in asked])
         for name in (None, "none")
@@ -69,9 +69,9 @@ def test_a_broken_file_is_refused_before_any_weight_is_read(
     monkeypatch.setattr("forerun.engine.llm.load_target", lambda *_, **__: pytest.fail("weights were read"))
     (tmp_path / "cut").write_bytes(fitted.read_bytes()[:-10])
     with pytest.raises(UnsupportedModel, match="cut"):
-        LLM(draft=f"bigram:path={tmp_path / 'cut'}")
+        LLM("shipped", draft=f"bigram:path={tmp_path / 'cut'}")
     with pytest.raises(NotFound, match="train ngram"):
-        LLM(extra_drafts=f"unigram:path={tmp_path / 'none'}")
+        LLM("shipped", extra_drafts=f"unigram:path={tmp_path / 'none'}")
 
 
 def test_what_the_command_refuses(sources: Path, tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_what_the_command_refuses(sources: Path, tmp_path: Path) -> None:
         ({"out": tmp_path / "no" / "table"}, "it must be a file in a folder that exists"),
     ):
         with pytest.raises(BadOption) as error:
-            ngram.train(None, [sources], **{"out": tmp_path / "table", **given})
+            ngram.train("shipped", [sources], **{"out": tmp_path / "table", **given})
         assert words in str(error.value)
     (tmp_path / "empty").touch()
     with pytest.raises(NotFound, match="the text has no tokens"):
-        ngram.train(None, [tmp_path / "empty"], tmp_path / "table")
+        ngram.train("shipped", [tmp_path / "empty"], tmp_path / "table")
     assert not (tmp_path / "table").exists()

@@ -38,7 +38,7 @@ from forerun.bench.tune_results import (
     print_found,
     write_config,
 )
-from forerun.bench.widen import load_widened
+from forerun.bench.widen import load_widened, measured_target
 from forerun.config import EngineConfig
 from forerun.engine.factory import is_shipped
 from forerun.text.terminal import make_console
@@ -60,6 +60,7 @@ def run(config: EngineConfig, plan: TunePlan) -> dict[str, Any]:
     Raises UserError for what cannot be measured, InternalError where a drafter fails.
     """
     console = make_console()
+    config = measured_target(config, plan.shape)
     check_picture(plan.picture)
     candidates = candidates_of(config, plan)
     checkpoint = load_widened(config, plan.shape, console)

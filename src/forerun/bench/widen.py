@@ -24,8 +24,9 @@ from forerun import drafters
 from forerun.config import EngineConfig, Quantization
 from forerun.drafters import head_files
 from forerun.drafters.eagle_model import EagleConfig, input_shapes, layer_shapes
-from forerun.engine.factory import DATA, SHIPPED_DRAFT, load_target, load_unpacked, make_ops
+from forerun.engine.factory import DATA, SHIPPED_DRAFT, load_target, load_unpacked, make_ops, target_of
 from forerun.errors import BadOption, shown
+from forerun.models import named
 from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.loading import Checkpoint, load_checkpoint, packed_schemes, read_raw_config
 from forerun.models.quantising import QuantisingSource
@@ -211,9 +212,15 @@ def describe(config: DecoderConfig) -> str:
     )
 
 
+def measured_target(config: EngineConfig, shape: str) -> EngineConfig:
+    """Name the model of a measurement: where none is named, the default; or the shipped one, if it is to be widened."""
+    return dataclasses.replace(config, target=target_of(config) if shape == "none" else config.target or named.PAIR)
+
+
 def load_widened(config: EngineConfig, shape: str, console: Console) -> Checkpoint:
     """Load the target in the wanted shape, and print a line that says what it is and how long that took."""
     start, note = time.perf_counter(), ""
+    config = measured_target(config, shape)
     with make_console(stderr=True).status("loading the target ...") as status:
         if shape == "none":
             checkpoint = load_target(config)

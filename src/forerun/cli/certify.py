@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forerun.cli import flags
-from forerun.cli.serve import FIRST_MODEL, TARGET_HELP, with_target
 from forerun.cli.signatures import writable
 
 if TYPE_CHECKING:
@@ -22,12 +21,7 @@ BATCH = 8  # sequences that run together, where nothing else is said
 
 
 def certify(
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            help=f"{TARGET_HELP} [default: {FIRST_MODEL} if it is here, else the shipped one]", show_default=False
-        ),
-    ] = None,
+    target: flags.TargetArgument = None,
     minutes: Annotated[float, typer.Option(help="that it may take; more find smaller deviations")] = 10.0,
     seed: Annotated[int, typer.Option(help="of everything that is drawn")] = 1,
     mutant: Annotated[str | None, typer.Option(help=MUTANT_HELP, show_default=False)] = None,
@@ -62,7 +56,7 @@ def certify(
 
     plan = Plan(minutes, seed, mutant, tuple(part) if part else tuple(PARTS))
     with _progress() as tell:
-        found = run(with_target(engine), plan, tell)
+        found = run(engine, plan, tell)
     print_certificate(found, make_console())
     if json_file is not None:
         json_file.write_text(f"{json.dumps(found.record(), indent=1)}\n", encoding="utf-8")

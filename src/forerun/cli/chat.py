@@ -14,17 +14,16 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TextIO
 
-from forerun import drafters, verify
-from forerun.cli.flags import USUAL
-from forerun.cli.words import counted, drawing, ending, lossy, note, percent, precision
+from forerun import verify
+from forerun.cli.words import counted, drafting, drawing, ending, lossy, model_name, note, percent, precision
 from forerun.config import EngineConfig
-from forerun.engine.factory import auto_of, is_shipped, refuse_without_template, suggested_fields
+from forerun.engine.factory import is_shipped, refuse_without_template
 from forerun.engine.llm import LLM
 from forerun.engine.prompts import Message
 from forerun.errors import BadOption, CapacityError, UserError
 from forerun.memory.machine import spare_what_is_loaded
-from forerun.models import named
 from forerun.models.hub import is_hub_id
+from forerun.models.named import DRAWING
 from forerun.registry import unknown
 from forerun.text.terminal import make_console, visible
 from forerun.types import FinishReason, SamplingParams, StepReport
@@ -42,7 +41,6 @@ A message that begins with / is written with //."""
 SHIPPED_NOTE = "The shipped model knows no questions and answers: it continues the Python code that you type."
 SHIPPED_MAX_TOKENS = 128  # the shipped model seldom ends an answer by itself
 FORGOTTEN = "nothing was answered, so this message is forgotten"
-DRAWING = frozenset({"temperature", "top_k", "top_p", "min_p"})
 SETTABLE = (
     *sorted(DRAWING),
     "max_tokens",
@@ -219,15 +217,6 @@ def open_models(config: EngineConfig) -> LLM:
     return llm
 
 
-def usual_fields(config: EngineConfig) -> dict[str, Any]:
-    """The sampling parameters of a conversation: the model's own where it has some, else USUAL.
-
-    The model's own are those of its generation_config.json, else those that data/models.toml has under its name.
-    """
-    own, known = suggested_fields(config), named.find(config.target)
-    return own if own.keys() & DRAWING else {**(USUAL if known is None else known.sampling or USUAL), **own}
-
-
 def unlimited(params: SamplingParams, is_limited: bool, config: EngineConfig) -> SamplingParams:
     """Return the parameters of an answer, which ends where the model ends it, unless the user set a limit."""
     if is_limited:
@@ -237,17 +226,7 @@ def unlimited(params: SamplingParams, is_limited: bool, config: EngineConfig) ->
 
 def banner(llm: LLM, params: SamplingParams) -> str:
     """The model, its precision, the drafter, and how answers are drawn."""
-    return f"{llm.checkpoint.name}: {precision(llm)}, {_drafting(llm)}, {drawing(params)}"
-
-
-def _drafting(llm: LLM) -> str:
-    method = llm.engine.drafter.main
-    _, options = drafters.resolve(llm.config.draft, auto_of(llm.checkpoint, llm.config))
-    if method == "model":
-        return "drafts by a model" if options.path is None else f"drafts by {options.path}"
-    if method in ("lookup", "suffix"):
-        return f"drafts from the conversation ({method})"
-    return "no drafts" if method == "none" else f"drafts by {method}"
+    return f"{model_name(llm)}: {precision(llm)}, {drafting(llm, params.draft)}, {drawing(params)}"
 
 
 def run(llm: LLM, params: SamplingParams, system: str | None, *, verbose: bool = False) -> None:

@@ -6,7 +6,6 @@ package writes code; it is widened to a size at which most of the time goes into
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Sequence as Seq
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from forerun.bench.widen import PROMPTS, load_widened
+from forerun.bench.widen import PROMPTS, load_widened, measured_target
 from forerun.cli.show import LiveText, watched
 from forerun.cli.words import percent
 from forerun.config import EngineConfig
@@ -23,7 +22,7 @@ from forerun.engine.factory import is_shipped, refuse_without_template
 from forerun.engine.llm import LLM
 from forerun.engine.request import RequestOutput
 from forerun.errors import NotFound
-from forerun.models.named import find, named_models
+from forerun.models.named import find
 from forerun.text.terminal import has_colour, make_console
 from forerun.types import SamplingParams
 
@@ -83,20 +82,11 @@ class Outcome:
         return len(self.output.token_ids) / self.seconds
 
 
-def run(config: EngineConfig, params: SamplingParams, shape: str | None, prompt: str | None, first: str) -> None:
-    """Show each scene twice on standard output, and what each took.
-
-    first: the named model that is shown where none is chosen; the shipped one where it is not here. Raises UserError.
-    """
+def run(config: EngineConfig, params: SamplingParams, shape: str | None, prompt: str | None) -> None:
+    """Show each scene twice on standard output, and what each took. Raises UserError."""
     console = make_console()
-    if config.target is None and shape is None:
-        model = named_models()[first]
-        if model.is_here():
-            config = dataclasses.replace(config, target=first)
-        else:
-            missing = f"{model.about} is not here: {model.how_to_get} installs it ({model.num_bytes / 1e6:.0f} MB)."
-            console.print(f"{missing} This is the small model that ships with forerun, which continues code.\n")
     shape = shape or ("demo" if is_shipped(config.target) else "none")
+    config = measured_target(config, shape)
     scenes = _scenes(config, prompt)
     if (shown := find(config.target)) is not None:
         console.print(f"{shown.name}: {shown.about}", style="bold")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.cli.flags import ENGINE_OPTION
+from forerun.cli.help import ENGINE
 from forerun.registry import Place, answer, normal
 
 
@@ -33,6 +33,26 @@ def on_command_line(words: Seq[str], option: str, context: Any) -> str | None:
         return Place(entry, "the --config file")
 
     return answer(typed, find) or (None if elsewhere is None else elsewhere.text)
+
+
+# Commands of Ollama, by what does the same here.
+OLLAMA = {
+    "run": "forerun chat MODEL is a conversation, and forerun generate answers one text",
+    "pull": "a model of the hub is fetched when it is first used, as by forerun chat org/name",
+    "list": "forerun models lists the models that have a name, and what is here of them",
+    "ls": "forerun models lists the models that have a name, and what is here of them",
+    "show": "forerun plan --target MODEL says what a model takes, and forerun doctor what this machine has",
+    "ps": "a model runs as long as its command does",
+    "stop": "a model runs as long as its command does",
+    "rm": "models of the hub are removed by hf cache delete, packages by pip uninstall",
+    "create": "a model is its folder or file, and its options are flags or a file behind --config",
+}
+
+
+def of_ollama(words: Seq[str]) -> str | None:
+    """Return the answer to a command that Ollama has and forerun has not."""
+    name = next((word for word in words if not word.startswith("-")), "")
+    return f"there is no command {name} here: {OLLAMA[name]}" if name in OLLAMA else None
 
 
 def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -92,7 +112,7 @@ def _way_out(param: Any, parser: Any, home: str) -> str:
 
 
 def _is_of_engine(param: Any) -> bool:
-    return getattr(param, "rich_help_panel", None) == ENGINE_OPTION
+    return (getattr(param, "rich_help_panel", None) or "").startswith(ENGINE)
 
 
 def _whole_word(words: Seq[str], option: str) -> str:

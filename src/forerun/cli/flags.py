@@ -16,51 +16,66 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.cli.help import ENGINE
 from forerun.cli.signatures import Fields
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, NotFound, shown
+from forerun.models.named import DRAWING, USUAL
 from forerun.registry import by_name, names, unknown
 from forerun.types import SamplingParams
 
-# How answers of a conversation are drawn where neither the model nor the user says it: at temperature 1 small models
-# ramble.
-USUAL = {"temperature": 0.7, "top_p": 0.9}
-ENGINE_OPTION = "engine"  # the help panel of a flag that a variable FORERUN_<NAME> and the --config file know, too
+# The panels of help texts, by the options of the engine and of requests that stand in them.
+_PANELS = {
+    "Speculation": (
+        "draft extra_drafts spec_length pacing pacing_log calibrate draft_catchup_tokens use_speculative_decoding "
+        "acceptance prediction draft_beams"
+    ),
+    "Model": "target ignore_config_keys device dtype quantization generation_config chat_template ops config",
+}
+_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}
 
 
-def _engine(name: str, methods: str | None = None, flag: str | None = None, default: str | None = None) -> Any:
+def _engine_panel(name: str) -> str:
+    return ENGINE + _PANEL_OF.get(name, "Memory and batches")
+
+
+def _engine(name: str, methods: str | None = None, flag: str | None = None) -> Any:
     """The flag of one field of EngineConfig: its help text, the methods of a room (found by scanning), its default.
 
-    flag: of a repeated one, whose name says one of several. default: of a command that has another one.
+    flag: of a repeated one, whose name says one of several.
     """
     field, flag = EngineConfig.__dataclass_fields__[name], flag or name.replace("_", "-")
     known = "" if methods is None else f"; methods: {', '.join(names(methods))}"
     aliases = ("--draft-model",) if name == "draft" else ()
-    value = default or field.default
-    shown_default = "" if value is None else f" [default: {value}]"
+    shown_default = "" if field.default is None else f" [default: {field.default}]"
     return typer.Option(
         f"--{flag}/--no-{flag}" if isinstance(field.default, bool) else f"--{flag}",
         *aliases,
         help=field.metadata["help"] + known + shown_default,
         show_default=False,
-        rich_help_panel=ENGINE_OPTION,  # read by elsewhere.py; no help text shows it
+        rich_help_panel=_engine_panel(name),
     )
 
 
-def _sampling(name: str, text: str, flag: str | None = None, *, is_chat: bool = False) -> Any:
-    """Make the flag of one field of SamplingParams. flag: the name of a repeated one, which is in the singular.
-
-    is_chat: whether the model's own value comes before the default, as in a conversation.
-    """
+def _sampling(name: str, text: str, flag: str | None = None) -> Any:
+    """Make the flag of one field of SamplingParams. flag: the name of a repeated one, which is in the singular."""
     default = SamplingParams.__dataclass_fields__[name].default
-    if is_chat:
-        default = f"the model's own, else {USUAL.get(name, default)}"
+    if name in DRAWING:
+        usual = f"{USUAL[name]} for a chat model, else " if name in USUAL else ""
+        default = f"the model's own, else {usual}{default}"
     shown = "" if default in (None, ()) else f" [default: {default}]"
-    return typer.Option(flag or f"--{name.replace('_', '-')}", help=text + shown, show_default=False)
+    return typer.Option(
+        flag or f"--{name.replace('_', '-')}",
+        help=text + shown,
+        show_default=False,
+        rich_help_panel=_PANEL_OF.get(name, "Sampling"),
+    )
 
 
-TARGET_HELP = EngineConfig.__dataclass_fields__["target"].metadata["help"]
 Target = Annotated[str | None, _engine("target")]
+TargetArgument = Annotated[
+    str | None, typer.Argument(help=EngineConfig.__dataclass_fields__["target"].metadata["help"], show_default=False)
+]
 Draft = Annotated[str | None, _engine("draft", methods="forerun.drafters")]
 SpecLength = Annotated[int | None, _engine("spec_length")]
 Pacing = Annotated[str | None, _engine("pacing", methods="forerun.pacing")]
@@ -70,7 +85,6 @@ Device = Annotated[str | None, _engine("device")]
 Dtype = Annotated[str | None, _engine("dtype")]
 Quantization = Annotated[str | None, _engine("quantization")]
 GenerationConfig = Annotated[str | None, _engine("generation_config")]
-ChatGenerationConfig = Annotated[str | None, _engine("generation_config", default="model")]
 IgnoreConfigKeys = Annotated[list[str] | None, _engine("ignore_config_keys", flag="ignore-config-key")]
 ChatTemplate = Annotated[str | None, _engine("chat_template")]
 Ops = Annotated[str | None, _engine("ops")]
@@ -88,7 +102,7 @@ UseSpeculativeDecoding = Annotated[
         "--speculative-decoding/--no-speculative-decoding",
         help="off: the same as --draft none; on: refused where no draft is named [default: as --draft says]",
         show_default=False,
-        rich_help_panel=ENGINE_OPTION,
+        rich_help_panel=_engine_panel("use_speculative_decoding"),
     ),
 ]
 DraftCatchupTokens = Annotated[int | None, _engine("draft_catchup_tokens")]
@@ -98,7 +112,7 @@ ConfigFile = Annotated[
         "--config",
         help="file with engine options, TOML, or JSON where it ends in .json.",
         show_default=False,
-        rich_help_panel=ENGINE_OPTION,
+        rich_help_panel=_engine_panel("config"),
     ),
 ]
 
@@ -110,13 +124,15 @@ class _EngineFields(Fields):
     """Those of EngineConfig, and what is given beside them: the config file, and whether to draft at all."""
 
     cls: type[Any] = EngineConfig
-    panel: str | None = ENGINE_OPTION
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield each name with its parameter of a command."""
         apart = [name for name in _APART if name in self.names or not self.names]
-        names = [name for name in self.names if name not in apart]
-        yield from Fields(EngineConfig, names, self.leave_out, self.usual, self.panel).parameters()
+        fields = EngineConfig.__dataclass_fields__
+        for name in self.names or [name for name, field in fields.items() if "help" in field.metadata]:
+            if name not in apart:
+                panel = _engine_panel(name)
+                yield from Fields(EngineConfig, (name,), self.leave_out, self.usual, panel).parameters()
         for name in apart:
             yield name, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=_APART[name])
 
@@ -139,10 +155,6 @@ Temperature = Annotated[float | None, _sampling("temperature", TEMPERATURE_HELP)
 TopK = Annotated[int | None, _sampling("top_k", TOP_K_HELP)]
 TopP = Annotated[float | None, _sampling("top_p", TOP_P_HELP)]
 MinP = Annotated[float | None, _sampling("min_p", MIN_P_HELP)]
-ChatTemperature = Annotated[float | None, _sampling("temperature", TEMPERATURE_HELP, is_chat=True)]
-ChatTopK = Annotated[int | None, _sampling("top_k", TOP_K_HELP, is_chat=True)]
-ChatTopP = Annotated[float | None, _sampling("top_p", TOP_P_HELP, is_chat=True)]
-ChatMinP = Annotated[float | None, _sampling("min_p", MIN_P_HELP, is_chat=True)]
 MaxTokens = Annotated[int | None, _sampling("max_tokens", "tokens to generate at most")]
 MinTokens = Annotated[int | None, _sampling("min_tokens", "no end of sequence and no stop id before this many tokens")]
 RepetitionPenalty = Annotated[float | None, _sampling("repetition_penalty", "in 1e-6 .. 1e6; over prompt and output")]
@@ -183,8 +195,13 @@ Prediction = Annotated[
 Acceptance = Annotated[
     str | None, _sampling("acceptance", "verification rule [default: match with a seed and temperature, else ratio]")
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", help="more numbers behind each output: alpha-hat and others")]
-IgnoreEos = Annotated[bool | None, typer.Option("--ignore-eos", help="go on past the end of sequence")]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", help="more numbers behind each output: alpha-hat and others", rich_help_panel="Output"),
+]
+IgnoreEos = Annotated[
+    bool | None, typer.Option("--ignore-eos", help="go on past the end of sequence", rich_help_panel="Sampling")
+]
 
 Prompt = str | list[int] | list[dict[str, Any]]  # a text, ids, or a conversation
 Request = tuple[Prompt, SamplingParams]  # a prompt, and how it is continued

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import Any
@@ -13,8 +14,12 @@ from forerun.cli.folding import folded
 from forerun.cli.signatures import expanded
 from forerun.errors import BadOption
 
+# Of the options of a command, in this order.
+PANELS = ("Options", "Model", "Sampling", "Speculation", "Memory and batches", "Output")
+ENGINE = "engine/"  # before the panel of an option that a variable FORERUN_<NAME> and the --config file know, too
 LEAST_WIDTH = 40  # columns
 NARROW = 76  # columns; below, flags have less room beside their texts
+SETTINGS = {"help_option_names": ["-h", "--help"]}
 GAP = 2  # columns between a flag and its text
 _FORMATTER: Any = typer.Context.formatter_class
 
@@ -47,12 +52,39 @@ class HelpFormatter(_FORMATTER):  # type: ignore[misc]  # typer ships its own co
             self.write(folded(" ".join(text.split()), self.width, left.ljust(column), " " * column).rstrip() + "\n")
 
 
+def panel_of(param: Any) -> str:
+    """The panel under which a help text shows an option."""
+    return (getattr(param, "rich_help_panel", None) or PANELS[0]).removeprefix(ENGINE)
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence, without its full stop; dots that stand for something left out (...) end none."""
+    return re.split(r"(?<!\.)\.(?:\s|$)", text.partition("\n\n")[0], maxsplit=1)[0]
+
+
 class _Context(typer.Context):
     formatter_class = HelpFormatter
 
 
 class _Command(TyperCommand):
     context_class = _Context
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """The arguments, then the options of each panel; those without one come first."""
+        panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in PANELS}
+        arguments = []
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is None:
+                continue
+            if param.param_type_name == "argument":
+                arguments.append(record)
+            else:
+                panels[panel_of(param)].append(record)
+        for title, records in (("Arguments", arguments), *panels.items()):
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 class _Group(TyperGroup):
@@ -73,9 +105,7 @@ class _Group(TyperGroup):
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         texts = [(name, (command.help or "") if command else "") for name, command in commands]
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, text.partition("\n\n")[0].partition(". ")[0].rstrip(".")) for name, text in texts]
-            )
+            formatter.write_dl([(name, first_sentence(text)) for name, text in texts])
 
 
 class App(typer.Typer):
@@ -89,9 +119,10 @@ class App(typer.Typer):
             add_completion=False,
             rich_markup_mode=None,
             pretty_exceptions_enable=False,
+            context_settings=SETTINGS,
         )
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
         """See typer.Typer.command; the flags of fields stand in the command's signature as Fields."""
-        add = super().command(name, **{"cls": _Command, **settings})
+        add = super().command(name, **{"cls": _Command, "context_settings": SETTINGS, **settings})
         return lambda command: add(expanded(command))

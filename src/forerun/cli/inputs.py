@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from forerun.cli import flags
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
+from forerun.models.named import find
 from forerun.types import SamplingParams
 
 
@@ -34,6 +36,33 @@ def read_prompt_file(file: Path, params: SamplingParams, ignored: Seq[str] = ())
     """Return the requests of a file; see `read_requests`. ignored: fields of a line that are not looked at."""
     text = flags.read_file(file, "prompt file")
     return flags.requests(text, params, ignored) if file.suffix == ".jsonl" else [(text, params)]
+
+
+def refuse_a_model(prompts: Seq[str]) -> None:
+    """Raise BadOption where the first of several texts, or the only one, is a model: chat and serve take it there."""
+    first = prompts[0]
+    is_like_an_id = len(prompts) > 1 and re.fullmatch(r"[\w-]+/[\w.-]+(?:[@:][\w.-]+)?", first) is not None
+    if find(first) is not None or is_like_an_id or _is_checkpoint(first):
+        raise BadOption(
+            f"{shown(first)} is a model, and generate takes texts: write --target {first}, and the text in quotes"
+        )
+
+
+def refuse_a_message(target: str | None) -> None:
+    """Raise BadOption where the model that chat is to open is a text of several words."""
+    if target is not None and len(target.split()) > 1 and not Path(target[:200]).exists():
+        raise BadOption(
+            f"{shown(target)} is no model: forerun chat takes one, and messages when it asks; forerun generate answers "
+            "a text"
+        )
+
+
+def _is_checkpoint(text: str) -> bool:
+    try:
+        path = Path(text).expanduser()
+        return path.suffix.lower() == ".gguf" or (path / "config.json").is_file()
+    except (OSError, RuntimeError, ValueError):  # no name of a file
+        return False
 
 
 def _read_stdin() -> str:

@@ -8,19 +8,14 @@ from typing import Annotated
 import typer
 
 from forerun.cli import flags
-from forerun.cli.serve import FIRST_MODEL, ORIGIN_HELP, TARGET_HELP, with_target
+from forerun.cli.serve import ORIGIN_HELP
 from forerun.errors import not_installed
 
 VIEWERS = 4  # sequences that run together, where nothing else is said: a cache for each drafter with a model is made
 
 
 def lab(
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            help=f"{TARGET_HELP} [default: {FIRST_MODEL} if it is here, else the shipped one]", show_default=False
-        ),
-    ] = None,
+    target: flags.TargetArgument = None,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 = all of this machine")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 = one that is free")] = 8001,
     api_key: Annotated[
@@ -47,7 +42,7 @@ def lab(
     config: flags.ConfigFile = None,
 ) -> None:
     """Show a page in the browser that explains speculative decoding, with your model running live behind it."""
-    engine = with_target(flags.engine_config(dict(locals()), config, max_batch_size=VIEWERS))
+    engine = flags.engine_config(dict(locals()), config, max_batch_size=VIEWERS)
     try:
         from forerun.engine.factory import usable_drafts
         from forerun.lab.app import make_lab

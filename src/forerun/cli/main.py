@@ -22,9 +22,9 @@ from forerun.cli.batch import batch
 from forerun.cli.bench import app as bench_app
 from forerun.cli.certify import certify
 from forerun.cli.doctor import doctor
-from forerun.cli.elsewhere import on_command_line
+from forerun.cli.elsewhere import of_ollama, on_command_line
 from forerun.cli.help import App
-from forerun.cli.inputs import read_requests
+from forerun.cli.inputs import read_requests, refuse_a_message, refuse_a_model
 from forerun.cli.lab import lab
 from forerun.cli.methods import MethodName, list_methods
 from forerun.cli.plan import plan
@@ -34,7 +34,7 @@ from forerun.cli.theory import theory
 from forerun.cli.train import app as train_app
 from forerun.cli.tune import tune
 from forerun.config import EngineConfig
-from forerun.errors import BadOption, ForerunError, NotFound, UserError
+from forerun.errors import BadOption, ForerunError, UserError
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -50,12 +50,10 @@ PROMPT_FILE_HELP = (
     "the chat template, may stand instead of prompt"
 )
 CHAT_HELP = (
-    "a text is a message to be answered, or the beginning of a text to be continued [default: --chat where the model "
-    "has a chat template]"
+    "a text is a message to be answered, or the beginning of a text to be continued [default: --chat if the model has "
+    "a chat template]"
 )
 ROUNDS_HELP = "before the text, print one line per pass of the target: what was drafted, and what became of it"
-FIRST_MODEL = "smollm2"  # what `forerun chat` talks to and `forerun demo` shows, where none is named
-NAMED_HELP = str(flags.TARGET_HELP).partition("; none")[0]
 REPORT_FIELDS = (
     "acceptance",
     "is_lossless",
@@ -92,6 +90,20 @@ def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
     """Speculative decoding that never changes what the model says."""
+
+
+@app.command(hidden=True)
+def version() -> None:
+    """Show the version, as --version does."""
+    _version(wanted=True)
+
+
+@app.command("help", hidden=True)
+def show_help(
+    context: typer.Context, words: Annotated[list[str] | None, typer.Argument(metavar="COMMAND")] = None
+) -> None:
+    """Show the help of a command, as --help behind it does."""
+    app([*(words or []), "--help"], prog_name=context.find_root().info_name, standalone_mode=False)
 
 
 # -------------------------------------------------------------------------------------------------------- generate
@@ -150,9 +162,13 @@ def generate(
     max_num_batched_tokens: flags.MaxNumBatchedTokens = None,
     draft_catchup_tokens: flags.DraftCatchupTokens = None,
     config: flags.ConfigFile = None,
-    chat: Annotated[bool | None, typer.Option("--chat/--raw", help=CHAT_HELP, show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per prompt")] = False,
-    rounds: Annotated[bool, typer.Option("--rounds", help=ROUNDS_HELP)] = False,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--raw", help=CHAT_HELP, show_default=False, rich_help_panel="Model")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print one JSON object per prompt", rich_help_panel="Output")
+    ] = False,
+    rounds: Annotated[bool, typer.Option("--rounds", help=ROUNDS_HELP, rich_help_panel="Output")] = False,
     verbose: flags.Verbose = False,
 ) -> None:
     """Answer or continue a text. What the model writes goes to standard output, the numbers to standard error."""
@@ -160,8 +176,12 @@ def generate(
     if as_json and rounds:
         raise BadOption("--json and --rounds exclude each other: choose one")
     flags.sampling_params(given, {"max_tokens": None})  # what is wrong by itself is refused before anything is read
+    if target is None and prompts:
+        refuse_a_model(prompts)
     engine = flags.engine_config(given, config)
-    params = flags.sampling_params(given, _suggested(engine))
+    from forerun.engine.factory import usual_fields
+
+    params = flags.sampling_params(given, usual_fields(engine))
     requests = read_requests(prompts or [], prompt_file, params)
     if not as_json and any(params.logprobs is not None for _, params in requests):
         raise BadOption("logprobs are printed with --json only: add it")
@@ -181,48 +201,27 @@ def generate(
 
 
 def _with_messages(requests: list[flags.Request], engine: EngineConfig, chat: bool | None) -> list[flags.Request]:
-    """The requests with texts as messages of a user, where the model has a chat template; see CHAT_HELP.
+    """The requests with texts as messages of a user, where the model answers texts; see CHAT_HELP.
 
-    The shipped model's template joins texts for `forerun chat`; what it is given here it continues. Raises NotFound
-    where a template is needed and there is none, before any weight is fetched.
+    Raises NotFound where a template is needed and there is none, before any weight is fetched.
     """
-    from forerun.engine.factory import is_shipped, refuse_without_template, refuse_without_text, target_files
+    from forerun.engine.factory import answers_texts, refuse_without_template, refuse_without_text, target_files
 
     has_texts = any(isinstance(prompt, str) for prompt, _ in requests)
-    if has_texts and not is_shipped(engine.target):
+    if has_texts:
         refuse_without_text(engine)
     if chat or any(_is_conversation(prompt) for prompt, _ in requests):
         refuse_without_template(engine)
-    elif has_texts and chat is None and not is_shipped(engine.target):
-        target_files(engine)  # what is wrong with them is not mended by --raw
-        try:
-            refuse_without_template(engine)
-        except NotFound:
-            return requests
-        except UserError as error:
-            raise type(error)(f"{error}, or give --raw: the text is then continued as it is") from error
-    if not has_texts or chat is False or (chat is None and is_shipped(engine.target)):
+    if not has_texts or chat is False or (chat is None and not answers_texts(target_files(engine), engine)):
         return requests
-    if chat is None:
-        from forerun.cli.words import note
-
-        is_wild = any(params.temperature >= 1 for _, params in requests)
-        calmer = " --temperature 0.7 --top-p 0.9, as forerun chat has it, makes calmer answers." if is_wild else ""
-        said = "This model has a chat template: it answers the text as a message. --raw continues the text instead."
-        note(said + calmer)
+    try:
+        refuse_without_template(engine)
+    except UserError as error:
+        raise type(error)(f"{error}, or give --raw: the text is then continued as it is") from error
     return [
         ([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, params)
         for prompt, params in requests
     ]
-
-
-def _suggested(engine: EngineConfig) -> dict[str, Any]:
-    """Return the sampling parameters of generation_config.json, where they were asked for."""
-    if engine.generation_config == "none":
-        return {}  # without the imports below, which take long: the prompts are read first
-    from forerun.engine.factory import suggested_fields
-
-    return suggested_fields(engine)
 
 
 def _is_conversation(prompt: flags.Prompt) -> TypeGuard[list[dict[str, Any]]]:
@@ -249,12 +248,12 @@ def _open(config: Any) -> LLM:
 
 
 def _generate(llm: LLM, requests: Seq[Encoded]) -> list[RequestOutput]:
-    return llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+    return llm.generate([prompt for prompt, _ in requests], [params for _, params in requests], raw=True)
 
 
 def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, verbose: bool) -> None:
     start = time.perf_counter()
-    for chunk in llm.stream(prompt, params):
+    for chunk in llm.stream(prompt, params, raw=True):
         text = _readable(llm, chunk)
         _write(text if chunk.output is None else f"{text}\n")
         if chunk.output is not None:
@@ -349,9 +348,7 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
 
 @app.command()
 def chat(
-    target: Annotated[
-        str | None, typer.Argument(help=f"{NAMED_HELP} [default: {FIRST_MODEL}]", show_default=False)
-    ] = None,
+    target: flags.TargetArgument = None,
     ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
     system: Annotated[str | None, typer.Option(help="the system message, first in the conversation")] = None,
@@ -359,10 +356,10 @@ def chat(
     pacing: flags.Pacing = None,
     pacing_log: flags.PacingLog = None,
     calibrate: flags.Calibrate = None,
-    temperature: flags.ChatTemperature = None,
-    top_k: flags.ChatTopK = None,
-    top_p: flags.ChatTopP = None,
-    min_p: flags.ChatMinP = None,
+    temperature: flags.Temperature = None,
+    top_k: flags.TopK = None,
+    top_p: flags.TopP = None,
+    min_p: flags.MinP = None,
     max_tokens: Annotated[int | None, typer.Option(help="tokens of an answer at most [default: no limit]")] = None,
     repetition_penalty: flags.RepetitionPenalty = None,
     presence_penalty: flags.PresencePenalty = None,
@@ -370,7 +367,7 @@ def chat(
     seed: flags.Seed = None,
     stop: flags.Stop = None,
     acceptance: flags.Acceptance = None,
-    generation_config: flags.ChatGenerationConfig = None,
+    generation_config: flags.GenerationConfig = None,
     chat_template: flags.ChatTemplate = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
@@ -383,10 +380,12 @@ def chat(
     """Talk to a model. Answers go to standard output; their speed and acceptance to standard error."""
     given = dict(locals())
     flags.sampling_params(given, {"max_tokens": None})
-    engine = flags.engine_config(given, config, target=FIRST_MODEL, generation_config="model")
+    refuse_a_message(target)
+    engine = flags.engine_config(given, config)
     from forerun.cli import chat as session
+    from forerun.engine.factory import usual_fields
 
-    fields = session.usual_fields(engine)
+    fields = usual_fields(engine)
     is_limited = "max_tokens" in fields or given["max_tokens"] is not None
     params = session.unlimited(flags.sampling_params(given, fields), is_limited, engine)
     session.run(session.open_models(engine), params, system, verbose=verbose)
@@ -400,14 +399,7 @@ def demo(
     prompt: Annotated[
         str | None, typer.Argument(help="a text to answer or continue in place of ours", show_default=False)
     ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help=f"{NAMED_HELP} [default: {FIRST_MODEL} if it is here]",
-            show_default=False,
-            rich_help_panel=flags.ENGINE_OPTION,
-        ),
-    ] = None,
+    target: flags.Target = None,
     ignore_config_keys: flags.IgnoreConfigKeys = None,
     draft: flags.Draft = None,
     spec_length: flags.SpecLength = None,
@@ -431,7 +423,7 @@ def demo(
     config, params = flags.engine_config(given), flags.sampling_params(given)
     from forerun.cli import demo as show_demo
 
-    show_demo.run(config, params, shape, prompt, FIRST_MODEL)
+    show_demo.run(config, params, shape, prompt)
 
 
 @app.command()
@@ -486,6 +478,7 @@ def main(arguments: Seq[str] | None = None, commands: App = app, name: str = "fo
 
     commands, name: of another program that is to behave as `forerun` does.
     """
+    _open_what_is_closed()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
@@ -497,6 +490,16 @@ def main(arguments: Seq[str] | None = None, commands: App = app, name: str = "fo
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = BROKEN_PIPE
     sys.exit(code)
+
+
+def _open_what_is_closed() -> None:
+    """Give a command whose caller has closed a standard stream (as in `forerun models >&-`) an empty one in its place.
+
+    They are opened in order, so that each gets the number of the closed one, and no other file does.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # until the process ends
 
 
 def _run(arguments: list[str], commands: App = app, name: str = "forerun") -> int:
@@ -520,7 +523,7 @@ def _run(arguments: list[str], commands: App = app, name: str = "forerun") -> in
             typer.echo(error.format_message(), err=True)
             return 2
         context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
-        there = on_command_line(arguments, option, context) if context and option else None
+        there = on_command_line(arguments, option, context) if context and option else of_ollama(arguments)
         command = context.command_path if context else name
         return _fail(there or f"{error.format_message().rstrip('.')}: see {command} --help", 2)
     return code if isinstance(code, int) else 0

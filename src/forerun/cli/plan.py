@@ -18,6 +18,7 @@ from forerun.cli import flags
 from forerun.cli.folding import folded
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, shown
+from forerun.models.named import PAIR
 
 if TYPE_CHECKING:
     from forerun.memory.parts import MemoryPart
@@ -56,6 +57,8 @@ def plan(
 ) -> None:
     """Compute the memory that a configuration needs, before anything is loaded. Exit code 3: it does not fit."""
     engine = flags.engine_config(dict(locals()), config)
+    if shape is not None or draft_shape is not None:  # to which the shipped pair is widened
+        engine = dataclasses.replace(engine, target=engine.target or PAIR)
     models = Models.of(engine, shape, draft_shape)
     made = models.plan(engine, None if memory is None else parse_bytes(memory))
     if as_json:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated
 
 import typer
 
 from forerun.cli import flags
-from forerun.config import EngineConfig
 from forerun.errors import BadOption, not_installed
 
-FIRST_MODEL = "smollm2"  # what is served where none is named, if it is here
 SERVED_HELP = (
     "name that requests may give as their model, and answers have; may be repeated, the first is the answers' "
     "[default: the target's]"
@@ -24,16 +21,10 @@ ORIGIN_HELP = (
     "web page that may use this server, as SCHEME://HOST[:PORT], or * for any; may be repeated [default: its own "
     "pages alone]"
 )
-TARGET_HELP = str(flags.TARGET_HELP).partition("; none")[0]
 
 
 def serve(
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            help=f"{TARGET_HELP} [default: {FIRST_MODEL} if it is here, else the shipped one]", show_default=False
-        ),
-    ] = None,
+    target: flags.TargetArgument = None,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 = all of this machine")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 = one that is free")] = 8000,
     api_key: Annotated[
@@ -108,18 +99,4 @@ def serve(
             stall_timeout_s=stall_timeout_s,
         ),
     )
-    raise typer.Exit(run(with_target(engine), options, {"/lab": make_lab} if lab else None))
-
-
-def with_target(config: EngineConfig) -> EngineConfig:
-    """The first model where none is named and it is here; the shipped one, with a note of how to get it, where not."""
-    from forerun.models.named import named_models
-    from forerun.text.terminal import note
-
-    if config.target is not None:
-        return config
-    model = named_models()[FIRST_MODEL]
-    if model.is_here():
-        return dataclasses.replace(config, target=FIRST_MODEL)
-    note(f"{model.about} is not here ({model.how_to_get} installs it): the shipped one is served, which continues code")
-    return config
+    raise typer.Exit(run(engine, options, {"/lab": make_lab} if lab else None))

@@ -110,7 +110,7 @@ def lm(
 @app.command()
 def sample(
     out: Annotated[Path, typer.Option(help="File to append to; where it is there already, sampling goes on.")],
-    target: Annotated[str | None, typer.Option(help="Folder, GGUF file, name or hub id; default: shipped.")] = None,
+    target: Annotated[str | None, typer.Option(help="Folder, GGUF file, name or hub id; none = smollm2.")] = None,
     num_tokens: Annotated[int, typer.Option(help="Tokens in the file when it is done, prompts included.")] = 300_000,
     batch_size: Annotated[int, typer.Option(help="Texts that are written at once.", min=1)] = 32,
     chat: Annotated[
@@ -186,7 +186,7 @@ def head(
     ],
     samples: Annotated[Path, typer.Option(help="File of `train sample`, of the same target.")],
     out: Annotated[Path, typer.Option(help="Folder for log, curves, state and the head (out/head).")],
-    target: Annotated[str | None, typer.Option(help="Folder, GGUF file, name or hub id; default: shipped.")] = None,
+    target: Annotated[str | None, typer.Option(help="Folder, GGUF file, name or hub id; none = smollm2.")] = None,
     max_steps: Annotated[int, typer.Option(help="Steps in all; the learning rate reaches 0 at the last.")] = 1000,
     tokens_per_step: Annotated[int, typer.Option(help="Tokens of one batch.")] = 2048,
     seq_len_tokens: Annotated[int, typer.Option(help="Tokens of a row, into which whole texts are packed.")] = 512,
@@ -317,8 +317,8 @@ def pair(
 @app.command()
 def tree(
     out: Annotated[Path, typer.Option(help="File to write, for --draft tree:shape=sequoia,file=FILE.")],
-    target: Annotated[str | None, typer.Option(help="The target; default: the shipped one.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Its draft model; default: the shipped one.")] = None,
+    target: Annotated[str, typer.Option(help="The target.")] = "shipped",
+    draft: Annotated[str | None, typer.Option(help="Its draft model; none = that of the shipped pair.")] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="prompts.jsonl (`train prompts`); default: held-out Python sources.")
     ] = None,
@@ -331,7 +331,8 @@ def tree(
     import numpy as np
 
     from forerun.drafters.artifacts import fingerprint, save
-    from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
+    from forerun.engine.factory import SHIPPED_DRAFT, is_shipped
+    from forerun.errors import BadOption
     from forerun.models.loading import load_checkpoint
     from forerun.text.tokenizer import compare
     from forerun.train.corpus import bench_prompts, load_corpus
@@ -339,10 +340,9 @@ def tree(
     from forerun.train.shares import measure
 
     with refusals():
-        pair = [
-            load_checkpoint(name or shipped, with_tokenizer=True)
-            for name, shipped in ((target, SHIPPED_TARGET), (draft, SHIPPED_DRAFT))
-        ]
+        if draft is None and not is_shipped(target):
+            raise BadOption("only the shipped model has a draft model that need not be named: give --draft")
+        pair = [load_checkpoint(name, with_tokenizer=True) for name in (target, draft or SHIPPED_DRAFT)]
         tokenizer = pair[0].text_tokenizer
         compare(tokenizer, pair[1].text_tokenizer, pair[1].name)
         if prompts is None:
@@ -382,7 +382,7 @@ def card(
 def datastore(
     out: Annotated[Path, typer.Option(help="File to write, for --draft datastore:path=FILE.")],
     target: Annotated[
-        str | None, typer.Option(help="Model whose ids are stored; none = the shipped one.", show_default=False)
+        str | None, typer.Option(help="Model whose ids are stored; none = smollm2.", show_default=False)
     ] = None,
     text: Annotated[
         list[Path] | None,
@@ -418,7 +418,7 @@ def datastore(
 def ngram(
     out: Annotated[Path, typer.Option(help="File to write, for --draft bigram:path=FILE or unigram:path=FILE.")],
     target: Annotated[
-        str | None, typer.Option(help="Model whose tokenizer counts; none = the shipped one.", show_default=False)
+        str | None, typer.Option(help="Model whose tokenizer counts; none = smollm2.", show_default=False)
     ] = None,
     text: Annotated[
         list[Path] | None,
@@ -454,7 +454,7 @@ def ngram(
 def skip(
     out: Annotated[Path, typer.Option(help="File to write, for --draft early_exit:path=FILE.")],
     text: Annotated[list[Path], typer.Option(help="File, or folder, like what the target will write; repeatable.")],
-    target: Annotated[str | None, typer.Option(help="Folder, GGUF file, name or hub id; default: shipped.")] = None,
+    target: Annotated[str | None, typer.Option(help="Folder, GGUF file, name or hub id; none = smollm2.")] = None,
     num_tokens: Annotated[int, typer.Option(help="Tokens of the text that are run for each set.", min=2)] = 256,
     evaluations: Annotated[int, typer.Option(help="Sets of layers that are scored at most.", min=1)] = 100,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",

@@ -24,7 +24,7 @@ ENGINE = ("ignore_config_keys", "calibrate", "chat_template", "max_seq_len")
 def tune(
     plan: Annotated[Given, Fields(TunePlan, is_plan=True)],
     engine: Annotated[Given, flags.engine(*ENGINE, *flags.MODEL)],
-    target: Annotated[str | None, typer.Argument(help=str(flags.TARGET_HELP), show_default=False)] = None,
+    target: flags.TargetArgument = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help=PROMPTS_HELP, show_default=False)] = None,
     json_file: JsonFile = None,
 ) -> None:

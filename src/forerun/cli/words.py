@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from forerun.models import named
 from forerun.text.terminal import note as note
 from forerun.types import BEAM, FinishReason, SamplingParams
 
@@ -38,6 +39,26 @@ def precision(llm: LLM) -> str:
     return used if stored in ("", used) else f"{used} (the file has {stored})"
 
 
+def model_name(llm: LLM) -> str:
+    """The name by which the user may know a model: of those of `forerun models`, its name there."""
+    target = llm.config.target
+    return target if target is not None and named.find(target) is not None else llm.checkpoint.name
+
+
+def drafting(llm: LLM, draft: str | None = None) -> str:
+    """What drafts for requests, in words. draft: what a request has chosen; None = the engine's first drafter."""
+    from forerun import drafters
+    from forerun.engine.factory import auto_of
+
+    method = draft or llm.engine.drafter.main
+    if method == "model" and draft is None:
+        _, options = drafters.resolve(llm.config.draft, auto_of(llm.checkpoint, llm.config))
+        return "drafts by a model" if options.path is None else f"drafts by {options.path}"
+    if method in ("lookup", "suffix"):
+        return f"drafts from the text ({method})"
+    return {"none": "no drafts", "model": "drafts by a model"}.get(method, f"drafts by {method}")
+
+
 def drawing(params: SamplingParams) -> str:
     """How tokens are chosen: greedy, or the temperature and the filters that are set."""
     if params.searches:
@@ -59,7 +80,8 @@ def ending(reason: FinishReason | None, num_tokens: int, params: SamplingParams)
 def closing_line(llm: LLM, output: RequestOutput, params: SamplingParams, seconds: float | None = None) -> str:
     """The numbers of an output in one line. seconds: from the prompt to the last token; None = no speed is said."""
     report, num_tokens = output.report, len(output.token_ids)
-    parts = [f"{counted(num_tokens, 'token')} in {counted(report.num_steps, 'target pass')}"]
+    parts = [model_name(llm), drafting(llm, params.draft)]
+    parts += [f"{counted(num_tokens, 'token')} in {counted(report.num_steps, 'target pass')}"]
     if seconds is not None:
         parts.append(f"{num_tokens / seconds:.1f} tokens/s")
     if report.acceptance_rate is not None:

@@ -6,6 +6,7 @@ Three questions in the order of their price: do the small files allow it (`refus
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from forerun import drafters, ops, pacing
 from forerun.config import EngineConfig, Quantization
 from forerun.engine import router
 from forerun.engine.engine import Engine
-from forerun.errors import BadOption, CapacityError, NotFound, UserError
+from forerun.errors import BadOption, CapacityError, NotFound, UnsupportedModel, UserError
 from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
 from forerun.memory.plan import MemoryPlan, memory_plan, pool_tokens, resolve_max_seq_len
@@ -39,36 +40,88 @@ from forerun.ops.reference import ReferenceOps
 from forerun.pacing.cost import Costs
 from forerun.registry import names
 from forerun.text.chat import ChatTemplate
+from forerun.text.template_files import find_sources
 from forerun.text.tokenizer import Tokenizer, needed
+from forerun.types import SamplingParams
 
+LOG = logging.getLogger(__name__)
 DATA = named.DATA
 SHIPPED_TARGET, SHIPPED_DRAFT = DATA / "target", DATA / "draft"
+
+
+# ------------------------------------------------------------------------------------------- where nothing is said
+
+
+def target_of(config: EngineConfig) -> str:
+    """The target that a configuration names, else the default model. Raises NotFound where that is not here."""
+    return config.target or named.default()
 
 
 def is_shipped(target: str | Path | None) -> bool:
     """Whether a target is the model that ships with the package."""
     known = named.find(target)
-    return target is None or (Path(target) if known is None else known.path()) == SHIPPED_TARGET
+    return target is not None and (Path(target) if known is None else known.path()) == SHIPPED_TARGET
 
 
 def auto_draft(target: str | Path | None) -> str:
     """The drafter that `auto` stands for: of the shipped model its draft model; else what data/models.toml names."""
     if is_shipped(target):
         return drafters.BY_MODEL
-    known = named.of(target)
-    return (known and known.auto_for(target)) or drafters.WITHOUT_MODEL
+    known = named.of(target or named.DEFAULT)
+    return (known and known.auto_for(target or named.DEFAULT)) or drafters.WITHOUT_MODEL
 
 
 def auto_of(checkpoint: Checkpoint, config: EngineConfig) -> str:
-    """The same of a target that is loaded, which a configuration without a name need not be the shipped one of."""
+    """The drafter that `auto` stands for, of a loaded target: by its name in the configuration, else by its folder."""
     is_named = config.target is not None and not is_shipped(checkpoint.folder)
     return auto_draft(config.target if is_named else checkpoint.folder)
 
 
+def answers_texts(folder: Path, config: EngineConfig) -> bool:
+    """Whether a text is a message that a target answers, as it is where there is a chat template; else it is continued.
+
+    The template of the shipped model only joins the turns of a conversation to one text. folder: of the target's files.
+    """
+    if is_shipped(folder):
+        return False
+    try:
+        find_sources(folder, None if config.chat_template is None else Path(config.chat_template))
+    except NotFound:
+        return False
+    return True
+
+
+def usual_fields(config: EngineConfig, folder: Path | None = None) -> dict[str, Any]:
+    """The sampling parameters of a target where a request says nothing of them; others have SamplingParams' defaults.
+
+    The first of these that there is: its generation_config.json, what data/models.toml has under its name, and of a
+    target that answers texts named.USUAL. folder: of the target's files, where they are known.
+    """
+    if config.generation_config == "none":
+        return {}
+    folder = folder or target_files(config)
+    own = dict[str, Any]()
+    try:
+        own = sampling_fields(folder)
+        SamplingParams(**own)
+    except UserError as error:
+        if config.generation_config == "model":
+            raise UnsupportedModel(str(error)) from error
+        LOG.warning("%s; its sampling values are left out", error)
+        own = {}
+    known = named.of(config.target)
+    if own.keys() & named.DRAWING or not answers_texts(folder, config):
+        return own
+    return {**((known and known.sampling) or named.USUAL), **own}
+
+
+# ------------------------------------------------------------------------------------------------------ the target
+
+
 def load_target(config: EngineConfig, *, with_tokenizer: bool = True) -> Checkpoint:
-    """The target that a configuration names, on its device and in its type; the shipped one where it names none."""
+    """The target that a configuration names, on its device and in its type."""
     return load_checkpoint(
-        _target(config),
+        target_of(config),
         dtype=config.dtype,
         device=torch_device(config.device),
         ops=make_ops(config),
@@ -88,7 +141,7 @@ def load_unpacked(config: EngineConfig) -> Checkpoint:
         return load_target(replace(config, quantization=None))
     dtype = own.auto_dtype("cpu", torch.float32) if config.dtype == "auto" else config.dtype
     return load_checkpoint(
-        _target(config),
+        target_of(config),
         dtype=dtype,
         with_tokenizer=True,
         ignore_config_keys=config.ignored_config_keys,
@@ -151,14 +204,9 @@ def usable_drafts(config: EngineConfig) -> list[str]:
     return [m for m in found if not any(drafters.has_a_model(part) for part, _ in drafters.methods(m, auto))]
 
 
-def suggested_fields(config: EngineConfig) -> dict[str, Any]:
-    """The sampling parameters that the target's generation_config.json sets, if the configuration asks for them."""
-    return sampling_fields(target_files(config)) if config.generation_config == "model" else {}
-
-
 def target_files(config: EngineConfig) -> Path:
     """The target's folder, without its weights; see `small_files`."""
-    return small_files(_target(config), config.ignored_config_keys)
+    return small_files(target_of(config), config.ignored_config_keys)
 
 
 def refuse_without_template(config: EngineConfig) -> None:
@@ -170,12 +218,6 @@ def refuse_without_text(config: EngineConfig) -> None:
     """Raise NotFound where the target knows ids alone, before any weight is fetched: for callers that have texts."""
     folder = target_files(config)
     needed(Tokenizer.find(folder), str(folder))
-
-
-def _target(config: EngineConfig) -> str | Path:
-    if config.target is None and not SHIPPED_TARGET.exists():
-        raise NotFound("the shipped model is missing from this installation: name a checkpoint folder as target")
-    return config.target or SHIPPED_TARGET
 
 
 def torch_device(name: str) -> torch.device:
@@ -208,7 +250,7 @@ def outlines(config: EngineConfig) -> dict[str, Outline]:
     Raises UserError for a model that LLM refuses, BadOption where a drafter needs a model and none is named.
     """
     read = partial(Outline.of, ignore=config.ignored_config_keys)
-    found = {"target": read(_target(config), config.quantization)}
+    found = {"target": read(target_of(config), config.quantization)}
     for name, method, options in _with_models(config):
         if (own := drafters.checkpoint(method, options)) is not None:
             found[name] = read(_path_of(own, method, config), own.quantization)

@@ -14,7 +14,15 @@ from typing import Any, Unpack
 
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
-from forerun.engine.factory import build, load_target, refuse_early, refuse_what_does_not_fit
+from forerun.engine.factory import (
+    answers_texts,
+    build,
+    load_target,
+    refuse_early,
+    refuse_what_does_not_fit,
+    target_of,
+    usual_fields,
+)
 from forerun.engine.loop import Loop
 from forerun.engine.options import LLMOptions, llm_signature
 from forerun.engine.prompts import (
@@ -30,7 +38,6 @@ from forerun.engine.prompts import (
 )
 from forerun.engine.request import Chunk, Mark, Reader, Request, RequestOutput, unheard
 from forerun.errors import BadOption, UserError, shown
-from forerun.models.generation import sampling_defaults
 from forerun.models.loading import Checkpoint
 from forerun.pacing.cost import PassTime
 from forerun.pacing.log import PacingLog
@@ -45,8 +52,8 @@ class LLM:
     """A target model with speculation.
 
     target: a checkpoint folder, a GGUF file, a hub id, a name that `forerun models` lists, a loaded Checkpoint, or None
-    for the shipped model. Options are those of EngineConfig, with the aliases draft_model, num_speculative_tokens,
-    speculative_config, use_speculative_decoding; draft may be a loaded Checkpoint, too.
+    for smollm2, which must be here. Options are those of EngineConfig, with the aliases draft_model,
+    num_speculative_tokens, speculative_config, use_speculative_decoding; draft may be a loaded Checkpoint, too.
     Raises UserError for everything that the caller can mend.
 
     Threads and asynchronous tasks may share one LLM: their requests run in one batch, which a thread of the LLM steps.
@@ -65,6 +72,7 @@ class LLM:
         log = None if self.config.pacing_log is None else PacingLog(self.config.pacing_log)
         tokenizer: Tokenizer | None = None
         if loaded is None:
+            self.config = dataclasses.replace(self.config, target=target_of(self.config))
             tokenizer = refuse_early(self.config, self._loaded_draft is not None)
             if self._loaded_draft is None:
                 refuse_what_does_not_fit(self.config)
@@ -74,9 +82,9 @@ class LLM:
         if tokenizer is None or tokenizer.folder != self.checkpoint.folder:  # a branch of the hub may have moved
             tokenizer = self.checkpoint.tokenizer or Tokenizer.find(self.checkpoint.folder)
         self._tokenizer = tokenizer
-        self.default_params = SamplingParams()
-        if self.config.generation_config == "model":
-            self.default_params = sampling_defaults(self.checkpoint.folder)
+        self.usual_fields: Mapping[str, Any] = usual_fields(self.config, self.checkpoint.folder)
+        self.default_params = SamplingParams(**self.usual_fields)
+        self.answers_texts = self.has_text and answers_texts(self.checkpoint.folder, self.config)
         if self.config.chat_template is not None:
             _ = self.chat_template  # a file that cannot be read is refused here
         self.engine = build(self.checkpoint, tokenizer, self.config, self._loaded_draft)
@@ -90,11 +98,26 @@ class LLM:
         """From a finished configuration."""
         return cls(config.target, **config.options())
 
+    def params(self, **fields: Any) -> SamplingParams:
+        """What a call without params takes, with these fields changed: `llm.params(max_tokens=32)`.
+
+        SamplingParams(max_tokens=32) has SamplingParams' own defaults in the place of the model's: temperature 1.
+        """
+        return SamplingParams(**{**self.usual_fields, **fields})
+
     @names_keywords
     def generate(
-        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
     ) -> list[RequestOutput]:
-        """Outputs in the order of the prompts. A prompt is a text or token ids; params: one, or one per prompt.
+        """Outputs in the order of the prompts. A prompt is a text or token ids.
+
+        A text is a message that the model answers, if it has a chat template (`answers_texts`), else the beginning of a
+        text that it continues; raw=True: it is continued in any case. Ids are taken as they are. params: one, or one
+        for each prompt; without them the model's own (`default_params`).
 
         Where params.n asks for several outputs, those of one prompt follow each other; those of a beam search
         (params.num_beams) best first, each with its score.
@@ -105,7 +128,7 @@ class LLM:
             if request.seq.finish_reason is not None:
                 ended.put(request)
 
-        requests = self._make(as_list(prompts), params, hear)
+        requests = self._make(as_list(prompts), params, hear, raw)
         try:
             self._loop.add(requests)
             for _ in requests:
@@ -124,15 +147,18 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        raw: bool = False,
         hear: Callable[[Request], None] = unheard,
     ) -> list[Request]:
         """Queue prompts, all or none, and return at once: params.n requests for each of them, in order.
+
+        Prompts, params and raw are as in `generate`.
 
         hear(request) is called by the engine's thread, behind each step that brought a request on and when it ends:
         let it put the request into a queue. One is over when its `seq.finish_reason` is set, and then has its
         `output()`, or the `error` that ended it. Requests that are no longer wanted are to be given to `end`.
         """
-        requests = self._make(as_list(prompts), params, hear)
+        requests = self._make(as_list(prompts), params, hear, raw)
         self._loop.add(requests)
         return requests
 
@@ -165,15 +191,15 @@ class LLM:
         self._loop.end(requests)
 
     @names_keywords
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False) -> Iterator[Chunk]:
         """Chunks as they are verified: text that can no longer change, and the tokens behind it.
 
-        Where params.n asks for several outputs, their chunks come mixed, each with its `index`. Leaving the loop early
-        ends the request.
+        prompt, params and raw are as in `generate`. Where params.n asks for several outputs, their chunks come mixed,
+        each with its `index`. Leaving the loop early ends the request.
         """
         refuse_to_stream(params)
         news = SimpleQueue[tuple[Request, Mark]]()
-        requests = self._make([only_one(prompt)], params, lambda request: news.put((request, request.mark())))
+        requests = self._make([only_one(prompt)], params, lambda request: news.put((request, request.mark())), raw)
         readers = {request: Reader(request) for request in requests}
         try:
             self._loop.add(requests)
@@ -183,7 +209,9 @@ class LLM:
             self._loop.end(requests)
 
     @names_keywords
-    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False
+    ) -> AsyncIterator[Chunk]:
         """`stream` for asyncio. The event loop stays free; several streams run in one batch.
 
         Leaving the loop early, closing the iterator or cancelling the task ends the request and frees what it holds.
@@ -194,7 +222,7 @@ class LLM:
         def hear(request: Request) -> None:  # raises where the event loop was closed, which ends the request
             loop.call_soon_threadsafe(news.put_nowait, (request, request.mark()))
 
-        requests = await asyncio.to_thread(self._make, [only_one(prompt)], params, hear)
+        requests = await asyncio.to_thread(self._make, [only_one(prompt)], params, hear, raw)
         readers = {request: Reader(request) for request in requests}
         try:
             self._loop.add(requests)
@@ -290,14 +318,20 @@ class LLM:
         prompts: list[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None,
         hear: Callable[[Request], None],
+        raw: bool,
     ) -> list[Request]:
         """The requests of all prompts, not queued yet. Raises UserError for the first that cannot be honoured."""
         made: list[Request] = []
         for prompt, each in zip(prompts, params_for(len(prompts), params, self.default_params), strict=True):
-            made += self.engine.make(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, each)
+            made += self.engine.make(self._ids(prompt, raw) if isinstance(prompt, str) else prompt, each)
         for request in made:
             request.hear = hear
         return made
+
+    def _ids(self, text: str, raw: bool) -> list[int]:
+        if raw or not self.answers_texts:
+            return self.tokenizer.encode(text)
+        return self.apply_chat_template([{"role": "user", "content": text}])
 
 
 def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Iterator[Chunk]:

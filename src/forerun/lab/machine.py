@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -39,9 +38,9 @@ def make_router(llm: LLM) -> APIRouter:
     @router.get("/machine")
     def machine() -> dict[str, Any]:
         """The times of passes by their rows, the drafters, and what others have measured."""
-        target = llm.config.target
+        is_pair = is_shipped(llm.checkpoint.folder)
         return {
-            "model": "the shipped model" if is_shipped(target) else Path(str(target)).name,
+            "model": "the shipped model" if is_pair else llm.checkpoint.name,
             "precision": llm.checkpoint.model.precision,
             "drafters": list(llm.drafters),
             "passes": passes(llm),

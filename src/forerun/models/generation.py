@@ -1,7 +1,7 @@
 """What a checkpoint says about generating: the ids that end an output, and the sampling values its makers suggest.
 
-End ids are always applied. The suggested sampling values are applied only on request (generation_config="model"):
-they change the output's distribution, and a comparison of two runs should show every such value.
+End ids are always applied. The suggested sampling values are what a request has that says nothing of them
+(forerun.engine.factory.usual_fields); generation_config="none" leaves them out.
 
 Policy, as for config.json: a key that would change the output and is not honoured is refused by name. SAME are
 honoured, beside do_sample, stop_strings and suppress_tokens; INERT and NEUTRAL change nothing; any other key must be
@@ -126,9 +126,7 @@ def _refuse_key(key: str, value: Any, where: str) -> NoReturn:
     reason, give = "which forerun does not do", "the sampling values that you want"
     if key in WITH_PROMPT:
         reason, give = "which counts the prompt, too", f"{WITH_PROMPT[key][1]}, which counts the output alone"
-    raise UnsupportedModel(
-        f"{where} sets {key}={shown(value)}, {reason}: leave out generation_config='model' and give {give}"
-    )
+    raise UnsupportedModel(f"{where} sets {key}={shown(value)}, {reason}: give generation_config='none' and {give}")
 
 
 def _checked(key: str, field: str, value: Any, where: str) -> Any:

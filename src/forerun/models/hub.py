@@ -16,6 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from forerun.config import hub_id_of
 from forerun.errors import CapacityError, ForerunError, NotFound, UnsupportedModel
 from forerun.models import named
 from forerun.models.hub_errors import cache_folder, explained, is_offline, is_unreachable
@@ -71,6 +72,7 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True,
     Raises NotFound for what is not there or cannot be had, UnsupportedModel for repositories without readable
     weights, CapacityError for a full disk.
     """
+    name = hub_id_of(name) if isinstance(name, str) else name
     try:
         folder = Path(name).expanduser()
         if str(name) and folder.exists():
@@ -101,6 +103,7 @@ def fetch_files(name: str, choose: Choose) -> Path | None:
     raises for what is not wanted before anything is fetched, and returns those that are fetched beside config.json,
     which must be there. Without a network, what of them is in the cache is used. Raises as `locate` does.
     """
+    name = hub_id_of(name)
     model = _as_hub_model(name) if "/" in name else None
     if model is None:
         return None
@@ -124,8 +127,13 @@ def _missing(name: str, folder: Path) -> str:
     """The sentence for a name that can only be a path, and is none."""
     near = difflib.get_close_matches(name.lower(), named.named_models(), n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    kind = "file" if name.lower().endswith(".gguf") else "folder"
-    return f"there is no {kind} {folder if name else repr('')}{hint}: name {WANTED}"
+    if "://" in name:
+        return f"{name} is no address of a model on huggingface.co: name {WANTED}"
+    return f"there is no {_kind(name)} {folder if name else repr('')}{hint}: name {WANTED}"
+
+
+def _kind(name: str) -> str:
+    return "file" if name.lower().endswith(".gguf") else "folder"
 
 
 def is_hub_id(name: str | Path) -> bool:
@@ -151,7 +159,7 @@ def _as_hub_model(name: str) -> _HubModel | _HubFile | None:
         hub_id = ""
     is_file = GGUF_FILE.fullmatch(file) or GGUF_TYPE.fullmatch(file)
     if not hub_id or (at and not REVISION.fullmatch(revision)) or (colon and not is_file):
-        raise NotFound(f"there is no folder {name}, and {WRITTEN}")
+        raise NotFound(f"there is no {_kind(name)} {name}, and {WRITTEN}")
     model = _HubModel(hub_id, revision or DEFAULT_REVISION)
     return _HubFile(model, file) if file else model
 

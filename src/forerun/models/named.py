@@ -13,6 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forerun.errors import NotFound
+
+DEFAULT = "smollm2"  # the model where none is named
+PAIR = "shipped"  # the small pair in this package, for measurements and tests: it is never chosen without its name
+DRAWING = frozenset({"temperature", "top_k", "top_p", "min_p"})  # sampling parameters that say how a token is drawn
+# How answers of a chat model are drawn where neither it nor the user says so: at temperature 1 small models ramble.
+USUAL = {"temperature": 0.7, "top_p": 0.9}
 DATA = Path(__file__).resolve().parents[1] / "data"
 
 
@@ -73,6 +80,17 @@ def named_models() -> Mapping[str, NamedModel]:
     """Every model that has a name."""
     tables = tomllib.loads((DATA / "models.toml").read_text(encoding="utf-8"))
     return {name: NamedModel(name, **fields) for name, fields in tables.items()}
+
+
+def default() -> str:
+    """The model that runs where none is named. Raises NotFound, which says how to get it, where it is not here."""
+    model = named_models()[DEFAULT]
+    if not model.is_here():
+        raise NotFound(
+            f"no model is named, and the one that is used then is not here: `{model.how_to_get}` brings {model.name} "
+            f"({model.num_bytes / 1e6:.0f} MB); or name one, as with --target path/to/model or LLM('path/to/model')"
+        )
+    return DEFAULT
 
 
 def of(target: str | Path | None) -> NamedModel | None:

@@ -160,7 +160,7 @@ class Requests:
         prompts: list[Prompt] = list(job.prompts)
         if job.messages is not None:
             prompts = [self.llm.apply_chat_template(job.messages, **job.variables)]
-        return Running(request, job, self.llm.submit(prompts, job.params, hear=hear))
+        return Running(request, job, self.llm.submit(prompts, job.params, raw=True, hear=hear))
 
     def answer(self, running: Running) -> dict[str, Any]:
         """The line of the output for one that is over."""
@@ -232,15 +232,14 @@ class Runner:
 
 def load(config: EngineConfig, served_names: Seq[str]) -> Requests:
     """The model of a configuration, ready for requests."""
-    from forerun.engine.factory import refuse_without_text, suggested_fields
+    from forerun.engine.factory import refuse_without_text, target_of
     from forerun.engine.llm import LLM
     from forerun.memory.machine import spare_what_is_loaded
 
     refuse_without_text(config)  # the answers are texts
-    defaults = suggested_fields(config)
     llm = LLM.from_config(config)
     spare_what_is_loaded()
-    return Requests(llm, (*served_names, *model_names(config.target))[0], served_names, defaults)
+    return Requests(llm, (*served_names, *model_names(target_of(config)))[0], served_names, llm.usual_fields)
 
 
 @contextmanager
@@ -268,12 +267,12 @@ def _answer(
     place: Place,
 ) -> None:
     """Load the model and answer what is missing."""
-    from forerun.engine.factory import refuse_without_template
+    from forerun.engine.factory import refuse_without_template, target_of
 
     if requests.has_chats:
         refuse_without_template(config)
     with place(config, served_names, numbers) as run_there:
-        own_names = model_names(config.target)
+        own_names = model_names(target_of(config))
         if not served_names and (others := sorted(requests.models.difference(own_names))):
             more = f" and {len(others) - 1} more" if len(others) > 1 else ""
             note(

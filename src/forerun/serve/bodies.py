@@ -29,7 +29,6 @@ Message = Mapping[str, Any]
 # Values of a field that change nothing (or what says whether a value is one), and why no other is possible.
 Neutral = tuple[Seq[Any] | Callable[[Any], bool], str]
 
-SHIPPED = "shipped"  # the name of the shipped model
 MAX_CHOICES = 128  # per prompt, as in the API of OpenAI
 NO_CALLS = "the model is not told of tools and calls none"
 NO_GRAMMAR = "output cannot be held to a grammar or schema"
@@ -168,10 +167,8 @@ def _check_model(given: Body, served_names: Seq[str]) -> None:
         raise Refused(message, "model", code="model_not_found", status=404)
 
 
-def model_names(target: str | None) -> tuple[str, ...]:
+def model_names(target: str) -> tuple[str, ...]:
     """What requests may call a target: its folder's name or its path; its hub id, with or without the revision."""
-    if target is None:
-        return (SHIPPED,)
     path = Path(target)
     if path.exists():
         return tuple(dict.fromkeys((path.resolve().name, target)))

@@ -134,13 +134,11 @@ def loaded(config: EngineConfig) -> LLM:
 
 def make_service(llm: LLM, options: ServerOptions) -> Service:
     """The service of a model, in the event loop that runs."""
-    from forerun.engine.factory import suggested_fields
-
-    names = tuple(options.served_names) or model_names(llm.config.target)
+    names = tuple(options.served_names) or model_names(llm.config.target or llm.checkpoint.name)
     return Service(
         llm,
         names,
-        defaults=suggested_fields(llm.config),
+        defaults=llm.usual_fields,
         limits=options.limits,
         ignore_unsupported=options.ignore_unsupported,
         logs_texts=options.log_texts,

@@ -31,7 +31,7 @@ def train(
 ) -> int:
     """Write a datastore of texts (read_texts) with the ids of a target to `out`, and return its number of tokens.
 
-    target: as LLM takes it, None = the shipped one. progress is called with the tokens so far, behind each text.
+    target: as LLM takes it, None = the default one. progress is called with the tokens so far, behind each text.
     Raises UserError for what is not possible, before any text is read where that can be seen.
     """
     if out.is_dir() or not out.parent.exists():

@@ -96,7 +96,7 @@ def train(
 ) -> Fit:
     """Fit tables to texts (read_texts) with the tokenizer of a target, and write them to `out`.
 
-    target: as LLM takes it, None = the shipped one. progress is called behind each text.
+    target: as LLM takes it, None = the default one. progress is called behind each text.
     Raises UserError for what is not possible, before any text is read where that can be seen.
     """
     for name, value, most in (("order", order, 2), ("max_followers", max_followers, tables.MOST_IDS)):
