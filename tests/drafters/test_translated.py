@@ -108,7 +108,7 @@ def test_something_is_accepted_and_something_is_not(name):
 
 def test_a_token_that_the_draft_states_in_its_own_id_is_caught(monkeypatch):
     """Mutant: the drawn ids are those of the draft, whatever is stated."""
-    right = translated.Intersection.law
+    right = translated.Intersection.distribution
 
     def wrong(self, row, seq, drafted):
         found = right(self, row, seq, drafted)
@@ -124,7 +124,7 @@ def test_a_token_that_the_draft_states_in_its_own_id_is_caught(monkeypatch):
     monkeypatch.setattr(translated.Intersection, "_grow", grow)
     one = case("permuted, all shared", "ratio")
     assert total_variation(spoken(one), plain_outputs(one)) > 1e-3
-    monkeypatch.setattr(translated.Intersection, "law", wrong)  # stated and drawn alike, if wrong: exact again
+    monkeypatch.setattr(translated.Intersection, "distribution", wrong)  # stated and drawn alike, if wrong: exact again
     monkeypatch.setattr(translated.Intersection, "_grow", draw)
     assert total_variation(spoken(one), plain_outputs(one)) < EXACT
 

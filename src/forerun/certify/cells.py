@@ -154,8 +154,8 @@ def _least_certain(pair: Pair, setting: Setting) -> tuple[list[int], list[int]]:
     best = (-1.0, list[int](), list[int]())
     for prompt, row in pair.last_rows:
         allowed = sorted(row.double().cpu().numpy().argsort(kind="stable")[::-1][: setting.size[0]].tolist())
-        law = listed(probs(row, setting.params(allowed)))
-        entropy = -sum(p * float(np.log(p)) for p in law.values())
+        target_probs = listed(probs(row, setting.params(allowed)))
+        entropy = -sum(p * float(np.log(p)) for p in target_probs.values())
         if entropy > best[0]:
             best = (entropy, prompt, allowed)
     return best[1], best[2]

@@ -197,12 +197,12 @@ class Plain:
         yield from behind((), 1.0)
 
 
-def listed(law: Probs) -> Mapping[int, float]:
+def listed(target_probs: Probs) -> Mapping[int, float]:
     """Return the ids of a distribution that have a probability, with it."""
-    if law.point is not None:
-        return {law.point: 1.0}
-    weights = law.weights.double()
-    ids = torch.arange(len(weights)) if law.ids is None else law.ids
+    if target_probs.point is not None:
+        return {target_probs.point: 1.0}
+    weights = target_probs.weights.double()
+    ids = torch.arange(len(weights)) if target_probs.ids is None else target_probs.ids
     kept = weights > 0
     total = float(weights.sum())
     return {int(i): float(w) / total for i, w in zip(ids[kept].tolist(), weights[kept].tolist(), strict=True)}

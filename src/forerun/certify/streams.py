@@ -78,11 +78,11 @@ class Stream:
         """The bin of every u, in the order in which they came."""
         return [min(BINS - 1, int(u * BINS)) for series in self.series for u in series]
 
-    def add(self, tokens: Seq[int], laws: Seq[Probs], rng: np.random.Generator) -> None:
+    def add(self, tokens: Seq[int], each_probs: Seq[Probs], rng: np.random.Generator) -> None:
         """Add an output and the distributions of plain decoding."""
         series = list[float]()
-        for token, law in zip(tokens, laws, strict=False):
-            u, is_rare, rare_prob = transformed(law, token, float(rng.random()))
+        for token, target_probs in zip(tokens, each_probs, strict=False):
+            u, is_rare, rare_prob = transformed(target_probs, token, float(rng.random()))
             series.append(u)
             self.num_rare += is_rare
             self.rare_probs.append(rare_prob)
@@ -114,17 +114,17 @@ class Stream:
         return Test.of(self.setting.about, Fit(float(self.num_rare), 0, p_value, len(self.rare_probs)))
 
 
-def transformed(law: Probs, token: int, w: float) -> tuple[float, bool, float]:
+def transformed(target_probs: Probs, token: int, w: float) -> tuple[float, bool, float]:
     """Return u of a token, whether it is rare, and the probability that a token is rare.
 
     Ids are ordered by their probability, the likeliest first, then by id. A token of probability 0 has u = 1 and is
     rare where no token can be.
     """
-    if law.point is not None:
-        return (w, False, 0.0) if token == law.point else (1.0, True, 0.0)
-    weights = law.weights.double().numpy()
+    if target_probs.point is not None:
+        return (w, False, 0.0) if token == target_probs.point else (1.0, True, 0.0)
+    weights = target_probs.weights.double().numpy()
     weights = weights / weights.sum()
-    ids = np.arange(len(weights)) if law.ids is None else law.ids.numpy()
+    ids = np.arange(len(weights)) if target_probs.ids is None else target_probs.ids.numpy()
     place = np.flatnonzero(ids == token)
     p = float(weights[place[0]]) if len(place) else 0.0
     before = float(weights[(weights > p) | ((weights == p) & (ids < token))].sum()) if p > 0 else 1.0
@@ -194,8 +194,8 @@ def _write(
     ]
     for request in run(llm.engine, jobs):
         seq = request.seq
-        laws = pair.plain.distributions(seq.tokens[:-1], seq.num_prompt_tokens, seq.params)
-        stream.add(seq.output_ids, laws, rng)
+        each_probs = pair.plain.distributions(seq.tokens[:-1], seq.num_prompt_tokens, seq.params)
+        stream.add(seq.output_ids, each_probs, rng)
         stream.num_tested += request.report.num_tested
         stream.num_accepted += request.report.num_accepted
 

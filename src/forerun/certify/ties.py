@@ -53,11 +53,11 @@ def best_two(oracle: Runner, ids: Seq[int], num_prompt_tokens: int, params: Samp
     logits = last_logits(oracle, ids, PASSES[-1])
     scores = logits.cpu().numpy()
     if not params.greedy:
-        law = probs(logits, params, History(ids, num_prompt_tokens))
-        kept = np.arange(len(law.weights)) if law.ids is None else law.ids.numpy()
+        target_probs = probs(logits, params, History(ids, num_prompt_tokens))
+        kept = np.arange(len(target_probs.weights)) if target_probs.ids is None else target_probs.ids.numpy()
         scores = np.full(len(logits), -np.inf)
         with np.errstate(divide="ignore"):
-            scores[kept] = np.log(law.weights.double().numpy()) + gumbel(params.seed or 0, len(ids), kept)
+            scores[kept] = np.log(target_probs.weights.double().numpy()) + gumbel(params.seed or 0, len(ids), kept)
     best = np.argsort(-scores, kind="stable")[:2]
     return {int(i) for i in best}, float(scores[best[0]] - scores[best[1]])
 

@@ -2,10 +2,10 @@
 2023, arXiv 2308.04623).
 
 The draft model verifies the cheap guesses with its own distribution q, which is speculative sampling inside: what it
-emits has the law q, so the outer rule tests it with the vectors q, which are stored for every position, corrections
-included. The stream may be cut at a fixed length, at the end of an inner round, or where pacing stops before a position
-by looking at its q: each of these depends on earlier tokens alone (docs/exactness.md). So a draft costs fewer passes of
-the draft model, one after another, and is as good as its own.
+emits is distributed as q, so the outer rule tests it with the vectors q, which are stored for every position,
+corrections included. The stream may be cut at a fixed length, at the end of an inner round, or where pacing stops
+before a position by looking at its q: each of these depends on earlier tokens alone (docs/exactness.md). So a draft
+costs fewer passes of the draft model, one after another, and is as good as its own.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _InnerCoins:
         return self._coins.picks(probs, self._start + depth, num)
 
 
-class _Laws(Seq[Probs]):
+class _LazyProbs(Seq[Probs]):
     """The draft model's distributions of an inner round, each computed when it is asked for.
 
     end: the first position at which masks leave no token; nothing from there on may be drafted.
@@ -141,7 +141,7 @@ class CascadeDrafter(Compound):
         is_first: bool,
         reads_logits: bool,
     ) -> dict[int, list[Emitted]]:
-        """Run each sequence's tokens and its guess, and judge that. Returns the tokens of law q, each with its q."""
+        """Run each sequence's tokens and its guess, and judge that. Returns tokens drawn from q, each with its q."""
         model = self.model
         guesses = {b: self._cut(guess) for b, guess in guesses.items()}
         runs = [[*tokens, *guesses[b].tokens[: self._num_known(guesses[b])]] for b, (_, tokens) in feeds.items()]
@@ -151,11 +151,11 @@ class CascadeDrafter(Compound):
         emitted, kept = {}, {}
         for i, (b, (seq, tokens)) in enumerate(feeds.items()):
             rows, guess = model.rows(scores, i)[len(tokens) - 1 :], guesses[b].tokens
-            laws = _Laws(partial(self._law, rows, seq, chains[b].tokens, guess), len(guess) + 1)
+            each_probs = _LazyProbs(partial(self._distribution, rows, seq, chains[b].tokens, guess), len(guess) + 1)
             rule = verify.find("match" if seq.acceptance == "match" else "ratio")
-            path, last, _ = rule.rule(guesses[b], 0, laws, coins[b])
+            path, last, _ = rule.rule(guesses[b], 0, each_probs, coins[b])
             kept[b] = guess[: len(path)]
-            emitted[b] = list(zip([*kept[b], last], laws, rows, strict=False))[: laws.end]
+            emitted[b] = list(zip([*kept[b], last], each_probs, rows, strict=False))[: each_probs.end]
         model.runner.cache.keep({seq.id: range(len(tokens) + len(kept[b])) for b, (seq, tokens) in feeds.items()})
         for b, (seq, tokens) in feeds.items():
             (model.commit if is_first else model.guess)(seq, tokens)
@@ -175,19 +175,19 @@ class CascadeDrafter(Compound):
         length = self._num_known(guess) + 1
         return guess if length >= len(guess.tokens) else Draft.chains([guess.tokens[:length]], [guess.probs[:length]])
 
-    def _law(self, rows: Seq[Row], seq: Sequence, drafted: Seq[int], guess: Seq[int], row: int) -> Probs:
-        return self.model.law(rows[row], seq, [*drafted, *guess[:row]])
+    def _distribution(self, rows: Seq[Row], seq: Sequence, drafted: Seq[int], guess: Seq[int], row: int) -> Probs:
+        return self.model.distribution(rows[row], seq, [*drafted, *guess[:row]])
 
     @staticmethod
     def _extend(chain: Chain, emitted: Seq[Emitted], b: int, budget: Budget, limit: int) -> bool:
         """Add the emitted tokens up to where pacing stops. Returns whether the draft goes on."""
-        for token, law, row in emitted:
+        for token, draft_probs, row in emitted:
             depth, logits = len(chain.tokens), None if isinstance(row, int) else row
-            if not budget.go_on(b, depth, law, logits):
+            if not budget.go_on(b, depth, draft_probs, logits):
                 return False
             chain.tokens.append(token)
-            chain.probs.append(law)
-            if not budget.go_behind(b, depth, token, law, logits):
+            chain.probs.append(draft_probs)
+            if not budget.go_behind(b, depth, token, draft_probs, logits):
                 return False
         return bool(emitted) and len(chain.tokens) < limit
 

@@ -121,7 +121,7 @@ class DFlashDrafter(Drafter):
             seqs,
             budget,
             coins,
-            lambda seq, drafted: guesses[seq.id].law(seq, drafted) if seq.id in guesses else None,
+            lambda seq, drafted: guesses[seq.id].distribution(seq, drafted) if seq.id in guesses else None,
             lambda seq, depth: guesses[seq.id].whole(depth) if budget.reads_logits else None,
         )
 
@@ -165,7 +165,7 @@ class _Guess:
     num_ids: int
     spread: dict[int, Tensor] = field(default_factory=dict)
 
-    def law(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
+    def distribution(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
         """The distribution of the token behind the drafted ones; None where none is left.
 
         It depends on them by penalties and masks alone.

@@ -162,8 +162,8 @@ class _Tree:
 
     def draft(self) -> Draft:
         """What was drafted for its sequence."""
-        laws = [Probs.of_point(token) for token in self.tokens]
-        return Draft(self.tokens, self.parents, [0, len(self.tokens)], laws)
+        each_probs = [Probs.of_point(token) for token in self.tokens]
+        return Draft(self.tokens, self.parents, [0, len(self.tokens)], each_probs)
 
 
 class MedusaDrafter(Drafter):

@@ -110,16 +110,18 @@ class Chain:
     tokens: list[int] = field(default_factory=list)
     probs: list[Probs] = field(default_factory=list)
 
-    def grow(self, law: Probs, logits: Tensor | None, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
-        """Draw one more token from `law`, unless the pacing policy stops here. Returns whether another may follow."""
+    def grow(
+        self, draft_probs: Probs, logits: Tensor | None, seq: Sequence, b: int, budget: Budget, coins: Coins
+    ) -> bool:
+        """Draw one more token, unless the pacing policy stops here. Returns whether another may follow."""
         depth = len(self.tokens)
-        if not budget.go_on(b, depth, law, logits):
+        if not budget.go_on(b, depth, draft_probs, logits):
             return False
         # Match verification accepts most when drafter and target share the noise (docs/exactness.md).
-        token = (coins.pick if seq.acceptance == "match" else coins.draft)(law, depth)
+        token = (coins.pick if seq.acceptance == "match" else coins.draft)(draft_probs, depth)
         self.tokens.append(token)
-        self.probs.append(law)
-        return budget.go_behind(b, depth, token, law, logits)
+        self.probs.append(draft_probs)
+        return budget.go_behind(b, depth, token, draft_probs, logits)
 
 
 def next_of(
@@ -177,7 +179,7 @@ class ModelDrafter(Drafter):
     def __init__(self, runner: Runner, options: Draws | None = None) -> None:
         self.runner: Runner = runner
         self.options: Draws = options or Options()
-        self.width = runner.width  # ids of the distributions that `law` states
+        self.width = runner.width  # ids of the distributions that `distribution` gives
         self.finds_best = runner.finds_best
         self.caught_up: dict[int, int] = {}
         self._fed: dict[int, _Fed] = {}
@@ -343,7 +345,7 @@ class ModelDrafter(Drafter):
         """Return the rows of run b that were asked for."""
         return scores.best[b] or scores.logits[b]  # type: ignore[return-value]
 
-    def law(self, row: Row, seq: Sequence, drafted: Seq[int]) -> Probs:
+    def distribution(self, row: Row, seq: Sequence, drafted: Seq[int]) -> Probs:
         """Return the distribution that a token behind the committed ones and `drafted` is drawn from.
 
         Raises BadOption where masks and filters leave no token.
@@ -374,7 +376,7 @@ class ModelDrafter(Drafter):
         Returns whether another one may follow.
         """
         try:
-            draft_probs = self.law(row, seq, chain.tokens)
+            draft_probs = self.distribution(row, seq, chain.tokens)
         except BadOption:
             return False  # no token is left here; the target raises where none is left there either
         return chain.grow(draft_probs, None if isinstance(row, int) else row, seq, b, budget, coins)

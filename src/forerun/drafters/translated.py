@@ -80,7 +80,7 @@ class Intersection(ModelDrafter):
         self._ids = ids
         self._target_ids, self._own_ids = torch.tensor(list(ids)), torch.tensor(list(ids.values()))
 
-    def law(self, row: Row, seq: Sequence, drafted: Seq[int]) -> Probs:
+    def distribution(self, row: Row, seq: Sequence, drafted: Seq[int]) -> Probs:
         assert not isinstance(row, int)
         shared = row.cpu()[self._own_ids]
         if shared.max() == -torch.inf:

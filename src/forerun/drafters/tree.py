@@ -210,19 +210,19 @@ class TreeDrafter(Compound):
         lane = 0
         for at, row in zip(level, rows, strict=True):
             try:
-                law, is_ranked = self._law(row, seq, tree.path(at))
+                draft_probs, is_ranked = self._distribution(row, seq, tree.path(at))
             except BadOption:
                 continue  # masks leave no token here
-            if not budget.go_on(b, depth, law, row):
+            if not budget.go_on(b, depth, draft_probs, row):
                 continue
             wanted = self._wanted(tree, at, depth)
             above = tree.nodes[at].value if at >= 0 else 1.0
-            children = list(self._children(law, is_ranked, len(wanted), seq, depth, coins, lane))
+            children = list(self._children(draft_probs, is_ranked, len(wanted), seq, depth, coins, lane))
             lane += len(wanted)
             for place, (token, own, confidence) in zip(wanted, children, strict=False):
                 tree.places[place] = len(tree.nodes)
                 value = above * confidence if tree.shape is None else tree.shape[place].value
-                goes_on = budget.go_behind(b, depth, token, law, row)
+                goes_on = budget.go_behind(b, depth, token, draft_probs, row)
                 tree.nodes.append(_Node(token, own, at, depth, value, goes_on))
 
     def _wanted(self, tree: _Tree, at: int, depth: int) -> Seq[int]:
@@ -233,7 +233,7 @@ class TreeDrafter(Compound):
             i for i, node in enumerate(tree.shape) if node.depth == depth and tree.places.get(node.parent, None) == at
         ]
 
-    def _law(self, row: torch.Tensor, seq: Sequence, path: Seq[int]) -> tuple[Probs, bool]:
+    def _distribution(self, row: torch.Tensor, seq: Sequence, path: Seq[int]) -> tuple[Probs, bool]:
         """Return the distribution behind a path, and whether its likeliest tokens are drafted as points.
 
         A greedy model knows one token; its further ones are the next in the order of its probabilities.
@@ -245,46 +245,46 @@ class TreeDrafter(Compound):
         return probs(row, params, History.of(seq, path)), is_ranked
 
     def _children(
-        self, law: Probs, is_ranked: bool, num: int, seq: Sequence, depth: int, coins: Coins, lane: int
+        self, draft_probs: Probs, is_ranked: bool, num: int, seq: Sequence, depth: int, coins: Coins, lane: int
     ) -> Iterator[tuple[int, Probs, float]]:
         """Yield at most `num` tokens, each with the distribution that it states and the model's confidence in it."""
-        if law.point is not None:
-            yield law.point, law, 1.0
+        if draft_probs.point is not None:
+            yield draft_probs.point, draft_probs, 1.0
         elif seq.acceptance == "match" and not seq.params.greedy:
-            confidences = [law.at(token) for token in likeliest(law, num)]
-            for token, confidence in zip(coins.picks(law, depth, num), confidences, strict=False):
+            confidences = [draft_probs.at(token) for token in likeliest(draft_probs, num)]
+            for token, confidence in zip(coins.picks(draft_probs, depth, num), confidences, strict=False):
                 yield token, Probs.of_point(token), confidence
         elif is_ranked:
-            for token in likeliest(law, num):
-                yield token, Probs.of_point(token), law.at(token)
+            for token in likeliest(draft_probs, num):
+                yield token, Probs.of_point(token), draft_probs.at(token)
         else:
-            left: Probs | None = law
+            left: Probs | None = draft_probs
             for i in range(num):
                 if left is None:
                     return
                 token = coins.draft(left, depth, lane + i)
-                yield token, left, law.at(token)
-                left = without(left, token) if self.draws == "distinct" else law
+                yield token, left, draft_probs.at(token)
+                left = without(left, token) if self.draws == "distinct" else draft_probs
 
 
-def likeliest(law: Probs, num: int) -> list[int]:
+def likeliest(draft_probs: Probs, num: int) -> list[int]:
     """Return the `num` ids of the largest probabilities above 0, lowest ids first on ties but at the last place."""
-    weights = law.weights.numpy()
+    weights = draft_probs.weights.numpy()
     found = np.argpartition(-weights, num - 1)[:num] if num < len(weights) else np.arange(len(weights))
     found = found[weights[found] > 0]
     found = found[np.lexsort((found, -weights[found]))]
-    return found.tolist() if law.ids is None else law.ids[found].tolist()
+    return found.tolist() if draft_probs.ids is None else draft_probs.ids[found].tolist()
 
 
-def without(law: Probs, token: int) -> Probs | None:
+def without(draft_probs: Probs, token: int) -> Probs | None:
     """Return the distribution that is left of a vector when a token is removed; None where nothing is."""
-    weights = law.weights.clone()
-    weights[token if law.ids is None else int(torch.searchsorted(law.ids, token))] = 0
+    weights = draft_probs.weights.clone()
+    weights[token if draft_probs.ids is None else int(torch.searchsorted(draft_probs.ids, token))] = 0
     mass = weights.sum(dtype=torch.float64)
     if not bool(mass > 0):
         return None
     weights = (weights / mass).to(weights.dtype)
-    return Probs(dense=weights) if law.ids is None else Probs(ids=law.ids, listed=weights)
+    return Probs(dense=weights) if draft_probs.ids is None else Probs(ids=draft_probs.ids, listed=weights)
 
 
 def _draft(tree: _Tree) -> Draft:

@@ -30,7 +30,7 @@ from forerun.functional.engines import (
 )
 from forerun.functional.modules import ModuleModel
 from forerun.functional.printing import DebugPrinter
-from forerun.functional.processors import GreedyProcessor, Law, LogitsProcessor, SampledCoins
+from forerun.functional.processors import Draws, GreedyProcessor, LogitsProcessor, SampledCoins
 from forerun.pacing import Pacing
 from forerun.types import Coins, SamplingParams, Sequence
 
@@ -234,7 +234,7 @@ def beam_search_generate(
 
 
 def _shape(tokenizer: Any, processor: LogitsProcessor, use_cache: bool) -> dict[str, Any]:
-    return {"uses_cache": use_cache, "num_ids": num_ids_of(tokenizer), "law": Law.of(processor)}
+    return {"uses_cache": use_cache, "num_ids": num_ids_of(tokenizer), "draws": Draws.of(processor)}
 
 
 def _fixed(gamma: int) -> Pacing:
@@ -271,8 +271,8 @@ class _Task:
 
     def run(self, inputs: Any) -> tuple[Any, Any]:
         """Return ids and rate, or lists of both."""
-        law = Law.of(self.processor)
-        if law.sample is not None and self.is_unadjusted:
+        draws = Draws.of(self.processor)
+        if draws.sample is not None and self.is_unadjusted:
             raise BadOption(
                 "skip_sample_adjustment=True is not possible with a processor that has a `sample` of its own: no "
                 "correction is drawn then; inherit the `sample` of MultinomialProcessor"
@@ -281,9 +281,9 @@ class _Task:
         texts = [as_ids(each) for each in inputs] if many else [as_ids(inputs)]
         rooms = [self._room(ids) for ids in texts]
         assembly = assembled(
-            self.target, self.spec, self.draft, self.policy, end_ids=self._end_ids(), coins=self._coins(law)
+            self.target, self.spec, self.draft, self.policy, end_ids=self._end_ids(), coins=self._coins(draws)
         )
-        found = [self._generate(assembly, *each, law) for each in zip(texts, rooms, strict=True)]
+        found = [self._generate(assembly, *each, draws) for each in zip(texts, rooms, strict=True)]
         return ([ids for ids, _ in found], [rate for _, rate in found]) if many else found[0]
 
     def _room(self, inputs: list[int]) -> int:
@@ -300,10 +300,10 @@ class _Task:
             raise BadOption(f"max_gen_len={self.max_gen_len} is not possible: it must be at least 0")
         return min(room, self.max_gen_len)
 
-    def _generate(self, assembly: Assembly, inputs: list[int], num: int, law: Law) -> tuple[Any, float]:
-        rule = "match" if law.sample is not None else UNADJUSTED if self.is_unadjusted else "ratio"
+    def _generate(self, assembly: Assembly, inputs: list[int], num: int, draws: Draws) -> tuple[Any, float]:
+        rule = "match" if draws.sample is not None else UNADJUSTED if self.is_unadjusted else "ratio"
         how = self.beams or {"acceptance": rule}
-        params = SamplingParams(max_tokens=max(num, 1), seed=int(torch.randint(2**62, ())), **law.params, **how)
+        params = SamplingParams(max_tokens=max(num, 1), seed=int(torch.randint(2**62, ())), **draws.params, **how)
         if num == 0:
             return self._one_or_many([[] for _ in range(params.n)]), 0.0
         with assembly.request(inputs, params, self.pad_token_id) as requests:
@@ -330,8 +330,8 @@ class _Task:
             )
         return ids
 
-    def _coins(self, law: Law) -> CoinsOf:
-        usual, sample = self.coins or philox_coins, law.sample
+    def _coins(self, draws: Draws) -> CoinsOf:
+        usual, sample = self.coins or philox_coins, draws.sample
         if sample is None:
             return usual
 

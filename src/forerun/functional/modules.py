@@ -25,7 +25,7 @@ from torch import Tensor
 from forerun.config import Quantization
 from forerun.errors import BadOption, InternalError, NotFound, PromptTooLong, shown
 from forerun.functional.caching import cached_tokens, prune_cache
-from forerun.functional.processors import Law
+from forerun.functional.processors import Draws
 from forerun.kv import Held, Room
 from forerun.kv.cache import CacheShape
 from forerun.ops.reference import ReferenceOps
@@ -40,7 +40,7 @@ class ModuleModel:
     """A module behind the interface of forerun.models.runner.Model.
 
     role: what messages call it. uses_cache: whether it keeps keys and values between passes. num_ids: ids that have a
-    token, where rows of its LM head beyond them are padding. law: the processor that changes its logits.
+    token, where rows of its LM head beyond them are padding. draws: the processor that changes its logits.
     Raises BadOption for an object that is no such module.
     """
 
@@ -51,10 +51,10 @@ class ModuleModel:
         *,
         uses_cache: bool = True,
         num_ids: int | None = None,
-        law: Law | None = None,
+        draws: Draws | None = None,
     ) -> None:
         self.module, self.role, self.uses_cache = module, role, uses_cache
-        self._law = law or Law({})
+        self._draws = draws or Draws({})
         whole: Any = getattr(module, "config", None)
         config = whole.get_text_config(decoder=True) if hasattr(whole, "get_text_config") else whole
         vocab_size = getattr(config, "vocab_size", None)
@@ -119,7 +119,7 @@ class ModuleModel:
 
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
         """Hidden [R, V] -> logits [R, V], or [R, num_ids] of the first ids, as the processor changed them."""
-        return self._law.logits(hidden[:, :num_ids].clone())
+        return self._draws.logits(hidden[:, :num_ids].clone())
 
     def norm(self, hidden: Tensor) -> Tensor:
         """Return hidden [R, V]: logits need no norm."""

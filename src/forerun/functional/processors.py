@@ -35,13 +35,13 @@ class LogitsProcessor(abc.ABC):
 
     def __init__(self, temperature: float = 1.0) -> None:
         self.temperature = temperature
-        SamplingParams(**self.law())  # raises BadOption
+        SamplingParams(**self.sampling_params())  # raises BadOption
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits [..., V] -> probabilities [..., V]."""
         return torch.softmax(self._process(logits) / self.temperature, dim=-1)
 
-    def law(self) -> dict[str, Any]:
+    def sampling_params(self) -> dict[str, Any]:
         """Return the sampling parameters that stand for this processor, apart from `_process`."""
         temperature = getattr(self, "temperature", None)
         if not temperature:
@@ -79,10 +79,10 @@ class MultinomialProcessor(LogitsProcessor):
     """A draw from softmax(logits / temperature)."""
 
     def _process(self, logits: Tensor) -> Tensor:
-        law = self.law()
-        if law.keys() == {"temperature"}:
+        params = self.sampling_params()
+        if params.keys() == {"temperature"}:
             return logits
-        return logits.masked_fill(_rows(logits, law) == 0, -torch.inf)
+        return logits.masked_fill(_rows(logits, params) == 0, -torch.inf)
 
     def sample(self, probs: Tensor) -> Tensor:
         """Draw ids [..., 1], with torch's global generator."""
@@ -96,9 +96,9 @@ class TopKProcessor(MultinomialProcessor):
         self.top_k = top_k
         super().__init__(temperature)
 
-    def law(self) -> dict[str, Any]:
+    def sampling_params(self) -> dict[str, Any]:
         """Return temperature and top_k."""
-        return {**super().law(), "top_k": self.top_k}
+        return {**super().sampling_params(), "top_k": self.top_k}
 
 
 class NucleusProcessor(MultinomialProcessor):
@@ -108,9 +108,9 @@ class NucleusProcessor(MultinomialProcessor):
         self.top_p = top_p
         super().__init__(temperature)
 
-    def law(self) -> dict[str, Any]:
+    def sampling_params(self) -> dict[str, Any]:
         """Return temperature and top_p."""
-        return {**super().law(), "top_p": self.top_p}
+        return {**super().sampling_params(), "top_p": self.top_p}
 
 
 class TopKNucleusProcessor(MultinomialProcessor):
@@ -120,9 +120,9 @@ class TopKNucleusProcessor(MultinomialProcessor):
         self.top_k, self.top_p = top_k, top_p
         super().__init__(temperature)
 
-    def law(self) -> dict[str, Any]:
+    def sampling_params(self) -> dict[str, Any]:
         """Return temperature, top_k and top_p."""
-        return {**super().law(), "top_k": self.top_k, "top_p": self.top_p}
+        return {**super().sampling_params(), "top_k": self.top_k, "top_p": self.top_p}
 
 
 def max_fn(x: Tensor) -> Tensor:
@@ -136,10 +136,10 @@ def max_fn(x: Tensor) -> Tensor:
     return torch.stack([probs.weights for probs, _ in rows]).reshape(x.shape)
 
 
-def _rows(logits: Tensor, law: dict[str, Any]) -> Tensor:
+def _rows(logits: Tensor, given: dict[str, Any]) -> Tensor:
     """Return the pipeline's probabilities of logits [..., V], row by row."""
     flat = logits.reshape(-1, logits.shape[-1])
-    params = SamplingParams(**law)
+    params = SamplingParams(**given)
     found = [spelled_out(sampling.probs(row, params), flat.shape[-1]) for row in flat]
     wide = torch.promote_types(logits.dtype, torch.float32)
     return torch.stack(found).reshape(logits.shape).to(logits.device, wide)
@@ -155,7 +155,7 @@ def spelled_out(probs: Probs, num_ids: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Law:
+class Draws:
     """What the engine makes of a processor.
 
     params: fields of SamplingParams. process: logits of one row [1, V] -> changed ones, where the pipeline does not do
@@ -167,7 +167,7 @@ class Law:
     sample: Callable[[Tensor], Tensor] | None = None
 
     @staticmethod
-    def of(processor: LogitsProcessor) -> Law:
+    def of(processor: LogitsProcessor) -> Draws:
         """Take a processor apart, at the methods that its class has of its own. Raises BadOption for something else."""
         if not isinstance(processor, LogitsProcessor):
             raise BadOption(
@@ -179,7 +179,7 @@ class Law:
         has_own_process = kind._process not in (GreedyProcessor._process, MultinomialProcessor._process)
         has_own_sample = kind.sample not in (GreedyProcessor.sample, MultinomialProcessor.sample)
         is_greedy = kind.sample is GreedyProcessor.sample
-        params = processor.law()
+        params = processor.sampling_params()
         process: Callable[[Tensor], Tensor] | None = None
         if has_own_call:
             params, process = {"temperature": 1.0}, lambda row: processor(row).log()
@@ -187,7 +187,7 @@ class Law:
             params, process = {"temperature": processor.temperature}, processor._process
         if is_greedy:
             params = {"temperature": 0.0}
-        return Law(params, process, processor.sample if has_own_sample else None)
+        return Draws(params, process, processor.sample if has_own_sample else None)
 
     def logits(self, logits: Tensor) -> Tensor:
         """Change logits [R, V], each row by itself. Raises BadOption where the shape is another one afterwards."""
