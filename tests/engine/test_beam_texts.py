@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
 
 from forerun import LLM, BadOption, RequestOutput, SamplingParams
+from forerun.text.detokenizer import Detokenizer
+from forerun.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.once("beam searches choose their drafters and levels themselves")
 PROMPTS = ["def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return", "import os\nimport", "class Stack:\n"]
@@ -70,6 +73,30 @@ def test_a_stop_text_ends_beams_and_is_cut(llm: LLM) -> None:
         if draft == "none":
             plain = said(outputs)
         assert said(outputs) == plain
+
+
+def test_a_stop_text_is_looked_for_at_the_end_of_a_text_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every length it is found as by reading all of it, whatever characters tokens are parts of."""
+    ids = llm.tokenizer.encode("def é(日本, x):\n    return '€€' + x  # 日本 END of it\n" * 6, add_special_tokens=False)
+    read, real = list[int](), Tokenizer.decode_so_far
+
+    def decode_so_far(self: Tokenizer, window: Seq[int]) -> tuple[str, int]:
+        read.append(len(window))
+        return real(self, window)
+
+    for stop in ("本", "€'", "END of", "\n    return '€€' + x", ":", "nowhere in it"):
+        [output, _] = llm.engine.make(ids[:3], search(stop=[stop]))
+        assert output.searcher is not None
+        for length in range(1, len(ids)):
+            whole = Detokenizer(llm.tokenizer, ids[:3], [stop])
+            whole.push(ids[3 : 3 + length])
+            assert output.searcher._ends(ids[3 : 3 + length]) == (whole.stop is not None), (stop, length)
+            if whole.stop is not None:
+                break
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "decode_so_far", decode_so_far)
+        assert not output.searcher._ends(ids[3:])
+    assert sum(read) < 150 < len(ids)
 
 
 def test_a_bad_word_is_in_no_beam(llm: LLM) -> None:

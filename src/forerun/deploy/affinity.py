@@ -16,7 +16,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BEGINNING = 256  # characters of a text, or tokens of a prompt that is given as ids
-MOST_READ_BYTES = 4 << 20  # of a body; a longer one is routed by load alone
+MOST_READ_BYTES = 256 << 10  # of a body, which a proxy reads before anyone asks for the key; a longer one goes by load
 SYSTEM_ROLES = ("system", "developer")
 
 

@@ -28,6 +28,7 @@ from forerun.text.tokenizer import Tokenizer
 from forerun.types import Coins, Hypotheses, Listener, SamplingParams, Sequence, StepReport
 
 LOG = logging.getLogger(__name__)
+_Texts = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]  # of a request's bad words and its prediction, as ids
 
 
 def philox_coins(seq: Sequence) -> Coins:
@@ -113,20 +114,20 @@ class Engine:
     def make(self, prompt_ids: Seq[int], params: SamplingParams) -> list[Request]:
         """The requests of one prompt, params.n of them, for `queue`. Any thread may make them. Raises as `add`."""
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        prediction_ids = self._prediction_ids(params)
+        texts = self._bad_word_ids(params), self._prediction_ids(params)  # once, however many outputs there are
         made: list[Request] = []
         if params.searches:
-            return self._searched(list(prompt_ids), params, seed)
+            return self._searched(list(prompt_ids), params, seed, texts)
         for index in range(params.n):
-            seq = self._sequence(list(prompt_ids), params, derived_seed(seed, index), prediction_ids)
+            seq = self._sequence(list(prompt_ids), params, derived_seed(seed, index), texts)
             if not made:
                 self._check(seq)
             made.append(Request(seq, self.tokenizer, index=index, leader=made[0] if made else None))
         return made
 
-    def _searched(self, ids: list[int], params: SamplingParams, seed: int) -> list[Request]:
+    def _searched(self, ids: list[int], params: SamplingParams, seed: int, texts: _Texts) -> list[Request]:
         """The outputs of a beam search. One more request, their `searcher`, runs and fills them when it is done."""
-        seq, *others = (self._sequence(list(ids), params, seed, ()) for _ in range(1 + params.n))
+        seq, *others = (self._sequence(list(ids), params, seed, texts) for _ in range(1 + params.n))
         seq.hypotheses = Hypotheses()
         self._check(seq)
         outputs = [Request(other, self.tokenizer, index=index) for index, other in enumerate(others)]
@@ -139,7 +140,8 @@ class Engine:
             if request.seq.finish_reason is None:
                 self.scheduler.add(request)
 
-    def _sequence(self, ids: list[int], params: SamplingParams, seed: int, prediction_ids: tuple[int, ...]) -> Sequence:
+    def _sequence(self, ids: list[int], params: SamplingParams, seed: int, texts: _Texts) -> Sequence:
+        bad_word_ids, prediction_ids = texts
         seq = Sequence(
             id=next(self._ids),
             tokens=ids,
@@ -148,7 +150,7 @@ class Engine:
             seed=seed,
             max_len=self._max_len(ids, params),
             end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),
-            bad_word_ids=self._bad_word_ids(params),
+            bad_word_ids=bad_word_ids,
             prediction_ids=prediction_ids,
         )
         seq.draft = self.drafter.chosen(params.draft, bool(prediction_ids), seq.acceptance, params.searches)

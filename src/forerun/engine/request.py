@@ -308,11 +308,20 @@ class Request:
         )
 
     def _ends(self, tokens: Seq[int]) -> bool:
-        """Whether a text of a beam search has a stop text in it."""
-        reader = self.detokenizer()
-        if reader is None:
+        """Whether a text of a beam search, which has no stop text without its last token, has one with it.
+
+        So only as much of it is read as a stop text can be long, and the time does not grow with the text.
+        """
+        tokenizer, stops, start, num_chars = self._tokenizer, self.seq.params.stop, len(tokens) - 1, 0
+        if tokenizer is None:
             return False
-        reader.push(list(tokens))
+        while start > 0 and num_chars < max(map(len, stops)):
+            start -= 1
+            if tokens[start] not in tokenizer.special_ids and tokenizer.is_solid(tokens[start]):
+                num_chars += len(tokenizer.own_text(tokens[start]))
+        prompt = self.seq.tokens[: self.seq.num_prompt_tokens]
+        reader = Detokenizer(tokenizer, [*prompt, *tokens[:start]], stops)
+        reader.push(tokens[start:])
         return reader.stop is not None
 
     def _has_stop_text(self) -> bool:

@@ -7,12 +7,11 @@ pieces and sends, and hands what takes longer to the threads of the Service.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence as Seq
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence as Seq
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -23,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from forerun.errors import ForerunError, InternalError
 from forerun.serve.bodies import Form, Job, Refused
-from forerun.serve.events import KEEP_ALIVE, as_json
+from forerun.serve.events import KEEP_ALIVE, as_json, in_slices
 from forerun.serve.generation import Generation
 from forerun.serve.limits import Patience
 from forerun.serve.service import Service
@@ -58,10 +57,9 @@ class Events(Protocol):
 
 @dataclass(frozen=True)
 class Api:
-    """How one route reads bodies, and what its answers and errors look like."""
+    """What the answers and errors of one route look like; how it reads bodies is in texts.py."""
 
     form: Form
-    read: Callable[..., Job]
     answer: Callable[..., dict[str, Any]]
     events: Callable[..., Events]
     error: Callable[[ForerunError, str], tuple[int, dict[str, Any]]]
@@ -109,8 +107,11 @@ class Exchange:
         body = await read_body(self._headers, self._receive, service)
         with service.gate.enter() as place:
             async with self._until_gone():
-                job, prompts, requests = await self._guarded(self._prepare, body)
+                if service.logs_texts:
+                    self._record["body"] = body.decode(errors="replace")
+                job, prompts = await self._read(body)
                 del body
+                job, requests = await self._guarded(service.make, job, prompts)
                 place.grow(len(requests))
                 self._record |= {"prompt_tokens": sum(map(len, prompts)), "stream": job.stream}
                 generation = service.start(job, requests)
@@ -130,26 +131,6 @@ class Exchange:
         self._record["error"] = str(error) if status >= 500 else body["error"].get("code") or type(error).__name__
         await self._respond(status, as_json(body), retry_after_s=getattr(error, "retry_after_s", None))
 
-    def _prepare(self, body: bytes) -> tuple[Job, list[list[int]], list[Any]]:
-        """The job of a body, its prompts as ids and its requests. Not in the event loop. Raises ForerunError."""
-        service = self._service
-        if service.logs_texts:
-            self._record["body"] = body.decode(errors="replace")
-        try:
-            job = self._api.read(
-                parse(body),
-                service.name,
-                service.defaults,
-                service.names,
-                ignore_unsupported=service.ignore_unsupported,
-            )
-            service.gate.refuse_too_many(job.num_choices)
-            prompts = service.encode(job)
-            job, requests = service.make(job, prompts)
-        except RecursionError:
-            raise Refused("the body is nested too deeply to be read: make it flatter") from None
-        return job, prompts, requests
-
     async def _whole(self, job: Job, prompts: Seq[Seq[int]], generation: Generation) -> None:
         while not generation.is_over:
             await self._wait(generation)
@@ -161,7 +142,7 @@ class Exchange:
         made = self._api.answer(
             job, outputs, self._service.llm.tokenizer, answer_id=secrets.token_hex(12), created_s=int(time.time())
         )
-        return as_json(made)
+        return in_slices(made)
 
     async def _stream(self, job: Job, prompts: Seq[Seq[int]], generation: Generation) -> None:
         events = self._api.events(job, prompts, self._service.llm.tokenizer, secrets.token_hex(12), int(time.time()))
@@ -215,8 +196,19 @@ class Exchange:
 
     async def _guarded(self, work: Callable[..., T], *given: Any, in_loop: bool = False) -> T:
         """Work on texts. Raises ForerunError, whatever went wrong in it: other requests go on."""
-        try:
+        with self._guarding():
             return work(*given) if in_loop else await self._service.in_thread(work, *given)
+
+    async def _read(self, body: bytes) -> tuple[Job, list[list[int]]]:
+        """The job of a body, and its prompts as ids. Raises ForerunError."""
+        with self._guarding():
+            made: tuple[Job, list[list[int]]] = await self._service.read(self._api.form.url, body)
+            return made
+
+    @contextmanager
+    def _guarding(self) -> Iterator[None]:
+        try:
+            yield
         except (ForerunError, asyncio.CancelledError):
             raise
         except BaseException as error:  # what a tokenizer's Rust code calls a panic is no Exception
@@ -318,20 +310,6 @@ async def read_body(headers: Any, receive: Receive, service: Service) -> bytes:
     if is_too_large:
         raise too_large
     return b"".join(parts)
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def parse(body: bytes) -> Any:
-    """A body as JSON. Raises Refused."""
-    try:
-        return json.loads(body.decode(), parse_constant=_refuse_constant)
-    except UnicodeDecodeError:
-        raise Refused("the body is not UTF-8: encode it so") from None
-    except ValueError as error:
-        raise Refused(f"the body is not valid JSON: {error!s:.200}") from None
 
 
 def ignored_header(names: Seq[str]) -> str:

@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -24,17 +23,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun import __version__
 from forerun.errors import ForerunError, InternalError, shown
-from forerun.serve import messages, openai, openapi, responses, tokens
-from forerun.serve.answering import RECORD, Answer, Api, ClientGone, ignored_header, parse, read_body
+from forerun.serve import messages, openai, openapi, responses
+from forerun.serve.answering import RECORD, Answer, Api, ClientGone, ignored_header, read_body
 from forerun.serve.bodies import Refused
 from forerun.serve.events import as_json
 from forerun.serve.metrics import CONTENT_TYPE
 from forerun.serve.origins import Origins
 from forerun.serve.service import Service
+from forerun.serve.texts import COUNTERS
 from forerun.serve.tracing import span
 
 LOG = logging.getLogger("forerun.serve.requests")
 OPEN_PATHS = ("/health", "/ready", "/metrics", "/openapi.json")  # without an API key: they say nothing of requests
+MOST_PAGE_BYTES = 32 << 10  # of a body that a page's API gets: it is read by the event loop
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -46,19 +47,14 @@ APIS = {
     **{
         url: Api(
             openai.FORMS[url],
-            partial(openai.read_body, url),
             lambda job, *given, **named: openai.answer_body(job, *given, **named, with_report=job.report),
             openai.Stream,
             _plain_error,
         )
         for url in openai.URLS
     },
-    responses.RESPONSES: Api(
-        responses.FORM, responses.read_body, responses.answer_body, responses.Stream, _plain_error
-    ),
-    messages.MESSAGES: Api(
-        messages.FORM, messages.read_body, messages.answer_body, messages.Stream, messages.error_answer
-    ),
+    responses.RESPONSES: Api(responses.FORM, responses.answer_body, responses.Stream, _plain_error),
+    messages.MESSAGES: Api(messages.FORM, messages.answer_body, messages.Stream, messages.error_answer),
 }
 
 
@@ -98,22 +94,18 @@ def _answering(service: Service, api: Api) -> Callable[[], Any]:
 
 def _add_counting(app: FastAPI, service: Service, bodies: dict[str, Any]) -> None:
     """Routes that need no engine: texts to ids, ids to texts."""
-    routes = {
-        messages.COUNT_TOKENS: (tokens.count, messages.error_answer),
-        "/tokenize": (tokens.tokenize, _plain_error),
-        "/detokenize": (tokens.detokenize, _plain_error),
-    }
-    for url, (work, error) in routes.items():
-        app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_counting(service, url, work, error))
+    for url in COUNTERS:
+        error = messages.error_answer if url == messages.COUNT_TOKENS else _plain_error
+        app.post(url, openapi_extra=bodies[url], responses=openapi.ERRORS)(_counting(service, url, error))
 
 
-def _counting(service: Service, url: str, work: Any, error_of: Any) -> Callable[[Request], Any]:
+def _counting(service: Service, url: str, error_of: Any) -> Callable[[Request], Any]:
     async def count(request: Request) -> Response:
         headers: dict[str, str] = {}
         try:
             body = await read_body(request.headers, request.receive, service)
             with service.gate.enter():
-                made, ignored = await service.in_thread(work, service, parse, body)
+                made, ignored = await service.read(url, body)
             if ignored:
                 headers["x-forerun-ignored"] = ignored_header(ignored)
             return Response(as_json(made), 200, headers, "application/json")
@@ -287,7 +279,7 @@ class Door:
 
     def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Routes of the server read bodies and take places themselves; pages know neither limits nor gate."""
-        length, most = headers.get(b"content-length", b""), self._service.limits.max_body_bytes
+        length, most = headers.get(b"content-length", b""), min(MOST_PAGE_BYTES, self._service.limits.max_body_bytes)
         if scope["method"] == "POST" and not length.isdigit():
             raise Refused("the length of the body is missing: send content-length", status=411)
         if length and int(length) > most:

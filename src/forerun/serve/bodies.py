@@ -29,6 +29,9 @@ Message = Mapping[str, Any]
 # Values of a field that change nothing (or what says whether a value is one), and why no other is possible.
 Neutral = tuple[Seq[Any] | Callable[[Any], bool], str]
 
+# What fields may hold, so that no request holds up others: most of it is looked through at every step.
+MOST_ENTRIES = {"bad_words": 1024, "stop": 64, "stop_token_ids": 1024, "logit_bias": 4096}
+MOST_TEXT_CHARS, MOST_TEXTS_CHARS = 1024, 1 << 16  # of each text of a field, and of all of them
 MAX_CHOICES = 128  # per prompt, as in the API of OpenAI
 NO_CALLS = "the model is not told of tools and calls none"
 NO_GRAMMAR = "output cannot be held to a grammar or schema"
@@ -93,7 +96,7 @@ class Job:
     continuous_usage: bool = False  # and what it is so far, with each chunk
     report: bool = False  # whether the body asks how speculation went
     ignored: tuple[str, ...] = ()  # fields without which it is served
-    given: Mapping[str, Any] = field(default_factory=dict)  # the body, for APIs whose answers repeat parts of it
+    given: Mapping[str, Any] = field(default_factory=dict)  # what the answer repeats of the body
 
     def __post_init__(self) -> None:
         if self.stream and self.params.searches:
@@ -197,12 +200,32 @@ def params_of(given: Body, defaults: Mapping[str, Any], names: Mapping[str, str]
         fields["prediction"] = _prediction(fields["prediction"])
     fields["logprobs"] = logprobs
     try:
+        _check_sizes(fields)
         params = SamplingParams(**fields)
     except BadOption as error:
         raise _named_as_given(str(error), given, names) from None
     if params.n > MAX_CHOICES:
         raise Refused(f"n={params.n} is not possible: it must be at most {MAX_CHOICES}", "n")
     return params
+
+
+def _check_sizes(fields: Mapping[str, Any]) -> None:
+    """Raise BadOption for a field that holds more than a request may have."""
+
+    def refuse(name: str, has: int, most: int, what: str) -> None:
+        if has > most:
+            message = f"{name}={shown(fields[name])} is not possible: it must have at most {most:,} {what}, not {has:,}"
+            raise BadOption(message)
+
+    for name, most in MOST_ENTRIES.items():
+        if isinstance(value := fields.get(name), list | tuple | dict):
+            refuse(name, len(value), most, "entries")
+    for name in ("bad_words", "stop", "cache_salt"):
+        value = fields.get(name)
+        texts = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
+        lengths = [len(text) for text in texts if isinstance(text, str)]
+        refuse(name, max(lengths, default=0), MOST_TEXT_CHARS, "characters in a text")
+        refuse(name, sum(lengths), MOST_TEXTS_CHARS, "characters in all its texts")
 
 
 def _speculation(given: Body) -> dict[str, Any]:

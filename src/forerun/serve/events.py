@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 DONE = b"data: [DONE]\n\n"  # how the API of OpenAI ends a stream
 KEEP_ALIVE = b": waiting\n\n"  # a comment, which clients skip: it keeps a connection open while nothing is to be said
+_MOST_VALUES = 1000  # that are written in one call: a fraction of a millisecond
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
@@ -15,6 +16,37 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     """One event with JSON data, and a name where the API has them."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + as_json(data) + b"\n\n"
+
+
+def in_slices(data: Any) -> bytes:
+    """The same as `as_json`, for answers of any length.
+
+    One call that writes a million numbers lets no other thread in before it is done; so it is many calls.
+    """
+    return b"".join(_slices(data))
+
+
+def _slices(data: Any) -> Iterator[bytes]:
+    if not isinstance(data, dict | list) or _weight(data, _MOST_VALUES) <= _MOST_VALUES:
+        yield as_json(data)
+        return
+    pairs = [(b"", value) for value in data]
+    if isinstance(data, dict):
+        pairs = [(as_json(name) + b":", value) for name, value in data.items()]
+    for i, (name, value) in enumerate(pairs):
+        yield (b"," if i else b"{" if isinstance(data, dict) else b"[") + name
+        yield from _slices(value)
+    yield b"}" if isinstance(data, dict) else b"]"
+
+
+def _weight(data: Any, most: int) -> int:
+    """How many values there are in it; if more than `most`, something above that."""
+    num = 1
+    for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        if num > most:
+            break
+        num += _weight(value, most - num)
+    return num
 
 
 def as_json(data: Any) -> bytes:

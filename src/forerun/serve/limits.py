@@ -173,14 +173,6 @@ class Gate:
             if not self.num_taken:
                 self.is_empty.set()
 
-    def refuse_too_many(self, num: int) -> None:
-        """Raise Refused for a request of more choices than ever have room. Any thread, before they are made."""
-        if num > self.capacity:
-            raise Refused(
-                f"the request makes {num} choices (its prompts, n of each) and this server takes {self.capacity} at "
-                "once: ask for fewer, or raise --max-queue"
-            )
-
     def check(self, num: int) -> None:
         """Raise Refused (429) where there is no room for so many more."""
         if self.num_taken + num > self.capacity:

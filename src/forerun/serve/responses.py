@@ -75,6 +75,11 @@ _NEUTRAL: Mapping[str, Neutral] = {
     "text": (_is_plain_text, NO_GRAMMAR),
     "stream_options": (lambda value: isinstance(value, dict) and set(value) <= {"include_obfuscation"}, "no such one"),
 }
+# What an answer repeats of its body.
+_REPEATED = (
+    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
+    *("prompt_cache_key", "safety_identifier", "user"),
+)
 _OWN = {"model", "input", "instructions", "max_output_tokens", "stop", "stream", "include", "top_logprobs"}
 FORM = Form(RESPONSES, _OWN | {"chat_template_kwargs"}, INERT, _NEUTRAL)
 
@@ -102,7 +107,7 @@ def read_body(
         stream=flag(given, "stream"),
         report=wants_report(given),
         ignored=tuple(read.ignored or ()),
-        given=body,
+        given={name: body[name] for name in _REPEATED if name in body},
     )
 
 

@@ -12,15 +12,16 @@ from typing import Any, TypeVar
 
 from forerun.engine.llm import LLM
 from forerun.errors import CapacityError, ForerunError, InternalError, PromptTooLong
+from forerun.serve.aside import LONG_BYTES, Aside
 from forerun.serve.bodies import Job, Refused
 from forerun.serve.generation import Generation, News
 from forerun.serve.limits import Arriving, Gate, Limits
 from forerun.serve.metrics import Metrics
+from forerun.serve.texts import TextOptions, Texts
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 _TICK_S = 0.05  # between two measurements of the event loop's delay
-_MARGIN = 2  # for tokenizers that drop some of a text before they read it
 MOST_ARRIVING = 16  # the longest bodies that are kept while they are not whole; shorter ones are as many more
 NUM_THREADS = 4  # that make texts; they share one interpreter with the engine's thread
 
@@ -51,8 +52,16 @@ class Service:
         batch = llm.config.max_batch_size
         self.gate = Gate(batch + self.limits.max_queue, batch)
         self.arriving = Arriving(MOST_ARRIVING * self.limits.max_body_bytes)
-        longest = max(map(len, llm.tokenizer.id_to_token.values()), default=1)
-        self._most_prompt_chars = _MARGIN * longest * llm.engine.max_seq_len
+        options = TextOptions(
+            llm.tokenizer.folder,
+            self.names,
+            llm.engine.max_seq_len,
+            self.gate.capacity,
+            self.defaults,
+            ignore_unsupported,
+            llm.config.chat_template,
+        )
+        self.texts, self.aside = Texts(options, llm.tokenizer, lambda: llm.chat_template), Aside(options)
         self.metrics = metrics or Metrics(llm, self.name)
         self.failure: ForerunError | None = None  # of the engine, once
         self._news = News(self.look_for_failure)
@@ -64,23 +73,11 @@ class Service:
         """Do work on texts outside of the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *given)
 
-    def encode(self, job: Job) -> list[list[int]]:
-        """The prompts of a job as ids. Not in the event loop. Raises UserError."""
-        self.check_size(job)
-        if job.messages is None:
-            return [self.llm.tokenizer.encode(p) if isinstance(p, str) else p for p in job.prompts]
-        form = {"continue_final_message": True} if job.continue_final_message else {}
-        return [self.llm.apply_chat_template(job.messages, **form, **job.variables)]
-
-    def check_size(self, job: Job) -> None:
-        """Refuse what cannot fit, however it is cut into tokens: that takes seconds of a text of megabytes."""
-        texts = job.prompts if job.messages is None else [m.get("content") for m in job.messages]
-        num_chars = max(map(_num_chars, texts), default=0)
-        if num_chars > self._most_prompt_chars:
-            raise PromptTooLong(
-                f"the prompt has {num_chars:,} characters, which are more than {self.llm.engine.max_seq_len} tokens "
-                "whatever they are, and max_seq_len is no more: shorten it"
-            )
+    async def read(self, url: str, body: bytes) -> Any:
+        """What `Texts.work` makes of a body, or raises: in a thread, or a process where it is long."""
+        if len(body) > LONG_BYTES:
+            return await asyncio.wrap_future(self.aside.work(url, body))
+        return await self.in_thread(self.texts.work, url, body)
 
     def make(self, job: Job, prompts: Seq[Seq[int]]) -> tuple[Job, list[Any]]:
         """The requests of a job, not queued yet, and the job as it is served. Not in the event loop. Raises UserError.
@@ -126,6 +123,7 @@ class Service:
         """Let the threads end."""
         self.metrics.close()
         self._end_news()
+        self.aside.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def look_for_failure(self) -> None:
@@ -137,11 +135,3 @@ class Service:
             LOG.error("the engine has failed: every live request ends with status 500, and /ready says so")
             for generation in self._going:
                 generation.fail(self.failure)
-
-
-def _num_chars(content: Any) -> int:
-    """Of a text, alone or in parts; 0 for ids."""
-    if isinstance(content, str):
-        return len(content)
-    parts = content if isinstance(content, list) else []
-    return sum(len(part["text"]) for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))

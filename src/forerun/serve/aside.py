@@ -1,0 +1,144 @@
+"""Long bodies are read in a process of their own, so that no other request and no step waits for them.
+
+Python runs one thread at a time, and what parses JSON or cuts words into tokens does not let others in between. The
+process is started for the first long body; the shortest of those that wait is read first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from queue import PriorityQueue
+from typing import Any
+
+from forerun.errors import ForerunError, InternalError
+from forerun.serve.bodies import Refused
+from forerun.serve.texts import TextOptions, Texts
+
+LONG_BYTES = 8 << 10  # of a body that is read there: shorter ones take a thread less time than the way there
+MOST_SECONDS = 60.0  # of one body; the process is started anew behind a longer one
+_START_SECONDS = 300.0  # on a busy machine
+_NICE = 5  # it comes behind the engine's threads, where all cores are busy
+_CODE = "import sys; sys.path[:] = sys.argv[2:]; from forerun.serve.aside import main; main(int(sys.argv[1]))"
+
+
+class Aside:
+    """The process, and a thread that talks to it. options: what it makes its Texts of."""
+
+    def __init__(self, options: TextOptions) -> None:
+        self._options = options
+        self._jobs: PriorityQueue[tuple[float, int, tuple[str, bytes], Future[Any]]] = PriorityQueue()
+        self._order, self._lock = itertools.count(), threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._is_closed = False
+
+    def work(self, url: str, body: bytes) -> Future[Any]:
+        """What `Texts.work` makes of a body, or raises. InternalError where the process fails, Refused for too long."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="forerun-aside", daemon=True)
+                self._thread.start()
+        self._jobs.put((len(body), next(self._order), (url, body), future))
+        return future
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        return None if self._process is None else self._process.pid
+
+    def close(self) -> None:
+        """End it. What waits is cancelled."""
+        self._is_closed = True
+        self._jobs.put((-1.0, next(self._order), ("", b""), Future()))
+        if (process := self._process) is not None:
+            process.kill()  # the thread hears of it, and forgets it
+
+    def _run(self) -> None:
+        while True:
+            _, _, job, future = self._jobs.get()
+            if self._is_closed:
+                self._end()
+                future.cancel()
+                while not self._jobs.empty():
+                    self._jobs.get()[3].cancel()
+                return
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(self._ask(job))
+            except BaseException as error:
+                future.set_exception(error)
+
+    def _ask(self, job: tuple[str, bytes]) -> Any:
+        try:
+            pipe = self._pipe or self._start()
+            pipe.send(job)
+            if not pipe.poll(MOST_SECONDS):
+                self._end()
+                message = f"the texts of the body took more than {MOST_SECONDS:g} s to be read: make it shorter"
+                raise Refused(message, code="timeout", status=504)
+            is_made, made = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError) as error:
+            self._end()
+            raise InternalError("the process that reads long bodies has ended: send the request again") from error
+        if not is_made:
+            raise made
+        return made
+
+    def _start(self) -> Connection:
+        """Start the process. Raises InternalError where it cannot read."""
+        ours, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CODE, str(theirs.fileno()), *sys.path],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is meant for the server, which finishes what it has accepted
+            )
+        self._pipe = ours
+        ours.send(self._options)
+        if not ours.poll(_START_SECONDS):
+            raise EOFError
+        ours.recv_bytes()
+        return ours
+
+    def _end(self) -> None:
+        process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
+        if pipe is not None:
+            pipe.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def main(number: int) -> None:
+    """The process: reads jobs until its server has gone. number: of the descriptor of its pipe."""
+    os.nice(_NICE)
+    pipe = Connection(number)
+    texts = Texts(pipe.recv())
+    pipe.send_bytes(b"")
+    while True:
+        try:
+            url, body = pipe.recv()
+        except EOFError:
+            return
+        try:
+            made = pickle.dumps((True, texts.work(url, body)))
+        except ForerunError as error:
+            made = pickle.dumps((False, error))
+        except BaseException as error:  # what a tokenizer's Rust code calls a panic is no Exception
+            sys.excepthook(type(error), error, error.__traceback__)
+            failed = InternalError(f"the text of the request or its answer could not be made: {error!r:.200}")
+            made = pickle.dumps((False, failed))
+        pipe.send_bytes(made)

@@ -1,0 +1,226 @@
+"""From the bytes of a body to ids: JSON, fields, chat template, tokenizer. No engine, no torch.
+
+All of it is done beside the event loop: for short bodies by a thread of the server, for long ones by the process of
+aside.py. What cannot fit into the context is refused before it is cut into tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import PromptTooLong, shown
+from forerun.serve import messages, openai, responses
+from forerun.serve.bodies import Form, Job, Refused, check, flag
+from forerun.text.chat import ChatTemplate
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import SamplingParams
+
+_MARGIN = 2  # for tokenizers that drop some of a text before they read it
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+_TOKENIZE = Form(TOKENIZE, {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"}, set(), {})
+_DETOKENIZE = Form(DETOKENIZE, {"model", "tokens"}, set(), {})
+Counted = tuple[dict[str, Any], tuple[str, ...]]  # an answer, and the fields that were ignored
+# How the body of each API is read.
+READERS: Mapping[str, Callable[..., Job]] = {
+    **{url: partial(openai.read_body, url) for url in openai.URLS},
+    responses.RESPONSES: responses.read_body,
+    messages.MESSAGES: messages.read_body,
+}
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """What is known of a server without its engine. folder: of the tokenizer. capacity: choices that it takes at once.
+
+    names, defaults, ignore_unsupported: as Service has them. chat_template: file; None = the checkpoint's own.
+    """
+
+    folder: Path
+    names: tuple[str, ...]
+    max_seq_len: int
+    capacity: int
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ignore_unsupported: bool = False
+    chat_template: str | None = None
+
+
+class Texts:
+    """Reads bodies. tokenizer, template: those of the model, where they are loaded already."""
+
+    def __init__(
+        self,
+        options: TextOptions,
+        tokenizer: Tokenizer | None = None,
+        template: Callable[[], ChatTemplate] | None = None,
+    ) -> None:
+        self.options, self.name = options, options.names[0]
+        self.tokenizer = tokenizer or Tokenizer.load(options.folder)
+        self._load_template = template or self._own_template
+        longest = max(map(len, self.tokenizer.id_to_token.values()), default=1)
+        self._most_chars = _MARGIN * longest * options.max_seq_len
+
+    def work(self, url: str, body: bytes) -> tuple[Job, list[list[int]]] | Counted:
+        """What the route of a body makes of it: `read`, or one of COUNTERS."""
+        return COUNTERS[url](self, body) if url in COUNTERS else self.read(url, body)
+
+    def read(self, url: str, body: bytes) -> tuple[Job, list[list[int]]]:
+        """The job of a body and its prompts as ids; a prediction has become ids, too. Raises UserError."""
+        options = self.options
+        try:
+            ignore = options.ignore_unsupported
+            job = READERS[url](parse(body), self.name, options.defaults, options.names, ignore_unsupported=ignore)
+            if job.num_choices > options.capacity:
+                raise Refused(
+                    f"the request makes {job.num_choices} choices (its prompts, n of each) and this server takes "
+                    f"{options.capacity} at once: ask for fewer, or raise --max-queue"
+                )
+            prompts = self.encode(job)
+        except RecursionError:
+            raise Refused("the body is nested too deeply to be read: make it flatter") from None
+        params = self._with_prediction(job.params)
+        # Prompts and messages are ids now.
+        return dataclasses.replace(job, params=params, prompts=(), messages=None, variables={}), prompts
+
+    def encode(self, job: Job) -> list[list[int]]:
+        """The prompts of a job as ids. Raises UserError."""
+        self._check_size(job)
+        if job.messages is None:
+            return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in job.prompts]
+        form = {"continue_final_message": True} if job.continue_final_message else {}
+        return [self._template.encode(self.tokenizer, job.messages, **form, **job.variables)]
+
+    def count(self, body: bytes) -> Counted:
+        """The tokens of a conversation in the form of /v1/messages. Raises UserError."""
+        ignore = self.options.ignore_unsupported
+        job = messages.read_count(_flat(body), self.name, self.options.names, ignore_unsupported=ignore)
+        return {"input_tokens": len(self.encode(job)[0])}, job.ignored
+
+    def tokenize(self, body: bytes) -> Counted:
+        """The ids of {"prompt": a text} or {"messages": a conversation}, as the server itself would make them."""
+        given = self._given(_TOKENIZE, body)
+        if ("prompt" in given) == ("messages" in given):
+            raise Refused("the body must have a prompt or messages: give one of them", "prompt")
+        if "messages" in given:
+            read = openai.read_body(openai.CHAT, {"messages": given["messages"]}, self.name)
+            ids = self.encode(Job(openai.CHAT, self.name, SamplingParams(), messages=read.messages))[0]
+        else:
+            if not isinstance(given["prompt"], str):
+                raise Refused(f"prompt={shown(given['prompt'])} is not possible: it must be a text", "prompt")
+            self._check_size(Job(TOKENIZE, self.name, SamplingParams(), prompts=(given["prompt"],)))
+            ids = self.tokenizer.encode(given["prompt"], flag(given, "add_special_tokens", True))
+        made = {"tokens": ids, "count": len(ids), "max_model_len": self.options.max_seq_len}
+        if flag(given, "return_token_strs"):
+            made["token_strs"] = [self.tokenizer.id_to_token.get(i, "") for i in ids]
+        return made, ()
+
+    def detokenize(self, body: bytes) -> Counted:
+        """The text of {"tokens": ids}."""
+        ids, num_ids = self._given(_DETOKENIZE, body).get("tokens"), self.tokenizer.num_ids
+        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < num_ids for token in ids):
+            message = f"tokens={shown(ids)} is not possible: it must be a list of ids in 0 .. {num_ids - 1}"
+            raise Refused(message, "tokens")
+        return {"prompt": self.tokenizer.decode(ids)}, ()
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return self._load_template()
+
+    def _own_template(self) -> ChatTemplate:
+        return ChatTemplate.load(self.options.folder, self.options.chat_template)
+
+    def _given(self, form: Form, body: bytes) -> dict[str, Any]:
+        given = check(form, _flat(body), self.options.names).fields
+        if extra := sorted(given.keys() - form.own):
+            raise Refused(f"{extra[0]} is no field of {form.url}", extra[0], code="unknown_parameter")
+        return given
+
+    def _check_size(self, job: Job) -> None:
+        """Refuse what cannot fit, however it is cut into tokens: that takes seconds of a text of megabytes.
+
+        Every message, and every part of one, takes at least a token.
+        """
+        most, contents = self.options.max_seq_len, [m.get("content") for m in job.messages or ()]
+        num_parts = sum(len(content) if isinstance(content, list) else 1 for content in contents)
+        if num_parts > most:
+            raise PromptTooLong(
+                f"the conversation has {num_parts:,} messages and parts of messages, and max_seq_len is {most} tokens: "
+                "shorten it"
+            )
+        texts = job.prompts if job.messages is None else contents
+        num_chars = max(map(_num_chars, texts), default=0)
+        if job.messages is not None:
+            num_chars = sum(map(_num_chars, texts))
+        if num_chars > self._most_chars:
+            raise PromptTooLong(
+                f"the prompt has {num_chars:,} characters, which are more than {most} tokens whatever they are, and "
+                "max_seq_len is no more: shorten it"
+            )
+        for prompt in job.prompts:
+            if not isinstance(prompt, str) and len(prompt) >= most:
+                raise PromptTooLong(
+                    f"the prompt has {len(prompt)} tokens and max_seq_len is {most}, so there is no room for an "
+                    "answer: shorten it, or raise max_seq_len"
+                )
+
+    def _with_prediction(self, params: SamplingParams) -> SamplingParams:
+        """With the prediction as ids. No output is longer than the context, and no prediction need be."""
+        given, most = params.prediction, self.options.max_seq_len
+        if given is None:
+            return params
+        if isinstance(given, str):
+            if len(given) > self._most_chars:
+                raise Refused(
+                    f"prediction has {len(given):,} characters, which are more than {most} tokens whatever they are, "
+                    "and no answer is longer: shorten it",
+                    "prediction",
+                )
+            given = tuple(self.tokenizer.encode(given, add_special_tokens=False))
+        if len(given) > most:
+            raise Refused(
+                f"prediction has {len(given):,} tokens and max_seq_len is {most}, so no answer is as long: shorten it",
+                "prediction",
+            )
+        return dataclasses.replace(params, prediction=given)
+
+
+# What counts or converts, by its route.
+COUNTERS: Mapping[str, Callable[[Texts, bytes], Counted]] = {
+    messages.COUNT_TOKENS: Texts.count,
+    TOKENIZE: Texts.tokenize,
+    DETOKENIZE: Texts.detokenize,
+}
+
+
+def _num_chars(content: Any) -> int:
+    """Of a text, alone or in parts; 0 for ids."""
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, list) else []
+    return sum(len(part["text"]) for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def parse(body: bytes) -> Any:
+    """A body as JSON. Raises Refused."""
+    try:
+        return json.loads(body.decode(), parse_constant=_refuse_constant)
+    except UnicodeDecodeError:
+        raise Refused("the body is not UTF-8: encode it so") from None
+    except ValueError as error:
+        raise Refused(f"the body is not valid JSON: {error!s:.200}") from None
+
+
+def _flat(body: bytes) -> Any:
+    try:
+        return parse(body)
+    except RecursionError:
+        raise Refused("the body is nested too deeply to be read: make it flatter") from None
