@@ -71,6 +71,16 @@ def test_a_published_pair_from_config_json_alone(cli: Any, llamas: tuple[str, st
     assert (parts["target KV cache"], parts["draft KV cache"]) == (7 * 2**29, 2**30)
 
 
+def test_a_pair_that_generate_refuses_is_refused(cli: Any, llamas: tuple[str, str]) -> None:
+    """A plan that fits is no use for a draft with other tokens; what cannot be compared is said."""
+    base = ("--target", "llama", "--draft", "./stranger")
+    planned_, generated = cli("plan", *base), cli("generate", *base, "x")
+    assert (planned_.returncode, planned_.stdout) == (2, "")
+    assert planned_.stderr == generated.stderr
+    alone = cli("plan", "--target", llamas[0], "--draft", llamas[1], "--device", "cpu")
+    assert "whether draft and target suit each other was not checked: " in alone.stderr
+
+
 def test_exit_code_3_and_what_would_fit(cli: Any, llamas: tuple[str, str]) -> None:
     base = ("--target", llamas[0], "--draft", llamas[1], "--dtype", "bfloat16", "--memory", "12GB")
     done = cli("plan", *base)

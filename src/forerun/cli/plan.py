@@ -59,7 +59,11 @@ def plan(
     engine = flags.engine_config(dict(locals()), config)
     if shape is not None or draft_shape is not None:  # to which the shipped pair is widened
         engine = dataclasses.replace(engine, target=engine.target or PAIR)
+    from forerun.cli.words import note
+    from forerun.engine.factory import refuse_drafters
+
     models = Models.of(engine, shape, draft_shape)
+    unchecked = refuse_drafters(engine)
     made = models.plan(engine, None if memory is None else parse_bytes(memory))
     if as_json:
         typer.echo(json.dumps({**models.settings(engine), **plan_dict(made)}))
@@ -68,6 +72,8 @@ def plan(
 
         for line in plan_lines(models.settings(engine), made, make_console().width):
             typer.echo(visible(line))
+    if unchecked is not None:
+        note(f"whether draft and target suit each other was not checked: {unchecked}")
     if not made.fits:
         raise typer.Exit(DOES_NOT_FIT)
 

@@ -7,7 +7,7 @@ Three questions in the order of their price: do the small files allow it (`refus
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -173,9 +173,26 @@ def refuse_early(config: EngineConfig, has_loaded_draft: bool = False) -> Tokeni
         sampling_defaults(folder)
     if config.chat_template is not None:
         ChatTemplate.load(folder, config.chat_template)
+    _check(methods, tokenizer, config)
+    return tokenizer
+
+
+def _check(methods: Seq[tuple[str, Any]], tokenizer: Tokenizer | None, config: EngineConfig) -> None:
     for method, options in methods:
         drafters.check(method, options, tokenizer, config.ignored_config_keys)
-    return tokenizer
+
+
+def refuse_drafters(config: EngineConfig) -> str | None:
+    """Raise UserError for drafters that do not suit the target, as its small files and those of draft models show.
+
+    Where such a file is missing, of which a plan needs config.json alone, returns why nothing was compared.
+    """
+    methods = _methods(config)
+    try:
+        _check(methods, Tokenizer.find(target_files(config)), config)
+    except NotFound as error:
+        return str(error) if any(drafters.has_a_model(name) for name, _ in methods) else None
+    return None
 
 
 def usable_drafts(config: EngineConfig) -> list[str]:
