@@ -153,7 +153,7 @@ def test_policies_and_rules_are_compared_as_drafters_are(tiny: Path, tmp_path: P
     """Each way by what differs; a rule that cannot judge a drafter leaves that one way out."""
     sizes = ("--kind", "chat", "--prompts", "1", "--max-tokens", "4", "--prompt-file", str(work_file(tmp_path)))
     ways = ("--draft", "lookup", "--draft", "suffix:shape=tree", "--pacing", "auto,fixed", "--acceptance")
-    arguments = ["methods", "--target", str(tiny), *sizes, *ways, "ratio,block", "--temperature", "1"]
+    arguments = ["methods", "--target", str(tiny), *sizes, *ways, "ratio,block", "--temperature", "1", "--json", "-"]
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout.splitlines()[-1])

@@ -22,6 +22,7 @@ from forerun.bench.plans import TunePlan
 from forerun.bench.results import Tally, Variant
 from forerun.bench.tune import contenders_of, drop_slow, further, run
 from forerun.bench.tune_engine import candidates_of
+from forerun.bench.tune_picture import caption
 from forerun.bench.tune_prediction import LONGEST, Passes, Prediction, Predictor, Round, Turn, alphas, replay
 from forerun.bench.tune_results import (
     Contender,
@@ -226,12 +227,40 @@ def test_the_fastest_is_chosen_and_plain_decoding_where_nothing_pays() -> None:
         contender(Way("a", 3), 0.9, 0.9),
         contender(Way("b", None), 0.5, 0.6),
     )
-    assert chosen_of([plain, slow, fast]) is fast
-    assert chosen_of([plain, contender(Way("a", 3), 0.98, 0.98)]) is plain
-    assert chosen_of([plain]) is plain
+    assert chosen_of([plain, slow, fast], 12) == (fast, "")
+    assert chosen_of([plain, contender(Way("a", 3), 0.98, 0.98)], 12) == (plain, "")
+    assert chosen_of([plain], 12) == (plain, "")
     everyone = [plain, slow, fast]
     drop_slow(everyone)
     assert [one.is_out for one in everyone] == [False, True, False]
+
+
+def test_what_is_not_certain_is_left_to_auto() -> None:
+    plain = contender(PLAIN, 1.0, 1.0)
+    paced, unsure = contender(Way("b", None), 0.99, 1.01), contender(Way("a", 3), 0.5, 1.2)
+    hopeful = contender(Way("a", 3), 0.9, 1.2)
+    for contenders in ([plain, unsure, paced], [plain, hopeful, paced]):
+        chosen, doubt = chosen_of(contenders, 12)
+        assert chosen is paced
+        assert doubt.startswith("a with K = 3 made 0.83 to ")
+    for contenders in ([plain], [plain, contender(Way("a", 3), 0.5, 0.5)]):
+        chosen, doubt = chosen_of(contenders, 1)
+        assert config_of(chosen, EngineConfig(), 1) == {"draft": "auto", "pacing": "auto"}
+        assert doubt == "1 prompt of at least 4 were measured"
+    said = reason_of(found_with([plain, hopeful, paced]))
+    assert said.startswith(
+        "Nothing is certain: a with K = 3 made 0.83 to 1.11 times plain decoding's tokens per second."
+    )
+    assert "Chosen: b with pacing=auto; more --minutes may tell." in said
+
+
+def test_the_caption_of_a_picture_names_what_is_drawn() -> None:
+    plain, fixed, auto = contender(PLAIN, 1.0), contender(Way("a", 3), 0.5), contender(Way("b", None), 0.9)
+    assert "Star: chosen." in caption(found_with([plain, fixed, auto]), [fixed, auto])
+    alone = caption(found_with([plain, contender(Way("a", 3), 1.0)]), [fixed])
+    assert "Star" not in alone
+    assert "Dashed" not in alone
+    assert alone.endswith("Chosen: plain decoding.")
 
 
 def predictions(*speedups: float, tokens: float = 2.0) -> list[Prediction]:
@@ -254,7 +283,7 @@ def test_a_length_that_promises_more_than_all_that_were_measured_is_measured_too
 
 
 def found_with(contenders: Seq[Contender]) -> Found:
-    return Found({}, contenders, chosen_of(contenders), {}, {}, None, {}, {}, 1, 1.0)
+    return Found({}, contenders, *chosen_of(contenders, 12), {}, {}, None, {}, {}, 12, 1.0)
 
 
 def test_the_config_file_has_what_starts_the_engine_again(tiny: Path, tmp_path: Path) -> None:
@@ -311,6 +340,7 @@ def test_a_whole_run_writes_a_config_that_commands_take(tiny: Path, tmp_path: Pa
     assert [one["tokens_per_pass"] for one in own][:3] == [2.0, pytest.approx(8 / 3), 4.0]
     options = json.loads(out.read_text(encoding="utf-8"))
     assert options == record["config"]
+    assert options["pacing"] == "auto", "one prompt is too few to choose by"
     assert options["target"] == str(tiny)
     asked = {"model": "m", "prompt": "x", "max_tokens": 2, "temperature": 0}
     line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": asked}

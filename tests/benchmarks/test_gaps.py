@@ -75,7 +75,7 @@ def test_lookup_is_never_late(tiny: Path, tmp_path: Path, bench: Any) -> None:
     file.write_text("".join(json.dumps({"id": text, "text": text}) + "\n" for text in ("abc", "abd")), encoding="utf-8")
     base = ("--target", str(tiny), "--draft", "lookup", "--prompt-file", str(file), "--kv-cache-backend", "contiguous")
     sizes = ("--prompt-tokens", "40", "--long-prompt-tokens", "30", "--steps", "5", "--repeats", "1")
-    done = bench("gaps", *base, *sizes, "--draft-catchup-tokens", "9", "--spec-length", "3")
+    done = bench("gaps", *base, *sizes, "--draft-catchup-tokens", "9", "--spec-length", "3", "--json", "-")
     assert done.exit_code == 0, done.stderr
     record = json.loads(done.stdout.splitlines()[-1])
     assert [each["variant"] for each in record["runs"]] == [PLAIN, "K=3", AUTO]

@@ -48,7 +48,7 @@ def invoke(bench: Any) -> Callable[..., tuple[int, str, Any]]:
     """Runs the command; returns its exit code, what it printed, and its record."""
 
     def run(*args: str) -> tuple[int, str, Any]:
-        done = bench("serving", *args)
+        done = bench("serving", *args, "--json", "-")
         record = json.loads(done.stdout.splitlines()[-1]) if done.exit_code == 0 else None
         return done.exit_code, done.stdout + done.stderr, record
 
@@ -337,6 +337,6 @@ def test_a_server_that_does_not_start_says_why() -> None:
     ],
 )
 def test_refusals(args: tuple[str, ...], sentence: str, bench: Any) -> None:
-    done = bench("serving", *args)
+    done = bench("serving", *args, "--json", "-")
     assert done.exit_code == 2
     assert sentence in done.stderr

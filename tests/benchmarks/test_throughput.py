@@ -118,7 +118,7 @@ def test_prompts_are_part_of_a_run(tiny: Path, tmp_path: Path, monkeypatch: pyte
     file = prompt_file(tmp_path, "a" * 5, "b" * 21)
     base = ("--target", str(tiny), "--draft", "lookup", "--prompt-file", str(file), "--repeats", "2")
     sizes = ("--concurrency", "2", "--spec-length", "1", "--spec-length", "4", "--max-tokens", "6", "--waves", "1")
-    done = bench("throughput", *base, *sizes, "--no-wrong-drafter", "--temperature", "0.5")
+    done = bench("throughput", *base, *sizes, "--no-wrong-drafter", "--temperature", "0.5", "--json", "-")
     assert done.exit_code == 0, done.stderr
     record = json.loads(done.stdout.splitlines()[-1])
     plan = {"concurrencies": [2], "spec_lengths": [1, 4], "max_tokens": 6, "num_repeats": 2, "temperature": 0.5}

@@ -117,16 +117,19 @@ def tuned(bench: TuningEngine, console: Console) -> Found:
             passes.add(turn.plain.steps, turn.drafted.steps)
         predictors = {spec: Predictor(own, passes, bench.runs_model(spec)) for spec, own in turns.items()}
         contenders = _race(bench, predictors, passes, begun + 60 * plan.minutes, progress)
+    num_prompts = sum(map(len, bench.groups))
+    chosen, doubt = chosen_of(contenders, num_prompts)
     return Found(
         predictions={spec: predictor.all() for spec, predictor in predictors.items()},
         contenders=contenders,
-        chosen=chosen_of(contenders),
+        chosen=chosen,
+        doubt=doubt,
         alphas={spec: alphas([text for turn in own for text in turn.texts]) for spec, own in turns.items()},
         alpha_hats={spec: _alpha_hat(own) for spec, own in turns.items()},
         pass_s=curve.one_row_s,
         curve={int(rows): float(ratio) for rows, ratio in zip(curve.widths, curve.ratios, strict=True)},
         v={int(rows): passes.v(rows) for rows in curve.widths if rows >= plan.concurrency},
-        num_prompts=sum(len(group) for group in bench.groups),
+        num_prompts=num_prompts,
         seconds=time.monotonic() - begun,
     )
 

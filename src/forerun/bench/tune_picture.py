@@ -5,17 +5,30 @@ It needs matplotlib.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from forerun.bench.exhibits import save_picture
 from forerun.bench.tune_prediction import LONGEST
-from forerun.bench.tune_results import Found
+from forerun.bench.tune_results import Contender, Found
 
 MOST_CURVES = 6  # those that promise most; more cannot be told apart
-NOTE = (
-    "Lines: predicted from one run with drafts of 16 and the measured time of passes. Dots: measured in turns with "
-    "plain decoding, with the least and most of the rounds. Dashed: measured with pacing=auto. Star: chosen."
-)
+LINES = "Lines: predicted from one run with drafts of 16 and the measured time of passes."
+DOTS = "Dots: measured in turns with plain decoding, with the least and most of the rounds."
+DASHED = "Dashed: measured with pacing=auto."
+STAR = "Star: chosen."
+NO_STAR = "Chosen: {}."
+
+
+def caption(found: Found, drawn: Collection[Contender]) -> str:
+    """Explain what is drawn of the ways that were measured, and nothing else."""
+    parts = [LINES]
+    if drawn:
+        parts.append(DOTS)
+    if any(one.way.spec_length is None for one in drawn):
+        parts.append(DASHED)
+    parts.append(STAR if found.chosen in drawn else NO_STAR.format(found.chosen.way))
+    return " ".join(parts)
 
 
 def draw(found: Found, file: Path, name: str) -> None:
@@ -33,9 +46,8 @@ def draw(found: Found, file: Path, name: str) -> None:
     for spec, colour in colours.items():
         own = found.predictions[spec]
         panel.plot([one.spec_length for one in own], [one.speedup for one in own], color=colour, label=spec)
-    for one in found.contenders:
-        if one.way.spec_length == 0 or one.way.draft not in colours:
-            continue
+    drawn = [one for one in found.contenders if one.way.spec_length != 0 and one.way.draft in colours]
+    for one in drawn:
         colour, result, is_chosen = colours[one.way.draft], one.measured, one is found.chosen
         marker, size = ("*", 15) if is_chosen else ("o", 6)
         if one.way.spec_length is None:
@@ -57,5 +69,5 @@ def draw(found: Found, file: Path, name: str) -> None:
     panel.set_title(f"{name}: {found.chosen.way}", fontsize=11, loc="left")
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(frameon=False, fontsize=9)
-    figure.supxlabel(textwrap.fill(NOTE, 105), fontsize=8, x=0.02, ha="left")
+    figure.supxlabel(textwrap.fill(caption(found, drawn), 105), fontsize=8, x=0.02, ha="left")
     save_picture(figure, file)

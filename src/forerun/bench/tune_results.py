@@ -25,6 +25,7 @@ from forerun.config import EngineConfig
 
 PLAIN, AUTO = "none", "auto"
 PLAIN_MARGIN = 1.03  # drafting has to be faster than plain decoding by this to be chosen
+FEW_PROMPTS = 4  # with fewer nothing is chosen: auto decides while it runs
 
 Seconds = dict[int, dict[int, float]]  # by group of prompts and round: per token
 
@@ -43,6 +44,8 @@ class Way:
     def __str__(self) -> str:
         if self.spec_length == 0:
             return "plain decoding"
+        if self.draft == AUTO:
+            return "draft=auto, which is as without a file"
         return f"{self.draft} with " + ("pacing=auto" if self.spec_length is None else f"K = {self.spec_length}")
 
 
@@ -93,14 +96,15 @@ class Contender:
 class Found:
     """All that was found.
 
-    predictions: of each drafter, by length. alphas: by position; alpha_hats: accepted / tested. pass_s: seconds of a
-    pass of one row, and curve: of others over it, by rows, without a text before them; v: behind the prompts. seconds:
-    that it took.
+    predictions: of each drafter, by length. doubt: why no way was chosen, so that auto decides; or empty. alphas: by
+    position; alpha_hats: accepted / tested. pass_s: seconds of a pass of one row, and curve: of others over it, by
+    rows, without a text before them; v: behind the prompts. seconds: that it took.
     """
 
     predictions: Mapping[str, Seq[Prediction]]
     contenders: Seq[Contender]
     chosen: Contender
+    doubt: str
     alphas: Mapping[str, Seq[float]]
     alpha_hats: Mapping[str, float | None]
     pass_s: float | None
@@ -134,17 +138,37 @@ def measured_of(seconds: Seconds, plain: Seconds) -> Measured:
     return Measured(speedup({g: median(own) for g, own in ratios.items()}), min(rounds), max(rounds), num_rounds)
 
 
-def chosen_of(contenders: Seq[Contender]) -> Contender:
-    """Return the fastest; plain decoding, which comes first, where no other is faster by PLAIN_MARGIN."""
+def chosen_of(contenders: Seq[Contender], num_prompts: int) -> tuple[Contender, str]:
+    """Return the fastest way; plain decoding, which comes first, where no other is faster by PLAIN_MARGIN.
+
+    Where the measurements do not tell, returns the best way with pacing=auto, which is never far behind plain decoding
+    and decides by what it meets; and the reason, which is empty otherwise.
+    """
     plain, *others = contenders
-    best = max((one for one in others if not one.is_out), key=lambda one: one.measured.speedup, default=plain)
-    return best if best.measured.speedup >= PLAIN_MARGIN else plain
+    running = [one for one in others if not one.is_out]
+    paced = [one for one in running if one.way.spec_length is None]
+    auto = max(paced, key=lambda one: one.measured.speedup, default=Contender(Way(AUTO, None), None))
+    if num_prompts < FEW_PROMPTS:
+        return auto, f"{num_prompts} prompt{'s' * (num_prompts != 1)} of at least {FEW_PROMPTS} were measured"
+    best = max(running, key=lambda one: one.measured.speedup, default=plain)
+    if best.measured.speedup >= PLAIN_MARGIN:
+        own = best.measured
+        if own.least > 1:
+            return best, ""
+        return auto, f"{best.way} made {own.least:.2f} to {own.most:.2f} times plain decoding's tokens per second"
+    hopeful = max(running, key=lambda one: one.measured.most, default=plain)
+    if hopeful.measured.most >= PLAIN_MARGIN:
+        own = hopeful.measured
+        return auto, f"{hopeful.way} made {own.least:.2f} to {own.most:.2f} times plain decoding's tokens per second"
+    return plain, ""
 
 
 def reason_of(found: Found) -> str:
     """Return in one sentence what was chosen and why."""
     plain, *others = found.contenders
     order = sorted(others, key=lambda one: -one.measured.speedup)
+    if found.doubt:
+        return f"Nothing is certain: {found.doubt}. Chosen: {found.chosen.way}; more --minutes may tell."
     if not others:
         return "Chosen: plain decoding, for no drafted token was ever right."
     if found.chosen is plain:

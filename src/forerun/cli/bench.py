@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ import typer
 from forerun.bench.plans import SHAPE_NAMES, LatencyPlan, MethodsPlan
 from forerun.cli import flags
 from forerun.cli.help import App
-from forerun.cli.signatures import Fields, Given, writable
+from forerun.cli.signatures import STANDARD_OUTPUT, Fields, Given, writable
 from forerun.registry import parse_specs
 
 app = App(
@@ -23,17 +22,17 @@ app = App(
         "tune": "tune_grid",
     },
 )
-JSON_HELP = "file for all that was measured, one line of JSON [default: standard output where that is no terminal]"
+JSON_HELP = "file for all that was measured, one line of JSON; - = standard output"
 Size = Annotated[int | None, typer.Option(help="elements; overrides the preset's", show_default=False)]
 JsonFile = Annotated[Path | None, typer.Option("--json", help=JSON_HELP, show_default=False, callback=writable)]
 
 
 def keep(record: Mapping[str, Any], file: Path | None) -> None:
-    """Write what was measured where programs look for it; a table is all that a terminal gets."""
-    if file is not None:
-        file.write_text(f"{json.dumps(record)}\n", encoding="utf-8")
-    elif not sys.stdout.isatty():
+    """Write what was measured to a file, or behind the table to standard output for `-`, where that was asked for."""
+    if file == STANDARD_OUTPUT:
         print(json.dumps(record), flush=True)
+    elif file is not None:
+        file.write_text(f"{json.dumps(record)}\n", encoding="utf-8")
 
 
 @app.command()

@@ -23,6 +23,7 @@ import typer
 from forerun.errors import BadOption, shown
 from forerun.registry import flag_of, names as registered
 
+STANDARD_OUTPUT = Path("-")  # in the place of a file
 Given = dict[str, Any]  # what was given, by field
 
 
@@ -92,7 +93,9 @@ class Fields:
 
 def writable(option: typer.CallbackParam, file: Path | None) -> Path | None:
     """The file of an option. Raises BadOption for one that cannot be written, before anything is measured."""
-    if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+    if file is None or file == STANDARD_OUTPUT:
+        return file
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise BadOption(
             f"{option.opts[0]} {shown(str(file))} cannot be written: name a file in a folder that may be written to"
         )
