@@ -362,22 +362,23 @@ def test_every_command_that_runs_an_engine_takes_a_config_file() -> None:
 def test_two_requests_at_once_and_sampled(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "forerun.toml"
     given = ("--draft", "lookup", "--draft", "random", "--only", "--concurrency", "2", "--temperature", "0.8")
-    printed = tune(str(tiny), "--prompts", str(prompt_file(tmp_path)), *given, "--out", str(out), *SMALL)
+    printed = tune(str(tiny), "--prompts", str(prompt_file(tmp_path)), *given, "--out", str(out), *SMALL, "--json", "-")
     assert "2 prompts, at most 8 tokens, temperature 0.8, 2 requests at a time" in " ".join(printed.split())
     record = json.loads(printed.splitlines()[-1])
     assert record["num_prompts"] == 2
     options = tomllib.loads(out.read_text(encoding="utf-8"))
     assert options == record["config"]
-    assert out.read_text(encoding="utf-8").startswith("# forerun tune. Chosen: ")
+    assert out.read_text(encoding="utf-8").startswith("# forerun tune. Nothing is certain: 2 prompts of at least 4 ")
 
 
 def test_a_drafter_that_is_never_right_is_not_chosen(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "one.txt"
     file.write_text("abcdefghijklm", encoding="utf-8")
     plan = TunePlan(
-        requests=((file.read_text(encoding="utf-8"), SamplingParams(max_tokens=6, temperature=0)),),
+        requests=((file.read_text(encoding="utf-8"), SamplingParams(max_tokens=6, temperature=0)),) * 4,
         drafts=("random",),
         only=True,
+        concurrency=4,  # one group of prompts
         minutes=0.001,
         max_tokens=6,
     )

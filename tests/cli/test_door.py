@@ -71,7 +71,7 @@ def test_the_options_of_generate_stand_in_panels(cli: Any) -> None:
     panels = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert [title for title in panels if title != "Arguments"] == list(PANELS)
     for flag, panel in (("dtype", "Model"), ("top-p", "Sampling"), ("draft", "Speculation"), ("json", "Output")):
-        assert f"\n  --{flag} " in panels[panel]
+        assert re.search(rf"^  --{flag}\b", panels[panel], re.MULTILINE)
 
 
 def test_the_line_of_a_command_is_its_first_sentence() -> None:

@@ -173,7 +173,8 @@ def test_flags_of_sampling_reach_the_engine(cli: Any) -> None:
 
 def test_a_prediction_is_a_text_or_a_file(cli: Any, tmp_path: Path) -> None:
     """It makes the passes fewer and changes no token; an @ is doubled at the beginning of a text."""
-    asked = ("generate", *GREEDY, "--json", "--draft", "lookup", "--pacing", "fixed", "def f(n):")
+    base = ("--target", "shipped", "--draft", "lookup", "--pacing", "fixed")
+    asked = ("generate", *base, *GREEDY, "--json", "def f(n):")
     plain = json.loads(cli(*asked).stdout)
     (tmp_path / "file").write_text(plain["text"], encoding="utf-8")
     for given in (plain["text"], f"@{tmp_path / 'file'}", f"@@{plain['text']}"):

@@ -51,7 +51,7 @@ def test_signatures_show_every_option_with_its_default():
     fields = inspect.signature(SamplingParams).parameters
     assert list(fields) == [field.name for field in dataclasses.fields(SamplingParams)]
     assert fields["max_tokens"].default == 128
-    assert list(inspect.signature(LLM.generate).parameters) == ["self", "prompts", "params"]
+    assert list(inspect.signature(LLM.generate).parameters) == ["self", "prompts", "params", "raw"]
     assert forerun.EngineConfig is EngineConfig
 
 

@@ -32,7 +32,7 @@ def test_a_text_is_continued_from_the_file_of_it(tmp_path: Path) -> None:
         app, ["datastore", "--target", "shipped", "--text", str(tmp_path / "text.py"), "--out", str(out), "--quiet"]
     )
     assert done.exit_code == 0, done.output
-    tokenizer = Tokenizer.load(target_files(EngineConfig.make()))
+    tokenizer = Tokenizer.load(target_files(EngineConfig.make(target="shipped")))
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     assert done.output.startswith(f"{len(ids) + 1} tokens, ")
     assert " s\n" in done.output

@@ -116,9 +116,12 @@ def _is_of_engine(param: Any) -> bool:
 
 
 def _whole_word(words: Seq[str], option: str) -> str:
-    """Return the word as it was typed, without a value behind `=`: for `-md` the parser names only `-m`."""
+    """Return the word as it was typed, without a value behind `=`: for `-md` the parser names only `-m`.
+
+    For `-hf` it names `-f`, for `-h` is a flag of its own.
+    """
     for word in words:
         typed = word.partition("=")[0]
-        if typed == option or (option[1:2] != "-" and typed[:2] == option):
+        if typed == option or (option[1:2] != "-" and typed[:2] in (option, "-h") and option[1:] in typed[1:3]):
             return typed
     return option

@@ -59,21 +59,22 @@ def plan(
     engine = flags.engine_config(dict(locals()), config)
     if shape is not None or draft_shape is not None:  # to which the shipped pair is widened
         engine = dataclasses.replace(engine, target=engine.target or PAIR)
-    from forerun.cli.words import note
     from forerun.engine.factory import refuse_drafters
 
     models = Models.of(engine, shape, draft_shape)
     unchecked = refuse_drafters(engine)
     made = models.plan(engine, None if memory is None else parse_bytes(memory))
     if as_json:
-        typer.echo(json.dumps({**models.settings(engine), **plan_dict(made)}))
+        typer.echo(json.dumps({**models.settings(engine), **plan_dict(made), "unchecked": unchecked}))
     else:
         from forerun.text.terminal import make_console, visible
 
-        for line in plan_lines(models.settings(engine), made, make_console().width):
+        width = make_console().width
+        for line in plan_lines(models.settings(engine), made, width):
             typer.echo(visible(line))
-    if unchecked is not None:
-        note(f"whether draft and target suit each other was not checked: {unchecked}")
+        if unchecked is not None:
+            said = f"Whether draft and target have the same tokens was not checked: {unchecked}."
+            typer.echo(visible(folded(said, width)))
     if not made.fits:
         raise typer.Exit(DOES_NOT_FIT)
 
