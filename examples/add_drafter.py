@@ -73,8 +73,8 @@ def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else None
     prompt = "for i in range(10):\n    for j in range(10):\n        for k in"
     requests = [SamplingParams(max_tokens=16, temperature=0), SamplingParams(max_tokens=16, temperature=0.8, seed=7)]
-    plain = LLM(model, draft="none").generate([prompt, prompt], requests)
-    drafted = LLM(model, draft="add_drafter:min_count=1", spec_length=3).generate([prompt, prompt], requests)
+    plain = LLM(model, draft="none").generate([prompt, prompt], requests, raw=True)
+    drafted = LLM(model, draft="add_drafter:min_count=1", spec_length=3).generate([prompt, prompt], requests, raw=True)
     print("accepted of", drafted[0].report.num_drafted, "guesses:", drafted[0].report.num_accepted)
     print("the same texts:", [out.token_ids for out in drafted] == [out.token_ids for out in plain])
 

@@ -11,7 +11,7 @@ import sys
 
 from forerun import LLM, SamplingParams
 
-PROMPTS = ["def fib(n):", "class Stack:\n    def push("]
+PROMPTS = ["What is a prime number?", "Name three colours of the rainbow."]
 PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=7)
 
 

@@ -196,6 +196,8 @@ def fault_of(words: list[str]) -> str | None:
         case ["make", target, *_] if target not in TARGETS and "=" not in target:
             return f"no target {target} in the Makefile"
         case ["python", "-m", module, *_] if module.partition(".")[0] in {"benchmarks", "forerun"}:
+            if module.endswith(".NAME"):
+                return None
             path = module.replace(".", "/")
             places = [ROOT / path, ROOT / "src" / path]
             found = any(place.with_suffix(".py").exists() or (place / "__main__.py").exists() for place in places)
