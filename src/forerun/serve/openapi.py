@@ -1,4 +1,4 @@
-"""What /openapi.json says of bodies and errors: for each field that a Form honours or knows as harmless, its schema.
+"""What /openapi.json says of bodies and errors: a schema for each field that is honoured, or accepted as harmless.
 
 What is checked is checked when a body is read; a test holds these schemas to the fields that are known there.
 """
