@@ -66,14 +66,19 @@ class EngineConfig:
         None,
         "checkpoint folder, GGUF file, hub id (org/name[@revision]), or a name that `forerun models` lists; none = "
         "smollm2, which must be here",
+        panel="Model",
     )
     draft: str = option(
         "auto",
         "auto, none, a method with options such as lookup:max_n=3, or a draft model's folder or hub id",
         methods="forerun.drafters",
+        panel="Speculation",
+        aliases=("--draft-model",),
     )
     extra_drafts: str | None = option(
-        None, "more drafters that requests may choose, separated by semicolons; lookup and none are always there"
+        None,
+        "more drafters that requests may choose, separated by semicolons; lookup and none are always there",
+        panel="Speculation",
     )
     spec_length: int | None = option(
         None,
@@ -81,51 +86,97 @@ class EngineConfig:
         "granted",
         min=1,
         max=64,
+        panel="Speculation",
+        unit="tokens",
     )
     pacing: str | None = option(
         None,
         "policy that decides how far to draft; none = fixed where spec_length is given, else auto",
         methods="forerun.pacing",
+        panel="Speculation",
     )
     pacing_log: str | None = option(
-        None, "file for one JSON line per round: what was granted, drafted and accepted, and the policy's own numbers"
+        None,
+        "file for one JSON line per round: what was granted, drafted and accepted, and the policy's own numbers",
+        panel="Speculation",
     )
     calibrate: bool = option(
-        True, "pacing=auto measures what passes take by their rows, once per machine and model; off: a built-in curve"
+        True,
+        "pacing=auto measures what passes take by their rows, once per machine and model; off: a built-in curve",
+        panel="Speculation",
     )
-    dtype: str = option("auto", "auto, float32 or bfloat16")
+    dtype: str = option(
+        "auto",
+        "auto, float32 or bfloat16",
+        panel="Model",
+        choices=("auto", "float32", "bfloat16"),
+    )
     quantization: str | None = option(
-        None, "int8 or int4[:group=N]: the target's weights are rounded to so many bits while they are loaded"
+        None,
+        "int8 or int4[:group=N]: the target's weights are rounded to so many bits while they are loaded",
+        panel="Model",
     )
-    device: str = option("auto", "auto (cpu), cpu or cuda")
+    device: str = option(
+        "auto",
+        "auto (cpu), cpu or cuda",
+        panel="Model",
+        choices=("auto", "cpu", "cuda"),
+    )
     generation_config: str = option(
         "auto",
         "auto: the sampling values of generation_config.json become the defaults, or 0.7 and top-p 0.9 those of a chat "
         "model that has none; model: refuse to start where one of its values cannot be honoured; none: temperature 1",
+        panel="Model",
+        choices=("auto", "model", "none"),
     )
     ignore_config_keys: str | None = option(
         None,
         "keys of config.json to read it without, separated by commas: of all models that are loaded",
         flag="--ignore-config-key",
         takes=list[str],
+        panel="Model",
     )
-    chat_template: str | None = option(None, "file with the chat template (Jinja); none = the checkpoint's own")
+    chat_template: str | None = option(
+        None, "file with the chat template (Jinja); none = the checkpoint's own", panel="Model"
+    )
     ops: str = option(
-        "auto", "auto, native (a CPU's kernels), reference (torch), or reference_row_by_row (slow; any device)"
+        "auto",
+        "auto, native (a CPU's kernels), reference (torch), or reference_row_by_row (slow; any device)",
+        panel="Model",
+        choices=("auto", "native", "reference", "reference_row_by_row"),
     )
-    kv_cache_backend: str = option("paged", "paged (blocks of 16 tokens) or contiguous (one block per sequence)")
-    kv_cache_tokens: int | None = option(None, "tokens in the KV cache; none = max_batch_size * max_seq_len", min=16)
-    max_batch_size: int = option(8, "sequences that run together at most", min=1, max=1024)
-    max_seq_len: int | None = option(None, "prompt + output tokens; none = the model's, at most 4096", min=2)
+    kv_cache_backend: str = option(
+        "paged",
+        "paged (blocks of 16 tokens) or contiguous (one block per sequence)",
+        choices=("paged", "contiguous"),
+    )
+    kv_cache_tokens: int | None = option(
+        None,
+        "tokens in the KV cache; none = max_batch_size * max_seq_len",
+        min=16,
+        unit="tokens",
+    )
+    max_batch_size: int = option(8, "sequences that run together at most", min=1, max=1024, unit="sequences")
+    max_seq_len: int | None = option(
+        None,
+        "prompt + output tokens; none = the model's, at most 4096",
+        min=2,
+        unit="tokens",
+    )
     prefix_caching: bool = option(True, "let requests share what equal beginnings left in the KV cache (paged only)")
-    prefill_chunk_tokens: int = option(512, "prompt tokens run per step at most", min=1)
+    prefill_chunk_tokens: int = option(512, "prompt tokens run per step at most", min=1, unit="tokens")
     max_num_batched_tokens: int = option(
-        1024, "rows of one target pass at most: sequences that decode, prompt tokens and drafts", min=1
+        1024,
+        "rows of one target pass at most: sequences that decode, prompt tokens and drafts",
+        min=1,
+        unit="rows",
     )
     draft_catchup_tokens: int = option(
         512,
         "committed tokens per step that draft models run to catch up, at most; fewer where that would double a step",
         min=1,
+        panel="Speculation",
+        unit="tokens",
     )
 
     if not TYPE_CHECKING:  # checkers know the fields, and refuse other names themselves
@@ -156,10 +207,10 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is not possible: it must be at least "
                 f"max_batch_size={self.max_batch_size}, for each sequence decodes one token per step"
             )
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                value = str(getattr(self, name))
-                raise BadOption(by_value(name, value) or unknown(f"{name} called", value, allowed))
+        for field in fields:
+            choices, value = field.metadata.get("choices"), getattr(self, field.name)
+            if choices is not None and value not in choices:
+                raise BadOption(by_value(field.name, value) or unknown(f"{field.name} called", value, choices))
 
     def options(self) -> dict[str, Any]:
         """Return all options but the target as keyword arguments of LLM, for a target that is loaded already."""
@@ -229,13 +280,6 @@ _ADDRESS = re.compile(
     r"(?:/(?:tree|blob|resolve)/(?P<revision>[\w.-]+)(?:/(?P<file>[^?#]+\.gguf))?)?/?(?P<kind>:[\w.-]+)?(?:[?#].*)?",
     re.IGNORECASE,
 )
-_CHOICES = {
-    "dtype": ("auto", "float32", "bfloat16"),
-    "device": ("auto", "cpu", "cuda"),
-    "generation_config": ("auto", "model", "none"),
-    "ops": ("auto", "native", "reference", "reference_row_by_row"),
-    "kv_cache_backend": ("paged", "contiguous"),
-}
 
 
 def _no_option(name: str, value: object) -> str:

@@ -241,6 +241,7 @@ class SamplingParams:
         min=1,
         max=MAX_BEAMS,
         note="None = num_beams",
+        panel="Speculation",
     )
     length_penalty: float = option(
         1.0,
@@ -265,6 +266,7 @@ class SamplingParams:
         kind=TEXT,
         usual="match with a seed and temperature, else ratio",
         beams="all beams are compared, no token is accepted or rejected by itself",
+        panel="Speculation",
     )
     draft: str | None = option(
         None, "a drafter that the engine was started with, or none", kind=TEXT, note="None = the engine's own choice"
@@ -279,6 +281,7 @@ class SamplingParams:
         takes=str,
         beams="it is one text, and beams are several",
         note="in Python the text itself, or ids",
+        panel="Speculation",
     )
     spec_length: int | None = option(
         None,

@@ -34,8 +34,8 @@ def option(default: Any, help: str, **about: Any) -> Any:
     """Return a field of a dataclass of options: its default, what it is, and its range, which is checked by `checked`.
 
     about: its range (`check_range`), of each entry where there are several; unit, of numbers; and how a command has it,
-    where that does not follow from the field (cli/signatures.py): flag, takes, envvar, methods (the room that has
-    them), is_written (a file), usual (what help calls the default).
+    where that does not follow from the field (cli/signatures.py): flag, aliases, takes (a type), envvar, panel (of the
+    help text), methods (the room that has them), is_written (a file), usual (what help calls the default).
     """
     return dataclasses.field(default=default, metadata={"help": help, **about})
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.cli import flags
+from forerun.cli.signatures import Given
 from forerun.errors import BadOption, not_installed
 
 INPUT_HELP = (
@@ -30,6 +31,7 @@ OUTPUT_HELP = "answers, appended one per line as they come; what is there alread
 
 
 def batch(
+    engine: Annotated[Given, flags.engine()],
     requests: Annotated[Path, typer.Argument(help=INPUT_HELP, metavar="IN.JSONL", show_default=False)],
     answers: Annotated[Path, typer.Argument(help=OUTPUT_HELP, metavar="OUT.JSONL", show_default=False)],
     redo_changed: Annotated[bool, typer.Option("--redo-changed", help=REDO_HELP)] = False,
@@ -39,36 +41,12 @@ def batch(
     ray_engines: Annotated[int | None, typer.Option(help=RAY_ENGINES_HELP, min=1, show_default=False)] = None,
     ray_cpus: Annotated[float | None, typer.Option(help=RAY_CPUS_HELP, min=0, show_default=False)] = None,
     ray_gpus: Annotated[float, typer.Option(help="with --ray: GPUs of each engine", min=0)] = 0.0,
-    target: flags.Target = None,
-    ignore_config_keys: flags.IgnoreConfigKeys = None,
-    draft: flags.Draft = None,
-    use_speculative_decoding: flags.UseSpeculativeDecoding = None,
-    extra_drafts: flags.ExtraDrafts = None,
-    spec_length: flags.SpecLength = None,
-    pacing: flags.Pacing = None,
-    pacing_log: flags.PacingLog = None,
-    calibrate: flags.Calibrate = None,
-    device: flags.Device = None,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    generation_config: flags.GenerationConfig = None,
-    chat_template: flags.ChatTemplate = None,
-    ops: flags.Ops = None,
-    kv_cache_backend: flags.CacheBackend = None,
-    kv_cache_tokens: flags.CacheTokens = None,
-    max_batch_size: flags.MaxBatchSize = None,
-    max_seq_len: flags.MaxSeqLen = None,
-    prefix_caching: flags.PrefixCaching = None,
-    max_num_batched_tokens: flags.MaxNumBatchedTokens = None,
-    prefill_chunk_tokens: flags.PrefillChunkTokens = None,
-    draft_catchup_tokens: flags.DraftCatchupTokens = None,
-    config: flags.ConfigFile = None,
 ) -> None:
     """Answer a file of requests in the OpenAI batch format; the same command goes on where a run was stopped.
 
     Exit code 2: a request was refused (its line says why), or nothing was run.
     """
-    engine = flags.engine_config(dict(locals()), config)
+    config = flags.engine_config(engine)
     place = _place(ray_engines, ray_cpus, ray_gpus) if ray else None
     if not ray and (ray_engines is not None or ray_cpus is not None or ray_gpus):
         raise BadOption("--ray-engines, --ray-cpus and --ray-gpus say how --ray is done: give it, too, or none of them")
@@ -77,7 +55,7 @@ def batch(
     code = run(
         requests,
         answers,
-        engine,
+        config,
         served_names=tuple(served_model_name or ()),
         redo_changed=redo_changed,
         retry_refused=retry_refused,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forerun.cli import flags
-from forerun.cli.signatures import writable
+from forerun.cli.signatures import Given, writable
 
 if TYPE_CHECKING:
     from forerun.certify.checks import Tell
@@ -21,6 +21,7 @@ BATCH = 8  # sequences that run together, where nothing else is said
 
 
 def certify(
+    engine: Annotated[Given, flags.engine("ignore_config_keys", "draft", "max_batch_size", *flags.MODEL)],
     target: flags.TargetArgument = None,
     minutes: Annotated[float, typer.Option(help="that it may take; more find smaller deviations")] = 10.0,
     seed: Annotated[int, typer.Option(help="of everything that is drawn")] = 1,
@@ -35,28 +36,19 @@ def certify(
         Path | None,
         typer.Option("--json", help="file for the whole certificate", show_default=False, callback=writable),
     ] = None,
-    ignore_config_keys: flags.IgnoreConfigKeys = None,
-    draft: flags.Draft = None,
-    device: flags.Device = None,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    ops: flags.Ops = None,
-    kv_cache_backend: flags.CacheBackend = None,
-    max_batch_size: flags.MaxBatchSize = None,
-    config: flags.ConfigFile = None,
 ) -> None:
     """Test whether a model with its drafter says exactly what it says alone. Exit code 0: yes, 1: a difference.
 
     Exact enumeration on toy models, wrong versions that must be found, equal texts, and statistics of the pair itself.
     """
-    engine = flags.engine_config(dict(locals()), config, max_batch_size=BATCH)
+    config = flags.engine_config({**engine, "target": target}, max_batch_size=BATCH)
     from forerun.certify.certificate import PARTS, Plan, certify as run
     from forerun.cli.certificate import print_certificate
     from forerun.text.terminal import make_console
 
     plan = Plan(minutes, seed, mutant, tuple(part) if part else tuple(PARTS))
     with _progress() as tell:
-        found = run(engine, plan, tell)
+        found = run(config, plan, tell)
     print_certificate(found, make_console())
     if json_file is not None:
         json_file.write_text(f"{json.dumps(found.record(), indent=1)}\n", encoding="utf-8")

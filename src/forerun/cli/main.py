@@ -30,6 +30,7 @@ from forerun.cli.methods import MethodName, list_methods
 from forerun.cli.plan import plan
 from forerun.cli.quantize import quantize
 from forerun.cli.serve import serve
+from forerun.cli.signatures import Given
 from forerun.cli.theory import theory
 from forerun.cli.train import app as train_app
 from forerun.cli.tune import tune
@@ -111,57 +112,10 @@ def show_help(
 
 @app.command()
 def generate(
+    engine: Annotated[Given, flags.engine()],
+    sampling: Annotated[Given, flags.sampling()],
     prompts: Annotated[list[str] | None, typer.Argument(help="texts to continue; - = standard input")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help=PROMPT_FILE_HELP, show_default=False)] = None,
-    target: flags.Target = None,
-    ignore_config_keys: flags.IgnoreConfigKeys = None,
-    draft: flags.Draft = None,
-    spec_length: flags.SpecLength = None,
-    pacing: flags.Pacing = None,
-    pacing_log: flags.PacingLog = None,
-    calibrate: flags.Calibrate = None,
-    temperature: flags.Temperature = None,
-    top_k: flags.TopK = None,
-    top_p: flags.TopP = None,
-    min_p: flags.MinP = None,
-    max_tokens: flags.MaxTokens = None,
-    min_tokens: flags.MinTokens = None,
-    repetition_penalty: flags.RepetitionPenalty = None,
-    presence_penalty: flags.PresencePenalty = None,
-    frequency_penalty: flags.FrequencyPenalty = None,
-    logit_bias: flags.LogitBias = None,
-    bad_words: flags.BadWords = None,
-    seed: flags.Seed = None,
-    stop: flags.Stop = None,
-    stop_token_ids: flags.StopTokenIds = None,
-    ignore_eos: flags.IgnoreEos = None,
-    logprobs: flags.Logprobs = None,
-    acceptance: flags.Acceptance = None,
-    prediction: flags.Prediction = None,
-    n: flags.NumOutputs = None,
-    num_beams: flags.NumBeams = None,
-    draft_beams: flags.DraftBeams = None,
-    length_penalty: flags.LengthPenalty = None,
-    early_stopping: flags.EarlyStopping = None,
-    priority: flags.Priority = None,
-    cache_salt: flags.CacheSalt = None,
-    use_speculative_decoding: flags.UseSpeculativeDecoding = None,
-    extra_drafts: flags.ExtraDrafts = None,
-    device: flags.Device = None,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    generation_config: flags.GenerationConfig = None,
-    chat_template: flags.ChatTemplate = None,
-    ops: flags.Ops = None,
-    kv_cache_backend: flags.CacheBackend = None,
-    kv_cache_tokens: flags.CacheTokens = None,
-    max_batch_size: flags.MaxBatchSize = None,
-    max_seq_len: flags.MaxSeqLen = None,
-    prefix_caching: flags.PrefixCaching = None,
-    prefill_chunk_tokens: flags.PrefillChunkTokens = None,
-    max_num_batched_tokens: flags.MaxNumBatchedTokens = None,
-    draft_catchup_tokens: flags.DraftCatchupTokens = None,
-    config: flags.ConfigFile = None,
     chat: Annotated[
         bool | None, typer.Option("--chat/--raw", help=CHAT_HELP, show_default=False, rich_help_panel="Model")
     ] = None,
@@ -172,23 +126,22 @@ def generate(
     verbose: flags.Verbose = False,
 ) -> None:
     """Answer or continue a text. What the model writes goes to standard output, the numbers to standard error."""
-    given = dict(locals())
     if as_json and rounds:
         raise BadOption("--json and --rounds exclude each other: choose one")
-    flags.sampling_params(given, {"max_tokens": None})  # what is wrong by itself is refused before anything is read
-    if target is None and prompts:
+    flags.sampling_params(sampling, {"max_tokens": None})  # what is wrong by itself is refused before anything is read
+    if engine["target"] is None and prompts:
         refuse_a_model(prompts)
-    engine = flags.engine_config(given, config)
+    config = flags.engine_config(engine)
     from forerun.engine.factory import usual_fields
 
-    params = flags.sampling_params(given, usual_fields(engine))
+    params = flags.sampling_params(sampling, usual_fields(config))
     requests = read_requests(prompts or [], prompt_file, params)
     if not as_json and any(params.logprobs is not None for _, params in requests):
         raise BadOption("logprobs are printed with --json only: add it")
     if rounds and any(params.searches for _, params in requests):
         raise BadOption("--rounds shows how one text grows, and a beam search has several: drop one of them")
-    requests = _with_messages(requests, engine, chat)
-    llm = _open(engine)
+    requests = _with_messages(requests, config, chat)
+    llm = _open(config)
     encoded = [(_encoded(llm, prompt, number), params) for number, (prompt, params) in enumerate(requests, 1)]
     if as_json:
         _print_json(llm, encoded)
@@ -346,49 +299,60 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------- chat
 
 
+CHAT_ENGINE = (
+    "ignore_config_keys",
+    "draft",
+    "spec_length",
+    "pacing",
+    "pacing_log",
+    "calibrate",
+    "generation_config",
+    "chat_template",
+    "device",
+    "dtype",
+    "quantization",
+    "max_seq_len",
+    "kv_cache_tokens",
+    "config",
+)
+CHAT_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "acceptance",
+)
+
+
 @app.command()
 def chat(
+    engine: Annotated[Given, flags.engine(*CHAT_ENGINE)],
+    sampling: Annotated[Given, flags.sampling(*CHAT_SAMPLING)],
     target: flags.TargetArgument = None,
-    ignore_config_keys: flags.IgnoreConfigKeys = None,
-    draft: flags.Draft = None,
     system: Annotated[str | None, typer.Option(help="the system message, first in the conversation")] = None,
-    spec_length: flags.SpecLength = None,
-    pacing: flags.Pacing = None,
-    pacing_log: flags.PacingLog = None,
-    calibrate: flags.Calibrate = None,
-    temperature: flags.Temperature = None,
-    top_k: flags.TopK = None,
-    top_p: flags.TopP = None,
-    min_p: flags.MinP = None,
-    max_tokens: Annotated[int | None, typer.Option(help="tokens of an answer at most [default: no limit]")] = None,
-    repetition_penalty: flags.RepetitionPenalty = None,
-    presence_penalty: flags.PresencePenalty = None,
-    frequency_penalty: flags.FrequencyPenalty = None,
-    seed: flags.Seed = None,
-    stop: flags.Stop = None,
-    acceptance: flags.Acceptance = None,
-    generation_config: flags.GenerationConfig = None,
-    chat_template: flags.ChatTemplate = None,
-    device: flags.Device = None,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    max_seq_len: flags.MaxSeqLen = None,
-    kv_cache_tokens: flags.CacheTokens = None,
-    config: flags.ConfigFile = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="tokens of an answer at most [default: no limit]", rich_help_panel="Sampling"),
+    ] = None,
     verbose: flags.Verbose = False,
 ) -> None:
     """Talk to a model. Answers go to standard output; their speed and acceptance to standard error."""
-    given = dict(locals())
-    flags.sampling_params(given, {"max_tokens": None})
+    sampling["max_tokens"] = max_tokens
+    flags.sampling_params(sampling, {"max_tokens": None})
     refuse_a_message(target)
-    engine = flags.engine_config(given, config)
+    config = flags.engine_config({**engine, "target": target})
     from forerun.cli import chat as session
     from forerun.engine.factory import usual_fields
 
-    fields = usual_fields(engine)
-    is_limited = "max_tokens" in fields or given["max_tokens"] is not None
-    params = session.unlimited(flags.sampling_params(given, fields), is_limited, engine)
-    session.run(session.open_models(engine), params, system, verbose=verbose)
+    fields = usual_fields(config)
+    is_limited = "max_tokens" in fields or max_tokens is not None
+    params = session.unlimited(flags.sampling_params(sampling, fields), is_limited, config)
+    session.run(session.open_models(config), params, system, verbose=verbose)
 
 
 # --------------------------------------------------------------------------------------------- demo, models, drafters
@@ -396,13 +360,13 @@ def chat(
 
 @app.command()
 def demo(
+    engine: Annotated[
+        Given,
+        flags.engine("target", "ignore_config_keys", "draft", "spec_length", "device", "dtype", "quantization"),
+    ],
     prompt: Annotated[
         str | None, typer.Argument(help="a text to answer or continue in place of ours", show_default=False)
     ] = None,
-    target: flags.Target = None,
-    ignore_config_keys: flags.IgnoreConfigKeys = None,
-    draft: flags.Draft = None,
-    spec_length: flags.SpecLength = None,
     shape: Annotated[
         str | None,
         typer.Option(
@@ -414,13 +378,10 @@ def demo(
     temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
     max_tokens: Annotated[int, typer.Option(help="tokens to generate at most")] = 128,
     seed: Annotated[int, typer.Option(help="the same seed, the same text")] = 1,
-    device: flags.Device = None,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
 ) -> None:
     """Let a model write the same texts without and with speculation: they are the same, and come faster."""
-    given = {k: v for k, v in locals().items() if k not in ("prompt", "shape")}
-    config, params = flags.engine_config(given), flags.sampling_params(given)
+    config = flags.engine_config(engine)
+    params = flags.sampling_params({"temperature": temperature, "max_tokens": max_tokens, "seed": seed})
     from forerun.cli import demo as show_demo
 
     show_demo.run(config, params, shape, prompt)

@@ -16,6 +16,7 @@ import typer
 from forerun.bench.plans import SHAPE_NAMES
 from forerun.cli import flags
 from forerun.cli.folding import folded
+from forerun.cli.signatures import Given
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, shown
 from forerun.models.named import PAIR
@@ -32,45 +33,43 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 SHAPE_HELP = f"as if widened to it: {SHAPE_NAMES} [default: none]"
 MEMORY_HELP = "what there is, as 16GB, 16GiB or 8e9 [default: what this machine has free]"
 
+ENGINE = (
+    "target",
+    "ignore_config_keys",
+    "draft",
+    "extra_drafts",
+    "spec_length",
+    "max_batch_size",
+    "max_seq_len",
+    "kv_cache_tokens",
+    "prefill_chunk_tokens",
+    "draft_catchup_tokens",
+)
+
 
 def plan(
-    target: flags.Target = None,
-    ignore_config_keys: flags.IgnoreConfigKeys = None,
-    draft: flags.Draft = None,
-    extra_drafts: flags.ExtraDrafts = None,
+    engine: Annotated[Given, flags.engine(*ENGINE, *flags.MODEL)],
     shape: Annotated[str | None, typer.Option(help=f"the target {SHAPE_HELP}", show_default=False)] = None,
     draft_shape: Annotated[str | None, typer.Option(help=f"the draft model {SHAPE_HELP}", show_default=False)] = None,
-    spec_length: flags.SpecLength = None,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    device: flags.Device = None,
-    ops: flags.Ops = None,
-    max_batch_size: flags.MaxBatchSize = None,
-    max_seq_len: flags.MaxSeqLen = None,
-    kv_cache_backend: flags.CacheBackend = None,
-    kv_cache_tokens: flags.CacheTokens = None,
-    prefill_chunk_tokens: flags.PrefillChunkTokens = None,
-    draft_catchup_tokens: flags.DraftCatchupTokens = None,
     memory: Annotated[str | None, typer.Option(help=MEMORY_HELP, show_default=False)] = None,
-    config: flags.ConfigFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Compute the memory that a configuration needs, before anything is loaded. Exit code 3: it does not fit."""
-    engine = flags.engine_config(dict(locals()), config)
+    config = flags.engine_config(engine)
     if shape is not None or draft_shape is not None:  # to which the shipped pair is widened
-        engine = dataclasses.replace(engine, target=engine.target or PAIR)
+        config = dataclasses.replace(config, target=config.target or PAIR)
     from forerun.engine.factory import refuse_drafters
 
-    models = Models.of(engine, shape, draft_shape)
-    unchecked = refuse_drafters(engine)
-    made = models.plan(engine, None if memory is None else parse_bytes(memory))
+    models = Models.of(config, shape, draft_shape)
+    unchecked = refuse_drafters(config)
+    made = models.plan(config, None if memory is None else parse_bytes(memory))
     if as_json:
-        typer.echo(json.dumps({**models.settings(engine), **plan_dict(made), "unchecked": unchecked}))
+        typer.echo(json.dumps({**models.settings(config), **plan_dict(made), "unchecked": unchecked}))
     else:
         from forerun.text.terminal import make_console, visible
 
         width = make_console().width
-        for line in plan_lines(models.settings(engine), made, width):
+        for line in plan_lines(models.settings(config), made, width):
             typer.echo(visible(line))
         if unchecked is not None:
             said = f"Whether draft and target have the same tokens was not checked: {unchecked}."

@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from forerun.cli import flags
+from forerun.cli.signatures import Given
 
 
 def quantize(
+    engine: Annotated[Given, flags.engine("ignore_config_keys")],
     source: Annotated[str, typer.Argument(help="checkpoint: a folder or a hub id", show_default=False)],
     out: Annotated[Path, typer.Argument(help="folder to write, new or empty", show_default=False)],
     quantization: Annotated[str, typer.Option(help="int8 or int4[:group=N]")] = "int4:group=32",
-    ignore_config_keys: flags.IgnoreConfigKeys = None,
 ) -> None:
     """Write a checkpoint with weights of 8 or 4 bits (compressed-tensors), which loads without rounding again."""
     from forerun.config import EngineConfig, Quantization
@@ -22,6 +23,6 @@ def quantize(
     from forerun.text.terminal import visible
 
     wanted = Quantization.parse(quantization)
-    keys = EngineConfig.make(ignore_config_keys=ignore_config_keys or None).ignored_config_keys
+    keys = EngineConfig.make(ignore_config_keys=engine["ignore_config_keys"] or None).ignored_config_keys
     before, after = quantise_checkpoint(source, out, wanted, keys)
     typer.echo(f"{visible(str(out))}: {wanted}, {after / 1e6:.1f} MB of weights, which were {before / 1e6:.1f} MB")

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from forerun.cli import flags
+from forerun.cli.signatures import Given
 from forerun.errors import BadOption, not_installed
 
 SERVED_HELP = (
@@ -24,6 +25,7 @@ ORIGIN_HELP = (
 
 
 def serve(
+    engine: Annotated[Given, flags.engine(leave_out=("target",))],
     target: flags.TargetArgument = None,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 = all of this machine")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 = one that is free")] = 8000,
@@ -44,36 +46,13 @@ def serve(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
     log_texts: Annotated[bool, typer.Option("--log-texts", help="log what requests and answers say")] = False,
     lab: Annotated[bool, typer.Option(help="whether the page of `forerun lab` is there, under /lab")] = True,
-    ignore_config_keys: flags.IgnoreConfigKeys = None,
-    draft: flags.Draft = None,
-    use_speculative_decoding: flags.UseSpeculativeDecoding = None,
-    extra_drafts: flags.ExtraDrafts = None,
-    spec_length: flags.SpecLength = None,
-    pacing: flags.Pacing = None,
-    pacing_log: flags.PacingLog = None,
-    calibrate: flags.Calibrate = None,
-    device: flags.Device = None,
-    dtype: flags.Dtype = None,
-    quantization: flags.Quantization = None,
-    generation_config: flags.GenerationConfig = None,
-    chat_template: flags.ChatTemplate = None,
-    ops: flags.Ops = None,
-    kv_cache_backend: flags.CacheBackend = None,
-    kv_cache_tokens: flags.CacheTokens = None,
-    max_batch_size: flags.MaxBatchSize = None,
-    max_seq_len: flags.MaxSeqLen = None,
-    prefix_caching: flags.PrefixCaching = None,
-    max_num_batched_tokens: flags.MaxNumBatchedTokens = None,
-    prefill_chunk_tokens: flags.PrefillChunkTokens = None,
-    draft_catchup_tokens: flags.DraftCatchupTokens = None,
-    config: flags.ConfigFile = None,
 ) -> None:
     """Serve a model by the APIs of OpenAI and Anthropic. SIGTERM and Ctrl-C let accepted requests finish."""
     given = dict(locals())
     for name in ("max_queue", "max_body_bytes", "request_timeout_s", "body_timeout_s", "stall_timeout_s"):
         if given[name] < (0 if name == "max_queue" else 1e-3):
             raise BadOption(f"--{name.replace('_', '-')}={given[name]} is not possible: it must be above 0")
-    engine = flags.engine_config(given, config)
+    config = flags.engine_config({**engine, "target": target})
     try:
         from forerun.lab.app import make_lab
         from forerun.serve.limits import Limits
@@ -99,4 +78,4 @@ def serve(
             stall_timeout_s=stall_timeout_s,
         ),
     )
-    raise typer.Exit(run(engine, options, {"/lab": make_lab} if lab else None))
+    raise typer.Exit(run(config, options, {"/lab": make_lab} if lab else None))

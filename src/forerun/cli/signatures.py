@@ -32,8 +32,8 @@ class Fields:
     """Stands for the flags of fields of a dataclass.
 
     names: in their order; () = all that have a help text. leave_out: not these. usual: what help shows in place of a
-    field's default. panel: the heading of these flags in help. is_plan: a flag that is not given has the field's
-    default; otherwise it is None, for then another source counts.
+    field's default. panel: the heading in help of those flags whose fields say none; before: what stands before each.
+    is_plan: a flag that is not given has the field's default; otherwise it is None, for then another source counts.
     """
 
     cls: type[Any]
@@ -41,6 +41,7 @@ class Fields:
     leave_out: Collection[str] = ()
     usual: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     panel: str | None = None
+    before: str = ""
     is_plan: bool = False
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -54,10 +55,14 @@ class Fields:
         about = field.metadata
         value = self.usual.get(field.name, field.default)
         known = f"; methods: {', '.join(registered(about['methods']))}" if "methods" in about else ""
-        has_none = "usual" in about or value in (None, ()) or (value is False and hint is bool)
-        shown = about["help"] + known + ("" if has_none else f" [default: {value}]")
+        is_silent = "usual" in about or value in (None, ()) or (value is False and hint is bool)
+        text = about["help"] + known + ("" if is_silent else f" [default: {value}]")
         option = typer.Option(
-            _flags(field), help=_default_last(shown, about), show_default=False, rich_help_panel=self.panel
+            _flags(field),
+            *about.get("aliases", ()),
+            help=_default_last(text, about),
+            show_default=False,
+            rich_help_panel=self._panel(about),
         )
         return _parameter(field.name, None, about.get("takes", _kind(hint)) | None, option)
 
@@ -76,12 +81,16 @@ class Fields:
             _flags(field),
             help=_default_last(text, about),
             show_default=has_default,
-            rich_help_panel=self.panel,
+            rich_help_panel=self._panel(about),
             **given,
         )
         kind = about.get("takes", _kind(hint))
         name = flag_of(field).removeprefix("--").replace("-", "_")
         return _parameter(name, default if has_default else None, kind if has_default else kind | None, option)
+
+    def _panel(self, about: Mapping[str, Any]) -> str | None:
+        panel = about.get("panel", self.panel)
+        return None if panel is None else self.before + panel
 
     def given(self, values: Mapping[str, Any]) -> Given:
         """Return what a command got by the names of the fields; of a plan only what was given."""
