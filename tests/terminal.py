@@ -7,14 +7,15 @@ import sys
 
 import pexpect
 
+import processes
+
 
 def in_a_terminal(width: int, *arguments: str, kind: str = "xterm-256color") -> str:
     """What `forerun ...` writes into a terminal of so many columns and of this kind (TERM)."""
     env = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
     env["TERM"] = kind
-    child = pexpect.spawn(
-        sys.executable, ["-m", "forerun", *arguments], encoding="utf-8", timeout=90, env=env, dimensions=(50, width)
-    )
+    command = [sys.executable, "-m", "forerun", *arguments]
+    child = processes.spawn(command, encoding="utf-8", timeout=90, env=env, dimensions=(50, width))
     child.expect(pexpect.EOF)
     child.close()
     return str(child.before).replace("\r\n", "\n")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import processes
 from bench.conftest import small_probes
 from forerun.cli.main import main
 from tiny import write_tiny
@@ -87,7 +88,7 @@ def start(checkpoints: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def begin(*arguments: str, **env: str) -> subprocess.Popen[str]:
         kept = {k: v for k, v in os.environ.items() if k not in _given(os.environ)}
-        process = subprocess.Popen(
+        process = processes.Popen(
             [sys.executable, "-m", "forerun", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

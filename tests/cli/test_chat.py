@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pexpect
 import pyte
 import pytest
 
+import processes
 from forerun import LLM, SamplingParams
 from forerun.cli.chat import Chat
 from forerun.config import EngineConfig
@@ -67,17 +67,11 @@ def terminal(talker: Path) -> Iterator[Any]:
     def start(*arguments: str, columns: int = 100) -> pexpect.spawn:
         environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}  # the terminal says it
         environment |= {"TERM": "xterm", "OMP_NUM_THREADS": "1", "PROMPT_TOOLKIT_NO_CPR": "1"}
-        command = ["-m", "forerun", "chat", *arguments]
-        child = pexpect.spawn(
-            sys.executable, command, env=environment, encoding="utf-8", timeout=90, dimensions=(40, columns)
-        )
+        command = [sys.executable, "-m", "forerun", "chat", *arguments]
+        child = processes.spawn(command, env=environment, encoding="utf-8", timeout=90, dimensions=(40, columns))
         child.screen = pyte.Screen(columns, 40)
         child.logfile_read = Fed(pyte.Stream(child.screen))
         children.append(child)
-        # Or else Ctrl-C also discards what the program has just written, in a race that the kernel may win or lose.
-        attributes = termios.tcgetattr(child.child_fd)
-        attributes[3] |= termios.NOFLSH
-        termios.tcsetattr(child.child_fd, termios.TCSANOW, attributes)
         return child
 
     yield start
@@ -408,7 +402,7 @@ def test_a_cache_that_is_full_does_not_end_the_conversation(cli: Any, talker: Pa
 def test_ctrl_c_ends_a_chat_through_pipes(talker: Path) -> None:
     command = [sys.executable, "-m", "forerun", "chat", str(talker), "--temperature", "0", "--draft", "none"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8") as run:
+    with processes.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8") as run:
         assert run.stdin is not None
         assert run.stdout is not None
         run.stdin.write("hello\nhello\n")

@@ -14,6 +14,7 @@ import pexpect
 import pytest
 from rich.console import Console
 
+import processes
 from forerun import LLM, SamplingParams
 from forerun.cli.chat import Chat
 from forerun.cli.show import LiveText
@@ -33,9 +34,8 @@ def biased(checkpoints: Path, char: str) -> tuple[str, ...]:
 def in_terminal(folder: Path, *arguments: str, typed: Sequence[str] = ()) -> bytes:
     """All that the command writes to a pseudo-terminal. typed: what is typed at each prompt, not before it is there."""
     environment = {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"}
-    child = pexpect.spawn(
-        sys.executable, ["-m", "forerun", *arguments], env=environment, timeout=90, cwd=str(folder), echo=False
-    )
+    command = [sys.executable, "-m", "forerun", *arguments]
+    child = processes.spawn(command, env=environment, timeout=90, cwd=folder, echo=False)
     shown = b""
     for keys, end in zip(["", *typed], [*[b"> "] * len(typed), pexpect.EOF], strict=True):
         child.send(keys)

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import processes
 from forerun import native
 from forerun.bench.bandwidth import Bandwidth
 from forerun.cli import doctor
@@ -68,7 +68,7 @@ def test_it_works_without_the_extension(tmp_path: Path) -> None:
     shutil.copytree(SOURCE, tmp_path / "forerun", ignore=ignored)
     env = {k: v for k, v in os.environ.items() if not k.startswith("FORERUN_")} | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", "forerun", "doctor", "--json"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = processes.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     assert found["operators"]["backend"] == "torch"

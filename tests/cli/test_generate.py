@@ -3,13 +3,13 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import processes
 from forerun.config import EngineConfig
 from forerun.native import isa
 from forerun.types import SamplingParams
@@ -38,7 +38,7 @@ def test_what_is_loaded_is_spared_from_garbage_collections(cli: Any) -> None:
 def test_a_frozen_engine_leaves_without_a_word() -> None:
     """Objects that no collection looks at are alive when the process ends; the native ones are no leak."""
     code = "import gc, forerun; llm = forerun.LLM('shipped'); cycle = [llm]; cycle.append(cycle); gc.freeze()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = processes.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -9,7 +9,6 @@ import logging
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 
+import processes
 from engine.load import caches
 from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport, native, verify
 from forerun.engine.request import Chunk, Request
@@ -452,9 +452,7 @@ def test_an_llm_that_is_dropped_takes_its_thread_along() -> None:
 @pytest.mark.once("an LLM of its own")
 def test_a_program_that_ends_while_requests_run_ends_quietly() -> None:
     program = "from forerun import LLM; LLM('shipped', draft='lookup').submit('x = 1')"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    done = processes.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import processes
 from forerun.errors import BadOption, NotFound, PromptTooLong, UserError, VocabularyMismatch
 from forerun.functional import (
     GreedyProcessor,
@@ -131,7 +131,7 @@ def test_a_processor_without_a_temperature_is_refused() -> None:
 
 def test_transformers_is_imported_by_those_who_use_it() -> None:
     code = "import sys, forerun.functional; print('transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    done = processes.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout == "False\n"
 
 

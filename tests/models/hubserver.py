@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import processes
+
 SOURCE = Path(__file__).parents[2] / "src"
 LISTING = re.compile(r"/api/models/(?P<id>[^/]+/[^/]+)(?:/revision/(?P<revision>[^/]+))?")
 FILE = re.compile(r"/(?P<id>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<name>.+)")
@@ -286,10 +288,9 @@ class Client:
         return {**kept, **own, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **more}
 
     def run(self, command: list[str], env: Mapping[str, str], code: int = 0, **options: Any) -> tuple[str, str]:
-        """Standard output and standard error."""
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=self.environ(**env), timeout=60, check=False, **options
-        )
+        """Standard output and standard error. Only `python -m ...` is expected to need torch."""
+        run = processes.run if command[:2] == [sys.executable, "-m"] or COMMANDS in command else subprocess.run
+        done = run(command, capture_output=True, text=True, env=self.environ(**env), timeout=60, check=False, **options)
         assert "Traceback" not in done.stderr, done.stderr
         assert done.returncode == code, done.stderr
         return done.stdout, done.stderr

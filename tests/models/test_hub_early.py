@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import processes
 from models.hubserver import Client, HubServer, serve
 from tiny import write_tiny
 
@@ -129,7 +130,7 @@ def test_a_branch_that_moves_gives_one_commit_or_the_other(
     hub.publish("org/target", tiny)
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", MOVES]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=client.environ(), cwd=client.home) as run:
+    with processes.Popen(command, stdin=pipe, stdout=pipe, text=True, env=client.environ(), cwd=client.home) as run:
         assert run.stdout is not None
         assert run.stdin is not None
         assert run.stdout.readline() == "small files are read\n"
@@ -156,7 +157,7 @@ def test_a_look_that_failed_is_not_remembered(hub: HubServer, client: Client, ti
     """After the name, the licence or the server is corrected, the same process can go on."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", LATE]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=client.environ(), cwd=client.home) as run:
+    with processes.Popen(command, stdin=pipe, stdout=pipe, text=True, env=client.environ(), cwd=client.home) as run:
         assert run.stdin is not None
         assert run.stdout is not None
         assert "there is no model org/late" in run.stdout.readline()

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import httpx
 
+import processes
+
 SOURCE = Path(__file__).parents[2] / "src"
 START_S = 120  # on a busy machine
 CODE = "def fib(n):\n"
@@ -69,7 +71,7 @@ def serving(
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as file:
-            process = subprocess.Popen(
+            process = processes.Popen(
                 arguments, stderr=file, env={**kept, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **env}
             )
         try:

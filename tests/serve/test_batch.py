@@ -16,6 +16,7 @@ from typing import Any
 import pexpect
 import pytest
 
+import processes
 from forerun import LLM, SamplingParams
 from forerun.serve.batch import seed_of
 from forerun.serve.openai import CHAT, COMPLETIONS
@@ -190,9 +191,9 @@ def test_ctrl_c_in_a_terminal_that_shows_a_bar(cli: Any, write: Any, answers_in:
     long = [(f"long-{i}", COMPLETIONS, {"prompt": "x", "max_tokens": 1500, "ignore_eos": True}) for i in range(40)]
     short = [(f"short-{i}", COMPLETIONS, {"prompt": "x", "max_tokens": 2}) for i in range(2)]
     requests, out = write(*short, *long), tmp_path / "out.jsonl"
-    command = ["-m", "forerun", "batch", str(requests), str(out)]
+    command = [sys.executable, "-m", "forerun", "batch", str(requests), str(out)]
     env = {**os.environ, **environment(), "FORERUN_TARGET": "shipped", "TERM": "xterm-256color", "COLUMNS": "100"}
-    child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=90, env=env, dimensions=(24, 100))
+    child = processes.spawn(command, encoding="utf-8", timeout=90, env=env, dimensions=(24, 100))
     child.expect(r"2/42\D.* \d+\.\d tokens/s")
     other = cli("batch", str(requests), str(out), "--target", "nowhere")
     assert other.returncode == 2
