@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forerun.errors import BadOption, CapacityError, PromptTooLong
-from forerun.types import SamplingParams
+from forerun.types import SamplingParams, Sequence
 from support import VOCAB, engine_for, random_decoder
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
@@ -45,6 +45,14 @@ def test_a_prompt_is_run_in_chunks_beside_decoding_requests():
     assert second.seq.num_output_tokens == 0
     serve(engine, first, second)
     assert sum(r.num_prefill_tokens for r in reports) == 29
+
+
+@pytest.mark.once("no engine runs")
+def test_an_end_id_at_the_longest_length_is_an_end():
+    ends = {
+        token: Sequence(0, [1], 1, SamplingParams(), 0, 2, frozenset({5})).commit(token, "plain") for token in (5, 6)
+    }
+    assert ends == {5: "stop", 6: "length"}
 
 
 @pytest.mark.once("about the first draft, which has a fixed length")

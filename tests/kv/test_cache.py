@@ -238,6 +238,16 @@ def test_disagreement_with_the_batch_is_an_internal_error() -> None:
         cache.view(RaggedBatch(torch.tensor([1]), torch.tensor([0]), [0, 1], [0], [0]))
 
 
+def test_a_pending_row_hangs_from_one_that_comes_before_it() -> None:
+    cache = make()
+    cache.open(0)
+    write(cache, 0, [1, 2])
+    for parents in ([0, -1], [-1, 1], [-2, -1]):
+        with pytest.raises(InternalError, match="a parent comes first"):
+            cache.hold(0, parents)
+    cache.hold(0, [-1, 0])
+
+
 def test_integrity_notices_a_block_owned_twice() -> None:
     cache = make()
     cache.open(0)

@@ -99,6 +99,16 @@ def test_purposes_are_different_words():
     assert len({*words.values(), 4, 5}) == len(words) + 2
 
 
+def test_a_drafter_s_coin_says_nothing_of_the_coins_that_judge():
+    """Where draft and acceptance shared a coin, the tokens that the drafter likes most would be kept too often."""
+    fine = Probs(dense=torch.full((1000,), 1e-3, dtype=torch.float64))
+    coins = [PhiloxCoins(seed, 4, 2) for seed in range(20)]
+    drafted, drawn = ([getattr(c, kind)(fine, 1) for c in coins] for kind in ("draft", "draw"))
+    tossed = [int(1000 * c.coin(1)) for c in coins]
+    for one, other in itertools.combinations((drafted, drawn, tossed), 2):
+        assert sum(abs(a - b) <= 1 for a, b in zip(one, other, strict=True)) < 5
+
+
 def test_accept_never_for_zero_always_for_one():
     coins = [PhiloxCoins(seed, 0, 0) for seed in range(500)]
     assert not any(c.accept(0.0, 0) for c in coins)

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from transformers.generation import logits_process as hf
 
 from forerun.errors import BadOption, InternalError
-from forerun.sampling import History, logprobs_of, probs
+from forerun.sampling import History, logprobs_of, probs, takes_the_best
 from forerun.types import SamplingParams, Sequence
 from house.enumeration import second_pipeline
 
@@ -81,6 +81,15 @@ def test_greedy_leaves_after_penalties_and_masks():
 
 
 # --------------------------------------------------------------------------------------------------------- penalties
+
+
+def test_the_largest_logit_is_all_that_greedy_needs_where_nothing_moves_it():
+    greedy = {"temperature": 0.0, "max_tokens": 9}
+    assert takes_the_best(SamplingParams(**greedy, top_k=3, top_p=0.5, min_p=0.1, seed=1))
+    assert not takes_the_best(SamplingParams(**greedy), [(5,)])
+    moved = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "min_tokens": 1}
+    for name, value in {**moved, "logit_bias": {3: 1.0}, "logprobs": 0, "temperature": 1.0}.items():
+        assert not takes_the_best(SamplingParams(**{**greedy, name: value})), name
 
 
 def test_repetition_divides_positive_and_multiplies_other_logits_once_per_id():
