@@ -20,7 +20,7 @@ from forerun.bench.plans import SHAPE_HELP, Plan, TunePlan, repeats
 from forerun.bench.tables import Column, table
 from forerun.bench.tune import one_round, prediction_of, tuned
 from forerun.bench.tune_engine import TuningEngine, candidates_of
-from forerun.bench.tune_results import PLAIN, Contender, Found, Way, measured_of, print_found
+from forerun.bench.tune_results import AUTO, PLAIN, Contender, Found, Way, measured_of, print_found
 from forerun.bench.widen import load_widened
 from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep
@@ -52,8 +52,9 @@ def run(config: EngineConfig, plan: GridPlan) -> dict[str, Any]:
     found = tuned(bench, console)
     print_found(found, console)
     grid = _measured(bench, found, plan)
-    chosen = next(one for one in grid if one.way == found.chosen.way)
+    chosen = next((one for one in grid if one.way == found.chosen.way), None)
     print_grid(grid, chosen, console)
+    best = max(one.measured.speedup for one in grid)
     return {
         "bench": "tune",
         "target": checkpoint.name,
@@ -63,14 +64,15 @@ def run(config: EngineConfig, plan: GridPlan) -> dict[str, Any]:
         **found.as_dict(),
         "grid": [one.as_dict() for one in grid],
         "errors": {str(one.way): error for one, error in errors_of(grid)},
-        "choice_over_best": chosen.measured.speedup / max(one.measured.speedup for one in grid),
+        "choice_over_best": None if chosen is None else chosen.measured.speedup / best,
     }
 
 
 def _measured(bench: TuningEngine, found: Found, plan: GridPlan) -> list[Contender]:
-    """Every way of the grid, plain decoding first, and what was chosen."""
+    """Every way of the grid, plain decoding first, and what was chosen: where nothing is certain, the engine's auto."""
     ways = [Way(spec, k) for spec in bench.candidates for k in (*plan.lengths, None)]
-    every = dict.fromkeys([Way(PLAIN, 0), found.chosen.way, *ways])
+    chosen = [found.chosen.way] if found.chosen.way.draft != AUTO else []
+    every = dict.fromkeys([Way(PLAIN, 0), *chosen, *ways])
     grid = [Contender(way, prediction_of(way, found.predictions)) for way in every]
     with progress_bar() as progress:
         task = progress.add_task("grid", total=plan.num_rounds * len(grid) * len(bench.groups))
@@ -86,8 +88,8 @@ def errors_of(grid: Seq[Contender]) -> list[tuple[Contender, float]]:
     return [(one, one.predicted.speedup / one.measured.speedup - 1) for one in grid if one.predicted is not None]
 
 
-def print_grid(grid: Seq[Contender], chosen: Contender, console: Console) -> None:
-    """Print every way, the fastest first, and what comes of the two bars."""
+def print_grid(grid: Seq[Contender], chosen: Contender | None, console: Console) -> None:
+    """Print every way, the fastest first, and what comes of the two bars. chosen: None = nothing was certain."""
     errors: Mapping[Way, float] = {one.way: error for one, error in errors_of(grid)}
 
     def predicted(name: str) -> Callable[[Contender], float | None]:
@@ -104,12 +106,15 @@ def print_grid(grid: Seq[Contender], chosen: Contender, console: Console) -> Non
         Column("error", lambda one: errors.get(one.way), "{:+.0%}"),
     ]
     console.print(table(sorted(grid, key=lambda one: -one.measured.speedup), columns))
-    best = max(grid, key=lambda one: one.measured.speedup)
-    share = chosen.measured.speedup / best.measured.speedup
     close = sum(abs(error) <= BAR_PREDICTION for error in errors.values())
     if errors:
         usual = median(map(abs, errors.values()))
         console.print(f"Predicted within {BAR_PREDICTION:.0%}: {close} of {len(errors)}; median error {usual:.1%}.")
+    best = max(grid, key=lambda one: one.measured.speedup)
+    if chosen is None:
+        console.print(f"Nothing was chosen; the best of the grid is {best.way}, {best.measured.speedup:.2f}.")
+        return
+    share = chosen.measured.speedup / best.measured.speedup
     is_inside = chosen.measured.most >= best.measured.least
     verdict = (
         "within the bar" if share >= 1 - BAR_CHOICE else "inside the spread" if is_inside else "NOT within the bar"

@@ -84,7 +84,7 @@ def test_prompts_are_taken_kind_by_kind_in_turn(tmp_path: Path) -> None:
 def test_the_command_measures_every_drafter_that_can_serve(tiny: Path, tmp_path: Path) -> None:
     file = work_file(tmp_path)
     sizes = ("--prompts", "2", "--max-tokens", "12", "--prompt-file", str(file))
-    done = CliRunner().invoke(app, ["methods", "--target", str(tiny), *sizes], env={"COLUMNS": "80"})
+    done = CliRunner().invoke(app, ["methods", "--target", str(tiny), *sizes, "--json", "-"], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
     *printed, last = done.stdout.splitlines()
     assert all(len(line) <= 80 for line in printed)

@@ -218,23 +218,49 @@ def test_a_pass_sees_the_tokens_before_it() -> None:
     assert other != whole[29:39]
 
 
-def test_an_engine_that_fails_is_dropped(tmp_path: Path, one_thread: None) -> None:
+class Dying:
+    """An engine that runs so many passes and then dies."""
+
+    name = "transformers"
+    about = "dies"
+    idle_cpu_s = 0.0
+
+    def __init__(self, num_passes: int) -> None:
+        self.num_left = num_passes
+
+    def forward(self, past: list[int], ids: list[int], place: int) -> Pass:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise PeerError("its process ended with exit code -9")
+        return Pass(1.0, [0] * len(ids))
+
+
+@pytest.mark.parametrize("num_passes", [0, 12])
+def test_an_engine_that_fails_is_dropped(num_passes: int) -> None:
+    """At once, or in the middle: what is left is measured, and the reason is kept."""
     checkpoint = load_target(EngineConfig(target="shipped", dtype="bfloat16"))
     own = OwnForward(checkpoint.model, EngineConfig(), 400, 1, "bfloat16")
+    left_out: dict[str, str] = {}
+    text = text_of(checkpoint, 40)
+    passes = peer_forwards.measure([own, Dying(num_passes)], text, ForwardsPlan((2, 3), (20,), 2), left_out, [])
+    assert {key: len(some) for key, some in passes.items()} == {("forerun", 20, 2): 2, ("forerun", 20, 3): 2}
+    assert left_out["transformers"].startswith("its process ended with exit code -9")
+
+
+@pytest.mark.parity
+def test_a_real_peer_fails_goes_on_and_dies(tmp_path: Path) -> None:
+    text = text_of(load_target(EngineConfig(target="shipped", dtype="bfloat16")), 40)
     asked = dataclasses.replace(question(tmp_path), draft=None, worker=peer_forwards.WORKER)
     peer = PeerProcess("transformers", Path(sys.executable), asked)
     try:
-        text = text_of(checkpoint, 40)
         assert len(peer.forward(text[:20], text[20:25]).best) == 5
         with pytest.raises(PeerError, match="IndexError: "):
             peer.forward(text[:25], [100_000])
         os.kill(peer._process.pid, signal.SIGKILL)
-        left_out: dict[str, str] = {}
-        passes = peer_forwards.measure([own, peer], text, ForwardsPlan((2, 3), (20,), 2), left_out, [])
+        with pytest.raises(PeerError, match="its process ended with exit code -9"):
+            peer.forward(text[:20], text[20:25])
     finally:
         peer.close()
-    assert {key: len(some) for key, some in passes.items()} == {("forerun", 20, 2): 2, ("forerun", 20, 3): 2}
-    assert left_out["transformers"].startswith("its process ended with exit code -9")
 
 
 def test_every_number_of_a_pass() -> None:
