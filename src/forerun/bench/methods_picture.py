@@ -62,8 +62,9 @@ def _dots(panel: Axes, rows: Seq[Summary], temperature: float) -> None:
     """Draw the speed-up over all kinds of each way, over the band of plain decoding against itself."""
     for y, row in enumerate(rows):
         least, most = row.speedup_range
-        colour = "0.45" if row.name == AGAIN else "tab:blue" if row.speedup >= 1 else "tab:red"
+        colour = "tab:blue" if row.speedup >= 1 else "tab:red"
         if row.name == AGAIN:
+            colour = "0.45"
             panel.axvspan(least, most, color="0.9", zorder=0)
         panel.plot([least, most], [y, y], color=colour, linewidth=1.5, marker="|", markersize=7)
         panel.plot(row.speedup, y, color=colour, marker="o", markersize=5)

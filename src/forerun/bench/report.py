@@ -166,7 +166,10 @@ def _section(number: int, title: str, source: str, record: Record) -> str:
 def rows_of(record: Record) -> list[dict[str, Any]]:
     """Return the rows of a record, what names them first, and flat: fields of a nested object as object.field."""
     view = VIEWS.get(str(record.get("bench")))
-    found = record.get("rows" if "exhibit" in record else view.rows if view else "lines") or []
+    key = view.rows if view else "lines"
+    if "exhibit" in record:
+        key = "rows"
+    found = record.get(key) or []
     rows = [dict(_flat(row)) for row in found if isinstance(row, dict)]
     names = (*view.labels, *((view.x,) if view.x else ())) if view else ()
     return [{**{name: row[name] for name in names if name in row}, **row} for row in rows]

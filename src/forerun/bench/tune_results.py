@@ -39,7 +39,9 @@ class Way:
 
     @property
     def length(self) -> str:
-        return "-" if self.spec_length == 0 else AUTO if self.spec_length is None else str(self.spec_length)
+        if self.spec_length is None:
+            return AUTO
+        return str(self.spec_length or "-")
 
     def __str__(self) -> str:
         if self.spec_length == 0:

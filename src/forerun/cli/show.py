@@ -157,7 +157,9 @@ def option_lines(package: str, name: str, what: str, width: int = PIPE_WIDTH) ->
     for field in dataclasses.fields(module.Options):
         kind = str(getattr(hints[field.name], "__name__", hints[field.name])).replace(" | None", "")
         low, high = field.metadata.get("min"), field.metadata.get("max")
-        bounds = "" if low is None else f", at least {low}" if high is None else f", {low} to {high}"
+        bounds = ""
+        if low is not None:
+            bounds = f", at least {low}" if high is None else f", {low} to {high}"
         default = "" if field.default is None else f" [default: {field.default}]"
         text = f"{field.name} ({kind}{bounds}): {field.metadata.get('help', '')}{default}"
         yield folded(text, width, " " * 4, " " * 6)

@@ -134,7 +134,9 @@ def grow(
         for row in rows_here:
             behind[row[depth] if depth < len(row) else path[depth - len(row)]].append(row)
         behind.pop(END_OF_TEXT, None)
-        children = list(behind) if is_tree else [max(behind, key=lambda token: len(behind[token]))] if behind else []
+        children = list(behind)
+        if children and not is_tree:
+            children = [max(behind, key=lambda token: len(behind[token]))]
         for token in children:
             prob = len(behind[token]) / len(rows)
             if prob >= min_prob:

@@ -301,7 +301,9 @@ class _Task:
         return min(room, self.max_gen_len)
 
     def _generate(self, assembly: Assembly, inputs: list[int], num: int, draws: Draws) -> tuple[Any, float]:
-        rule = "match" if draws.sample is not None else UNADJUSTED if self.is_unadjusted else "ratio"
+        rule = UNADJUSTED if self.is_unadjusted else "ratio"
+        if draws.sample is not None:
+            rule = "match"
         how = self.beams or {"acceptance": rule}
         params = SamplingParams(max_tokens=max(num, 1), seed=int(torch.randint(2**62, ())), **draws.params, **how)
         if num == 0:

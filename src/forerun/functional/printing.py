@@ -51,7 +51,9 @@ class DebugPrinter:
                 yield f"{line} ✗ (rejected: {_why(tested[node], coins.get(node))})"
             else:
                 yield f"{line} - (not tested)"
-        last = "target's own" if not num else "bonus" if len(accepted) == num else "adjusted distribution"
+        last = "bonus" if len(accepted) == num else "adjusted distribution"
+        if not num:
+            last = "target's own"
         yield from ("", "Final Sample:")
         yield f"  [{detail.position + 1 + len(accepted)}]: {self._text(detail.next_token)} ({last})"
         said = self._seq.tokens[self._seq.num_prompt_tokens : detail.position]

@@ -52,7 +52,9 @@ async def _with_headers(request: Request, answer: Callable[[Request], Awaitable[
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
-    status = 400 if isinstance(error, UserError) else 503 if isinstance(error, CapacityError) else 500
+    status = 503 if isinstance(error, CapacityError) else 500
+    if isinstance(error, UserError):
+        status = 400
     return JSONResponse({"error": {"message": str(error)}}, status)
 
 

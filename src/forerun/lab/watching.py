@@ -275,4 +275,6 @@ def _origin_of_next(step: SequenceStep) -> str:
 
 def _rounded(prob: float | None) -> float | None:
     """Six places, and five digits of what is less than a thousandth."""
-    return prob if prob is None or prob in (0.0, 1.0) else round(prob, 6) if prob > 1e-3 else float(f"{prob:.5g}")
+    if prob is None or prob in (0.0, 1.0):
+        return prob
+    return round(prob, 6) if prob > 1e-3 else float(f"{prob:.5g}")

@@ -102,7 +102,9 @@ def end_ids_of(folder: Path, raw: Raw) -> frozenset[int]:
     num_ids, ids = _num_ids(raw), frozenset[int]()
     for file, source in ((FILE, read_json_if_there(folder / FILE)), ("config.json", raw)):
         value = source.get("eos_token_id")
-        listed = [] if value is None else [value] if type(value) is int else value
+        listed = [value] if type(value) is int else value
+        if value is None:
+            listed = []
         ids |= _ids(listed, "eos_token_id", f"{file} in {folder}", "null, an id or a list of ids", num_ids)
     return ids | _ids_of_end_token(folder, num_ids)
 

@@ -33,10 +33,12 @@ def _slices(data: Any) -> Iterator[bytes]:
     pairs = [(b"", value) for value in data]
     if isinstance(data, dict):
         pairs = [(as_json(name) + b":", value) for name, value in data.items()]
-    for i, (name, value) in enumerate(pairs):
-        yield (b"," if i else b"{" if isinstance(data, dict) else b"[") + name
+    before, end = (b"{", b"}") if isinstance(data, dict) else (b"[", b"]")
+    for name, value in pairs:
+        yield before + name
         yield from _slices(value)
-    yield b"}" if isinstance(data, dict) else b"]"
+        before = b","
+    yield end
 
 
 def _weight(data: Any, most: int) -> int:

@@ -38,7 +38,9 @@ def committed_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
     """The tokens of a round that entered the output: stop conditions may have cut it short."""
     pieces = [Piece(detail.tokens[node], "accepted") for node in detail.accepted]
     drafted, rejected = bool(detail.tokens), any(not test.accepted for test in detail.tests)
-    last: Kind = "plain" if not drafted else "correction" if rejected else "bonus"
+    last: Kind = "correction" if rejected else "bonus"
+    if not drafted:
+        last = "plain"
     return [*pieces, Piece(detail.next_token, last)][:num_committed]
 
 

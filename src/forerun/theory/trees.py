@@ -29,7 +29,9 @@ def best_first(a: Seq[float], num_nodes: int, widths: Seq[int] | None = None) ->
     """
 
     def limit(depth: int) -> int:
-        return len(a) if widths is None else min(len(a), widths[depth]) if depth < len(widths) else 0
+        if widths is None:
+            return len(a)
+        return min(len(a), widths[depth]) if depth < len(widths) else 0
 
     found: list[Node] = []
     waiting: list[tuple[float, int, Node]] = []  # the order of arrival breaks ties: parents first
