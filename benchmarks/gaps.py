@@ -98,7 +98,7 @@ def run(config: EngineConfig, plan: GapsPlan) -> dict[str, Any]:
         "bench": "gaps",
         "target": checkpoint.name,
         "widened": plan.shape != "none",
-        "plan": {**asdict(plan), "prompt_file": str(plan.prompt_file) if plan.prompt_file else None},
+        "plan": plan.record(),
         "max_positions": checkpoint.model.config.max_positions,
         "draft": config.draft,
         "draft_catchup_tokens": config.draft_catchup_tokens,

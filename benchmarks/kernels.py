@@ -158,7 +158,7 @@ def run(plan: KernelsPlan) -> dict[str, Any]:
     return {
         "bench": "kernels",
         "isa": ops.isa,
-        "plan": {key: value for key, value in asdict(plan).items() if key != "config"},
+        "plan": plan.record("config"),
         **record_of([], model, [], ceiling),
         "num_threads": ops.num_threads,
         "repeat_bandwidths_bytes_per_s": [round(b) for b in bandwidths],

@@ -38,6 +38,7 @@ from benchmarks.peers import (
 )
 from forerun.bench import latency
 from forerun.bench.bandwidth import Probes
+from forerun.bench.plans import Plan
 from forerun.bench.results import print_ceiling, record_of
 from forerun.bench.tables import Column, table
 from forerun.bench.widen import describe, num_parameters
@@ -61,7 +62,7 @@ WORKER = "forwards.py"
 
 
 @dataclass(frozen=True)
-class ForwardsPlan:
+class ForwardsPlan(Plan):
     """The options of the benchmark; shape, folder, num_threads and pythons as in PeersPlan.
 
     rows: ascending numbers of tokens of a pass; t(M) is divided by the time of the first. contexts: ascending, the
@@ -150,7 +151,7 @@ def run(config: EngineConfig, plan: ForwardsPlan) -> dict[str, Any]:
     about: dict[str, Any] = {
         "bench": "peer forwards",
         "target": checkpoint.name,
-        "plan": {k: v for k, v in asdict(plan).items() if k not in ("folder", "pythons")},
+        "plan": plan.record("folder", "pythons"),
         "engines": {engine.name: engine.about for engine in engines},
         "left_out": left_out,
         "idle_cpu_s": {engine.name: engine.idle_cpu_s for engine in engines},

@@ -121,7 +121,7 @@ def run(config: EngineConfig, plan: PeersPlan) -> dict[str, Any]:
     about: dict[str, Any] = {
         "bench": "peers",
         "target": own.checkpoint.name,
-        "plan": {k: v for k, v in asdict(plan).items() if k not in ("folder", "pythons", "prompt_file")},
+        "plan": plan.record("folder", "pythons"),
         "engines": {engine.name: engine.about for engine in engines},
         "left_out": left_out,
         "idle_cpu_s": {engine.name: engine.idle_cpu_s for engine in engines},

@@ -121,7 +121,7 @@ def run(config: EngineConfig, plan: QualityPlan) -> dict[str, Any]:
         "num_parameters": num_parameters(given.model.config),
         "build": given.model.ops.build,
         "torch": torch.__version__,
-        "plan": {k: v for k, v in asdict(plan).items() if k != "text_file"},
+        "plan": plan.record("text_file"),
         "text": about_text(config, plan),
         "num_tokens": len(ids),
         "lines": [asdict(line) for line in lines],

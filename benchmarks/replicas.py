@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,7 +86,7 @@ def run(plan: ReplicasPlan) -> dict[str, Any]:
     )
     return {
         "bench": "replicas",
-        **asdict(plan),
+        **plan.record(),
         "num_cores": len(cores),
         "tokens_per_s": rates,
         "ratio": round(ratio.median, 4),

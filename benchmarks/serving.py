@@ -160,7 +160,7 @@ def run(config: EngineConfig, plan: ServingPlan) -> dict[str, Any]:
         draw(lines, plan.limits, plan.picture, f"{servers[0].model}: {plan.max_tokens} tokens per request")
     return {
         "bench": "serving",
-        "plan": plan_record(plan),
+        "plan": plan.record("api_key"),
         "path": path,
         "prompts": [prompt.id for prompt in prompts],
         "servers": [{"name": s.name, "url": s.url, "model": s.model, "command": s.about} for s in servers],
@@ -168,12 +168,6 @@ def run(config: EngineConfig, plan: ServingPlan) -> dict[str, Any]:
         "lines": [asdict(line) for line in lines],
         "runs": [record_of(run) for run in runs],
     }
-
-
-def plan_record(plan: ServingPlan) -> dict[str, Any]:
-    """The plan for JSON, without the key."""
-    paths = {name: str(p) if (p := getattr(plan, name)) else None for name in ("prompt_file", "picture")}
-    return {**asdict(replace(plan, api_key=None)), **paths}
 
 
 def read_prompts(plan: ServingPlan) -> list[WorkPrompt]:

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.serving import ServingPlan, bodies_of, path_of, plan_record, read_prompts
+from benchmarks.serving import ServingPlan, bodies_of, path_of, read_prompts
 from benchmarks.serving_client import CHAT, Run, Server, run_load
 from benchmarks.serving_results import Line, lines_of, record_of
 from benchmarks.serving_servers import cpu_s_of, forerun_command, free_port, started
@@ -98,7 +98,7 @@ def run(config: EngineConfig, plan: ServingPlan) -> dict[str, Any]:
         "target": llm.checkpoint.name,
         "draft": config.draft,
         "num_threads": llm.checkpoint.model.ops.num_threads,
-        "plan": plan_record(plan),
+        "plan": plan.record("api_key"),
         "path": path,
         "overheads": [asdict(overhead) for overhead in overheads],
         "median_step_s": step_s,

@@ -126,7 +126,7 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> dict[str, Any]:
         "bench": "throughput",
         "target": checkpoint.name,
         "widened": plan.shape != "none",
-        "plan": {**asdict(plan), "prompt_file": str(plan.prompt_file) if plan.prompt_file else None},
+        "plan": plan.record(),
         "draft": config.draft,
         **record_of([], checkpoint.model, latency.draft_models(_by_variant(llms)), ceiling),
         "lines": [asdict(line) for line in lines],

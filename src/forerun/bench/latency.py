@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence as Seq
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -84,8 +84,7 @@ def run(config: EngineConfig, plan: LatencyPlan) -> dict[str, Any]:
     console = make_console()
     found = measured(config, plan, console)
     print_tables(found.lines, found.ceiling, console)
-    shown = {**asdict(plan), "prompt_file": str(plan.prompt_file) if plan.prompt_file else None}
-    about = {"bench": "latency", "target": found.target.name, "widened": plan.shape != "none", "plan": shown}
+    about = {"bench": "latency", "target": found.target.name, "widened": plan.shape != "none", "plan": plan.record()}
     return about | record_of(found.lines, found.target.model, found.drafts, found.ceiling)
 
 

@@ -115,15 +115,11 @@ def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
     if plan.picture is not None:
         about = f"{sizes}, {_counted(plan.num_repeats, 'run')} of each{same}."
         draw(cells, summaries, kinds, plan.picture, _title(checkpoint, plan.shape, ceiling), about)
-    paths = {
-        name: str(path) if path else None
-        for name, path in (("prompt_file", plan.prompt_file), ("picture", plan.picture))
-    }
     return {
         "bench": "methods",
         "target": checkpoint.name,
         "widened": plan.shape != "none",
-        "plan": {**asdict(plan), **paths},
+        "plan": plan.record(),
         "ways": [asdict(way) for way in ways],
         "spec_length": config.spec_length,
         "prompts": [prompt.id for prompt in prompts],

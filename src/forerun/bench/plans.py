@@ -31,6 +31,15 @@ class Plan:
                 said = f"{one:g}" if isinstance(one, float) else str(one)
                 check_range(one, field.metadata, f"{flag_of(field)} {said}")
 
+    def record(self, *leave_out: str) -> dict[str, Any]:
+        """Return the options for JSON, paths as texts."""
+        fields = dataclasses.asdict(self)  # type: ignore[call-overload]
+        return {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in fields.items()
+            if name not in leave_out
+        }
+
 
 # ---------------------------------------------------------------------------------- fields that several benchmarks have
 
