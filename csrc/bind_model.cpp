@@ -236,8 +236,8 @@ void bind_model(nb::module_& m) {
           nb::keep_alive<0, 1>(),
           "Makes a model of a forerun.blocks.Spec.\n\nbfloat16: the type of keys, values and plain rows, else float32. matrices: "
           "packed, by the products of blocks.weights(spec), with their biases; gate and up paired; \"head\" unless it is "
-          "\"embedding\"; the caller keeps them. vectors: addresses of norms' weights and biases, float32, by name; they are "
-          "copied. tables: addresses of an embedding that is not packed, and of learned positions, by name, in the type above. "
+          "\"embedding\". vectors: addresses of norms' weights and biases, float32, by name. "
+          "tables: those of an embedding that is not packed, and of learned positions, in the type above. The caller keeps all. "
           "Raises ValueError for a spec that `refusal` refuses and for a weight that is missing.");
     m.def("make_decoder", &make_decoder, "backend"_a, "sizes"_a, "eps"_a, "bfloat16"_a, "norms"_a, "matrices"_a, "windows"_a,
           "packed_embedding"_a.none(), "embedding"_a, "final_norm"_a, "head"_a, nb::keep_alive<0, 1>());

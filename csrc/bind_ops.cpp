@@ -127,13 +127,18 @@ std::unique_ptr<Packed> pack(Backend& b, bool bfloat16, const std::vector<std::p
     return std::make_unique<Packed>(b.team, type, rows, num_in, paired, at<const float>(bias), give_back);
 }
 
-// sections: of each its outputs, then the first seven fields of its Format, as ops/packed.py has them.
-std::unique_ptr<Packed> pack_quantised(Backend&, const std::vector<std::array<int, 8>>& sections, int num_in, bool paired,
-                                       Address bias) {
+// Of each section its outputs, then the first seven fields of its Format, as ops/packed.py has them.
+using SectionNumbers = std::vector<std::array<int, 8>>;
+
+std::vector<Section> sections_of(const SectionNumbers& numbers) {
     std::vector<Section> found;
-    for (const std::array<int, 8>& n : sections)
+    for (const std::array<int, 8>& n : numbers)
         found.push_back({n[0], {n[1], n[2], n[3], n[4] != 0, n[5] != 0, static_cast<Offset>(n[6]), n[7], 0, nullptr}});
-    return std::make_unique<Packed>(found, num_in, paired, at<const float>(bias));
+    return found;
+}
+
+std::unique_ptr<Packed> pack_quantised(Backend&, const SectionNumbers& sections, int num_in, bool paired, Address bias) {
+    return std::make_unique<Packed>(sections_of(sections), num_in, paired, at<const float>(bias));
 }
 
 bool fill(Backend& b, Packed& packed, int first, int count, const std::array<Address, 5>& rows) {
@@ -156,6 +161,17 @@ void join(Backend& b, const std::vector<Address>& norms, float eps, const Packed
 }  // namespace
 
 void bind_ops(nb::module_& m) {
+    m.attr("PANEL") = PANEL;
+    m.attr("UNIT") = UNIT;
+    m.attr("GIVE_BACK_BYTES") = GIVE_BACK_BYTES;
+    m.def("allocated_bytes", &allocated_bytes, "num_bytes"_a,
+          "Counts the bytes that the system gives for a buffer: whole huge pages from the size of one on.");
+    m.def("packed_bytes", [](int num_out, int num_in, bool bfloat16, bool paired) {
+        return packed_bytes(bfloat16 ? Type::bfloat16 : Type::float32, num_out, num_in, paired);
+    }, "num_out"_a, "num_in"_a, "bfloat16"_a, "paired"_a = false, "Counts the bytes of a packed matrix, padding included; num_out: of all parts.");
+    m.def("quantised_bytes", [](const SectionNumbers& sections, int num_in, bool paired) {
+        return packed_bytes(sections_of(sections), num_in, paired);
+    }, "sections"_a, "num_in"_a, "paired"_a = false, "Counts those of a quantised one, whose sections are as `pack_quantised` takes them.");
     nb::class_<Packed>(m, "Packed", "A matrix in panels; see docs/kernels.md.")
         .def_prop_ro("num_bytes", [](const Packed& p) { return p.matrix().bytes(); }, "Bytes in memory, padding included.")
         .def("unpack_row", [](const Packed& p, int index, Address out) { p.unpack(index, at<void>(out)); }, "index"_a, "out"_a,

@@ -17,8 +17,6 @@ namespace forerun {
 
 namespace {
 
-constexpr size_t GIVE_BACK_BYTES = 8 << 20;  // packed weights after which source pages are given back
-
 // Gives the whole pages within [from, to) back to the system; after that they would read as zeros.
 void give_pages_back(const char* from, const char* to) {
 #if defined(__linux__)
@@ -31,21 +29,57 @@ void give_pages_back(const char* from, const char* to) {
 #endif
 }
 
+int panels_of(int height, bool paired) {
+    const int outputs = paired ? PANEL / 2 : PANEL;
+    return (height + outputs - 1) / outputs;
+}
+
+Matrix dense_layout(Type type, int num_out, int num_in, bool paired) {
+    const int height = paired ? num_out / 2 : num_out;
+    return {type, paired, height, num_in, steps_of(type, num_in), panels_of(height, paired), nullptr, nullptr, nullptr, 0};
+}
+
+// Where the panels of each section begin, in panels and in bytes.
+struct Sections {
+    std::vector<Format> formats;
+    std::vector<size_t> starts;  // and the end of the last one
+    int num_out = 0;
+
+    Sections(const std::vector<Section>& sections, int num_in, bool paired) : starts{0} {
+        const int num_units = steps_of(Type::int8, num_in) / UNIT;
+        for (const Section& section : sections) {
+            formats.push_back(section.format);
+            formats.back().first_panel = num_out / PANEL;
+            num_out += section.num_rows;
+        }
+        const int num_panels = panels_of(paired ? num_out / 2 : num_out, paired);
+        for (size_t i = 0; i < formats.size(); ++i) {
+            const int end = i + 1 < formats.size() ? formats[i + 1].first_panel : num_panels;
+            const size_t count = static_cast<size_t>(end - formats[i].first_panel);
+            starts.push_back(starts[i] + formats[i].panel_bytes(num_units) * count);
+        }
+    }
+};
+
 }  // namespace
+
+size_t packed_bytes(Type type, int num_out, int num_in, bool paired) { return dense_layout(type, num_out, num_in, paired).bytes(); }
+
+size_t packed_bytes(const std::vector<Section>& sections, int num_in, bool paired) {
+    return Sections(sections, num_in, paired).starts.back();
+}
 
 Packed::Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in, bool paired, const float* bias,
                bool give_back) {
     int num_out = 0;
     for (const Part& part : parts) num_out += part.num_rows;
-    const int height = paired ? parts[0].num_rows : num_out;
-    const int outputs_per_panel = paired ? PANEL / 2 : PANEL;
-    matrix_ = {type, paired, height, num_in, steps_of(type, num_in),
-               (height + outputs_per_panel - 1) / outputs_per_panel, nullptr, nullptr, nullptr, 0};
+    matrix_ = dense_layout(type, num_out, num_in, paired);
     data_ = {allocate(matrix_.bytes()), Release{matrix_.bytes()}};
     if (!data_) throw std::bad_alloc();
     matrix_.data = data_.get();
     uint32_t* words = static_cast<uint32_t*>(data_.get());
     const int panels_per_turn = static_cast<int>(std::max<size_t>(1, GIVE_BACK_BYTES / matrix_.panel_bytes()));
+    const int outputs_per_panel = paired ? PANEL / 2 : PANEL;
     const size_t row_bytes = static_cast<size_t>(num_in) * bytes_of(type);
     for (int start = 0; start < matrix_.num_panels; start += panels_per_turn) {
         const int end = std::min(matrix_.num_panels, start + panels_per_turn);
@@ -78,26 +112,16 @@ void Packed::put_bias(const float* bias, int num_out) {
 }
 
 Packed::Packed(const std::vector<Section>& sections, int num_in, bool paired, const float* bias) {
-    int num_out = 0;
-    for (const Section& section : sections) {
-        formats_.push_back(section.format);
-        formats_.back().first_panel = num_out / PANEL;
-        num_out += section.num_rows;
-    }
-    const int height = paired ? num_out / 2 : num_out, outputs_per_panel = paired ? PANEL / 2 : PANEL;
-    const int num_steps = steps_of(Type::int8, num_in), num_panels = (height + outputs_per_panel - 1) / outputs_per_panel;
-    std::vector<size_t> starts{0};
-    for (size_t i = 0; i < formats_.size(); ++i) {
-        const int end = i + 1 < formats_.size() ? formats_[i + 1].first_panel : num_panels;
-        starts.push_back(starts[i] + formats_[i].panel_bytes(num_steps / UNIT) * static_cast<size_t>(end - formats_[i].first_panel));
-    }
+    const Sections laid(sections, num_in, paired);
+    formats_ = laid.formats;
+    const std::vector<size_t>& starts = laid.starts;
     data_ = {allocate(starts.back()), Release{starts.back()}};
     if (!data_) throw std::bad_alloc();
     std::memset(data_.get(), 0, starts.back());
     for (size_t i = 0; i < formats_.size(); ++i) formats_[i].data = static_cast<const char*>(data_.get()) + starts[i];
-    matrix_ = {Type::int8, paired, height, num_in, num_steps, num_panels, data_.get(), nullptr, formats_.data(),
-               static_cast<int>(formats_.size())};
-    put_bias(bias, num_out);
+    matrix_ = dense_layout(Type::int8, laid.num_out, num_in, paired);
+    matrix_.data = data_.get(), matrix_.formats = formats_.data(), matrix_.num_formats = static_cast<int>(formats_.size());
+    put_bias(bias, laid.num_out);
 }
 
 namespace {

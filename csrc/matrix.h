@@ -31,6 +31,12 @@ struct QuantisedRows {
     const uint8_t* minimum_levels;
 };
 
+constexpr size_t GIVE_BACK_BYTES = 8 << 20;  // packed weights after which source pages are given back
+
+// Bytes of a packed matrix, padding included. num_out: of all parts. See the constructors of Packed.
+size_t packed_bytes(Type type, int num_out, int num_in, bool paired);
+size_t packed_bytes(const std::vector<Section>& sections, int num_in, bool paired);
+
 class Packed {
   public:
     // paired: exactly two parts of equal height (gate, up), 16 outputs of each in a panel; otherwise the parts follow each

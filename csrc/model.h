@@ -58,7 +58,7 @@ struct Ahead {
 
 class Model {
   public:
-    // vectors: the weights of norms that the parts point to.
+    // vectors: weights of norms that the parts point to and that nobody else keeps.
     Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>> vectors);
 
     // Throws std::out_of_range for a token that is no row of the embedding, or a position that has none.

@@ -209,23 +209,18 @@ class Reader {
         if (n.is_none()) return {};
         Norm found{text(n, "kind") == "layer", real(n, "eps"), nullptr, nullptr, text(n, "span") == "head"};
         if (!places_) return found;
-        const size_t size = static_cast<size_t>(width);
-        std::vector<float> weight(size, 1.0f);
-        if (yes(n, "weight")) {
-            const float *stored = vector(name + ".weight"), offset = real(n, "offset");
-            for (size_t i = 0; i < size; ++i) weight[i] = offset == 0.0f ? stored[i] : stored[i] + offset;
+        if (yes(n, "bias")) found.bias = vector(name + ".bias");
+        const float* const stored = yes(n, "weight") ? vector(name + ".weight") : nullptr;
+        const float offset = real(n, "offset");
+        if (stored && offset == 0.0f) {
+            found.weight = stored;
+            return found;
         }
-        found.weight = kept(std::move(weight));
-        if (yes(n, "bias")) {
-            const float* const stored = vector(name + ".bias");
-            found.bias = kept({stored, stored + size});
-        }
+        std::vector<float> weight(static_cast<size_t>(width), 1.0f);
+        for (int i = 0; i < width && stored; ++i) weight[static_cast<size_t>(i)] = stored[i] + offset;
+        vectors.push_back(std::move(weight));
+        found.weight = vectors.back().data();
         return found;
-    }
-
-    const float* kept(std::vector<float> values) {
-        vectors.push_back(std::move(values));
-        return vectors.back().data();
     }
 
     const float* vector(const string& name) const {

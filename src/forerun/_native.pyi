@@ -35,6 +35,27 @@ class BandwidthProbe:
         Bytes per second of each way of reading, once per repeat, the ways in turn.
         """
 
+PANEL: int = 32
+
+UNIT: int = 32
+
+GIVE_BACK_BYTES: int = 8388608
+
+def allocated_bytes(num_bytes: int) -> int:
+    """
+    Counts the bytes that the system gives for a buffer: whole huge pages from the size of one on.
+    """
+
+def packed_bytes(num_out: int, num_in: int, bfloat16: bool, paired: bool = False) -> int:
+    """
+    Counts the bytes of a packed matrix, padding included; num_out: of all parts.
+    """
+
+def quantised_bytes(sections: Sequence[Sequence[int]], num_in: int, paired: bool = False) -> int:
+    """
+    Counts those of a quantised one, whose sections are as `pack_quantised` takes them.
+    """
+
 class Packed:
     """A matrix in panels; see docs/kernels.md."""
 
@@ -200,7 +221,7 @@ def make_model(
     """
     Makes a model of a forerun.blocks.Spec.
 
-    bfloat16: the type of keys, values and plain rows, else float32. matrices: packed, by the products of blocks.weights(spec), with their biases; gate and up paired; "head" unless it is "embedding"; the caller keeps them. vectors: addresses of norms' weights and biases, float32, by name; they are copied. tables: addresses of an embedding that is not packed, and of learned positions, by name, in the type above. Raises ValueError for a spec that `refusal` refuses and for a weight that is missing.
+    bfloat16: the type of keys, values and plain rows, else float32. matrices: packed, by the products of blocks.weights(spec), with their biases; gate and up paired; "head" unless it is "embedding". vectors: addresses of norms' weights and biases, float32, by name. tables: those of an embedding that is not packed, and of learned positions, in the type above. The caller keeps all. Raises ValueError for a spec that `refusal` refuses and for a weight that is missing.
     """
 
 def make_decoder(
