@@ -39,6 +39,7 @@ class Way:
 
     @property
     def length(self) -> str:
+        """The length as a table has it: "-" of plain decoding."""
         if self.spec_length is None:
             return AUTO
         return str(self.spec_length or "-")
