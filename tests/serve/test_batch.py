@@ -18,6 +18,7 @@ import pytest
 
 import processes
 from forerun import LLM, SamplingParams
+from forerun.engine.request import Request
 from forerun.serve.batch import seed_of
 from forerun.serve.openai import CHAT, COMPLETIONS
 from speculation import environment
@@ -100,6 +101,7 @@ def test_refused_requests_have_their_line_and_the_others_their_answer(
         ("ids", COMPLETIONS, {"prompt": [1, 4096]}, 400, None),
         ("rule", COMPLETIONS, {"prompt": "x", "acceptance": "always"}, 400, None),
         ("long", COMPLETIONS, {"prompt": "x", "max_tokens": 4000}, 400, None),
+        ("drafter", COMPLETIONS, {"prompt": "x", "draft": "a" * 300}, 400, None),
         ("deep", CHAT, {"messages": [{"role": "user", "content": "x", "extra": nested(900)}]}, 400, None),
         ("self", CHAT, {"messages": messages("x"), "chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs"),
         ("room", COMPLETIONS, {"prompt": "x", "max_tokens": 600}, 503, None),
@@ -128,6 +130,35 @@ def test_refused_requests_have_their_line_and_the_others_their_answer(
         f"{first}[{len(cases) + 3} requests: 3 answered, {len(cases)} refused; {len(cases) + 3} of them before; "
         "--retry-refused asks the refused ones again]\n",
     )
+
+
+def test_whatever_goes_wrong_in_a_line_ends_that_line(
+    cli: Any, write: Any, answers_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is read, and when its answer is made; the others are answered."""
+    submit, output = LLM.submit, Request.output
+
+    def submitting(self: LLM, prompts: Any, *given: Any, **named: Any) -> Any:
+        if prompts == ["two"]:
+            raise OSError("the disk is on fire")
+        return submit(self, prompts, *given, **named)
+
+    def making(self: Request) -> Any:
+        if self.seq.seed == seed_of("three"):
+            raise ValueError("no text for you")
+        return output(self)
+
+    monkeypatch.setattr(LLM, "submit", submitting)
+    monkeypatch.setattr(Request, "output", making)
+    lines = [(name, COMPLETIONS, {"prompt": name, "max_tokens": 3}) for name in ("one", "two", "three", "four")]
+    out = tmp_path / "out.jsonl"
+    done = cli("batch", str(write(*lines)), str(out))
+    assert done.returncode == 2
+    answers = answers_in(out)
+    assert [answers[name]["status_code"] for name, _, _ in lines] == [200, 500, 500, 200]
+    for name, said in (("two", "the disk is on fire"), ("three", "no text for you")):
+        error = answers[name]["body"]["error"]
+        assert (error["code"], said in error["message"]) == ("internal_error", True)
 
 
 # ------------------------------------------------------------------------------------------------------ interrupted

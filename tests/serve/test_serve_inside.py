@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,6 +182,23 @@ def test_bodies_that_do_not_end_take_no_place_and_little_memory() -> None:
             assert service.arriving.num_bytes == 16 * 999
             assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
         assert service.arriving.num_bytes == 0
+
+    run(test)
+
+
+def test_a_drafter_that_a_request_names_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it says, no file is looked for, and a name that no file may have is refused as any other is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    llm = LLM("shipped", draft="none", max_batch_size=2)
+
+    async def test() -> None:
+        async with served(llm) as (client, _):
+            for name in ("a" * 300, "folder", "x\0y", "model:path=" + "b" * 300):
+                answer = await client.post("/v1/completions", **asked(speculation={"draft": name}))
+                message = answer.json()["error"]["message"]
+                assert (answer.status_code, "there is no drafter in this engine" in message) == (400, True), message
+                assert ("start it with" in message) == name.startswith("model:"), message
 
     run(test)
 

@@ -21,7 +21,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -249,10 +248,11 @@ class Target:
         return found
 
 
-def resolve(spec: str, auto: str = WITHOUT_MODEL) -> tuple[str, Any]:
+def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tuple[str, Any]:
     """Return the method and its Options for `name[:option=value,...]`, a model's folder, name or hub id, or `auto`.
 
-    auto: the spec that `auto` stands for. A spec that has a path separator, names an existing folder, or is a name of
+    auto: the spec that `auto` stands for. looks: whether there may be a folder of that name; where False, as for what
+    a request says, no disk is asked. A spec that has a path separator, names an existing folder, or is a name of
     data/models.toml is a model. Raises BadOption for anything unknown; where other engines have such a value, the
     message names ours.
     """
@@ -260,7 +260,7 @@ def resolve(spec: str, auto: str = WITHOUT_MODEL) -> tuple[str, Any]:
         spec = auto
     bare = unwrapped(spec)
     is_method = bare.partition(":")[0] in names(__name__)
-    is_path = "/" in spec or os.sep in spec or (spec != "" and Path(spec).exists()) or named.find(spec) is not None
+    is_path = "/" in spec or os.sep in spec or (looks and (os.path.exists(spec) or named.find(spec) is not None))
     if not is_method and not is_path and (there := by_value("draft", spec.partition(":")[0])):
         raise BadOption(there)
     # A folder's name may have a colon in it, so it is looked for before the text is taken apart.

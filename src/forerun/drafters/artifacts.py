@@ -6,6 +6,7 @@ metadata name its kind. Ids mean something else in another tokenizer, so a file 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def load(path: str, kind: str, tokenizer: str | None) -> tuple[dict[str, npt.NDA
     BadOption where another method, or the ids of another tokenizer, made it.
     """
     file = Path(path)
-    if not file.is_file():
+    if not os.path.isfile(file):  # False also for a name that no file may have
         raise NotFound(f"there is no file {shown(path)}: `forerun train {kind} --help` says how to make one")
     try:
         with safe_open(str(file), framework="numpy") as opened:

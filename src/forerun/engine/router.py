@@ -32,9 +32,12 @@ class _Silent(Drafter):
 
 
 def _how_to_add(name: str) -> str:
-    """How an engine gets a drafter of that name; nothing for a name that is no drafter anywhere."""
+    """How an engine gets a drafter of that name; nothing for a name that is no drafter anywhere.
+
+    A request has said it, so no file is looked for.
+    """
     try:
-        drafters.resolve(name)
+        drafters.resolve(name, looks=False)
     except UserError:
         return ""
     return f"; start it with draft={shown(name)} or extra_drafts={shown(name)}"

@@ -7,6 +7,7 @@ is refused before its weights are fetched. huggingface_hub is imported when a hu
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import shutil
 import time
@@ -138,7 +139,7 @@ def _kind(name: str) -> str:
 
 def is_hub_id(name: str | Path) -> bool:
     """Whether a name means a model of the hub: it has the form of one, or only the hub has it; no such path exists."""
-    return isinstance(name, str) and not Path(name).exists() and _as_hub_model(name) is not None
+    return isinstance(name, str) and not os.path.exists(name) and _as_hub_model(name) is not None
 
 
 def _as_hub_model(name: str) -> _HubModel | _HubFile | None:

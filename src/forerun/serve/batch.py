@@ -8,6 +8,7 @@ taken up by the next one. torch is imported when the input is known to be sound.
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
@@ -18,7 +19,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from forerun.config import EngineConfig
-from forerun.errors import CapacityError, UserError, shown
+from forerun.errors import CapacityError, InternalError, UserError, shown
 from forerun.serve.answers import AnswerFile, answer_id, some_of
 from forerun.serve.bodies import Job, Prompt, Refused, model_names
 from forerun.serve.openai import answer_body, error_answer, read_body
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from forerun.engine.request import Request
     from forerun.types import StepReport
 
+LOG = logging.getLogger(__name__)
+# What ends a run and no line of it. Anything else that is raised belongs to its line: what a tokenizer's Rust code
+# calls a panic is no Exception.
+_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 ALL_ANSWERED, SOME_REFUSED = 0, 2  # exit codes; 2 is that of errors which the caller can mend
 WINDOW_BATCHES = 4  # requests in the engine at most, in batches: the scheduler always has some to choose from
 # What answers requests (see `Runner.run`), and where: with the names that bodies may call the model.
@@ -151,6 +156,10 @@ class Requests:
         except RecursionError:  # other requests are not to wait until this one is mended
             too_deep = Refused("the body is nested too deeply to be read: make it flatter")
             return _answer_line(request, *error_answer(too_deep))
+        except _ENDS:
+            raise
+        except BaseException as error:
+            return _failed_line(request, error)
 
     def _start(self, request: BatchRequest, hear: Callable[[Request], None]) -> Running:
         defaults = {**self._defaults, "seed": seed_of(request.custom_id)}
@@ -168,14 +177,18 @@ class Requests:
         if error is not None:
             self.llm.end(running.choices)
             return _answer_line(running.asked, *error_answer(error))
-        outputs = [choice.output() for choice in running.choices]
-        body = answer_body(
-            running.job,
-            outputs,
-            self.llm.tokenizer,
-            answer_id=secrets.token_hex(12),
-            created_s=int(time.time()),
-        )
+        try:
+            body = answer_body(
+                running.job,
+                [choice.output() for choice in running.choices],
+                self.llm.tokenizer,
+                answer_id=secrets.token_hex(12),
+                created_s=int(time.time()),
+            )
+        except _ENDS:
+            raise
+        except BaseException as cause:
+            return _failed_line(running.asked, cause)
         return _answer_line(running.asked, 200, body)
 
 
@@ -291,6 +304,13 @@ def _answer(
                 progress.show(len(answers.finished), numbers.tokens_per_s)
 
             run_there(missing, answers, on_step)
+
+
+def _failed_line(asked: BatchRequest, error: BaseException) -> dict[str, Any]:
+    """The line of a request that something went wrong in which nobody foresaw: the others are answered."""
+    LOG.error("request %s failed", shown(asked.custom_id), exc_info=error)
+    failed = InternalError(f"the text of the request or its answer could not be made: {error!r:.200}")
+    return _answer_line(asked, *error_answer(failed))
 
 
 def _answer_line(asked: BatchRequest, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
