@@ -153,6 +153,8 @@ def test_fields_have_limits() -> None:
                 "logit_bias": {str(i): -1 for i in range(MOST_ENTRIES["logit_bias"] + 1)},
                 "prediction": [5] * 65,
                 "cache_salt": "s" * 1025,
+                "acceptance": "ratio:" + " " * 1025,
+                "draft": "none:" + " " * 1025,
             }
             assert (await client.post("/v1/completions", **asked(**most, max_tokens=1))).status_code == 200
             for name, value in one_more.items():

@@ -20,6 +20,13 @@ from forerun.types import Draft, Probs
 from forerun.verify import match, ratio
 
 
+def test_rules_that_requests_ask_for_fill_no_memory() -> None:
+    """An option has any number of values, and each is a text of somebody's request."""
+    for i in range(200):
+        assert verify.find(f"typical:epsilon={0.1 + i / 1000}").name == "typical"
+    assert verify.find.cache_info().currsize <= 64
+
+
 def dist(*weights: float, dtype: torch.dtype = torch.float64) -> Probs:
     return Probs(dense=torch.tensor(weights, dtype=dtype))
 

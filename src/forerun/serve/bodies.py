@@ -220,7 +220,7 @@ def _check_sizes(fields: Mapping[str, Any]) -> None:
     for name, most in MOST_ENTRIES.items():
         if isinstance(value := fields.get(name), list | tuple | dict):
             refuse(name, len(value), most, "entries")
-    for name in ("bad_words", "stop", "cache_salt"):
+    for name in ("bad_words", "stop", "cache_salt", "draft", "acceptance"):
         value = fields.get(name)
         texts = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
         lengths = [len(text) for text in texts if isinstance(text, str)]

@@ -91,7 +91,7 @@ def rules() -> tuple[str, ...]:
     return names(__name__)
 
 
-@functools.cache
+@functools.lru_cache(64)  # requests say what rule they want, and options have any number of values
 def find(spec: str) -> Rule:
     """Return the rule of `name[:option=value,...]`. Raises BadOption with the names that exist."""
     name, options = parse_spec(spec)
