@@ -410,6 +410,9 @@ MEDUSA_REFUSED: dict[str, tuple[Mapping[str, Any], Mapping[str, Tensor], type, s
                 "no tensor 1.0.linear.weight"),
     "token_map": (VLLM_CONFIG, {**MEDUSA["vLLM token_map"].weights, "token_map": torch.tensor([1, 2, 2])},
                   UnsupportedModel, "token_map must lead to different ids"),
+    "no LM head": ({**VLLM_CONFIG, "original_lm_head": True},
+                   {n: w for n, w in MEDUSA["vLLM"].weights.items() if not n.startswith("lm_head")},
+                   UnsupportedModel, "original_lm_head=true in config.json and no LM head"),
     "EAGLE": ({}, E1.weights, BadOption, "head of EAGLE-1, which medusa does not read: name it as eagle:"),
     "Hydra": ({}, {"hydra_mlp.0.0.linear.weight": some(32, 64)}, BadOption, "head of Hydra, which medusa does not"),
 }  # fmt: skip

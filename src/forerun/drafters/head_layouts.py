@@ -333,7 +333,13 @@ def read_medusa(found: Published, target: Target) -> MedusaHeads:
             names |= {ours + part: theirs + part for part in ("weight", "bias")}
     own = {f"lm_head.{head}.weight": lm_head.format(head, num_blocks) for head in range(num_heads)}
     if found.config.get("original_lm_head"):  # vLLM's word for one that all heads share
-        own = {"lm_head.weight": next(n for n in ("lm_head.weight", own["lm_head.0.weight"]) if n in found.shapes)}
+        shared = [n for n in ("lm_head.weight", own["lm_head.0.weight"]) if n in found.shapes] if own else []
+        if not shared:
+            raise UnsupportedModel(
+                f"{shown(found.path)} has original_lm_head=true in config.json and no LM head: add the tensor "
+                "lm_head.weight, or drop that key, and the heads use the target's"
+            )
+        own = {"lm_head.weight": shared[0]}
     num_rows = [found.shapes[name][0] for name in own.values() if name in found.shapes]
     if num_rows:  # else they are the target's
         must |= dict.fromkeys(own.values(), (num_rows[0], width))
