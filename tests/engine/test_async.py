@@ -231,6 +231,31 @@ def test_a_failing_listener_is_dropped_and_logged(llm: LLM, caplog: pytest.LogCa
     assert_idle(llm)
 
 
+def test_a_listener_that_fails_before_it_is_known_how_to_end_it_is_dropped(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step runs as soon as the engine has it, before `listen` has returned."""
+    real, texts, num_failures = llm.engine.listen, list[str](), list[int]()
+
+    def listening(*given: Any, **named: Any) -> Any:
+        end = real(*given, **named)
+        texts.append(generated(llm))
+        return end
+
+    def fail(report: StepReport) -> None:
+        num_failures.append(1)
+        raise ZeroDivisionError("a bug of the listener")
+
+    expected, num_before = generated(llm), len(llm.engine._listeners)
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(llm.engine, "listen", listening)
+        end = llm.listen(fail)
+    assert (texts, len(num_failures), len(llm.engine._listeners)) == ([expected], 1, num_before)
+    assert [record.message for record in caplog.records] == ["a listener failed and is not called again"]
+    end()
+    assert_idle(llm)
+
+
 def test_what_would_end_a_thread_ends_no_other_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A SystemExit of a listener, or of a step."""
     expected = llm.generate(PROMPTS[0], params())[0].token_ids

@@ -269,14 +269,22 @@ class LLM:
         The engine's thread calls the listener inside of a step. One that raises is logged and not called again.
         """
 
+        has_failed, end = False, _nothing  # a step may call it before `engine.listen` has returned
+
         def guarded(report: StepReport) -> None:
+            nonlocal has_failed
+            if has_failed:
+                return
             try:
                 listener(report)
             except BaseException:  # sys.exit() in the engine's thread would end nothing but the requests
                 LOG.exception("a listener failed and is not called again")
+                has_failed = True
                 end()
 
         end = self.engine.listen(guarded, detail=detail)
+        if has_failed:
+            end()
         return end
 
     def call_behind(self, call: Callable[[], object]) -> Callable[[], None]:
@@ -332,6 +340,10 @@ class LLM:
         if raw or not self.answers_texts:
             return self.tokenizer.encode(text)
         return self.apply_chat_template([{"role": "user", "content": text}])
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Iterator[Chunk]:
