@@ -114,3 +114,11 @@ class ToyModule(torch.nn.Module):
         tokens, places = ([int(x) for x in tensor.flatten().tolist()] for tensor in layer)
         rows = [self.toy._at(tokens[: i + 1], places[: i + 1]) for i in range(num_past, len(tokens))]
         return SimpleNamespace(logits=torch.stack(rows)[None], past_key_values=((*layer, *encoder),))
+
+
+class NewerModule(ToyModule):
+    """The same in the form of transformers from 5.24 on, and without the older names."""
+
+    def forward(self, input_ids: Tensor, cache: Any = None, use_cache: bool = False) -> Any:  # type: ignore[override]
+        made = super().forward(input_ids, cache, use_cache)
+        return SimpleNamespace(logits=made.logits, cache=made.past_key_values)

@@ -16,7 +16,7 @@ from forerun.functional import (
     speculative_generate,
 )
 from forerun.models.toy import ToyModel, ToyTable
-from functional.modules import PROMPT, ToyModule, generated, module_of, noisy
+from functional.modules import PROMPT, NewerModule, ToyModule, generated, module_of, noisy
 
 KINDS = ("gpt2", "llama", "qwen2", "t5", "bart")
 NUM = 20
@@ -146,12 +146,12 @@ def test_the_encoder_runs_once_and_its_keys_stay(kind: str) -> None:
     assert (len(runs), len(keys)) == (2, 1)
 
 
-@pytest.mark.parametrize("cross", [False, True])
-def test_tuples_hold_what_was_kept_and_no_token_is_run_twice(cross: bool) -> None:
+@pytest.mark.parametrize(("form", "cross"), [(ToyModule, False), (ToyModule, True), (NewerModule, False)])
+def test_tuples_hold_what_was_kept_and_no_token_is_run_twice(form: type[ToyModule], cross: bool) -> None:
     toy = ToyModel(7, 1, ToyTable(scale=2.0))
     near = ToyModel(7, 2, ToyTable(distance=1.0), near=toy)
     plain = autoregressive_generate([1, 2, 3], ToyModule(toy), max_gen_len=NUM, eos_tokens_id=None)
-    target, drafter = ToyModule(toy, cross=cross), ToyModule(near, cross=cross)
+    target, drafter = form(toy, cross=cross), form(near, cross=cross)
     ids, rate = speculative_generate(
         [1, 2, 3], drafter, target, gamma=4, max_gen_len=NUM, eos_tokens_id=None, use_cache=True
     )

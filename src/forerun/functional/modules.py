@@ -2,8 +2,8 @@
 
 What is asked of a module: `config.vocab_size`, and a call with `input_ids` (an encoder-decoder: `encoder_outputs` and
 `decoder_input_ids`), `past_key_values` and `use_cache` that returns an object with `logits` [1, n, V] and
-`past_key_values`. The cache may be a tuple of layers or an object with `crop`. With use_cache=False each pass runs the
-whole text, which every module can.
+`past_key_values`; or with `cache` in the latter's place, as transformers has it from 5.24 on. The cache may be a tuple
+of layers or an object with `crop`. With use_cache=False each pass runs the whole text, which every module can.
 
 ModuleCache is the engine's KVCache (forerun/kv): it keeps token ids, and no block of memory. The module's own cache
 holds the keys and values of some text; a pass compares that with the text that it needs, cuts the cache to what both
@@ -79,6 +79,7 @@ class ModuleModel:
         self.ops = ReferenceOps()
         named = inspect.signature(module.forward).parameters
         self._keeps_last = "logits_to_keep" in named  # whether it can leave the logits of other rows out
+        self._past = "cache" if "cache" in named and "past_key_values" not in named else "past_key_values"
         self._generation = getattr(module, "generation_config", None)
         self._encoded: dict[int, Any] = {}
         if uses_cache:
@@ -232,7 +233,7 @@ class ModuleModel:
             past = self.new_past()
         past = prune_cache(past, len(past_ids) - start)
         rest = torch.tensor([ids[start:]], device=self.device)
-        given: dict[str, Any] = {"past_key_values": past, "use_cache": self.uses_cache}
+        given: dict[str, Any] = {self._past: past, "use_cache": self.uses_cache}
         if self._keeps_last:
             given["logits_to_keep"] = num_wanted
         if self.is_encoder_decoder:
@@ -240,7 +241,7 @@ class ModuleModel:
         else:
             output = self.module(input_ids=rest, **given)
         if self.uses_cache:
-            text.past, text.past_ids = output.past_key_values, ids
+            text.past, text.past_ids = getattr(output, self._past), ids
             if cached_tokens(text.past) != len(ids):
                 raise BadOption(
                     f"the {self.role} returned a cache of {cached_tokens(text.past)} tokens behind {len(ids)}: use "
