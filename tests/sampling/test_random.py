@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections import Counter
 
 import numpy as np
@@ -230,3 +232,6 @@ def test_derived_seeds_are_64_bits_and_unlike_each_other():
     assert all(0 <= seed < 2**64 for seed in seeds)
     assert [rng.derived_seed(seed, 0) for seed in (0, 1, 2**64 - 1)] == [0, 1, 2**64 - 1]
     assert min((a ^ b).bit_count() for a, b in itertools.pairwise(seeds)) > 8
+    derived = [rng.derived_seed(seed, index) for seed in (0, 1) for index in range(1, 100)]
+    assert functools.reduce(operator.or_, derived) == 2**64 - 1, "each of the 64 bits is set in some"
+    assert functools.reduce(operator.and_, derived) == 0, "and in some it is not"

@@ -56,6 +56,35 @@ def test_every_torn_line_is_cut_off_and_nothing_else(tmp_path: Path) -> None:
         assert (answers.finished, answers.refused) == ({"a", "b", "c"}, ["c"])
 
 
+def test_what_was_appended_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When `append` returns, and when answers were dropped: all bytes of the file, and its name in the folder."""
+    path, synced, real = tmp_path / "out.jsonl", dict[str, int](), os.fsync
+
+    def fsync(fd: int) -> None:
+        real(fd)
+        file = os.fstat(fd)
+        synced[f"{file.st_dev}:{file.st_ino}"] = file.st_size
+
+    def is_synced(place: Path) -> bool:
+        file = os.stat(place)
+        size = synced.get(f"{file.st_dev}:{file.st_ino}")
+        return size is not None and (place.is_dir() or size == file.st_size)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with AnswerFile(path) as answers:
+        answers.recover(asked("abc"))
+        assert is_synced(tmp_path)
+        for custom_id in "ab":
+            answers.append([answer(custom_id, 200 if custom_id == "a" else 400)])
+            assert is_synced(path)
+    synced.clear()
+    with AnswerFile(path) as answers:
+        answers.recover(asked("abc"), retry_refused=True)
+        assert answers.dropped
+        assert is_synced(path)
+        assert is_synced(tmp_path)
+
+
 def test_a_custom_id_may_be_any_text(tmp_path: Path) -> None:
     ids = ("\ud800", "é\u2028", '"\n', "a" * 5000)
     written(tmp_path / "out.jsonl", *ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.errors import BadOption, CapacityError, InternalError, NotFound, PromptTooLong
 from forerun.serve.bodies import Refused, model_names
+from forerun.serve.logprobs import CompletionLogprobs, chat_logprobs
 from forerun.serve.openai import CHAT, COMPLETIONS, answer_body, error_answer, read_body
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import TokenLogprob
 from speculation import llm_options
+from tiny import byte_tokenizer
 
 pytestmark = pytest.mark.once("no engine runs: bodies alone")  # except where a test says otherwise
 HELLO = [{"role": "user", "content": "hello"}]
@@ -77,6 +82,16 @@ def test_every_field_of_sampling_params_can_be_said() -> None:
     """A field that is added to SamplingParams is a field of a body, unless the table of fields says otherwise."""
     for name in SamplingParams.__dataclass_fields__.keys() - {"logprobs"}:
         assert read(COMPLETIONS, **{name: None}).params == SamplingParams(max_tokens=16)
+
+
+def test_probabilities_of_zero_have_a_number() -> None:
+    """JSON has no infinity; -9999 is what the API says."""
+    tokenizer = Tokenizer(byte_tokenizer("<|end|>"), Path("nowhere"))
+    position = TokenLogprob(5, -math.inf, [(6, -0.5), (5, -math.inf)])
+    [entry] = chat_logprobs([position], 4, tokenizer)["content"]
+    assert [entry["logprob"], *(one["logprob"] for one in entry["top_logprobs"])] == [-9999.0, -0.5, -9999.0]
+    made = CompletionLogprobs(4, tokenizer).piece([position])
+    assert (made["token_logprobs"], sorted(made["top_logprobs"][0].values())) == ([-9999.0], [-9999.0, -0.5])
 
 
 def test_logprobs_have_two_styles() -> None:

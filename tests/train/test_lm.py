@@ -67,6 +67,26 @@ def test_resumed_run_equals_an_uninterrupted_one(tiny: Make, monkeypatch: pytest
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_gradients_are_clipped_before_they_are_used(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms, said, real_step = list[float](), list[float](), loop.train_step
+
+    def watched_step(run: loop.Run) -> tuple[float, float]:
+        def look(*_: Any) -> None:
+            grads = [weight.grad.flatten() for weight in run.task.weights.values() if weight.grad is not None]
+            norms.append(float(torch.cat(grads).norm()))
+
+        hook = run.optimizer.register_step_pre_hook(look)
+        loss, norm = real_step(run)
+        hook.remove()
+        said.append(norm)
+        return loss, norm
+
+    monkeypatch.setattr(loop, "train_step", watched_step)
+    lm.train(tiny(steps=2, grad_clip=0.01), quiet=True)
+    assert min(said) > 0.01, "as they were"
+    assert norms == pytest.approx([0.01] * 2, rel=1e-3)
+
+
 def test_state_of_another_run_is_refused(tiny: Make) -> None:
     lm.train(tiny(steps=2), quiet=True)
     with pytest.raises(BadOption, match="shape"):
