@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.errors import BadOption, NotFound, shown
 from forerun.native import VARIABLES
 from forerun.params import SamplingParams
-from forerun.registry import by_name, by_value, checked, option, unknown
+from forerun.registry import by_name, by_value, checked, option, unknown, with_fields
 
 DEFAULT_SPEC_LENGTH = 5  # of pacing=fixed
 AUTO_SPEC_LENGTH = 16  # the most that pacing=auto grants
@@ -58,6 +58,7 @@ class Quantization:
         return cls(int(found[1]), int(found[2] or cls.group))
 
 
+@with_fields
 @dataclass(frozen=True)
 class EngineConfig:
     """The options that an engine is started with. Raises BadOption for an option that cannot be honoured."""

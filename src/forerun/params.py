@@ -16,7 +16,7 @@ from inspect import Signature, signature
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption, shown
-from forerun.registry import by_name, check_range, option, unknown
+from forerun.registry import by_name, check_range, option, unknown, with_fields
 
 
 def _instance(value: Any, kind: Any) -> Any:
@@ -95,6 +95,7 @@ TEXT_OR_IDS = Kind(_text_or_ids, "a text in valid UTF-8 or several integers")
 BIASES = Kind(_biases, "a mapping from integers to numbers")
 
 
+@with_fields
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is decoded. Every field works with speculation, which never changes the output distribution.

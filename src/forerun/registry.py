@@ -14,20 +14,24 @@ import functools
 import importlib
 import importlib.resources
 import importlib.util
+import inspect
 import itertools
 import json
 import numbers
 import operator
 import os
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forerun.errors import BadOption, shown
+
+T = TypeVar("T")
 
 
 def option(default: Any, help: str, **about: Any) -> Any:
@@ -38,6 +42,21 @@ def option(default: Any, help: str, **about: Any) -> Any:
     help text), methods (the room that has them), is_written (a file), usual (what help calls the default).
     """
     return dataclasses.field(default=default, metadata={"help": help, **about})
+
+
+def with_fields(cls: type[T]) -> type[T]:
+    """Add to a dataclass's docstring what the fields' metadata say of them, so that help() has words for each."""
+    lines = []
+    for one in dataclasses.fields(cls):  # type: ignore[arg-type]
+        unit = f", {one.metadata['unit']}" if "unit" in one.metadata else ""
+        default = "" if one.default is dataclasses.MISSING else f" [default: {one.default!r}]"
+        head = f"    {one.name}{unit}: "
+        note = f"; {one.metadata['note']}" if "note" in one.metadata else ""
+        lines.append(
+            textwrap.fill(one.metadata["help"] + note + default, 100, initial_indent=head, subsequent_indent=" " * 8)
+        )
+    cls.__doc__ = "\n\n".join([inspect.cleandoc(cls.__doc__ or ""), "Fields:", "\n".join(lines)])
+    return cls
 
 
 def flag_of(field: dataclasses.Field[Any]) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence as Seq
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
@@ -46,6 +47,7 @@ from forerun.text.tokenizer import Tokenizer, needed
 from forerun.types import Listener, SamplingParams, StepReport
 
 LOG = logging.getLogger(__name__)
+_LET_GO = ("engine", "checkpoint", "chat_template", "_loop", "_loaded_draft", "_tokenizer")  # by `close`
 
 
 class LLM:
@@ -91,7 +93,7 @@ class LLM:
         if log is not None:
             self.listen(log, detail=True)
         self._loop = Loop(self.engine)
-        weakref.finalize(self, self._loop.close)
+        self._at_exit = weakref.finalize(self, self._loop.close)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
@@ -308,7 +310,37 @@ class LLM:
         costs = self.engine.costs
         return {"": dataclasses.replace(costs.target), **{n: dataclasses.replace(t) for n, t in costs.drafts.items()}}
 
+    def close(self) -> None:
+        """End all requests and let go of weights and caches; any call is refused from then on, but another `close`.
+
+        `with LLM(...) as llm:` closes it at the end.
+        """
+        if "engine" not in vars(self):
+            return
+        self._loop.end_all()
+        self._loop.close()
+        self._at_exit.detach()
+        for name in _LET_GO:
+            vars(self).pop(name, None)
+        gc.collect()  # what holds each other in a circle holds the weights, too
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    if not TYPE_CHECKING:  # checkers know the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises BadOption for what a closed LLM has no more."""
+            if name in _LET_GO:
+                raise BadOption("this LLM is closed: make another one")
+            raise AttributeError(f"LLM has no attribute {name!r}")
+
     def __repr__(self) -> str:
+        if "engine" not in vars(self):
+            return "<LLM, closed>"
         model, config = self.checkpoint.model, self.config
         return (
             f"<LLM {self.checkpoint.name}: {model.config.model_type}, {model.precision} on {model.device}, "

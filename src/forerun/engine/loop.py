@@ -72,6 +72,15 @@ class Loop:
         self._post(run)
         return done.result()
 
+    def end_all(self) -> None:
+        """End all requests, and wait until what they held is free."""
+
+        def abort() -> None:
+            for request in self._unfinished():
+                self._engine.abort(request)
+
+        self.call(abort)
+
     def close(self) -> None:
         """Let the thread end behind the step that runs; what is queued stays."""
         thread = self._thread

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from forerun import verify
 from forerun.engine.beams import BeamSearch
 from forerun.errors import ForerunError
+from forerun.registry import with_fields
 from forerun.sampling import takes_the_best
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import Tokenizer
@@ -118,33 +119,50 @@ class RequestReport:
                 counts[i] += 1
 
 
+@with_fields
 @dataclass
 class RequestOutput:
     """What the user gets for one prompt."""
 
-    prompt_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-    logprobs: list[TokenLogprob] | None
-    seed: int
-    report: RequestReport
-    index: int = 0  # among the outputs of one prompt, where SamplingParams.n asked for several
-    stop_text: str | None = None  # of SamplingParams.stop, the one that ended it
-    score: float | None = None  # of a beam search: cumulative_logprob / length^length_penalty; outputs are in its order
-    cumulative_logprob: float | None = None  # of a beam search: the sum of the log-probabilities of token_ids
+    prompt_ids: list[int] = field(metadata={"help": "ids of the prompt"})
+    text: str = field(
+        metadata={"help": "what was written, without a stop text; empty where the model has no tokenizer"}
+    )
+    token_ids: list[int] = field(metadata={"help": "ids of the output, with the one that ended it"})
+    finish_reason: FinishReason | None = field(metadata={"help": "stop, length or abort; None while it goes on"})
+    logprobs: list[TokenLogprob] | None = field(
+        metadata={"help": "of each output token, where SamplingParams.logprobs asked for them"}
+    )
+    seed: int = field(metadata={"help": "the one that was given, else drawn: with it the same text comes again"})
+    report: RequestReport = field(metadata={"help": "what speculation did: passes, drafted and accepted tokens, times"})
+    index: int = field(
+        default=0, metadata={"help": "among the outputs of one prompt, where SamplingParams.n asked for several"}
+    )
+    stop_text: str | None = field(default=None, metadata={"help": "of SamplingParams.stop, the one that ended it"})
+    score: float | None = field(
+        default=None,
+        metadata={"help": "of a beam search: cumulative_logprob / length^length_penalty; outputs are in its order"},
+    )
+    cumulative_logprob: float | None = field(
+        default=None, metadata={"help": "of a beam search: the sum of the log-probabilities of token_ids"}
+    )
 
 
+@with_fields
 @dataclass
 class Chunk:
-    """A piece of a streamed output: text that can no longer change, and the tokens committed since the last piece."""
+    """A piece of a streamed output."""
 
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    output: RequestOutput | None = None  # with the last piece
-    index: int = 0  # of the output, where SamplingParams.n asked for several
-    logprobs: list[TokenLogprob] | None = None  # of these tokens, where SamplingParams.logprobs asked for them
+    text: str = field(metadata={"help": "text that can no longer change, behind that of the last piece"})
+    token_ids: list[int] = field(metadata={"help": "ids that were committed since the last piece"})
+    finish_reason: FinishReason | None = field(
+        default=None, metadata={"help": "why the output ended; None before its last piece"}
+    )
+    output: RequestOutput | None = field(default=None, metadata={"help": "the whole output, with the last piece"})
+    index: int = field(default=0, metadata={"help": "of the output, where SamplingParams.n asked for several"})
+    logprobs: list[TokenLogprob] | None = field(
+        default=None, metadata={"help": "of these tokens, where SamplingParams.logprobs asked for them"}
+    )
 
 
 @dataclass(frozen=True)
