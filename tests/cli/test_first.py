@@ -76,6 +76,15 @@ def test_a_question_is_answered_the_same_with_and_without_speculation(cli: Any) 
 
 
 @real
+def test_without_a_word_its_makers_values_draw_the_answer(cli: Any) -> None:
+    """Of the model by its name, and of the default, which is the same."""
+    for words in ((), ("--target", "smollm2")):
+        done = cli("generate", *words, "--max-tokens", "2", "hello")
+        assert done.stderr.startswith("[smollm2, drafts from the text (suffix), ")
+        assert "temperature 0.2, top-p 0.9" in done.stderr
+
+
+@real
 def test_chat_without_arguments_talks_to_it(cli: Any) -> None:
     done = cli("chat", "--temperature", "0", "--max-tokens", "12", stdin="What is a prime number?\n")
     assert "A prime number is a positive integer" in done.stdout

@@ -99,6 +99,7 @@ def usual_fields(config: EngineConfig, folder: Path | None = None) -> dict[str, 
     """
     if config.generation_config == "none":
         return {}
+    known = named.of(config.target if folder else target_of(config))
     folder = folder or target_files(config)
     own = dict[str, Any]()
     try:
@@ -109,7 +110,6 @@ def usual_fields(config: EngineConfig, folder: Path | None = None) -> dict[str, 
             raise UnsupportedModel(str(error)) from error
         LOG.warning("%s; its sampling values are left out", error)
         own = {}
-    known = named.of(config.target)
     if own.keys() & named.DRAWING or not answers_texts(folder, config):
         return own
     return {**((known and known.sampling) or named.USUAL), **own}
