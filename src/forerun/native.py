@@ -1,8 +1,8 @@
 """The native extension, or the reason why there is none, and its number of threads.
 
 No other file imports forerun._native.
-Three variables are read here: FORERUN_ISA, FORERUN_NUM_THREADS and, when forerun is installed, FORERUN_REQUIRE_NATIVE
-(pyproject.toml).
+Variables that are read here: FORERUN_ISA, FORERUN_NUM_THREADS, FORERUN_CACHE_DIR and, when forerun is installed,
+FORERUN_REQUIRE_NATIVE (pyproject.toml).
 """
 
 from __future__ import annotations
@@ -184,6 +184,12 @@ def cores(root: Path = Path("/")) -> Cores:
         num_physical=len({_siblings(cpu, root) for cpu in allowed}),
         quota=min(quotas, default=None),
     )
+
+
+def cache_folder() -> Path:
+    """Return the folder for what is kept from one run to the next: FORERUN_CACHE_DIR, else ~/.cache/forerun."""
+    folder = os.environ.get("FORERUN_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "forerun")
+    return Path(folder).expanduser()
 
 
 def num_threads() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -17,10 +18,12 @@ from typing import Any
 import pexpect
 import pyte
 import pytest
+from rich.console import Console
 
 import processes
 from forerun import LLM, SamplingParams
-from forerun.cli.chat import Chat
+from forerun.cli.chat import LOOP_TIMES, LOOP_TOKENS, Chat, is_loop
+from forerun.cli.page import page
 from forerun.config import EngineConfig
 from forerun.engine.factory import usual_fields
 from forerun.errors import BadOption, UnsupportedModel
@@ -29,7 +32,8 @@ from tiny import write_tiny
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 TEMPLATE = TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}"
-NUMBERS = r"\[\d+ tokens?, first after \d+\.\d\d s(, \d+\.\d tokens/s)?(, acceptance rate \d+%)?(, [a-z -]+)?\]"
+SPEED = r"(, \d+\.\d tokens/s)?(?:, \d+\.\dx plain \(estimated\))?"
+NUMBERS = rf"\[\d+ tokens?, first after \d+\.\d\d s{SPEED}(, acceptance rate \d+%)?(, [a-z -]+)?\]"
 READY = "\x1b[?2004h"  # what a terminal is told when a prompt waits for keys: that it may paste a text as a whole
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -64,8 +68,9 @@ def terminal(talker: Path) -> Iterator[Any]:
     """terminal(*arguments) -> the command in a pseudo-terminal, driven by keys; `child.screen` is what it shows."""
     children = []
 
-    def start(*arguments: str, columns: int = 100) -> pexpect.spawn:
+    def start(*arguments: str, columns: int = 120) -> pexpect.spawn:
         environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}  # the terminal says it
+        environment["FORERUN_CACHE_DIR"] = str(talker.parent / "cache")
         environment |= {"TERM": "xterm", "OMP_NUM_THREADS": "1", "PROMPT_TOOLKIT_NO_CPR": "1"}
         command = [sys.executable, "-m", "forerun", "chat", *arguments]
         child = processes.spawn(command, env=environment, encoding="utf-8", timeout=90, dimensions=(40, columns))
@@ -137,7 +142,9 @@ def test_a_pasted_text_is_one_message_and_is_remembered(terminal: Any, talker: P
 
 
 def test_ctrl_c_stops_the_answer_and_nothing_else(terminal: Any, talker: Path) -> None:
-    child = terminal(str(talker), "--draft", "none", "--temperature", "0", "--max-seq-len", "1000000")
+    child = terminal(
+        str(talker), "--draft", "none", "--temperature", "0", "--max-seq-len", "1000000", "--no-stop-loops"
+    )
     child.expect_exact("Ctrl-D ends.")
     for _ in range(2):
         child.expect_exact(READY)
@@ -156,6 +163,69 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(terminal: Any, talker: Path) -
     child.send("/exit\r")
     child.expect(pexpect.EOF)
     assert child.wait() == 0
+
+
+def test_a_loop_ends_an_answer_and_is_named(talker: Path) -> None:
+    llm = LLM(talker, draft="none", max_seq_len=4096)
+    greedy = SamplingParams(temperature=0, max_tokens=2000, logit_bias={65: 1e4}, ignore_eos=True)  # one id for ever
+    out = io.StringIO()
+    line = Chat(llm, greedy).answer("hello", out)
+    assert line.endswith("stopped, for it repeats itself: /retry asks again, /set repetition_penalty 1.1 may help")
+    assert LOOP_TOKENS * LOOP_TIMES <= len(out.getvalue()) < 100
+    Chat(llm, dataclasses.replace(greedy, max_tokens=100), stop_loops=False).answer("hello", out := io.StringIO())
+    assert len(out.getvalue().strip()) == 100
+
+
+def test_what_is_a_loop() -> None:
+    eight = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert is_loop([9, *eight * 6])
+    assert is_loop([*range(100), *[*range(50)] * 6])
+    assert not is_loop(eight * 5)
+    assert not is_loop([*eight * 6, 9])
+    assert not is_loop(eight[:7] * 6), "short ones are lists and tables"
+
+
+def test_a_temperature_that_makes_noise_is_asked_back(talker: Path) -> None:
+    chat = Chat(LLM(talker, draft="none"), GREEDY)
+    assert "say it again if it is meant" in chat.set("temperature 99")
+    assert chat.params.temperature == 0
+    assert chat.set("temperature 99") == "temperature is now 99"
+    assert chat.set("temperature 1.5") == "temperature is now 1.5"
+
+
+def test_a_conversation_is_asked_again_saved_and_opened_otherwise(talker: Path, tmp_path: Path) -> None:
+    chat = Chat(LLM(talker, draft="none"), GREEDY)
+    with pytest.raises(BadOption, match="nothing was answered yet"):
+        chat.retry()
+    chat.answer("one", io.StringIO())
+    chat.answer("two", io.StringIO())
+    assert chat.retry() == "two"
+    assert [one["role"] for one in chat.messages] == ["user", "assistant"]
+    assert chat.system("be brief") == "the system message is changed"
+    assert [one["role"] for one in chat.messages] == ["system", "user", "assistant"]
+    chat.save(str(tmp_path / "talk.jsonl"))
+    assert json.loads((tmp_path / "talk.jsonl").read_text(encoding="utf-8"))["messages"] == chat.messages
+    chat.save(str(tmp_path / "talk.md"))
+    assert (tmp_path / "talk.md").read_text(encoding="utf-8").startswith("## system\n\nbe brief\n\n## user\n\none\n")
+    with pytest.raises(BadOption, match="cannot be written"):
+        chat.save(str(tmp_path / "nowhere" / "talk.md"))
+    chat.reset()
+    assert [one["role"] for one in chat.messages] == ["system"]
+    assert chat.system("") == "there is no system message now"
+
+
+def test_an_answer_is_shown_as_markdown_by_words() -> None:
+    """Lines stay lines, HTML and addresses stay to be read, code is left alone, and no word is cut at the edge."""
+    console = Console(file=io.StringIO(), width=30, force_terminal=True, color_system=None, legacy_windows=False)
+    text = "# Title\n\none\ntwo <b> [x](http://a.b) and some more words\n\n```\na  <b>\n\nb\n```\n\n* item\n"
+    with page(console) as made:
+        for i in range(0, len(text), 5):
+            made.write(text[i : i + 5])
+    screen = pyte.Screen(30, 40)
+    pyte.Stream(screen).feed(console.file.getvalue().replace("\n", "\r\n"))
+    lines = [line.rstrip() for line in screen.display if line.strip()]
+    assert [line.strip() for line in lines[:4]] == ["Title", "one", "two <b> x (http://a.b) and", "some more words"]
+    assert [line.strip() for line in lines[4:]] == ["a  <b>", "b", "\u2022 item"]
 
 
 def test_parameters_can_be_set(talker: Path) -> None:
@@ -418,5 +488,5 @@ def test_a_suggested_limit_is_a_limit_whatever_its_value(cli: Any, talker: Path,
     shutil.copytree(talker, folder)
     for limit in (127, 128):
         (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, "max_new_tokens": limit}))
-        done = cli("chat", str(folder), "--draft", "none", stdin="hello\n")
+        done = cli("chat", str(folder), "--draft", "none", "--no-stop-loops", stdin="hello\n")
         assert f"[{limit} tokens, " in done.stderr

@@ -8,9 +8,10 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
@@ -24,6 +25,7 @@ from forerun.errors import BadOption, CapacityError, UserError
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.hub import is_hub_id
 from forerun.models.named import DRAWING
+from forerun.native import cache_folder
 from forerun.registry import unknown
 from forerun.text.terminal import make_console, visible
 from forerun.types import FinishReason, SamplingParams, StepReport
@@ -33,6 +35,9 @@ HELP = """\
 /help             this list
 /set              how answers are drawn: names and values
 /set NAME VALUE   change one, such as /set temperature 0.2
+/retry            drop the last answer and ask again
+/system TEXT      change the system message; without TEXT, there is none
+/save FILE        write the conversation: as Markdown for FILE.md, else as a line for --prompt-file
 /reset            forget the conversation
 /exit             leave; so does Ctrl-D
 Ctrl-C stops an answer; what was written stays in the conversation.
@@ -40,6 +45,9 @@ Alt-Enter, or a backslash at the end of a line, begins a new line; a pasted text
 A message that begins with / is written with //."""
 SHIPPED_NOTE = "The shipped model knows no questions and answers: it continues the Python code that you type."
 SHIPPED_MAX_TOKENS = 128  # the shipped model seldom ends an answer by itself
+HOT = 2.0  # temperature above which any model writes noise
+LOOP_TOKENS, LOOP_TIMES, LONGEST_LOOP = 8, 6, 128  # so many tokens at least, so often in a row, are a loop
+LOOPED = "stopped, for it repeats itself: /retry asks again, /set repetition_penalty 1.1 may help"
 FORGOTTEN = "nothing was answered, so this message is forgotten"
 SETTABLE = (
     *sorted(DRAWING),
@@ -83,16 +91,21 @@ class Numbers:
         tv_price: float | None = None,
         *,
         verbose: bool = False,
+        plain_token_s: float | None = None,
     ) -> str:
         """[12 tokens, first after 0.10 s, 31.2 tokens/s, acceptance rate 82%]; the rate is that behind the first step.
 
-        reason: None where Ctrl-C ended the answer. tv_price: of a lossy rule that measured one.
+        reason: None where Ctrl-C ended the answer. tv_price: of a lossy rule that measured one. plain_token_s: what a
+        pass of one row takes, if it was measured, by which the speed-up is estimated.
         """
         parts = [counted(self.num_tokens, "token")]
         if self.first_s is not None:
             parts.append(f"first after {self.first_s - self.started_s:.2f} s")
             if self.num_tokens > self.num_first:
-                parts.append(f"{(self.num_tokens - self.num_first) / (self.last_s - self.first_s):.1f} tokens/s")
+                speed = (self.num_tokens - self.num_first) / (self.last_s - self.first_s)
+                parts.append(f"{speed:.1f} tokens/s")
+                if self.num_drafted and plain_token_s is not None:
+                    parts.append(f"{speed * plain_token_s:.1f}x plain (estimated)")
         if self.num_drafted:
             parts.append(f"acceptance rate {percent(self.num_accepted / self.num_drafted)}")
         if params.acceptance is not None and not verify.find(params.acceptance).is_lossless:
@@ -107,11 +120,20 @@ class Numbers:
 class Chat:
     """One conversation with an LLM. params: those of every answer. system: the first message, if any.
 
-    verbose: whether the line of numbers has the details, too.
+    verbose: whether the line of numbers has the details, too. stop_loops: whether an answer ends that repeats itself.
     """
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None, *, verbose: bool = False) -> None:
-        self.llm, self.params, self.verbose = llm, params, verbose
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        system: str | None = None,
+        *,
+        verbose: bool = False,
+        stop_loops: bool = True,
+    ) -> None:
+        self.llm, self.params, self.verbose, self.stop_loops = llm, params, verbose, stop_loops
+        self._asked_back: SamplingParams | None = None
         self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[Message] = list(self._opening)
 
@@ -136,6 +158,9 @@ class Chat:
         changes: dict[str, Any] = {name: value.strip() if name == "draft" else _read(value.strip())}
         params = dataclasses.replace(self.params, **changes)
         self.llm.engine.drafter.chosen(params.draft)
+        is_sure, self._asked_back = self._asked_back == params, params
+        if name == "temperature" and params.temperature > HOT and not is_sure:
+            return f"above {HOT:g} any model writes noise, and 0.2 to 1 is usual: say it again if it is meant"
         self.params = params
         return f"{name} is now {self._value(name)}"
 
@@ -144,6 +169,35 @@ class Chat:
         if value is None:
             return {"draft": "auto", "seed": "a new one for each answer", "max_tokens": "no limit"}[name]
         return f"{value:g}" if isinstance(value, float) else str(value)
+
+    def system(self, text: str) -> str:
+        """Change the first message of the conversation, and say so; an empty text removes it."""
+        spoken = self.messages[len(self._opening) :]
+        self._opening = [{"role": "system", "content": text}] if text else []
+        self.messages = [*self._opening, *spoken]
+        return "the system message is changed" if text else "there is no system message now"
+
+    def retry(self) -> str:
+        """Drop the last answer, and return the message that it answered. Raises BadOption where there is none."""
+        if len(self.messages) < len(self._opening) + 2:
+            raise BadOption("nothing was answered yet: type a message first")
+        *self.messages, question, _ = self.messages
+        return str(question["content"])
+
+    def save(self, name: str) -> str:
+        """Write the conversation to a file, and say so. Raises BadOption where it cannot be written."""
+        file = Path(name).expanduser()
+        if not name or file.is_dir():
+            raise BadOption("there is no file to write: write /save FILE.md or /save FILE.jsonl")
+        if file.suffix.lower() == ".md":
+            text = "\n\n".join(f"## {one['role']}\n\n{one['content']}" for one in self.messages)
+        else:
+            text = json.dumps({"messages": self.messages}, ensure_ascii=False)
+        try:
+            file.write_text(f"{text}\n", encoding="utf-8")
+        except OSError as error:
+            raise BadOption(f"{name} cannot be written ({error.strerror}): name another file") from None
+        return f"written to {file}"
 
     def answer(self, text: str, out: TextIO, *, keys: bool = False) -> str:
         """Write the answer to `out` as it grows, remember both turns, and return the line of numbers.
@@ -155,27 +209,80 @@ class Chat:
         end = self.llm.listen(numbers)
         try:
             with _one_interrupt() if keys else nullcontext():
-                answer, finish_reason, tv_price = self._write(messages, out, keys)
+                answer = self._write(messages, out, keys)
         finally:
             end()
-        if not answer and finish_reason is None:
+        if not answer.text and answer.finish_reason is None:
             return FORGOTTEN
-        out.write("\n" if not answer.endswith("\n") else "")
-        out.flush()
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
-        return numbers.summary(finish_reason, self.params, tv_price, verbose=self.verbose)
+        if not answer.text:
+            out.write("\n")
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        line = numbers.summary(
+            answer.finish_reason,
+            self.params,
+            answer.tv_price,
+            verbose=self.verbose,
+            plain_token_s=self.llm.pass_times()[""].one_row_s,
+        )
+        return f"{line}\n{LOOPED}" if answer.is_loop else line
 
-    def _write(self, messages: list[Message], out: TextIO, keys: bool) -> tuple[str, FinishReason | None, float | None]:
-        """Write the answer. Returns its text, why it ended and its TV price; None, None where Ctrl-C ended it."""
-        answer = ""
-        with suppress(KeyboardInterrupt) if keys else nullcontext():
+    def _write(self, messages: list[Message], out: TextIO, keys: bool) -> Answer:
+        """Write the answer as it grows."""
+        answer, ids = Answer(), list[int]()
+        with _shown(out) as show, suppress(KeyboardInterrupt) if keys else nullcontext():
             for chunk in self.llm.stream(self.llm.apply_chat_template(messages), self.params):
-                answer += chunk.text
-                out.write(visible(chunk.text, out.isatty()))
-                out.flush()
+                answer.text += chunk.text
+                ids += chunk.token_ids
+                show(chunk.text)
                 if chunk.output is not None:
-                    return answer, chunk.finish_reason, chunk.output.report.tv_price
-        return answer, None, None
+                    answer.finish_reason, answer.tv_price = chunk.finish_reason, chunk.output.report.tv_price
+                elif self.stop_loops and is_loop(ids):
+                    answer.is_loop = True
+                    break
+        return answer
+
+
+@dataclass
+class Answer:
+    """What was written, and why it ended: finish_reason is None where Ctrl-C ended it, or a loop was found."""
+
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    tv_price: float | None = None
+    is_loop: bool = False
+
+
+def is_loop(ids: Seq[int]) -> bool:
+    """Whether the last tokens, LOOP_TOKENS of them or more, came LOOP_TIMES in a row."""
+    for size in range(LOOP_TOKENS, min(LONGEST_LOOP, len(ids) // LOOP_TIMES) + 1):
+        if ids[-1] == ids[-1 - size] and all(ids[-i] == ids[-i - size] for i in range(1, size * (LOOP_TIMES - 1) + 1)):
+            return True
+    return False
+
+
+@contextmanager
+def _shown(out: TextIO) -> Iterator[Callable[[str], object]]:
+    """What shows pieces of an answer: a page where `out` is a terminal that can redraw a line, else the bare text."""
+    console = make_console()
+    if out is sys.stdout and console.is_terminal and not console.is_dumb_terminal:
+        from forerun.cli.page import page
+
+        with page(console) as made:
+            yield made.write
+        return
+    last = ""
+
+    def write(text: str) -> None:
+        nonlocal last
+        last = text or last
+        out.write(visible(text, out.isatty()))
+        out.flush()
+
+    try:
+        yield write
+    finally:
+        out.write("\n" if last and not last.endswith("\n") else "")
+        out.flush()
 
 
 def _read(value: str) -> Any:
@@ -229,9 +336,11 @@ def banner(llm: LLM, params: SamplingParams) -> str:
     return f"{model_name(llm)}: {precision(llm)}, {drafting(llm, params.draft)}, {drawing(params)}"
 
 
-def run(llm: LLM, params: SamplingParams, system: str | None, *, verbose: bool = False) -> None:
+def run(
+    llm: LLM, params: SamplingParams, system: str | None, *, verbose: bool = False, stop_loops: bool = True
+) -> None:
     """Read messages until the input ends: from a terminal with editing and history, or the lines of a pipe."""
-    chat = Chat(llm, params, system, verbose=verbose)
+    chat = Chat(llm, params, system, verbose=verbose, stop_loops=stop_loops)
     chat.llm.apply_chat_template([*chat.messages, {"role": "user", "content": "?"}])  # refuse before the user types
     terminal = sys.stdin is not None and sys.stdin.isatty()
     if terminal:
@@ -244,7 +353,9 @@ def run(llm: LLM, params: SamplingParams, system: str | None, *, verbose: bool =
         if command == "/exit":
             return
         try:
-            if command is not None:
+            if command == "/retry":
+                note(chat.answer(chat.retry(), sys.stdout, keys=terminal))
+            elif command is not None:
                 note(_obey(chat, command))
             else:
                 note(chat.answer(text.removeprefix("/"), sys.stdout, keys=terminal))
@@ -257,6 +368,10 @@ def _obey(chat: Chat, command: str) -> str:
     name, _, rest = command.partition(" ")
     if name == "/set":
         return chat.set(rest)
+    if name == "/system":
+        return chat.system(rest.strip())
+    if name == "/save":
+        return chat.save(rest.strip())
     if name == "/reset":
         chat.reset()
         return "the conversation is forgotten"
@@ -279,11 +394,12 @@ def _typed() -> Iterator[str]:
 
 
 def _session() -> Any:
-    """A prompt that edits lines, remembers messages, and takes a pasted text as one message.
+    """A prompt that edits lines, remembers messages from one session to the next, and takes a paste as one message.
 
     It is shown on standard error where standard output is a file.
     """
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.output import create_output
 
@@ -305,10 +421,22 @@ def _session() -> Any:
     return PromptSession(
         multiline=True,
         key_bindings=keys,
+        history=InMemoryHistory() if (file := _history_file()) is None else FileHistory(str(file)),
         prompt_continuation=MORE,
         enable_suspend=True,
         output=None if sys.stdout.isatty() else create_output(sys.stderr),
     )
+
+
+def _history_file() -> Path | None:
+    """Where messages are kept, readable for their writer alone; None where the cache folder cannot be written."""
+    file = cache_folder() / "chat-history"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(mode=0o600)
+    except OSError:
+        return None
+    return file
 
 
 def _piped() -> Iterator[str]:

@@ -339,6 +339,7 @@ def chat(
         int | None,
         typer.Option(help="tokens of an answer at most [default: no limit]", rich_help_panel="Sampling"),
     ] = None,
+    stop_loops: Annotated[bool, typer.Option(help="end an answer that repeats itself over and over")] = True,
     verbose: flags.Verbose = False,
 ) -> None:
     """Talk to a model. Answers go to standard output; their speed and acceptance to standard error."""
@@ -352,7 +353,7 @@ def chat(
     fields = usual_fields(config)
     is_limited = "max_tokens" in fields or max_tokens is not None
     params = session.unlimited(flags.sampling_params(sampling, fields), is_limited, config)
-    session.run(session.open_models(config), params, system, verbose=verbose)
+    session.run(session.open_models(config), params, system, verbose=verbose, stop_loops=stop_loops)
 
 
 # --------------------------------------------------------------------------------------------- demo, models, drafters

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
@@ -22,6 +21,7 @@ import numpy.typing as npt
 
 from forerun.errors import CapacityError
 from forerun.models.runner import Runner
+from forerun.native import cache_folder
 from forerun.types import StepReport
 
 LOG = logging.getLogger(__name__)
@@ -147,10 +147,9 @@ def of_runner(runner: Runner, anew: bool = False) -> PassTime:
 
     anew: whether it is measured although a curve was kept.
     """
-    folder = os.environ.get("FORERUN_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "forerun")
     measured = f"{runner.fingerprint} behind {CONTEXT_TOKENS}"
     name = hashlib.sha256(measured.encode()).hexdigest()[:16]
-    path = Path(folder).expanduser() / f"passes-{name}.json"
+    path = cache_folder() / f"passes-{name}.json"
     if not anew and (kept := _kept(path)):
         return kept
     found = calibrated(lambda num_rows: runner.try_pass(num_rows, CONTEXT_TOKENS))

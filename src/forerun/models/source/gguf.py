@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from forerun.models.gguf.config import ROPE_FREQS, name_in_checkpoint, read_conf
 from forerun.models.gguf.header import Entry, Header, read_header
 from forerun.models.gguf.tokenizer import write_tokenizer
 from forerun.models.source import BLOCK_BYTES, Stored
+from forerun.native import cache_folder
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows
 
 SUFFIX = ".gguf"
@@ -60,7 +60,7 @@ class GgufFile:
         """See `Source.folder`; written where it is missing."""
         key = f"{VERSION} {tokenizers.__version__} {self._header.digest}".encode()
         key += b"" if self._rope_factors is None else self._rope_factors.tobytes()
-        folder = _cache_folder() / "gguf" / hashlib.sha256(key).hexdigest()[:32]
+        folder = cache_folder() / "gguf" / hashlib.sha256(key).hexdigest()[:32]
         if not _is_whole(folder):
             self._write_folder(folder)
         return folder
@@ -182,8 +182,3 @@ def open_source(path: Path) -> GgufFile:
 
 def _is_whole(folder: Path) -> bool:
     return all((folder / name).exists() for name in SMALL_FILES)
-
-
-def _cache_folder() -> Path:
-    folder = os.environ.get("FORERUN_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "forerun")
-    return Path(folder).expanduser()

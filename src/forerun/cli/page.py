@@ -1,0 +1,81 @@
+"""An answer in a terminal while it grows: by words, and as Markdown as soon as a paragraph is whole."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from markdown_it import MarkdownIt
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.text import Text
+
+from forerun.text.terminal import visible
+
+REFRESH_S = 0.05  # between two drawings of the paragraph that grows
+_FENCE = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)
+_PARSER = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enable("table")
+
+
+class Page:
+    """Shows pieces of an answer on a console: whole paragraphs for good, and below them the one that grows."""
+
+    def __init__(self, console: Console, live: Live) -> None:
+        self._console, self._live, self._growing, self._drawn_s = console, live, "", 0.0
+
+    def write(self, text: str) -> None:
+        """Add a piece."""
+        self._growing += visible(text)
+        while (whole := _first_paragraph(self._growing)) is not None:
+            self._growing = self._growing[len(whole) :]
+            self._live.update(Text(""))
+            self._live.console.print(markdown(whole))
+        now = time.monotonic()
+        if now - self._drawn_s >= REFRESH_S:
+            self._drawn_s = now
+            self._live.update(self._tail(), refresh=True)
+
+    def finish(self) -> None:
+        """Show what is left."""
+        self._live.update(Text(""), refresh=True)
+        if self._growing.strip():
+            self._live.console.print(markdown(self._growing))
+        self._growing = ""
+
+    def _tail(self) -> Text:
+        """The end of the growing paragraph, as much of it as a screen shows."""
+        lines = Text(self._growing.strip("\n")).wrap(self._console, self._console.width)
+        return Text("\n").join(lines[-max(self._console.height - 2, 1) :])
+
+
+@contextmanager
+def page(console: Console) -> Iterator[Page]:
+    """Open a page, and show what is left when it is closed, even where Ctrl-C ends it."""
+    with Live(
+        console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+    ) as live:
+        made = Page(console, live)
+        try:
+            yield made
+        finally:
+            made.finish()
+
+
+def markdown(text: str) -> Markdown:
+    """Markdown as a chat means it: a line is a line, addresses stay readable, and what looks like HTML is text."""
+    parts = re.split(r"(^ {0,3}(?:```|~~~).*?(?:^ {0,3}(?:```|~~~)[ \t]*$|\Z))", text, flags=re.MULTILINE | re.DOTALL)
+    lines = "".join(part if i % 2 else re.sub(r"(?<=\S)\n(?=\S)", "  \n", part) for i, part in enumerate(parts))
+    made = Markdown("", hyperlinks=False)
+    made.parsed = _PARSER.parse(lines)
+    return made
+
+
+def _first_paragraph(text: str) -> str | None:
+    """The text up to its first empty line outside of fences, or to the end of a fence; None where it still grows."""
+    for end in re.finditer(r"\n[ \t]*\n", text):
+        if len(_FENCE.findall(text, 0, end.start() + 1)) % 2 == 0 and text[: end.start()].strip():
+            return text[: end.end()]
+    return None
