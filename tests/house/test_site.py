@@ -73,3 +73,15 @@ def test_contributing_names_each_room_of_methods() -> None:
     for room in ("drafters", "verify", "pacing"):
         assert registry.names(f"forerun.{room}")
         assert f"`src/forerun/{room}/NAME.py`" in page
+
+
+def test_each_table_of_numbers_has_a_command_a_commit_and_a_day() -> None:
+    """docs/numbers.md, section by section; the first one sums the others up."""
+    text = (DOCS / "numbers.md").read_text(encoding="utf-8")
+    first, *sections = re.split(r"^## ", text, flags=re.M)[1:]
+    assert first.startswith("In short")
+    for section in sections:
+        name = section.partition("\n")[0]
+        assert re.search(r"`(?:[A-Z_]+=\S+ )?(?:forerun|python|make) [^`]+`", section), f"{name}: no command"
+        assert re.search(r"\b[0-9a-f]{7}\b", section), f"{name}: no commit"
+        assert re.search(r"\b20\d\d-\d\d-\d\d\b", section), f"{name}: no day"
