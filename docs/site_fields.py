@@ -6,6 +6,7 @@ Nothing is imported: griffe reads the source.
 from __future__ import annotations
 
 import ast
+import re
 import tokenize
 from typing import Any
 
@@ -45,13 +46,14 @@ def _told(field: griffe.Attribute, comments: dict[int, str]) -> str:
         told = metadata.get("help") or next(iter(made.args[1:]), None)
         text = _text(told)
         words = {"min": "from", "max": "to"}
-        bounds = [f"{word} {ast.unparse(metadata[key])}" for key, word in words.items() if key in metadata]
-        range_ = _text(metadata.get("range")) or " ".join(bounds)
-        beside = [each for each in (_text(metadata.get("unit")), range_) if each]
+        bounds = {word: ast.unparse(metadata[key]) for key, word in words.items() if key in metadata}
+        range_ = _text(metadata.get("range")) or " ".join(f"{word} {bound}" for word, bound in bounds.items())
+        if any(re.search(rf"(?<![\w.]){re.escape(bound)}(?![\w.])", text) for bound in bounds.values()):
+            range_ = ""  # the text says it
+        beside = [each for each in (_text(metadata.get("unit")), range_) if each and "python" not in metadata]
+        text = _text(metadata.get("python")) or text
         if beside:
             text += f" ({', '.join(beside)})"
-        if note := _text(metadata.get("note")):
-            text += f"; {note}"
         default = made.args[0] if made.args else metadata.get("default")
         value = ast.unparse(default) if default is not None else ""
     lines = range(field.lineno or 0, (field.endlineno or 0) + 1)

@@ -106,9 +106,9 @@ class SamplingParams:
 
     # A field is all that is said of a parameter: `forerun generate --help`, the server's schema, the API page and what
     # is refused follow from it. kind: what it takes. min, max: included, of each entry; above: excluded. also: values
-    # outside of these. range: their words, where they do not follow. note: what the API page says beside the help text.
-    # of_beams: whether it belongs to a beam search; beams: why it cannot go with one. suggested: its key in
-    # generation_config.json.
+    # outside of these. range: their words, where they do not follow. python: what the API page says, where that is not
+    # the command's help text. of_beams: whether it belongs to a beam search; beams: why it cannot go with one.
+    # suggested: its key in generation_config.json.
 
     max_tokens: int | None = option(
         128,
@@ -117,8 +117,8 @@ class SamplingParams:
         unit="tokens",
         min=1,
         range="at least 1, or None",
-        note="None = as far as max_seq_len goes",
         suggested="max_new_tokens",
+        python="tokens to generate at most; None = as far as max_seq_len goes",
     )
     min_tokens: int = option(
         0,
@@ -136,6 +136,7 @@ class SamplingParams:
         max=sys.float_info.max,
         also=(0,),
         range="0 (greedy) or a finite number of at least 1e-5",
+        python="0 = greedy, else a finite number of at least 1e-5",
         suggested="temperature",
     )
     top_k: int = option(
@@ -154,6 +155,7 @@ class SamplingParams:
         above=0,
         max=1,
         suggested="top_p",
+        python="keep the likeliest ids that together reach this mass, in (0, 1]",
     )
     min_p: float = option(
         0.0,
@@ -170,6 +172,7 @@ class SamplingParams:
         min=1e-6,
         max=1e6,
         range="in [1e-6, 1e6]",
+        python="in [1e-6, 1e6]; over prompt and output",
         suggested="repetition_penalty",
     )
     presence_penalty: float = option(
@@ -183,7 +186,7 @@ class SamplingParams:
         "ID=VALUE: added to the logit of an id; may be repeated",
         kind=BIASES,
         takes=list[str],
-        note="a mapping from ids to numbers in [-1e20, 1e20]; -inf forbids the id",
+        python="id -> added to its logit, in [-1e20, 1e20]; -inf forbids the id",
     )
     bad_words: str | Sequence[str] = option(
         (),
@@ -191,9 +194,14 @@ class SamplingParams:
         kind=TEXTS,
         flag="--bad-word",
         takes=list[str],
+        python="texts that must not be completed",
     )
     stop: str | Sequence[str] = option(
-        (), "text that ends the output and is cut from it; may be repeated", kind=TEXTS, takes=list[str]
+        (),
+        "text that ends the output and is cut from it; may be repeated",
+        kind=TEXTS,
+        takes=list[str],
+        python="texts that end the output; they are cut from `text`",
     )
     stop_token_ids: Sequence[int] = option(
         (),
@@ -204,6 +212,7 @@ class SamplingParams:
         range="ids in 0 .. 2**31 - 1",
         flag="--stop-token-id",
         takes=list[int],
+        python="ids that end the output, beside the model's own",
     )
     ignore_eos: bool = option(False, "go on past the end of sequence", kind=FLAG)
     seed: int | None = option(
@@ -213,6 +222,7 @@ class SamplingParams:
         min=0,
         max=2**64 - 1,
         range="in 0 .. 2**64 - 1, or left out for one that is drawn",
+        python="64 bits: the same seed, the same text; None = one is drawn and reported",
     )
     logprobs: int | None = option(
         None,
@@ -222,6 +232,7 @@ class SamplingParams:
         min=0,
         max=20,
         beams="an output has its score and the sum of its log-probabilities",
+        python="per token: its log-probability and this many alternatives, 0 to 20; None = none",
     )
     n: int = option(
         1,
@@ -229,10 +240,16 @@ class SamplingParams:
         kind=INTEGER,
         min=1,
         max=16384,
-        note="of a beam search the n best",
+        python="outputs for the prompt, 1 to 16384, with seeds derived from `seed`; of a beam search the n best",
     )
     num_beams: int = option(
-        1, "width of a beam search; needs --temperature 0", kind=INTEGER, unit="beams", min=1, max=MAX_BEAMS
+        1,
+        "width of a beam search; needs --temperature 0",
+        kind=INTEGER,
+        unit="beams",
+        min=1,
+        max=MAX_BEAMS,
+        python="width of a beam search, 1 to 64; needs temperature=0",
     )
     draft_beams: int | None = option(
         None,
@@ -241,8 +258,8 @@ class SamplingParams:
         unit="beams",
         min=1,
         max=MAX_BEAMS,
-        note="None = num_beams",
         panel="Speculation",
+        python="width of the drafter's own search, from num_beams to 64; None = num_beams",
     )
     length_penalty: float = option(
         1.0,
@@ -251,7 +268,7 @@ class SamplingParams:
         min=-16,
         max=16,
         of_beams=True,
-        note="a score is the sum of log-probabilities over that",
+        python="of a beam search, -16 to 16: a score is the sum of log-probabilities / length to this power",
     )
     early_stopping: bool | str = option(
         False,
@@ -259,7 +276,7 @@ class SamplingParams:
         kind=STOPPING,
         takes=str,
         of_beams=True,
-        note="False, 'never' = while one may get better",
+        python="of a beam search: True = at num_beams finished texts; False, 'never' = while one may get better",
     )
     acceptance: str | None = option(
         None,
@@ -268,9 +285,13 @@ class SamplingParams:
         usual="match with a seed and temperature, else ratio",
         beams="all beams are compared, no token is accepted or rejected by itself",
         panel="Speculation",
+        python="verification rule; None = match for a seed and temperature > 0, else ratio",
     )
     draft: str | None = option(
-        None, "a drafter that the engine was started with, or none", kind=TEXT, note="None = the engine's own choice"
+        None,
+        "a drafter that the engine was started with, or none",
+        kind=TEXT,
+        python="a drafter that the engine was started with, or none; None = the engine's own choice",
     )
     prediction: str | Sequence[int] | None = option(
         None,
@@ -281,8 +302,8 @@ class SamplingParams:
         range="a text, or ids in 0 .. 2**31 - 1",
         takes=str,
         beams="it is one text, and beams are several",
-        note="in Python the text itself, or ids",
         panel="Speculation",
+        python="what the output may resemble, as text or ids: a hint, for speed alone",
     )
     spec_length: int | None = option(
         None,
@@ -291,9 +312,11 @@ class SamplingParams:
         unit="tokens",
         min=1,
         max=64,
-        note="None = as the engine paces",
+        python="tokens drafted per step, 1 to 64, whatever the engine's pacing; None = as it paces",
     )
-    priority: int = option(0, "lower numbers are served first", kind=INTEGER, note="and preempted last")
+    priority: int = option(
+        0, "lower numbers are served first", kind=INTEGER, python="lower numbers are served first, and preempted last"
+    )
     cache_salt: str | None = option(None, "share what is in the cache only with prompts of the same salt", kind=TEXT)
 
     if not TYPE_CHECKING:  # checkers know the fields, and refuse other names themselves
