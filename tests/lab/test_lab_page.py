@@ -208,6 +208,7 @@ def test_things_to_find_and_where_it_does_not_pay(pages: Pages) -> None:
     check_landscape(page, 0.3, 3, 0.4, FREE)
     assert "here" in regimes.nth(0).get_attribute("class")
     assert "No K pays here" in page.locator("#landscape .verdict").first.inner_text()
+    assert "The draft is too slow" in regimes.nth(0).inner_text()
     button(page, "landscape", "K beyond the ridge").click()
     check_landscape(page, 0.7, 14, 0.2, FREE)
     assert "here" in regimes.nth(1).get_attribute("class")
@@ -215,6 +216,8 @@ def test_things_to_find_and_where_it_does_not_pay(pages: Pages) -> None:
     assert f"from α = {needed:.2f}" in regimes.nth(1).inner_text()
     button(page, "landscape", "α → 1").click()
     check_landscape(page, 1.0, 8, 0.1, FREE)
+    titles = page.locator("#landscape .regimes h4").all_inner_texts()
+    assert titles == ["The draft is fast enough", "Enough is accepted", "The pass has room"]
 
     page.locator("#landscape").get_by_label("Published points").select_option("4")
     check_landscape(page, TABLE_4[4].alpha, TABLE_4[4].gamma, TABLE_4[4].c, FREE)

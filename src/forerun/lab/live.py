@@ -188,8 +188,11 @@ def _prompt_ids(llm: LLM, body: Mapping[str, Any]) -> list[int]:
         messages = body["messages"]
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise BadOption(f"messages={shown(messages)} is not possible: it must be a list of messages, not empty")
+        last = messages[-1].get("content")
+        if isinstance(last, str) and not last.strip():
+            raise BadOption("the message is empty: write one, or choose an example")
         return llm.apply_chat_template(messages)
     prompt = body["prompt"]
-    if not isinstance(prompt, str) or not prompt:
+    if not isinstance(prompt, str) or not prompt.strip():
         raise BadOption(f"prompt={shown(prompt)} is not possible: it must be a text, not empty")
     return llm.tokenizer.encode(prompt)

@@ -2,7 +2,9 @@
 import { el } from "./dom.js";
 import { format } from "./plot.js";
 
-const WIDE = 2; // standard deviations of the band
+// Standard deviations of a band that holds 99.9 % of what a perfect sampler shows: with 2 of them one right rule in
+// twenty would be shown to be wrong.
+export const WIDE = 3.29;
 
 // Returns { element, set(value, { mean, deviation }) }; a value of null empties it.
 export function noiseStrip(label) {

@@ -56,6 +56,7 @@ export async function mount(element, lab) {
     settings.setRunning(true);
     clear();
     say("The engine runs the prompt.");
+    if (matchMedia("(max-width: 760px)").matches) status.scrollIntoView({ block: "start" }); // the output is far below
     const ends = {};
     const own = { wasAlone: true };
     try {

@@ -280,7 +280,7 @@ export async function mount(element, lab) {
         el("div", { class: "stack" },
           el("h3", {}, "Share minus probability, by word"), deviationPlace,
           el("h3", {}, "L1 to the target, as it goes on"), coursePlace,
-          controls.legend([["accepted", "noise of a perfect sampler, ± 2 standard deviations", "band"], ["ink", "counted"], ["rejected", "outside"]]),
+          controls.legend([["accepted", "99.9 % of the noise of a perfect sampler", "band"], ["ink", "counted"], ["rejected", "outside"]]),
           el("p", { class: "note" }, "The pair is the one in Residual. Behind each drafted token its words move on by one, so that every position accepts as often as the first; they are counted as if they had not moved.")),
         el("div", { class: "stack" },
           ruleChoice.element, ruleSaid, optionPlace, shapes.element, size.element, countedChoice.element,

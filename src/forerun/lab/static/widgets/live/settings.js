@@ -55,7 +55,7 @@ export function makeSettings(lab, menu, { onRun, onStop }) {
     format: (k) => (k === 0 ? "as far as it pays" : String(k)), onInput: keep("k"),
   });
   const temperature = controls.slider({
-    label: "Temperature", min: 0, max: 1.5, step: 0.05, value: settings.number("live.temperature", 0.8, 0, 1.5),
+    label: "Temperature", min: 0, max: 1.5, step: 0.05, value: settings.number("live.temperature", 0, 0, 1.5),
     format: (t) => (t === 0 ? "0, greedy" : plot.format(t)), onInput: keep("temperature"),
   });
   const most = Math.min(512, menu.max_seq_len / 2);

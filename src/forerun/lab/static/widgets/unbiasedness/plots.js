@@ -1,10 +1,10 @@
 // Two plots of counted tokens: how far each word is from its probability, and how L1 falls as the counts grow.
 import { band, dot, label, polyline, within } from "../../lib/draw.js";
 import { l1Noise } from "../../lib/formulas.js";
+import { WIDE } from "../../lib/noise.js";
 import { format, scale, ticks } from "../../lib/plot.js";
 
-const WIDE = 2; // standard deviations of a band
-const FAR = 1.5; // bands, from which a word is shown to be outside
+const FAR = 1.25; // bands, from which a word is shown to be outside: there are several words
 const DISTANCES = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1];
 const NUMBERS = [200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000];
 const POINTS = 40; // of the edge of a band
