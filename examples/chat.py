@@ -12,14 +12,14 @@ from forerun import LLM, SamplingParams
 
 
 def main() -> None:
-    llm = LLM(sys.argv[1] if len(sys.argv) > 1 else None)
     messages = []
-    while text := input("> "):
-        messages.append({"role": "user", "content": text})
-        (answer,) = llm.chat(messages, SamplingParams(max_tokens=64, temperature=0))
-        messages.append({"role": "assistant", "content": answer.text})
-        print(answer.text)
-        print(f"[{answer.report.mean_accepted_length:.2f} tokens per pass of the model]")
+    with LLM(sys.argv[1] if len(sys.argv) > 1 else None) as llm:
+        while text := input("> "):
+            messages.append({"role": "user", "content": text})
+            (answer,) = llm.chat(messages, SamplingParams(max_tokens=64, temperature=0))
+            messages.append({"role": "assistant", "content": answer.text})
+            print(answer.text)
+            print(f"[{answer.report.mean_accepted_length:.2f} tokens per pass of the model]")
 
 
 if __name__ == "__main__":
