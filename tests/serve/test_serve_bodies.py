@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from forerun.serve import messages, openai, responses
 from forerun.serve.app import APIS
-from forerun.serve.bodies import Job, Refused
+from forerun.serve.bodies import MOST_ENTRIES, Job, Refused
 from forerun.serve.openapi import BODIES
 from forerun.types import SamplingParams
 from serve.agents import CLAUDE_CODE, CODEX
@@ -131,6 +132,16 @@ def test_agents_are_served_without_what_is_not_built() -> None:
     for wrong in ({"messages": 3}, {"temperature": "hot"}):
         with pytest.raises(Refused):
             openai.read_body(openai.CHAT, {**chat, **wrong}, "small", ignore_unsupported=True)
+
+
+def test_the_document_has_the_limits_of_fields() -> None:
+    for url, api in APIS.items():
+        fields = BODIES[url]["properties"]
+        for name, most in MOST_ENTRIES.items():
+            for own in {name, "stop_sequences" if name == "stop" else name} & fields.keys():
+                found = json.dumps(fields[own])
+                assert f'"maxItems": {most}' in found or f'"maxProperties": {most}' in found, (url, own)
+        assert '"maxLength": 1024' in json.dumps(fields["cache_salt"]), api.form.url
 
 
 def test_the_document_describes_the_fields_that_are_known() -> None:

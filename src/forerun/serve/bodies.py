@@ -31,6 +31,7 @@ Neutral = tuple[Seq[Any] | Callable[[Any], bool], str]
 
 # What fields may hold, so that no request holds up others: most of it is looked through at every step.
 MOST_ENTRIES = {"bad_words": 1024, "stop": 64, "stop_token_ids": 1024, "logit_bias": 4096}
+SHORT_TEXTS = ("bad_words", "stop", "cache_salt", "draft", "acceptance")
 MOST_TEXT_CHARS, MOST_TEXTS_CHARS = 1024, 1 << 16  # of each text of a field, and of all of them
 MAX_CHOICES = 128  # per prompt, as in the API of OpenAI
 NO_CALLS = "the model is not told of tools and calls none"
@@ -220,7 +221,7 @@ def _check_sizes(fields: Mapping[str, Any]) -> None:
     for name, most in MOST_ENTRIES.items():
         if isinstance(value := fields.get(name), list | tuple | dict):
             refuse(name, len(value), most, "entries")
-    for name in ("bad_words", "stop", "cache_salt", "draft", "acceptance"):
+    for name in SHORT_TEXTS:
         value = fields.get(name)
         texts = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
         lengths = [len(text) for text in texts if isinstance(text, str)]

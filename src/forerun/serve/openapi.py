@@ -14,7 +14,15 @@ from forerun.engine.llm import LLM
 from forerun.params import Kind, SamplingParams
 from forerun.registry import names as registered
 from forerun.serve import messages, openai, responses
-from forerun.serve.bodies import MAX_CHOICES, PARAMS, SPECULATION, Form
+from forerun.serve.bodies import (
+    MAX_CHOICES,
+    MOST_ENTRIES,
+    MOST_TEXT_CHARS,
+    PARAMS,
+    SHORT_TEXTS,
+    SPECULATION,
+    Form,
+)
 from forerun.text.chat import ROLES as _ROLES
 
 Schema = dict[str, Any]
@@ -92,7 +100,22 @@ def _of_field(field: Field[Any]) -> Schema:
         if schema["type"] == "integer":
             schema = {"minimum": -_MOST - 1, "maximum": _MOST, **schema}
     schema |= _LESS.get(field.name, {})
-    return _either(*({"const": value} for value in about["also"]), schema) if "also" in about else schema
+    schema = _either(*({"const": value} for value in about["also"]), schema) if "also" in about else schema
+    return _limited(field.name, schema)
+
+
+def _limited(name: str, schema: Schema) -> Schema:
+    """With the limits that the server sets to what a field holds."""
+    if "anyOf" in schema:
+        return _either(*(_limited(name, one) for one in schema["anyOf"]))
+    kind, most = schema.get("type"), MOST_ENTRIES.get(name)
+    if kind == "array":
+        schema = {**schema, "items": _limited(name, schema["items"])} | ({"maxItems": most} if most else {})
+    if kind == "object" and most:
+        schema = {**schema, "maxProperties": most}
+    if kind == "string" and name in SHORT_TEXTS:
+        schema = {**schema, "maxLength": MOST_TEXT_CHARS}
+    return schema
 
 
 _FIELDS = {name: _of_field(field) for name, field in SamplingParams.__dataclass_fields__.items()}
@@ -145,7 +168,7 @@ _OWN: dict[str, dict[str, Schema]] = {
             _object(("role", "content"), role={"enum": ["user", "assistant", "system"]}, content=_CONTENT), 1
         ),
         "system": _CONTENT,
-        "stop_sequences": _list({"type": "string", "minLength": 1}),
+        "stop_sequences": _limited("stop", _list({"type": "string", "minLength": 1})),
     },
 }
 _REQUIRED = {
