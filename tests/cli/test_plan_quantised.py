@@ -79,7 +79,7 @@ def test_a_quantised_target(cli: Any, tmp_path: Path, name: str, dtype: str) -> 
 def test_weights_that_are_rounded_at_load(cli: Any, target: str | None, draft: str | None, dtype: str) -> None:
     """The target's option and the draft's are independent of each other."""
     spec = f"model:path={SHIPPED_DRAFT}" + (f",quantization={draft}" if draft else "")
-    chosen = ("--quantization", target) if target else ()
+    chosen = ("--target", "shipped", *(("--quantization", target) if target else ()))
     found = planned(cli, "--draft", spec, "--extra-drafts", spec, *chosen, "--dtype", dtype, "--ops", "native")
     llm = LLM("shipped", draft=spec, quantization=target, dtype=dtype, ops="native", max_seq_len=64, max_batch_size=1)
     assert found["parts"]["target weights"] == weight_bytes(llm)
@@ -127,14 +127,14 @@ def test_widened_shapes_and_refusals(cli: Any) -> None:
     done = cli("plan", "--quantization", "int4:group=128", "--target", str(SHIPPED_DRAFT))
     assert done.returncode == 2
     assert "groups of 128 do not divide the 192 inputs of " in done.stderr
-    done = cli("plan", "--quantization", "int3")
+    done = cli("plan", "--quantization", "int3", "--target", "shipped")
     assert done.returncode == 2
     assert "quantization='int3' is not possible" in done.stderr
 
 
 def test_an_engine_is_refused_by_the_bytes_of_its_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the two plans there is memory for int4 and none for bfloat16."""
-    dense = EngineConfig.make(draft="none", max_seq_len=64, max_batch_size=1, ops="native")
+    dense = EngineConfig.make(target="shipped", draft="none", max_seq_len=64, max_batch_size=1, ops="native")
     rounded = dataclasses.replace(dense, quantization="int4")
     needed, least = (plan_of(c, outlines(c), "cpu", None).total_bytes for c in (dense, rounded))
     assert least < needed - 10**7
@@ -147,7 +147,7 @@ def test_an_engine_is_refused_by_the_bytes_of_its_packed_weights(monkeypatch: py
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_target_that_drafts_for_itself_is_counted_as_it_is_packed(dtype):
     """Under float32 as well: the rounded weights are packed beside the dense ones, with a cache in bfloat16."""
-    config = EngineConfig(draft="self", dtype=dtype, max_seq_len=64)
+    config = EngineConfig(target="shipped", draft="self", dtype=dtype, max_seq_len=64)
     llm, plan = LLM.from_config(config), plan_of(config, outlines(config), "cpu", None)
     runner = llm.engine.drafter.first.runner
     assert runner is not None
@@ -157,7 +157,7 @@ def test_a_target_that_drafts_for_itself_is_counted_as_it_is_packed(dtype):
 
 
 def test_layers_that_draft_are_counted_without_weights():
-    config = EngineConfig(draft="early_exit:layers=2", max_seq_len=64)
+    config = EngineConfig(target="shipped", draft="early_exit:layers=2", max_seq_len=64)
     models = outlines(config)
     plan, num_layers = plan_of(config, models, "cpu", None), models["target"].config.num_layers
     assert plan.bytes_of("draft weights") == 0
@@ -166,13 +166,15 @@ def test_layers_that_draft_are_counted_without_weights():
 
 def test_a_target_that_is_quantised_cannot_be_rounded_again():
     with pytest.raises(BadOption, match="quantised already; use an unquantised target, or dtype='float32'"):
-        outlines(EngineConfig(draft="self", quantization="int8", dtype="bfloat16"))
+        outlines(EngineConfig(target="shipped", draft="self", quantization="int8", dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("draft", ["early_exit", "self", "model"])
 def test_rows_of_the_head_that_are_packed_twice_are_counted(draft):
     """They are packed when the first request drafts with a temperature."""
-    config = EngineConfig(draft=f"{draft}:draft_vocab=1000", max_seq_len=64, spec_length=2, dtype="bfloat16")
+    config = EngineConfig(
+        target="shipped", draft=f"{draft}:draft_vocab=1000", max_seq_len=64, spec_length=2, dtype="bfloat16"
+    )
     llm, plan = LLM.from_config(config), plan_of(config, outlines(config), "cpu", None)
     runner = llm.engine.drafter.first.runner
     assert runner is not None
