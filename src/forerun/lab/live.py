@@ -171,7 +171,7 @@ def make_request(llm: LLM, wish: Wish) -> Request:
 
 
 def make_plain_request(llm: LLM, wish: Wish, first: Request) -> Request:
-    """The same without a draft, as long as what the first one wrote, so that the times can be compared."""
+    """Make the wish's request without a draft, as long as what the first one wrote, so that times can be compared."""
     plainly: dict[str, Any] = {"draft": NONE, "spec_length": None, "acceptance": None, "seed": first.seq.seed}
     length: dict[str, Any] = {"max_tokens": first.seq.num_output_tokens, "ignore_eos": True}
     params = dataclasses.replace(wish.params, **plainly, **length, cache_salt=_new_salt())

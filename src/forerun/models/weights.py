@@ -59,7 +59,7 @@ class StoredWeights(Mapping[str, Tensor | QuantisedMatrix]):
             first += len(block)
 
     def _checked(self, name: str, matrix: QuantisedMatrix) -> QuantisedMatrix:
-        """The same with its numbers checked: where they are finite, so is every weight."""
+        """Return a matrix that checks scales and minimums as they are read: if they are finite, so are all weights."""
 
         def blocks() -> Iterator[QuantisedRows]:
             for rows in matrix.blocks():

@@ -80,7 +80,7 @@ def _philox_rounds(c: list[Wide], k: list[Wide], rounds: int, out: Words) -> Non
 
 
 def philox_words(counter: Seq[int], key: tuple[int, int], rounds: int = 10) -> tuple[int, ...]:
-    """The same for one counter, in Python integers: 20 times less than numpy takes for an array of one."""
+    """Return the words of one counter. Python integers take a twentieth of what numpy takes for an array of one."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(rounds):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
@@ -209,7 +209,7 @@ def _host(probs: Probs) -> tuple[Row, Ids | None]:
 
 
 def weights_of(probs: Probs) -> tuple[Row, Ids | None]:
-    """The same, checked. Raises InternalError for weights that are no distribution."""
+    """Return the weights of a distribution and their ids. Raises InternalError where they are no distribution."""
     weights, ids = _host(probs)
     if error := _no_probs(weights):
         raise error

@@ -19,7 +19,7 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
 
 
 def in_slices(data: Any) -> bytes:
-    """The same as `as_json`, for answers of any length.
+    """Write data as JSON, as `as_json` does, for answers of any length.
 
     One call that writes a million numbers lets no other thread in before it is done; so it is many calls.
     """

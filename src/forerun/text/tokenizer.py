@@ -49,7 +49,7 @@ class Tokenizer:
 
     @classmethod
     def find(cls, folder: str | Path) -> Tokenizer | None:
-        """The same; None where there is no tokenizer.json, as beside a model of ids that stand for no text."""
+        """Load a folder's tokenizer; None where it has no tokenizer.json, as a model of ids that stand for no text."""
         return cls.load(folder) if os.path.lexists(Path(folder) / "tokenizer.json") else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
