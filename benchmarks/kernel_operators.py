@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence as Seq
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.blocks import Plain, Spec, products, resized, weight_shapes, weights as weights_of
 from forerun.config import Quantization
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
 from forerun.models.quantising import planned
 from forerun.models.source import Stored
 from forerun.ops.cpu import CpuOps
+from forerun.ops.cpu_model import CpuModel
 from forerun.ops.packed import PackedMatrix
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.ops.quantising import quantise
+from forerun.ops.torch import empty_weights
 from forerun.types import RaggedBatch
 
 Call = Callable[[], object]
 STOCK = 1 << 22  # random numbers
+PRODUCTS = {"qkv": "qkv", "o": "o", "gate_up": "mlp.gate_up", "down": "mlp.down"}  # of a layer, as in blocks.py
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Operator:
 
 
 def random_weights(
-    config: DecoderConfig, dtype: torch.dtype, seed: int = 1, quantization: Quantization | None = None
+    config: Spec, dtype: torch.dtype, seed: int = 1, quantization: Quantization | None = None
 ) -> dict[str, Any]:
     """Make every weight of a decoder of normal numbers; some millions of them are repeated, because that is fast.
 
@@ -60,11 +63,11 @@ def random_weights(
     return {**weights, **rounded}
 
 
-def _random_matrices(config: DecoderConfig, stock: Tensor, quantization: Quantization) -> dict[str, QuantisedMatrix]:
+def _random_matrices(config: Spec, stock: Tensor, quantization: Quantization) -> dict[str, QuantisedMatrix]:
     """Return the matrices of a decoder as if they had been rounded at load; those of one width repeat the same rows."""
-    shapes = parameter_shapes(config)
+    shapes = weight_shapes(config)
     dense = {name: Stored(Path("random weights"), shape, stock.dtype) for name, shape in shapes.items()}
-    schemes = {name: stored.scheme for name, stored in planned(dense, quantization).items() if stored.scheme}
+    schemes = {name: stored.scheme for name, stored in planned(dense, config, quantization).items() if stored.scheme}
 
     @cache
     def rounded(scheme: Scheme, num_in: int) -> QuantisedRows:
@@ -83,16 +86,16 @@ def _random_matrices(config: DecoderConfig, stock: Tensor, quantization: Quantiz
     }
 
 
-def operators(model: Decoder, ops: CpuOps, most_rows: int, context: int, contexts: Seq[int]) -> list[Operator]:
+def operators(model: CpuModel, ops: CpuOps, most_rows: int, context: int, contexts: Seq[int]) -> list[Operator]:
     """Return all operators in the order of a layer, then the LM head, and whole passes behind `context` tokens.
 
     most_rows: the most rows of a pass. contexts: tokens before the rows of attention; prompts use the first one alone.
     """
-    config, head = model.config, model.compiled.matrices["head"]
+    config, head = model.config, model.matrices["head"]
     found = _products(model, ops)
-    found.append(Operator("norm + rope", lambda m: _norm_and_rope(ops, config, m), prefill=True))
+    found.append(Operator("norm + rope", lambda m: _norm_and_rope(ops, Plain.of(config), m), prefill=True))
     found += [_attention(model, ops, c, most_rows, prefill=c == contexts[0]) for c in contexts]
-    hidden, num_ids, best = config.hidden_size, config.vocab_size, model.compiled.best
+    hidden, num_ids, best = config.hidden_size, config.vocab_size, model.best
     found += [
         Operator("LM head", lambda m: _call(model.logits, torch.randn(m, hidden)), head.nbytes),
         Operator(
@@ -117,14 +120,14 @@ def _call(function: Callable[..., object], *arguments: Any) -> Call:
     return lambda: function(*arguments)
 
 
-def _products(model: Decoder, ops: CpuOps) -> list[Operator]:
+def _products(model: CpuModel, ops: CpuOps) -> list[Operator]:
     """Return the products of each layer: qkv, output, gate and up with their activation, down."""
-    layers, matrices = range(model.config.num_layers), model.compiled.matrices
+    layers, matrices = range(model.config.num_layers), model.matrices
     sets: dict[str, list[PackedMatrix]] = {
-        name: [matrices[f"{i}.{name}"] for i in layers] for name in ("qkv", "o", "gate_up", "down")
+        name: [matrices[f"model.layers.{i}.{product}"] for i in layers] for name, product in PRODUCTS.items()
     }
     # gate and up end in the inputs of a next product: one with a single output costs next to nothing.
-    one = ops.pack(torch.full((1, model.config.ffn_size), 0.01, dtype=model.weight_dtype))
+    one = ops.pack(torch.full((1, Plain.of(model.config).ffn_size), 0.01, dtype=model.weight_dtype))
 
     def added(name: str) -> Callable[[int], Call]:
         def prepare(num_rows: int) -> Call:
@@ -149,7 +152,7 @@ def _products(model: Decoder, ops: CpuOps) -> list[Operator]:
     ]
 
 
-def _norm_and_rope(ops: CpuOps, config: DecoderConfig, num_rows: int) -> Call:
+def _norm_and_rope(ops: CpuOps, config: Plain, num_rows: int) -> Call:
     """Prepare one layer's two norms, and the rotation of its queries and keys: four calls from Python."""
     x, weight = torch.randn(num_rows, config.hidden_size), torch.ones(config.hidden_size)
     q, k = (torch.randn(num_rows, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads))
@@ -164,14 +167,14 @@ def _norm_and_rope(ops: CpuOps, config: DecoderConfig, num_rows: int) -> Call:
     return call
 
 
-def _attention(model: Decoder, ops: CpuOps, context: int, most_rows: int, *, prefill: bool) -> Operator:
+def _attention(model: CpuModel, ops: CpuOps, context: int, most_rows: int, *, prefill: bool) -> Operator:
     """Return attention as passes of a decoder with the same heads and layers, but small matrices.
 
     So its time includes rotation, writing to the cache, and waiting of threads, as in a whole pass. The bytes of the
     small matrices are counted; they are just large enough that threads share a pass of one row, as for a large model.
     """
-    small = replace(model.config, hidden_size=128, ffn_size=32, vocab_size=32)
-    heads = Decoder(small, random_weights(small, model.weight_dtype), ops)
+    small = resized(model.config, hidden_size=128, ffn_size=32, vocab_size=32)
+    heads = CpuModel(ops, small, random_weights(small, model.weight_dtype))
     cache = cache_behind(heads, context, most_rows)
     num_bytes = heads.bytes_per_pass + context * small.cache_shape.bytes_per_token(model.cache_dtype)
 
@@ -181,7 +184,7 @@ def _attention(model: Decoder, ops: CpuOps, context: int, most_rows: int, *, pre
     return Operator(f"attention, {context}", prepare, num_bytes, small.num_layers, prefill)
 
 
-def cache_behind(model: Decoder, context: int, num_rows: int) -> BlockCache:
+def cache_behind(model: CpuModel, context: int, num_rows: int) -> BlockCache:
     """Make a paged cache whose slot 0 holds `context` tokens of random numbers, with room for a pass behind them."""
     length = context + num_rows
     cache = BlockCache.create(
@@ -196,24 +199,25 @@ def cache_behind(model: Decoder, context: int, num_rows: int) -> BlockCache:
     return cache
 
 
-def batch_of(config: DecoderConfig, context: int, num_rows: int) -> RaggedBatch:
+def batch_of(config: Spec, context: int, num_rows: int) -> RaggedBatch:
     """Make the batch of one sequence's run of new tokens."""
     tokens = torch.arange(num_rows) * 7919 % config.vocab_size
     return RaggedBatch(tokens, torch.arange(context, context + num_rows), [0, num_rows], [0], [context])
 
 
-def torch_products(config: DecoderConfig, dtype: torch.dtype, num_tokens: int) -> Call:
+def torch_products(config: Spec, dtype: torch.dtype, num_tokens: int) -> Call:
     """Prepare every layer's products and activation in torch, and nothing else. All layers use one layer's weights.
 
     That is fair, because these are larger than all caches together, and memory does not limit a pass of many rows.
     """
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: Mapping[str, tuple[int, int]] = {
-        "qkv": (q + 2 * kv, config.hidden_size),
-        "o": (config.hidden_size, q),
-        "gate_up": (2 * config.ffn_size, config.hidden_size),
-        "down": (config.hidden_size, config.ffn_size),
+    first = "model.layers.0."
+    groups = products(weights_of(config))
+    shapes = {
+        name: (sum(weight.shape[0] for weight in group), group[0].shape[1])
+        for name, product in PRODUCTS.items()
+        if (group := groups[first + product])
     }
+    q = shapes["o"][1]
     weights = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
     x, attended = (torch.randn(num_tokens, width).to(dtype) for width in (config.hidden_size, q))
 

@@ -39,20 +39,21 @@ from forerun.bench.plans import Plan, repeats
 from forerun.bench.results import print_ceiling, record_of
 from forerun.bench.tables import Column, table
 from forerun.bench.widen import describe, num_parameters, shape_named
+from forerun.blocks import Plain, Rope, Spec
 from forerun.cli.bench import JsonFile, keep
 from forerun.cli.signatures import Fields, Given
 from forerun.config import HOW_QUANTISED, Quantization
 from forerun.engine.factory import SHIPPED_TARGET
 from forerun.errors import BadOption, shown
-from forerun.models.layers import Decoder, DecoderConfig, RopeConfig
 from forerun.models.loading import DTYPES, read_config, read_raw_config
 from forerun.models.widening import wide_config
 from forerun.ops.cpu import CpuOps
+from forerun.ops.cpu_model import CpuModel
 from forerun.registry import option, unknown
 from forerun.text.terminal import make_console
 
 # The sizes of Llama 3.2 1B.
-RANDOM_1B = DecoderConfig(
+RANDOM_1B = Plain(
     model_type="llama",
     vocab_size=128256,
     hidden_size=2048,
@@ -63,9 +64,9 @@ RANDOM_1B = DecoderConfig(
     ffn_size=8192,
     norm_eps=1e-5,
     max_positions=131072,
-    rope=RopeConfig(500000.0, "llama3", 32.0),
-    tie_embeddings=True,
-)
+    rope=Rope(500000.0, "llama3", 32.0),
+    tied=True,
+).spec
 SHAPES = ("random-1.24b", "demo")
 MEMORY_BOUND_ROWS = 16  # more rows are limited by arithmetic, so their bytes per second are not shown
 NUM_SAMPLES = 3  # runs of each number of rows within a repeat, in turn; the median is taken
@@ -80,7 +81,7 @@ class KernelsPlan(Plan):
     num_threads: None = FORERUN_NUM_THREADS, else as many as the machine has cores.
     """
 
-    config: DecoderConfig = RANDOM_1B
+    config: Spec = RANDOM_1B
     dtype: str = option("bfloat16", "bfloat16, float32, int8 or int4[:group=N], the last two beside bfloat16")
     isa: str | None = option(None, "avx512, avx2 or baseline", usual="the best")
     num_threads: int | None = option(None, "of the kernels", min=1, max=1024, usual="FORERUN_NUM_THREADS")
@@ -126,7 +127,7 @@ class Prefill:
     ratio_range: tuple[float, float]
 
 
-def config_named(name: str) -> DecoderConfig:
+def config_named(name: str) -> Spec:
     """Return the sizes of a shape: random-1.24b, or the widened pair of `forerun demo`. Raises BadOption."""
     if name == "random-1.24b":
         return RANDOM_1B
@@ -141,7 +142,7 @@ def run(plan: KernelsPlan) -> dict[str, Any]:
     console = make_console()
     ops, quantization = _make_ops(plan), _quantization(plan.dtype)
     dtype = torch.bfloat16 if quantization else DTYPES[plan.dtype]
-    model = Decoder(plan.config, random_weights(plan.config, dtype, quantization=quantization), ops, consume=True)
+    model = CpuModel(ops, plan.config, random_weights(plan.config, dtype, quantization=quantization), consume=True)
     console.print(
         f"{num_parameters(plan.config):,} random weights ({describe(plan.config)}), {quantization or plan.dtype}, "
         f"{ops.isa}, {ops.num_threads} thread{'s' * (ops.num_threads > 1)}"
@@ -271,7 +272,7 @@ def _line(operator: Operator, num_rows: int, samples: Samples, bandwidths: Seq[f
     )
 
 
-def measure_prefill(model: Decoder, plan: KernelsPlan, num_threads: int) -> Prefill:
+def measure_prefill(model: CpuModel, plan: KernelsPlan, num_threads: int) -> Prefill:
     """Measure a prompt chunk on an empty cache, in turn with torch's products of the same shapes and threads.
 
     Where the weights are smaller than float32, torch computes in the faster of bfloat16 and float32: without bfloat16

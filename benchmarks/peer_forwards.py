@@ -45,8 +45,7 @@ from forerun.bench.widen import describe, num_parameters
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
 from forerun.kv.cache import Backend, BlockCache
-from forerun.models.layers import Decoder
-from forerun.models.loading import Checkpoint
+from forerun.models.loading import Checkpoint, LoadedModel
 from forerun.models.runner import Run, Runner
 from forerun.registry import flag_of
 from forerun.text.terminal import make_console
@@ -161,7 +160,7 @@ def run(config: EngineConfig, plan: ForwardsPlan) -> dict[str, Any]:
     return {**about, **record_of([], model, [], ceiling), "lines": [asdict(line) for line in lines]}
 
 
-def _refuse_too_long(plan: ForwardsPlan, model: Decoder) -> None:
+def _refuse_too_long(plan: ForwardsPlan, model: LoadedModel) -> None:
     longest, most = plan.contexts[-1], model.config.max_positions
     behind = plan.num_tokens - longest
     possible = [context for context in range(1, most) if context + plan.span_tokens(context) <= most]
@@ -190,7 +189,9 @@ def text_of(checkpoint: Checkpoint, num_tokens: int) -> list[int]:
 class OwnForward:
     """forerun in this process, which runs a pass as an engine's step does, with the logits of every token."""
 
-    def __init__(self, model: Decoder, config: EngineConfig, num_tokens: int, num_places: int, weights: str) -> None:
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig, num_tokens: int, num_places: int, weights: str
+    ) -> None:
         self.name, self.idle_cpu_s, self.about = OWN, 0.0, about_own(model, weights)
         cache = BlockCache.create(
             model.config.cache_shape,

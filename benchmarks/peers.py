@@ -42,8 +42,7 @@ from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, load_target
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption, CapacityError, shown
 from forerun.models.hub import locate
-from forerun.models.layers import Decoder
-from forerun.models.loading import Checkpoint, load_checkpoint, read_config, read_raw_config
+from forerun.models.loading import Checkpoint, LoadedModel, load_checkpoint, read_config, read_raw_config
 from forerun.models.widening import wide_config
 from forerun.registry import option
 from forerun.text.terminal import make_console
@@ -233,7 +232,7 @@ def weights_of(config: EngineConfig, path: Path) -> str:
     return config.quantization or (path.name if path.is_file() else "bfloat16")
 
 
-def about_own(model: Decoder, weights: str) -> str:
+def about_own(model: LoadedModel, weights: str) -> str:
     """Describe the operators that forerun runs."""
     return f"{model.ops.build}, {model.ops.num_threads} threads, {weights}"
 

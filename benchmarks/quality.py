@@ -176,8 +176,8 @@ def target_path(config: EngineConfig) -> Path:
 
 def _write_dense(config: EngineConfig, given: Checkpoint, folder: Path) -> None:
     """Write what the file's quantised weights stand for, in float32, so that it can be rounded in other ways."""
-    dense = load_target(replace(config, dtype="float32", ops="reference")).model
-    save_checkpoint(folder, dense.config, dense.weights, torch.float32, end_ids=given.end_ids)
+    dense = load_target(replace(config, dtype="float32", ops="reference"))
+    save_checkpoint(folder, dense.model.config, dense.tensors, torch.float32, end_ids=given.end_ids)
 
 
 def _load(folder: Path, name: str, given: Checkpoint) -> Checkpoint:

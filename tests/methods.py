@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from forerun import LLM
+from forerun.blocks import Plain
 from forerun.drafters import Target, artifacts, dflash_model, eagle_model, head_files, hydra
-from forerun.models.layers import DecoderConfig
 from forerun.models.named import DATA
 from forerun.train import datastore
 
@@ -38,7 +38,7 @@ def random_eagle(target: Target, folder: Path, every: int = 1) -> Mapping[str, A
     width, num_ids = target.model.config.hidden_size, target.num_ids
     positions = target.model.config.max_positions
     num_own = (num_ids - 1) // every + 1
-    decoder = DecoderConfig("llama", num_own, width, 1, 2, 1, 4, 8, 1e-5, positions, tie_embeddings=True)
+    decoder = Plain("llama", num_own, width, 1, 2, 1, 4, 8, 1e-5, positions, tied=True).spec
     config = eagle_model.EagleConfig(decoder, (0, _num_layers(target)))
     weights = _random({**eagle_model.input_shapes(config), **eagle_model.layer_shapes(config)}, width)
     offsets = torch.arange(num_own) * (every - 1)
@@ -72,9 +72,7 @@ def random_hydra(target: Target, folder: Path) -> Mapping[str, Any]:
 def random_dflash(target: Target, folder: Path) -> Mapping[str, Any]:
     """Two layers of random weights that guess three tokens."""
     width, num_ids = target.model.config.hidden_size, target.num_ids
-    decoder = DecoderConfig(
-        "qwen3", num_ids, width, 2, 2, 1, 4, 8, 1e-5, target.model.config.max_positions, qk_norm=True
-    )
+    decoder = Plain("qwen3", num_ids, width, 2, 2, 1, 4, 8, 1e-5, target.model.config.max_positions, qk_norm=True).spec
     config = dflash_model.DFlashConfig(decoder, (1, _num_layers(target)), 4, num_ids - 1, num_ids)
     weights = _random(dflash_model.shapes(config), width)
     return _saved(target, folder, "dflash", weights, config.to_json(_num_layers(target)))

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from forerun.blocks import Plain, weight_shapes
 from forerun.drafters import Drafter, Target
 from forerun.engine.engine import Engine
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
 from forerun.models.runner import Runner
+from forerun.ops import load_model
 from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import TorchModel
 from forerun.registry import load, make_options
 from forerun.testing.engines import checkpoint_of, everyone
 from methods import NEEDS
@@ -26,21 +28,21 @@ VOCAB = 61
 
 def random_decoder(
     seed: int, *, row_by_row: bool = False, layers: int = 2, hidden: int = 32, scale: float = 0.3
-) -> Decoder:
+) -> TorchModel:
     """Make a llama of a few thousand random weights; `scale` sets how peaked its distributions are."""
-    config = DecoderConfig("llama", VOCAB, hidden, layers, 4, 2, 8, 48, 1e-5, 512)
+    config = Plain("llama", VOCAB, hidden, layers, 4, 2, 8, 48, 1e-5, 512).spec
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in weight_shapes(config).items():
         weights[name] = torch.randn(shape, generator=generator) * scale + ("norm" in name)
-    return Decoder(config, weights, ReferenceOps(row_by_row=row_by_row))
+    return load_model(config, weights, ReferenceOps(row_by_row=row_by_row))
 
 
-def noisy_copy(model: Decoder, seed: int, noise: float = 0.02) -> Decoder:
+def noisy_copy(model: TorchModel, seed: int, noise: float = 0.02) -> TorchModel:
     """Make a draft model that agrees with `model` most of the time."""
     generator = torch.Generator().manual_seed(seed)
     weights = {n: w + noise * torch.randn(w.shape, generator=generator) for n, w in model.weights.items()}
-    return Decoder(model.config, weights, model.ops)
+    return load_model(model.config, weights, model.ops)
 
 
 def runner_for(model: Any, backend: str = "paged", max_seq_len: int = 256) -> Runner:
@@ -50,12 +52,12 @@ def runner_for(model: Any, backend: str = "paged", max_seq_len: int = 256) -> Ru
     return Runner(model, cache)
 
 
-def drafter_for(name: str, model: Decoder, backend: str = "paged", **options: Any) -> Drafter:
+def drafter_for(name: str, model: TorchModel, backend: str = "paged", **options: Any) -> Drafter:
     """Make any drafter; a draft model, by itself or within another drafter, is a noisy copy of the target.
 
-    A target that is no Decoder has no copy, and none of these drafters.
+    A target that is no decoder has no copy, and none of these drafters.
     """
-    draft = checkpoint_of(noisy_copy(model, 7)) if isinstance(model, Decoder) else None
+    draft = checkpoint_of(noisy_copy(model, 7)) if isinstance(model, TorchModel) else None
     return built(name, Target(model, None, frozenset(), VOCAB, (), 8, 256, backend, loaded_draft=draft), options)
 
 
@@ -77,7 +79,12 @@ def needed(name: str, target: Target) -> Mapping[str, Any]:
 
 
 def engine_for(
-    model: Decoder, draft: str | None = None, *, backend: str = "paged", spec_length: int | None = None, **options: Any
+    model: TorchModel,
+    draft: str | None = None,
+    *,
+    backend: str = "paged",
+    spec_length: int | None = None,
+    **options: Any,
 ) -> Engine:
     """Make an engine; speculation.py chooses the drafter and the pacing where none is named."""
     return Engine(

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from forerun.models.layers import DecoderConfig, parameter_shapes
+from forerun.blocks import Plain, Spec, weight_shapes
 from forerun.models.saving import save_checkpoint
 
 
-def tiny_config(model_type: str, num_layers: int = 2, max_positions: int = 256) -> DecoderConfig:
+def tiny_config(model_type: str, num_layers: int = 2, max_positions: int = 256) -> Spec:
     """A model of a few thousand weights over 257 ids: one special token, 256 bytes."""
-    return DecoderConfig(
+    return Plain(
         model_type=model_type,
         vocab_size=257,
         hidden_size=32,
@@ -24,10 +24,10 @@ def tiny_config(model_type: str, num_layers: int = 2, max_positions: int = 256) 
         ffn_size=48,
         norm_eps=1e-6,
         max_positions=max_positions,
-        tie_embeddings=True,
+        tied=True,
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
-    )
+    ).spec
 
 
 def write_tiny(
@@ -47,7 +47,7 @@ def write_tiny(
     config = tiny_config(model_type, num_layers, max_positions)
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in weight_shapes(config).items():
         weights[name] = torch.randn(shape, generator=generator) * 0.3 + (1.0 if name.endswith("norm.weight") else 0.0)
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weights[name] *= inner_scale

@@ -9,9 +9,16 @@ Sizes are in elements, windows and positions in tokens.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from forerun.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    import torch
 
 Role = Literal["matrix", "vector", "table", "experts"]
 Split = Literal["out", "in"]
@@ -216,6 +223,52 @@ class Spec:
         """The number of blocks."""
         return len(self.blocks)
 
+    @property
+    def num_weights(self) -> int:
+        """The number of all weights; a tied LM head is its embedding and counts once."""
+        return sum(math.prod(weight.shape) for weight in weights(self))
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a block sees no further than a window."""
+        return any(block.attention is not None and block.attention.window is not None for block in self.blocks)
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What a token takes in the cache. Raises UnsupportedModel where blocks keep rows of different sizes."""
+        if not self.blocks:
+            return CacheShape(0, 1, 1)
+        sizes = {(a.kv_heads, a.head_dim) for b in self.blocks if (a := b.attention) is not None}
+        if len(sizes) != 1 or any(block.attention is None for block in self.blocks):
+            raise UnsupportedModel(
+                f"model_type={self.model_type!r} has blocks that keep rows of different sizes, or none, which the KV "
+                "cache does not hold: use another model"
+            )
+        [(kv_heads, head_dim)] = sizes
+        return CacheShape(self.num_layers, kv_heads, head_dim)
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The sizes that decide what one token takes: kept layers x 2 x num_kv_heads x head_dim numbers.
+
+    layers: those whose keys and values are kept, ascending, where a model runs no others; None = all.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def kept(self) -> Seq[int]:
+        """The layers whose keys and values are kept."""
+        return range(self.num_layers) if self.layers is None else self.layers
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes of keys and values of one token over all layers."""
+        return 2 * len(self.kept) * self.num_kv_heads * self.head_dim * dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -239,7 +292,7 @@ MATRIX_BITS, TABLE_BITS = 4, 8  # no fewer: an LM head's or an embedding's error
 
 
 def weights(spec: Spec) -> list[Weight]:
-    """Every stored tensor of a spec, in the order in which it is computed with; the LM head comes last."""
+    """Every stored tensor of a spec, block by block; the LM head comes last."""
     hidden = spec.hidden_size
     found = [Weight(EMBEDDING, (spec.vocab_size, hidden), "table", "embedding", TABLE_BITS, "out")]
     if spec.positions is not None:
@@ -256,7 +309,11 @@ def weights(spec: Spec) -> list[Weight]:
 
 
 def block_weights(block: Block, hidden: int, at: str) -> list[Weight]:
-    """The tensors of one block of rows `hidden` wide, whose names begin with `at`."""
+    """The tensors of one block of rows `hidden` wide, whose names begin with `at`.
+
+    Norms of rows come first, then matrices, then all that is small. Random weights are drawn in this order, so that
+    another one would make another model of a seed.
+    """
     found: list[Weight] = []
     found += _norm(at + "input_layernorm", block.pre_attention, hidden)
     if block.attention is not None:
@@ -270,7 +327,15 @@ def block_weights(block: Block, hidden: int, at: str) -> list[Weight]:
     found += _norm(at + "post_feedforward_layernorm", block.post_mlp, hidden)
     if block.out_scale:
         found += [Weight(at + "layer_scalar", (1,), "vector")]
-    return found
+    return sorted(found, key=_rank)
+
+
+def _rank(weight: Weight) -> int:
+    if weight.name.endswith("layernorm.weight"):
+        return 0
+    if weight.role in ("matrix", "experts"):
+        return 2 if weight.product.endswith(".gate_up") else 1
+    return 3 if weight.name.endswith("_proj.bias") else 4
 
 
 def pre_mlp_name(block: Block) -> str:
@@ -336,6 +401,11 @@ def _experts(e: Experts, hidden: int, at: str) -> Iterator[Weight]:
         yield Weight(f"{at}shared_expert_gate.weight", (1, hidden), "matrix", f"{at}shared_gate")
 
 
+def weight_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every stored tensor."""
+    return {weight.name: weight.shape for weight in weights(spec)}
+
+
 def products(found: Seq[Weight]) -> dict[str, list[Weight]]:
     """The matrices of `weights` by product, in order: those of one product have one input and may be joined."""
     groups: dict[str, list[Weight]] = {}
@@ -343,3 +413,111 @@ def products(found: Seq[Weight]) -> dict[str, list[Weight]]:
         if weight.role in ("matrix", "experts", "table") and weight.product:
             groups.setdefault(weight.product, []).append(weight)
     return groups
+
+
+# --------------------------------------------------------------------------------------- Llama and its like, in numbers
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A decoder as Llama's, whose blocks are alike but for their windows, in the numbers that config.json has of it.
+
+    It is a short way to say such a spec, and to read one. windows: of each block; () = none has one. qk_norm: of each
+    head.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    norm_eps: float
+    max_positions: int
+    rope: Rope = Rope()
+    tied: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
+
+    @property
+    def spec(self) -> Spec:
+        """The model as a list of blocks."""
+        norm = Norm(eps=self.norm_eps)
+        head_norm = Norm(eps=self.norm_eps, span="head") if self.qk_norm else None
+        attention = Attention(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            rope=self.rope,
+            q_norm=head_norm,
+            k_norm=head_norm,
+            qkv_bias=self.qkv_bias,
+            o_bias=self.o_bias,
+        )
+        mlp = Mlp(self.ffn_size, bias=self.mlp_bias)
+        windows = self.windows or (None,) * self.num_layers
+        blocks = tuple(
+            Block(norm, replace(attention, window=window), pre_mlp=norm, mlp=mlp)
+            for window in windows[: self.num_layers]
+        )
+        return Spec(
+            self.model_type, self.vocab_size, self.hidden_size, self.max_positions, blocks, norm, tied=self.tied
+        )
+
+    @classmethod
+    def of(cls, spec: Spec) -> Plain:
+        """Read a spec. Raises UnsupportedModel, naming the first thing that Llama does not have, for any other."""
+        norm = spec.final_norm or Norm()
+        first = Block(norm, Attention(1, 1, 2, rope=Rope()), pre_mlp=norm, mlp=Mlp(1))  # where there is no block
+        first = spec.blocks[0] if spec.blocks else first
+        if first.attention is None or first.mlp is None or first.pre_attention is None:
+            raise UnsupportedModel(f"model_type={spec.model_type!r} has blocks without attention or feed-forward part")
+        a = first.attention
+        windows = tuple(block.attention.window if block.attention is not None else None for block in spec.blocks)
+        plain = cls(
+            spec.model_type,
+            spec.vocab_size,
+            spec.hidden_size,
+            spec.num_layers,
+            a.heads,
+            a.kv_heads,
+            a.head_dim,
+            first.mlp.size,
+            first.pre_attention.eps,
+            spec.max_positions,
+            a.rope or Rope(),
+            spec.tied,
+            a.qkv_bias,
+            a.o_bias,
+            first.mlp.bias,
+            a.q_norm is not None,
+            windows if any(windows) else (),
+        )
+        if (other := difference(plain.spec, spec)) is not None:
+            raise UnsupportedModel(f"model_type={spec.model_type!r} has {other}, which Llama and its like do not have")
+        return plain
+
+
+def resized(spec: Spec, **sizes: Any) -> Spec:
+    """Return a spec like Llama's with other numbers, by the names of Plain. Raises UnsupportedModel for other specs."""
+    return replace(Plain.of(spec), **sizes).spec
+
+
+def difference(a: Any, b: Any, at: str = "") -> str | None:
+    """Return the first field in which two specs, or parts of them, differ, with the value that b has; None if none."""
+    if a == b:
+        return None
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        return next(
+            found for i, (x, y) in enumerate(zip(a, b, strict=True)) if (found := difference(x, y, f"{at}[{i}]"))
+        )
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        names = [field.name for field in dataclasses.fields(a)]
+        parts = ((getattr(a, name), getattr(b, name), f"{at}.{name}".lstrip(".")) for name in names)
+        return next(found for part in parts if (found := difference(*part)))
+    return f"{at}={b!r:.80}"

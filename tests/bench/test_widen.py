@@ -19,13 +19,13 @@ from forerun.bench.widen import (
     write_widened,
     write_widened_head,
 )
+from forerun.blocks import Plain, resized, weight_shapes
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption, NotFound, UnsupportedModel
-from forerun.models.layers import Decoder, parameter_shapes
 from forerun.models.loading import load_checkpoint, read_config, read_raw_config
 from forerun.models.saving import save_checkpoint
 from forerun.models.widening import WideShape, wide_config, widen
-from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import TorchModel
 from forerun.types import RoundDetail
 from methods import random_head as head_of
 from ops.native_cases import needs_native
@@ -33,7 +33,7 @@ from tiny import write_tiny
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "untied": {"tie_embeddings": False},
+    "untied": {"tied": False},
     "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "window": {"windows": (4, None)},
     "small_eps_matters": {"norm_eps": 0.5},
@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_function_in_float32(variant: str) -> None:
-    config = dataclasses.replace(SMALL, **VARIANTS[variant])
+    config = resized(SMALL, **VARIANTS[variant])
     weights = random_weights(config)
     wider, wide = widen(config, weights, WIDE)
     tokens, logits = run_greedy(config, weights, 24)
@@ -53,7 +53,7 @@ def test_same_function_in_float32(variant: str) -> None:
 
 def test_every_weight_has_the_wide_shape_and_new_residual_dimensions_stay_zero() -> None:
     config, wide = widen(SMALL, random_weights(SMALL), WIDE)
-    assert {name: tuple(tensor.shape) for name, tensor in wide.items()} == parameter_shapes(config)
+    assert {name: tuple(tensor.shape) for name, tensor in wide.items()} == weight_shapes(config)
     assert not wide["model.embed_tokens.weight"][:, 32:].any()
     assert not wide["model.layers.0.self_attn.o_proj.weight"][32:].any()
     assert not wide["model.layers.2.mlp.down_proj.weight"].any()
@@ -67,7 +67,8 @@ def share_of_zeros(tensor: torch.Tensor) -> float:
 def test_only_what_must_be_zero_is_zero(tied: bool) -> None:
     """The trained block in what writes into the residual stream, the new lanes of trained query heads, marks of ids."""
     config, shape = case(2, "4 to 3", tied=tied, grown=True)
-    wider, wide = widen(config, random_weights(config), shape)
+    spec, wide = widen(config, random_weights(config), shape)
+    config, wider = Plain.of(config), Plain.of(spec)
     layer, new_layer = "model.layers.1.", "model.layers.2."
     for name in ("mlp.gate_proj", "mlp.up_proj", "self_attn.k_proj", "self_attn.v_proj"):
         assert share_of_zeros(wide[f"{layer}{name}.weight"]) < 0.001
@@ -104,7 +105,7 @@ def test_norms_stay_exact_in_bfloat16_for_a_power_of_four() -> None:
     config, wide = widen(SMALL, weights, WIDE)  # 32 -> 128
     for name in ("model.norm.weight", "model.layers.1.input_layernorm.weight"):
         assert torch.equal(wide[name][:32].double() * 2, weights[name].double())
-    assert config.norm_eps == SMALL.norm_eps / 4
+    assert Plain.of(config).norm_eps == Plain.of(SMALL).norm_eps / 4
     tokens, logits = run_greedy(SMALL, weights, 12)
     wide_tokens, wide_logits = run_greedy(config, wide, 12)
     # Sums over K of another length are rounded in another order: bfloat16 results agree to its precision only.
@@ -116,9 +117,9 @@ def test_counts() -> None:
     weights = random_weights(SMALL)
     count = num_parameters(SMALL)
     assert count == sum(tensor.numel() for tensor in weights.values())
-    assert Decoder(SMALL, weights, ReferenceOps()).bytes_per_pass == 4 * count
-    untied = dataclasses.replace(SMALL, tie_embeddings=False)
-    assert Decoder(untied, random_weights(untied), ReferenceOps()).bytes_per_pass == 4 * count
+    assert TorchModel(SMALL, weights).bytes_per_pass == 4 * count
+    untied = resized(SMALL, tied=False)
+    assert TorchModel(untied, random_weights(untied)).bytes_per_pass == 4 * count
 
 
 @pytest.mark.parametrize(
@@ -155,13 +156,13 @@ def test_new_ids_in_a_type_of_too_small_a_range_are_refused() -> None:
 
 
 def test_qk_norm_is_refused() -> None:
-    config = dataclasses.replace(SMALL, qk_norm=True)
+    config = resized(SMALL, qk_norm=True)
     with pytest.raises(UnsupportedModel, match="QK norm"):
         widen(config, random_weights(config), WIDE)
 
 
 def test_presets() -> None:
-    assert shape_named("demo", dataclasses.replace(SMALL, num_layers=7)).num_layers == 7
+    assert shape_named("demo", resized(SMALL, num_layers=7)).num_layers == 7
     with pytest.raises(BadOption, match=r"there is no shape 'demoo' \(did you mean 'demo'\?\)"):
         shape_named("demoo", SMALL)
     with pytest.raises(BadOption, match=r"there is no shape '1b': it must be one of demo, llama-3.2-1b, llama-3.2-3b"):
@@ -201,7 +202,7 @@ def test_written_folder_keeps_its_type_and_is_not_overwritten(tmp_path: Path) ->
 def test_a_widened_head_drafts_the_same_tokens_for_the_widened_target(tmp_path: Path) -> None:
     """A random one, in float32; a head does not know ids that widening adds, and is refused with them."""
     small = write_tiny(tmp_path / "small")
-    c = read_config(read_raw_config(small))
+    c = Plain.of(read_config(read_raw_config(small)))
     shape = WideShape(2 * c.hidden_size, c.num_layers, 2 * c.num_heads, 2 * c.num_kv_heads, 2 * c.ffn_size)
     write_widened(small, tmp_path / "wide", shape)
     head, rounds = head_of(LLM(str(small), draft="none", dtype="float32"), tmp_path), list[list[RoundDetail]]()
@@ -236,7 +237,7 @@ def test_wide_weights_are_rounded_where_that_is_asked_for(tmp_path: Path) -> Non
     written = load_checkpoint(tmp_path / "wide", quantization="int8").model
     made = widen_checkpoint(load_checkpoint(tmp_path / "small"), shape, quantization="int8")
     assert made.quantization == "int8"
-    for name in parameter_shapes(written.config):
+    for name in weight_shapes(written.config):
         assert torch.equal(made.model.weights[name], written.weights[name]), name
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bench.widening import GROUPS, PROMPT, ROPES, TOLERANCE, case, difference, random_weights, run_greedy
+from forerun.blocks import Plain, Spec
 from forerun.models import widening
-from forerun.models.layers import DecoderConfig
 from forerun.models.saving import save_checkpoint
 from forerun.models.widening import widen
 from forerun.sampling import probs
@@ -65,9 +65,9 @@ def test_same_distribution(factor: int, group: str, rope: str, tied: bool, grown
         assert (wide_logits / 100).softmax(-1)[:, config.vocab_size :].max() == 0  # as torch computes it, too
 
 
-def last_stream(config: DecoderConfig, wide_config: DecoderConfig, wide: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def last_stream(config: Spec, wide_config: Spec, wide: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Run a model over old ids, other ones than those that widening measures; results as `_last_stream`."""
-    return widening._last_stream(dataclasses.replace(wide_config, vocab_size=config.vocab_size), wide, seed=5)
+    return widening._last_stream(Plain.of(dataclasses.replace(wide_config, vocab_size=config.vocab_size)), wide, seed=5)
 
 
 def test_the_spare_dimension_is_about_as_large_as_the_others() -> None:
@@ -103,7 +103,7 @@ def test_bfloat16_holds_the_spare_dimension_exactly() -> None:
 
 
 def first_copy_only(of: Callable[..., Any]) -> Callable[..., Any]:
-    def places(config: DecoderConfig, wide: DecoderConfig, device: torch.device) -> Any:
+    def places(config: Plain, wide: Plain, device: torch.device) -> Any:
         heads = of(config, wide, device)
         _, first = torch.unique_consecutive(heads.kv_sources // config.head_dim, return_counts=True)
         kept = torch.arange(config.head_dim).repeat(config.num_kv_heads)
@@ -122,16 +122,16 @@ def lanes_in_place(head_dim: int, wide: int) -> list[int]:
     return [*range(head_dim // 2), *range(wide // 2, wide // 2 + head_dim // 2)]
 
 
-def eps_of_the_width_alone(config: DecoderConfig, wide: DecoderConfig) -> float:
+def eps_of_the_width_alone(config: Plain, wide: Plain) -> float:
     return config.norm_eps * config.hidden_size / wide.hidden_size
 
 
-def eps_as_it_was(config: DecoderConfig, wide: DecoderConfig) -> float:
+def eps_as_it_was(config: Plain, wide: Plain) -> float:
     return config.norm_eps - widening._carried(config) ** 2 / wide.hidden_size
 
 
 def read_by_all_norms(separate: Callable[..., None]) -> Callable[..., None]:
-    def wrong(made: dict[str, Tensor], config: DecoderConfig, spare: Any) -> None:
+    def wrong(made: dict[str, Tensor], config: Plain, spare: Any) -> None:
         separate(made, config, spare)
         for name, out in made.items():
             if "layernorm" in name:
@@ -152,7 +152,7 @@ MUTANTS: dict[str, tuple[str, Any]] = {
 }
 
 
-def quiet_case() -> tuple[DecoderConfig, Any, dict[str, Tensor]]:
+def quiet_case() -> tuple[Spec, Any, dict[str, Tensor]]:
     """Everything at once, in a model so quiet that eps and c^2 are as large as its own squares."""
     config, shape = case(2, "4 to 3", "llama3", tied=False, grown=True, norm_eps=1.2e-7)
     weights = random_weights(config)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from forerun.blocks import Plain, Rope, Spec, resized, weight_shapes
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder, DecoderConfig, RopeConfig, parameter_shapes
 from forerun.models.runner import Run, Runner
 from forerun.models.widening import WideShape
-from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import TorchModel
 
-SMALL = DecoderConfig(
+SMALL = Plain(
     model_type="llama",
     vocab_size=97,
     hidden_size=32,
@@ -25,17 +24,17 @@ SMALL = DecoderConfig(
     ffn_size=48,
     norm_eps=1e-5,
     max_positions=64,
-    tie_embeddings=True,
-)
+    tied=True,
+).spec
 WIDE = WideShape(hidden_size=128, num_layers=3, num_heads=16, num_kv_heads=4, ffn_size=100)
 PROMPT = [5, 17, 3, 88, 41, 2, 60]
 TOLERANCE = 1e-4  # of float32 logits of size 5: sums of other lengths are rounded in another order
 
 ROPES = {
-    "default": RopeConfig(),
-    "linear": RopeConfig(kind="linear", factor=4.0),
+    "default": Rope(),
+    "linear": Rope(kind="linear", factor=4.0),
     # Positions so few that the frequencies fall into all three bands: kept, blended, divided.
-    "llama3": RopeConfig(
+    "llama3": Rope(
         theta=500.0, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32
     ),
 }
@@ -46,33 +45,31 @@ WIDE_VOCAB = 301
 
 def case(
     factor: int = 1, group: str = "equal", rope: str = "default", *, tied: bool = True, grown: bool = False, **more: Any
-) -> tuple[DecoderConfig, WideShape]:
+) -> tuple[Spec, WideShape]:
     """A small model and a shape for it; residual width 32 -> 96, whose norms need a factor that is not exact."""
     heads, kv_heads, wide_heads, wide_kv_heads = GROUPS[group]
-    config = dataclasses.replace(
-        SMALL, num_heads=heads, num_kv_heads=kv_heads, rope=ROPES[rope], tie_embeddings=tied, **more
-    )
+    config = resized(SMALL, num_heads=heads, num_kv_heads=kv_heads, rope=ROPES[rope], tied=tied, **more)
     vocab = WIDE_VOCAB if grown else None
-    return config, WideShape(96, 3, wide_heads, wide_kv_heads, 100, config.head_dim * factor, vocab)
+    return config, WideShape(96, 3, wide_heads, wide_kv_heads, 100, Plain.of(config).head_dim * factor, vocab)
 
 
-def random_weights(config: DecoderConfig, seed: int = 0) -> dict[str, Tensor]:
+def random_weights(config: Spec, seed: int = 0) -> dict[str, Tensor]:
     """Weights large enough that logits differ clearly, norms away from 1."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in weight_shapes(config).items():
         made[name] = torch.randn(shape, generator=generator) * (0.3 if len(shape) == 2 else 0.2)
         if name.endswith("norm.weight"):
             made[name] += 1
     return made
 
 
-def run_greedy(config: DecoderConfig, weights: dict[str, Tensor], steps: int) -> tuple[list[int], Tensor]:
+def run_greedy(config: Spec, weights: dict[str, Tensor], steps: int) -> tuple[list[int], Tensor]:
     """Greedy tokens after PROMPT and the logits [prompt + steps - 1, V] behind them."""
     cache = BlockCache.create(
         config.cache_shape, "paged", max_batch_size=1, max_seq_len=64, dtype=weights["model.norm.weight"].dtype
     )
-    runner = Runner(Decoder(config, weights, ReferenceOps()), cache)
+    runner = Runner(TorchModel(config, weights), cache)
     cache.open(0)
     tokens, rows, new = [], [], PROMPT
     for _ in range(steps):

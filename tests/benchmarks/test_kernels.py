@@ -11,11 +11,11 @@ import torch
 from benchmarks import kernels
 from benchmarks.kernels import KernelsPlan, config_named
 from forerun.bench.widen import num_parameters
+from forerun.blocks import Plain
 from forerun.errors import BadOption
-from forerun.models.layers import DecoderConfig
 from ops.native_cases import ISAS, needs_native
 
-TINY = DecoderConfig("llama", 300, 64, 2, 4, 2, 16, 96, 1e-5, 512, tie_embeddings=True)
+TINY = Plain("llama", 300, 64, 2, 4, 2, 16, 96, 1e-5, 512, tied=True).spec
 PLAN = KernelsPlan(TINY, num_threads=1, num_repeats=2, rows=(1, 3), prefill_tokens=20, context=9, contexts=(5, 70))
 LAYER = ["qkv", "o", "gate, up + silu", "down", "norm + rope", "attention, 5", "all layers"]
 ALWAYS = ["attention, 70", "LM head", "LM head, argmax", "whole pass"]
@@ -79,7 +79,7 @@ def test_a_layer_is_the_sum_of_its_products() -> None:
 )
 def test_bytes_per_second_are_of_packed_weights(dtype: str, bits: float, head_bits: float) -> None:
     """Codes and scales, and zero points under 4 bits; the LM head has 8 bits."""
-    config = DecoderConfig("llama", 320, 64, 2, 4, 4, 16, 128, 1e-5, 512, tie_embeddings=True)
+    config = Plain("llama", 320, 64, 2, 4, 4, 16, 128, 1e-5, 512, tied=True).spec
     options = {"config": config, "dtype": dtype, "rows": (1, 2, 4, 8, 16)}
     lines = kernels.run(KernelsPlan(**{**vars(PLAN), **options}))["lines"]
     shapes = {"qkv": (192, 64), "o": (64, 64), "gate, up + silu": (256, 64), "down": (64, 128), "LM head": (320, 64)}

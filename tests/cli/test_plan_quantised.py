@@ -12,17 +12,17 @@ import torch
 
 from cli.test_plan import needs_native, planned
 from forerun import LLM, SamplingParams
+from forerun.blocks import Plain, weight_shapes
 from forerun.config import EngineConfig, Quantization
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, outlines, plan_of, refuse_what_does_not_fit
 from forerun.errors import BadOption, CapacityError
-from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.saving_quantised import quantise_checkpoint
-from forerun.ops.cpu_decoder import CpuDecoder
+from forerun.ops.cpu_model import CpuModel
 from models.gguf_files import write_model
 from models.gguf_vocabularies import smollm2
 
 pytestmark = needs_native
-WIDE = DecoderConfig("llama", 258, 256, 2, 4, 2, 64, 512, 1e-5, 256)
+WIDE = Plain("llama", 258, 256, 2, 4, 2, 64, 512, 1e-5, 256).spec
 # What llama.cpp's mixtures have: other types for v and down in some layers, and for the head.
 MIXED = {"v_proj": "Q8_0", "0.mlp.down_proj": "Q5_1", "lm_head": "F16", "embed_tokens": "Q8_0", "1.mlp.up_proj": "BF16"}
 
@@ -31,8 +31,8 @@ def weight_bytes(llm: LLM, *, draft: bool = False) -> int:
     """What a decoder holds of weights: those of a pass, and an embedding beside the head."""
     runner = llm.engine.drafter.first.runner if draft else llm.engine.runner
     assert runner is not None
-    made: CpuDecoder = runner.model.compiled  # type: ignore[attr-defined]
-    beside = {made._embedding, made._table} - {None, made.matrices["head"]}
+    made: CpuModel = runner.model  # type: ignore[assignment]
+    beside = {made._embedding, *made._tables.values()} - {None, made.matrices["head"]}
     return made.bytes_per_pass + sum(part.nbytes for part in beside if part is not None)
 
 
@@ -41,7 +41,7 @@ def mixed_file(path: Path) -> Path:
         return next((kind for part, kind in MIXED.items() if f"{part}.weight" in name), "Q4_0")
 
     generator = torch.Generator().manual_seed(0)
-    shapes = parameter_shapes(WIDE)
+    shapes = weight_shapes(WIDE)
     write_model(path, WIDE, {n: torch.randn(s, generator=generator) * 0.1 for n, s in shapes.items()}, kind_of)
     return path
 
@@ -178,7 +178,7 @@ def test_rows_of_the_head_that_are_packed_twice_are_counted(draft):
     llm, plan = LLM.from_config(config), plan_of(config, outlines(config), "cpu", None)
     runner = llm.engine.drafter.first.runner
     assert runner is not None
-    heads = runner.model.compiled._short_heads  # type: ignore[attr-defined]
+    heads = runner.model._short_heads  # type: ignore[attr-defined]
     for temperature in (0.0, 1.0):
         assert not heads
         llm.generate("def f(", SamplingParams(max_tokens=4, temperature=temperature))

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from forerun import LLM
+from forerun.blocks import Plain, weight_shapes
 from forerun.cli.words import precision
-from forerun.models.layers import DecoderConfig, parameter_shapes
 from models.gguf_files import write_model
 from ops.native_cases import needs_native
 
-CONFIG = DecoderConfig("llama", 258, 64, 2, 4, 4, 16, 128, 1e-5, 256)
+CONFIG = Plain("llama", 258, 64, 2, 4, 4, 16, 128, 1e-5, 256).spec
 KINDS = {"o_proj": "Q5_0", "v_proj": "Q8_0", "lm_head": "BF16"}
 
 
@@ -21,7 +21,7 @@ KINDS = {"o_proj": "Q5_0", "v_proj": "Q8_0", "lm_head": "BF16"}
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of 4, 5 and 8 bits with a head of bfloat16; 8 bits beside 4 in one product."""
     path = tmp_path_factory.mktemp("mixed") / "mixed.gguf"
-    shapes, generator = parameter_shapes(CONFIG), torch.Generator().manual_seed(0)
+    shapes, generator = weight_shapes(CONFIG), torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
     write_model(path, CONFIG, weights, lambda name: next((k for n, k in KINDS.items() if n in name), "Q4_0"))
     return path

@@ -11,16 +11,19 @@ import pytest
 import torch
 
 from forerun import LLM, native
+from forerun.blocks import resized, weight_shapes
 from forerun.cli.main import main
 from forerun.config import Quantization
 from forerun.drafters import Target, artifacts
 from forerun.drafters.early_exit import KIND, Options, build, chosen
 from forerun.engine.engine import philox_coins
 from forerun.errors import BadOption, UnsupportedModel, UserError
-from forerun.models.layers import Decoder, parameter_shapes
 from forerun.models.loading import load_checkpoint
 from forerun.models.runner import Run
+from forerun.ops import load_model
 from forerun.ops.cpu import CpuOps
+from forerun.ops.cpu_model import CpuModel
+from forerun.ops.torch import TorchModel
 from forerun.train.skip import Scorer, search, windows_of
 from forerun.types import Budget, SamplingParams, Sequence
 from support import VOCAB, built, random_decoder, runner_for
@@ -31,12 +34,12 @@ GREEDY = SamplingParams(max_tokens=20, temperature=0)
 TEXT = [5, 9, 2, 44, 17, 3, 8]
 
 
-def target_of(model: Decoder) -> Target:
+def target_of(model: TorchModel) -> Target:
     return Target(model, None, frozenset(), VOCAB, (), 2, 64, "paged")
 
 
-def on_native(model: Decoder, dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    return Decoder(model.config, {name: weight.to(dtype) for name, weight in model.weights.items()}, CpuOps())
+def on_native(model: TorchModel, dtype: torch.dtype = torch.bfloat16) -> TorchModel:
+    return load_model(model.config, {name: weight.to(dtype) for name, weight in model.weights.items()}, CpuOps())
 
 
 def drafted(drafter, num_tokens: int = 4) -> list[int]:
@@ -48,16 +51,16 @@ def drafted(drafter, num_tokens: int = 4) -> list[int]:
     return tokens
 
 
-def alone(model: Decoder, layers: list[int]) -> Decoder:
+def alone(model: TorchModel, layers: list[int]) -> TorchModel:
     """A model of its own that has these layers of another one."""
     weights = {n: w for n, w in model.weights.items() if not n.startswith("model.layers.")}
     for new, old in enumerate(layers):
         at = f"model.layers.{old}."
         weights |= {n.replace(at, f"model.layers.{new}."): w for n, w in model.weights.items() if n.startswith(at)}
-    return Decoder(dataclasses.replace(model.config, num_layers=len(layers)), weights, model.ops)
+    return load_model(resized(model.config, num_layers=len(layers)), weights, model.ops)
 
 
-def likeliest(model: Decoder, num_tokens: int = 4) -> list[int]:
+def likeliest(model: TorchModel, num_tokens: int = 4) -> list[int]:
     """The greedy continuation of TEXT by a model, each time computed from the beginning."""
     tokens = list(TEXT)
     for _ in range(num_tokens):
@@ -130,16 +133,16 @@ def test_wrong_layers_are_refused(tmp_path):
 # ------------------------------------------------------------------------------------------- the search for such layers
 
 
-def idle(model: Decoder, layers: list[int]) -> Decoder:
+def idle(model: TorchModel, layers: list[int]) -> TorchModel:
     """The same model, but these layers add nothing to the residual stream."""
     weights = dict(model.weights)
     for i in layers:
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             weights[f"model.layers.{i}.{name}.weight"] = torch.zeros_like(weights[f"model.layers.{i}.{name}.weight"])
-    return Decoder(model.config, weights, model.ops)
+    return load_model(model.config, weights, model.ops)
 
 
-def scorer_of(model: Decoder) -> Scorer:
+def scorer_of(model: TorchModel) -> Scorer:
     return Scorer(model, windows_of([i * 7 % VOCAB for i in range(80)], 80, 32))
 
 
@@ -203,10 +206,10 @@ def test_weights_rounded_in_memory_are_those_rounded_from_the_file(model_type, d
         expected = dict(loaded.weights)
     else:
         expected = dict(load_checkpoint(folder, dtype="float32", quantization="int8:group=16").model.weights)
-    assert made.compiled is not None
+    assert isinstance(made, CpuModel)
     assert made.weight_bits == (8,)
-    for name, shape in parameter_shapes(made.config).items():
-        rows = made.compiled.matrix_rows(name, range(shape[0])) if len(shape) == 2 else made.compiled.vector(name)
+    for name, shape in weight_shapes(made.config).items():
+        rows = made.matrix_rows(name, range(shape[0])) if len(shape) == 2 else made.vector(name)
         assert rows.to(expected[name].dtype).equal(expected[name]), name
 
 

@@ -21,8 +21,8 @@ from forerun.config import EngineConfig
 from forerun.drafters import medusa
 from forerun.engine.factory import load_target
 from forerun.errors import BadOption, UnsupportedModel
-from forerun.models.layers import Decoder
 from forerun.models.runner import Run
+from forerun.ops.torch import TorchModel
 from support import runner_for
 from tiny import write_tiny
 
@@ -37,11 +37,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def target(folder: Path) -> Decoder:
+def target(folder: Path) -> TorchModel:
     return load_target(EngineConfig(target=str(folder), ops="reference", dtype="float32")).model
 
 
-def rows_of(target: Decoder, ids: list[int], layers: list[int]) -> tuple[Tensor, list[Tensor]]:
+def rows_of(target: TorchModel, ids: list[int], layers: list[int]) -> tuple[Tensor, list[Tensor]]:
     """The rows of a text behind the final norm [n, H], and the residual stream behind some layers."""
     runner = runner_for(target)
     runner.taps = layers
@@ -82,7 +82,7 @@ def hydra_weights(num_heads: int, num_blocks: int) -> dict[str, Tensor]:
 HYDRA = {"hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
 
 
-def test_hydra_drafts_as_its_description_says(folder: Path, target: Decoder, tmp_path: Path) -> None:
+def test_hydra_drafts_as_its_description_says(folder: Path, target: TorchModel, tmp_path: Path) -> None:
     """Each node is the likeliest id, by rank among its siblings, of the head of its depth behind its own path."""
     w = hydra_weights(3, 2)
     path = published(tmp_path / "hydra", HYDRA, w)
@@ -194,7 +194,7 @@ def turned(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag), -1)
 
 
-def block_logits(target: Decoder, w: dict[str, Tensor], text: list[int]) -> Tensor:
+def block_logits(target: TorchModel, w: dict[str, Tensor], text: list[int]) -> Tensor:
     """Logits [block - 1, ids] of the tokens behind a text, whose last token the target has not run."""
     features = rows_of(target, text[:-1], [1, 2])[1]
     context = norm(torch.cat(features, -1) @ w["fc.weight"].T, w["hidden_norm.weight"])
@@ -219,7 +219,7 @@ def block_logits(target: Decoder, w: dict[str, Tensor], text: list[int]) -> Tens
 
 
 @pytest.mark.parametrize("ops", ["reference", "auto"])
-def test_dflash_drafts_as_its_description_says(folder: Path, target: Decoder, tmp_path: Path, ops: str) -> None:
+def test_dflash_drafts_as_its_description_says(folder: Path, target: TorchModel, tmp_path: Path, ops: str) -> None:
     """The likeliest ids of the rows of a whole block; at temperature 0.7 the probabilities that a rule is told."""
     w = dflash_weights()
     path = published(tmp_path / "dflash", DFLASH, w)
@@ -237,7 +237,7 @@ def test_dflash_drafts_as_its_description_says(folder: Path, target: Decoder, tm
 
 
 @pytest.mark.parametrize("ops", ["reference", "auto"])
-def test_rounded_weights_draft_nearly_the_same(folder: Path, target: Decoder, tmp_path: Path, ops: str) -> None:
+def test_rounded_weights_draft_nearly_the_same(folder: Path, target: TorchModel, tmp_path: Path, ops: str) -> None:
     w = dflash_weights()
     path = published(tmp_path / "dflash", DFLASH, w)
     tokens, rounds = rounds_of(folder, f"dflash:path={path},quantization=int8", ops, seed=3)

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers, trainers
 
 from forerun import LLM
+from forerun.blocks import Plain, weight_shapes
 from forerun.cli.main import main
 from forerun.config import EngineConfig
 from forerun.drafters import Target, translated
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET, target_files
 from forerun.errors import BadOption, VocabularyMismatch
-from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.saving import save_checkpoint
 from forerun.models.toy import ToyModel, ToyTable
 from forerun.text.tokenizer import Tokenizer
@@ -303,8 +303,8 @@ def with_byte_fallback(folder: Path) -> Path:
     folder.mkdir()
     backend.save(str(folder / "tokenizer.json"))
     size, ids = len(vocab), backend.encode(CODE + "#\n" * 4).ids
-    config = DecoderConfig("llama", size, 8 * -(-size // 8), 1, 4, 2, 8, 48, 1e-5, 512, tie_embeddings=False)
-    weights = {n: torch.zeros(s) + ("norm" in n) for n, s in parameter_shapes(config).items()}  # the layer adds nothing
+    config = Plain("llama", size, 8 * -(-size // 8), 1, 4, 2, 8, 48, 1e-5, 512, tied=False).spec
+    weights = {n: torch.zeros(s) + ("norm" in n) for n, s in weight_shapes(config).items()}  # the layer adds nothing
     weights["model.embed_tokens.weight"] += torch.eye(size, config.hidden_size)
     head = weights["lm_head.weight"]
     head += torch.randn(head.shape, generator=torch.Generator().manual_seed(5)) * 0.05
@@ -338,9 +338,9 @@ def test_a_vocabulary_of_words_and_bytes_on_either_side(tmp_path):
 def test_a_model_that_knows_nothing_of_the_targets_vocabulary(tmp_path):
     """Random weights over the 49,152 tokens of SmolLM2 draft for the shipped target: wrong, and harmless."""
     files = target_files(EngineConfig(target="smollm2"))
-    config = DecoderConfig("llama", 49152, 32, 1, 4, 2, 8, 48, 1e-5, 512, tie_embeddings=True)
+    config = Plain("llama", 49152, 32, 1, 4, 2, 8, 48, 1e-5, 512, tied=True).spec
     generator = torch.Generator().manual_seed(3)
-    weights = {n: torch.randn(s, generator=generator) * 0.1 for n, s in parameter_shapes(config).items()}
+    weights = {n: torch.randn(s, generator=generator) * 0.1 for n, s in weight_shapes(config).items()}
     save_checkpoint(tmp_path, config, weights, torch.float32, end_ids=[2], tokenizer_folder=files)
     plain = outputs("none")
     for how in translated.HOW:

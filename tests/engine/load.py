@@ -13,8 +13,8 @@ from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.engine.router import Router
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder
 from forerun.models.runner import Runner
+from forerun.ops.torch import TorchModel
 from forerun.pacing import Pacing
 from forerun.types import SamplingParams
 from speculation import mode, pacing_of
@@ -24,7 +24,7 @@ MODEL = random_decoder(3, row_by_row=True, layers=1, hidden=16)
 DRAFT = noisy_copy(MODEL, 7)
 
 
-def runner_with(model: Decoder, num_tokens: int, backend: str = "paged", prefix_caching: bool = True) -> Runner:
+def runner_with(model: TorchModel, num_tokens: int, backend: str = "paged", prefix_caching: bool = True) -> Runner:
     """A runner whose cache holds so many tokens in all."""
     cache = BlockCache.create(
         model.config.cache_shape,

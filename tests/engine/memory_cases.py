@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,19 @@ import pytest
 import torch
 
 from forerun import native, ops as operators
+from forerun.blocks import Plain, Spec, resized, weight_shapes
 from forerun.config import EngineConfig
 from forerun.kv.cache import BlockCache
 from forerun.memory.plan import MemoryPlan
-from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
 from forerun.models.runner import Run, Runner
 from forerun.models.saving import save_checkpoint
+from forerun.ops import load_model
 from forerun.ops.quantised import QuantisedMatrix, Scheme
 from forerun.ops.quantising import quantise, scheme_of
+from forerun.ops.torch import empty_weights
 
-SHARED: dict[str, Any] = {"model_type": "llama", "norm_eps": 1e-5, "max_positions": 131072, "tie_embeddings": True}
-LLAMA_1B = DecoderConfig(
+SHARED: dict[str, Any] = {"model_type": "llama", "norm_eps": 1e-5, "max_positions": 131072, "tied": True}
+LLAMA_1B = Plain(
     vocab_size=128256,
     hidden_size=2048,
     num_layers=16,
@@ -31,9 +32,9 @@ LLAMA_1B = DecoderConfig(
     head_dim=64,
     ffn_size=8192,
     **SHARED,
-)
-LLAMA_3B = replace(LLAMA_1B, hidden_size=3072, num_layers=28, num_heads=24, head_dim=128)
-SMALL = replace(
+).spec
+LLAMA_3B = resized(LLAMA_1B, hidden_size=3072, num_layers=28, num_heads=24, head_dim=128)
+SMALL = resized(
     LLAMA_1B, vocab_size=2000, hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=768
 )
 BF16, F32 = torch.bfloat16, torch.float32
@@ -57,13 +58,13 @@ def bytes_by_name(plan: MemoryPlan) -> dict[str, int]:
     return {part.name: part.bytes for part in plan.parts}
 
 
-def schemes_of(config: DecoderConfig, bits: int) -> dict[str, Scheme]:
+def schemes_of(config: Spec, bits: int) -> dict[str, Scheme]:
     """Every matrix in groups of 32."""
-    return {name: scheme_of(bits, 32) for name, shape in parameter_shapes(config).items() if len(shape) == 2}
+    return {name: scheme_of(bits, 32) for name, shape in weight_shapes(config).items() if len(shape) == 2}
 
 
 def one_pass(
-    config: DecoderConfig,
+    config: Spec,
     options: EngineConfig,
     dtype: torch.dtype,
     num_taps: int = 0,
@@ -94,16 +95,16 @@ def one_pass(
         pool.zero_()
     wanted = ["none" if options.prefill_chunk_tokens > verified else "all"] + ["all"] * (batch - 1)
     runs = [Run(s, list(range(1, n + 1)), wanted[s]) for s, n in enumerate(counts)]
-    runner = Runner(Decoder(config, weights, operators.make(options.ops, "cpu")), cache, taps=range(num_taps))
+    runner = Runner(load_model(config, weights, operators.make(options.ops, "cpu")), cache, taps=range(num_taps))
     return lambda: runner.forward(runs)
 
 
-def write_random(folder: Path, config: DecoderConfig, tokenizer_folder: Path) -> Path:
+def write_random(folder: Path, config: Spec, tokenizer_folder: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(1 << 20, generator=generator) * 0.02
     weights = {
         name: noise.repeat(-(-torch.Size(shape).numel() // len(noise)))[: torch.Size(shape).numel()].view(shape)
-        for name, shape in parameter_shapes(config).items()
+        for name, shape in weight_shapes(config).items()
     }
     save_checkpoint(folder, config, weights, F32, end_ids=[0], tokenizer_folder=tokenizer_folder)
     return folder

@@ -26,7 +26,7 @@ NO_TEXT = r"has no tokenizer\.json, so it takes and gives token ids, not text: g
 def write_model(folder: Path, seed: int, layers: int) -> Path:
     shape = ModelShape(32, layers, 2, 1, 64, NUM_IDS, max_positions=256)
     weights = {name: weight * 8 if weight.ndim > 1 else weight for name, weight in initial_weights(shape, seed).items()}
-    save_checkpoint(folder, shape.decoder_config(), weights)
+    save_checkpoint(folder, shape.spec(), weights)
     return folder
 
 

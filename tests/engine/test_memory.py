@@ -25,6 +25,7 @@ from engine.memory_cases import (
     one_pass,
     write_random,
 )
+from forerun.blocks import Spec, resized
 from forerun.config import EngineConfig
 from forerun.drafters import lookup, model
 from forerun.engine.factory import num_taps
@@ -33,8 +34,8 @@ from forerun.kv.cache import BlockCache
 from forerun.memory.machine import available_bytes
 from forerun.memory.plan import memory_plan, pool_tokens, resolve_max_seq_len
 from forerun.memory.reference import weight_bytes
-from forerun.models.layers import DecoderConfig, empty_weights
 from forerun.models.source import BLOCK_BYTES
+from forerun.ops.torch import empty_weights
 from models.gguf_files import write_tiny_model
 from models.gguf_vocabularies import smollm2
 from tiny import write_tiny
@@ -64,7 +65,7 @@ def test_llama_3b_with_1b_at_eight_times_4096_tokens(ops: str) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_weights_are_what_the_loader_allocates(tied: bool, dtype: torch.dtype) -> None:
-    config = replace(SMALL, tie_embeddings=tied, qkv_bias=True, qk_norm=True)
+    config = resized(SMALL, tied=tied, qkv_bias=True, qk_norm=True)
     made = empty_weights(config, dtype, "cpu")
     storages = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in made.values()}
     assert weight_bytes(config, dtype) == sum(storages.values())
@@ -81,13 +82,13 @@ def test_pools_are_what_the_cache_allocates(
         draft="./d", max_batch_size=3, max_seq_len=max_seq_len, kv_cache_backend=backend, kv_cache_tokens=num_tokens
     )
 
-    def real(config: DecoderConfig) -> int:
+    def real(config: Spec) -> int:
         cache = BlockCache.create(
             config.cache_shape, backend, max_batch_size=3, max_seq_len=max_seq_len, num_tokens=num_tokens, dtype=dtype
         )
         return sum(pool.nbytes for pool in (*cache.keys, *cache.values))
 
-    draft = replace(SMALL, num_layers=1, num_kv_heads=2)
+    draft = resized(SMALL, num_layers=1, num_kv_heads=2)
     if backend == "contiguous" and num_tokens is not None and num_tokens < max_seq_len:
         with pytest.raises(BadOption) as ours:
             memory_plan(SMALL, draft, options, dtype=dtype)
@@ -102,7 +103,7 @@ def test_pools_are_what_the_cache_allocates(
 
 @pytest.mark.parametrize("ops", OPS)
 def test_only_what_a_drafter_needs_is_counted(ops: str) -> None:
-    def names(draft: DecoderConfig | None, spec: str, ops: str = ops, device: str = "cpu") -> set[str]:
+    def names(draft: Spec | None, spec: str, ops: str = ops, device: str = "cpu") -> set[str]:
         options = EngineConfig(draft=spec, ops=ops)
         return set(bytes_by_name(memory_plan(SMALL, draft, options, dtype=F32, device=device)))
 
@@ -128,7 +129,7 @@ def test_loading_counts_where_running_takes_less() -> None:
 
     def plan(**sizes: Any) -> dict[str, int]:
         options = EngineConfig(draft="none", max_batch_size=1, max_seq_len=64, prefill_chunk_tokens=16, ops="reference")
-        return bytes_by_name(memory_plan(replace(LLAMA_1B, **sizes), None, options, dtype=BF16))
+        return bytes_by_name(memory_plan(resized(LLAMA_1B, **sizes), None, options, dtype=BF16))
 
     large = plan()
     rest = sum(large.values()) - large["target weights"] - large["loading"]
@@ -173,7 +174,7 @@ PASSES: dict[str, tuple[dict[str, Any], dict[str, Any], torch.dtype]] = {
 @pytest.mark.parametrize("name", PASSES)
 def test_activations_bound_a_real_pass(name: str, tmp_path: Path) -> None:
     sizes, more, dtype = PASSES[name]
-    config = replace(SMALL, **sizes)
+    config = resized(SMALL, **sizes)
     options = EngineConfig(
         **{"draft": "lookup", "ops": "reference", "max_batch_size": 4, "max_seq_len": 1024, **CHUNK, **more}
     )
@@ -212,12 +213,12 @@ def test_scores_are_counted_where_torch_writes_them_out() -> None:
 def test_compiled_kernels_come_later_and_only_on_a_cpu() -> None:
     options = EngineConfig(draft="none", ops="reference", max_batch_size=2, prefill_chunk_tokens=31)
 
-    def later(config: DecoderConfig, dtype: torch.dtype, device: str = "cpu") -> int:
+    def later(config: Spec, dtype: torch.dtype, device: str = "cpu") -> int:
         return sum(part.bytes for part in memory_plan(config, None, options, dtype=dtype, device=device).later)
 
     each = 650_000
     assert later(SMALL, F32) == 0  # every matrix is below the size at which float32 goes to oneDNN
-    assert later(replace(SMALL, vocab_size=8192), F32) == 2 * each  # the LM head, for one row and for two
+    assert later(resized(SMALL, vocab_size=8192), F32) == 2 * each  # the LM head, for one row and for two
     assert later(SMALL, BF16) == (4 * 32 + 2) * each
     assert later(SMALL, BF16, "cuda") == 0
     options = replace(options, prefill_chunk_tokens=100_000, max_batch_size=64)
@@ -337,7 +338,7 @@ def trimmed():
     return status("VmRSS")
 
 def run(prompt_tokens, **options):
-    llm = LLM("shipped", spec_length=4, max_batch_size=4, **options)
+    llm = LLM(spec_length=4, max_batch_size=4, **{"target": "shipped", **options})
     prompts = [[1 + (7 * b + i * i) % 256 for i in range(prompt_tokens)] for b in range(4)]
     params = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, seed=1)
     outputs = llm.generate(prompts, params)
@@ -379,9 +380,9 @@ def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """
     root = tmp_path_factory.mktemp("processes")
     small = write_tiny(root / "small")
-    shape = replace(SMALL, vocab_size=32_000, hidden_size=512, num_kv_heads=8, head_dim=64, ffn_size=992)
-    target = write_random(root / "target", replace(shape, num_layers=8), small)
-    draft_shape = replace(SMALL, vocab_size=32_000, hidden_size=128, num_layers=2, num_heads=4, ffn_size=384)
+    shape = resized(SMALL, vocab_size=32_000, hidden_size=512, num_kv_heads=8, head_dim=64, ffn_size=992)
+    target = write_random(root / "target", resized(shape, num_layers=8), small)
+    draft_shape = resized(SMALL, vocab_size=32_000, hidden_size=128, num_layers=2, num_heads=4, ffn_size=384)
     draft = write_random(root / "draft", draft_shape, small)
     cases: dict[str, Any] = {}
     for case in asked_cases(request):

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from engine.memory_cases import BF16, F32, OPS, SMALL, bytes_by_name
+from forerun.blocks import Spec, resized
 from forerun.config import EngineConfig
 from forerun.memory.plan import MemoryPlan, memory_plan
-from forerun.models.layers import DecoderConfig
 
 pytestmark = pytest.mark.once("no engine runs: plans alone")
 
-SECOND = replace(SMALL, num_layers=2, num_kv_heads=2, ffn_size=512)
-THIRD = replace(SMALL, num_layers=5)
+SECOND = resized(SMALL, num_layers=2, num_kv_heads=2, ffn_size=512)
+THIRD = resized(SMALL, num_layers=5)
 
 
-def plan(draft: DecoderConfig | None = SMALL, available: int | None = None, **extra: DecoderConfig) -> MemoryPlan:
+def plan(draft: Spec | None = SMALL, available: int | None = None, **extra: Spec) -> MemoryPlan:
     return plan_with("reference", draft, available, **extra)
 
 
-def plan_with(ops: str, draft: DecoderConfig | None, available: int | None = None, **extra: DecoderConfig) -> Any:
+def plan_with(ops: str, draft: Spec | None, available: int | None = None, **extra: Spec) -> Any:
     spec = "lookup" if draft is None else "./d"
     options = EngineConfig(draft=spec, extra_drafts=";".join(extra), ops=ops, max_batch_size=4, max_seq_len=512)
     dtype = F32 if ops == "reference" else BF16
@@ -55,7 +55,7 @@ def test_each_has_lines_of_its_own_and_a_model_may_be_there_twice() -> None:
 
 def test_activations_are_those_of_the_largest_model() -> None:
     """Also where that is an extra draft model, whose logits are held while the target runs."""
-    wide = replace(SECOND, hidden_size=2048, ffn_size=8192)
+    wide = resized(SECOND, hidden_size=2048, ffn_size=8192)
     parts, alone = bytes_by_name(plan(b=wide)), bytes_by_name(plan(wide))
     assert parts["activations"] == alone["activations"] > bytes_by_name(plan())["activations"]
 

@@ -14,22 +14,23 @@ from torch import Tensor
 
 from engine.memory_cases import SMALL, bytes_by_name, needs_native, write_random
 from forerun import LLM
+from forerun.blocks import resized
 from forerun.config import EngineConfig
 from forerun.drafters import artifacts, dflash_model, eagle_model, head_files, hydra
 from forerun.engine.factory import device_of, outlines, plan_of
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Rope
 from forerun.models.loading import load_checkpoint
 from forerun.models.saving import config_to_dict, write_json
 from forerun.ops.packed import PackedMatrix
+from forerun.ops.rotary import Rotations
 from tiny import byte_tokenizer
 
 pytestmark = pytest.mark.once("nothing is drafted: sizes alone")
 
 NUM_DRAFTED = 224
-TARGET = replace(SMALL, vocab_size=257, max_positions=512)
+TARGET = resized(SMALL, vocab_size=257, max_positions=512)
 WIDTH = TARGET.hidden_size
-LAYER = replace(TARGET, vocab_size=NUM_DRAFTED, num_layers=1, num_kv_heads=2)  # other sizes than the target's
+LAYER = resized(TARGET, vocab_size=NUM_DRAFTED, num_layers=1, num_kv_heads=2)  # other sizes than the target's
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -42,7 +43,7 @@ def blocks(name: str, num_heads: int, num_blocks: int) -> Shapes:
 def own_heads() -> dict[str, tuple[Mapping[str, Any], Shapes]]:
     """By method: config.json and shapes, as `forerun train head` writes them."""
     eagle = eagle_model.EagleConfig(LAYER, (0, 1, 3))
-    decoder = replace(LAYER, model_type="qwen3", qk_norm=True, num_layers=2, tie_embeddings=False)
+    decoder = resized(LAYER, model_type="qwen3", qk_norm=True, num_layers=2, tied=False)
     dflash = dflash_model.DFlashConfig(decoder, (1, 3), 4, 256, NUM_DRAFTED)
     ids = {"draft_vocab_size": NUM_DRAFTED}
     return {
@@ -101,7 +102,7 @@ def held(value: Any, seen: dict[int, Any]) -> Iterator[int]:
 
     seen: what was met already, by its address; it is kept alive, so that no other object gets that address.
     """
-    if id(value) in seen or isinstance(value, str | bytes | int | float | type | BlockCache | Rope):
+    if id(value) in seen or isinstance(value, str | bytes | int | float | type | BlockCache | Rotations):
         return
     seen[id(value)] = value
     if isinstance(value, PackedMatrix):

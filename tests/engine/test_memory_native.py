@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,14 @@ import torch
 
 from engine.memory_cases import BF16, ENVIRONMENT, F32, SMALL, bytes_by_name, needs_native
 from forerun import native, ops as operators
+from forerun.blocks import Spec, resized, weight_shapes
 from forerun.config import EngineConfig
 from forerun.memory.native import GIVE_BACK_BYTES, HUGE_PAGE_BYTES, packed_bytes
 from forerun.memory.parts import KERNEL_BYTES
 from forerun.memory.plan import memory_plan
-from forerun.models.layers import Decoder, DecoderConfig, empty_weights, parameter_shapes
+from forerun.ops import load_model
+from forerun.ops.cpu_model import CpuModel
+from forerun.ops.torch import empty_weights
 
 pytestmark = [needs_native, pytest.mark.once("plans, and passes without an engine")]
 CSRC = Path(__file__).parents[2] / "csrc"
@@ -27,11 +29,11 @@ ODD = {"vocab_size": 2011, "hidden_size": 99, "num_heads": 5, "num_kv_heads": 1,
 BIASED = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 
 
-def native_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
+def native_decoder(config: Spec, dtype: torch.dtype) -> CpuModel:
     weights = empty_weights(config, dtype, "cpu")
     for weight in weights.values():
         weight.zero_()
-    return Decoder(config, weights, operators.make("native", "cpu"))
+    return load_model(config, weights, operators.make("native", "cpu"))
 
 
 # ------------------------------------------------------------------------------------------------ exact to the byte
@@ -46,15 +48,15 @@ def test_a_packed_matrix_has_the_bytes_of_its_panels(num_out: int, num_in: int, 
     assert packed_bytes(num_out, num_in, dtype, paired=paired) == made.nbytes
 
 
-@pytest.mark.parametrize("sizes", [{}, ODD, ODD | BIASED, {"tie_embeddings": False}, {"qk_norm": True}])
+@pytest.mark.parametrize("sizes", [{}, ODD, ODD | BIASED, {"tied": False}, {"qk_norm": True}])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_weights_are_what_a_decoder_packs(sizes: dict[str, Any], dtype: torch.dtype) -> None:
-    config = replace(SMALL, **sizes)
+    config = resized(SMALL, **sizes)
     options = EngineConfig(draft="none", ops="native")
     planned = bytes_by_name(memory_plan(config, None, options, dtype=dtype))["target weights"]
     model = native_decoder(config, dtype)
-    table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * dtype.itemsize
-    biases = [shape for name, shape in parameter_shapes(config).items() if name.endswith("bias")]
+    table = 0 if config.tied else config.vocab_size * config.hidden_size * dtype.itemsize
+    biases = [shape for name, shape in weight_shapes(config).items() if name.endswith("bias")]
     if not biases:
         assert planned == model.bytes_per_pass + table
     else:  # padded to whole panels, and not counted among what a pass reads
@@ -66,9 +68,9 @@ def test_weights_are_what_a_decoder_packs(sizes: dict[str, Any], dtype: torch.dt
 def test_ends_of_huge_pages(dtype: torch.dtype) -> None:
     """A matrix of 2 MiB and more begins and ends with a huge page; smaller ones take what they need."""
     options = EngineConfig(draft="none", ops="native")
-    config = replace(SMALL, vocab_size=2000, num_layers=1, hidden_size=1024, ffn_size=1040)
+    config = resized(SMALL, vocab_size=2000, num_layers=1, hidden_size=1024, ffn_size=1040)
     parts = bytes_by_name(memory_plan(config, None, options, dtype=dtype))
-    made = [matrix.nbytes for matrix in native_decoder(config, dtype).compiled.matrices.values()]
+    made = [matrix.nbytes for matrix in native_decoder(config, dtype).matrices.values()]
     assert any(n < HUGE_PAGE_BYTES for n in made)
     assert parts["page rounding"] == sum(-n % HUGE_PAGE_BYTES for n in made if n >= HUGE_PAGE_BYTES) > 0
 
@@ -114,7 +116,7 @@ from engine.memory_cases import one_pass
 from engine.test_memory_native import *
 name, dtype, num_taps = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3])
 sizes, more = PASSES[name]
-config = replace(SMALL, **sizes)
+config = resized(SMALL, **sizes)
 options = EngineConfig(**{"draft": "lookup", "ops": "native", "max_batch_size": 4, "max_seq_len": 1024,
                           "prefill_chunk_tokens": 512} | more)
 one_pass(config, options, dtype, num_taps)()  # what runs for the first time is not this pass's
@@ -156,7 +158,7 @@ from engine.memory_cases import one_pass, schemes_of
 from engine.test_memory_native import *
 options = EngineConfig(draft="lookup", ops="native", spec_length=3, max_batch_size=2, max_seq_len=4096,
                        prefill_chunk_tokens=2048, max_num_batched_tokens=4096)
-config = replace(SMALL, ffn_size=3072, vocab_size=4000)
+config = resized(SMALL, ffn_size=3072, vocab_size=4000)
 schemes = schemes_of(config, 8) if sys.argv[1] == "rounded" else {}
 plan = memory_plan(config, None, options, dtype=BF16, schemes={"target": schemes})
 native.widens_pairs = lambda: False
@@ -196,7 +198,7 @@ def test_a_pass_that_returns_inner_layers() -> None:
 
 
 def test_buffers_of_both_models_stay_and_nothing_comes_later() -> None:
-    def buffers(draft: DecoderConfig | None, spec: str) -> int:
+    def buffers(draft: Spec | None, spec: str) -> int:
         options = EngineConfig(draft=spec, ops="native", max_batch_size=2, prefill_chunk_tokens=31)
         plan = memory_plan(SMALL, draft, options, dtype=BF16)
         assert plan.later == ()
@@ -210,20 +212,21 @@ def test_buffers_of_both_models_stay_and_nothing_comes_later() -> None:
 
 REFUSED = """
 import resource
-from dataclasses import replace
 from forerun import ops
+from forerun.blocks import Plain, resized
 from forerun.errors import CapacityError
-from forerun.models.layers import Decoder, DecoderConfig, empty_weights
+from forerun.ops import load_model
+from forerun.ops.torch import empty_weights
 import torch
 
-config = DecoderConfig("llama", 1 << 18, 1 << 10, 1, 2, 2, 8, 64, 1e-5, 64, tie_embeddings=True)
+config = Plain("llama", 1 << 18, 1 << 10, 1, 2, 2, 8, 64, 1e-5, 64, tied=True).spec
 native = ops.make("native", "cpu")
-Decoder(replace(config, vocab_size=64), empty_weights(replace(config, vocab_size=64), torch.float32, "cpu"), native)
+load_model(resized(config, vocab_size=64), empty_weights(resized(config, vocab_size=64), torch.float32, "cpu"), native)
 weights = empty_weights(config, torch.float32, "cpu")
 size = next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize"))
 resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20), -1))
 try:
-    Decoder(config, weights, native, consume=True)
+    load_model(config, weights, native, consume=True)
 except CapacityError as error:
     print(error)
 """

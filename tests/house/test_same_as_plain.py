@@ -17,8 +17,9 @@ import torch
 from forerun import drafters, native, registry
 from forerun.drafters.model import ModelDrafter
 from forerun.engine.engine import Engine
-from forerun.models.layers import Decoder
+from forerun.ops import load_model
 from forerun.ops.cpu import CpuOps
+from forerun.ops.torch import TorchModel
 from forerun.types import SamplingParams
 from support import VOCAB, drafter_for, engine_for, everyone, random_decoder
 
@@ -78,10 +79,10 @@ def engine_on(ops: str, draft: str = "none", **options) -> Engine:
     if ops == "row_by_row":
         return engine_for(model, draft, **options)
     weights = {name: weight.to(getattr(torch, ops)) for name, weight in model.weights.items()}
-    engine = engine_for(Decoder(model.config, weights, model.ops), draft, **options)
+    engine = engine_for(load_model(model.config, weights, model.ops), draft, **options)
     for runner in {engine.runner, *(each.runner for each in everyone(engine.drafter.first))}:
-        if runner is not None and isinstance(runner.model, Decoder):  # a head computes with its target's operators
-            runner.model = Decoder(runner.model.config, runner.model.weights, CpuOps())
+        if runner is not None and isinstance(runner.model, TorchModel):  # a head computes with its target's operators
+            runner.model = load_model(runner.model.config, runner.model.weights, CpuOps())
     return engine
 
 

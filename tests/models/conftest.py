@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from forerun.models.layers import parameter_shapes
+from forerun.blocks import weight_shapes
 from forerun.models.loading import read_config
 from models.hubserver import Client, HubServer, serve
 
@@ -23,7 +23,7 @@ def random_weights(raw: Mapping[str, Any], seed: int = 0) -> dict[str, torch.Ten
     """Every weight random, norms and biases too, so that one left out or swapped shows."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in parameter_shapes(read_config(raw)).items():
+    for name, shape in weight_shapes(read_config(raw)).items():
         noise = torch.randn(shape, generator=generator)
         weights[name] = 1 + 0.3 * noise if "norm" in name else noise * (0.3 if name.endswith(".bias") else 0.15)
     return weights

@@ -12,9 +12,10 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from tokenizers import pre_tokenizers
 
+from forerun.blocks import Plain, Rope, Spec, weight_shapes
 from forerun.models.configs import ROPE_KINDS
 from forerun.models.gguf.config import INNER, OUTER
-from forerun.models.layers import DecoderConfig, inverse_frequencies, parameter_shapes
+from forerun.ops.rotary import inverse_frequencies
 
 DENSE = ("F32", "F16", "BF16")
 # The float16 numbers of a block, by their first bytes; all other bytes may be anything.
@@ -66,7 +67,7 @@ def turned_back(weight: Array, num_heads: int) -> Array:
 
 def write_model(
     path: Path,
-    config: DecoderConfig,
+    config: Spec,
     weights: Mapping[str, torch.Tensor],
     quantise: Callable[[str], str] = lambda name: "F32",
     **metadata: Any,
@@ -81,21 +82,21 @@ def write_model(
     for key, value in {**usual(config, arch), **byte_vocabulary(), **_dotted(metadata)}.items():
         add(writer, key, value)
     kept = {}
+    own = Plain.of(config)
     names = {ours: name for name, ours in OUTER.items()} | {ours: name for name, ours in INNER.items()}
-    for name in parameter_shapes(config):
+    for name in weight_shapes(config):
         weight, heads = weights[name].float().numpy(), 0
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
-            heads = config.num_heads if ".q_proj." in name else config.num_kv_heads
+            heads = own.num_heads if ".q_proj." in name else own.num_kv_heads
             weight = turned(weight, heads)
         kind = quantise(name) if weight.ndim == 2 else "F32"
         data = gguf.quants.quantize(weight, Type[kind])
         writer.add_tensor(_here(name, names), data, raw_dtype=Type[kind])
         numbers = numbers_of(data, kind)
         kept[name] = torch.from_numpy(turned_back(numbers, heads) if heads else numbers)
-    if config.rope.kind == "llama3":
-        factors = inverse_frequencies(config.rope.__class__(config.rope.theta), config.head_dim) / inverse_frequencies(
-            config.rope, config.head_dim
-        )
+    if own.rope.kind == "llama3":
+        plain = inverse_frequencies(Rope(own.rope.theta), own.head_dim)
+        factors = plain / inverse_frequencies(own.rope, own.head_dim)
         writer.add_tensor("rope_freqs.weight", factors.numpy())
     finish(writer)
     return kept
@@ -103,9 +104,9 @@ def write_model(
 
 def write_tiny_model(path: Path) -> Path:
     """A random llama of a few thousand weights of 4 bits over 258 ids."""
-    config = DecoderConfig("llama", 258, 64, 1, 4, 2, 16, 96, 1e-5, 256)
+    config = Plain("llama", 258, 64, 1, 4, 2, 16, 96, 1e-5, 256).spec
     generator = torch.Generator().manual_seed(0)
-    weights = {name: torch.randn(s, generator=generator) * 0.1 for name, s in parameter_shapes(config).items()}
+    weights = {name: torch.randn(s, generator=generator) * 0.1 for name, s in weight_shapes(config).items()}
     write_model(path, config, weights, lambda name: "Q4_0")
     return path
 
@@ -118,8 +119,9 @@ def _here(name: str, names: Mapping[str, str]) -> str:
     return f"blk.{layer}.{names[inner]}.{ending}"
 
 
-def usual(config: DecoderConfig, arch: str) -> dict[str, Any]:
+def usual(spec: Spec, arch: str) -> dict[str, Any]:
     """The metadata of a model, without its tokenizer."""
+    config = Plain.of(spec)
     own = {
         "block_count": config.num_layers,
         "context_length": config.max_positions,
@@ -202,11 +204,11 @@ def _dotted(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {key.replace("__", "."): value for key, value in metadata.items()}
 
 
-def random_weights(config: DecoderConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+def random_weights(config: Spec, seed: int = 0) -> dict[str, torch.Tensor]:
     """Every weight random, norms and biases too, so that one left out or swapped shows."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in weight_shapes(config).items():
         noise = torch.randn(shape, generator=generator)
         made[name] = 1 + 0.3 * noise if "norm" in name else noise * (0.3 if name.endswith(".bias") else 0.15)
     return made

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.blocks import Plain, Rope
 from forerun.errors import UnsupportedModel
 from forerun.models.configs import SHARED_KEYS
-from forerun.models.layers import Rope, RopeConfig
 from forerun.models.loading import model_types, read_config
 from forerun.models.saving import config_to_dict
+from forerun.ops.rotary import Rotations
 
 Raw = dict[str, Any]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -24,7 +25,7 @@ def test_the_folder_is_the_list_of_architectures() -> None:
 
 def test_both_spellings_of_rotary_positions_mean_the_same(llama_raw: Raw) -> None:
     theta = llama_raw.pop("rope_theta")
-    rope = RopeConfig(theta, "llama3", 8.0, 1.0, 4.0, 64)
+    rope = Rope(theta, "llama3", 8.0, 1.0, 4.0, 64)
     spellings: list[Raw] = [
         {"rope_theta": theta, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
         {"rope_theta": theta, "rope_scaling": {"type": "llama3", **LLAMA3}},
@@ -32,13 +33,13 @@ def test_both_spellings_of_rotary_positions_mean_the_same(llama_raw: Raw) -> Non
         {"rope_theta": theta, "rope_parameters": {"rope_type": "llama3", **LLAMA3}},
         {"rope_parameters": {"full_attention": {"rope_theta": theta, "rope_type": "llama3", **LLAMA3}}},
     ]
-    assert {read_config(llama_raw | spelling).rope for spelling in spellings} == {rope}
-    assert read_config(llama_raw).rope == RopeConfig(10000.0)
+    assert {Plain.of(read_config(llama_raw | spelling)).rope for spelling in spellings} == {rope}
+    assert Plain.of(read_config(llama_raw)).rope == Rope(10000.0)
 
 
 def test_llama3_without_its_trained_length_takes_max_position_embeddings(llama_raw: Raw) -> None:
     numbers = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
-    rope = read_config(llama_raw | {"rope_scaling": {"rope_type": "llama3", **numbers}}).rope
+    rope = Plain.of(read_config(llama_raw | {"rope_scaling": {"rope_type": "llama3", **numbers}})).rope
     assert rope.original_max_positions == llama_raw["max_position_embeddings"]
 
 
@@ -144,13 +145,13 @@ def test_every_key_may_be_anything(llama_raw: Raw, model_type: str) -> None:
 
 
 def test_windows(llama_raw: Raw) -> None:
-    assert read_config(llama_raw | {"model_type": "mistral"}).windows == (4096, 4096)
-    assert read_config(llama_raw | {"model_type": "mistral", "sliding_window": None}).windows == ()
+    assert Plain.of(read_config(llama_raw | {"model_type": "mistral"})).windows == (4096, 4096)
+    assert Plain.of(read_config(llama_raw | {"model_type": "mistral", "sliding_window": None})).windows == ()
     qwen = llama_raw | {"model_type": "qwen2", "sliding_window": 9, "max_window_layers": 1}
-    assert read_config(qwen).windows == ()
-    assert read_config(qwen | {"use_sliding_window": True}).windows == (None, 9)
+    assert Plain.of(read_config(qwen)).windows == ()
+    assert Plain.of(read_config(qwen | {"use_sliding_window": True})).windows == (None, 9)
     kinds = ["sliding_attention", "full_attention"]
-    assert read_config(qwen | {"use_sliding_window": True, "layer_types": kinds}).windows == (9, None)
+    assert Plain.of(read_config(qwen | {"use_sliding_window": True, "layer_types": kinds})).windows == (9, None)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_round_trip(llama_raw: Raw, model_type: str, keys: Raw) -> None:
 
 def test_rotations_reach_as_far_as_they_are_asked_for() -> None:
     """The table grows by blocks of 256 positions: native passes read rows of it without asking how many there are."""
-    rope = Rope(RopeConfig(), 16, torch.device("cpu"), torch.float32)
+    rope = Rotations(Rope(), 16, torch.device("cpu"), torch.float32)
     for end in (1, 256, 257, 1000, 513):
         table = rope.table(end)
         assert len(table) >= end

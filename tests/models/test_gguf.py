@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from forerun import LLM, SamplingParams, native
+from forerun.blocks import Plain, Rope, Spec, resized
 from forerun.errors import CapacityError, UnsupportedModel
 from forerun.models.gguf.config import name_in_checkpoint
-from forerun.models.layers import DecoderConfig, RopeConfig
 from forerun.models.loading import load_checkpoint, read_config
 from forerun.models.saving import save_checkpoint
 from forerun.models.source import gguf as source_module, open_source
@@ -36,8 +35,8 @@ from models.gguf_files import (
 from models.gguf_vocabularies import smollm2
 
 # Heads of 64, so that Llama 3's rotary positions have frequencies of every kind.
-CONFIG = DecoderConfig("llama", 258, 96, 2, 6, 2, 64, 64, 1e-5, 256)
-LLAMA3 = RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+CONFIG = Plain("llama", 258, 96, 2, 6, 2, 64, 64, 1e-5, 256).spec
+LLAMA3 = Rope(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +60,7 @@ def test_every_weight_is_that_of_the_file(
 ) -> None:
     """In blocks that end within a matrix; rows of q and k are those of published checkpoints."""
     monkeypatch.setattr(source_module, "BLOCK_BYTES", 300_000)
-    config = replace(CONFIG, hidden_size=512, num_layers=1)
+    config = resized(CONFIG, hidden_size=512, num_layers=1)
     shapes = {"token_embd": 258, "blk.0.attn_q": 384, "blk.0.attn_k": 128, "blk.0.attn_v": 128}
     data = {name: random_blocks(kind, rows, 512, seed) for seed, (name, rows) in enumerate(shapes.items())}
     tensors = {f"{name}.weight": (kind, rows) for name, rows in data.items()}
@@ -96,7 +95,7 @@ def test_the_schemes_are_packed_as_the_file_has_them(tmp_path: Path) -> None:
     """Types and shapes of every part, which operators rely on."""
     halves, bytes_ = torch.float16, torch.uint8
     for kind in HALVES:
-        config = usual(replace(CONFIG, hidden_size=512, num_layers=1), "llama")
+        config = usual(resized(CONFIG, hidden_size=512, num_layers=1), "llama")
         tensors = {"token_embd.weight": (kind, random_blocks(kind, 258, 512))}
         tensors["output_norm.weight"] = ("F32", np.ones(512, np.float32))
         write_tensors(tmp_path / f"{kind}.gguf", tensors, config | byte_vocabulary(), "llama")
@@ -131,15 +130,15 @@ def test_weights_that_are_no_numbers_are_refused_packed_and_dense(tmp_path: Path
 
 # ------------------------------------------------------------------------------------------------------------- models
 
-MODELS: dict[str, DecoderConfig] = {
-    "llama": replace(CONFIG, rope=LLAMA3),
-    "llama-tied": replace(CONFIG, tie_embeddings=True, head_dim=16, num_kv_heads=6),
-    "llama-linear-biases": replace(
-        CONFIG, rope=RopeConfig(10000.0, "linear", 4.0), qkv_bias=True, o_bias=True, mlp_bias=True
+MODELS: dict[str, Spec] = {
+    "llama": resized(CONFIG, rope=LLAMA3),
+    "llama-tied": resized(CONFIG, tied=True, head_dim=16, num_kv_heads=6),
+    "llama-linear-biases": resized(
+        CONFIG, rope=Rope(10000.0, "linear", 4.0), qkv_bias=True, o_bias=True, mlp_bias=True
     ),
-    "mistral": replace(CONFIG, model_type="mistral", windows=(6, 6), head_dim=16),
-    "qwen2": replace(CONFIG, model_type="qwen2", qkv_bias=True, head_dim=16, tie_embeddings=True),
-    "qwen3": replace(CONFIG, model_type="qwen3", qk_norm=True, head_dim=16, rope=RopeConfig(1e6)),
+    "mistral": resized(CONFIG, model_type="mistral", windows=(6, 6), head_dim=16),
+    "qwen2": resized(CONFIG, model_type="qwen2", qkv_bias=True, head_dim=16, tied=True),
+    "qwen3": resized(CONFIG, model_type="qwen3", qk_norm=True, head_dim=16, rope=Rope(1e6)),
 }
 QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1"}
 
@@ -152,7 +151,7 @@ def test_greedy_texts_are_those_of_transformers(tmp_path: Path, case: str) -> No
     weights = write_model(path, config, random_weights(config), lambda name: QUANTISED.get(case, "F32"))
     save_checkpoint(tmp_path / "folder", config, weights, torch.float32)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32).eval()
-    assert read_config(open_source(path).config) == replace(config, norm_eps=float(np.float32(config.norm_eps)))
+    assert read_config(open_source(path).config) == resized(config, norm_eps=float(np.float32(1e-5)))
     prompts = [[5, 80, 3, 200, 17, 9, 250], list(range(40, 60)), [1]]
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     for ops in ("reference", "auto"):
@@ -202,17 +201,17 @@ def test_the_real_model_says_what_transformers_says() -> None:
 def test_rope_scaling_of_llama_3_is_told_by_its_factors(
     tmp_path: Path, theta: float, factor: float, low: float, high: float, length: int
 ) -> None:
-    config = replace(CONFIG, head_dim=128, rope=RopeConfig(theta, "llama3", factor, low, high, length))
+    config = resized(CONFIG, head_dim=128, rope=Rope(theta, "llama3", factor, low, high, length))
     write_model(tmp_path / "a.gguf", config, random_weights(config))
-    found = read_config(open_source(tmp_path / "a.gguf").config).rope
-    assert found == RopeConfig(theta, "llama3", factor, 1.0, high / low, round(length / low))
+    found = Plain.of(read_config(open_source(tmp_path / "a.gguf").config)).rope
+    assert found == Rope(theta, "llama3", factor, 1.0, high / low, round(length / low))
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("theta", [float("nan"), float("inf"), -1.0, 0.0, 1e-45, 0.5, 1e16])
 def test_factors_beside_a_base_that_none_can_be_of_are_refused(tmp_path: Path, theta: float) -> None:
     """Without a warning of numpy or of LAPACK, which would find no line through numbers like these."""
-    config = replace(CONFIG, num_layers=1, rope=LLAMA3)
+    config = resized(CONFIG, num_layers=1, rope=LLAMA3)
     write_model(tmp_path / "a.gguf", config, random_weights(config), llama__rope__freq_base=theta)
     with pytest.raises(UnsupportedModel, match=r"rope_theta=.* must be a number in 1 \.\. "):
         open_source(tmp_path / "a.gguf")
@@ -220,7 +219,7 @@ def test_factors_beside_a_base_that_none_can_be_of_are_refused(tmp_path: Path, t
 
 @pytest.mark.filterwarnings("error")
 def test_factors_of_frequencies_that_are_all_alike_are_refused(tmp_path: Path) -> None:
-    config = replace(CONFIG, num_layers=1, rope=LLAMA3)
+    config = resized(CONFIG, num_layers=1, rope=LLAMA3)
     write_model(tmp_path / "a.gguf", config, random_weights(config), llama__rope__freq_base=1.0)
     with pytest.raises(UnsupportedModel, match="are not those of Llama 3"):
         open_source(tmp_path / "a.gguf")
@@ -228,7 +227,7 @@ def test_factors_of_frequencies_that_are_all_alike_are_refused(tmp_path: Path) -
 
 def test_a_matrix_may_have_more_rows_than_there_are_tokens(tmp_path: Path) -> None:
     """Those rows have no token, and neither have those that a converter named [PAD...]."""
-    config = replace(CONFIG, vocab_size=300, head_dim=16)
+    config = resized(CONFIG, vocab_size=300, head_dim=16)
     vocabulary = byte_vocabulary()
     tokens = [*vocabulary["tokenizer.ggml.tokens"], "[PAD258]", "[PAD259]"]
     types = [*vocabulary["tokenizer.ggml.token_type"], 5, 5]
@@ -251,7 +250,7 @@ def test_a_matrix_may_have_more_rows_than_there_are_tokens(tmp_path: Path) -> No
 
 
 def test_the_small_files_are_written_once_and_follow_the_header(tmp_path: Path, cache: Path) -> None:
-    config = replace(CONFIG, head_dim=16)
+    config = resized(CONFIG, head_dim=16)
     for name, end in (("a", 0), ("b", 5)):
         write_model(tmp_path / f"{name}.gguf", config, random_weights(config), tokenizer__ggml__eos_token_id=end)
     a, b = (open_source(tmp_path / f"{name}.gguf").folder for name in "ab")
@@ -267,7 +266,7 @@ def test_the_small_files_are_written_once_and_follow_the_header(tmp_path: Path, 
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = replace(CONFIG, head_dim=16)
+    config = resized(CONFIG, head_dim=16)
     write_model(tmp_path / "a.gguf", config, random_weights(config))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path / "file"))
@@ -299,7 +298,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path: Path, case: str) -> None:
     metadata, sentence = REFUSED[case]
-    config = replace(CONFIG, head_dim=16)
+    config = resized(CONFIG, head_dim=16)
     write_model(tmp_path / "a.gguf", config, random_weights(config), **metadata)
     with pytest.raises(UnsupportedModel) as refused:
         load_checkpoint(str(tmp_path / "a.gguf"), with_tokenizer=True)
@@ -321,9 +320,9 @@ def test_other_types_are_refused_by_name(tmp_path: Path, kind: str) -> None:
 
 
 def test_tensors_that_are_missing_too_many_or_of_another_shape(tmp_path: Path) -> None:
-    config = replace(CONFIG, head_dim=16)
+    config = resized(CONFIG, head_dim=16)
     weights = random_weights(config)
-    write_model(tmp_path / "a.gguf", replace(config, num_layers=3), random_weights(replace(config, num_layers=3)))
+    write_model(tmp_path / "a.gguf", resized(config, num_layers=3), random_weights(resized(config, num_layers=3)))
     data = (tmp_path / "a.gguf").read_bytes().replace(b"blk.2.ffn_up.weight", b"blk.2.ffn_xp.weight")
     (tmp_path / "a.gguf").write_bytes(data)
     with pytest.raises(

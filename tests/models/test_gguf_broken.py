@@ -7,14 +7,13 @@ import resource
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import pytest
 
+from forerun.blocks import Rope, resized
 from forerun.errors import UserError
-from forerun.models.layers import RopeConfig
 from forerun.models.loading import load_checkpoint
 from models.gguf_files import random_weights, write_model
 from models.test_gguf import CONFIG, cache  # noqa: F401  (a fixture for every test)
@@ -26,7 +25,7 @@ MOST_BYTES, MOST_S = 300 << 20, 5.0
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "whole.gguf"
-    config = replace(CONFIG, num_layers=1, head_dim=64, rope=RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192))
+    config = resized(CONFIG, num_layers=1, head_dim=64, rope=Rope(500000.0, "llama3", 32.0, 1.0, 4.0, 8192))
     write_model(path, config, random_weights(config), lambda name: "Q8_0" if "mlp" in name else "F16")
     return path
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from forerun.blocks import resized
 from forerun.errors import UnsupportedModel
 from forerun.models.generation import end_ids_of
 from forerun.models.source import open_source
@@ -24,7 +24,7 @@ Metadata = dict[str, Any]
 
 def folder_of(path: Path, metadata: Metadata) -> Path:
     """The small files of a model with this vocabulary."""
-    config = replace(CONFIG, vocab_size=len(metadata["tokenizer.ggml.tokens"]), head_dim=16)
+    config = resized(CONFIG, vocab_size=len(metadata["tokenizer.ggml.tokens"]), head_dim=16)
     tensors = {
         "token_embd.weight": ("F32", np.zeros((config.vocab_size, 1), np.float32)),
         "output_norm.weight": ("F32", np.zeros(96, np.float32)),

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from engine.memory_cases import asked_cases, needs_native
 from forerun import native
-from forerun.models.layers import DecoderConfig, parameter_shapes
+from forerun.blocks import Plain, weight_shapes
 from forerun.models.loading import load_checkpoint
 from forerun.models.saving import save_checkpoint
 from forerun.ops.cpu import CpuOps
@@ -55,16 +55,16 @@ import ctypes, gc, json, os, sys
 from forerun import ops as operators
 from forerun.memory.native import allocated_bytes
 from forerun.models.loading import load_checkpoint
+from forerun.ops.torch import TorchModel
 
 def status():
     lines = [line.split(":") for line in open("/proc/self/status")]
     return {key: 1024 * int(value.split()[0]) for key, value in lines if key.startswith(("Vm", "Rss"))}
 
 def tensors(model):
-    if model.compiled is None:
+    if isinstance(model, TorchModel):
         return list(model.weights.values())
-    table = model.compiled._table
-    return [*model.compiled._norms.values(), *([] if table is None else [table])]
+    return [*model._vectors.values(), *model._tables.values()]
 
 def measure(folder, small, ops, dtype, quantization=None):
     ops = operators.make(ops, "cpu")
@@ -78,7 +78,7 @@ def measure(folder, small, ops, dtype, quantization=None):
     peak = status()["VmHWM"]
     total = sum(float(weight.sum()) for weight in tensors(model))  # touches every weight that is not packed
     after = status()
-    packed = [] if model.compiled is None else [*model.compiled.matrices.values(), model.compiled._embedding]
+    packed = [] if isinstance(model, TorchModel) else [*model.matrices.values(), model._embedding]
     packed = [matrix.nbytes for matrix in {*packed} - {None}]
     pages = [allocated_bytes(num_bytes) for num_bytes in packed]
     storages = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in tensors(model)}
@@ -108,10 +108,10 @@ def random_checkpoint(folder: Path, sizes: dict[str, int], *, tied: bool, shard_
 
     The weights repeat a block of random numbers: drawing them all would take longer than all the rest.
     """
-    config = DecoderConfig("llama", **sizes, ffn_size=6144, norm_eps=1e-5, max_positions=64, tie_embeddings=tied)
+    config = Plain("llama", **sizes, ffn_size=6144, norm_eps=1e-5, max_positions=64, tied=tied).spec
     block = torch.randn(1 << 16, generator=torch.Generator().manual_seed(1)).bfloat16()
     weights = {}
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in weight_shapes(config).items():
         num = torch.Size(shape).numel()
         weights[name] = block.repeat(num // len(block) + 1)[:num].view(shape)
     save_checkpoint(folder, config, weights, shard_bytes=shard_bytes)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from forerun import native, ops as operators
+from forerun.blocks import weight_shapes
 from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError
-from forerun.models.layers import parameter_shapes
 from forerun.models.loading import load_checkpoint, read_config
 from forerun.models.saving import save_checkpoint
 
@@ -220,4 +220,4 @@ def test_saving_refuses_what_does_not_fit(tmp_path: Path, llama_raw: Raw, weight
     del weights["model.norm.weight"]
     with pytest.raises(UnsupportedModel, match=r"no tensor model\.norm\.weight"):
         save_checkpoint(tmp_path, config, weights)
-    assert set(parameter_shapes(config)) - set(weights) == {"model.norm.weight"}
+    assert set(weight_shapes(config)) - set(weights) == {"model.norm.weight"}

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun import native
+from forerun.blocks import weight_shapes
 from forerun.errors import UnsupportedModel
-from forerun.models.layers import parameter_shapes
 from forerun.models.loading import load_checkpoint, read_config
 from forerun.models.source import open_source
 from forerun.ops.cpu import CpuOps
@@ -43,7 +43,7 @@ def write(folder: Path, config: dict[str, Any], quantise: Quantise) -> dict[str,
     """Write a checkpoint whose projections are quantised, and return all its weights."""
     generator = torch.Generator().manual_seed(3)
     tensors, weights = {}, {}
-    for name, shape in parameter_shapes(read_config(RAW)).items():
+    for name, shape in weight_shapes(read_config(RAW)).items():
         weight = torch.randn(shape, generator=generator) * 0.2
         if "_proj" in name:
             parts, weights[name] = quantise(name.removesuffix(".weight"), weight)

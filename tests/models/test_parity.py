@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder
 from forerun.models.loading import load_checkpoint
 from forerun.models.runner import Run, Runner, pack
+from forerun.ops.torch import TorchModel
 
 Raw = dict[str, Any]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -60,7 +60,7 @@ class Pair:
     """One checkpoint, loaded twice."""
 
     def __init__(self, folder: Path) -> None:
-        self.model: Decoder = load_checkpoint(folder).model
+        self.model: TorchModel = load_checkpoint(folder).model
         oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         self.oracle = oracle.eval()
 

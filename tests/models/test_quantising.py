@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -13,25 +12,25 @@ from torch import Tensor
 
 from benchmarks.quality import QualityPlan, measure, text_ids
 from forerun import LLM, SamplingParams, ops
+from forerun.blocks import Plain, resized, weight_shapes
 from forerun.cli.main import main
 from forerun.config import EngineConfig, Quantization
 from forerun.engine.factory import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption
-from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.loading import load_checkpoint
 from forerun.models.saving import save_checkpoint
 from forerun.ops.quantising import quantise, scheme_of
 from tiny import write_tiny
 
 ENDS = ("model.embed_tokens.weight", "lm_head.weight")
-CONFIG = DecoderConfig("llama", 96, 64, 2, 4, 2, 16, 128, 1e-5, 128)
+CONFIG = Plain("llama", 96, 64, 2, 4, 2, 16, 128, 1e-5, 128).spec
 
 
 def write(folder: Path, *, tied: bool = False) -> Path:
     """A random checkpoint whose rows 64 divides."""
-    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+    config = resized(CONFIG, tied=tied)
     generator = torch.Generator().manual_seed(1)
-    weights = {name: torch.randn(s, generator=generator) * 0.3 for name, s in parameter_shapes(config).items()}
+    weights = {name: torch.randn(s, generator=generator) * 0.3 for name, s in weight_shapes(config).items()}
     weights |= {name: 1 + weight for name, weight in weights.items() if "norm" in name}
     save_checkpoint(folder, config, weights, torch.bfloat16)
     return folder

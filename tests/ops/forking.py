@@ -20,20 +20,21 @@ import torch
 from torch import Tensor
 
 from forerun import LLM, SamplingParams, native
-from forerun.models.layers import Decoder
+from forerun.ops import load_model
 from forerun.ops.cpu import CpuOps
+from forerun.ops.torch import TorchModel
 from ops.native_cases import BFLOAT16, Session, make_config, random_weights, same_bits, tokens_of
 
 HANGS_S = 30.0
 
 
-def make_model() -> Decoder:
+def make_model() -> TorchModel:
     """A decoder that is large enough for two threads."""
     config = make_config(vocab_size=700, hidden_size=512, num_heads=8, head_dim=64, ffn_size=1024)
-    return Decoder(config, random_weights(config, BFLOAT16), CpuOps(num_threads=2))
+    return load_model(config, random_weights(config, BFLOAT16), CpuOps(num_threads=2))
 
 
-def one_pass(model: Decoder) -> tuple[Tensor, Any]:
+def one_pass(model: TorchModel) -> tuple[Tensor, Any]:
     """Hidden states and logits of ten rows, and probabilities that fill a pooled row."""
     found = Session(model, max_seq_len=64).run({0: tokens_of(10, 3, 700)})
     row = found[-1, -700:].numpy().copy()
@@ -41,7 +42,7 @@ def one_pass(model: Decoder) -> tuple[Tensor, Any]:
     return found, probs.copy()
 
 
-def compute(model: list[Decoder], expected: tuple[Tensor, Any], num_passes: int) -> None:
+def compute(model: list[TorchModel], expected: tuple[Tensor, Any], num_passes: int) -> None:
     """Compute in a child. Between two passes its threads have time to fall asleep."""
     for _ in range(num_passes):
         found, probs = one_pass(model[0])
@@ -50,7 +51,7 @@ def compute(model: list[Decoder], expected: tuple[Tensor, Any], num_passes: int)
         time.sleep(0.003)
 
 
-def drop(model: list[Decoder]) -> None:
+def drop(model: list[TorchModel]) -> None:
     """Drop the model in a child, whether or not the child computed."""
     died = weakref.ref(model[0].ops)
     model.clear()
@@ -58,7 +59,7 @@ def drop(model: list[Decoder]) -> None:
     assert died() is None
 
 
-def compute_and_drop(model: list[Decoder], expected: tuple[Tensor, Any], num_passes: int) -> None:
+def compute_and_drop(model: list[TorchModel], expected: tuple[Tensor, Any], num_passes: int) -> None:
     """Make, run and drop a model in a child."""
     compute(model, expected, num_passes)
     drop(model)
@@ -87,7 +88,7 @@ def idle() -> None:
     assert same_bits(one_pass(model[0])[0], expected[0])
 
 
-def forks_again(model: list[Decoder], expected: tuple[Tensor, Any]) -> None:
+def forks_again(model: list[TorchModel], expected: tuple[Tensor, Any]) -> None:
     """In a child."""
     one_pass(model[0])
     fork(compute_and_drop, model, expected, 3)

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from forerun import native
+from forerun.blocks import Plain, Spec, weight_shapes
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
 from forerun.models.runner import Run, pack
+from forerun.ops import load_model
 from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import TorchModel
 from forerun.types import CacheView, RaggedBatch
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -183,7 +185,7 @@ def attention_case(
 # ---------------------------------------------------------------------------------------------------------- decoders
 
 
-def make_config(**changes: Any) -> DecoderConfig:
+def make_config(**changes: Any) -> Spec:
     """A small decoder whose sizes fit no vector."""
     sizes: dict[str, Any] = {
         "model_type": "llama",
@@ -196,20 +198,20 @@ def make_config(**changes: Any) -> DecoderConfig:
         "ffn_size": 67,
         "norm_eps": 1e-5,
         "max_positions": 1024,
-        "tie_embeddings": True,
+        "tied": True,
     }
-    return DecoderConfig(**{**sizes, **changes})
+    return Plain(**{**sizes, **changes}).spec
 
 
-def random_weights(config: DecoderConfig, dtype: torch.dtype, seed: int = 5) -> dict[str, Tensor]:
+def random_weights(config: Spec, dtype: torch.dtype, seed: int = 5) -> dict[str, Tensor]:
     generator, weights = seeded(seed), {}
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in weight_shapes(config).items():
         weights[name] = (torch.randn(shape, generator=generator) * 0.2 + ("norm" in name)).to(dtype)
     return weights
 
 
-def make_decoder(config: DecoderConfig, dtype: torch.dtype, isa: str, num_threads: int = 1) -> Decoder:
-    return Decoder(config, random_weights(config, dtype), ops_of(isa, num_threads))
+def make_decoder(config: Spec, dtype: torch.dtype, isa: str, num_threads: int = 1) -> TorchModel:
+    return load_model(config, random_weights(config, dtype), ops_of(isa, num_threads))
 
 
 def tokens_of(num: int, seed: int, vocab_size: int = 77) -> list[int]:
@@ -223,7 +225,7 @@ class Session:
     that were never written are NaN.
     """
 
-    def __init__(self, model: Decoder, layout: int = 16, *, max_seq_len: int = 640, seed: int = 0) -> None:
+    def __init__(self, model: TorchModel, layout: int = 16, *, max_seq_len: int = 640, seed: int = 0) -> None:
         self.model, block = model, layout or max_seq_len
         num_blocks = 4 * -(-max_seq_len // block)
         shape, device = model.config.cache_shape, torch.device("cpu")

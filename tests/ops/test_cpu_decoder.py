@@ -15,11 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.blocks import Plain
 from forerun.errors import InternalError
-from forerun.models.layers import Decoder, DecoderConfig, Rope
+from forerun.ops import load_model
 from forerun.ops.cpu import CpuOps
 from forerun.ops.packed import PackedMatrix, run_numbers
 from forerun.ops.reference import ReferenceOps
+from forerun.ops.rotary import Rotations
 from forerun.types import RaggedBatch
 from ops.native_cases import (
     BFLOAT16,
@@ -43,7 +45,7 @@ pytestmark = [needs_native, pytest.mark.parametrize("isa", ISAS)]
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "untied": {"tie_embeddings": False, "head_dim": 8, "num_heads": 8, "num_kv_heads": 1},
+    "untied": {"tied": False, "head_dim": 8, "num_heads": 8, "num_kv_heads": 1},
     "qwen2": {"qkv_bias": True, "hidden_size": 51, "num_heads": 3, "num_kv_heads": 3},
     "qwen3": {"qk_norm": True, "head_dim": 64, "num_heads": 4},
     "mistral": {"windows": (5, 70), "head_dim": 32, "num_heads": 8},
@@ -60,12 +62,12 @@ class Composed:
     """A decoder of single operators: rows are float32 between them."""
 
     ops: CpuOps
-    config: DecoderConfig
+    config: Plain
     weights: Mapping[str, Tensor]
 
     def forward(self, batch: RaggedBatch, cache: Any) -> Tensor:
         """Final hidden states of one pass [T, H]; writes the cache."""
-        rope = Rope(self.config.rope, self.config.head_dim, torch.device("cpu"), FLOAT32)
+        rope = Rotations(self.config.rope, self.config.head_dim, torch.device("cpu"), FLOAT32)
         tokens, positions = batch.ids()
         rotation = rope.at(torch.tensor(positions), max(positions) + 1)
         x = self.weights["model.embed_tokens.weight"][tokens].float()
@@ -88,7 +90,9 @@ class Composed:
             q, k = self.norm(q, at + "q_norm"), self.norm(k, at + "k_norm")
         q, k = self.ops.rope(q, *rotation), self.ops.rope(k, *rotation)
         pools = {"keys": cache.keys[i], "values": cache.values[i]}
-        return self.ops.attention(q, k, v, **pools, view=cache.view(batch), window=c.window(i)).flatten(1)
+        return self.ops.attention(
+            q, k, v, **pools, view=cache.view(batch), window=c.windows[i] if c.windows else None
+        ).flatten(1)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return self.ops.rms_norm(x, self.weights[name + ".weight"], self.config.norm_eps)
@@ -115,14 +119,14 @@ def test_a_pass_is_its_operators_one_after_the_other(isa: str, dtype: torch.dtyp
     """Bit for bit: hidden states, logits, and what is in the cache, over passes of prompts, single rows and trees."""
     config = make_config(**ARCHITECTURES[name])
     weights = random_weights(config, dtype)
-    model, ops = Decoder(config, weights, ops_of(isa)), ops_of(isa)
+    model, ops = load_model(config, weights, ops_of(isa)), ops_of(isa)
     fused, single = (Session(model, layout, max_seq_len=128) for _ in range(2))
-    head = weights["model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"]
+    head = weights["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
     for seed, (rows, trees) in enumerate(PASSES):
         runs = {slot: tokens_of(n, 10 * seed + slot, config.vocab_size) for slot, n in rows.items()}
         batch = single.batch(runs, trees)
         with torch.inference_mode():
-            hidden = Composed(ops, config, weights).forward(batch, single.cache)
+            hidden = Composed(ops, Plain.of(config), weights).forward(batch, single.cache)
             expected = torch.cat((hidden, ops.linear(hidden, ops.pack(head))), dim=1)
         for slot, run in runs.items():
             single.cache.keep({slot: range(len(run))})
@@ -138,8 +142,8 @@ def test_a_pass_is_close_to_the_reference(isa: str, dtype: torch.dtype, name: st
     """In float64, of the same weights; bfloat16 rounds the inputs of each product on the way."""
     config = make_config(**ARCHITECTURES[name])
     weights = random_weights(config, dtype)
-    native = Session(Decoder(config, weights, ops_of(isa)))
-    reference = Session(Decoder(config, {n: w.double() for n, w in weights.items()}, ReferenceOps(row_by_row=True)))
+    native = Session(load_model(config, weights, ops_of(isa)))
+    reference = Session(load_model(config, {n: w.double() for n, w in weights.items()}, ReferenceOps(row_by_row=True)))
     for seed, (rows, trees) in enumerate(PASSES):
         runs = {slot: tokens_of(n, 10 * seed + slot, config.vocab_size) for slot, n in rows.items()}
         expected, found = reference.run(runs, trees), native.run(runs, trees)
@@ -155,12 +159,12 @@ def test_a_pass_is_close_to_the_reference(isa: str, dtype: torch.dtype, name: st
 def test_embeddings_come_out_of_the_packed_matrix(isa: str, dtype: torch.dtype, tied: bool) -> None:
     """A decoder without layers is the final norm of a token's row, which a tied one gathers from its packed LM head."""
     for hidden_size, vocab_size in ((1, 3), (31, 33), (52, 77), (64, 32)):
-        config = make_config(num_layers=0, hidden_size=hidden_size, vocab_size=vocab_size, tie_embeddings=tied)
+        config = make_config(num_layers=0, hidden_size=hidden_size, vocab_size=vocab_size, tied=tied)
         weights = random_weights(config, dtype)
         ids = list(range(vocab_size))
-        hidden = Session(Decoder(config, weights, ops_of(isa))).run({0: ids})[:, :hidden_size]
+        hidden = Session(load_model(config, weights, ops_of(isa))).run({0: ids})[:, :hidden_size]
         rows = weights["model.embed_tokens.weight"].float()
-        expected = ops_of(isa).rms_norm(rows, weights["model.norm.weight"], config.norm_eps)
+        expected = ops_of(isa).rms_norm(rows, weights["model.norm.weight"], Plain.of(config).norm_eps)
         assert same_bits(hidden.contiguous(), expected)
 
 
@@ -172,7 +176,7 @@ def make_head(weight: Tensor, isa: str, num_threads: int = 1) -> Any:
     config = make_config(num_layers=0, vocab_size=len(weight), hidden_size=weight.shape[1])
     norm = torch.ones(weight.shape[1], dtype=weight.dtype)
     weights = {"model.embed_tokens.weight": weight, "model.norm.weight": norm}
-    return ops_of(isa, num_threads).compile(config, weights)
+    return load_model(config, weights, ops_of(isa, num_threads))
 
 
 def by_numpy(logits: Tensor, num_ids: int) -> list[int]:
@@ -288,12 +292,12 @@ def test_running_ahead_refuses_what_does_not_fit_together(isa: str, changed: dic
     """Two runs of one token, three rows for the first and two for the second: the binding itself looks."""
     session = Session(make_decoder(make_config(), BFLOAT16, isa), max_seq_len=64)
     session.run({0: [1, 2], 1: [1, 2]})
-    batch, decoder = session.batch({0: [3], 1: [4]}, {}), session.model.compiled
+    batch, decoder = session.batch({0: [3], 1: [4]}, {}), session.model
     for slot in (0, 1):
         session.cache.reserve(slot, 3 - slot)
     fed = dataclasses.replace(batch, run_starts=[0, 3, 5])
     numbers, pools = run_numbers(fed, session.cache.tables(fed)), session.cache.native
-    rotations = session.model._rope.table(16).data_ptr()
+    rotations = session.model._rotations[0].table(16).data_ptr()
     good = {"tokens": [3, 4], "positions": [2, 2], "counts": [1, 1], "lengths": [3, 2]}
     assert len(decoder._native.run_ahead(*good.values(), rotations, numbers, pools, [0, 1], 70)[0]) == 3
     with pytest.raises(ValueError, match=message):
@@ -303,7 +307,7 @@ def test_running_ahead_refuses_what_does_not_fit_together(isa: str, changed: dic
 def test_running_ahead_stops_at_logits_that_are_no_numbers(isa: str) -> None:
     weights = random_weights(make_config(), BFLOAT16)
     weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], NAN)
-    session = Session(Decoder(make_config(), weights, ops_of(isa)), max_seq_len=64)
+    session = Session(load_model(make_config(), weights, ops_of(isa)), max_seq_len=64)
     session.run({0: [1, 2]})
     batch = session.batch({0: [3]}, {})
     assert session.model.run_ahead(batch, [1], session.cache, 77) is None
@@ -312,7 +316,7 @@ def test_running_ahead_stops_at_logits_that_are_no_numbers(isa: str) -> None:
 def test_no_rows_and_no_tokens(isa: str) -> None:
     model = make_decoder(make_config(), BFLOAT16, isa)
     assert model.logits(torch.empty(0, 52)).shape == (0, 77)
-    assert model.compiled.best(torch.empty(0, 52), [], 77) == ([], [])
+    assert model.best(torch.empty(0, 52), [], 77) == ([], [])
     session = Session(model)
     assert session.run({}).shape == (0, 52 + 77)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.models.layers import Decoder
-from forerun.ops.reference import ReferenceOps
+from forerun.ops import load_model
+from forerun.ops.torch import TorchModel
 from ops.native_cases import (
     DTYPES,
     FLOAT32,
@@ -44,20 +44,20 @@ NUM_TOKENS = 530
 NAN_TOKEN, HUGE_TOKEN = 75, 76  # whose embeddings are not numbers, or huge: never among the tokens that are compared
 TEXT = tokens_of(NUM_TOKENS, 1, NAN_TOKEN)
 VARIANTS: dict[str, dict[str, Any]] = {
-    "grouped": {"tie_embeddings": False},
-    "windows": {"tie_embeddings": False, "windows": (70, 9), "head_dim": 8, "num_heads": 4, "num_kv_heads": 4},
-    "qk_norm": {"tie_embeddings": False, "qk_norm": True, "qkv_bias": True, "mlp_bias": True, "hidden_size": 33},
+    "grouped": {"tied": False},
+    "windows": {"tied": False, "windows": (70, 9), "head_dim": 8, "num_heads": 4, "num_kv_heads": 4},
+    "qk_norm": {"tied": False, "qk_norm": True, "qkv_bias": True, "mlp_bias": True, "hidden_size": 33},
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 @cache
-def decoder(variant: str, dtype: torch.dtype, isa: str, num_threads: int = 1) -> Decoder:
+def decoder(variant: str, dtype: torch.dtype, isa: str, num_threads: int = 1) -> TorchModel:
     config = make_config(**VARIANTS[variant])
     weights = random_weights(config, dtype)
     weights["model.embed_tokens.weight"][NAN_TOKEN, ::5] = NAN
     weights["model.embed_tokens.weight"][HUGE_TOKEN] *= 1e38
-    return Decoder(config, weights, ops_of(isa, num_threads))
+    return load_model(config, weights, ops_of(isa, num_threads))
 
 
 def one_by_one(session: Session, tokens: list[int]) -> Tensor:
@@ -139,7 +139,7 @@ def test_tree_rows_are_chain_rows(isa: str, dtype: torch.dtype, variant: str) ->
 def test_threads_share_large_passes(isa: str, dtype: torch.dtype, num_threads: int) -> None:
     """Large enough that no part of the pass is left to one thread alone; repeated, for threads race."""
     config = make_config(hidden_size=512, ffn_size=700, num_layers=1, vocab_size=3000)
-    one, many = (Decoder(config, random_weights(config, dtype), ops_of(isa, n)) for n in (1, num_threads))
+    one, many = (load_model(config, random_weights(config, dtype), ops_of(isa, n)) for n in (1, num_threads))
     text = tokens_of(50, 2)
     expected = Session(one).run({0: text})
     for seed in range(2):
@@ -157,10 +157,10 @@ LONG_VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def long_decoder(variant: str, dtype: torch.dtype, isa: str, num_threads: int) -> Decoder:
+def long_decoder(variant: str, dtype: torch.dtype, isa: str, num_threads: int) -> TorchModel:
     """Large enough that a pass of one row is not left to one thread alone."""
     config = make_config(**{"hidden_size": 512, "ffn_size": 700, "num_layers": 2, **LONG_VARIANTS[variant]})
-    return Decoder(config, random_weights(config, dtype), ops_of(isa, num_threads))
+    return load_model(config, random_weights(config, dtype), ops_of(isa, num_threads))
 
 
 @cache
@@ -206,7 +206,7 @@ def test_trees_across_the_end_of_a_range(isa: str, dtype: torch.dtype, variant: 
 def test_the_fast_reference_fails_the_same_test() -> None:
     """The same decoder in torch's fast float32 operators: chunks differ from single tokens in some bit."""
     config = make_config(hidden_size=1024, num_layers=1)
-    model = Decoder(config, random_weights(config, FLOAT32), ReferenceOps())
+    model = TorchModel(config, random_weights(config, FLOAT32))
     chunk, alone = Session(model, 0).run({0: TEXT[:40]}), one_by_one(Session(model, 0), TEXT[:40])
     assert not same_bits(chunk, alone)
     assert float((chunk - alone).abs().max()) < 1e-3  # a rounding, and no mistake

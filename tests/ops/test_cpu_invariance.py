@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from forerun import native
+from forerun.ops import load_model
 from forerun.ops.cpu import CpuOps
-from forerun.ops.cpu_decoder import CpuDecoder
+from forerun.ops.cpu_model import CpuModel
 from forerun.ops.reference import ReferenceOps
 from ops.native_cases import (
     BFLOAT16,
@@ -170,11 +171,11 @@ def test_logits_and_their_argmax(isa: str, dtype: torch.dtype, threads: int) -> 
     config = make_config(num_layers=0, vocab_size=5003, hidden_size=64)
     names = {"model.embed_tokens.weight": normal(1, 5003, 64), "model.norm.weight": torch.ones(64)}
     weights = {name: weight.to(dtype) for name, weight in names.items()}
-    op, alone = (ops_of(isa, n).compile(config, weights) for n in (threads, 1))
+    op, alone = (load_model(config, weights, ops_of(isa, n)) for n in (threads, 1))
     rows = (normal(2, 64, 64),)
     assert first_difference(op.logits, alone.logits, rows, SOME_COUNTS) is None
 
-    def best(decoder: CpuDecoder) -> Callable[[Tensor], Tensor]:
+    def best(decoder: CpuModel) -> Callable[[Tensor], Tensor]:
         return lambda x: torch.tensor(decoder.best(x, list(range(len(x))), 4999)[0])
 
     assert first_difference(best(op), best(alone), rows, EVERY_COUNT) is None

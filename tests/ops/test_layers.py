@@ -7,19 +7,20 @@ they agree by value.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from forerun.blocks import Plain, Spec, resized
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder, DecoderConfig
 from forerun.models.runner import Run, Runner, Scores, pack
 from forerun.models.toy import ToyModel
+from forerun.ops import load_model
 from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import TorchModel
 from ops.native_cases import (
     BFLOAT16,
     FLOAT32,
@@ -35,7 +36,7 @@ from ops.native_cases import (
 )
 
 NUM_LAYERS = 4
-VARIANTS: dict[str, dict[str, Any]] = {"tied": {}, "untied": {"tie_embeddings": False, "windows": (9, None, 70, 5)}}
+VARIANTS: dict[str, dict[str, Any]] = {"tied": {}, "untied": {"tied": False, "windows": (9, None, 70, 5)}}
 CONTEXT, TOKENS, PARENTS = tokens_of(61, 1), tokens_of(6, 2), [-1, 0, 0, 1, 2, 1]  # over the end of a block of 64 keys
 
 
@@ -54,15 +55,15 @@ exact = pytest.mark.parametrize(("ops", "dtype", "same"), EXACT)
 every_ops = pytest.mark.parametrize(("ops", "dtype", "same"), [*EXACT, FAST])
 
 
-def config_of(variant: str) -> DecoderConfig:
+def config_of(variant: str) -> Spec:
     return make_config(num_layers=NUM_LAYERS, **VARIANTS[variant])
 
 
-def decoder(ops: ReferenceOps, dtype: torch.dtype, variant: str = "tied") -> Decoder:
-    return Decoder(config_of(variant), random_weights(config_of(variant), dtype), ops)
+def decoder(ops: ReferenceOps, dtype: torch.dtype, variant: str = "tied") -> TorchModel:
+    return load_model(config_of(variant), random_weights(config_of(variant), dtype), ops)
 
 
-def cache_of(model: Decoder, context: Seq[int] = CONTEXT) -> BlockCache:
+def cache_of(model: TorchModel, context: Seq[int] = CONTEXT) -> BlockCache:
     """Slot 0 holds the context, and slot 1 a part of it; rows that were never written are NaN."""
     cache = BlockCache.create(
         model.config.cache_shape, "paged", max_batch_size=4, max_seq_len=128, dtype=model.cache_dtype
@@ -135,7 +136,7 @@ def test_native_taps_are_those_of_the_reference(isa: str, dtype: torch.dtype, va
     """In float64, of the same weights; bfloat16 rounds the inputs of each product on the way."""
     native = decoder(ops_of(isa), dtype, variant)
     weights = {name: weight.double() for name, weight in random_weights(native.config, dtype).items()}
-    reference = Decoder(native.config, weights, ReferenceOps())
+    reference = TorchModel(native.config, weights)
     taps = range(NUM_LAYERS + 1)
     found, expected = (Runner(model, cache_of(model), taps=taps).forward(both()).taps for model in (native, reference))
     for k in taps:
@@ -204,14 +205,15 @@ def test_skipped_layers_are_not_there(
 ) -> None:
     """A model that skips layers is the shallower one of the others, its final norm included."""
     deep = decoder(ops, dtype, variant)
-    windows = tuple(deep.config.window(i) for i in layers)
-    config = replace(deep.config, num_layers=len(layers), windows=windows)
+    found = Plain.of(deep.config).windows
+    windows = tuple(found[i] for i in layers) if found else ()
+    config = resized(deep.config, num_layers=len(layers), windows=windows)
     weights = {name: w for name, w in random_weights(deep.config, dtype).items() if "layers." not in name}
     for name, weight in random_weights(deep.config, dtype).items():
         parts = name.split(".")
         if parts[1] == "layers" and int(parts[2]) in layers:
             weights[".".join((*parts[:2], str(layers.index(int(parts[2]))), *parts[3:]))] = weight
-    shallow = Decoder(config, weights, ops)
+    shallow = load_model(config, weights, ops)
     skipping, expected = Runner(deep, cache_of(deep, []), layers=layers), Runner(shallow, cache_of(shallow, []))
     for run in (Run(0, CONTEXT), Run(0, TOKENS, parents=PARENTS)):
         found, whole = skipping.forward([run]), expected.forward([run])

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from forerun.errors import InternalError
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder, Rope
 from forerun.models.runner import Run, Runner, pack
+from forerun.ops import load_model
 from forerun.ops.reference import ReferenceOps, run_mask
+from forerun.ops.rotary import Rotations
+from forerun.ops.torch import TorchModel
 from ops.native_cases import BFLOAT16, FLOAT32, ISAS, make_config, ops_of, random_weights, same_bits, tokens_of
 
 NEIGHBOUR = 7  # a slot
@@ -67,7 +69,7 @@ class Tree:
 class Bench:
     """A runner with a slot 0 that holds the context, and a neighbour that decodes beside it."""
 
-    def __init__(self, model: Decoder, context: Seq[int] = CONTEXT) -> None:
+    def __init__(self, model: TorchModel, context: Seq[int] = CONTEXT) -> None:
         cache = BlockCache.create(
             model.config.cache_shape, "paged", max_batch_size=4, max_seq_len=256, dtype=model.cache_dtype
         )
@@ -91,7 +93,7 @@ class Bench:
         return torch.stack([pool[rows] for pool in (*self.cache.keys, *self.cache.values)])
 
 
-def chain_rows(model: Decoder, tokens: Seq[int]) -> tuple[Tensor, Tensor]:
+def chain_rows(model: TorchModel, tokens: Seq[int]) -> tuple[Tensor, Tensor]:
     """The rows of these tokens behind the context, one pass for each, and what is held at the end."""
     bench, found = Bench(model), []
     for token in tokens:
@@ -117,7 +119,7 @@ def grow(bench: Bench, tree: Tree) -> tuple[Tensor, list[int]]:
 @pytest.mark.parametrize(("ops", "dtype", "same"), BACKENDS)
 def test_level_by_level_at_once_and_as_chains(ops: ReferenceOps, dtype: torch.dtype, same: Same, variant: str) -> None:
     config = make_config(**VARIANTS[variant])
-    model = Decoder(config, random_weights(config, dtype), ops)
+    model = load_model(config, random_weights(config, dtype), ops)
     for seed, num_nodes in enumerate((2, 9, 24, 33)):
         tree = Tree.random(num_nodes, seed)
         at_once, grown = Bench(model), Bench(model)
@@ -142,7 +144,7 @@ def test_level_by_level_at_once_and_as_chains(ops: ReferenceOps, dtype: torch.dt
 @pytest.mark.parametrize(("ops", "dtype", "same"), BACKENDS)
 def test_pending_rows_and_the_run_are_kept_as_one(ops: ReferenceOps, dtype: torch.dtype, same: Same) -> None:
     """A chain is pending, a tree comes behind it, and the path goes through both; then a pending chain goes on."""
-    model = Decoder(make_config(), random_weights(make_config(), dtype), ops)
+    model = load_model(make_config(), random_weights(make_config(), dtype), ops)
     bench = Bench(model)
     bench.rows(Run(0, [1, 2], pending=True))
     bench.rows(Run(0, [3], pending=True))  # behind 2
@@ -191,7 +193,9 @@ def test_what_cannot_be_pending() -> None:
 @pytest.mark.skipif(not ISAS, reason="the native decoder runs ahead")
 def test_nothing_runs_ahead_of_a_pending_tree() -> None:
     """Of a pending chain it does."""
-    model = Decoder(make_config(), random_weights(make_config(), FLOAT32), ops_of(ISAS[0]) if ISAS else ReferenceOps())
+    model = load_model(
+        make_config(), random_weights(make_config(), FLOAT32), ops_of(ISAS[0]) if ISAS else ReferenceOps()
+    )
     bench = Bench(model)
     bench.rows(Run(0, [1, 2], pending=True))
     expected = bench.runner.run_ahead([Run(0, [3])], [4])
@@ -205,8 +209,8 @@ def test_nothing_runs_ahead_of_a_pending_tree() -> None:
 @pytest.mark.parametrize(("ops", "dtype", "same"), BACKENDS)
 def test_positions_reach_as_far_as_pending_rows(ops: ReferenceOps, dtype: torch.dtype, same: Same) -> None:
     """Deep in a pending tree, a row's position lies beyond the rotations that its own run alone would need."""
-    context, tree = tokens_of(Rope.BLOCK - 6, 2), Tree(tokens_of(12, 3), [-1, -1, *range(1, 11)])
-    model, longer = (Decoder(make_config(), random_weights(make_config(), dtype), ops) for _ in range(2))
+    context, tree = tokens_of(Rotations.BLOCK - 6, 2), Tree(tokens_of(12, 3), [-1, -1, *range(1, 11)])
+    model, longer = (load_model(make_config(), random_weights(make_config(), dtype), ops) for _ in range(2))
     bench, alone = Bench(model, context), Bench(longer, context)
     found, at = grow(bench, tree)
     assert at == list(range(12))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from forerun.memory.native import quantised_bytes
-from forerun.models.layers import Decoder
+from forerun.ops import load_model
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from ops.native_cases import (
     ISAS,
@@ -237,7 +237,7 @@ def test_minimums_and_zeros_share_a_format(isa: str) -> None:
 @every_isa
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_passes_have_the_bits_of_plain_decoding(tie: bool, isa: str) -> None:
-    config = make_config(tie_embeddings=tie, hidden_size=64, ffn_size=96, head_dim=16, num_heads=4, num_kv_heads=2)
+    config = make_config(tied=tie, hidden_size=64, ffn_size=96, head_dim=16, num_heads=4, num_kv_heads=2)
     dense = random_weights(config, BRAIN)
     weights = {
         name: matrix_of(rows_of(SCHEMES["q4_1" if "mlp" in name else "q8_0"], *tensor.shape, seed=i))
@@ -245,7 +245,7 @@ def test_passes_have_the_bits_of_plain_decoding(tie: bool, isa: str) -> None:
         else tensor
         for i, (name, tensor) in enumerate(dense.items())
     }
-    model = Decoder(config, weights, ops_of(isa, 2))  # type: ignore[arg-type]
+    model = load_model(config, weights, ops_of(isa, 2))  # type: ignore[arg-type]
     assert (model.weight_bits, model.precision) == ((4, 8), "4-bit and 8-bit weights")
     tokens = tokens_of(40, 1)
     alone, together = Session(model), Session(model)

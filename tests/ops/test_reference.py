@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.blocks import Plain, Rope, weight_shapes
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder, DecoderConfig, RopeConfig, empty_weights, parameter_shapes
 from forerun.models.runner import Run, pack
-from forerun.ops import reference
+from forerun.ops import load_model, reference
 from forerun.ops.reference import ReferenceOps, run_mask
+from forerun.ops.torch import TorchModel, empty_weights
 from forerun.types import CacheView, RaggedBatch
 
-CONFIG = DecoderConfig(
+CONFIG = Plain(
     model_type="llama",
     vocab_size=61,
     hidden_size=44,
@@ -27,19 +28,19 @@ CONFIG = DecoderConfig(
     ffn_size=51,
     norm_eps=1e-5,
     max_positions=256,
-    rope=RopeConfig(),
-    tie_embeddings=True,
+    rope=Rope(),
+    tied=True,
     windows=(None, 9),
-)
+).spec
 
 
-def make_model(row_by_row: bool, dtype: torch.dtype = torch.float32, *, joined: bool = True) -> Decoder:
+def make_model(row_by_row: bool, dtype: torch.dtype = torch.float32, *, joined: bool = True) -> TorchModel:
     generator = torch.Generator().manual_seed(5)
-    weights = {n: torch.randn(s, generator=generator) * 0.3 for n, s in parameter_shapes(CONFIG).items()}
+    weights = {n: torch.randn(s, generator=generator) * 0.3 for n, s in weight_shapes(CONFIG).items()}
     weights = {n: w.to(dtype) for n, w in weights.items()}
     if joined:
         weights = {n: out.copy_(weights[n]) for n, out in empty_weights(CONFIG, dtype, "cpu").items()}
-    return Decoder(CONFIG, weights, ReferenceOps(row_by_row=row_by_row))
+    return load_model(CONFIG, weights, ReferenceOps(row_by_row=row_by_row))
 
 
 def tokens_of(num: int, seed: int) -> list[int]:
@@ -49,7 +50,7 @@ def tokens_of(num: int, seed: int) -> list[int]:
 class Bench:
     """A model with a cache of one backend."""
 
-    def __init__(self, model: Decoder, backend: Any = "paged") -> None:
+    def __init__(self, model: TorchModel, backend: Any = "paged") -> None:
         self.model = model
         self.cache = BlockCache.create(
             CONFIG.cache_shape, backend, max_batch_size=4, max_seq_len=64, dtype=model.cache_dtype
@@ -69,7 +70,7 @@ class Bench:
         return logits
 
 
-def plain(model: Decoder, tokens: list[int]) -> Tensor:
+def plain(model: TorchModel, tokens: list[int]) -> Tensor:
     """One token at a time, alone, contiguous: what plain decoding computes."""
     bench = Bench(model, "contiguous")
     return torch.cat([bench.run({0: [token]}) for token in tokens])

@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forerun.models.layers import DecoderConfig, parameter_shapes
+from forerun.blocks import Plain, weight_shapes
 from forerun.theory import formulas, roofline
 from forerun.theory.landscape import landscape
 from forerun.theory.roofline import MACHINES, SHAPES, Machine, Precision, Step
 
-TINY = roofline.DecoderShape(
-    vocab_size=10, hidden_size=4, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, ffn_size=6
-)
+TINY = Plain("llama", 10, 4, 2, 2, 1, 2, 6, 1e-5, 64).spec
 H100, ONE_B, EIGHT_B = MACHINES["h100"], SHAPES["llama-3.2-1b"], SHAPES["llama-3.1-8b"]
 
 
@@ -31,8 +29,8 @@ def test_counts_by_hand():
 
 
 def test_weights_are_those_of_the_decoder():
-    config = DecoderConfig("llama", 128256, 2048, 16, 32, 8, 64, 8192, 1e-5, 131072, tie_embeddings=True)
-    matrices = sum(int(np.prod(shape)) for shape in parameter_shapes(config).values() if len(shape) == 2)
+    config = Plain("llama", 128256, 2048, 16, 32, 8, 64, 8192, 1e-5, 131072, tied=True).spec
+    matrices = sum(int(np.prod(shape)) for shape in weight_shapes(config).values() if len(shape) == 2)
     assert roofline.weights_read(config) == roofline.weights_read(ONE_B) == matrices
 
 

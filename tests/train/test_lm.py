@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from forerun.errors import BadOption
-from forerun.models.layers import Decoder
+from forerun.ops import load_model
 from forerun.text import tokenizer as text_tokenizer
 from forerun.train import batches, lm, loop
 from forerun.train.config import TrainConfig
@@ -232,7 +232,7 @@ def test_deepened_model_computes_the_same_and_only_depth_may_differ() -> None:
     weights = initial_weights(shallow, 0)
     grown = deepen(weights, shallow, deep, seed=1)
     tokens = torch.randint(0, 300, (2, 8))
-    models = [Decoder(s.decoder_config(), w, TrainingOps(8)) for s, w in ((shallow, weights), (deep, grown))]
+    models = [load_model(s.spec(), w, TrainingOps(8)) for s, w in ((shallow, weights), (deep, grown))]
     assert torch.equal(*(run_windows(model, tokens) for model in models))
     with pytest.raises(BadOption, match="only layers can be added"):
         deepen(weights, shallow, ModelShape(32, 3, 2, 1, 32, 300), seed=1)

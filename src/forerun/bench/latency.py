@@ -36,8 +36,7 @@ from forerun.engine.llm import LLM
 from forerun.engine.prompts import Prompt
 from forerun.errors import BadOption, NotFound, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
-from forerun.models.layers import Decoder
-from forerun.models.loading import Checkpoint, load_checkpoint
+from forerun.models.loading import Checkpoint, LoadedModel, load_checkpoint
 from forerun.models.runner import Runner
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams, StepReport
@@ -75,7 +74,7 @@ class Measured:
 
     lines: list[Line]
     target: Checkpoint
-    drafts: list[Decoder]
+    drafts: list[LoadedModel]
     ceiling: Ceiling
 
 
@@ -203,11 +202,11 @@ def loaded_once(draft: str | Checkpoint, target: Checkpoint, ignore: Collection[
     )
 
 
-def draft_models(llms: dict[Variant, LLM]) -> list[Decoder]:
+def draft_models(llms: dict[Variant, LLM]) -> list[LoadedModel]:
     """Every draft model once; trained heads are none."""
     runners = [llm.engine.drafter.first.runner for llm in llms.values()]
     models = {id(runner.model): runner.model for runner in runners if runner is not None}
-    return [model for model in models.values() if isinstance(model, Decoder)]
+    return [cast(LoadedModel, model) for model in models.values() if hasattr(model, "weight")]
 
 
 class ForwardClock:

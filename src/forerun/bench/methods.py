@@ -12,7 +12,7 @@ import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import Progress
@@ -33,8 +33,7 @@ from forerun.engine.prompts import Message
 from forerun.errors import BadOption, InternalError, NotFound, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models import named
-from forerun.models.layers import Decoder
-from forerun.models.loading import Checkpoint
+from forerun.models.loading import Checkpoint, LoadedModel
 from forerun.ops.reference import ReferenceOps
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams
@@ -234,12 +233,12 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _draft_models(llms: Mapping[str, LLM]) -> list[Decoder]:
+def _draft_models(llms: Mapping[str, LLM]) -> list[LoadedModel]:
     """Every draft model once; each engine has the same. Trained heads are none."""
     llm = next(iter(llms.values()))
     runners = [member.runner for member in llm.engine.drafter.members.values()]
     models = {id(runner.model): runner.model for runner in runners if runner is not None}
-    return [model for model in models.values() if isinstance(model, Decoder)]
+    return [cast(LoadedModel, model) for model in models.values() if hasattr(model, "weight")]
 
 
 def chats(llm: LLM) -> bool:

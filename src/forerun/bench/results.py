@@ -25,7 +25,7 @@ from rich.console import Console
 from forerun.bench import bandwidth
 from forerun.bench.tables import Column, table
 from forerun.bench.widen import describe, num_parameters
-from forerun.models.layers import Decoder
+from forerun.models.loading import LoadedModel
 from forerun.theory import formulas
 from forerun.types import StepReport
 
@@ -153,7 +153,7 @@ class Ceiling:
         return self.bytes_per_s / self.bytes_per_pass
 
 
-def print_ceiling(model: Decoder, console: Console) -> Ceiling:
+def print_ceiling(model: LoadedModel, console: Console) -> Ceiling:
     """Measure the memory's bandwidth, and print the limit that it sets."""
     found = bandwidth.measure(model.device)
     ceiling = Ceiling(model.bytes_per_pass, found.bytes_per_s, found.probe)
@@ -223,7 +223,7 @@ def print_tables(lines: Seq[Line], ceiling: Ceiling, console: Console) -> None:
             )
 
 
-def record_of(lines: Seq[Line], model: Decoder, drafts: Seq[Decoder], ceiling: Ceiling) -> dict[str, Any]:
+def record_of(lines: Seq[Line], model: LoadedModel, drafts: Seq[LoadedModel], ceiling: Ceiling) -> dict[str, Any]:
     """Return the measurement as JSON: what ran, on which machine, and every line of the table."""
     return {
         "shape": describe(model.config),

@@ -21,19 +21,20 @@ from rich.console import Console
 from torch import Tensor
 
 from forerun import drafters
+from forerun.blocks import Plain, Spec
 from forerun.config import EngineConfig, Quantization
 from forerun.drafters import head_files
 from forerun.drafters.eagle_model import EagleConfig, input_shapes, layer_shapes
 from forerun.engine.factory import DATA, SHIPPED_DRAFT, load_target, load_unpacked, make_ops, target_of
 from forerun.errors import BadOption, shown
 from forerun.models import named
-from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.loading import Checkpoint, load_checkpoint, packed_schemes, read_raw_config
 from forerun.models.quantising import QuantisingSource
 from forerun.models.saving import save_checkpoint
 from forerun.models.source import Source, Stored
 from forerun.models.weights import StoredWeights
 from forerun.models.widening import WideShape, widen
+from forerun.ops import load_model
 from forerun.ops.reference import ReferenceOps
 from forerun.registry import unknown
 from forerun.text.grow import grow
@@ -51,7 +52,7 @@ PROMPTS = DATA / "prompts.jsonl"
 SHARD_BYTES = 1 << 29  # of a shard of a written folder; up to two of them are in memory beside the model
 
 
-def shape_named(name: str, config: DecoderConfig) -> WideShape:
+def shape_named(name: str, config: Spec) -> WideShape:
     """Return a preset for a trained model, with at least as many layers as the model has.
 
     Raises BadOption for an unknown name.
@@ -75,15 +76,15 @@ def widen_checkpoint(
     if grown is not None:
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(grown), checkpoint.folder)
     weights: Mapping[str, Tensor]
-    config, weights = widen(model.config, model.weights, shape)
+    config, weights = widen(model.config, checkpoint.tensors, shape)
     ops = ops or model.ops
     if quantization is not None:
         dense = _InMemory(checkpoint.folder, checkpoint.config, weights)
-        source = cast(Source, QuantisingSource(dense, Quantization.parse(quantization)))
+        source = cast(Source, QuantisingSource(dense, config, Quantization.parse(quantization)))
         packs = packed_schemes(ops, model.weight_dtype)
         stored = cast(Mapping[str, Tensor], StoredWeights(source, model.weight_dtype, model.device, packs))
         weights = stored if ops.packs else dict(stored)
-    wide = type(model)(config, weights, ops, consume=True)
+    wide = load_model(config, weights, ops, consume=True)
     return dataclasses.replace(checkpoint, model=wide, tokenizer=tokenizer, quantization=quantization)
 
 
@@ -112,11 +113,11 @@ def with_positions(checkpoint: Checkpoint, num: int) -> Checkpoint:
     It is for measuring the time of such texts; what the model says beyond its trained positions means nothing.
     """
     model = copy.copy(checkpoint.model)
-    model.config = dataclasses.replace(model.config, max_positions=num)
+    cast(Any, model).config = dataclasses.replace(model.config, max_positions=num)
     return dataclasses.replace(checkpoint, model=model)
 
 
-def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShape) -> DecoderConfig:
+def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShape) -> Spec:
     """Widen a checkpoint folder into a new one that any llama runtime loads; returns its config.
 
     The weights keep their stored type; the tokenizer's files are copied, with tokens for new ids. Raises as `widen`
@@ -128,7 +129,7 @@ def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShap
     dtype = _stored_dtype(folder_in)
     checkpoint = load_checkpoint(folder_in, dtype=dtype)
     tokenizer = _grown_tokenizer(checkpoint, shape)
-    config, weights = widen(checkpoint.model.config, checkpoint.model.weights, shape)
+    config, weights = widen(checkpoint.model.config, checkpoint.tensors, shape)
     save_checkpoint(
         target,
         config,
@@ -199,16 +200,17 @@ def _stored_dtype(folder: str | Path) -> torch.dtype:
 # ------------------------------------------------------------------------------------------ sizes of widened models
 
 
-def num_parameters(config: DecoderConfig) -> int:
+def num_parameters(config: Spec) -> int:
     """Return the number of weights of a decoder."""
-    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    return config.num_weights
 
 
-def describe(config: DecoderConfig) -> str:
+def describe(spec: Spec) -> str:
     """Return the shape in words, for the line beside a number."""
+    c = Plain.of(spec)
     return (
-        f"hidden {config.hidden_size}, {config.num_layers} layers, ffn {config.ffn_size}, "
-        f"{config.num_heads}/{config.num_kv_heads} heads of {config.head_dim}, {config.vocab_size} ids"
+        f"hidden {c.hidden_size}, {c.num_layers} layers, ffn {c.ffn_size}, "
+        f"{c.num_heads}/{c.num_kv_heads} heads of {c.head_dim}, {c.vocab_size} ids"
     )
 
 

@@ -13,9 +13,9 @@ from forerun.certify.pair import Pair, Source, run
 from forerun.certify.ties import measured_tau, why_no_tie
 from forerun.engine.request import Request
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder
 from forerun.models.runner import Runner
 from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import TorchModel
 from forerun.types import SamplingParams
 
 NUM_TOKENS = 40  # of a text
@@ -139,8 +139,8 @@ class _Compared:
     def _oracle(self) -> Runner:
         """The target with rows that do not depend on each other."""
         model = self.pair.llm.checkpoint.model
-        assert isinstance(model, Decoder)
-        slow = Decoder(model.config, model.weights, ReferenceOps(row_by_row=True))
+        assert isinstance(model, TorchModel)
+        slow = TorchModel(model.config, model.weights, ReferenceOps(row_by_row=True))
         return _runner(slow, self.pair)
 
     @cached_property

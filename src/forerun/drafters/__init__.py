@@ -7,7 +7,7 @@ A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit
     hidden_layers(options, num_layers)              the inner layers that its drafter will declare, of so many, for the
                                                     memory plan
     own_model(options, num_layers)                  the OwnModel that it makes of a target of so many layers
-    own_weights(options, config, is_packed)         the weights that it keeps Beside a target of this DecoderConfig,
+    own_weights(options, config, is_packed)         the weights that it keeps Beside a target of this Spec,
                                                     which has weights of 4 or 8 bits in memory, or not
     checkpoint(options)                             the OwnCheckpoint that it loads
     parts(options)                                  the specs of the drafters that it is made of
@@ -33,8 +33,8 @@ from forerun.types import Budget, Coins, Draft, Next, Sequence
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.blocks import Spec
     from forerun.kv.cache import Backend
-    from forerun.models.layers import DecoderConfig
     from forerun.models.loading import Checkpoint
     from forerun.models.outline import Beside
     from forerun.models.runner import Model, Runner, Scores
@@ -200,7 +200,7 @@ class OwnModel:
 
     quantization: str | None = None
     num_layers: int | None = None
-    config: DecoderConfig | None = None
+    config: Spec | None = None
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ def own_model(name: str, options: Any, num_layers: int) -> OwnModel | None:
     return found
 
 
-def own_weights(name: str, options: Any, config: DecoderConfig, is_packed: bool) -> Beside | None:
+def own_weights(name: str, options: Any, config: Spec, is_packed: bool) -> Beside | None:
     """Return the weights that a method keeps beside a target; None where its file names none, or there are none yet.
 
     config: the target's. is_packed: whether it has weights of 4 or 8 bits in memory.

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from forerun.blocks import Spec
 from forerun.config import Quantization
 from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_files
 from forerun.drafters.chains import draw_chains
@@ -26,7 +27,6 @@ from forerun.drafters.head_matrices import is_packed, quantization_of
 from forerun.drafters.model import Space, cache_for, next_of
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import DecoderConfig
 from forerun.models.outline import Beside
 from forerun.models.runner import Model
 from forerun.sampling import takes_the_best
@@ -212,7 +212,7 @@ def own_model(options: Options, num_layers: int) -> OwnModel:
     return OwnModel(config=_config(head_files.located(options.path, "dflash"), None).decoder)
 
 
-def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+def own_weights(options: Options, config: Spec, is_packed: bool) -> Beside | None:
     """Return what the memory plan counts of the layers' weights."""
     rounded = quantization_of(options.quantization, is_packed)
     return head_files.own_weights(options.path, "dflash", config, rounded, all_rows=False)

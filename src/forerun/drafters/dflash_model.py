@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.blocks import Spec, weight_shapes
 from forerun.config import Quantization
 from forerun.drafters import head_files
-from forerun.drafters.head_matrices import Product
+from forerun.drafters.head_matrices import Product, joined_product
 from forerun.errors import UnsupportedModel, shown
 from forerun.kv.cache import BlockCache, CacheShape
 from forerun.models.configs import size
-from forerun.models.layers import DecoderConfig, Rope, parameter_shapes
 from forerun.models.loading import read_config
 from forerun.models.runner import Model
 from forerun.models.saving import config_to_dict
+from forerun.ops.rotary import Rotations
+from forerun.ops.torch import Normed, Parts, Rotation, TorchBlock, normed
 
 OWN_KEYS = {  # of config.json, beside those of a decoder
     *("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers"),
@@ -39,7 +42,7 @@ class DFlashConfig:
     ids that are drafted; None = all.
     """
 
-    decoder: DecoderConfig
+    decoder: Spec
     layers: tuple[int, ...]
     block: int
     mask_id: int
@@ -79,7 +82,7 @@ class DFlashConfig:
         config = cls(
             read_config(rest), tuple(j + 1 for j in layers), size(block, "block_size", least=2), mask_id, vocab
         )
-        if any(window is not None for window in config.decoder.windows):
+        if config.decoder.has_windows:
             raise UnsupportedModel(
                 f"{shown(path)} has layers with a sliding window, which forerun does not compute for dflash: use one "
                 "with full attention"
@@ -108,11 +111,11 @@ def _refuse_others(raw: Mapping[str, Any], path: str) -> None:
             )
 
 
-def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def layer_shapes(config: Spec) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the weights of all layers, under the published names."""
     return {
         name.removeprefix("model."): shape
-        for name, shape in parameter_shapes(config).items()
+        for name, shape in weight_shapes(config).items()
         if name.startswith("model.layers.")
     }
 
@@ -123,28 +126,6 @@ def shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
     own: dict[str, tuple[int, ...]] = {"fc.weight": (h, h * len(config.layers)), "hidden_norm.weight": (h,)}
     vocab = {} if config.draft_vocab is None else {"d2t": (config.draft_vocab,)}
     return {**own, "norm.weight": (h,), **layer_shapes(config.decoder), **vocab}
-
-
-class _Layer:
-    """One layer. kv: keys and values together, which the context wants without queries."""
-
-    def __init__(
-        self, config: DecoderConfig, weights: Mapping[str, Tensor], at: str, target: Model, rounded: Quantization | None
-    ) -> None:
-        def product(*names: str) -> Product:
-            biases = [weights[f"{at}{name}.bias"] for name in names if f"{at}{name}.bias" in weights]
-            parts = [weights[f"{at}{name}.weight"] for name in names]
-            return Product.of(target, parts, torch.cat(biases) if biases else None, rounded)
-
-        def norm(name: str) -> Tensor:
-            return weights[f"{at}{name}.weight"].to(target.device, target.activation_dtype)
-
-        self.q, self.kv = product("self_attn.q_proj"), product("self_attn.k_proj", "self_attn.v_proj")
-        self.o, self.down = product("self_attn.o_proj"), product("mlp.down_proj")
-        self.gate_up = product("mlp.gate_proj", "mlp.up_proj")
-        self.input_norm, self.mlp_norm = norm("input_layernorm"), norm("post_attention_layernorm")
-        self.q_norm = norm("self_attn.q_norm") if config.qk_norm else None
-        self.k_norm = norm("self_attn.k_norm") if config.qk_norm else None
 
 
 class DFlashModel:
@@ -161,13 +142,18 @@ class DFlashModel:
         target: Model,
         rounded: Quantization | None,
     ) -> None:
-        c = config.decoder
         self.config, self.ids, self._target, self._ops = config, ids, target, target.ops
         self.device, self.cache_dtype, self._dtype = target.device, target.cache_dtype, target.activation_dtype
         self._fc = Product.of(target, [weights["fc.weight"]], None, rounded)
-        self._norms = {n: weights[f"{n}.weight"].to(self.device, self._dtype) for n in ("hidden_norm", "norm")}
-        self._layers = [_Layer(c, weights, f"layers.{i}.", target, rounded) for i in range(c.num_layers)]
-        self._rope = Rope(c.rope, c.head_dim, self.device, torch.float32 if target.ops.packs else self._dtype)
+        own = {name: weight.to(self.device) for name, weight in weights.items()}
+        parts = Parts(own, self._dtype, partial(joined_product, target, rounded), apart=True)
+        norm = config.decoder.final_norm
+        self._norms = {name: Normed.of(parts, name, norm) for name in ("hidden_norm", "norm")}
+        self._blocks = [TorchBlock(block, parts, f"layers.{i}.") for i, block in enumerate(config.decoder.blocks)]
+        attention = self._blocks[0].attention
+        assert attention is not None
+        assert attention.spec.rope is not None
+        self._rotations = Rotations(attention.spec.rope, attention.spec.head_dim, self.device, self._dtype)
         self._mask = target.embed([config.mask_id]).to(self._dtype)
         self._head = None
         if config.draft_vocab is not None:
@@ -180,12 +166,12 @@ class DFlashModel:
         slots: by slot, the positions of its rows, from and to.
         """
         rows = torch.cat([tap.to(self._dtype).clamp(-head_files.LARGEST, head_files.LARGEST) for tap in taps], -1)
-        x = self._normed(self._fc(rows), self._norms["hidden_norm"])
+        x = self._normed("hidden_norm", self._fc(rows))
         positions = [position for start, stop in slots.values() for position in range(start, stop)]
         places = torch.cat([cache.rows(slot, start, stop) for slot, (start, stop) in slots.items()])
         rotation = self._rotation(positions)
-        for i, layer in enumerate(self._layers):
-            k, v = self._keys(layer, x, rotation)
+        for i, block in enumerate(self._blocks):
+            k, v = self._keys(block, x, rotation)
             cache.keys[i][places], cache.values[i][places] = k.to(self.cache_dtype), v.to(self.cache_dtype)
 
     def guess(self, last: Mapping[int, tuple[int, int]], cache: BlockCache) -> Tensor:
@@ -193,25 +179,26 @@ class DFlashModel:
 
         last: by slot, the last committed token and its position, before which its slot's rows in the cache end.
         """
-        c, block = self.config.decoder, self.config.block
+        size = self.config.block
         anchors = self._target.embed([token for token, _ in last.values()]).to(self._dtype)
-        masks = self._mask.expand(len(last), block - 1, -1)
+        masks = self._mask.expand(len(last), size - 1, -1)
         x = torch.cat((anchors.unsqueeze(1), masks), 1).flatten(0, 1)
-        rotation = self._rotation([start + i for _, start in last.values() for i in range(block)])
+        rotation = self._rotation([start + i for _, start in last.values() for i in range(size)])
         places = [cache.rows(slot, 0, start) for slot, (_, start) in last.items()]
-        for i, layer in enumerate(self._layers):
-            y = self._normed(x, layer.input_norm)
-            q = self._heads(layer.q(y), c.num_heads, layer.q_norm)
-            q, (k, v) = self._ops.rope(q, *rotation), self._keys(layer, y, rotation)
+        for i, block in enumerate(self._blocks):
+            attention = block.attention
+            assert attention is not None
+            y = normed(block.pre_attention, self._ops, x)
+            q = attention.queries(self._ops, attention.project(self._ops, y, "q_proj")["q_proj"], rotation)
+            k, v = self._keys(block, y, rotation)
             found = []
             for b, rows in enumerate(places):
-                own = slice(b * block, (b + 1) * block)
+                own = slice(b * size, (b + 1) * size)
                 keys, values = _behind(cache.keys[i], rows, k[own]), _behind(cache.values[i], rows, v[own])
                 found.append(_attend(q[own], keys, values))
-            x = x + layer.o(torch.cat(found).flatten(1))
-            gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, -1)
-            x = x + layer.down(self._ops.silu_mul(gate, up))
-        return torch.unflatten(self._normed(x, self._norms["norm"]), 0, (-1, block))[:, 1:]
+            x = x + attention.o.apply(self._ops, torch.cat(found).flatten(1))[0]
+            x = block.fed_forward(self._ops, x, x)
+        return torch.unflatten(self._normed("norm", x), 0, (-1, size))[:, 1:]
 
     def logits(self, rows: Tensor) -> Tensor:
         """rows [R, H] -> logits of its ids [R, n]."""
@@ -219,22 +206,16 @@ class DFlashModel:
             return self._head(rows)
         return self._target.logits(rows)[:, : len(self.ids)]
 
-    def _rotation(self, positions: Seq[int]) -> tuple[Tensor, Tensor]:
-        return self._rope.at(torch.tensor(positions, device=self.device), max(positions, default=0) + 1)
+    def _rotation(self, positions: Seq[int]) -> Rotation:
+        return self._rotations.at(torch.tensor(positions, device=self.device), max(positions, default=0) + 1)
 
-    def _keys(self, layer: _Layer, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Context:
-        c = self.config.decoder
-        k, v = layer.kv(x).chunk(2, -1)
-        k = self._heads(k, c.num_kv_heads, layer.k_norm)
-        return self._ops.rope(k, *rotation), torch.unflatten(v, -1, (c.num_kv_heads, -1))
+    def _keys(self, block: TorchBlock, x: Tensor, rotation: Rotation) -> Context:
+        assert block.attention is not None
+        found = block.attention.project(self._ops, x, "k_proj")
+        return block.attention.keys_values(self._ops, found, rotation)
 
-    def _heads(self, rows: Tensor, num: int, norm: Tensor | None) -> Tensor:
-        """Rows [T, num D] as heads [T, num, D], with the norm of each head where there is one."""
-        heads = torch.unflatten(rows, -1, (num, -1))
-        return heads if norm is None else self._normed(heads, norm)
-
-    def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return self._ops.rms_norm(rows, weight, self.config.decoder.norm_eps)
+    def _normed(self, name: str, rows: Tensor) -> Tensor:
+        return normed(self._norms[name], self._ops, rows)
 
 
 def _behind(pool: Tensor, rows: Tensor, own: Tensor) -> Tensor:

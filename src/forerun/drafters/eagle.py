@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from forerun.blocks import Spec
 from forerun.config import Quantization
 from forerun.drafters import Drafter, OwnModel, Seen, Target, artifacts, head_files, head_layouts
 from forerun.drafters.eagle_model import EagleConfig, EagleModel, input_shapes, layer_shapes
@@ -28,7 +29,6 @@ from forerun.drafters.head_matrices import is_packed, quantization_of
 from forerun.drafters.model import Chain, Row, Space, cache_for, next_of
 from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
 from forerun.kv import KVCache
-from forerun.models.layers import DecoderConfig
 from forerun.models.outline import Beside
 from forerun.models.runner import Model, Run, Runner, Scores
 from forerun.sampling import takes_the_best
@@ -141,7 +141,7 @@ class EagleDrafter(Drafter):
         limits = self._limits(seqs, budget)
         fed = [b for b in range(len(seqs)) if limits[b] > 0]
         is_greedy = all(self._takes_the_best(seqs[b], budget.reads_logits) for b in fed)
-        if is_greedy and self.model.runs_ahead and not budget.stops_early:
+        if is_greedy and hasattr(self.model, "run_ahead") and not budget.stops_early:
             return self._run_ahead(seqs, fed, limits)
         chains = [Chain() for _ in seqs]
         rows = self._feed([(seqs[b], self._waits(seqs[b])) for b in fed], "last", budget.reads_logits)
@@ -285,7 +285,7 @@ def own_model(options: Options, num_layers: int) -> OwnModel:
     return OwnModel(config=config.decoder)
 
 
-def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+def own_weights(options: Options, config: Spec, is_packed: bool) -> Beside | None:
     """Return what the memory plan counts of the head's weights."""
     if options.path is None:
         return None

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.blocks import EMBEDDING, Spec, weight_shapes
 from forerun.config import Quantization
 from forerun.drafters import head_files
-from forerun.drafters.head_matrices import Product
+from forerun.drafters.head_matrices import joined_product
 from forerun.errors import InternalError, UnsupportedModel, shown
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder, DecoderConfig, Layer, Projections, Rope, parameter_shapes
 from forerun.models.loading import read_config
 from forerun.models.runner import Model
 from forerun.models.saving import config_to_dict
+from forerun.ops import load_model
+from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import Projections, TorchModel
 from forerun.types import RaggedBatch
 
-EMBEDDING = "model.embed_tokens.weight"  # of a decoder: here the LM head's rows, for nothing is looked up
-FINAL_NORM = "model.norm.weight"
 OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", "lm_head.weight"  # of heads that do not use the target's
 SIDES = ("embedding_norm", "hidden_norm")
 
@@ -41,7 +42,7 @@ class EagleConfig:
     final norm (EAGLE 3.1).
     """
 
-    decoder: DecoderConfig
+    decoder: Spec
     layers: tuple[int, ...]
     target_size: int | None = None
     norm_before_residual: bool = False
@@ -84,7 +85,24 @@ def input_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
 
 def layer_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the weights of the layer and of the norm behind it."""
-    return {name: shape for name, shape in parameter_shapes(config.decoder).items() if name != EMBEDDING}
+    return {name: shape for name, shape in weight_shapes(config.decoder).items() if name != EMBEDDING}
+
+
+class Logits(Protocol):
+    """What makes logits of rows, as Model.logits does."""
+
+    def __call__(self, hidden: Tensor, num_ids: int | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class _Head:
+    """An LM head of a head's own."""
+
+    ops: ReferenceOps
+    product: Projections
+
+    def __call__(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+        return self.product.apply(self.ops, hidden)[0][:, :num_ids].float()
 
 
 class EagleModel:
@@ -114,49 +132,55 @@ class EagleModel:
         self._norms = {name: weight.to(self.activation_dtype) for name, weight in norms.items()}
         self._fc, self._input = (self._product(own, [n]) if f"{n}.weight" in own else None for n in ("fc", "input"))
         self._embedding = own.get(OWN_EMBEDDING)
-        self._decoder = None
-        if layer_shapes(config).keys() <= own.keys():
-            rows = target.head(ids.tolist()).to(self.weight_dtype)
-            layer = Decoder(config.decoder, {EMBEDDING: rows, **{n: own[n] for n in layer_shapes(config)}}, self.ops)
-            self._decoder = layer if self._rounded is None else layer.rounded(self._rounded)
-        else:
-            self._make_layers(own, num_ids)
-        self.compiled = None if self._decoder is None else self._decoder.compiled
+        self._model, self._logits = self._made(own, num_ids)
+        if hasattr(self._model, "best"):
+            self.best = self._model.best
         self._ahead = self._made_ahead()
+        if self._ahead is not None:
+            self.run_ahead = self._run_ahead
 
-    def _make_layers(self, own: Mapping[str, Tensor], num_ids: int | None) -> None:
-        """Layers that are no decoder's, and the LM head behind them: they are run one operator at a time."""
+    def _made(self, own: Mapping[str, Tensor], num_ids: int | None) -> tuple[Any, Logits]:
+        """The layers as a model, and what makes logits of its rows.
+
+        A head whose layers are a decoder's runs as one, with its rows of the target's LM head as its own. Others have
+        blocks that no backend runs whole: their products are packed one by one.
+        """
         c = self.config
-        self._head: Projections | None = None
-        if OWN_HEAD in own:
-            self._head = self._product(own, ["lm_head"])
-        elif len(self.ids) != num_ids:
+        shapes = {name: own[name] for name in layer_shapes(self.head_config)}
+        if c.final_norm is not None and c.blocks[0].pre_attention is not None:
             rows = self._target.head(self.ids.tolist()).to(self.weight_dtype)
-            self._head = self._product({OWN_HEAD: rows}, ["lm_head"])
-        named = {**own, **self._norms}
-        self._layers = [Layer.of(c, named, i, self._product) for i in range(c.num_layers)]
-        self._rope = Rope(c.rope, c.head_dim, self.device, self.activation_dtype)
+            whole = load_model(c, {EMBEDDING: rows, **shapes}, self.ops)
+            whole = whole if self._rounded is None else whole.rounded(self._rounded)
+            return whole, whole.logits
+        model = TorchModel(c, shapes, self.ops, self._product)
+        if OWN_HEAD not in own and len(self.ids) == num_ids:
+            return model, self._target.logits
+        rows = own[OWN_HEAD] if OWN_HEAD in own else self._target.head(self.ids.tolist()).to(self.weight_dtype)
+        head = self._product({OWN_HEAD: rows}, ["lm_head"])
+        self._head_bytes = head.nbytes
+        return model, _Head(self.ops, head)
+
+    _head_bytes = 0
 
     @property
     def bytes_per_pass(self) -> int:
         """Bytes that a pass reads, about: the weights of its layers, and of its LM head where it is its own."""
-        if self._decoder is not None:
-            return self._decoder.bytes_per_pass
-        products = [p for layer in self._layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        return sum(product.nbytes for product in (*products, *([] if self._head is None else [self._head])))
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether a greedy draft can be had in one call: where the head's operators are native, and the target's."""
-        return self._ahead is not None
+        return int(self._model.bytes_per_pass) + self._head_bytes
 
     def _made_ahead(self) -> Any:
-        source = getattr(self._target, "compiled", None)
-        if self.compiled is None or source is None or self._embedding is not None or self._input is None:
+        """How a greedy draft is made in one call, where the layers and the target are native; else None."""
+        if not (hasattr(self._model, "run_ahead") and hasattr(self._target, "ahead")):
+            return None
+        if self._embedding is not None or self._input is None:
             return None
         norms = [self._norms.get(f"{name}.weight") for name in SIDES]
         [(matrix, _)] = self._input.parts
-        return source.ahead(self.ids.tolist(), norms, self.config.norm_eps, matrix)
+        return self._target.ahead(self.ids.tolist(), norms, self._eps, matrix)
+
+    @property
+    def _eps(self) -> float:
+        norm = self.config.blocks[0].pre_mlp
+        return 0.0 if norm is None else norm.eps
 
     def joined(self, features: Seq[Tensor]) -> Tensor:
         """The target's rows [n, target_size] behind each of the layers, as features of the head [n, H]."""
@@ -179,16 +203,17 @@ class EagleModel:
         """hidden [T, H]: features of each row; None = zeros."""
         tokens = batch.ids()[0]
         features = self.embed(tokens) if hidden is None else hidden.to(self.activation_dtype)
-        if self._input is None:  # EAGLE-3: attention reads both, and the residual stream begins with the features
-            normed = self._normed(features, SIDES[1])
-            both = torch.cat((self._normed(self._embedded(tokens), SIDES[0]), normed), -1)
-            return self._run(batch, cache, normed if self.head_config.norm_before_residual else features, both, taps)
-        x = self._product_of([self._embedded(tokens), features], SIDES, self._input)
-        if self._decoder is None:
-            return self._run(batch, cache, x, None, taps)
-        return self._decoder.forward(replace(batch, tokens=[0] * len(tokens)), cache, None, x, taps)
+        own = replace(batch, tokens=[0] * len(tokens))
+        if self._input is not None:
+            x = self._product_of([self._embedded(tokens), features], SIDES, self._input)
+            return self._ran(own, cache, x, {}, taps)
+        # EAGLE-3: attention reads both, and the residual stream begins with the features.
+        normed = self._normed(features, SIDES[1])
+        both = torch.cat((self._normed(self._embedded(tokens), SIDES[0]), normed), -1)
+        x = normed if self.head_config.norm_before_residual else features
+        return self._ran(own, cache, x, {"read": both}, taps)
 
-    def run_ahead(
+    def _run_ahead(
         self,
         batch: RaggedBatch,
         lengths: list[int],
@@ -197,27 +222,29 @@ class EagleModel:
         layers: Seq[int] | None,
         hidden: Tensor,
     ) -> list[list[int]] | None:
-        """Its own ids of the likeliest tokens behind each run, in one call; only where it `runs_ahead`.
+        """Its own ids of the likeliest tokens behind each run, in one call.
 
-        hidden [T, H]: features of the runs' rows. The rest is as for CpuDecoder.run_ahead.
+        hidden [T, H]: features of the runs' rows. The rest is as for CpuModel.run_ahead.
         """
-        assert self._decoder is not None
         tokens = batch.ids()[0]
         x = self._product_of([self._embedded(tokens), hidden], SIDES, self._input)
         own = replace(batch, tokens=[0] * len(tokens))
-        return self._decoder.run_ahead(own, lengths, cache, num_ids, layers, x, self._ahead)
+        found: list[list[int]] | None = self._model.run_ahead(own, lengths, cache, num_ids, layers, x, self._ahead)
+        return found
 
-    def _run(
-        self, batch: RaggedBatch, cache: BlockCache, x: Tensor, read: Tensor | None, taps: Mapping[int, Tensor] | None
+    def _ran(
+        self,
+        batch: RaggedBatch,
+        cache: BlockCache,
+        x: Tensor,
+        read: Mapping[str, Tensor],
+        taps: Mapping[int, Tensor] | None,
     ) -> Tensor:
-        """The layers one after the other. read: what the first one's attention reads, see Layer.run."""
-        view, rotation = self.ops.plan(cache.view(batch)), self._rope.of(batch)
-        for i, layer in enumerate(self._layers):
-            x = layer.run(self.config, self.ops, x, rotation, (cache.keys[i], cache.values[i]), view, read)
-            read = None
-        out = self._normed(x, "model.norm")
+        """The layers over rows x. read: what the first one's attention reads in its place, if anything."""
+        own = dict(zip([self.config.num_layers], (taps or {}).values(), strict=False))
+        out: Tensor = self._model.forward(batch, cache, None, x, own, **read)
         for rows in (taps or {}).values():
-            rows.copy_(out if self.head_config.norm_output else x)
+            rows.copy_(out if self.head_config.norm_output else own[self.config.num_layers])
         return out
 
     def rounded(self, quantization: Quantization) -> Model:
@@ -230,7 +257,7 @@ class EagleModel:
 
     def norm(self, hidden: Tensor) -> Tensor:
         """The final norm of rows [R, H]."""
-        return self._normed(hidden, "model.norm") if self._decoder is None else self._decoder.norm(hidden)
+        return self._model.norm(hidden)  # type: ignore[no-any-return]
 
     def head(self, ids: Seq[int]) -> Tensor:
         """A head is no target."""
@@ -238,16 +265,7 @@ class EagleModel:
 
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
         """hidden [R, H] -> logits of its own ids [R, n], or of all that the target's matrix has where it reads that."""
-        if self._decoder is not None:
-            return self._decoder.logits(hidden, num_ids)
-        if self._head is None:
-            return self._target.logits(hidden, num_ids)
-        return self._head.apply(self.ops, hidden)[0][:, :num_ids].float()
-
-    def best(self, hidden: Tensor, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
-        """Its own id and value of the largest logit of each of these rows; only with native operators."""
-        assert self._decoder is not None
-        return self._decoder.best(hidden, rows, num_ids)
+        return self._logits(hidden, num_ids)
 
     def _embedded(self, tokens: list[int]) -> Tensor:
         if self._embedding is None:
@@ -258,20 +276,14 @@ class EagleModel:
     def _normed(self, rows: Tensor, name: str) -> Tensor:
         """Rows behind a norm; as they are where the head has none of that name."""
         weight = self._norms.get(f"{name}.weight")
-        return rows if weight is None else self.ops.rms_norm(rows, weight, self.config.norm_eps)
+        return rows if weight is None else self.ops.rms_norm(rows, weight, self._eps)
 
     def _product_of(self, parts: Seq[Tensor], names: Seq[str], matrix: Projections | None) -> Tensor:
         """[norm(a) | norm(b) | ...] times a matrix. names: of the norms; without one a part is as it is."""
         assert matrix is not None
         [(weight, bias)] = matrix.parts
         norms = [self._norms.get(f"{name}.weight") for name in names]
-        return self.ops.join(parts, norms, self.config.norm_eps, weight, bias)
+        return self.ops.join(parts, norms, self._eps, weight, bias)
 
     def _product(self, weights: Mapping[str, Tensor], names: list[str]) -> Projections:
-        """The matrices of these names, which read the same rows, as one product that the operators take."""
-        parts = [weights[f"{name}.weight"] for name in names]
-        biases = [weights.get(f"{name}.bias") for name in names]
-        bias = None if biases[0] is None else torch.cat([part for part in biases if part is not None])
-        made, sizes = Product.of(self._target, parts, bias, self._rounded), [len(part) for part in parts]
-        whole = made.matrix, made.bias
-        return Projections([whole], sizes, None) if len(parts) == 1 else Projections([], sizes, whole)
+        return joined_product(self._target, self._rounded, weights, names)

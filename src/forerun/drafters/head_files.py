@@ -23,10 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from forerun.blocks import Spec
 from forerun.config import Quantization
 from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
 from forerun.models import hub, named
-from forerun.models.layers import DecoderConfig
 from forerun.models.outline import Beside
 from forerun.models.runner import Model
 from forerun.ops.quantised import Scheme
@@ -190,7 +190,7 @@ def shapes(file: Path) -> dict[str, tuple[int, ...]]:
 def own_weights(
     name: str | None,
     method: str,
-    config: DecoderConfig,
+    config: Spec,
     rounded: Quantization | None = None,
     rows: Quantization | None = None,
     *,

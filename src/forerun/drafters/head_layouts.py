@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.blocks import Spec
 from forerun.drafters import Target, head_files
-from forerun.drafters.eagle_model import FINAL_NORM, OWN_EMBEDDING, OWN_HEAD, SIDES, EagleConfig, layer_shapes
+from forerun.drafters.eagle_model import OWN_EMBEDDING, OWN_HEAD, SIDES, EagleConfig, layer_shapes
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.models.configs import flag, refuse_unknown, size
 from forerun.models.loading import read_config, without
@@ -180,7 +181,7 @@ def eagle_config(found: Published, num_layers: int | None = None) -> EagleConfig
     """
     _check_switches(found)
     own, has_bias = found.own, any(name.endswith("self_attn.q_proj.bias") for name in found.shapes)
-    decoder = replace(read_config(found.decoder), tie_embeddings=True, qkv_bias=has_bias)
+    decoder = _head_spec(read_config(found.decoder), has_bias, is_first=found.kind == EAGLE_1)
     layers = () if num_layers is None else eagle_layers(found, num_layers)
     if found.kind == EAGLE_1:
         return EagleConfig(decoder, layers)
@@ -193,6 +194,21 @@ def eagle_config(found: Published, num_layers: int | None = None) -> EagleConfig
         norm_before_residual=flag(own, "norm_before_residual"),
         norm_output=flag(own, "norm_output"),
     )
+
+
+def _head_spec(decoder: Spec, has_bias: bool, *, is_first: bool) -> Spec:
+    """The blocks of a head in a decoder's place: the first reads what was normed before, or nothing norms it.
+
+    is_first: of EAGLE-1, which has no final norm. Of EAGLE-3 the first block's attention reads embedding and features.
+    """
+    changed = [replace(block, attention=block.attention and replace(block.attention, qkv_bias=has_bias))
+               for block in decoder.blocks]  # fmt: skip
+    first = changed[0]
+    assert first.attention is not None
+    reads = None if is_first else 2 * decoder.hidden_size
+    changed[0] = replace(first, pre_attention=None, attention=replace(first.attention, reads=reads))
+    norm = None if is_first else decoder.final_norm
+    return replace(decoder, tied=True, blocks=tuple(changed), final_norm=norm)
 
 
 def read_eagle(found: Published, config: EagleConfig, target: Target) -> tuple[EagleConfig, dict[str, Tensor], Tensor]:
@@ -256,15 +272,12 @@ def _eagle_shapes(
         )
     h, num_ids = config.decoder.hidden_size, config.decoder.vocab_size
     must = layer_shapes(config)
-    del must[FIRST + "input_layernorm.weight"]
     may: dict[str, tuple[int, ...]] = {OWN_EMBEDDING: (num_vocab, h)}
     if found.kind == EAGLE_1:
-        del must[FINAL_NORM]
         must["input.weight"] = (h, 2 * h)
         (must if found.config.get("bias") is True else may)["input.bias"] = (h,)
         return must, may
     num = len(config.layers)
-    must |= {f"{FIRST}self_attn.{n}_proj.weight": (must[f"{FIRST}self_attn.{n}_proj.weight"][0], 2 * h) for n in "qkv"}
     must |= {"fc.weight": (h, num * width), **{f"{side}.weight": (h,) for side in SIDES}}
     if flag(found.own, "fc_norm"):
         must |= {f"fc_norm.{i}.weight": (width,) for i in range(num)}

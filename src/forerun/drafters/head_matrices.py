@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -16,6 +16,7 @@ from forerun.models.runner import Model
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.ops.quantising import quantise, scheme_of
 from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import Projections
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,17 @@ class Product:
     def __call__(self, rows: Tensor) -> Tensor:
         """rows [T, I] -> [T, O]."""
         return self.ops.linear(rows, self.matrix, self.bias)
+
+
+def joined_product(
+    target: Model, rounded: Quantization | None, weights: Mapping[str, Tensor], names: Seq[str]
+) -> Projections:
+    """Make one product of the matrices of these names, which read the same rows; see `Product.of`."""
+    parts = [weights[f"{name}.weight"] for name in names]
+    biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
+    made, sizes = Product.of(target, parts, torch.cat(biases) if biases else None, rounded), [len(p) for p in parts]
+    whole = made.matrix, made.bias
+    return Projections([whole], sizes, None) if len(parts) == 1 else Projections([], sizes, whole)
 
 
 def quantization_of(option: str, is_packed: bool) -> Quantization | None:

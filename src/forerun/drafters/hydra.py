@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.blocks import Spec
 from forerun.drafters import Drafter, Target, artifacts, head_files
 from forerun.drafters.head_matrices import Product
 from forerun.drafters.medusa import Following, MedusaDrafter, finite, likeliest, linear, through, widths
 from forerun.errors import UnsupportedModel, shown
 from forerun.models.configs import size
-from forerun.models.layers import DecoderConfig
 from forerun.models.outline import Beside
 from forerun.models.runner import Model
 
@@ -114,7 +114,7 @@ def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) 
     _read_config(path, artifacts.fingerprint(tokenizer, tokenizer.num_ids))
 
 
-def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+def own_weights(options: Options, config: Spec, is_packed: bool) -> Beside | None:
     """Return what the memory plan counts of the heads' weights."""
     return head_files.own_weights(options.path, "hydra", config, all_rows=True)
 

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from forerun.blocks import Spec
 from forerun.drafters import Drafter, Seen, Target, artifacts, head_files, head_layouts
 from forerun.drafters.head_matrices import Product
 from forerun.errors import BadOption, shown
 from forerun.models.configs import size
-from forerun.models.layers import DecoderConfig
 from forerun.models.outline import Beside
 from forerun.models.runner import Model
 from forerun.theory.trees import Node, best_first
@@ -220,7 +220,7 @@ def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) 
         head_files.read_config(path, "medusa", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
 
 
-def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+def own_weights(options: Options, config: Spec, is_packed: bool) -> Beside | None:
     """Return what the memory plan counts of the heads' weights."""
     return head_files.own_weights(options.path, "medusa", config, all_rows=True)
 

@@ -22,10 +22,10 @@ from typing import Any
 
 from torch import Tensor
 
+from forerun.blocks import Spec
 from forerun.drafters import Drafter, Seen, Target, artifacts, head_files
 from forerun.drafters.model import Chain, Row, next_of
 from forerun.models.configs import size
-from forerun.models.layers import DecoderConfig
 from forerun.models.outline import Beside
 from forerun.types import Budget, Coins, Draft, Extra, Sequence
 
@@ -140,7 +140,7 @@ def check(options: Options, tokenizer: Any, ignore_config_keys: frozenset[str]) 
     head_files.read_config(path, "pass", artifacts.fingerprint(tokenizer, tokenizer.num_ids))
 
 
-def own_weights(options: Options, config: DecoderConfig, is_packed: bool) -> Beside | None:
+def own_weights(options: Options, config: Spec, is_packed: bool) -> Beside | None:
     """Return what the memory plan counts of the vectors' weights."""
     return head_files.own_weights(options.path, "pass", config, all_rows=False)
 

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from forerun import native
+from forerun.blocks import CacheShape as CacheShape
 from forerun.errors import BadOption, CapacityError, InternalError
 from forerun.kv import Held, Room
 from forerun.kv.prefix import Path, PrefixIndex
@@ -49,28 +50,6 @@ from forerun.types import CacheView, RaggedBatch
 Backend = Literal["paged", "contiguous"]
 PAGED_BLOCK_TOKENS = 16
 _NONE_HELD: Mapping[int, Held] = {}
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """The sizes that decide what one token takes: kept layers x 2 x num_kv_heads x head_dim numbers.
-
-    layers: those whose keys and values are kept, ascending, where a model runs no others; None = all.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    layers: tuple[int, ...] | None = None
-
-    @property
-    def kept(self) -> Seq[int]:
-        """The layers whose keys and values are kept."""
-        return range(self.num_layers) if self.layers is None else self.layers
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes of keys and values of one token over all layers."""
-        return 2 * len(self.kept) * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 @dataclass(slots=True)

@@ -17,20 +17,20 @@ from types import MappingProxyType
 import torch
 
 from forerun import native
+from forerun.blocks import EMBEDDING, HEAD, Spec, products, weights
 from forerun.memory.parts import (
     FLOAT_BYTES,
     KERNEL_BYTES,
     MemoryPart,
     Pass,
     Schemes,
-    matrix_shapes,
+    Widths,
     rope_table_bytes,
     up_to,
 )
 from forerun.memory.reference import block_bytes, weight_bytes
-from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.outline import Beside
-from forerun.ops.cpu_decoder import PRODUCTS, short_head_scheme
+from forerun.ops.cpu_model import short_head_scheme
 from forerun.ops.packed import PANEL, Format, packs, sections_of
 from forerun.ops.quantised import UNIT, QuantisedMatrix, Scheme
 
@@ -40,7 +40,6 @@ HUGE_PAGE_BYTES = 2 << 20  # larger buffers take whole huge pages: csrc/memory.c
 GIVE_BACK_BYTES = 8 << 20  # bytes packed before source pages are given back: csrc/matrix.cpp
 KEY_BLOCK, ATTENTION_ROWS = 64, 16  # keys and rows that attention takes at once
 KEY_RANGE, ITEMS_PER_THREAD = 256, 4  # keys of a piece of its work, and pieces below which a run is shared
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FEW_ROWS = 24  # up to so many rows, every thread has its own copy of a product's inputs
 
 
@@ -63,7 +62,7 @@ class NativeSizes:
         return torch.bfloat16 if name in self.rounded else self.dtype
 
     def weights(
-        self, models: Mapping[str, DecoderConfig], beside: Mapping[str, Beside] = MappingProxyType({})
+        self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
         """Return the parts of packed matrices with biases, float32 norms, and an untied embedding as it is stored.
 
@@ -73,7 +72,7 @@ class NativeSizes:
         for name, model in models.items():
             schemes, size = self._packed_schemes(name), self.cache_dtype_of(name).itemsize
             matrices, is_table = list(packed_matrix_bytes(model, self.dtype, schemes)), EMBEDDING not in schemes
-            table = 0 if model.tie_embeddings or not is_table else model.vocab_size * model.hidden_size * size
+            table = 0 if model.tied or not is_table else model.vocab_size * model.hidden_size * size
             num_bytes, plain = (
                 sum(matrices) + table + _vector_bytes(model),
                 weight_bytes(model, self.cache_dtype_of(name)),
@@ -97,9 +96,9 @@ class NativeSizes:
         ends = MemoryPart("page rounding", rounded, "matrices of 2 MiB and more take whole huge pages of memory")
         return [*parts, *([ends] if rounded else [])]
 
-    def head_bytes(self, name: str, model: DecoderConfig, num_rows: int) -> int:
-        """Return the bytes of the rows that CpuDecoder.logits packs once more; fewer than all."""
-        head = EMBEDDING if model.tie_embeddings else HEAD
+    def head_bytes(self, name: str, model: Spec, num_rows: int) -> int:
+        """Return the bytes of the rows that CpuModel.logits packs once more; fewer than all."""
+        head = EMBEDDING if model.tied else HEAD
         if num_rows >= model.vocab_size:
             return 0
         if head in self._packed_schemes(name):
@@ -130,7 +129,7 @@ class NativeSizes:
         """Return no parts: native memory does not grow later."""
         return ()
 
-    def loading_bytes(self, model: DecoderConfig) -> int:
+    def loading_bytes(self, model: Spec) -> int:
         """Two blocks of the files, or what is packed of a tensor before its source is given back.
 
         A tensor that is about to be packed takes what it will have when it is. Blocks that are unpacked or rounded take
@@ -147,36 +146,36 @@ class NativeSizes:
         return {weight: scheme for weight, scheme in self.schemes.get(name, {}).items() if packs(scheme)}
 
     def _buffer_bytes(self, run: Pass) -> int:
-        """Return the bytes of one decoder's buffers (buffer_sizes, line by line) and of its rotary table.
+        """Return the bytes of one model's buffers (buffer_sizes, line by line) and of its rotary table.
 
         The last two are those of `product`, which each thread has for itself.
         """
-        c, num_rows = run.model, run.num_rows
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        head_dim, states = up_to(c.head_dim, 16), ATTENTION_ROWS * c.num_heads
+        c, num_rows, hidden = Widths.of(run.model), run.num_rows, run.model.hidden_size
+        q, kv = c.q, c.kv
+        head_dim, states = up_to(c.head_dim, 16), ATTENTION_ROWS * c.heads
         attention = KEY_BLOCK * 2 * head_dim + states * (3 * head_dim + 16) + ATTENTION_ROWS + 128
         is_rounded = bool(self._packed_schemes(run.name))
 
         def steps(num_in: int) -> int:
             return up_to(num_in, UNIT) if is_rounded else _num_steps(num_in, self.dtype)
 
-        widest = num_rows * max(steps(q), steps(c.ffn_size), steps(c.hidden_size))
+        widest = num_rows * max(steps(q), steps(c.ffn), steps(hidden))
         is_widened = self.cache_dtype_of(run.name) == torch.bfloat16 and num_rows > 2 and native.widens_pairs()
         prepared = widest // UNIT * ROUNDED_BYTES // WORD_BYTES if is_rounded else 2 * widest * is_widened
         words = (
-            num_rows * c.hidden_size,
+            num_rows * hidden,
             num_rows * (q + 2 * kv),
-            num_rows * max(steps(c.hidden_size), steps(q)),
-            num_rows * steps(c.ffn_size),
-            self.num_threads * up_to(c.hidden_size, 64),
-            self.num_threads * up_to(min(num_rows, FEW_ROWS) * steps(c.hidden_size), 32),
+            num_rows * max(steps(hidden), steps(q)),
+            num_rows * steps(c.ffn),
+            self.num_threads * up_to(hidden, 64),
+            self.num_threads * up_to(min(num_rows, FEW_ROWS) * steps(hidden), 32),
             self.num_threads * up_to(attention, 64),
-            self._shared_rows(run) * c.num_heads * (head_dim + 16),
+            self._shared_rows(run) * c.heads * (head_dim + 16),
             *[num_rows * PANEL] * self.num_threads,
             *[prepared] * self.num_threads,
         )
         buffers = sum(allocated_bytes(num * WORD_BYTES) for num in words)
-        return buffers + rope_table_bytes(c, self.max_seq_len, FLOAT_BYTES)
+        return buffers + rope_table_bytes(run.model, self.max_seq_len, FLOAT_BYTES)
 
     def _shared_rows(self, run: Pass) -> int:
         """Return rows x ranges of keys that threads have seen apart from each other: attention_work.cpp.
@@ -209,28 +208,25 @@ def _panel_bytes(f: Format, num_in: int) -> int:
     return up_to(-(-num_units // f.head_units) * head + num_units * (levels + PANEL * UNIT * f.bits // 8), 64)
 
 
-def packed_matrix_bytes(c: DecoderConfig, dtype: torch.dtype, schemes: Schemes | None = None) -> Iterator[int]:
+def packed_matrix_bytes(c: Spec, dtype: torch.dtype, schemes: Schemes | None = None) -> Iterator[int]:
     """Yield the bytes of every packed matrix of a decoder, those of the LM head and of a quantised embedding last.
 
     schemes: of quantised matrices, by name, that are packed as they are.
     """
-    shapes, schemes = parameter_shapes(c), schemes or {}
-
-    def product(*names: str, paired: bool = False) -> int:
-        weights = [f"{name}.weight" for name in names]
-        if all(weight in schemes for weight in weights):
-            parts = [(schemes[weight], shapes[weight]) for weight in weights]
-            return quantised_bytes([_of((o, i), s) for s, (o, i) in parts], paired=paired)
-        num_out = sum(shapes[weight][0] for weight in weights) // (1 + paired)
-        return packed_bytes(num_out, shapes[weights[0]][1], dtype, paired=paired)
-
-    for i in range(c.num_layers):
-        for name, members in PRODUCTS.items():
-            yield product(*(f"model.layers.{i}.{member}" for member in members), paired=name == "gate_up")
-    embedding = EMBEDDING.removesuffix(".weight")
-    yield product(embedding if c.tie_embeddings else "lm_head")
-    if not c.tie_embeddings and EMBEDDING in schemes:
-        yield product(embedding)
+    schemes, groups = schemes or {}, products(weights(c))
+    embedding = groups.pop("embedding")
+    groups["head"] = groups.pop("head", embedding)  # the last one; of a tied model the embedding
+    if not c.tied and EMBEDDING in schemes:
+        groups["embedding"] = embedding
+    for name, group in groups.items():
+        paired = name.endswith(".gate_up")
+        shapes = [(weight.shape[0], weight.shape[1]) for weight in group]
+        if all(weight.name in schemes for weight in group):
+            parts = [_of(shape, schemes[weight.name]) for shape, weight in zip(shapes, group, strict=True)]
+            yield quantised_bytes(parts, paired=paired)
+        else:
+            num_out = sum(shape[0] for shape in shapes) // (1 + paired)
+            yield packed_bytes(num_out, shapes[0][1], dtype, paired=paired)
 
 
 def _of(shape: tuple[int, int], scheme: Scheme) -> QuantisedMatrix:
@@ -243,23 +239,16 @@ def allocated_bytes(num_bytes: int) -> int:
     return up_to(num_bytes, HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 64)
 
 
-def _matrices(c: DecoderConfig) -> list[tuple[int, int, bool]]:
-    """Return (outputs, inputs, paired) of a layer's matrices; for a pair, the outputs of one of the two."""
-    qkv, o, gate_up, down = matrix_shapes(c)
-    return [(*qkv, False), (*o, False), (gate_up[0] // 2, gate_up[1], True), (*down, False)]
-
-
-def _vector_bytes(c: DecoderConfig) -> int:
+def _vector_bytes(c: Spec) -> int:
     """Return the bytes of the norms, and of the biases padded to whole panels, all in float32."""
-    shapes = parameter_shapes(c)
-    num = sum(shape[0] for name, shape in shapes.items() if name.endswith("norm.weight"))
-    has_bias = (c.qkv_bias, c.o_bias, c.mlp_bias, c.mlp_bias)
-    panels = sum(
-        _num_panels(num_out, paired)
-        for (num_out, _, paired), biased in zip(_matrices(c), has_bias, strict=True)
-        if biased
-    )
-    return (num + c.num_layers * panels * PANEL) * FLOAT_BYTES
+    found = weights(c)
+    num = sum(weight.shape[0] for weight in found if weight.role == "vector" and not weight.name.endswith(".bias"))
+    biased = {weight.product for weight in found if weight.name.endswith(".bias")}
+    for name, group in products(found).items():
+        if name in biased:
+            paired = name.endswith(".gate_up")
+            num += PANEL * _num_panels(sum(weight.shape[0] for weight in group) // (1 + paired), paired)
+    return num * FLOAT_BYTES
 
 
 def _num_panels(num_out: int, paired: bool) -> int:

@@ -9,14 +9,15 @@ from typing import Protocol
 
 import torch
 
-from forerun.models.layers import DecoderConfig, Rope
+from forerun.blocks import Spec, products, weights
 from forerun.models.outline import Beside
 from forerun.ops.quantised import Scheme
+from forerun.ops.rotary import Rotations
 
 Schemes = Mapping[str, Scheme]  # of quantised matrices, by the names of their weights
 
 FLOAT_BYTES = torch.float32.itemsize
-PROB_BYTES = FLOAT_BYTES  # logits and probabilities are float32, see Decoder.logits and sampling.probs
+PROB_BYTES = FLOAT_BYTES  # logits and probabilities are float32, see Model.logits and sampling.probs
 KERNEL_BYTES = 1 << 20  # workspace of torch's kernels; attention on a CPU was measured at 0.2 MB per thread
 
 
@@ -39,7 +40,7 @@ class Pass:
     """
 
     name: str
-    model: DecoderConfig
+    model: Spec
     num_rows: int
     longest_run: int
     num_masked: int
@@ -72,14 +73,14 @@ class Sizes(Protocol):
         """Return the type of keys and values in the cache of a model."""
 
     def weights(
-        self, models: Mapping[str, DecoderConfig], beside: Mapping[str, Beside] = MappingProxyType({})
+        self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
         """Return the weights, as the operators keep them, of "target", "draft" and extra draft models, then of heads.
 
         beside: the weights of trained heads, by what they are called.
         """
 
-    def head_bytes(self, name: str, model: DecoderConfig, num_rows: int) -> int:
+    def head_bytes(self, name: str, model: Spec, num_rows: int) -> int:
         """Return what the first rows of a model's LM head take a second time where no others are read."""
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
@@ -88,21 +89,50 @@ class Sizes(Protocol):
     def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
         """Return what a process takes in addition when it runs for long."""
 
-    def loading_bytes(self, model: DecoderConfig) -> int:
+    def loading_bytes(self, model: Spec) -> int:
         """Return an upper bound of the bytes that loading a model takes beyond its weights."""
 
 
-def matrix_shapes(c: DecoderConfig) -> list[tuple[int, int]]:
-    """Return (outputs, inputs) of a layer's matrices: qkv, o, gate and up, down. Projections of one input are one."""
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    h, f = c.hidden_size, c.ffn_size
-    return [(q + 2 * kv, h), (h, q), (2 * f, h), (h, f)]
+@dataclass(frozen=True)
+class Widths:
+    """The widest rows of any block. q, kv: of all heads. ffn: inner outputs. head_dim: of a head."""
+
+    q: int
+    kv: int
+    ffn: int
+    head_dim: int
+    heads: int
+    has_head_norm: bool
+
+    @classmethod
+    def of(cls, spec: Spec) -> Widths:
+        """Look at all blocks."""
+        attentions = [block.attention for block in spec.blocks if block.attention is not None]
+        mlps = [block.mlp for block in spec.blocks if block.mlp is not None]
+        return cls(
+            q=max((a.heads * a.head_dim for a in attentions), default=0),
+            kv=max((a.kv_heads * a.head_dim for a in attentions), default=0),
+            ffn=max((mlp.size for mlp in mlps), default=0),
+            head_dim=max((a.head_dim for a in attentions), default=0),
+            heads=max((a.heads for a in attentions), default=0),
+            has_head_norm=any(a.q_norm is not None for a in attentions),
+        )
 
 
-def rope_table_bytes(c: DecoderConfig, max_seq_len: int, size: int) -> int:
-    """Return the bytes of the table of cos and sin, which exists twice while it grows. size: bytes of a number."""
-    num_positions = -(-max_seq_len // Rope.BLOCK) * Rope.BLOCK
-    return 2 * num_positions * 2 * c.head_dim * size
+def matrix_shapes(spec: Spec) -> set[tuple[int, int]]:
+    """Return (outputs, inputs) of the products of all layers. Matrices of one input are one."""
+    groups = products(weights(spec)).items()
+    return {(sum(w.shape[0] for w in group), group[0].shape[1]) for n, group in groups if n not in OUTER}
+
+
+OUTER = ("embedding", "head")  # products that are no layer's
+
+
+def rope_table_bytes(spec: Spec, max_seq_len: int, size: int) -> int:
+    """Return the bytes of the tables of cos and sin, each twice while it grows. size: bytes of a number."""
+    num_positions = -(-max_seq_len // Rotations.BLOCK) * Rotations.BLOCK
+    found = {a.rope: a.rope.dims or a.head_dim for b in spec.blocks if (a := b.attention) is not None and a.rope}
+    return 2 * num_positions * 2 * sum(found.values()) * size
 
 
 def up_to(number: int, step: int) -> int:

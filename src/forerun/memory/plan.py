@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from forerun import native, ops
+from forerun.blocks import Spec
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
 from forerun.kv.cache import PAGED_BLOCK_TOKENS, CacheShape
 from forerun.memory.native import NativeSizes
 from forerun.memory.parts import PROB_BYTES, MemoryPart, Pass, Schemes, Sizes
 from forerun.memory.reference import ReferenceSizes
-from forerun.models.layers import DecoderConfig
 from forerun.models.outline import Beside
 from forerun.types import ROUND_TOKENS
 
@@ -106,14 +106,14 @@ def gigabytes(num_bytes: int) -> str:
 
 
 def memory_plan(
-    target: DecoderConfig,
-    draft: DecoderConfig | None,
+    target: Spec,
+    draft: Spec | None,
     config: EngineConfig,
     *,
     dtype: torch.dtype,
     device: str = "cpu",
     available_bytes: int | None = None,
-    extra_drafts: Mapping[str, DecoderConfig] | None = None,
+    extra_drafts: Mapping[str, Spec] | None = None,
     schemes: Mapping[str, Schemes] | None = None,
     num_taps: int = 0,
     made_of_target: Collection[str] = (),
@@ -179,8 +179,8 @@ def pool_tokens(backend: str, *, max_batch_size: int, max_seq_len: int, num_toke
 class _Needs:
     """The models and options that decide the sizes."""
 
-    target: DecoderConfig
-    drafts: Mapping[str, DecoderConfig]
+    target: Spec
+    drafts: Mapping[str, Spec]
     config: EngineConfig
     dtype: torch.dtype
     device: str
@@ -250,9 +250,9 @@ class _Needs:
         own = {name: model for name, model in drafts.items() if name not in self.shared}
         return [self._target_pass(), *(self._draft_pass(name, model) for name, model in own.items())]
 
-    def _loading(self, models: Mapping[str, DecoderConfig], running: list[MemoryPart]) -> list[MemoryPart]:
+    def _loading(self, models: Mapping[str, Spec], running: list[MemoryPart]) -> list[MemoryPart]:
         """Return what loading the models, one after the other, takes beyond what running them takes; none if less."""
-        loaded: dict[str, DecoderConfig] = {}
+        loaded: dict[str, Spec] = {}
         peak = 0
         for name, model in models.items():
             loaded[name] = model
@@ -297,7 +297,7 @@ class _Needs:
             num_taps=self.num_taps,
         )
 
-    def _draft_pass(self, name: str, draft: DecoderConfig) -> Pass:
+    def _draft_pass(self, name: str, draft: Spec) -> Pass:
         """Return a draft model's largest pass, over the committed tokens that its cache lacks.
 
         They are prompts, within the catch-up budget, and the tokens that each sequence's last round left.

@@ -1,6 +1,6 @@
 """Memory of the reference operators: weights to the byte, and an upper bound of the buffers of a pass.
 
-The bound follows the code that allocates: models/layers.py, ops/reference.py, kv/cache.py. On a CPU oneDNN compiles a
+The bound follows the code that allocates: ops/torch.py, ops/reference.py, kv/cache.py. On a CPU oneDNN compiles a
 kernel for every matrix and number of rows and keeps it, so that memory grows while a process runs.
 """
 
@@ -13,16 +13,17 @@ from types import MappingProxyType
 
 import torch
 
+from forerun.blocks import Spec, weights
 from forerun.memory.parts import (
     FLOAT_BYTES,
     KERNEL_BYTES,
     PROB_BYTES,
     MemoryPart,
     Pass,
+    Widths,
     matrix_shapes,
     rope_table_bytes,
 )
-from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.outline import Beside
 from forerun.models.source import BLOCK_BYTES
 from forerun.ops.reference import ONEDNN_MIN_WEIGHTS
@@ -49,7 +50,7 @@ class ReferenceSizes:
         return self.dtype
 
     def weights(
-        self, models: Mapping[str, DecoderConfig], beside: Mapping[str, Beside] = MappingProxyType({})
+        self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
         """Return one part for each model with every weight counted once; a tied LM head is its embedding.
 
@@ -63,7 +64,7 @@ class ReferenceSizes:
             parts.append(MemoryPart(f"{name} weights", num * size + floats * FLOAT_BYTES, how))
         return parts
 
-    def head_bytes(self, name: str, model: DecoderConfig, num_rows: int) -> int:
+    def head_bytes(self, name: str, model: Spec, num_rows: int) -> int:
         """Return 0: they are read where they are."""
         return 0
 
@@ -90,13 +91,13 @@ class ReferenceSizes:
         for run in passes:
             matrices = [shape for shape in matrix_shapes(run.model) if self._is_compiled(shape)]
             head = self._is_compiled((run.model.vocab_size, run.model.hidden_size))
-            count += len(set(matrices)) * run.num_rows + head * run.num_logits
+            count += len(matrices) * run.num_rows + head * run.num_logits
         if count == 0 or self.device != "cpu":
             return ()
         how = f"one for each matrix and number of rows that occurs, {count:,} at most"
         return (MemoryPart("compiled kernels", min(count * COMPILED_BYTES, COMPILED_MAX_BYTES), how),)
 
-    def loading_bytes(self, model: DecoderConfig) -> int:
+    def loading_bytes(self, model: Spec) -> int:
         """Return two blocks of the files; 0 on an accelerator, because files are read on the host."""
         return 2 * block_bytes(model) if self.device == "cpu" else 0
 
@@ -116,12 +117,12 @@ class ReferenceSizes:
     def _layer_bytes(self, run: Pass) -> tuple[int, int]:
         """Return the most bytes alive inside one layer, outside of attention and while it works.
 
-        The first follows Layer.run line by line; the rows that the layer was given live until it is done.
+        The first follows TorchBlock.run line by line; the rows that the layer was given live until it is done.
         """
-        c, size = run.model, self.dtype.itemsize
-        h, f, q, kv = c.hidden_size, c.ffn_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        c, size = Widths.of(run.model), self.dtype.itemsize
+        h, f, q, kv = run.model.hidden_size, c.ffn, c.q, c.kv
         norm = 2 * h if size == 4 else 2 * h + 8 * h // size  # narrow types are normed in float32
-        rope = max(3 * q, q + 3 * kv, 3 * q + kv) + (q + kv if c.qk_norm else 0)
+        rope = max(3 * q, q + 3 * kv, 3 * q + kv) + (q + kv if c.has_head_norm else 0)
         twice = 1 if self.row_by_row else 0  # rows computed alone are put together: the result exists twice
         stages = (
             h + norm,
@@ -135,17 +136,18 @@ class ReferenceSizes:
     def _attention_bytes(self, run: Pass) -> tuple[int, int]:
         """Return the bytes of attention: masks of all runs, which the pass keeps, and the work on the largest run."""
         model, size = run.model, self.dtype.itemsize
-        windows = set(model.windows) or {None}
+        windows = {block.attention.window for block in model.blocks if block.attention is not None}
         masked, longest = (0, 0) if self.row_by_row else (run.num_masked, run.longest_run)
         masks = len(windows) * masked * run.context * 4
         square = longest * run.context  # of the mask being made or converted: the run with the most rows
         building = square * (4 if windows == {None} else 12)
         converting = 0 if size == 4 else square * size
-        cached = 2 * run.context * model.num_kv_heads * model.head_dim
+        widths = Widths.of(model)
+        cached = 2 * run.context * widths.kv
         # Rows that follow each other are read in place on a CPU; a paged sequence may lie anywhere.
         copies = 0 if self.device == "cpu" and self.in_place else 1
         gathered = (copies + self.row_by_row) * cached * size
-        rotations = rope_table_bytes(model, self.max_seq_len, size) + run.num_rows * 2 * model.head_dim * size
+        rotations = rope_table_bytes(model, self.max_seq_len, size) + run.num_rows * 2 * widths.head_dim * size
         reading = run.num_read * 8 + rotations
         return masks + reading, max(building, converting + gathered + self._sdpa_bytes(run))
 
@@ -157,19 +159,20 @@ class ReferenceSizes:
         """
         if self.device == "cpu":
             return 0
-        expanded = 2 * run.model.num_heads * run.context * run.model.head_dim
-        return 4 * (expanded + 2 * run.model.num_heads * run.longest_run * run.context)
+        widths = Widths.of(run.model)
+        expanded = 2 * run.context * widths.q
+        return 4 * (expanded + 2 * widths.heads * run.longest_run * run.context)
 
 
-def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+def weight_bytes(config: Spec, dtype: torch.dtype) -> int:
     """Return the bytes of all weights; a tied LM head is its embedding and counts once."""
-    return sum(math.prod(shape) for shape in parameter_shapes(config).values()) * dtype.itemsize
+    return config.num_weights * dtype.itemsize
 
 
-def block_bytes(config: DecoderConfig) -> int:
+def block_bytes(config: Spec) -> int:
     """Return the bytes of the largest block of the files that loading reads at once, at 4 bytes per number.
 
     Files with float64 weights, which can be loaded but do not occur in practice, would need twice as much.
     """
-    largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
+    largest = max(math.prod(weight.shape) for weight in weights(config))
     return min(BLOCK_BYTES, 4 * largest)

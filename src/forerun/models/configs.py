@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from forerun.blocks import Plain, Rope, Spec
 from forerun.errors import UnsupportedModel, shown
-from forerun.models.layers import DecoderConfig, RopeConfig
 
 Raw = Mapping[str, Any]
 
@@ -49,6 +49,8 @@ ROPE_KINDS = {
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
 }
+# Of the keys that are written, those that matter to training alone.
+UNTRAINED = {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True}
 LAYER_KINDS = ("full_attention", "sliding_attention")
 
 MOST_TOKENS = (1 << 31) - 1
@@ -72,30 +74,21 @@ RANGES = {
 }
 
 
-def decoder_config(
-    raw: Raw, *, honoured: Collection[str] = (), defaults: Raw | None = None, **more: Any
-) -> DecoderConfig:
-    """The sizes and rotary positions that all decoders share; `more` are the fields of one architecture.
+def plain_spec(raw: Raw, *, honoured: Collection[str] = (), defaults: Raw | None = None, **more: Any) -> Spec:
+    """A decoder as Llama's: the sizes and rotary positions of config.json; `more` are the fields of one family.
 
-    honoured: keys of config.json that the architecture reads itself. defaults: values of keys that its published
-    files leave out. Raises UnsupportedModel, naming the key, for whatever is missing, broken or not honoured.
+    honoured: keys of config.json that the family reads itself. defaults: values of keys that its published files leave
+    out. Raises UnsupportedModel, naming the key, for whatever is missing, broken or not honoured.
     """
     refuse_unknown(raw, SHARED_KEYS | frozenset(honoured))
     filled = {"rms_norm_eps": 1e-6, **(defaults or {}), **{k: v for k, v in raw.items() if v is not None}}
-    _require(filled.get("hidden_act", "silu") == "silu", filled, "hidden_act", "'silu'")
-    _require(filled.get("partial_rotary_factor", 1) == 1, filled, "partial_rotary_factor", "1")
-    heads = size(filled, "num_attention_heads")
-    hidden = size(filled, "hidden_size")
-    kv_heads = size({"num_key_value_heads": heads, **filled}, "num_key_value_heads")
-    _require(heads % kv_heads == 0, {"num_key_value_heads": kv_heads}, "num_key_value_heads", f"a divisor of {heads}")
-    if "head_dim" not in filled:
-        _require(hidden % heads == 0, filled, "num_attention_heads", f"a divisor of {hidden} where head_dim is missing")
-    head_dim = size({"head_dim": hidden // heads, **filled}, "head_dim")
-    _require(head_dim % 2 == 0, {"head_dim": head_dim}, "head_dim", "even, because rotary positions turn pairs")
-    return DecoderConfig(
+    require(filled.get("hidden_act", "silu") == "silu", filled, "hidden_act", "'silu'")
+    require(filled.get("partial_rotary_factor", 1) == 1, filled, "partial_rotary_factor", "1")
+    heads, kv_heads, head_dim = head_sizes(filled)
+    return Plain(
         model_type=str(raw.get("model_type")),
         vocab_size=size(filled, "vocab_size"),
-        hidden_size=hidden,
+        hidden_size=size(filled, "hidden_size"),
         num_layers=size(filled, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -103,10 +96,58 @@ def decoder_config(
         ffn_size=size(filled, "intermediate_size"),
         norm_eps=number(filled, "rms_norm_eps"),
         max_positions=size(filled, "max_position_embeddings"),
-        rope=rope_config(filled),
-        tie_embeddings=flag(filled, "tie_word_embeddings"),
+        rope=rope_of(filled),
+        tied=flag(filled, "tie_word_embeddings"),
         **more,
-    )
+    ).spec
+
+
+def plain_config(spec: Spec, architecture: str) -> dict[str, Any]:
+    """config.json of a decoder as Llama's, in the spelling that old and new versions of transformers and others read.
+
+    Raises UnsupportedModel for a spec that is none.
+    """
+    own = Plain.of(spec)
+    return {
+        "architectures": [architecture],
+        "model_type": own.model_type,
+        "vocab_size": own.vocab_size,
+        "hidden_size": own.hidden_size,
+        "intermediate_size": own.ffn_size,
+        "num_hidden_layers": own.num_layers,
+        "num_attention_heads": own.num_heads,
+        "num_key_value_heads": own.num_kv_heads,
+        "head_dim": own.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": own.norm_eps,
+        "max_position_embeddings": own.max_positions,
+        "rope_theta": own.rope.theta,
+        "rope_scaling": rope_scaling(own.rope),
+        "tie_word_embeddings": own.tied,
+        **UNTRAINED,
+    }
+
+
+def rope_scaling(rope: Rope) -> dict[str, Any] | None:
+    """`rope_scaling` of config.json; None for what needs none."""
+    if rope.kind == "default":
+        return None
+    names = {"original_max_position_embeddings": "original_max_positions"}
+    values = {key: getattr(rope, names.get(key, key)) for key in sorted(ROPE_KINDS[rope.kind])}
+    return {"rope_type": rope.kind, **values}
+
+
+def head_sizes(raw: Raw) -> tuple[int, int, int]:
+    """Query heads, key-value heads and the size of each."""
+    heads = size(raw, "num_attention_heads")
+    hidden = size(raw, "hidden_size")
+    kv_heads = size({"num_key_value_heads": heads, **raw}, "num_key_value_heads")
+    require(heads % kv_heads == 0, {"num_key_value_heads": kv_heads}, "num_key_value_heads", f"a divisor of {heads}")
+    if "head_dim" not in raw:
+        require(hidden % heads == 0, raw, "num_attention_heads", f"a divisor of {hidden} where head_dim is missing")
+    head_dim = size({"head_dim": hidden // heads, **raw}, "head_dim")
+    require(head_dim % 2 == 0, {"head_dim": head_dim}, "head_dim", "even, because rotary positions turn pairs")
+    return heads, kv_heads, head_dim
 
 
 def refuse_unknown(raw: Raw, honoured: Collection[str]) -> None:
@@ -121,10 +162,10 @@ def refuse_unknown(raw: Raw, honoured: Collection[str]) -> None:
         )
 
 
-def rope_config(raw: Raw) -> RopeConfig:
+def rope_of(raw: Raw) -> Rope:
     """Rotary positions from `rope_parameters`, or from `rope_theta` and `rope_scaling`; both only where they agree."""
     for key in ("rope_parameters", "rope_scaling"):
-        _require(isinstance(raw.get(key) or {}, Mapping), raw, key, "null or a mapping")
+        require(isinstance(raw.get(key) or {}, Mapping), raw, key, "null or a mapping")
     new = _one_for_all(raw.get("rope_parameters") or {})
     old = raw.get("rope_scaling") or {}
     readings = {_read_rope({"rope_theta": raw.get("rope_theta"), **_set(part)}, raw) for part in (new, old) if part}
@@ -133,7 +174,7 @@ def rope_config(raw: Raw) -> RopeConfig:
             f"config.json has rope_parameters={shown(new)} and rope_scaling={shown(old)}, which disagree: keep one"
         )
     rope = readings.pop() if readings else _read_rope({"rope_theta": raw.get("rope_theta")}, raw)
-    _require(raw.get("rope_theta", rope.theta) == rope.theta, raw, "rope_theta", f"{rope.theta} as in rope_parameters")
+    require(raw.get("rope_theta", rope.theta) == rope.theta, raw, "rope_theta", f"{rope.theta} as in rope_parameters")
     return rope
 
 
@@ -151,7 +192,7 @@ def _one_for_all(parameters: Raw) -> Raw:
     return entries[0]
 
 
-def _read_rope(rope: Raw, raw: Raw) -> RopeConfig:
+def _read_rope(rope: Raw, raw: Raw) -> Rope:
     rope = _set(rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
@@ -159,19 +200,19 @@ def _read_rope(rope: Raw, raw: Raw) -> RopeConfig:
             f"config.json sets rope_type={shown(kind)}, which forerun does not compute: it must be one of "
             f"{list(ROPE_KINDS)}, or, where it was only added for texts longer than those in training, be taken out"
         )
-    _require(rope.get("partial_rotary_factor", 1) == 1, rope, "partial_rotary_factor", "1")
+    require(rope.get("partial_rotary_factor", 1) == 1, rope, "partial_rotary_factor", "1")
     known = ROPE_KINDS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     for key in rope.keys() - known:
         raise UnsupportedModel(
             f"config.json sets {key}={shown(rope[key])} for rope_type={shown(kind)}, which forerun does not compute: "
             "use a checkpoint without it"
         )
-    config = RopeConfig(theta=number({"rope_theta": 10000.0, **rope}, "rope_theta"), kind=kind)
+    config = Rope(theta=number({"rope_theta": 10000.0, **rope}, "rope_theta"), kind=kind)  # type: ignore[arg-type]
     for key in ROPE_KINDS[kind] - {"original_max_position_embeddings"}:
         config = replace(config, **{key: number(rope, key)})  # type: ignore[arg-type]
     if kind != "llama3":
         return config
-    _require(config.high_freq_factor > config.low_freq_factor, rope, "high_freq_factor", "above low_freq_factor")
+    require(config.high_freq_factor > config.low_freq_factor, rope, "high_freq_factor", "above low_freq_factor")
     trained = {"original_max_position_embeddings": raw.get("max_position_embeddings"), **rope}
     return replace(config, original_max_positions=size(trained, "original_max_position_embeddings"))
 
@@ -185,7 +226,7 @@ def windows(raw: Raw, num_layers: int, window: int | None, first: int = 0) -> tu
     if kinds is None:
         kinds = [LAYER_KINDS[window is not None and i >= first] for i in range(num_layers)]
     fits = isinstance(kinds, list) and len(kinds) == num_layers and all(kind in LAYER_KINDS for kind in kinds)
-    _require(fits, raw, "layer_types", f"a list of {num_layers} entries out of {list(LAYER_KINDS)}")
+    require(fits, raw, "layer_types", f"a list of {num_layers} entries out of {list(LAYER_KINDS)}")
     if "sliding_attention" not in kinds:
         return ()
     if window is None:
@@ -200,14 +241,14 @@ def full_attention_only(raw: Raw) -> None:
     """Refuse `layer_types` other than full attention, for architectures without a sliding window."""
     kinds = raw.get("layer_types") or []
     fits = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
-    _require(fits, raw, "layer_types", "'full_attention' in every layer")
+    require(fits, raw, "layer_types", "'full_attention' in every layer")
 
 
 def size(raw: Raw, key: str, least: int = 1) -> int:
     """An integer of config.json, from `least` to what LARGEST allows."""
     value, most = raw.get(key), LARGEST.get(key, MOST_TOKENS)
     fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-    _require(fits, raw, key, f"an integer in {least} .. {most}")
+    require(fits, raw, key, f"an integer in {least} .. {most}")
     return int(raw[key])
 
 
@@ -215,18 +256,19 @@ def number(raw: Raw, key: str) -> float:
     """A number of config.json within its range."""
     value, (least, most) = raw.get(key), RANGES[key]
     fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-    _require(fits, raw, key, f"a number in {least} .. {most:g}")
+    require(fits, raw, key, f"a number in {least} .. {most:g}")
     return float(raw[key])
 
 
 def flag(raw: Raw, key: str) -> bool:
     """A true or false of config.json; absent is false."""
     value = raw.get(key)
-    _require(value is None or isinstance(value, bool), raw, key, "true or false")
+    require(value is None or isinstance(value, bool), raw, key, "true or false")
     return bool(value)
 
 
-def _require(ok: bool, raw: Raw, key: str, what: str) -> None:
+def require(ok: bool, raw: Raw, key: str, what: str) -> None:
+    """Raise UnsupportedModel, naming a key of config.json, unless its value is possible. what: the possible ones."""
     if not ok:
         found = shown(raw.get(key))
         raise UnsupportedModel(f"config.json has {key}={found}, which is not supported: it must be {what}")

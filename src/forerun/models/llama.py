@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from forerun.models.configs import decoder_config, flag, full_attention_only
-from forerun.models.layers import Decoder, DecoderConfig
-
-Model = Decoder
+from forerun.blocks import Plain, Spec
+from forerun.models.configs import Raw, flag, full_attention_only, plain_config, plain_spec
 
 
-def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """config.json -> DecoderConfig. Raises UnsupportedModel for a key that would change the function."""
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
     full_attention_only(raw)
-    bias = flag(raw, "attention_bias")
-    return decoder_config(
-        raw,
-        honoured={"attention_bias", "mlp_bias"},
-        defaults={"max_position_embeddings": 2048},
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=flag(raw, "mlp_bias"),
-    )
+    bias, mlp_bias = flag(raw, "attention_bias"), flag(raw, "mlp_bias")
+    defaults, honoured = {"max_position_embeddings": 2048}, {"attention_bias", "mlp_bias"}
+    return plain_spec(raw, honoured=honoured, defaults=defaults, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    own = Plain.of(spec)
+    return {**plain_config(spec, "LlamaForCausalLM"), "attention_bias": own.o_bias, "mlp_bias": own.mlp_bias}

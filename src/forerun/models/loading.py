@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import math
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -19,21 +18,24 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from forerun.blocks import EMBEDDING, HEAD, Spec, weight_shapes
 from forerun.config import Quantization
-from forerun.errors import BadOption, UnsupportedModel, shown
+from forerun.errors import BadOption, InternalError, UnsupportedModel, shown
 from forerun.models import packings, refusals
 from forerun.models.generation import end_ids_of
 from forerun.models.hub import is_hub_id, locate
-from forerun.models.layers import Decoder, DecoderConfig, empty_weights, kinds_in_words, parameter_shapes
 from forerun.models.quantising import QuantisingSource
+from forerun.models.runner import Model
 from forerun.models.source import Source, open_source
 from forerun.models.weights import StoredWeights, no_room, same
+from forerun.ops import load_model
+from forerun.ops.passes import kinds_in_words
 from forerun.ops.quantised import Scheme
 from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import empty_weights
 from forerun.text.tokenizer import Tokenizer, needed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Checkpoint:
 
     name: str
     folder: Path
-    model: Decoder
+    model: LoadedModel
     config: Mapping[str, Any]
     end_ids: frozenset[int]
     tokenizer: Tokenizer | None = None
@@ -55,18 +57,45 @@ class Checkpoint:
     stored: str | None = None
 
     @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The weights by name, as they were read. Raises InternalError where a backend has packed them."""
+        found: Mapping[str, Tensor] | None = getattr(self.model, "weights", None)
+        if found is None:
+            raise InternalError(f"the weights of {self.name} are packed: load it for the reference operators")
+        return found
+
+    @property
     def text_tokenizer(self) -> Tokenizer:
         """The tokenizer, for who needs one. Raises NotFound."""
         return needed(self.tokenizer, self.name)
 
 
-class Architecture(Protocol):
-    """What a file of this folder must define to be an architecture."""
+class LoadedModel(Model, Protocol):
+    """A model whose weights are in memory, whatever computes it."""
 
-    def read_config(self, raw: Mapping[str, Any]) -> DecoderConfig: ...
-    def Model(  # noqa: N802
-        self, config: DecoderConfig, weights: Mapping[str, Tensor], ops: ReferenceOps, *, consume: bool = False
-    ) -> Decoder: ...
+    @property
+    def config(self) -> Spec: ...
+    @property
+    def weight_bits(self) -> tuple[int, ...]:
+        """The bits of weights that are computed with as integers, ascending; () = all are of `weight_dtype`."""
+
+    @property
+    def precision(self) -> str:
+        """What weights are computed with, in words: 4-bit and 8-bit weights, or bfloat16 weights."""
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """The bytes of weights that one pass of a few rows reads, counted from what is in memory: every matrix once."""
+
+    def weight(self, name: str) -> Tensor:
+        """Return a weight by its name in a checkpoint, float32, as it was before packing."""
+
+
+class Architecture(Protocol):
+    """What a file of this folder must define to be a family."""
+
+    def read(self, raw: Mapping[str, Any]) -> Spec: ...
+    def write(self, spec: Spec) -> Mapping[str, Any]: ...
 
 
 def load_checkpoint(
@@ -98,18 +127,18 @@ def load_checkpoint(
     source, raw, config, end_ids = opened(path)
     source.check(with_tokenizer)
     tokenizer = Tokenizer.find(source.folder) if with_tokenizer else None
-    check_shapes(stored_shapes(source, config), parameter_shapes(config), str(path), in_one_file=path.is_file())
+    check_shapes(stored_shapes(source, config), weight_shapes(config), str(path), in_one_file=path.is_file())
     matrices = [stored for stored in source.tensors.values() if len(stored.shape) == 2]
     bits = [stored.scheme.bits for stored in matrices if stored.scheme is not None]
     in_words = kinds_in_words(bits, [stored.dtype for stored in matrices if stored.scheme is None])
     if quantization is not None:
-        source = cast(Source, QuantisingSource(source, Quantization.parse(quantization)))
+        source = cast(Source, QuantisingSource(source, config, Quantization.parse(quantization)))
     ops, device = ops or ReferenceOps(), torch.device(device)
     computed = _dtype(dtype, device, source, ops)
     stored = StoredWeights(source, computed, device, packed_schemes(ops, computed))
     # Quantised matrices are among the weights only where the operators say that they pack them.
     weights = cast(Mapping[str, Tensor], stored) if ops.packs else _read_all(stored, config)
-    model = architecture(config.model_type).Model(config, weights, ops, consume=True)
+    model = load_model(config, weights, ops, consume=True)
     _give_freed_memory_back()
     return Checkpoint(
         name=str(name) if is_hub_id(name) else path.resolve().name,
@@ -131,13 +160,12 @@ def packed_schemes(ops: ReferenceOps, dtype: torch.dtype) -> Callable[[Scheme], 
     return ops.packs_scheme if dtype == torch.bfloat16 else ReferenceOps().packs_scheme
 
 
-def _read_all(stored: StoredWeights, config: DecoderConfig) -> dict[str, Tensor]:
+def _read_all(stored: StoredWeights, config: Spec) -> dict[str, Tensor]:
     """Every weight, in the layout of `empty_weights`."""
     try:
         weights = empty_weights(config, stored.dtype, stored.device)
     except RuntimeError as error:  # torch's OutOfMemoryError is one, and a CPU's refusal is a plain one
-        num = sum(math.prod(shape) for shape in parameter_shapes(config).values())
-        raise no_room(num * stored.dtype.itemsize, stored.device) from error
+        raise no_room(config.num_weights * stored.dtype.itemsize, stored.device) from error
     for name, tensor in weights.items():
         stored.read(name, tensor)
     return weights
@@ -159,7 +187,7 @@ def small_files(name: str | Path, ignore_config_keys: Collection[str] = ()) -> P
     return source.folder
 
 
-def _opened(path: Path, ignore: Collection[str]) -> tuple[Source, dict[str, Any], DecoderConfig, frozenset[int]]:
+def _opened(path: Path, ignore: Collection[str]) -> tuple[Source, dict[str, Any], Spec, frozenset[int]]:
     """A source, its config.json, the same as it is understood, and the end ids. Raises for what these files show."""
     source = open_source(path)
     raw = without(source.config, ignore)
@@ -171,10 +199,10 @@ def _opened(path: Path, ignore: Collection[str]) -> tuple[Source, dict[str, Any]
 
 @cache
 def model_types() -> tuple[str, ...]:
-    """Every known `model_type`: the files of this folder that define `read_config`, found without importing them."""
+    """Every known `model_type`: the files of this folder that define `read`, found without importing them."""
     files = sorted(Path(__file__).parent.glob("*.py"))
-    found = [f.stem for f in files if "\ndef read_config(" in f.read_text(encoding="utf-8")]
-    return tuple(name for name in found if name != Path(__file__).stem)
+    found = [f.stem for f in files if "\ndef read(" in f.read_text(encoding="utf-8")]
+    return tuple(found)
 
 
 def architecture(model_type: object) -> Architecture:
@@ -203,8 +231,8 @@ def without(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any
     return {key: value for key, value in config.items() if key not in ignore}
 
 
-def read_config(raw: Mapping[str, Any], path: Path | None = None) -> DecoderConfig:
-    """config.json, read by the architecture it names. Raises UnsupportedModel for what would be computed wrongly.
+def read_config(raw: Mapping[str, Any], path: Path | None = None) -> Spec:
+    """config.json, read by the family that it names. Raises UnsupportedModel for what would be computed wrongly.
 
     path: of the folder or file that it comes from, where that is known.
     """
@@ -212,7 +240,7 @@ def read_config(raw: Mapping[str, Any], path: Path | None = None) -> DecoderConf
         refusals.refuse_code(raw, model_types())
         module = architecture(raw.get("model_type"))
         packings.layout_of(raw)
-        return module.read_config({key: value for key, value in raw.items() if key not in refusals.KEYS})
+        return module.read({key: value for key, value in raw.items() if key not in refusals.KEYS})
     except UnsupportedModel as error:
         if path is not None and path.is_file():  # its config.json is made here, and nobody would find it
             raise UnsupportedModel(f"{path}, whose metadata is read as a config.json: {error}") from error
@@ -222,10 +250,10 @@ def read_config(raw: Mapping[str, Any], path: Path | None = None) -> DecoderConf
 # ------------------------------------------------------------------------------------------------------------ weights
 
 
-def stored_shapes(source: Source, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def stored_shapes(source: Source, config: Spec) -> dict[str, tuple[int, ...]]:
     """Name -> shape, less an LM head stored beside the embedding it is tied to. Raises where the two differ."""
     shapes = {name: stored.shape for name, stored in source.tensors.items()}
-    if config.tie_embeddings and {HEAD, EMBEDDING} <= shapes.keys():
+    if config.tied and {HEAD, EMBEDDING} <= shapes.keys():
         if not same(source, HEAD, EMBEDDING):
             # transformers 4 used the embedding here, transformers 5 uses the head: the file means two models.
             raise UnsupportedModel(

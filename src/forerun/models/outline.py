@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from forerun.blocks import MATRIX_BITS, Spec, Weight, weights
 from forerun.config import Quantization
 from forerun.errors import UserError
 from forerun.models.hub import locate
-from forerun.models.layers import DecoderConfig, parameter_shapes
 from forerun.models.loading import read_config, without
 from forerun.models.packings import said_scheme
-from forerun.models.quantising import ENDS, planned
+from forerun.models.quantising import planned
 from forerun.models.source import Source, Stored, open_source
 from forerun.ops.quantised import Scheme
 from forerun.text.json_files import read_json
@@ -49,7 +49,7 @@ class Outline:
     """
 
     raw: Mapping[str, Any]
-    config: DecoderConfig
+    config: Spec
     quantization: str | None
     schemes: Mapping[str, Scheme]
     is_made: bool = False
@@ -71,26 +71,26 @@ class Outline:
             raw = without(source.config, ignore)
             config = read_config(raw, path)
         tensors = _tensors(source) or _said_tensors(config, raw)
-        return cls(raw, config, quantization, _schemes(tensors, quantization))
+        return cls(raw, config, quantization, _schemes(tensors, config, quantization))
 
-    def widened(self, config: DecoderConfig) -> Outline:
+    def widened(self, config: Spec) -> Outline:
         """Return the outline of a model that is made of this one in memory; its weights are dense until then."""
-        schemes = _schemes(_said_tensors(config, {}), self.quantization)
+        schemes = _schemes(_said_tensors(config, {}), config, self.quantization)
         return Outline(self.raw, config, self.quantization, schemes)
 
-    def made(self, quantization: str | None, num_layers: int | None, config: DecoderConfig | None = None) -> Outline:
+    def made(self, quantization: str | None, num_layers: int | None, config: Spec | None = None) -> Outline:
         """Return the outline of a model that this one rounds, or of its first layers. num_layers: None = all.
 
         config: of layers that stand beside this one's instead.
         """
         if config is None:
-            config = self.config if num_layers is None else replace(self.config, num_layers=num_layers)
-        schemes = {} if quantization is None else _schemes(_said_tensors(config, {}), quantization)
+            config = replace(self.config, blocks=self.config.blocks[:num_layers])
+        schemes = {} if quantization is None else _schemes(_said_tensors(config, {}), config, quantization)
         return Outline(self.raw, config, quantization, schemes, is_made=True)
 
 
-def _schemes(tensors: Mapping[str, Stored], quantization: str | None) -> Mapping[str, Scheme]:
-    made = tensors if quantization is None else planned(tensors, Quantization.parse(quantization))
+def _schemes(tensors: Mapping[str, Stored], spec: Spec, quantization: str | None) -> Mapping[str, Scheme]:
+    made = tensors if quantization is None else planned(tensors, spec, Quantization.parse(quantization))
     return {name: stored.scheme for name, stored in made.items() if stored.scheme is not None}
 
 
@@ -102,14 +102,11 @@ def _tensors(source: Source | None) -> Mapping[str, Stored]:
         return {}
 
 
-def _said_tensors(config: DecoderConfig, raw: Mapping[str, Any]) -> Mapping[str, Stored]:
+def _said_tensors(config: Spec, raw: Mapping[str, Any]) -> Mapping[str, Stored]:
     """Return what config.json says of tensors; embedding and LM head are dense in most quantised checkpoints."""
     file = Path("config.json")
-    return {
-        name: Stored(file, shape, torch.float32, said_scheme(raw, shape[1]) if _is_inner_matrix(name, shape) else None)
-        for name, shape in parameter_shapes(config).items()
-    }
+    return {w.name: Stored(file, w.shape, torch.float32, _said_scheme(w, raw)) for w in weights(config)}
 
 
-def _is_inner_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and name not in ENDS
+def _said_scheme(weight: Weight, raw: Mapping[str, Any]) -> Scheme | None:
+    return said_scheme(raw, weight.shape[1]) if weight.least_bits == MATRIX_BITS else None

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from forerun.models.configs import decoder_config, flag, size, windows
-from forerun.models.layers import Decoder, DecoderConfig
-
-Model = Decoder
+from forerun.blocks import Plain, Spec
+from forerun.models.configs import LAYER_KINDS, Raw, flag, plain_config, plain_spec, size, windows
 
 WINDOW_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers"})
 
 
-def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """config.json -> DecoderConfig. Raises UnsupportedModel for a key that would change the function."""
-    return decoder_config(
-        raw,
-        honoured=WINDOW_KEYS,
-        defaults={"max_position_embeddings": 32768},
-        qkv_bias=True,
-        windows=qwen_windows(raw),
-    )
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    defaults = {"max_position_embeddings": 32768}
+    return plain_spec(raw, honoured=WINDOW_KEYS, defaults=defaults, qkv_bias=True, windows=qwen_windows(raw))
 
 
-def qwen_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    return {**plain_config(spec, "Qwen2ForCausalLM"), **window_keys(spec)}
+
+
+def qwen_windows(raw: Raw) -> tuple[int | None, ...]:
     """Per layer: `sliding_window` from layer `max_window_layers` on, where `use_sliding_window` says so at all."""
     window = None
     if flag(raw, "use_sliding_window") and raw.get("sliding_window", 4096) is not None:
         window = size({"sliding_window": 4096, **raw}, "sliding_window")
     first = size({"max_window_layers": raw.get("max_window_layers", 28) or 0}, "max_window_layers", least=0)
     return windows(raw, size(raw, "num_hidden_layers"), window, first)
+
+
+def window_keys(spec: Spec) -> Raw:
+    """The keys that `qwen_windows` reads."""
+    windows = Plain.of(spec).windows or (None,) * spec.num_layers
+    kinds = [LAYER_KINDS[window is not None] for window in windows]
+    first = next((i for i, window in enumerate(windows) if window is not None), spec.num_layers)
+    return {
+        "use_sliding_window": first < spec.num_layers,
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "max_window_layers": first,
+        "layer_types": kinds,
+    }

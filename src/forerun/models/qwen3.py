@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from forerun.models.configs import decoder_config, flag
-from forerun.models.layers import Decoder, DecoderConfig
-from forerun.models.qwen2 import WINDOW_KEYS, qwen_windows
-
-Model = Decoder
+from forerun.blocks import Plain, Spec
+from forerun.models.configs import Raw, flag, plain_config, plain_spec
+from forerun.models.qwen2 import WINDOW_KEYS, qwen_windows, window_keys
 
 
-def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    """config.json -> DecoderConfig. Raises UnsupportedModel for a key that would change the function."""
+def read(raw: Raw) -> Spec:
+    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
     bias = flag(raw, "attention_bias")
-    return decoder_config(
+    return plain_spec(
         raw,
         honoured=WINDOW_KEYS | {"attention_bias"},
         defaults={"max_position_embeddings": 32768, "head_dim": 128},
@@ -24,3 +19,9 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
         qk_norm=True,
         windows=qwen_windows(raw),
     )
+
+
+def write(spec: Spec) -> Raw:
+    """Spec -> config.json."""
+    bias = Plain.of(spec).o_bias
+    return {**plain_config(spec, "Qwen3ForCausalLM"), "attention_bias": bias, **window_keys(spec)}

@@ -43,7 +43,7 @@ class ModelConfig(Protocol):
 
 
 class Model(Protocol):
-    """Weights plus one forward; see models/layers.py for the shapes. It reads caches of one class, which it names."""
+    """Weights plus one forward; see ops/torch.py for the shapes. It reads caches of one class, which it names."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -144,15 +144,14 @@ class Runner:
         self._none = torch.empty(0, self.width)
         self.holes = [i for i in holes if i < self.width]
         # Whether the largest logit can be had without the others being written.
-        self._is_native = getattr(model, "compiled", None) is not None
-        self.finds_best = self._is_native and not self.holes
+        self.finds_best = hasattr(model, "best") and not self.holes
 
     def forward(self, runs: Seq[Run]) -> Scores:
         """Reserve cache rows, run every token once. No row is kept until `cache.keep` says so.
 
         Raises CapacityError where the pool is exhausted.
         """
-        if self._is_native:
+        if self.model.ops.packs:  # operators that know no gradients
             return self._forward(runs)
         with torch.inference_mode():
             return self._forward(runs)

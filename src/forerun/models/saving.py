@@ -12,24 +12,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.errors import UnsupportedModel, shown
-from forerun.models.configs import ROPE_KINDS
-from forerun.models.layers import DecoderConfig, RopeConfig, parameter_shapes
-from forerun.models.loading import check_shapes, read_config
+from forerun.blocks import Spec, difference, weight_shapes
+from forerun.errors import UnsupportedModel
+from forerun.models.loading import architecture, check_shapes, read_config
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 SHARD_BYTES = 4 << 30
 
 
 def save_checkpoint(
     folder: str | Path,
-    config: DecoderConfig,
+    spec: Spec,
     weights: Mapping[str, Tensor],
     dtype: torch.dtype = torch.bfloat16,
     *,
@@ -40,16 +33,16 @@ def save_checkpoint(
 ) -> None:
     """Write a folder that `load_checkpoint`, transformers and other runtimes read.
 
-    weights: every name of `parameter_shapes(config)`; they are rounded to `dtype`. end_ids go into config.json and
+    weights: every name of `blocks.weights(spec)`; they are rounded to `dtype`. end_ids go into config.json and
     generation_config.json. tokenizer_folder: where tokenizer.json and its companions are copied from. Weights beyond
     shard_bytes are split into several files with an index. Raises UnsupportedModel for weights that do not fit.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    check_shapes({name: tuple(w.shape) for name, w in weights.items()}, parameter_shapes(config), str(folder))
+    check_shapes({name: tuple(w.shape) for name, w in weights.items()}, weight_shapes(spec), str(folder))
     eos = sorted(end_ids)
     ids = {"bos_token_id": bos_id, "eos_token_id": eos[0] if len(eos) == 1 else eos or None}
-    raw = config_to_dict(config) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    raw = config_to_dict(spec) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
     write_json(folder / "config.json", raw)
     write_json(folder / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
     write_weights(folder, weights, dtype, shard_bytes)
@@ -59,70 +52,15 @@ def save_checkpoint(
             shutil.copyfile(source, folder / name)
 
 
-def config_to_dict(config: DecoderConfig) -> dict[str, Any]:
-    """config.json of a decoder, in the spelling that old and new versions of transformers and other runtimes read.
+def config_to_dict(spec: Spec) -> dict[str, Any]:
+    """config.json of a model, as its family writes it; `read_config` gives the same spec back.
 
-    `read_config` gives the same DecoderConfig back; raises UnsupportedModel where the architecture has no key for
-    what the decoder does.
+    Raises UnsupportedModel where the family has no key for what the model does.
     """
-    if config.model_type not in ARCHITECTURES:
-        raise UnsupportedModel(
-            f"model_type={shown(config.model_type)} cannot be written: use one of {list(ARCHITECTURES)}"
-        )
-    raw: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[config.model_type]],
-        "model_type": config.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.max_positions,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": _rope_scaling(config.rope),
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        **_bias_keys(config),
-        **_window_keys(config),
-    }
-    if read_config(raw) != config:
-        raise UnsupportedModel(f"a {config.model_type} checkpoint cannot say all of {config}: use another model_type")
+    raw = dict(architecture(spec.model_type).write(spec))
+    if (other := difference(read_config(raw), spec)) is not None:
+        raise UnsupportedModel(f"a {spec.model_type} checkpoint cannot say {other}: use another model_type")
     return raw
-
-
-def _bias_keys(config: DecoderConfig) -> dict[str, Any]:
-    keys = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(config.model_type, ())
-    values = {"attention_bias": config.o_bias, "mlp_bias": config.mlp_bias}
-    return {key: values[key] for key in keys}
-
-
-def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    if rope.kind == "default":
-        return None
-    names = {"original_max_position_embeddings": "original_max_positions"}
-    values = {key: getattr(rope, names.get(key, key)) for key in sorted(ROPE_KINDS[rope.kind])}
-    return {"rope_type": rope.kind, **values}
-
-
-def _window_keys(config: DecoderConfig) -> dict[str, Any]:
-    window = next((w for w in config.windows if w is not None), None)
-    if config.model_type == "mistral":
-        return {"sliding_window": window}
-    if config.model_type not in ("qwen2", "qwen3"):
-        return {}
-    kinds = ["full_attention" if config.window(i) is None else "sliding_attention" for i in range(config.num_layers)]
-    return {
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "max_window_layers": kinds.index("sliding_attention") if window is not None else config.num_layers,
-        "layer_types": kinds,
-    }
 
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None, shard_bytes: int) -> None:

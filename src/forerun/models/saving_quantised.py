@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.blocks import weight_shapes
 from forerun.config import Quantization
 from forerun.errors import BadOption
 from forerun.models.hub import SMALL, locate
-from forerun.models.layers import parameter_shapes
 from forerun.models.loading import check_shapes, read_config, stored_shapes
 from forerun.models.packings import pack
 from forerun.models.quantising import QuantisingSource
@@ -36,9 +36,9 @@ def quantise_checkpoint(
     source = open_source(locate(name))
     source.check(with_tokenizer=False)
     config = read_config({key: value for key, value in source.config.items() if key not in ignore_config_keys})
-    check_shapes(stored_shapes(source, config), parameter_shapes(config), str(source.folder))
+    check_shapes(stored_shapes(source, config), weight_shapes(config), str(source.folder))
     before = sum(torch.Size(stored.shape).numel() * stored.dtype.itemsize for stored in source.tensors.values())
-    return before, save_quantised(QuantisingSource(source, quantization), folder)
+    return before, save_quantised(QuantisingSource(source, config, quantization), folder)
 
 
 def save_quantised(source: QuantisingSource, folder: Path) -> int:

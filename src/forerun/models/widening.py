@@ -43,11 +43,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.blocks import Plain, Spec
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder, DecoderConfig, empty_weights
 from forerun.models.runner import Run, Runner
-from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import TorchModel, empty_weights
 
 NOISE_NUMBERS = (1 << 20) + 7  # of the block that is repeated; no row length divides it, so no two rows are equal
 OFFSET_STEP = 104_729  # a prime: hundreds of tensors begin at as many places
@@ -71,19 +71,19 @@ class WideShape:
 
 
 def widen(
-    config: DecoderConfig, weights: Mapping[str, Tensor], shape: WideShape, *, seed: int = 0
-) -> tuple[DecoderConfig, dict[str, Tensor]]:
-    """The same function in a larger shape: (config, weights) with the dtype and device of the weights given.
+    spec: Spec, weights: Mapping[str, Tensor], shape: WideShape, *, seed: int = 0
+) -> tuple[Spec, dict[str, Tensor]]:
+    """The same function in a larger shape: (spec, weights) with the dtype and device of the weights given.
 
     Takes no memory beyond the result and some MB. Raises BadOption for a shape that the model does not fit into,
-    UnsupportedModel for QK norm (its eps is the one that has to change).
+    UnsupportedModel for QK norm (its eps is the one that has to change) and for what is no model like Llama.
     """
-    wide = wide_config(config, shape)
+    config, wide = Plain.of(spec), Plain.of(wide_config(spec, shape))
     trained = weights["model.layers.0.mlp.gate_proj.weight"]
     block = _noise(trained, seed)
     heads = _HeadPlaces.of(config, wide, trained.device)
     scale = math.sqrt(config.hidden_size / wide.hidden_size)
-    made = empty_weights(wide, trained.dtype, trained.device)
+    made = empty_weights(wide.spec, trained.dtype, trained.device)
     for i, (name, out) in enumerate(made.items()):
         is_norm = name.endswith("norm.weight")
         if _must_be_zero(name):
@@ -96,14 +96,15 @@ def widen(
             _place(out, weights[name] * scale if is_norm else weights[name], name, heads)
     if wide.vocab_size > config.vocab_size:
         _separate(made, config, _spare_lane(config, weights, wide, seed))
-    return wide, made
+    return wide.spec, made
 
 
 # ------------------------------------------------------------------------------------------------------- the config
 
 
-def wide_config(config: DecoderConfig, shape: WideShape) -> DecoderConfig:
-    """The config of the widened model. Raises as `widen`."""
+def wide_config(spec: Spec, shape: WideShape) -> Spec:
+    """The spec of the widened model. Raises as `widen`."""
+    config = Plain.of(spec)
     if config.qk_norm:
         raise UnsupportedModel(
             f"a {config.model_type} model cannot be widened: its QK norm shares the eps that changes"
@@ -121,10 +122,10 @@ def wide_config(config: DecoderConfig, shape: WideShape) -> DecoderConfig:
             f"vocab_size={wide.vocab_size} is not possible with hidden_size={wide.hidden_size}: new ids need a "
             "residual dimension that the model does not have"
         )
-    return dataclasses.replace(wide, norm_eps=_wide_eps(config, wide))
+    return dataclasses.replace(wide, norm_eps=_wide_eps(config, wide)).spec
 
 
-def _check_heads(config: DecoderConfig, wide: DecoderConfig) -> None:
+def _check_heads(config: Plain, wide: Plain) -> None:
     if wide.head_dim % config.head_dim:
         raise BadOption(f"head_dim={wide.head_dim} is not possible: it must be a multiple of {config.head_dim}")
     if wide.num_heads % wide.num_kv_heads:
@@ -137,23 +138,23 @@ def _check_heads(config: DecoderConfig, wide: DecoderConfig) -> None:
         )
 
 
-def _group(config: DecoderConfig) -> int:
+def _group(config: Plain) -> int:
     """Query heads per key-value head."""
     return config.num_heads // config.num_kv_heads
 
 
-def _copies(config: DecoderConfig, wide: DecoderConfig) -> int:
+def _copies(config: Plain, wide: Plain) -> int:
     """Wide key-value heads for each trained one: as many as its query heads need groups."""
     return math.ceil(_group(config) / _group(wide))
 
 
-def _carried(config: DecoderConfig) -> float:
+def _carried(config: Plain) -> float:
     """c, the constant of the spare dimension: its square is at most a quarter of what eps adds to a sum of squares."""
     limit = math.sqrt(config.norm_eps * config.hidden_size / 4)
     return min(LARGEST_CARRIED, 2.0 ** math.floor(math.log2(limit)))
 
 
-def _wide_eps(config: DecoderConfig, wide: DecoderConfig) -> float:
+def _wide_eps(config: Plain, wide: Plain) -> float:
     added = _carried(config) ** 2 if wide.vocab_size > config.vocab_size else 0.0
     return (config.norm_eps * config.hidden_size - added) / wide.hidden_size
 
@@ -207,7 +208,7 @@ class _HeadPlaces:
     kv_sources: Tensor
 
     @classmethod
-    def of(cls, config: DecoderConfig, wide: DecoderConfig, device: torch.device) -> _HeadPlaces:
+    def of(cls, config: Plain, wide: Plain, device: torch.device) -> _HeadPlaces:
         copies, group = _copies(config, wide), _group(config)
         # A trained group is laid out in one piece from the first of its copies on, cut by the wide groups.
         q_heads = [i // group * copies * _group(wide) + i % group for i in range(config.num_heads)]
@@ -230,7 +231,7 @@ def _lanes(head_dim: int, wide: int) -> list[int]:
     return [step * i for i in range(half)] + [step * i + wide // 2 for i in range(half)]
 
 
-def _query_scale(config: DecoderConfig, wide: DecoderConfig) -> float:
+def _query_scale(config: Plain, wide: Plain) -> float:
     return math.sqrt(wide.head_dim / config.head_dim)
 
 
@@ -265,7 +266,7 @@ class _SpareLane:
     new_id: float
 
 
-def _separate(made: Mapping[str, Tensor], config: DecoderConfig, spare: _SpareLane) -> None:
+def _separate(made: Mapping[str, Tensor], config: Plain, spare: _SpareLane) -> None:
     """Write the last dimension everywhere, and the rows of new ids."""
     for name, out in made.items():
         if name.endswith("norm.weight"):
@@ -280,7 +281,7 @@ def _separate(made: Mapping[str, Tensor], config: DecoderConfig, spare: _SpareLa
     head[old:, -1] = spare.new_id
 
 
-def _spare_lane(config: DecoderConfig, weights: Mapping[str, Tensor], wide: DecoderConfig, seed: int) -> _SpareLane:
+def _spare_lane(config: Plain, weights: Mapping[str, Tensor], wide: Plain, seed: int) -> _SpareLane:
     """Measured on a run of the trained model over random ids: how large its residual stream gets differs by model.
 
     Raises BadOption where the type of the weights cannot hold the numbers (float16).
@@ -301,14 +302,15 @@ def _spare_lane(config: DecoderConfig, weights: Mapping[str, Tensor], wide: Deco
     return _SpareLane(carried, norm_weight, new_id)
 
 
-def _last_stream(config: DecoderConfig, weights: Mapping[str, Tensor], seed: int) -> tuple[Tensor, Tensor]:
+def _last_stream(config: Plain, weights: Mapping[str, Tensor], seed: int) -> tuple[Tensor, Tensor]:
     """The residual stream before and after the final norm, float32 [T, H] each, over one run of random ids."""
+    spec = config.spec
     num, norm, end = min(PROBE_TOKENS, config.max_positions), weights[FINAL_NORM], config.num_layers
     ids = torch.randint(config.vocab_size, (num,), generator=torch.Generator().manual_seed(seed)).tolist()
     cache = BlockCache.create(
-        config.cache_shape, "paged", max_batch_size=1, max_seq_len=num, dtype=norm.dtype, device=norm.device
+        spec.cache_shape, "paged", max_batch_size=1, max_seq_len=num, dtype=norm.dtype, device=norm.device
     )
     cache.open(0)
-    runner = Runner(Decoder(config, weights, ReferenceOps()), cache, taps=[end])
+    runner = Runner(TorchModel(spec, weights), cache, taps=[end])
     scores = runner.forward([Run(0, ids, logits="none")])
     return scores.taps[end], scores.hidden.float()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from forerun import native
 from forerun.errors import BadOption, shown
 
 if TYPE_CHECKING:
+    from forerun.blocks import Spec
+    from forerun.ops.cpu import CpuOps
+    from forerun.ops.cpu_model import CpuModel
     from forerun.ops.reference import ReferenceOps
+    from forerun.ops.torch import TorchModel
 
 NAMES = ("auto", "native", "reference", "reference_row_by_row")
 
@@ -47,3 +52,22 @@ def _native() -> ReferenceOps:
     from forerun.ops.cpu import CpuOps
 
     return CpuOps()
+
+
+def load_model(
+    spec: Spec, weights: Mapping[str, Any], operators: ReferenceOps, *, consume: bool = False
+) -> TorchModel | CpuModel:
+    """Make a model of a spec and its weights, computed by these operators.
+
+    weights: every name of `blocks.weights(spec)`, with that shape; tensors of one dtype on one device. They are looked
+    up once: later changes must be in place. consume: a backend that packs may take the tensors apart while it does, so
+    that nothing is in memory twice; the mapping must then not be used again. Raises UnsupportedModel for a spec that
+    the operators do not compute.
+    """
+    if operators.packs:
+        from forerun.ops.cpu_model import CpuModel
+
+        return CpuModel(cast("CpuOps", operators), spec, weights, consume=consume)
+    from forerun.ops.torch import TorchModel
+
+    return TorchModel(spec, weights, operators)

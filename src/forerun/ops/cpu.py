@@ -9,7 +9,7 @@ set alone, not on the number of rows or threads, nor on where the cache keeps a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from typing import Any, cast
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from forerun import native
 from forerun.errors import CapacityError, InternalError
-from forerun.ops.cpu_decoder import CpuDecoder, DecoderSizes, address
+from forerun.ops.cpu_model import address
 from forerun.ops.packed import Format, PackedMatrix, packs, run_numbers, sections_of
 from forerun.ops.quantised import QuantisedMatrix, Scheme, dequantised
-from forerun.ops.reference import ReferenceOps
+from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
 from forerun.types import CacheView
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -76,6 +76,10 @@ class CpuOps(ReferenceOps):
     def auto_dtype(self, device: str, stored: torch.dtype) -> torch.dtype:
         """Return bfloat16: it halves the bytes to read, and a row's bits stay independent of the rest of the batch."""
         return torch.bfloat16
+
+    def rows_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """Return float32, whatever the weights are."""
+        return torch.float32
 
     # ------------------------------------------------------------------------------------------------- matrices
 
@@ -216,18 +220,23 @@ class CpuOps(ReferenceOps):
     def attention(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         *,
         keys: Tensor | None,
         values: Tensor | None,
         view: CacheView | None,
         window: int | None,
+        scoring: Scoring = PLAIN,
     ) -> Tensor:
         """Write k, v [T, kv_heads, D] into the pools and attend with q -> [T, heads, D], as the reference does."""
         assert keys is not None
         assert values is not None
         assert view is not None
+        assert k is not None
+        assert v is not None
+        if scoring != PLAIN:
+            raise InternalError(f"native attention has no scores like {scoring}")
         keys[view.write_rows], values[view.write_rows] = k.to(keys.dtype), v.to(values.dtype)
         q = (q.float() * _scale(q.shape[-1])).contiguous()
         out = torch.empty_like(q)
@@ -247,12 +256,6 @@ class CpuOps(ReferenceOps):
             out.data_ptr(),
         )
         return out
-
-    # -------------------------------------------------------------------------------------------- whole decoders
-
-    def compile(self, config: DecoderSizes, weights: Mapping[str, Tensor], *, consume: bool = False) -> CpuDecoder:
-        """Make a decoder of these weights that runs each pass in one native call; see ReferenceOps.compile."""
-        return CpuDecoder(self, config, weights, consume=consume)
 
 
 def _no_room(num_bytes: int, dtype: torch.dtype) -> CapacityError:

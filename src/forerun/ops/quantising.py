@@ -7,10 +7,18 @@ finer (the search that GGUF's K-quants do, with fewer steps).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from forerun.ops.quantised import QuantisedRows, Scheme
+from forerun.blocks import Weight
+from forerun.config import GROUPS, Quantization
+from forerun.errors import BadOption
+from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
+
+BLOCK_WEIGHTS = 1 << 17  # rounded at a time, which takes some ten times as many floats meanwhile
 
 SCALE_DTYPE = torch.bfloat16  # as published checkpoints have them, whose model is computed in bfloat16
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range
@@ -62,3 +70,66 @@ def _positive(scales: Tensor) -> Tensor:
     """Return scales in their type; 1 where a group is all zeros, or too small for the type."""
     rounded = scales.to(SCALE_DTYPE)
     return torch.where(rounded > 0, rounded, torch.ones_like(rounded))
+
+
+def scheme_for(weight: Weight, quantization: Quantization) -> Scheme:
+    """Return the scheme of a weight that `is_rounded`. Raises BadOption where groups do not divide its rows."""
+    num_in = weight.shape[1]
+    scheme = scheme_of(max(quantization.bits, weight.least_bits), quantization.group)
+    if num_in % scheme.group:
+        possible = [str(group) for group in GROUPS[quantization.bits] if num_in % group == 0]
+        way_out = f"{' and '.join(possible)} do" if len(possible) > 1 else f"{''.join(possible) or 'no group'} does"
+        raise BadOption(
+            f"quantization={str(quantization)!r} is not possible: groups of {quantization.group} do not divide the "
+            f"{num_in} inputs of {weight.name}; {way_out}"
+        )
+    return scheme
+
+
+def is_rounded(weight: Weight) -> bool:
+    """Whether a weight gets fewer bits where a model is rounded: matrices, experts and the embedding do."""
+    return weight.least_bits < 16
+
+
+class RoundedWeights(Mapping[str, Tensor | QuantisedMatrix]):
+    """Weights that are in memory, each matrix rounded when it is looked up, as `models.quantising` rounds a file's.
+
+    weights: of the spec. read(name, rows) returns rows of a matrix; vector(name) a norm or a bias.
+    as_tensors: give what the rounded matrices stand for, in this type; None = as they are packed. Raises BadOption
+    where groups do not divide a row.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[Weight],
+        read: Callable[[str, range], Tensor],
+        vector: Callable[[str], Tensor],
+        quantization: Quantization,
+        as_tensors: torch.dtype | None,
+    ) -> None:
+        known = list(weights)
+        self.read, self.vector, self.as_tensors = read, vector, as_tensors
+        self.shapes = {weight.name: weight.shape for weight in known}
+        self.schemes = {weight.name: scheme_for(weight, quantization) for weight in known if is_rounded(weight)}
+
+    def __getitem__(self, name: str) -> Tensor | QuantisedMatrix:
+        shape = self.shapes[name]
+        if name not in self.schemes:
+            vector = self.vector(name)
+            return vector if self.as_tensors is None else vector.to(self.as_tensors)
+        matrix = QuantisedMatrix(self.schemes[name], (shape[0], shape[1]), partial(self._rows, name))
+        if self.as_tensors is None:
+            return matrix
+        return torch.cat([rows.dequantise().to(self.as_tensors) for rows in matrix.blocks()])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def _rows(self, name: str) -> Iterator[QuantisedRows]:
+        num_rows, num_in = self.shapes[name]
+        step = max(1, BLOCK_WEIGHTS // num_in)
+        for first in range(0, num_rows, step):
+            yield quantise(self.read(name, range(first, min(num_rows, first + step))), self.schemes[name])

@@ -8,6 +8,7 @@ compare with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.blocks import Act, Buckets
 from forerun.ops.quantised import Scheme
 from forerun.types import CacheView
 
@@ -49,12 +51,50 @@ class Plan(CacheView):
             self.masks[b, window] = None if sees_all else run_mask(self, b, window).to(self.write_rows.device)
         return self.masks[b, window]
 
+    def positions(self, b: int) -> Tensor:
+        """Return the logical position of each row that run b reads [rows], which are also its last rows' own."""
+        tree, cached = self.batch.tree(b), self.batch.cached[b]
+        if tree is None:
+            return torch.arange(self.batch.end(b), device=self.write_rows.device)
+        depths = torch.from_numpy(_ancestry(tree).sum(axis=1) - 1)
+        return torch.cat((torch.arange(cached), cached + depths)).to(self.write_rows.device)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What scores are besides q k / sqrt(D); see blocks.Attention.
+
+    scale: None = 1 / sqrt(D). sinks [heads]. buckets, table [buckets, heads]: a bias by distance. sees_all: every row
+    sees all rows of its run.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    buckets: Buckets | None = None
+    table: Tensor | None = None
+    sees_all: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are multiplied by a number and nothing else."""
+        return self.softcap is None and self.sinks is None and self.buckets is None
+
+    def bias(self, distances: Tensor) -> Tensor | None:
+        """Return the bias [heads, n, m] of keys so far behind (above 0) or before each row [n, m]."""
+        if self.buckets is None or self.table is None:
+            return None
+        return self.table[bucket_of(distances, self.buckets)].permute(2, 0, 1).float()
+
+
+PLAIN = Scoring()
+
 
 class ReferenceOps:
     """Operators over rows: x is [T, features], one row per token.
 
     row_invariant tells whether the bits of one row depend on that row alone; tests hold a backend to it. packs:
-    `compile` makes a copy of its own of every weight, looked up once and in turn: nothing else has to hold them.
+    a model makes a copy of its own of every weight, looked up once and in turn: nothing else has to hold them.
     """
 
     packs = False
@@ -82,16 +122,13 @@ class ReferenceOps:
         """Return the type that dtype="auto" means: on a CPU float32, torch's fastest there, else the stored one."""
         return torch.float32 if device == "cpu" else stored
 
+    def rows_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """Return the type of rows that go in and come out, beside weights of this type; here they have one type."""
+        return weights
+
     def packs_scheme(self, scheme: Scheme) -> bool:
-        """Tell whether `compile` takes a QuantisedMatrix of this scheme in place of a tensor."""
+        """Tell whether a model takes a QuantisedMatrix of this scheme in place of a tensor."""
         return False
-
-    def compile(self, config: Any, weights: Mapping[str, Tensor], *, consume: bool = False) -> Any:
-        """Make a whole decoder with forward, logits and argmax, where a backend has such an object; None here.
-
-        consume: the backend may free the weights as it reads them, and the caller must not use them again.
-        """
-        return None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply: x [T, I], weight [O, I], bias [O] -> [T, O]."""
@@ -100,6 +137,10 @@ class ReferenceOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Compute the root mean square norm over the last dimension, in float32 (Zhang and Sennrich 2019, eq. 4)."""
         return self._rows(lambda row: _rms_norm(row, weight, eps), x)
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        """Compute the layer norm over the last dimension, in float32 (Ba et al. 2016, eq. 4)."""
+        return self._rows(lambda row: _layer_norm(row, weight, bias, eps), x)
 
     def join(
         self, parts: Seq[Tensor], norms: Seq[Tensor | None], eps: float, weight: Any, bias: Tensor | None = None
@@ -114,6 +155,19 @@ class ReferenceOps:
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """Compute silu(gate) * up, the gated activation of the feed-forward block."""
         return self._rows(lambda g, u: F.silu(g) * u, gate, up)
+
+    def activated(self, act: Act, x: Tensor) -> Tensor:
+        """Compute an activation of every number."""
+        return self._rows(ACTIVATIONS[act], x)
+
+    def gated(self, act: Act, gate: Tensor, up: Tensor) -> Tensor:
+        """Compute act(gate) * up; clamped_silu limits both, and adds 1 to up, as gpt-oss does."""
+        if act == "silu":
+            return self.silu_mul(gate, up)
+        if act == "clamped_silu":
+            return self._rows(_clamped_gate, gate, up)
+        function = ACTIVATIONS[act]
+        return self._rows(lambda g, u: function(g) * u, gate, up)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [T, heads, D] by position; pairs are (i, i + D/2) as in the published Llama weights.
@@ -135,32 +189,34 @@ class ReferenceOps:
     def attention(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         *,
         keys: Tensor | None,
         values: Tensor | None,
         view: CacheView | None,
         window: int | None,
+        scoring: Scoring = PLAIN,
     ) -> Tensor:
         """Write k, v [T, kv_heads, D] into the pools, then attend: q [T, heads, D] -> [T, heads, D].
 
-        keys, values: one layer's pools [pool rows, kv_heads, D]; `view` says which rows to write and to read.
-        A row sees the kept tokens of its slot, its ancestors in the run, and itself; with a sliding `window` only
-        those at logical positions above its own minus window.
+        keys, values: one layer's pools [pool rows, kv_heads, D]; `view` says which rows to write and to read. k, v:
+        None where another layer has written them. A row sees the kept tokens of its slot, its ancestors in the run,
+        and itself; with a sliding `window` only those at logical positions above its own minus window.
         """
         assert keys is not None
         assert values is not None
         assert view is not None
         plan = view if isinstance(view, Plan) else self.plan(view)
-        keys[plan.writes], values[plan.writes] = k, v
+        if k is not None and v is not None:
+            keys[plan.writes], values[plan.writes] = k, v
         attend = self._attend_alone if self.row_by_row else self._attend_run
         if len(plan.reads) == 1:
-            return attend(q, keys[plan.reads[0]], values[plan.reads[0]], plan, 0, window)
+            return attend(q, keys[plan.reads[0]], values[plan.reads[0]], plan, 0, window, scoring)
         outs = []
         for b, read in enumerate(plan.reads):
             rows = plan.batch.run(b)
-            outs.append(attend(q[rows.start : rows.stop], keys[read], values[read], plan, b, window))
+            outs.append(attend(q[rows.start : rows.stop], keys[read], values[read], plan, b, window, scoring))
         return torch.cat(outs) if outs else torch.empty_like(q)
 
     def _rows(self, op: Callable[..., Tensor], *xs: Tensor) -> Tensor:
@@ -168,21 +224,42 @@ class ReferenceOps:
             return op(*xs)
         return torch.cat([op(*(x[i : i + 1].clone() for x in xs)) for i in range(len(xs[0]))])
 
-    def _attend_run(self, q: Tensor, keys: Tensor, values: Tensor, plan: Plan, b: int, window: int | None) -> Tensor:
+    def _attend_run(
+        self, q: Tensor, keys: Tensor, values: Tensor, plan: Plan, b: int, window: int | None, scoring: Scoring
+    ) -> Tensor:
         """Attend with all rows of a run at once: q [n, heads, D], keys and values [keys, kv_heads, D], under a mask."""
         if window is not None and window >= len(keys):
             window = None
-        if len(q) == 1 and window is not None and plan.batch.tree(b) is None:
-            return _sdpa(q, keys[-window:], values[-window:], None)
-        return _sdpa(q, keys, values, plan.mask(b, window))
+        mask = None
+        if not scoring.sees_all:
+            if len(q) == 1 and window is not None and plan.batch.tree(b) is None:
+                keys, values = keys[-window:], values[-window:]
+            else:
+                mask = plan.mask(b, window)
+        if scoring.is_plain:
+            return _sdpa(q, keys, values, mask, scoring.scale)
+        positions = plan.positions(b)
+        distances = positions[len(positions) - len(q) :, None] - positions[None, len(positions) - len(keys) :]
+        return _scored(q, keys, values, mask, scoring, distances)
 
-    def _attend_alone(self, q: Tensor, keys: Tensor, values: Tensor, plan: Plan, b: int, window: int | None) -> Tensor:
+    def _attend_alone(
+        self, q: Tensor, keys: Tensor, values: Tensor, plan: Plan, b: int, window: int | None, scoring: Scoring
+    ) -> Tensor:
         """Attend with each row of run b alone, over exactly its keys in logical order, gathered into fresh buffers."""
         outs = []
         for i in range(len(q)):
-            seen = torch.tensor(plan.batch.visible(b, i), device=keys.device)
-            seen = seen if window is None else seen[-window:]
-            outs.append(_sdpa(q[i].clone()[None], keys[seen], values[seen], None))
+            if scoring.sees_all:
+                seen, at = torch.arange(len(keys), device=keys.device), len(keys) - len(q) + i
+            else:
+                seen = torch.tensor(plan.batch.visible(b, i), device=keys.device)
+                seen = seen if window is None else seen[-window:]
+                at = len(seen) - 1
+            row = q[i].clone()[None]
+            if scoring.is_plain:
+                outs.append(_sdpa(row, keys[seen], values[seen], None, scoring.scale))
+                continue
+            distances = at - torch.arange(len(seen), device=keys.device)[None]
+            outs.append(_scored(row, keys[seen], values[seen], None, scoring, distances))
         return torch.cat(outs) if outs else torch.empty_like(q)
 
 
@@ -225,8 +302,49 @@ def _consecutive(rows: Tensor) -> Rows:
     return slice(first, first + len(rows)) if same else rows
 
 
-def _sdpa(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Attend: q [n, heads, D], keys and values [m, kv_heads, D], mask [n, m] -> [n, heads, D]; scale 1/sqrt(D).
+def _scored(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring, distances: Tensor
+) -> Tensor:
+    """Attend as `_sdpa`, with scores in float32 that are more than a product. distances [n, m]: from row to key."""
+    n, heads, dim = q.shape
+    num_kv = keys.shape[1]
+    scale = dim**-0.5 if scoring.scale is None else scoring.scale
+    grouped = q.reshape(n, num_kv, heads // num_kv, dim).permute(1, 2, 0, 3).float()
+    scores = (grouped @ keys.permute(1, 2, 0)[:, None].float()).reshape(heads, n, -1) * scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    bias = scoring.bias(distances)
+    scores = scores if bias is None else scores + bias
+    scores = scores if mask is None else scores + mask
+    if scoring.sinks is not None:  # a further key without a value
+        scores = torch.cat((scores, scoring.sinks.float()[:, None, None].expand(-1, n, 1)), -1)
+    weights = scores.softmax(-1)
+    weights = weights if scoring.sinks is None else weights[..., :-1]
+    found = weights.to(q.dtype).reshape(num_kv, heads // num_kv, n, -1) @ values.transpose(0, 1)[:, None]
+    return found.permute(2, 0, 1, 3).reshape(n, heads, dim)
+
+
+def bucket_of(distances: Tensor, buckets: Buckets) -> Tensor:
+    """Return the bucket of each distance from row to key, positive backwards (Raffel et al. 2020, appendix).
+
+    Half of the buckets are of one distance each, the others grow by a constant factor up to the largest distance.
+    """
+    num, offset = buckets.num, torch.zeros_like(distances)
+    if buckets.both_ways:
+        num //= 2
+        offset = (distances < 0).long() * num
+        distances = distances.abs()
+    distances = distances.clamp(min=0)
+    exact = num // 2
+    ratio = torch.log(distances.clamp(min=1).float() / exact) / math.log(buckets.max_distance / exact)
+    far = (exact + (ratio * (num - exact)).long()).clamp(max=num - 1)
+    return offset + torch.where(distances < exact, distances, far)
+
+
+def _sdpa(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+    """Attend: q [n, heads, D], keys and values [m, kv_heads, D], mask [n, m] -> [n, heads, D].
+
+    scale: of scores, None = 1/sqrt(D).
 
     For a few rows the query heads of one group become rows of one head: torch then reads each key once, not once per
     query head (1.5 to 2 times faster at 32 / 8 heads, 1 to 6 rows, 300 keys).
@@ -237,13 +355,15 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tenso
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     if n > FOLD_MAX_ROWS:
         q = q.transpose(0, 1)[None]
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)[
+            0
+        ].transpose(0, 1)
     if n == 1:
         q = q.reshape(1, num_kv, group, dim)
-        return F.scaled_dot_product_attention(q, keys, values, mask).reshape(1, heads, dim)
+        return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale).reshape(1, heads, dim)
     q = q.reshape(n, num_kv, group, dim).transpose(0, 1).reshape(1, num_kv, n * group, dim)
     mask = mask if mask is None or group == 1 else mask.repeat_interleave(group, dim=0)
-    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
     return out.reshape(num_kv, n, group, dim).transpose(0, 1).reshape(n, heads, dim)
 
 
@@ -253,9 +373,38 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = torch.addcmul(_constant(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt()
         return x * inverse * weight
-    # In narrow types the published code rounds before it multiplies by the weight.
     wide = x.float()
+    if weight.dtype.itemsize > x.dtype.itemsize:  # a weight with an offset, which published code adds in float32
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    # In narrow types the published code rounds before it multiplies by the weight.
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    if x.dtype == torch.float32 or x.dtype == torch.float64:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    weight, bias = (None if part is None else part.float() for part in (weight, bias))
+    return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def _clamped_silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(CLAMPED_SLOPE * x)
+
+
+def _clamped_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute the gated activation of gpt-oss (its model card, section 2.2)."""
+    gate, up = gate.clamp(max=CLAMPED_AT), up.clamp(-CLAMPED_AT, CLAMPED_AT)
+    return (up + 1) * _clamped_silu(gate)
+
+
+CLAMPED_SLOPE, CLAMPED_AT = 1.702, 7.0
+ACTIVATIONS: Mapping[Act, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "clamped_silu": _clamped_silu,
+}
 
 
 @cache

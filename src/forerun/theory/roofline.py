@@ -9,51 +9,29 @@ embedding table; a measured pass is never faster. What an engine will allocate i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-
-class Shape(Protocol):
-    """What decides the cost of a pass; `forerun.models.layers.DecoderConfig` has all of it. Sizes in elements."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def ffn_size(self) -> int: ...
+from forerun.blocks import MATRIX_BITS, Plain, Spec, weights
 
 
-@dataclass(frozen=True)
-class DecoderShape:
-    """A decoder with gated feed-forward layers, as Llama, Mistral and Qwen are. Sizes in elements."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
+def _llama(*sizes: int) -> Spec:
+    """A decoder as Llama's: vocabulary, hidden size, layers, query and key-value heads, their size, feed-forward."""
+    vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, ffn_size = sizes
+    heads = (num_heads, num_kv_heads, head_dim)
+    return Plain("llama", vocab_size, hidden_size, num_layers, *heads, ffn_size, 1e-5, 131072).spec
 
 
 SHAPES = {
-    "smollm2-135m": DecoderShape(49152, 576, 30, 9, 3, 64, 1536),
-    "llama-3.2-1b": DecoderShape(128256, 2048, 16, 32, 8, 64, 8192),
-    "llama-3.2-3b": DecoderShape(128256, 3072, 28, 24, 8, 128, 8192),
-    "llama-3.1-8b": DecoderShape(128256, 4096, 32, 32, 8, 128, 14336),
-    "llama-3.1-70b": DecoderShape(128256, 8192, 80, 64, 8, 128, 28672),
+    "smollm2-135m": _llama(49152, 576, 30, 9, 3, 64, 1536),
+    "llama-3.2-1b": _llama(128256, 2048, 16, 32, 8, 64, 8192),
+    "llama-3.2-3b": _llama(128256, 3072, 28, 24, 8, 128, 8192),
+    "llama-3.1-8b": _llama(128256, 4096, 32, 32, 8, 128, 14336),
+    "llama-3.1-70b": _llama(128256, 8192, 80, 64, 8, 128, 28672),
 }
 
 
@@ -120,55 +98,58 @@ class PassWork(NamedTuple):
         return self.products.seconds(machine) + self.attention.seconds(machine)
 
 
-def layer_weights(shape: Shape) -> int:
+def layer_weights(spec: Spec) -> int:
     """Return the weights of all layers' matrices: query, key, value, output, gate, up and down."""
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return shape.num_layers * shape.hidden_size * (2 * q + 2 * kv + 3 * shape.ffn_size)
+    return sum(math.prod(weight.shape) for weight in weights(spec) if weight.least_bits == MATRIX_BITS)
 
 
-def weights_read(shape: Shape) -> int:
+def weights_read(spec: Spec) -> int:
     """Return the weights that every pass reads: all layers' matrices and the LM head."""
-    return layer_weights(shape) + shape.vocab_size * shape.hidden_size
+    return layer_weights(spec) + spec.vocab_size * spec.hidden_size
 
 
-def cache_elements(shape: Shape) -> int:
+def cache_elements(spec: Spec) -> int:
     """Return the numbers that one token has in the cache: keys and values of all layers."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    return sum(2 * a.kv_heads * a.head_dim for block in spec.blocks if (a := block.attention) is not None)
 
 
-def pass_work(shape: Shape, step: Step, precision: Precision = BF16) -> PassWork:
+def _operations_per_key(spec: Spec) -> int:
+    """Return the operations of a row for each key that it sees: a score, and a weighted value, in all layers."""
+    return sum(4 * a.heads * a.head_dim for block in spec.blocks if (a := block.attention) is not None)
+
+
+def pass_work(spec: Spec, step: Step, precision: Precision = BF16) -> PassWork:
     """Return the work of a pass. Every row's logits are wanted, as verification wants them.
 
     A row attends to the context, the rows before it, and itself. Raises ValueError for a step without rows.
     """
     if not (step.rows >= 1 and step.batch >= 1 and step.context >= 0):
         raise ValueError(f"{step}: rows and batch are at least 1, context at least 0")
-    num_rows, weights = step.rows * step.batch, weights_read(shape)
+    num_rows, num_weights = step.rows * step.batch, weights_read(spec)
     seen = step.context + (step.rows + 1) / 2  # keys of a row, on average
-    per_key = 4 * shape.num_layers * shape.num_heads * shape.head_dim  # operations: a score, and a weighted value
-    moved = step.batch * (step.context + 2 * step.rows) * cache_elements(shape)  # new keys are written and read
+    moved = step.batch * (step.context + 2 * step.rows) * cache_elements(spec)  # new keys are written and read
     return PassWork(
-        Work(weights * precision.weight_bytes, 2.0 * weights * num_rows),
-        Work(moved * precision.cache_bytes, num_rows * seen * per_key),
+        Work(num_weights * precision.weight_bytes, 2.0 * num_weights * num_rows),
+        Work(moved * precision.cache_bytes, num_rows * seen * _operations_per_key(spec)),
     )
 
 
-def pass_seconds(shape: Shape, step: Step, machine: Machine, precision: Precision = BF16) -> float:
+def pass_seconds(spec: Spec, step: Step, machine: Machine, precision: Precision = BF16) -> float:
     """Return the least seconds of a pass on a machine."""
-    return pass_work(shape, step, precision).seconds(machine)
+    return pass_work(spec, step, precision).seconds(machine)
 
 
 def verify_ratios(
-    shape: Shape, step: Step, machine: Machine, max_gamma: int, precision: Precision = BF16
+    spec: Spec, step: Step, machine: Machine, max_gamma: int, precision: Precision = BF16
 ) -> npt.NDArray[np.float64]:
     """Return [max_gamma + 1] v(gamma): seconds of a pass over gamma + 1 rows of each sequence / over one."""
-    passes = [pass_seconds(shape, replace(step, rows=gamma + 1), machine, precision) for gamma in range(max_gamma + 1)]
+    passes = [pass_seconds(spec, replace(step, rows=gamma + 1), machine, precision) for gamma in range(max_gamma + 1)]
     return np.array(passes) / passes[0]
 
 
 def cost_ratio(
-    draft: Shape,
-    target: Shape,
+    draft: Spec,
+    target: Spec,
     step: Step,
     machine: Machine,
     draft_precision: Precision = BF16,
@@ -187,11 +168,10 @@ def ridge_rows(machine: Machine, precision: Precision = BF16) -> float:
     return machine.operations_per_s / machine.bytes_per_s * precision.weight_bytes / 2
 
 
-def encoder_operations(shape: Shape, num_tokens: int) -> float:
+def encoder_operations(spec: Spec, num_tokens: int) -> float:
     """Return the operations of an encoder of this size over `num_tokens` tokens: each attends to all of them.
 
     One round over gamma + 1 rows behind a context does at most as many as the encoder's one run over context and rows
     (section 3.4 of Leviathan et al. 2023): fewer rows go through the matrices, and none attends to what follows it.
     """
-    per_key = 4 * shape.num_layers * shape.num_heads * shape.head_dim
-    return 2.0 * weights_read(shape) * num_tokens + float(num_tokens) ** 2 * per_key
+    return 2.0 * weights_read(spec) * num_tokens + float(num_tokens) ** 2 * _operations_per_key(spec)

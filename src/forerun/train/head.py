@@ -13,8 +13,7 @@ from torch import Tensor
 from forerun import registry
 from forerun.drafters import artifacts, head_files
 from forerun.errors import BadOption, shown
-from forerun.models.layers import Decoder
-from forerun.models.loading import Checkpoint
+from forerun.models.loading import Checkpoint, LoadedModel
 from forerun.models.saving import config_to_dict
 from forerun.text.json_files import read_json
 from forerun.train import heads, loop
@@ -188,7 +187,7 @@ class Before:
         return cls(folder, config, ids)
 
     @torch.no_grad()
-    def go_on(self, head: heads.Head, model: Decoder, num_ids: int) -> None:
+    def go_on(self, head: heads.Head, model: LoadedModel, num_ids: int) -> None:
         """Give a head its weights. Raises where they are another target's, or were trained with other options."""
         if (go_on_as := getattr(head, "go_on_as", None)) is not None:
             go_on_as(self.config)
@@ -228,7 +227,7 @@ def _samples(config: HeadConfig, tokenizer: str) -> tuple[list[Sample], Mapping[
 
 def _source(
     config: HeadConfig,
-    model: Decoder,
+    model: LoadedModel,
     layers: tuple[int, ...],
     samples: list[Sample],
     options: Mapping[str, Any],

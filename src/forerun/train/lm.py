@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from forerun.errors import BadOption, shown
-from forerun.models.layers import Decoder
 from forerun.models.loading import load_checkpoint, read_config, read_raw_config, small_files
+from forerun.ops.torch import TorchModel
 from forerun.train import batches, loop, losses
 from forerun.train.config import TrainConfig
 from forerun.train.corpus import Corpus, load_corpus
@@ -74,10 +74,10 @@ class LanguageModel:
 
     config: TrainConfig
     data: Data
-    model: Decoder
+    model: TorchModel
     weights: dict[str, Tensor]
-    teacher: Decoder | None
-    earlier: Sequence[Decoder]
+    teacher: TorchModel | None
+    earlier: Sequence[TorchModel]
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class LanguageModel:
         return torch.stack(found).any(0)
 
     @torch.no_grad()
-    def _logits(self, model: Decoder | None, windows: Tensor) -> Tensor | None:
+    def _logits(self, model: TorchModel | None, windows: Tensor) -> Tensor | None:
         """Return a model's logits [S * L, V] for windows [S, L + 1]; None where there is no model."""
         if model is None:
             return None
@@ -174,7 +174,7 @@ def prepare(config: TrainConfig) -> LanguageModel:
     return LanguageModel(
         config=config,
         data=text_data(config, end_ids) if config.ids is None else ids_data(config, config.ids),
-        model=Decoder(config.shape.decoder_config(), weights, ops),
+        model=TorchModel(config.shape.spec(), weights, ops),
         weights=weights,
         teacher=teacher,
         earlier=[load_earlier(name, config, ops) for name in config.after],
@@ -221,25 +221,27 @@ def ids_data(config: TrainConfig, path: Path) -> Data:
     )
 
 
-def load_teacher(config: TrainConfig, ops: TrainingOps) -> tuple[Decoder | None, frozenset[int]]:
+def load_teacher(config: TrainConfig, ops: TrainingOps) -> tuple[TorchModel | None, frozenset[int]]:
     """The target, and the ids that end its output. Raises BadOption for one with another number of ids."""
     if config.teacher is None:
         return None, frozenset()
     found = load_checkpoint(config.teacher, dtype="float32", device=config.device, ops=ops)
-    _check_ids(config.teacher, found.model, config)
-    if any(found.model.config.windows):
+    model = found.model
+    assert isinstance(model, TorchModel)
+    _check_ids(config.teacher, model, config)
+    if model.config.has_windows:
         raise BadOption(f"the teacher {shown(config.teacher)} has sliding windows, which training does not compute")
-    return found.model, found.end_ids
+    return model, found.end_ids
 
 
-def load_earlier(name: str, config: TrainConfig, ops: TrainingOps) -> Decoder:
+def load_earlier(name: str, config: TrainConfig, ops: TrainingOps) -> TorchModel:
     """An earlier draft of the target. Raises BadOption for one with another number of ids."""
     model = load_decoder(name, ops, config.device)
     _check_ids(name, model, config)
     return model
 
 
-def _check_ids(name: str, model: Decoder, config: TrainConfig) -> None:
+def _check_ids(name: str, model: TorchModel, config: TrainConfig) -> None:
     had, wanted = model.config.vocab_size, config.shape.vocab_size
     if had != wanted:
         raise BadOption(f"{shown(name)} has {had} ids and the model {wanted}: give --vocab-size {had}")

@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forerun.blocks import Plain, Rope, Spec, weight_shapes
 from forerun.errors import BadOption
-from forerun.models.layers import Decoder, DecoderConfig, RopeConfig, parameter_shapes
 from forerun.models.loading import load_checkpoint, read_config, read_raw_config
 from forerun.models.saving import save_checkpoint
 from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import TorchModel
 from forerun.types import RaggedBatch
 
 NORM_EPS = 1e-5
@@ -41,9 +42,9 @@ class ModelShape:
                 f"{self.num_kv_heads} key-value heads"
             )
 
-    def decoder_config(self) -> DecoderConfig:
-        """Return the shape as the configuration of a decoder."""
-        return DecoderConfig(
+    def spec(self) -> Spec:
+        """Return the shape as a list of blocks."""
+        return Plain(
             model_type="llama",
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -54,14 +55,14 @@ class ModelShape:
             ffn_size=self.ffn_size,
             norm_eps=NORM_EPS,
             max_positions=self.max_positions,
-            rope=RopeConfig(theta=self.rope_theta),
-            tie_embeddings=True,
-        )
+            rope=Rope(theta=self.rope_theta),
+            tied=True,
+        ).spec
 
     @property
     def num_parameters(self) -> int:
         """The number of weights, with the tied embedding counted once."""
-        return sum(math.prod(shape) for shape in parameter_shapes(self.decoder_config()).values())
+        return self.spec().num_weights
 
 
 def initial_weights(shape: ModelShape, seed: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -72,7 +73,7 @@ def initial_weights(shape: ModelShape, seed: int, device: torch.device | str = "
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, size in parameter_shapes(shape.decoder_config()).items():
+    for name, size in weight_shapes(shape.spec()).items():
         if len(size) == 1:
             weights[name] = torch.ones(size)
             continue
@@ -99,7 +100,7 @@ def deepen(weights: Mapping[str, Tensor], old: ModelShape, new: ModelShape, seed
     return grown
 
 
-def run_windows(model: Decoder, tokens: Tensor) -> Tensor:
+def run_windows(model: TorchModel, tokens: Tensor) -> Tensor:
     """Compute the final hidden states of sequences, [S, L] -> [S * L, H]; the model must have TrainingOps of L."""
     num_sequences, length = tokens.shape
     positions = torch.arange(length, device=tokens.device).repeat(num_sequences)
@@ -125,7 +126,7 @@ def export(
     """
     save_checkpoint(
         folder,
-        shape.decoder_config(),
+        shape.spec(),
         weights,
         end_ids=end_ids or (() if end_id is None else {end_id}),
         bos_id=end_id,
@@ -135,7 +136,8 @@ def export(
 
 def read_shape(folder: Path) -> ModelShape:
     """Read the shape of a llama checkpoint folder. Raises NotFound without one, BadOption for a shape not possible."""
-    config = read_config(read_raw_config(folder))
+    spec = read_config(read_raw_config(folder))
+    config = Plain.of(spec)
     shape = ModelShape(
         config.hidden_size,
         config.num_layers,
@@ -146,14 +148,16 @@ def read_shape(folder: Path) -> ModelShape:
         config.rope.theta,
         config.max_positions,
     )
-    if shape.decoder_config() != config:
+    if shape.spec() != spec:
         raise BadOption(f"{folder} is no plain llama with tied embeddings: name a folder made by `forerun train lm`")
     return shape
 
 
-def load_decoder(name: Path | str, ops: ReferenceOps, device: torch.device | str = "cpu") -> Decoder:
-    """Load a decoder in float32: from a folder; a str may be a GGUF file, a name or a hub id, too."""
-    return load_checkpoint(name, dtype="float32", device=device, ops=ops).model
+def load_decoder(name: Path | str, ops: ReferenceOps, device: torch.device | str = "cpu") -> TorchModel:
+    """Load a model in float32: from a folder; a str may be a GGUF file, a name or a hub id, too."""
+    model = load_checkpoint(name, dtype="float32", device=device, ops=ops).model
+    assert isinstance(model, TorchModel)
+    return model
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.models.layers import Decoder
-from forerun.ops.reference import ReferenceOps
+from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
+from forerun.ops.torch import TorchModel
 from forerun.types import CacheView, RaggedBatch
 
 
@@ -25,22 +25,24 @@ class TrainingOps(ReferenceOps):
     def attention(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         *,
         keys: Tensor | None,
         values: Tensor | None,
         view: CacheView | None,
         window: int | None,
+        scoring: Scoring = PLAIN,
     ) -> Tensor:
         """Attend causally within each sequence: q [S * seq_len, heads, D], k and v [S * seq_len, kv_heads, D]."""
         if window is not None or view is not None:
             raise NotImplementedError("training attends over whole sequences, without a cache and without a window")
+        k, v = _trainable(k, v, scoring)
         num_heads, num_kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
         q, k, v = (x.view(-1, self.seq_len_tokens, x.shape[1], head_dim).transpose(1, 2) for x in (q, k, v))
         # Repeated heads cost little, and every SDPA kernel can differentiate them; not all support enable_gqa.
         k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale)
         return out.transpose(1, 2).reshape(-1, num_heads, head_dim)
 
 
@@ -60,15 +62,17 @@ class RememberingOps(ReferenceOps):
     def attention(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         *,
         keys: Tensor | None,
         values: Tensor | None,
         view: CacheView | None,
         window: int | None,
+        scoring: Scoring = PLAIN,
     ) -> Tensor:
         """q [S * rows, heads, D], k and v [S * rows, kv_heads, D]; layers come one after the other."""
+        k, v = _trainable(k, v, scoring)
         num_heads, num_rows = q.shape[1], len(self.mask)
         q, k, v = (torch.unflatten(x, 0, (num_rows, -1)).transpose(1, 2) for x in (q, k, v))
         k, v = (x.repeat_interleave(num_heads // k.shape[1], dim=1) for x in (k, v))
@@ -77,7 +81,7 @@ class RememberingOps(ReferenceOps):
         else:
             k, v = (torch.cat(pair, 2) for pair in zip(self.memory[self._layer], (k, v), strict=True))
             self._layer += 1
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=scoring.scale)
         return out.transpose(1, 2).flatten(0, 1)
 
     def begin(self, mask: Tensor, remembers: bool) -> None:
@@ -87,7 +91,14 @@ class RememberingOps(ReferenceOps):
             self.memory = []
 
 
-def run_rows(model: Decoder, ids: Tensor, at: Tensor, hidden: Tensor | None = None) -> Tensor:
+def _trainable(k: Tensor | None, v: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """Keys and values of the layer itself. Raises NotImplementedError for attention that is no plain one."""
+    if k is None or v is None or not scoring.is_plain or scoring.sees_all:
+        raise NotImplementedError("training knows attention without soft caps, sinks, biases or keys of other layers")
+    return k, v
+
+
+def run_rows(model: TorchModel, ids: Tensor, at: Tensor, hidden: Tensor | None = None) -> Tensor:
     """Run a model with RememberingOps: ids and positions [S, rows] -> rows behind the final norm [S * rows, H].
 
     hidden [S * rows, H]: what stands in place of the ids' embeddings.

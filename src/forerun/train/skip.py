@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from forerun.blocks import weight_shapes
 from forerun.drafters import artifacts
 from forerun.errors import BadOption
 from forerun.kv.cache import BlockCache
-from forerun.models.layers import Decoder, parameter_shapes
-from forerun.models.loading import Checkpoint
+from forerun.models.loading import Checkpoint, LoadedModel
 from forerun.models.runner import Run, Runner
 from forerun.theory.formulas import optimal_gamma, speedup
 
@@ -50,14 +50,15 @@ class Scorer:
     windows: ids, each run as one sequence.
     """
 
-    def __init__(self, model: Decoder, windows: Seq[Seq[int]]) -> None:
+    def __init__(self, model: LoadedModel, windows: Seq[Seq[int]]) -> None:
         config = model.config
         self.num_layers, self.windows = config.num_layers, windows
         longest = max(map(len, windows))
         sizes: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": longest, "prefix_caching": False}
-        self.model, kind = model, {"dtype": model.cache_dtype, "device": model.device}
+        self.model = model
+        kind: dict[str, Any] = {"dtype": model.cache_dtype, "device": model.device}
         self.cache = BlockCache.create(config.cache_shape, "contiguous", **sizes, **kind)
-        shapes = parameter_shapes(config).items()
+        shapes = weight_shapes(config).items()
         in_layers = sum(math.prod(shape) for name, shape in shapes if name.startswith("model.layers."))
         head = config.vocab_size * config.hidden_size
         self._layer_share = in_layers / self.num_layers / (in_layers + head)

@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forerun.blocks import weight_shapes
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
 from forerun.errors import BadOption, NotFound
-from forerun.models.layers import Decoder, parameter_shapes
+from forerun.models.loading import LoadedModel
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.samples import Sample, SampleWriter
@@ -283,7 +284,7 @@ def _repeats(ids: NDArray[np.int64], period: int) -> int | None:
     return int(found[0]) + period + wanted if len(found) else None
 
 
-def fingerprint(model: Decoder) -> str:
+def fingerprint(model: LoadedModel) -> str:
     """What identifies weights as they are computed with, hexadecimal: some embeddings, the final norm, one layer.
 
     The layer in the middle, for a fine-tuned model may have the embeddings and norms of the one that it was made of.
@@ -292,7 +293,7 @@ def fingerprint(model: Decoder) -> str:
     digest = hashlib.sha256(rows.cpu().numpy().tobytes())
     digest.update(model.norm(rows[:1].new_ones(1, rows.shape[1])).float().cpu().numpy().tobytes())
     at = f"model.layers.{model.config.num_layers // 2}."
-    for name in parameter_shapes(model.config):
+    for name in weight_shapes(model.config):
         if name.startswith(at):
             digest.update(model.weight(name).cpu().numpy().tobytes())
     return digest.hexdigest()

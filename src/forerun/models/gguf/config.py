@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forerun.blocks import Rope
 from forerun.errors import UnsupportedModel
 from forerun.models.configs import MOST_TOKENS, RANGES, ROPE_KINDS, number
 from forerun.models.gguf.header import Entry, Header, Value
-from forerun.models.layers import RopeConfig, inverse_frequencies
+from forerun.ops.rotary import inverse_frequencies
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FREQS = "rope_freqs.weight"
@@ -196,7 +197,7 @@ def _llama3(factors: NDArray[np.float32], raw: Mapping[str, Any]) -> dict[str, A
         return None
     if factors.max() > RANGES["factor"][1]:
         return None
-    plain = inverse_frequencies(RopeConfig(theta), head_dim).numpy().astype(np.float64)
+    plain = inverse_frequencies(Rope(theta), head_dim).numpy().astype(np.float64)
     factor = float(factors.max())
     between = (factors > 1) & (factors < factor)
     guesses = [(8192, 4.0)]
@@ -210,7 +211,7 @@ def _llama3(factors: NDArray[np.float32], raw: Mapping[str, Any]) -> dict[str, A
         if at_zero < 0 < slope and -slope / at_zero < MOST_TOKENS and -1 / at_zero < RANGES["high_freq_factor"][1]:
             guesses.append((round(-slope / at_zero), round(1 - 1 / at_zero, 3)))
     for length, high in guesses:
-        rope = RopeConfig(theta, "llama3", factor, 1.0, high, length)
+        rope = Rope(theta, "llama3", factor, 1.0, high, length)
         scaled = inverse_frequencies(rope, head_dim).numpy()
         if high > 1 and np.allclose(plain / scaled, factors, rtol=TOLERANCE, atol=0):
             keys = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high}

@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun import registry
+from forerun.blocks import Spec, weight_shapes
 from forerun.drafters import head_files
 from forerun.errors import BadOption
-from forerun.models.layers import Decoder, DecoderConfig, parameter_shapes
+from forerun.models.loading import LoadedModel
 from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import TorchModel
 from forerun.train import losses
 from forerun.train.features import FeatureSource
 from forerun.train.samples import Sample
@@ -37,31 +39,31 @@ class Teacher:
     head_files.py. last: the weights of the last layer, as those of layer 0, and the final norm. model: the whole of it.
     """
 
-    config: DecoderConfig
+    config: Spec
     embeddings: Tensor
     head: Tensor
     counts: Tensor
     probe: Tensor
     last: Mapping[str, Tensor]
-    model: Decoder
+    model: LoadedModel
 
     @classmethod
-    def of(cls, model: Decoder, counts: Tensor, num_ids: int) -> Teacher:
+    def of(cls, model: LoadedModel, counts: Tensor, num_ids: int) -> Teacher:
         """Read them from a model in memory. counts [V]; num_ids: ids that have a token, others are padding."""
         ids = range(model.config.vocab_size)
         embeddings, head = model.embed(ids).float(), model.head(ids).float()
         at, final = f"model.layers.{model.config.num_layers - 1}.", "model.norm.weight"
-        names = [name for name in parameter_shapes(model.config) if name.startswith(at)]
+        names = [name for name in weight_shapes(model.config) if name.startswith(at)]
         last = {name.replace(at, "model.layers.0."): model.weight(name) for name in names} | {
             final: model.weight(final)
         }
         probe = head_files.probe(model.embed, num_ids)
         return cls(model.config, embeddings, head, counts[:num_ids], probe, last, model)
 
-    def decoder(self, ops: ReferenceOps) -> Decoder:
+    def decoder(self, ops: ReferenceOps) -> TorchModel:
         """The target in float32, computed by other operators: a copy, 4 bytes for each weight."""
-        weights = {name: self.model.weight(name) for name in parameter_shapes(self.config)}
-        return Decoder(self.config, weights, ops)
+        weights = {name: self.model.weight(name) for name in weight_shapes(self.config)}
+        return TorchModel(self.config, weights, ops)
 
 
 class Vocabulary:
@@ -226,7 +228,7 @@ def rate_of(spec: str) -> float:
     return float(registry.load(__name__, name, WHAT).LR)
 
 
-def load(spec: str, config: DecoderConfig) -> tuple[str, Any, Any]:
+def load(spec: str, config: Spec) -> tuple[str, Any, Any]:
     """Name, module and options of `method[:option=value,...]`. Raises BadOption."""
     name, options = registry.parse_spec(spec)
     module = registry.load(__name__, name, WHAT)

@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.blocks import weight_shapes
 from forerun.errors import BadOption
-from forerun.models.layers import Decoder, parameter_shapes
 from forerun.models.loading import Checkpoint
 from forerun.models.saving import config_to_dict, save_checkpoint
-from forerun.ops.reference import ReferenceOps
+from forerun.ops.torch import TorchModel
 from forerun.train import losses
 from forerun.train.heads import Batch, Teacher, visible
 from forerun.train.ops import RememberingOps, run_rows
@@ -66,14 +66,14 @@ class Backbone:
 
     def __init__(self, options: BackboneOptions, teacher: Teacher) -> None:
         config = teacher.config
-        if any(config.windows):
+        if config.has_windows:
             raise BadOption("a target with sliding windows cannot be trained along: leave out backbone=true")
         config_to_dict(config)
         self.options, self.share, self._head = options, 0.0, teacher.head
         self._ops = RememberingOps()
-        own = {name: teacher.model.weight(name).clone() for name in parameter_shapes(config)}
+        own = {name: teacher.model.weight(name).clone() for name in weight_shapes(config)}
         self.weights = {f"{PREFIX}{n}": w.requires_grad_(True) for n, w in own.items() if n not in FROZEN}
-        self._model = Decoder(config, own, self._ops)
+        self._model = TorchModel(config, own, self._ops)
 
     @property
     def learns(self) -> bool:
@@ -115,9 +115,9 @@ class Backbone:
     def save(self, folder: Path, original: Checkpoint, log: Mapping[str, Any], method: str) -> None:
         """Write the checkpoint, with a card that says what it is. log: the last numbers."""
         config = self._model.config
-        weights = {name: self._model.weights[name].detach().bfloat16() for name in parameter_shapes(config)}
+        weights = {name: self._model.weights[name].detach().bfloat16() for name in weight_shapes(config)}
         save_checkpoint(folder, config, weights, end_ids=original.end_ids, tokenizer_folder=original.folder)
-        written = Decoder(config, {name: weight.float() for name, weight in weights.items()}, ReferenceOps())
+        written = TorchModel(config, {name: weight.float() for name, weight in weights.items()})
         card = CARD.format(
             original=original.name,
             method=method,

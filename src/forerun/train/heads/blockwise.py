@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.blocks import Spec
 from forerun.drafters import head_files
-from forerun.models.layers import DecoderConfig
 from forerun.train.heads import Batch, Teacher, medusa, shifted
 
 RIDGE = 1e-2  # of the mean square of the hidden layer's outputs, added to the fit's normal equations
@@ -34,7 +34,7 @@ class Options(medusa.Options):
     units: int = field(default=256, metadata={"help": "units of the hidden layer for each output", "min": 1})
 
 
-def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
+def layers(options: Options, config: Spec) -> tuple[int, ...]:
     """None: the last hidden state is behind the final norm."""
     return ()
 

@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.blocks import Plain, Spec, resized
 from forerun.drafters import head_files
 from forerun.drafters.dflash_model import DFlashConfig, shapes
 from forerun.errors import BadOption
-from forerun.models.layers import DecoderConfig, inverse_frequencies
+from forerun.ops.rotary import inverse_frequencies
 from forerun.registry import parse_list
 from forerun.train import losses
 from forerun.train.heads import Batch, Rows, Teacher, Vocabulary, decayed, shifted
@@ -55,7 +56,7 @@ class Options:
         losses.check(self.loss)
 
 
-def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
+def layers(options: Options, config: Spec) -> tuple[int, ...]:
     """Return the layers whose residual streams are read. Raises BadOption for what published files cannot say."""
     num = config.num_layers
     if options.layers is None:
@@ -70,16 +71,17 @@ class Head:
     """The layers in float32, with gradients."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
-        target = teacher.config
+        target, sizes = teacher.config, Plain.of(teacher.config)
+        self._eps = sizes.norm_eps
         self.options, self._teacher = options, teacher
         self._vocab = Vocabulary(teacher, options.draft_vocab)
         self.ids = self._vocab.ids
-        decoder = dataclasses.replace(target, num_layers=options.depth, windows=())
+        decoder = resized(target, num_layers=options.depth, windows=())
         mask_id = int(teacher.counts.argsort(descending=True, stable=True)[-1])  # of all ids the rarest
         self.config = DFlashConfig(decoder, layers(options, target), options.block, mask_id, len(self.ids))
         self.weights = _first_weights(self.config, teacher)
         self._layers = [Layer(decoder, self.weights, f"layers.{i}.") for i in range(options.depth)]
-        self._inv_freq = inverse_frequencies(target.rope, target.head_dim)
+        self._inv_freq = inverse_frequencies(sizes.rope, sizes.head_dim)
 
     def begin(self, batches: Iterable[Batch]) -> None:
         """See `Head` in this package: nothing."""
@@ -120,7 +122,7 @@ class Head:
     def _places(self, batch: Batch, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Of each place behind the anchors: which are learned [S, A], and own and target logits of those [R, ids]."""
         x = torch.unflatten(self._blocks(batch, anchors), 1, (len(anchors), self.options.block))
-        x = norm_of(x, self.weights["norm.weight"], self.config.decoder.norm_eps)
+        x = norm_of(x, self.weights["norm.weight"], self._eps)
         for k in range(self.options.block - 1):
             learned = batch.ahead(k + 1)[:, anchors] & self._vocab.has(shifted(batch.best, k))[:, anchors]
             own = self._vocab.logits(x[:, :, k + 1][learned])
@@ -147,7 +149,7 @@ class Head:
         """What keys and values of the context are made of [S, L, H]."""
         rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST).flatten(2)
         joined = F.linear(rows, self.weights["fc.weight"])
-        return norm_of(joined, self.weights["hidden_norm.weight"], self.config.decoder.norm_eps)
+        return norm_of(joined, self.weights["hidden_norm.weight"], self._eps)
 
 
 def _first_weights(config: DFlashConfig, teacher: Teacher) -> dict[str, Tensor]:

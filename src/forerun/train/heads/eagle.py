@@ -13,7 +13,6 @@ the embedding of token m+1, before the first step (`begin`).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.blocks import Plain, Spec, resized
 from forerun.drafters import head_files
 from forerun.drafters.eagle_model import SIDES, EagleConfig, input_shapes, layer_shapes
-from forerun.models.layers import DecoderConfig, inverse_frequencies
+from forerun.ops.rotary import inverse_frequencies
 from forerun.registry import parse_list
 from forerun.train import losses
 from forerun.train.heads import Batch, Teacher, Vocabulary, decayed, measured, shifted, visible
@@ -55,7 +55,7 @@ class Options:
         losses.check(self.loss)
 
 
-def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
+def layers(options: Options, config: Spec) -> tuple[int, ...]:
     """Return the layers whose residual streams are read."""
     if options.layers is not None:
         return tuple(int(part) if part.isdigit() else -1 for part in parse_list(options.layers))
@@ -67,15 +67,16 @@ class Head:
     """The head in float32, with gradients."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
-        target = teacher.config
+        target, sizes = teacher.config, Plain.of(teacher.config)
+        self._eps = sizes.norm_eps
         self.options, self._teacher = options, teacher
         self._vocab = Vocabulary(teacher, options.draft_vocab)
         self.ids = self._vocab.ids
-        decoder = dataclasses.replace(target, vocab_size=len(self.ids), num_layers=1, tie_embeddings=True, windows=())
+        decoder = resized(target, vocab_size=len(self.ids), num_layers=1, tied=True, windows=())
         self.config = EagleConfig(decoder, layers(options, target))
         self.weights = _first_weights(self.config, teacher)
         self._own_layer = Layer(decoder, self.weights, LAYER)
-        self._inv_freq = inverse_frequencies(target.rope, target.head_dim)
+        self._inv_freq = inverse_frequencies(sizes.rope, sizes.head_dim)
 
     @torch.no_grad()
     def begin(self, batches: Iterable[Batch]) -> None:
@@ -115,7 +116,7 @@ class Head:
 
     def _steps(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Of each step: which rows are learned [S, L], and own and target logits of those, float32 [R, draft ids]."""
-        norm, eps = self.weights["model.norm.weight"], self.config.decoder.norm_eps
+        norm, eps = self.weights["model.norm.weight"], self._eps
         feature = self._features(batch)
         mask, memory = visible(batch), list[tuple[Tensor, Tensor]]()
         with torch.no_grad():
@@ -132,11 +133,11 @@ class Head:
         w, num = self.weights, batch.layers.shape[2]
         rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST)
         norms = torch.stack([w[f"fc_norm.{i}.weight"] for i in range(num)])
-        return F.linear(norm_of(rows, norms, self.config.decoder.norm_eps).flatten(2), w["fc.weight"])
+        return F.linear(norm_of(rows, norms, self._eps).flatten(2), w["fc.weight"])
 
     def _inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
         """What `input` joins [S, L, 2 H], unjoined."""
-        eps = self.config.decoder.norm_eps
+        eps = self._eps
         sides = zip((embedded, feature), SIDES, strict=True)
         return torch.cat([norm_of(rows, self.weights[f"{name}.weight"], eps) for rows, name in sides], -1)
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.models.layers import DecoderConfig
+from forerun.blocks import Spec
 from forerun.train.heads import Batch, medusa, shifted
 
 LR = 1e-3
@@ -26,7 +26,7 @@ class Options(medusa.Options):
     """How many heads there are, and how they learn."""
 
 
-def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
+def layers(options: Options, config: Spec) -> tuple[int, ...]:
     """None: the last hidden state is behind the final norm."""
     return ()
 

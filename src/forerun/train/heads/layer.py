@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.models.layers import DecoderConfig
+from forerun.blocks import Plain, Spec
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -16,8 +16,8 @@ Rotation = tuple[Tensor, Tensor]
 class Layer:
     """weights: a head's, of which this layer's names begin with `at`. Rows are [S, L, H]."""
 
-    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], at: str) -> None:
-        self._config, self._weights, self._at = config, weights, at
+    def __init__(self, config: Spec, weights: Mapping[str, Tensor], at: str) -> None:
+        self._config, self._weights, self._at = Plain.of(config), weights, at
 
     def normed(self, x: Tensor, name: str) -> Tensor:
         """Rows behind one of the layer's norms."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.models.layers import DecoderConfig
+from forerun.blocks import Spec
 from forerun.train import losses
 from forerun.train.heads import Batch, Teacher, Vocabulary, decayed, measured, shifted
 from forerun.train.heads.backbone import PREFIX, Backbone, BackboneOptions
@@ -42,7 +42,7 @@ class Options(BackboneOptions):
         losses.check(self.loss)
 
 
-def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
+def layers(options: Options, config: Spec) -> tuple[int, ...]:
     """None: the last hidden state is behind the final norm."""
     return ()
 

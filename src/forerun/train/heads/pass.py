@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.blocks import Spec
 from forerun.drafters import head_files
 from forerun.errors import BadOption
-from forerun.models.layers import Decoder, DecoderConfig
+from forerun.ops.torch import TorchModel
 from forerun.train import losses
 from forerun.train.heads import Batch, Teacher, decayed, measured, shifted, visible
 from forerun.train.ops import RememberingOps, run_rows
@@ -43,9 +44,9 @@ class Options:
         losses.check(self.loss)
 
 
-def layers(options: Options, config: DecoderConfig) -> tuple[int, ...]:
+def layers(options: Options, config: Spec) -> tuple[int, ...]:
     """None: it reads what stands behind all layers. Raises BadOption for a target with sliding windows."""
-    if any(config.windows):
+    if config.has_windows:
         raise BadOption("pass cannot be trained for a target with sliding windows: train medusa or eagle")
     return ()
 
@@ -56,7 +57,7 @@ class Head:
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         self.options, self._rows = options, teacher.head
         self._ops = RememberingOps()
-        self._target: Decoder = teacher.decoder(self._ops)
+        self._target: TorchModel = teacher.decoder(self._ops)
         # What the target writes, on average: an input of the usual size.
         mean = teacher.counts @ teacher.embeddings[: len(teacher.counts)] / teacher.counts.sum().clamp(min=1)
         self.weights = {head_files.LOOK_AHEAD: mean.repeat(options.vectors, 1)}

@@ -1,0 +1,341 @@
+"""A whole model on the native operators: packed weights, and one native call for each pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, MutableMapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun import blocks, native
+from forerun.blocks import EMBEDDING, HEAD, POSITIONS, Spec, products
+from forerun.config import Quantization
+from forerun.errors import BadOption, InternalError, UnsupportedModel
+from forerun.ops.packed import PackedMatrix, run_numbers
+from forerun.ops.passes import check_layers, check_pass, end_of, kinds_in_words
+from forerun.ops.quantised import UNIT, QuantisedMatrix, Scheme
+from forerun.ops.quantising import RoundedWeights, quantise, scheme_of
+from forerun.ops.rotary import Rotations
+from forerun.types import RaggedBatch
+
+if TYPE_CHECKING:
+    from forerun.ops.cpu import CpuOps
+
+
+def supports(spec: Spec) -> str | None:
+    """Return why a model is not computed here, in a sentence without an end; None where it is."""
+    extension = native.extension()
+    return "the native extension is not there" if extension is None else extension.refusal(spec)
+
+
+def short_head_scheme() -> Scheme:
+    """Return how the first rows of a quantised LM head are packed once more."""
+    return scheme_of(8, UNIT)
+
+
+class Cache(Protocol):
+    """The part of a KV cache that a native pass reads; kv/cache.py implements it."""
+
+    native: Any
+
+    def tables(self, batch: RaggedBatch) -> list[list[int]]: ...
+
+
+class CpuModel:
+    """The packed weights of a model, and the native object that runs a pass in one call.
+
+    Rows go in and come out as float32; keys and values are kept in the type of the weights (`weight_dtype`). weights,
+    consume: see ops.load_model; what a dictionary is consumed of is taken out of it.
+    """
+
+    device = torch.device("cpu")
+    activation_dtype = torch.float32
+
+    def __init__(self, ops: CpuOps, spec: Spec, weights: Mapping[str, Tensor], *, consume: bool = False) -> None:
+        if (why_not := supports(spec)) is not None:
+            raise UnsupportedModel(f"model_type={spec.model_type!r} cannot run on ops='native': {why_not}")
+        self.config, self.ops = spec, ops
+        # Referenced here because the native object has only the addresses of the tables.
+        self._vectors: dict[str, Tensor] = {}  # norms and their biases, float32
+        self._tables: dict[str, Tensor] = {}  # of which rows are looked up
+        self._places: dict[str, tuple[PackedMatrix, int, int]] = {}  # name -> where it is packed: first row, rows
+        source, found = _Source(weights, consume), blocks.weights(spec)
+        groups = {product: [w.name for w in members] for product, members in products(found).items()}
+        embedding = groups.pop("embedding")
+        # The largest first: what packing it takes beside the packed matrix is gone before all the others are there.
+        self.matrices = {"head": self._pack(source, groups.pop("head", embedding))}
+        self._embedding = self.matrices["head"] if spec.tied else None
+        if not spec.tied:
+            self._take_embedding(source)
+        self.weight_dtype = self.cache_dtype = self.matrices["head"].dtype
+        self._short_heads: dict[int, PackedMatrix] = {}  # by their rows
+        for product, names in groups.items():
+            self.matrices[product] = self._pack(source, names, paired=product.endswith(".gate_up") and len(names) == 2)
+        for weight in found:
+            if weight.role == "vector" and not weight.product:
+                self._vectors[weight.name] = source.weights[weight.name].detach().float().contiguous().clone()
+        if spec.positions is not None:
+            self._tables[POSITIONS] = source.weights[POSITIONS].detach().to(self.weight_dtype).contiguous()
+        self._native = self._made()
+        ropes = [spec.blocks[i].attention for i in self._native.rotations]
+        self._rotations = [
+            Rotations(a.rope, a.head_dim, self.device, torch.float32)
+            for a in ropes
+            if a is not None and a.rope is not None
+        ]
+        self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.weight_dtype))
+
+    def _take_embedding(self, source: _Source) -> None:
+        """Keep an embedding that is not the LM head: packed where it is quantised, else as it is."""
+        table = source.weights[EMBEDDING]
+        if isinstance(table, QuantisedMatrix):
+            self._embedding = self.ops.pack(table)
+            self._places[EMBEDDING] = (self._embedding, 0, table.shape[0])
+        else:
+            self._tables[EMBEDDING] = table.detach().contiguous()
+
+    def _made(self) -> Any:
+        matrices = {name: matrix.handle for name, matrix in self.matrices.items()}
+        if self._embedding is not None:
+            matrices["embedding"] = self._embedding.handle
+        return self.ops.extension.make_model(
+            self.ops.backend,
+            self.config,
+            self.weight_dtype == torch.bfloat16,
+            matrices,
+            {name: address(vector) for name, vector in self._vectors.items()},
+            {name: address(table) for name, table in self._tables.items()},
+        )
+
+    def _turns(self, end: int) -> list[int]:
+        """The addresses of the tables of cos and sin, of every position below `end`."""
+        return [address(rotations.table(end)) for rotations in self._rotations]
+
+    @property
+    def weight_bits(self) -> tuple[int, ...]:
+        """The bits of the quantised matrices, ascending; () = none is."""
+        return tuple(sorted({bits for matrix in self._all_matrices() for bits in matrix.bits}))
+
+    @property
+    def has_dense(self) -> bool:
+        """Tell whether a matrix is not quantised."""
+        return bool(self._tables) or not all(matrix.bits for matrix in self._all_matrices())
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """The bytes of weights that a pass of a few rows reads: every packed matrix and norm once."""
+        return sum(m.nbytes for m in self.matrices.values()) + sum(v.nbytes for v in self._vectors.values())
+
+    @property
+    def precision(self) -> str:
+        """What weights are computed with, in words: 4-bit and 8-bit weights, or bfloat16 weights."""
+        return kinds_in_words(self.weight_bits, [self.weight_dtype] * self.has_dense)
+
+    def forward(
+        self,
+        batch: RaggedBatch,
+        cache: Cache | None,
+        layers: Seq[int] | None = None,
+        hidden: Tensor | None = None,
+        taps: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Run one pass, as TorchModel.forward; returns float32 [T, H]."""
+        taps = taps or {}
+        chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
+        if cache is None:
+            raise InternalError("native models keep keys and values in a cache and were given none")
+        tokens, positions = batch.ids()
+        hidden = None if hidden is None else hidden.float().contiguous()
+        out = torch.empty(len(tokens), self.config.hidden_size)
+        if tokens:
+            self._native.forward(
+                tokens,
+                positions,
+                self._turns(end_of(batch)),
+                len(batch.slots),
+                run_numbers(batch, cache.tables(batch)),
+                cache.native,
+                list(chosen),
+                address(hidden),
+                [(k, taps[k].data_ptr()) for k in sorted(taps)],
+                is_normed,
+                out.data_ptr(),
+            )
+        return out
+
+    def run_ahead(
+        self,
+        batch: RaggedBatch,
+        lengths: list[int],
+        cache: Cache,
+        num_ids: int,
+        layers: Seq[int] | None = None,
+        hidden: Tensor | None = None,
+        ahead: Any = None,
+    ) -> list[list[int]] | None:
+        """Continue each run greedily in one native call; returns ids[b], lengths[b] of them.
+
+        batch: runs of committed tokens, with cache rows for those and for lengths[b] - 1 more, which are fed one by
+        one. layers: those that run, None = all; the final norm follows the last of them. ids[b][i] is the argmax of the
+        first `num_ids` logits after the run's tokens and ids[b][:i]. Returns None where a logit is NaN. Of a head:
+        hidden [T, H] is what its layer gets for the tokens, ahead how a found id is fed (`ahead`).
+        """
+        chosen = range(self.config.num_layers) if layers is None else layers
+        check_layers(self.config, chosen)
+        if not batch.slots:
+            return []
+        counts = [end - start for start, end in itertools.pairwise(batch.run_starts)]
+        ends = [0, *itertools.accumulate(count + length - 1 for count, length in zip(counts, lengths, strict=True))]
+        fed = dataclasses.replace(batch, run_starts=ends)
+        numbers = run_numbers(fed, cache.tables(fed))
+        rotated = self._turns(end_of(batch) + max(lengths, default=0))
+        hidden = None if hidden is None else hidden.float().contiguous()
+        return self._native.run_ahead(  # type: ignore[no-any-return]
+            *batch.ids(), counts, lengths, rotated, numbers, cache.native, list(chosen), num_ids, address(hidden), ahead
+        )
+
+    def rounded(self, quantization: Quantization) -> CpuModel:
+        """Return a second model of these weights, each matrix rounded to so many bits; the first stays as it is.
+
+        Raises BadOption where the weights are quantised already, or groups do not divide a row.
+        """
+        if self.weight_bits:
+            raise BadOption(
+                f"quantization={str(quantization)!r} is not possible: the model has {self.precision} in memory; load "
+                "it with dtype='float32' or from an unquantised checkpoint"
+            )
+        found = blocks.weights(self.config)
+        weights = RoundedWeights(found, self.matrix_rows, self.vector, quantization, None)
+        return CpuModel(self.ops, self.config, cast(Mapping[str, Tensor], weights))
+
+    def ahead(self, ids: Seq[int], norms: tuple[Tensor | None, Tensor | None], eps: float, matrix: Any) -> Any:
+        """Return how a head of this decoder feeds what it has found: the product of an embedding and a row.
+
+        ids: this decoder's id of each id of the head. norms: of the embedding and of the row that the head's layer has
+        left before, float32 [H]; the caller keeps them. matrix: packed, [H, 2 H].
+        """
+        return self.ops.extension.Ahead(self._native, list(ids), [address(n) for n in norms], eps, matrix.handle)
+
+    def embed(self, ids: Seq[int]) -> Tensor:
+        """Return the embeddings of these ids, float32 [n, H], with the bits that a pass has."""
+        if self._embedding is not None:
+            rows = self._embedding.unpack(ids).float()
+        else:
+            rows = F.embedding(torch.tensor(ids, dtype=torch.int64), self._tables[EMBEDDING]).float()
+        return rows if self._embed_scale == 1 else rows * self._embed_scale
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """Apply the final norm to rows of the residual stream [R, H], float32, with the bits that a pass has."""
+        hidden = hidden.float().contiguous()
+        out = torch.empty_like(hidden)
+        self._native.norm(hidden.data_ptr(), len(hidden), out.data_ptr())
+        return out
+
+    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+        """Compute the logits: hidden [R, H] -> float32 [R, V], or [R, num_ids] of the first ids.
+
+        For those the rows of the head are packed once more, when they are first asked for; a quantised head's with 8
+        bits. `best` needs no second copy.
+        """
+        is_short = num_ids is not None and num_ids < self.config.vocab_size
+        head = self._short_head(num_ids).handle if is_short and num_ids is not None else None
+        hidden = hidden.float().contiguous()
+        out = torch.empty(len(hidden), num_ids if is_short and num_ids is not None else self.config.vocab_size)
+        if len(hidden):
+            self._native.logits(hidden.data_ptr(), len(hidden), out.data_ptr(), head)
+        return out
+
+    def best(self, hidden: Tensor, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
+        """Return ids and values of the largest of the first `num_ids` logits of some rows of hidden [T, H].
+
+        Ties go to the lowest id, and NaN counts as the largest. The values are bit for bit those of `logits`; the other
+        logits are not written.
+        """
+        if not rows:
+            return [], []
+        hidden = hidden.contiguous()
+        return self._native.argmax(hidden.data_ptr(), rows, num_ids)  # type: ignore[no-any-return]
+
+    def head(self, ids: Seq[int]) -> Tensor:
+        """Return rows of the LM head, float32 [n, H], as they were before packing."""
+        return self.matrices["head"].unpack(ids).float()
+
+    def weight(self, name: str) -> Tensor:
+        """Return a weight by its name in a checkpoint, float32, as it was before packing."""
+        if name in self._tables:
+            return self._tables[name].float()
+        if name in self._vectors or name.endswith(".bias"):
+            return self.vector(name).float()
+        return self.matrix_rows(name, range(self._places[name][2])).float()
+
+    def _short_head(self, num_ids: int) -> PackedMatrix:
+        if num_ids not in self._short_heads:
+            head = self.matrices["head"]
+            rows, bias = head.unpack(range(num_ids)), None if head.bias is None else head.bias[:num_ids]
+            made: Tensor | QuantisedMatrix = rows
+            if head.bits:
+                scheme = short_head_scheme()
+                made = QuantisedMatrix(scheme, (num_ids, rows.shape[1]), lambda: iter([quantise(rows, scheme)]))
+            self._short_heads[num_ids] = self.ops.pack(made, bias)
+        return self._short_heads[num_ids]
+
+    def vector(self, name: str) -> Tensor:
+        """Return a norm or a bias by its name in a checkpoint, float32; a missing bias beside others is 0."""
+        if name in self._vectors:
+            return self._vectors[name]
+        packed, first, num = self._places[name.removesuffix("bias") + "weight"]
+        assert packed.bias is not None
+        return packed.bias[first : first + num]
+
+    def matrix_rows(self, name: str, rows: range) -> Tensor:
+        """Return rows of a matrix by its name in a checkpoint, [rows, I], as they were before packing."""
+        if name in self._tables:
+            return self._tables[name][rows.start : rows.stop]
+        packed, first, _ = self._places[name]
+        return packed.unpack(range(first + rows.start, first + rows.stop))
+
+    def _all_matrices(self) -> list[PackedMatrix]:
+        return [*self.matrices.values(), *([] if self._embedding is None else [self._embedding])]
+
+    def _pack(self, source: _Source, names: Seq[str], *, paired: bool = False) -> PackedMatrix:
+        parts, bias = source.parts(names)
+        sizes = [part.shape[0] for part in parts]
+        packed = self.ops.pack(parts, bias, paired=paired, consume=source.consume)
+        for name, size, end in zip(names, sizes, itertools.accumulate(sizes), strict=True):
+            self._places[name] = (packed, end - size, size)
+        return packed
+
+
+def address(tensor: Tensor | None) -> int:
+    """Return where a contiguous tensor's memory begins; 0 of none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The weights that a decoder is packed from, each looked up once and let go when it is packed.
+
+    consume: those of a dictionary are taken out of it.
+    """
+
+    weights: Mapping[str, Tensor]
+    consume: bool
+
+    def parts(self, names: Seq[str]) -> tuple[list[Tensor], Tensor | None]:
+        """Return the matrices of these names, and their biases joined (None where none has one)."""
+        parts = [self.weights[name] for name in names]
+        ends = {EMBEDDING: "lm_head.bias", HEAD: "lm_head.bias"}
+        bias_names = [ends.get(name, name.removesuffix("weight") + "bias") for name in names]
+        biases = [self.weights.get(name) for name in bias_names]
+        if self.consume and isinstance(self.weights, MutableMapping):
+            for name in names:
+                del self.weights[name]
+        if all(bias is None for bias in biases):
+            return parts, None
+        filled = [torch.zeros(p.shape[0]) if b is None else b.float() for p, b in zip(parts, biases, strict=True)]
+        return parts, torch.cat(filled)

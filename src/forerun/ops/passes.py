@@ -1,0 +1,52 @@
+"""What the models of all backends share: the checks of a pass, and words for the types of weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from forerun.blocks import Spec
+from forerun.errors import InternalError
+from forerun.types import RaggedBatch
+
+
+def check_pass(
+    spec: Spec, batch: RaggedBatch, layers: Seq[int] | None, hidden: Tensor | None, taps: Mapping[int, Tensor]
+) -> tuple[Seq[int], bool]:
+    """Return the layers of a pass, and whether the final norm follows them. See TorchModel.forward for the arguments.
+
+    Raises InternalError for what is no such layer, tap or row.
+    """
+    chosen = range(spec.num_layers) if layers is None else layers
+    check_layers(spec, chosen)
+    _check_part("taps", sorted(taps), spec.num_layers + 1)
+    given = [] if hidden is None else [hidden]
+    for rows in (*given, *taps.values()):
+        if rows.shape != (batch.run_starts[-1], spec.hidden_size):
+            raise InternalError(f"{tuple(rows.shape)} is not the shape of hidden rows of {batch.run_starts[-1]} tokens")
+    return chosen, layers is None or spec.num_layers - 1 in layers
+
+
+def check_layers(spec: Spec, layers: Seq[int]) -> None:
+    """Raise InternalError for layers that do not ascend or that the model does not have."""
+    _check_part("layers", layers, spec.num_layers)
+
+
+def _check_part(name: str, part: Seq[int], whole: int) -> None:
+    if part and not (part[0] >= 0 and part[-1] < whole and all(a < b for a, b in itertools.pairwise(part))):
+        raise InternalError(f"{name} must ascend from 0 or more to less than {whole}, and {list(part)} do not")
+
+
+def end_of(batch: RaggedBatch) -> int:
+    """Return one more than the highest position of a batch can be."""
+    return max(map(batch.end, range(len(batch.slots))), default=0)
+
+
+def kinds_in_words(bits: Iterable[int], dtypes: Iterable[torch.dtype]) -> str:
+    """Return weights of these bits and types in words: 4-bit and 8-bit weights, or bfloat16 weights."""
+    names = [f"{num}-bit" for num in sorted(set(bits))] + sorted({str(t).removeprefix("torch.") for t in dtypes})
+    *others, last = names
+    return f"{', '.join(others)}{' and ' if others else ''}{last} weights"

@@ -1,0 +1,538 @@
+"""Models in torch: every block that blocks.py can say, on any device, with gradients, fast or row by row.
+
+A model is computed block by block, one operator after the other, by the operators that it is given (reference.py, or
+others with the same interface). A family that nothing else computes runs here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun import blocks
+from forerun.blocks import EMBEDDING, FINAL_NORM, HEAD, POSITIONS, Attention, Block, Experts, Mlp, Norm, Rope, Spec
+from forerun.config import Quantization
+from forerun.errors import InternalError
+from forerun.ops.passes import check_pass, end_of, kinds_in_words
+from forerun.ops.quantising import RoundedWeights
+from forerun.ops.reference import PLAIN, ReferenceOps, Scoring
+from forerun.ops.rotary import Rotations
+from forerun.types import CacheView, RaggedBatch
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin of rows
+
+
+def supports(spec: Spec) -> str | None:
+    """Return why a model is not computed here, in a sentence without an end; None where it is."""
+    if spec.encoder is not None or any(b.attention is not None and b.attention.sees == "encoder" for b in spec.blocks):
+        return "an encoder is not computed yet"
+    if any(block.recurrence is not None for block in spec.blocks):
+        return "blocks that keep a state are not computed yet"
+    if any(block.per_layer_input is not None for block in spec.blocks):
+        return "embeddings of single layers are not computed yet"
+    return None
+
+
+class Cache(Protocol):
+    """The part of a KV cache that a pass reads; kv/cache.py implements it."""
+
+    @property
+    def keys(self) -> Seq[Tensor]: ...
+    @property
+    def values(self) -> Seq[Tensor]: ...
+    def view(self, batch: RaggedBatch) -> CacheView: ...
+
+
+# ----------------------------------------------------------------------------------------------------- parts of a block
+
+
+class Join(Protocol):
+    """What makes one product of the matrices of these names."""
+
+    def __call__(self, weights: Mapping[str, Tensor], names: list[str]) -> Projections: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What blocks are made of: weights by name, what joins matrices, and the type of rows, which that of norms is too.
+
+    apart: queries are a product of their own, beside that of keys and values. made: all products so far.
+    """
+
+    weights: Mapping[str, Tensor]
+    dtype: torch.dtype
+    join: Join
+    apart: bool = False
+    made: list[Projections] = field(default_factory=list)
+
+    def vector(self, name: str) -> Tensor:
+        """Return a norm or another weight that is added to rows or multiplies them."""
+        return self.weights[name].to(self.dtype)
+
+    def product(self, *names: str) -> Projections:
+        """Return the product of matrices of one input."""
+        self.made.append(self.join(self.weights, list(names)))
+        return self.made[-1]
+
+
+@dataclass(frozen=True)
+class Normed:
+    """A norm with its weights. at: the beginning of their names."""
+
+    norm: Norm
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, parts: Parts, at: str, norm: Norm | None) -> Normed | None:
+        """Look its weights up; None where there is no such norm."""
+        if norm is None:
+            return None
+        weight = parts.vector(f"{at}.weight") if norm.weight else None
+        return cls(norm, weight, parts.vector(f"{at}.bias") if norm.bias else None)
+
+    def apply(self, ops: ReferenceOps, x: Tensor) -> Tensor:
+        """Return rows behind the norm."""
+        weight = self.weight
+        if weight is not None and self.norm.offset:
+            weight = weight.float() + self.norm.offset
+        if self.norm.kind == "layer":
+            return ops.layer_norm(x, weight, self.bias, self.norm.eps)
+        if weight is None:
+            weight = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
+        found = ops.rms_norm(x, weight, self.norm.eps)
+        return found if self.bias is None else found + self.bias
+
+
+def normed(norm: Normed | None, ops: ReferenceOps, x: Tensor) -> Tensor:
+    """Return rows behind a norm, or as they are where there is none."""
+    return x if norm is None else norm.apply(ops, x)
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Several matrices of one input. parts: their weights and biases; joined: all in one, where memory allows it.
+
+    sizes: how many outputs each has.
+    """
+
+    parts: list[tuple[Any, Tensor | None]]
+    sizes: list[int]
+    joined: tuple[Any, Tensor | None] | None
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], names: list[str]) -> Projections:
+        """Join the matrices of these names where they lie back to back."""
+        parts = [(weights[name + ".weight"], weights.get(name + ".bias")) for name in names]
+        whole = _back_to_back([weight for weight, _ in parts]) if len(parts) > 1 else None
+        biases = [bias for _, bias in parts if bias is not None]
+        joined = None if whole is None else (whole, torch.cat(biases) if biases else None)
+        return cls(parts, [len(weight) for weight, _ in parts], joined)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the matrices."""
+        return sum(weight.nbytes for weight, _ in ([self.joined] if self.joined else self.parts))
+
+    def apply(self, ops: ReferenceOps, x: Tensor) -> Seq[Tensor]:
+        """x [T, H] -> one [T, size] for each part; one product where the parts are joined."""
+        if self.joined is None:
+            return [ops.linear(x, weight, bias) for weight, bias in self.parts]
+        return torch.split_with_sizes(ops.linear(x, *self.joined), self.sizes, dim=-1)
+
+
+@dataclass
+class Step:
+    """What one pass has for all of its blocks. positions [T]; rotations: of the rows, by their kind."""
+
+    positions: Tensor
+    rotations: Mapping[Rope, Rotation]
+    cache: Cache | None
+    view: CacheView | None
+
+
+class TorchAttention:
+    """The attention of one block. at: the beginning of its weights' names. table: the bias that it shares."""
+
+    def __init__(self, a: Attention, parts: Parts, at: str, table: Tensor | None = None) -> None:
+        self.spec = a
+        own = f"{at}self_attn."
+        q, kv = ["q_proj", *(["gate_proj"] if a.gate else [])], list[str]()
+        if a.shares_kv_of is None:
+            kv = ["k_proj", *([] if a.k_is_v else ["v_proj"])]
+        groups = [group for group in (q, kv) if group] if parts.apart else [q + kv]
+        self._products = [(group, parts.product(*(own + name for name in group))) for group in groups]
+        self.o = parts.product(f"{own}o_proj")
+        has_own = a.shares_kv_of is None
+        self.q_norm = Normed.of(parts, f"{own}q_norm", a.q_norm)
+        self.k_norm = Normed.of(parts, f"{own}k_norm", a.k_norm) if has_own else None
+        self.v_norm = Normed.of(parts, f"{own}v_norm", a.v_norm) if has_own else None
+        sinks = parts.vector(f"{own}sinks") if a.sinks else None
+        buckets = a.bias if isinstance(a.bias, blocks.Buckets) else None
+        self.table = parts.vector(f"{own}relative_attention_bias.weight") if buckets is not None else table
+        is_plain = (a.scale, a.softcap, sinks, self.table, a.sees) == (None, None, None, None, "past")
+        self.scoring = PLAIN if is_plain else Scoring(a.scale, a.softcap, sinks, buckets, self.table, a.sees == "all")
+
+    def run(self, ops: ReferenceOps, y: Tensor, i: int, step: Step) -> Tensor:
+        """What the block's branch adds [T, H], of rows y that its projections read. i: the block's number."""
+        a = self.spec
+        found = self.project(ops, y)
+        rotation = None if a.rope is None else step.rotations[a.rope]
+        q = self.queries(ops, found["q_proj"], rotation, step.positions)
+        k = v = None
+        if a.shares_kv_of is None:
+            k, v = self.keys_values(ops, found, rotation)
+        layer = i if a.shares_kv_of is None else a.shares_kv_of
+        pools = (None, None) if step.cache is None else (step.cache.keys[layer], step.cache.values[layer])
+        more = {} if self.scoring is PLAIN else {"scoring": self.scoring}
+        out = ops.attention(q, k, v, keys=pools[0], values=pools[1], view=step.view, window=a.window, **more)
+        out = out.flatten(1)
+        if a.gate:
+            out = out * torch.sigmoid(found["gate_proj"])
+        return self.o.apply(ops, out)[0]
+
+    def project(self, ops: ReferenceOps, y: Tensor, wanted: str | None = None) -> dict[str, Tensor]:
+        """Rows y times the matrices, by their names: those of the product that has `wanted`, None = of all."""
+        found = dict[str, Tensor]()
+        for names, product in self._products:
+            if wanted is None or wanted in names:
+                found |= dict(zip(names, product.apply(ops, y), strict=True))
+        return found
+
+    def queries(
+        self, ops: ReferenceOps, q: Tensor, rotation: Rotation | None, positions: Tensor | None = None
+    ) -> Tensor:
+        """q [T, heads D] -> [T, heads, D] behind norm and rotation."""
+        q = _turned(ops, self._heads(ops, q, self.spec.heads, self.q_norm), rotation, self.spec.rope)
+        if self.spec.position_scale is None or positions is None:
+            return q
+        beta, length = self.spec.position_scale
+        scale = 1 + beta * torch.log(1 + torch.floor(positions.float() / length))
+        return q * scale.to(q.dtype)[:, None, None]
+
+    def keys_values(
+        self, ops: ReferenceOps, found: Mapping[str, Tensor], rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor]:
+        """What `project` found [T, kv_heads D] -> keys and values [T, kv_heads, D], as the cache keeps them."""
+        num, k = self.spec.kv_heads, found["k_proj"]
+        values = self._heads(ops, found.get("v_proj", k), num, self.v_norm)
+        return _turned(ops, self._heads(ops, k, num, self.k_norm), rotation, self.spec.rope), values
+
+    def _heads(self, ops: ReferenceOps, x: Tensor, num: int, norm: Normed | None) -> Tensor:
+        if norm is not None and norm.norm.span == "all":
+            return norm.apply(ops, x).view(len(x), num, self.spec.head_dim)
+        return normed(norm, ops, x.view(len(x), num, self.spec.head_dim))
+
+
+def _turned(ops: ReferenceOps, x: Tensor, rotation: Rotation | None, rope: Rope | None) -> Tensor:
+    """x [T, heads, D] turned by its positions, all of a head or its first dimensions."""
+    if rotation is None or rope is None:
+        return x
+    dims = rotation[0].shape[-1]
+    if rope.pairs == "adjacent":
+        pairs = torch.unflatten(x[..., :dims], -1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        turned = torch.unflatten(ops.rope(pairs, *rotation), -1, (2, -1)).transpose(-1, -2).flatten(-2)
+    else:
+        turned = ops.rope(x if dims == x.shape[-1] else x[..., :dims], *rotation)
+    return turned if dims == x.shape[-1] else torch.cat((turned, x[..., dims:]), -1)
+
+
+class TorchMlp:
+    """One feed-forward part."""
+
+    def __init__(self, mlp: Mlp, parts: Parts, at: str) -> None:
+        self.spec = mlp
+        self.up = parts.product(*([f"{at}gate_proj"] if mlp.gated else []), f"{at}up_proj")
+        self.down = parts.product(f"{at}down_proj")
+
+    def run(self, ops: ReferenceOps, y: Tensor) -> Tensor:
+        """y [T, H] -> [T, H]."""
+        parts = self.up.apply(ops, y)
+        inner = ops.gated(self.spec.act, *parts) if self.spec.gated else ops.activated(self.spec.act, parts[0])
+        return self.down.apply(ops, inner)[0]
+
+
+class TorchExperts:
+    """A mixture of experts. Each row's sum runs over its experts in the order of their numbers."""
+
+    def __init__(self, e: Experts, parts: Parts, at: str) -> None:
+        self.spec = e
+        self.router = parts.product(f"{at}gate")
+        self.router_norm = Normed.of(parts, f"{at}router_norm", e.router_norm)
+        self.experts = [TorchMlp(e.mlp, parts, f"{at}experts.{i}.") for i in range(e.num)]
+        self.shared = None if e.shared is None else TorchMlp(e.shared, parts, f"{at}shared_expert.")
+        self.shared_gate = parts.product(f"{at}shared_expert_gate") if e.shared_gate else None
+
+    def run(self, ops: ReferenceOps, y: Tensor) -> Tensor:
+        """y [T, H] -> [T, H]."""
+        chosen, shares = self.chosen(ops, y)
+        out = torch.zeros_like(y)
+        for i, expert in enumerate(self.experts):
+            rows, places = (chosen == i).nonzero(as_tuple=True)
+            if len(rows):
+                part = expert.run(ops, y[rows]) * shares[rows, places].to(y.dtype)[:, None]
+                out = out.index_add(0, rows, part)
+        if self.shared is not None:
+            part = self.shared.run(ops, y)
+            if self.shared_gate is not None:
+                part = part * torch.sigmoid(self.shared_gate.apply(ops, y)[0])
+            out = out + part
+        return out
+
+    def chosen(self, ops: ReferenceOps, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts of each row [T, chosen], and their shares, float32."""
+        e = self.spec
+        scores = self.router.apply(ops, normed(self.router_norm, ops, y))[0].float()
+        if e.score == "softmax":
+            scores = scores.softmax(-1)
+        elif e.score == "sigmoid":
+            scores = scores.sigmoid()
+        shares, found = scores.topk(e.chosen, -1)
+        if e.score == "softmax_of_chosen":
+            shares = shares.softmax(-1)
+        elif e.normalise:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return found, shares * e.scale
+
+
+class TorchBlock:
+    """One block: its norms, its attention, and its feed-forward part or experts."""
+
+    def __init__(self, block: Block, parts: Parts, at: str, table: Tensor | None = None) -> None:
+        self.spec = block
+        self.pre_attention = Normed.of(parts, f"{at}input_layernorm", block.pre_attention)
+        self.post_attention = Normed.of(parts, f"{at}post_attention_layernorm", block.post_attention)
+        self.pre_mlp = Normed.of(parts, at + blocks.pre_mlp_name(block), block.pre_mlp)
+        self.post_mlp = Normed.of(parts, f"{at}post_feedforward_layernorm", block.post_mlp)
+        a, mlp, experts = block.attention, block.mlp, block.experts
+        self.attention = None if a is None else TorchAttention(a, parts, at, table)
+        self.mlp = None if mlp is None else TorchMlp(mlp, parts, f"{at}mlp.")
+        self.experts = None if experts is None else TorchExperts(experts, parts, f"{at}mlp.")
+        self.out_scale = parts.vector(f"{at}layer_scalar") if block.out_scale else None
+
+    def run(self, ops: ReferenceOps, x: Tensor, i: int, step: Step, read: Tensor | None = None) -> Tensor:
+        """Run rows of the residual stream x [T, H]. read [T, ...]: what the attention reads in place of x."""
+        before = x
+        if self.attention is not None:
+            y = normed(self.pre_attention, ops, x) if read is None else read
+            x = self._added(ops, x, self.attention.run(ops, y, i, step), self.post_attention)
+        if self.mlp is not None or self.experts is not None:
+            x = self.fed_forward(ops, x, before if self.spec.parallel else x)
+        return x if self.out_scale is None else x * self.out_scale
+
+    def fed_forward(self, ops: ReferenceOps, x: Tensor, reads: Tensor) -> Tensor:
+        """Add the feed-forward part to rows x [T, H]. reads: the rows that it is computed of, before their norm."""
+        y = normed(self.pre_mlp, ops, reads)
+        parts = [part.run(ops, y) for part in (self.mlp, self.experts) if part is not None]
+        return self._added(ops, x, parts[0] if len(parts) == 1 else parts[0] + parts[1], self.post_mlp)
+
+    def _added(self, ops: ReferenceOps, x: Tensor, branch: Tensor, post: Normed | None) -> Tensor:
+        at_sum = self.spec.norm_at == "sum"
+        branch = branch if at_sum else normed(post, ops, branch)
+        if self.spec.branch_scale != 1:
+            branch = branch * self.spec.branch_scale
+        return normed(post, ops, x + branch) if at_sum else x + branch
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+class TorchModel:
+    """Weights plus one forward over a ragged batch. It knows nothing of drafts, requests or text.
+
+    weights: every name of `blocks.weights(spec)`; see ops.load_model. weight_dtype: of the weights.
+    activation_dtype: of the rows that go in and come out. cache_dtype: what a KV cache for this model must be made
+    with. The reference operators have one type for all three. join: what makes products of matrices; None = they stay
+    where they are, which is for the reference operators alone. A head has neither embedding nor LM head among its
+    weights, and is given its rows.
+    """
+
+    def __init__(
+        self, spec: Spec, weights: Mapping[str, Tensor], ops: ReferenceOps | None = None, join: Join | None = None
+    ) -> None:
+        if (why_not := supports(spec)) is not None:
+            raise InternalError(f"model_type={spec.model_type!r} cannot be run in torch: {why_not}")
+        self.config, self.ops = spec, ops or ReferenceOps()
+        self.weights: Mapping[str, Tensor] = weights
+        some = next(iter(weights.values()))
+        self.device, self.weight_dtype, self.cache_dtype = some.device, some.dtype, some.dtype
+        self.activation_dtype = self.ops.rows_dtype(some.dtype)
+        parts = Parts(weights, self.activation_dtype, join or Projections.of)
+        self._embedding = weights.get(EMBEDDING)
+        self._head = self._embedding if spec.tied else weights.get(HEAD)
+        self._head_bias = weights["lm_head.bias"] if spec.head_bias else None
+        self._positions = weights[POSITIONS] if spec.positions is not None else None
+        self._embed_norm = Normed.of(parts, "model.embed_norm", spec.embed_norm)
+        self._final_norm = Normed.of(parts, FINAL_NORM.removesuffix(".weight"), spec.final_norm)
+        self.blocks: list[TorchBlock] = []
+        for i, block in enumerate(spec.blocks):
+            shared = None if block.attention is None else block.attention.bias
+            other = self.blocks[shared].attention if isinstance(shared, int) else None
+            table = None if other is None else other.table
+            self.blocks.append(TorchBlock(block, parts, f"model.layers.{i}.", table))
+        ropes = {a.rope: a.head_dim for b in spec.blocks if (a := b.attention) is not None and a.rope is not None}
+        dtype = self.activation_dtype
+        self._rotations = {rope: Rotations(rope, dim, self.device, dtype) for rope, dim in ropes.items()}
+        self._packed = None if join is None else parts.made
+        if join is not None:  # products that have weights of their own: nothing is in memory twice
+            self.weights = {}
+
+    weight_bits: tuple[int, ...] = ()  # of weights that are computed with as integers: none here
+
+    @property
+    def precision(self) -> str:
+        """What weights are computed with, in words: bfloat16 weights."""
+        return kinds_in_words((), [self.weight_dtype])
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """The bytes of weights that one pass of a few rows reads, counted from what is in memory: every matrix once.
+
+        An embedding matrix that is not tied to the LM head is only looked up, a few rows of it.
+        """
+        if self._packed is not None:
+            return sum(product.nbytes for product in self._packed)
+        looked_up = "" if self.config.tied else EMBEDDING
+        return sum(tensor.nbytes for name, tensor in self.weights.items() if name != looked_up)
+
+    def forward(
+        self,
+        batch: RaggedBatch,
+        cache: Cache | None,
+        layers: Seq[int] | None = None,
+        hidden: Tensor | None = None,
+        taps: Mapping[int, Tensor] | None = None,
+        read: Tensor | None = None,
+    ) -> Tensor:
+        """Run every new token through these layers, whose keys and values go into the cache. Returns rows [T, H].
+
+        layers: ascending, gaps allowed; None = all. hidden [T, H]: what the first of them gets; None = the tokens'
+        embeddings; learned positions are added to what layer 0 gets. The rows come after the final norm if the last
+        layer is among them, else they are the residual stream. taps: by k, a float32 [T, H] to which the residual
+        stream before layer k is written; k = 0: before all layers, k = num_layers: behind all, before the final norm.
+        read: what the first layer's attention reads in place of that stream, of a head. Raises InternalError for what
+        is no such layer, tap or row.
+        """
+        taps = taps or {}
+        chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
+        view = None if cache is None else self.ops.plan(cache.view(batch))
+        tokens, positions = _on_device(batch, self.device)
+        x = self._embedded(tokens) if hidden is None else hidden.to(self.activation_dtype)
+        if hidden is None or (len(chosen) and chosen[0] == 0):
+            x = self._entered(x, positions)
+        end = end_of(batch)
+        step = Step(positions, {k: table.at(positions, end) for k, table in self._rotations.items()}, cache, view)
+        first = 0
+        for i in chosen:
+            _write(taps, range(first, i + 1), x)
+            first = i + 1
+            x = self.blocks[i].run(self.ops, x, i, step, read)
+            read = None
+        _write(taps, range(first, self.config.num_layers + 1), x)
+        return self.norm(x) if is_normed else x
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        if self._embedding is None:
+            raise InternalError(f"model_type={self.config.model_type!r} has no embedding, and was given no rows")
+        x = F.embedding(tokens, self._embedding)
+        if self.config.embed_scale == 1:
+            return x
+        return x * torch.tensor(self.config.embed_scale, dtype=x.dtype)  # rounded to the type, as published code does
+
+    def _entered(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return what the first layer gets of embeddings: learned positions are added, and a norm follows."""
+        if self._positions is not None and self.config.positions is not None:
+            x = x + F.embedding(positions + self.config.positions.offset, self._positions)
+        return normed(self._embed_norm, self.ops, x)
+
+    def rounded(self, quantization: Quantization) -> TorchModel:
+        """Return a second model with what each rounded matrix stands for; the first stays as it is.
+
+        Raises BadOption where groups do not divide a row.
+        """
+        weights = RoundedWeights(
+            blocks.weights(self.config),
+            lambda name, rows: self.weights[name][rows.start : rows.stop],
+            self.weights.__getitem__,
+            quantization,
+            self.weight_dtype,
+        )
+        return TorchModel(self.config, dict(weights), self.ops)  # type: ignore[arg-type]
+
+    def embed(self, ids: Seq[int]) -> Tensor:
+        """The embeddings of these ids [n, H], as a pass begins with them; learned positions are added by the pass."""
+        return self._embedded(torch.tensor(ids, dtype=torch.int64, device=self.device))
+
+    def weight(self, name: str) -> Tensor:
+        """A weight by its name in a checkpoint, float32."""
+        return self.weights[name].float()
+
+    def head(self, ids: Seq[int]) -> Tensor:
+        """Rows of the LM head, float32 [n, H]."""
+        return self._lm_head()[list(ids)].float()
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The final norm of rows of the residual stream [R, H]: what `logits` reads of an inner layer."""
+        return normed(self._final_norm, self.ops, hidden.to(self.activation_dtype))
+
+    def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
+        """hidden [R, H] -> float32 logits [R, V], or [R, num_ids] of the first ids, reading their rows of the head."""
+        bias = None if self._head_bias is None else self._head_bias[:num_ids]
+        logits = self.ops.linear(hidden, self._lm_head()[:num_ids], bias).float()
+        if self.config.logit_scale != 1:
+            logits = logits * self.config.logit_scale
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _lm_head(self) -> Tensor:
+        if self._head is None:
+            raise InternalError(f"model_type={self.config.model_type!r} has no LM head")
+        return self._head
+
+
+def empty_weights(spec: Spec, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+    """Every weight of a spec, unwritten: it takes no memory before something is written to it.
+
+    Matrices of one product lie back to back in one storage: a model computes them at once.
+    """
+    found = blocks.weights(spec)
+    made: dict[str, Tensor] = {}
+    for group in blocks.products(found).values():
+        if len(group) > 1 and len({weight.shape[1:] for weight in group}) == 1:
+            rows = [weight.shape[0] for weight in group]
+            whole = torch.empty(sum(rows), *group[0].shape[1:], dtype=dtype, device=device)
+            parts = torch.split_with_sizes(whole, rows)
+            made.update({weight.name: part for weight, part in zip(group, parts, strict=True)})
+    return {w.name: made[w.name] if w.name in made else torch.empty(w.shape, dtype=dtype, device=device) for w in found}
+
+
+def _back_to_back(weights: list[Tensor]) -> Tensor | None:
+    """One matrix over all rows, where the weights follow each other in one storage and none is being trained."""
+    first, end = weights[0], weights[0].storage_offset()
+    for weight in weights:
+        same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or not weight.is_contiguous() or weight.storage_offset() != end or weight.requires_grad:
+            return None
+        end += weight.numel()
+    num_rows = sum(len(weight) for weight in weights)
+    return first.as_strided((num_rows, first.shape[1]), (first.shape[1], 1), first.storage_offset())
+
+
+def _write(taps: Mapping[int, Tensor], wanted: range, x: Tensor) -> None:
+    """The residual stream x [T, H] into those taps that are wanted."""
+    for k, rows in taps.items():
+        if k in wanted:
+            rows.copy_(x)
+
+
+def _on_device(batch: RaggedBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and positions, int64 [T]."""
+    if isinstance(batch.tokens, Tensor) and isinstance(batch.positions, Tensor):
+        return batch.tokens, batch.positions
+    ids = torch.tensor(batch.ids(), dtype=torch.int64, device=device)
+    return ids[0], ids[1]
