@@ -59,12 +59,11 @@ TARGETS = {
 }
 
 
-PAIRS = [(name, dtype) for name in TARGETS for dtype in ("auto", "float32") if (name, dtype) != ("smollm2", "float32")]
+PAIRS = [(name, "auto") for name in TARGETS] + [("gguf", "float32")]
+LONG = [pytest.param(name, "float32", marks=pytest.mark.parity) for name in TARGETS if name != "gguf"]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*PAIRS, pytest.param("smollm2", "float32", marks=pytest.mark.parity, id="smollm2-float32")]
-)
+@pytest.mark.parametrize(("name", "dtype"), [*PAIRS, *LONG])
 def test_a_quantised_target(cli: Any, tmp_path: Path, name: str, dtype: str) -> None:
     """Packed as it is stored, and dequantised where float32 is asked for."""
     target = str(TARGETS[name](tmp_path))
@@ -74,8 +73,10 @@ def test_a_quantised_target(cli: Any, tmp_path: Path, name: str, dtype: str) -> 
     assert ("bits each" in found["how"]["target weights"]) == (dtype == "auto")
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
-@pytest.mark.parametrize(("target", "draft"), [("int8", "int4"), ("int4:group=64", None), (None, "int8")])
+@pytest.mark.parametrize(
+    ("target", "draft", "dtype"),
+    [("int8", "int4", "auto"), ("int4:group=64", None, "auto"), (None, "int8", "auto"), ("int8", "int4", "float32")],
+)
 def test_weights_that_are_rounded_at_load(cli: Any, target: str | None, draft: str | None, dtype: str) -> None:
     """The target's option and the draft's are independent of each other."""
     spec = f"model:path={SHIPPED_DRAFT}" + (f",quantization={draft}" if draft else "")

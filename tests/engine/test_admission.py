@@ -58,6 +58,7 @@ def test_a_prompt_that_is_still_being_read_keeps_its_room() -> None:
     assert engine.scheduler.num_preemptions == 0
 
 
+@pytest.mark.once("about plain decoding")
 @pytest.mark.parametrize(("num_tokens", "chunk", "seed"), [(80, 3, 0), (96, 2, 1), (112, 1, 6), (112, 1, 10)])
 def test_small_chunks_in_little_memory_never_take_the_block_that_a_decoding_request_needs(
     num_tokens: int, chunk: int, seed: int

@@ -178,15 +178,14 @@ def test_the_real_model_says_what_transformers_says() -> None:
     raw = dict(open_source(path).config)
     found["lm_head.weight"] = found["model.embed_tokens.weight"]
     oracle = LlamaForCausalLM.from_pretrained(None, config=LlamaConfig(**raw), state_dict=found).eval()
-    for question in ("What is the capital of France?", "Write a haiku about the sea."):
-        prompt = llm.apply_chat_template([{"role": "user", "content": question}])
-        (out,) = llm.generate([prompt], SamplingParams(max_tokens=12, temperature=0))
-        with torch.inference_mode():
-            ids = torch.tensor([prompt])
-            made = oracle.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=[0, 2]
-            )
-        assert out.token_ids == made[0, len(prompt) :].tolist()
+    prompt = llm.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
+    (out,) = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0))
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        made = oracle.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=[0, 2]
+        )
+    assert out.token_ids == made[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_matrices_are_rounded_and_the_rest_is_not(tmp_path: Path, text: str, bit
 
 def test_target_and_draft_are_rounded_independently() -> None:
     """The draft's own option; a text stays the plain decoder's, whichever of the two is rounded."""
-    params = SamplingParams(max_tokens=24, temperature=0)
+    params = SamplingParams(max_tokens=12, temperature=0)
     options = {"ops": "reference_row_by_row", "dtype": "float32", "spec_length": 3}
     texts = {}
     for target in (None, "int4"):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import processes
 from ops.native_cases import needs_native, runs_native
 
 TESTS = Path(__file__).parents[1]
@@ -20,12 +20,11 @@ TWO_THREADS = {"FORERUN_NUM_THREADS": "2", "OMP_NUM_THREADS": "1"}
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 @pytest.mark.parametrize("what", ["idle", "busy", "llm"])
 def test_a_forked_child_computes_the_same_and_ends(what: str) -> None:
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-m", "ops.forking", what],
         capture_output=True,
         text=True,
         timeout=120,
-        check=False,
         cwd=TESTS,
         env={**os.environ, **TWO_THREADS, "PYTHONPATH": str(TESTS)},
     )

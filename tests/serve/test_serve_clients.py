@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 
 from forerun import LLM, SamplingParams
 from serve.running import CODE, Running, wait_for
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 pytestmark = pytest.mark.once("a process of its own, which speculates")
 HELLO: Any = [{"role": "user", "content": "def add("}]
@@ -18,11 +20,15 @@ GREEDY: Any = {"temperature": 0, "max_tokens": 24}
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> openai.OpenAI:
+    import openai  # here, for the two take seconds to import, in every process that collects
+
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
 def claude(server: Running) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
 
 
@@ -36,6 +42,8 @@ def plain() -> LLM:
 
 
 def test_models(client: openai.OpenAI) -> None:
+    import openai
+
     assert [model.id for model in client.models.list()] == ["shipped"]
     assert client.models.retrieve("shipped").id == "shipped"
     with pytest.raises(openai.NotFoundError, match="it must be 'shipped'"):
@@ -183,6 +191,7 @@ METRICS = {  # of speculation, and the fields of a report that say the same
 
 def test_speculation_of_one_request(client: openai.OpenAI, server: Running) -> None:
     """It chooses its drafter and length, and hears how it went; with the last chunk of a stream, too. So do metrics."""
+    import openai
 
     def counted() -> dict[str, float]:
         return {name: server.metric(f"forerun:spec_decode_{name}_total") for name in METRICS}
@@ -224,6 +233,8 @@ def test_speculation_of_one_request(client: openai.OpenAI, server: Running) -> N
     ],
 )
 def test_errors_name_the_field(client: openai.OpenAI, body: Any, status: int, sentence: str) -> None:
+    import openai
+
     with pytest.raises(openai.APIStatusError, match=sentence) as error:
         client.chat.completions.create(**{"model": "shipped", "messages": HELLO, **body})
     assert error.value.status_code == status
@@ -249,6 +260,8 @@ def test_harmless_fields_are_accepted(client: openai.OpenAI) -> None:
 
 
 def test_responses_whole_and_in_pieces(client: openai.OpenAI, plain: LLM) -> None:
+    import openai
+
     given: Any = {"instructions": "# Python", "input": "def add(", "temperature": 0, "max_output_tokens": 16}
     conversation: Any = [{"role": "system", "content": "# Python"}, *HELLO]
     want = plain.chat(conversation, SamplingParams(temperature=0, max_tokens=16))[0]
@@ -324,6 +337,8 @@ def test_messages_go_on_from_the_assistants_own_words(claude: anthropic.Anthropi
 
 
 def test_errors_of_messages(claude: anthropic.Anthropic) -> None:
+    import anthropic
+
     image: Any = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}]
     with pytest.raises(anthropic.BadRequestError, match="the model reads texts alone"):
         claude.messages.create(model="shipped", max_tokens=4, messages=image)
