@@ -1,7 +1,8 @@
 """`forerun demo` lets a model write the same texts once plainly and once with speculation, and compares the times.
 
-A chat model answers a question and edits a text, where drafts come from the text itself. The model that ships with the
-package writes code; it is widened to a size at which most of the time goes into reading its weights.
+A chat model edits a text, where drafts from the text itself pay, and answers a question, where they pay little. The
+model that ships with the package writes code; it is widened to a size at which most of the time goes into reading its
+weights.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Scene:
     is_chat: bool
 
 
-QUESTION = Scene("a question", "What is a prime number?", is_chat=True)
+QUESTION = Scene("a question, whose answer repeats little: drafting pays little", "What is a prime number?", True)
 EDIT = Scene(
-    "an edit",
+    "an edit, whose text is known for the most part: here drafting pays",
     '''\
 Rename this class to Pile:
 
@@ -113,7 +114,7 @@ def run(config: EngineConfig, params: SamplingParams, shape: str | None, prompt:
 
 
 def _scenes(config: EngineConfig, prompt: str | None) -> list[Scene]:
-    """What is shown: of a chat model a question and an edit, of others a text that they continue, or the user's own."""
+    """What is shown: of a chat model an edit and a question, of others a text that they continue, or the user's own."""
     is_chat = not is_shipped(config.target)
     try:
         if is_chat:
@@ -122,7 +123,7 @@ def _scenes(config: EngineConfig, prompt: str | None) -> list[Scene]:
         is_chat = False
     if prompt is not None:
         return [Scene("your prompt", prompt, is_chat)]
-    return [QUESTION, EDIT] if is_chat else [Scene("a piece of code", default_prompt(), is_chat=False)]
+    return [EDIT, QUESTION] if is_chat else [Scene("a piece of code", default_prompt(), is_chat=False)]
 
 
 def _encoded(llm: LLM, scene: Scene) -> list[int]:
